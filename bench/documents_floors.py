@@ -5,14 +5,14 @@ It refuses to know engines and times. Tokens that were chosen may be any, so the
 
 from gpu.fusion.plan import get_policy, plan_fused
 from gpu.model.architecture import Architecture
-from gpu.step import FusedPrompt, PlacedChunk
+from gpu.step import FusionPlan, PlacedChunk
 from scheduler.messages import Fusion
 from transfer.chunks.format import ChunkKey, ChunkShape
 
 
 def plan_bench_prompt(
     fusion: Fusion, front_tokens: int, num_chunks: int, chunk_tokens: int, num_tokens: int, model: Architecture
-) -> FusedPrompt | None:
+) -> FusionPlan | None:
     """Chunks of the same length one behind another, text in front and behind."""
     key = ChunkKey("", chunk_tokens, "")
     begins = range(front_tokens, front_tokens + num_chunks * chunk_tokens, chunk_tokens)
@@ -23,7 +23,7 @@ def plan_bench_prompt(
 
 
 def fused_cost(
-    model: Architecture, num_tokens: int, plan: FusedPrompt | None, shape: ChunkShape, num_chunk_tokens: int
+    model: Architecture, num_tokens: int, plan: FusionPlan | None, shape: ChunkShape, num_chunk_tokens: int
 ) -> tuple[float, int]:
     """FLOPs that a prompt's first token takes, and bytes that go to the device. Chosen tokens see half the prompt."""
     width, layers = model.num_heads * model.dim, model.num_layers

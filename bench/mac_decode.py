@@ -23,7 +23,7 @@ from gpu.methods.mac.device import Mac
 from gpu.methods.mac.match import Matched
 from gpu.model.architecture import Architecture
 from gpu.model.weights import random_weights
-from gpu.profiles import Part, resolve_profiles
+from gpu.profiles import ProfilePart, resolve_profiles
 from gpu.runner import Runner
 from gpu.step import PageWrite, RingWrite, StepPlan
 
@@ -163,7 +163,7 @@ def _sums(side: Mac) -> list[int]:
     ]
 
 
-def _part(settings: dict[str, object]) -> Part:
+def _part(settings: dict[str, object]) -> ProfilePart:
     given = {"method": "mac", "min_context_tokens": 0, "stops_matching": False, **settings}
     part = resolve_profiles({"mac": Composition.model_validate({"reuse": given})}, None)["mac"].ring_part
     assert part is not None

@@ -34,7 +34,7 @@ from gpu.kv.layout import PageLayout
 from gpu.methods.predicted.device import Predicted
 from gpu.model.architecture import Architecture
 from gpu.model.weights import Weights
-from gpu.profiles import Part, resolve_profiles
+from gpu.profiles import ProfilePart, resolve_profiles
 from gpu.runner import Runner
 from gpu.step import HostAsk, PageWrite, RingWrite, StepPlan
 from transfer.config import HostConfig
@@ -332,7 +332,7 @@ def measure_link(device: torch.device) -> float:
     return best
 
 
-def _part(settings: dict[str, Any]) -> Part:
+def _part(settings: dict[str, Any]) -> ProfilePart:
     given = {"method": "predicted", "min_context_tokens": 0, **settings}
     part = resolve_profiles({"blocks": Composition.model_validate({"host": given})}, HostConfig())["blocks"].ring_part
     assert part is not None

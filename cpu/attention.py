@@ -74,7 +74,7 @@ from cpu.context import (
 from cpu.errors import COLUMNS as SUM_COLUMNS
 from cpu.errors import ERRORS, draw_direction
 from cpu.lookup import COUNTER_MARGIN, SPANS
-from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS, WINDOW_TOKENS
+from cpu.pieces import BEGIN, END, PIECE, REQUEST, STRIPE_TOKENS, TOKENS
 from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
 from cpu.rows import BLOCK_ROWS, COLUMNS
 from cpu.turns import BOARD_INT64, INSIDE, TURN, start_when_asked, take_turns
@@ -134,7 +134,7 @@ def _compile_start(version: int) -> Any:
     return start_asked
 
 
-class Attended(NamedTuple):
+class HostPartial(NamedTuple):
     """A partial on the host, and what it cost. The arrays are overwritten by the workspace's next call.
 
     out: float32 `[requests, heads, dim]`; lse: float32 `[requests, heads]`, natural log; covered: int32 `[requests,
@@ -155,11 +155,11 @@ class Attended(NamedTuple):
     errors: np.ndarray | None
 
 
-class Answered(NamedTuple):
+class AnswersCost(NamedTuple):
     """What answers cost. asks: answered, fewer than there were where one did not come; rows, covered, keys and
-    index_bytes: of all of them, as in `Attended`, covered of all heads; waited_ns: for asks; attended_ns: from an ask
-    that is there to its answer; lookup_ns, sampled_ns: of the last one's stages; idle_ns: before the region, for its
-    first ask, where that was awaited alone.
+    index_bytes: of all of them, as in `HostPartial`, covered of all heads; waited_ns: for asks; attended_ns: from an
+    ask that is there to its answer; lookup_ns, sampled_ns: of the last one's stages; idle_ns: before the region, for
+    its first ask, where that was awaited alone.
     """
 
     asks: int
@@ -222,7 +222,7 @@ class HostAttention:
     def attend(
         self, table: np.ndarray, queries: np.ndarray, codes: np.ndarray | None, threads: int,
         wanted: np.ndarray | None = None, excluded: np.ndarray | None = None, full: np.ndarray | None = None,
-    ) -> Attended:  # fmt: skip
+    ) -> HostPartial:  # fmt: skip
         """Attention of each request's query over its pieces.
 
         table: PIECE `[pieces]` of this row type; queries: `[requests, heads, dim]`, contiguous, of query_type; codes:
@@ -267,7 +267,7 @@ class HostAttention:
         self._run(self._lone_ask, threads, 0, None)
         totals = self._buffers.totals
         rows_read, began_ns, looked_up_ns, sampled_ns = totals[ROWS_READ : SAMPLED_NS + 1].tolist()
-        return Attended(
+        return HostPartial(
             out[:requests], lse[:requests], covered[:requests], rows_read, int(totals[KEYS_SCORED]),
             int(totals[INDEX_BYTES]), looked_up_ns - began_ns, sampled_ns - looked_up_ns, errors,
         )  # fmt: skip
@@ -302,7 +302,7 @@ class HostAttention:
                 _put(asks, column, array.ctypes.data + array.strides[0] * np.arange(len(tables)))
         return asks
 
-    def answer(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> Answered:
+    def answer(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> AnswersCost:
         """As `attend`, ask after ask (rows of `asks_in`, of one slot or of several in turns) in one parallel region,
         from an ask's flags to the stamp of its answer; up to the first that does not come within `limit_s` seconds.
 
@@ -312,7 +312,7 @@ class HostAttention:
         answered, idle_ns = self._run(asks, threads, limit_s, gate)
         began, looked_up, sampled = self._buffers.totals[BEGAN_NS : SAMPLED_NS + 1].tolist()
         sums = self._row[ALL_ROWS : ALL_ATTENDED_NS + 1].tolist()
-        return Answered(answered, *sums, looked_up - began, sampled - looked_up, idle_ns)
+        return AnswersCost(answered, *sums, looked_up - began, sampled - looked_up, idle_ns)
 
     def _run(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> tuple[int, int]:
         """How many asks were answered; if not all, the next one did not come. And nanoseconds of the wait for the first
@@ -376,7 +376,7 @@ class HostAttention:
             lse=np.empty(slots, np.float32),
             totals=np.zeros(TOTALS, np.int64),
             counters=new_counters(STAGES, threads),
-            counts=np.zeros((threads, WINDOW_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
+            counts=np.zeros((threads, STRIPE_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
             spans=np.empty((threads, s.tables * SPANS), np.int64),
             query=np.empty((threads, group, s.dim), np.float32),
             sums=np.empty((threads, group, s.dim), np.float32),
@@ -385,7 +385,7 @@ class HostAttention:
             marks=np.empty(ids if self.estimates else 1, np.uint8),
             deviations=np.empty((slots if self.estimates else 1, 2, SUM_COLUMNS), np.float32),
             direction=self._direction,
-            digits=np.zeros((threads, WINDOW_TOKENS), np.uint16),
+            digits=np.zeros((threads, STRIPE_TOKENS), np.uint16),
             aims=np.empty((threads, 2, s.dim), np.float32),
             noted=np.empty((threads, 2, SUM_COLUMNS), np.float32),
         )

@@ -20,7 +20,7 @@ PIECE_TOKENS = 2**18  # table entries built, or rows' elements copied in 16 bits
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class BuildJob:
     """urgency: lower is sooner, then the order of submission. pieces: does a piece at each `next`. A job that is not
     wanted any more ends early. Either `finish` or `fail` is called, once.
     """
@@ -33,7 +33,7 @@ class Job:
     fail: Callable[[Exception], None]
     order: int = field(init=False, default_factory=count().__next__)
 
-    def __lt__(self, other: "Job") -> bool:
+    def __lt__(self, other: "BuildJob") -> bool:
         return (self.urgency, self.order) < (other.urgency, other.order)
 
 
@@ -43,7 +43,7 @@ class Builder:
     """
 
     def __init__(self, num_threads: int, has_own_core: bool = False) -> None:
-        self._jobs: list[Job] = []
+        self._jobs: list[BuildJob] = []
         self._num_under_way = 0
         self._has_own_core = has_own_core
         self._changed = Condition()
@@ -61,7 +61,7 @@ class Builder:
         """Whether a thread with a core of its own has anything to do."""
         return self._has_own_core and bool(self._jobs or self._num_under_way)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BuildJob) -> None:
         with self._changed:
             heapq.heappush(self._jobs, job)
             self._changed.notify_all()  # one that is told may wait for the gate
@@ -103,7 +103,7 @@ class Builder:
                 with self._changed:
                     self._num_under_way -= 1
 
-    def _do_piece(self, job: Job) -> None:
+    def _do_piece(self, job: BuildJob) -> None:
         if not job.is_wanted():
             job.finish()
             return
@@ -117,7 +117,7 @@ class Builder:
         else:
             self.submit(job)
 
-    def _take(self, passes_gate: bool) -> Job | None:
+    def _take(self, passes_gate: bool) -> BuildJob | None:
         """The next job, once there is one and the gate is open; None: it is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or (self._jobs and (passes_gate or self.gate[0] <= 0)))

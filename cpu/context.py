@@ -11,7 +11,7 @@ import numpy as np
 from cpu.errors import COLUMNS as SUM_COLUMNS
 from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import COLUMNS as PIECE_COLUMNS
-from cpu.pieces import WINDOW_TOKENS
+from cpu.pieces import STRIPE_TOKENS
 from cpu.rows import BLOCK_ROWS
 from cpu.workspace import SCORE_BLOCKS, STATE, TOTALS, Batch, Buffers, Plan, Shape
 from transfer.simd.region import pointer_to
@@ -94,7 +94,7 @@ def open_context(address, kind, query_kind):
         numba.carray(pointer_to(c[at + 5]), (unknown,), np.float32),
         numba.carray(pointer_to(c[at + 6]), (TOTALS,), np.int64),
         numba.carray(pointer_to(c[at + 7]), (unknown, threads + 1, COUNTER_INT64), np.int64),
-        numba.carray(pointer_to(c[at + 8]), (threads, WINDOW_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
+        numba.carray(pointer_to(c[at + 8]), (threads, STRIPE_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
         numba.carray(pointer_to(c[at + 9]), (threads, c[TABLES] * SPANS), np.int64),
         numba.carray(pointer_to(c[at + 10]), (threads, group, dim), np.float32),
         numba.carray(pointer_to(c[at + 11]), (threads, group, dim), np.float32),
@@ -103,7 +103,7 @@ def open_context(address, kind, query_kind):
         numba.carray(pointer_to(c[at + 14]), (unknown,), np.uint8),
         numba.carray(pointer_to(c[at + 15]), (unknown, 2, SUM_COLUMNS), np.float32),
         numba.carray(pointer_to(c[at + 16]), (dim,), np.float32),
-        numba.carray(pointer_to(c[at + 17]), (threads, WINDOW_TOKENS), np.uint16),
+        numba.carray(pointer_to(c[at + 17]), (threads, STRIPE_TOKENS), np.uint16),
         numba.carray(pointer_to(c[at + 18]), (threads, 2, dim), np.float32),
         numba.carray(pointer_to(c[at + 19]), (threads, 2, SUM_COLUMNS), np.float32),
     )

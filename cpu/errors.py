@@ -14,8 +14,8 @@ import math
 import numba
 import numpy as np
 
-from cpu.lookup import SPANS, windows_of
-from cpu.pieces import TOKENS, WINDOW_TOKENS
+from cpu.lookup import SPANS, stripes_of
+from cpu.pieces import STRIPE_TOKENS, TOKENS
 from cpu.rows import BLOCK_ROWS
 from transfer.simd.memory import clear_bytes, load_float32, load_uint16, store_float32, store_int16
 
@@ -37,23 +37,23 @@ def mark_groups(piece, tables, spans, digits, ids, found, marks, first_mark):
     """Of a lookup's ids: the two groups whose tables it shares with the query, as a byte of two digits, 0 for ids that
     share more tables than two.
 
-    spans: what `lookup.find_samples` left; digits: address of uint16 `[WINDOW_TOKENS]`, zero, and zero again behind
+    spans: what `lookup.find_samples` left; digits: address of uint16 `[STRIPE_TOKENS]`, zero, and zero again behind
     this; ids: address of uint16; marks: uint8 array, of which `first_mark` is the first id's. Reads the buckets again.
     """
-    _, first, last = windows_of(piece)
+    _, first, last = stripes_of(piece)
     index = 0
-    for window in range(first, last):
+    for stripe in range(first, last):
         for table in range(tables):
-            digit, span = table % GROUPS + 1, table * SPANS + window - first
+            digit, span = table % GROUPS + 1, table * SPANS + stripe - first
             for entry in range(spans[span], spans[span + 1], 2):
                 at = digits + 2 * load_uint16(entry)
                 store_int16(at, load_uint16(at) << 4 | digit)
-        base = window * WINDOW_TOKENS
-        while index < found and load_uint16(ids + 2 * index) < base + WINDOW_TOKENS:
+        base = stripe * STRIPE_TOKENS
+        while index < found and load_uint16(ids + 2 * index) < base + STRIPE_TOKENS:
             pair = load_uint16(digits + 2 * (load_uint16(ids + 2 * index) - base))
             marks[first_mark + index] = pair if pair < _TWO else 0
             index += 1
-        clear_bytes(digits, 2 * min(WINDOW_TOKENS, piece[TOKENS] - base))
+        clear_bytes(digits, 2 * min(STRIPE_TOKENS, piece[TOKENS] - base))
 
 
 @numba.njit(nogil=True)

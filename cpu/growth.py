@@ -10,7 +10,7 @@ shares its first tokens and grows gets a copy of them, so that what one appends 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpu.host_context import MERGE_DUE_SHARE, Context, Merge, Piece
+from cpu.host_context import MERGE_DUE_SHARE, Context, ContextPiece, Merge
 from cpu.jobs import Source
 from cpu.segment import Centre, Segment
 from cpu.store import SegmentStore
@@ -84,7 +84,7 @@ class Growth:
             reservations.append(self._append(context, tail, plan.appended, begin, has_centre=True))
         for (tokens, _), segment in zip(plan.opened, segments, strict=True):
             begin = context.tokens
-            context.pieces.append(Piece(segment, 0, is_bulk and context.is_sampled and segment.has_codes))
+            context.pieces.append(ContextPiece(segment, 0, is_bulk and context.is_sampled and segment.has_codes))
             has_centre = not is_bulk and continued is not None
             reservations.append(self._append(context, context.pieces[-1], tokens, begin, has_centre))
         context.touch()
@@ -114,7 +114,9 @@ class Growth:
         rest = num_tokens - appended
         return _Plan(appended, copied, False, [(rest, TAIL_TOKENS)] if rest else [])
 
-    def _append(self, context: Context, piece: Piece, tokens: int, begin: int, has_centre: bool) -> SegmentReservation:
+    def _append(
+        self, context: Context, piece: ContextPiece, tokens: int, begin: int, has_centre: bool
+    ) -> SegmentReservation:
         with self._store.changed:
             piece.segment.owner_id = context.context_id
             first = piece.segment.take(tokens)
@@ -127,7 +129,7 @@ class Growth:
         with self._store.changed:
             copy.take(shared.tokens)
         self._store.copy([Source(shared.segment, 0, shared.tokens)], copy)
-        context.pieces.append(Piece(copy, shared.tokens, False))
+        context.pieces.append(ContextPiece(copy, shared.tokens, False))
         with self._store.changed:
             shared.segment.give_up()
 
@@ -201,7 +203,7 @@ class Growth:
             self.drop_merge(context)
             return
         merged = context.pieces[merge.first : merge.last]
-        context.pieces[merge.first : merge.last] = [Piece(target, target.used, True)]
+        context.pieces[merge.first : merge.last] = [ContextPiece(target, target.used, True)]
         context.merge = None
         self.merges += 1
         with self._store.changed:

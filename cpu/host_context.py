@@ -18,7 +18,7 @@ _new_version = count().__next__
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class ContextPiece:
     """The first `tokens` of a segment. is_sampled: by its tables (exactly, where they failed); else all is read."""
 
     segment: Segment
@@ -44,7 +44,7 @@ class Context:
 
     context_id: int
     is_sampled: bool
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ContextPiece] = field(default_factory=list)
     merge: Merge | None = None
     version: int = field(default_factory=_new_version)
     steps: int = 0
@@ -58,14 +58,14 @@ class Context:
     def touch(self) -> None:
         self.version = _new_version()
 
-    def first_pieces(self, num_tokens: int) -> list[Piece]:
+    def first_pieces(self, num_tokens: int) -> list[ContextPiece]:
         """The pieces of the first `num_tokens`, the last one cut."""
         assert 0 <= num_tokens <= self.tokens, "context: no more tokens are asked for than it has"
         cut, left = [], num_tokens
         for piece in self.pieces:
             if left == 0:
                 break
-            cut.append(Piece(piece.segment, min(piece.tokens, left), piece.is_sampled))
+            cut.append(ContextPiece(piece.segment, min(piece.tokens, left), piece.is_sampled))
             left -= cut[-1].tokens
         return cut
 

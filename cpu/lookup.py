@@ -21,8 +21,8 @@ from cpu.pieces import (
     OFFSET_TABLE,
     OFFSETS,
     RUN_BEGIN,
+    STRIPE_TOKENS,
     TOKENS,
-    WINDOW_TOKENS,
 )
 from transfer.simd.memory import (
     COUNTERS,
@@ -37,12 +37,12 @@ from transfer.simd.memory import (
     take_pairs,
 )
 
-COUNTER_MARGIN = 64  # uint8 on both sides of a window's counters, for blocks that stick out of it
+COUNTER_MARGIN = 64  # uint8 on both sides of a stripe's counters, for blocks that stick out of it
 _CAPPED = 253  # tables counted between caps: a uint8 counter stays below 256
 _LINE_BYTES = 64
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
-SPANS = 3  # borders of a bucket's lists: a segment has two windows at most
+SPANS = 3  # borders of a bucket's lists: a segment has two stripes at most
 
 
 @numba.njit(nogil=True)
@@ -52,34 +52,34 @@ def room_for(begin, end):
 
 
 @numba.njit(nogil=True)
-def windows_of(piece):
+def stripes_of(piece):
     """How many the segment has, and which ones a piece touches: `first .. last`."""
-    windows = (piece[TOKENS] + WINDOW_TOKENS - 1) // WINDOW_TOKENS
-    return windows, piece[BEGIN] // WINDOW_TOKENS, (piece[END] + WINDOW_TOKENS - 1) // WINDOW_TOKENS
+    stripes = (piece[TOKENS] + STRIPE_TOKENS - 1) // STRIPE_TOKENS
+    return stripes, piece[BEGIN] // STRIPE_TOKENS, (piece[END] + STRIPE_TOKENS - 1) // STRIPE_TOKENS
 
 
 @numba.njit(nogil=True)
-def _offset(piece, kv_head, table, codes, mask, windows):
+def _offset(piece, kv_head, table, codes, mask, stripes):
     """Address of a table's offset of the query's bucket. A code beyond the buckets is one of them nonetheless."""
     bucket = load_uint16(codes + 2 * table) & mask
-    return piece[OFFSETS] + kv_head * piece[OFFSET_HEAD] + table * piece[OFFSET_TABLE] + 4 * windows * bucket
+    return piece[OFFSETS] + kv_head * piece[OFFSET_HEAD] + table * piece[OFFSET_TABLE] + 4 * stripes * bucket
 
 
 @numba.njit(nogil=True)
 def fetch_offsets(piece, kv_head, codes, tables, mask):
     """Start to fetch what `fetch_bucket` reads. codes: address of uint16 `[tables]`, the query's."""
-    windows, _, _ = windows_of(piece)
+    stripes, _, _ = stripes_of(piece)
     for table in range(tables):
-        offset = _offset(piece, kv_head, table, codes, mask, windows)
+        offset = _offset(piece, kv_head, table, codes, mask, stripes)
         prefetch_middle(offset)
-        prefetch_middle(offset + 4 * windows)  # the bucket's end may lie on the next line
+        prefetch_middle(offset + 4 * stripes)  # the bucket's end may lie on the next line
 
 
 @numba.njit(nogil=True)
 def fetch_bucket(piece, kv_head, codes, table, mask):
     """Start to fetch the query's bucket of one table."""
-    windows, first, last = windows_of(piece)
-    offset = _offset(piece, kv_head, table, codes, mask, windows)
+    stripes, first, last = stripes_of(piece)
+    offset = _offset(piece, kv_head, table, codes, mask, stripes)
     entries = piece[ENTRIES] + kv_head * piece[ENTRY_HEAD] + table * piece[ENTRY_TABLE]
     begin, end = entries + 2 * load_int32(offset + 4 * first), entries + 2 * load_int32(offset + 4 * last)
     for line in range(begin, end + _LINE_BYTES - 1, _LINE_BYTES):
@@ -93,35 +93,35 @@ def find_samples(
     """Write the sampled ids to address `ids`, uint16 `[room_for(begin, end)]`; returns how many.
 
     excluded, words: see `cpu.exclusions`. next_*: the lookup that comes after, whose lines are fetched; next_codes 0:
-    none. counters: address of uint8 `[WINDOW_TOKENS]`, zero, with COUNTER_MARGIN on both sides. spans: int64 `[tables *
+    none. counters: address of uint8 `[STRIPE_TOKENS]`, zero, with COUNTER_MARGIN on both sides. spans: int64 `[tables *
     SPANS]`, scratch.
     """
-    windows, first, last = windows_of(piece)
+    stripes, first, last = stripes_of(piece)
     for table in range(tables):
-        offset = _offset(piece, kv_head, table, codes, mask, windows)
+        offset = _offset(piece, kv_head, table, codes, mask, stripes)
         entries = piece[ENTRIES] + kv_head * piece[ENTRY_HEAD] + table * piece[ENTRY_TABLE]
-        for window in range(first, last + 1):
-            spans[table * SPANS + window - first] = entries + 2 * load_int32(offset + 4 * window)
+        for stripe in range(first, last + 1):
+            spans[table * SPANS + stripe - first] = entries + 2 * load_int32(offset + 4 * stripe)
     if next_codes != 0:
         fetch_offsets(next_piece, next_head, next_codes, tables, mask)
     found = 0
-    for window in range(first, last):
-        fetches = next_codes != 0 and window == last - 1
+    for stripe in range(first, last):
+        fetches = next_codes != 0 and stripe == last - 1
         for table in range(tables):
             if fetches:
                 fetch_bucket(next_piece, next_head, next_codes, table, mask)
-            span = table * SPANS + window - first
+            span = table * SPANS + stripe - first
             for entry in range(spans[span], spans[span + 1], 2):
                 count_up(counters + load_uint16(entry))
             if table % _CAPPED == _CAPPED - 1:
-                for counter in range(0, WINDOW_TOKENS, COUNTERS):
+                for counter in range(0, STRIPE_TOKENS, COUNTERS):
                     cap_pairs(counters + counter)
-        base = window * WINDOW_TOKENS
+        base = stripe * STRIPE_TOKENS
         if excluded != 0:
-            begin, end = max(base, piece[BEGIN]), min(base + WINDOW_TOKENS, piece[END])
+            begin, end = max(base, piece[BEGIN]), min(base + STRIPE_TOKENS, piece[END])
             to_run = piece[RUN_BEGIN] - piece[BEGIN]
             clear_excluded(excluded, words, begin + to_run, end + to_run, counters + begin - base)
-        counted = min(WINDOW_TOKENS, piece[TOKENS] - base)
+        counted = min(STRIPE_TOKENS, piece[TOKENS] - base)
         found = _take(counters, base, counted, piece[BEGIN], piece[END], ids, found)
     return found
 
@@ -143,7 +143,7 @@ def list_covered(piece, excluded, words, ids):
 @numba.njit(nogil=True)
 def count_bytes(piece, tables, spans):
     """Bytes of the index that a lookup which left these `spans` read: buckets' entries, and borders of their lists."""
-    _, first, last = windows_of(piece)
+    _, first, last = stripes_of(piece)
     read = 4 * tables * (last - first + 1)
     for table in range(tables):
         read += spans[table * SPANS + last - first] - spans[table * SPANS]
@@ -152,7 +152,7 @@ def count_bytes(piece, tables, spans):
 
 @numba.njit(nogil=True)
 def _take(counters, base, tokens, begin, end, ids, found):
-    """Append the ids of a window whose counters are 2 or more; the counters become zero. Mostly a word of COUNTERS has
+    """Append the ids of a stripe whose counters are 2 or more; the counters become zero. Mostly a word of COUNTERS has
     two at most: these are written without asking, and overwritten if they were none."""
     for word in range(0, tokens, COUNTERS):
         mask, at = take_pairs(counters + word), base + word

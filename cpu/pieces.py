@@ -10,7 +10,7 @@ import numpy as np
 
 EXACT, SAMPLED = 0, 1  # modes
 SEGMENT_TOKENS = 65_536  # at most: entries of tables are uint16
-WINDOW_TOKENS = 32_768  # tokens that one part of a bucket spans: their counters stay in the first cache
+STRIPE_TOKENS = 32_768  # tokens that one part of a bucket spans: their counters stay in the first cache
 
 # All int64. `*_bytes` are strides; an address of 0 means none.
 PIECE = np.dtype(

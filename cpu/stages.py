@@ -105,7 +105,7 @@ def _claim_own_work(team, plan, items):
 
 @numba.njit(nogil=True)
 def _first_stage(team, shape, columns, batch, plan, buffers):
-    """Lookups and exact parts, and what they and the samples read: see `cpu.attention.Attended`."""
+    """Lookups and exact parts, and what they and the samples read: see `cpu.attention.HostPartial`."""
     lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
     items, rows, keys, index_bytes = buffers.totals[WORK_ITEMS], 0, 0, 0
     item, done = _claim_work(team, plan, items), 0

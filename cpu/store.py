@@ -12,7 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Thread
 
-from cpu.builder import Builder, Job
+from cpu.builder import Builder, BuildJob
 from cpu.jobs import Source, build_layer, copy_layer
 from cpu.segment import Centre, Fill, Segment, TableState
 from transfer.host_memory import bytes_of_centre, lay_out_layer
@@ -111,7 +111,7 @@ class SegmentStore:
                     source.segment.copies[layer] += 1
             pieces = self._copy_landed(sources, target, layer)
             self._builder.submit(
-                Job(
+                BuildJob(
                     urgency=(int(target.is_background), 0),
                     name=f"copy layer {layer} of {end} tokens",
                     pieces=pieces,
@@ -199,7 +199,7 @@ class SegmentStore:
         segment.tables[layer] = TableState.BUILDING
         segment.hold()
         self._builder.submit(
-            Job(
+            BuildJob(
                 urgency=(int(segment.is_background), segment.used),
                 name=f"tables layer {layer} of {segment.used} tokens",
                 pieces=build_layer(segment, layer),

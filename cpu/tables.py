@@ -1,7 +1,7 @@
 """Hash tables of one KV head and layer of a segment: made from codes in place by a counting sort, and undone.
 
-A table lists the segment's tokens by bucket, and within a bucket by window of WINDOW_TOKENS: entries are uint16 places
-in the window. `offsets[bucket * windows + window]` is where such a list begins; the last offset is the token count.
+A table lists the segment's tokens by bucket, and within a bucket by stripe of STRIPE_TOKENS: entries are uint16 places
+in the stripe. `offsets[bucket * stripes + stripe]` is where such a list begins; the last offset is the token count.
 Refuses to know what codes mean. Invariant: every token stands in every table once; lists rise. Bytes moved: a table of
 entries twice (codes in, entries out) and its offsets once; the scatter goes to a private tile that stays in the cache.
 """
@@ -9,7 +9,7 @@ entries twice (codes in, entries out) and its offsets once; the scatter goes to 
 import numba
 import numpy as np
 
-from cpu.pieces import SEGMENT_TOKENS, WINDOW_TOKENS
+from cpu.pieces import SEGMENT_TOKENS, STRIPE_TOKENS
 from transfer.simd.memory import copy_bytes, load_int32, load_uint16, store_int16, store_int32
 from transfer.simd.team import Team, claim, new_counters
 from transfer.simd.vectors import address_of
@@ -17,13 +17,13 @@ from transfer.simd.vectors import address_of
 _STREAMS = 4  # histograms counted side by side: runs of equal codes do not wait for one another
 
 
-def num_windows(tokens: int) -> int:
-    return -(-tokens // WINDOW_TOKENS)
+def num_stripes(tokens: int) -> int:
+    return -(-tokens // STRIPE_TOKENS)
 
 
 def num_offsets(bits: int, tokens: int) -> int:
-    """Int32 of one table: one for each bucket and window, and the end."""
-    return (num_windows(tokens) << bits) + 1
+    """Int32 of one table: one for each bucket and stripe, and the end."""
+    return (num_stripes(tokens) << bits) + 1
 
 
 def check_tables(entries: np.ndarray, offsets: np.ndarray, bits: int) -> None:
@@ -68,17 +68,17 @@ def codes_from_tables(
 
 @numba.njit(nogil=True)
 def _sort_table(entries, tokens, offsets, bits, places, tile):
-    """Addresses: entries uint16 `[tokens]`; offsets int32 `[num_offsets]`; places int32 `[windows, _STREAMS, buckets]`;
+    """Addresses: entries uint16 `[tokens]`; offsets int32 `[num_offsets]`; places int32 `[stripes, _STREAMS, buckets]`;
     tile uint16 `[tokens]`."""
-    mask, windows = (1 << bits) - 1, (tokens + WINDOW_TOKENS - 1) // WINDOW_TOKENS
+    mask, stripes = (1 << bits) - 1, (tokens + STRIPE_TOKENS - 1) // STRIPE_TOKENS
     stream_bytes = 4 << bits
-    for byte in range(0, windows * _STREAMS * stream_bytes, 4):
+    for byte in range(0, stripes * _STREAMS * stream_bytes, 4):
         store_int32(places + byte, 0)
-    for window in range(windows):
-        first = places + window * _STREAMS * stream_bytes
+    for stripe in range(stripes):
+        first = places + stripe * _STREAMS * stream_bytes
         second, third, fourth = first + stream_bytes, first + 2 * stream_bytes, first + 3 * stream_bytes
-        begin = entries + 2 * window * WINDOW_TOKENS
-        end = min(entries + 2 * tokens, begin + 2 * WINDOW_TOKENS)
+        begin = entries + 2 * stripe * STRIPE_TOKENS
+        end = min(entries + 2 * tokens, begin + 2 * STRIPE_TOKENS)
         whole = begin + (end - begin) // 8 * 8
         for code in range(begin, whole, 8):
             _count(first, code, mask)
@@ -89,18 +89,18 @@ def _sort_table(entries, tokens, offsets, bits, places, tile):
             _count(first, code, mask)
     total = 0
     for bucket in range(1 << bits):
-        for window in range(windows):
-            place = places + window * _STREAMS * stream_bytes + 4 * bucket
+        for stripe in range(stripes):
+            place = places + stripe * _STREAMS * stream_bytes + 4 * bucket
             count = 0
             for stream in range(_STREAMS):
                 count += load_int32(place + stream * stream_bytes)
-            store_int32(offsets + 4 * (bucket * windows + window), total)
+            store_int32(offsets + 4 * (bucket * stripes + stripe), total)
             store_int32(place, total)
             total += count
-    store_int32(offsets + 4 * (windows << bits), total)
-    for window in range(windows):
-        first, begin = places + window * _STREAMS * stream_bytes, window * WINDOW_TOKENS
-        for token in range(begin, min(tokens, begin + WINDOW_TOKENS)):
+    store_int32(offsets + 4 * (stripes << bits), total)
+    for stripe in range(stripes):
+        first, begin = places + stripe * _STREAMS * stream_bytes, stripe * STRIPE_TOKENS
+        for token in range(begin, min(tokens, begin + STRIPE_TOKENS)):
             at = first + 4 * (load_uint16(entries + 2 * token) & mask)
             place = load_int32(at)
             store_int16(tile + 2 * place, token - begin)
@@ -142,10 +142,10 @@ def _build_together(entries, offsets, bits, begin, end, threads, counters):
 @numba.njit(nogil=True, cache=True)
 def _undo(entries, offsets, bits, begin, end, codes):
     tokens = entries.shape[1]
-    windows = (tokens + WINDOW_TOKENS - 1) // WINDOW_TOKENS
+    stripes = (tokens + STRIPE_TOKENS - 1) // STRIPE_TOKENS
     for table in range(begin, end):
         for bucket in range(1 << bits):
-            for window in range(windows):
-                at = bucket * windows + window
+            for stripe in range(stripes):
+                at = bucket * stripes + stripe
                 for place in range(offsets[table, at], offsets[table, at + 1]):
-                    codes[table, window * WINDOW_TOKENS + entries[table, place]] = bucket
+                    codes[table, stripe * STRIPE_TOKENS + entries[table, place]] = bucket

@@ -82,7 +82,7 @@ class Buffers(NamedTuple):
     A thread's: counts uint8, spans int64, query and sums float32 `[group, dim]`, scores float32 `[SCORE_BLOCKS,
     BLOCK_ROWS]`, state float32 `[4, STATE]`: maxima, masses, factors of products, rescaling.
     For errors, of one entry where there are none: marks uint8, one an id; deviations float32 `[slots, 2, COLUMNS]`;
-    direction float32 `[dim]`; a thread's digits uint16 `[WINDOW_TOKENS]`, aims float32 `[2, dim]`: the direction in
+    direction float32 `[dim]`; a thread's digits uint16 `[STRIPE_TOKENS]`, aims float32 `[2, dim]`: the direction in
     units of values, and as their rows want it; noted float32 `[2, COLUMNS]`.
     """
 

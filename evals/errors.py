@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cpu.attention import Attended, HostAttention
+from cpu.attention import HostAttention, HostPartial
 from cpu.audits import HEAVY_WEIGHT
 from cpu.errors import LARGEST, LOG_MASS, OUTPUT, draw_direction
 from cpu.pieces import SAMPLED, new_pieces
@@ -163,7 +163,7 @@ def _judge(attention: HostAttention, held: _Held, settings: Draws) -> Answers:
         build_tables(entries.reshape(-1, tokens), offsets.reshape(kv_heads * tables, -1), bits, 0, kv_heads * tables, 1)
         codes = np.ascontiguousarray(_codes(torch.from_numpy(held.queries), projections))
 
-        def attend(full: np.ndarray | None, codes: np.ndarray = codes) -> Attended:
+        def attend(full: np.ndarray | None, codes: np.ndarray = codes) -> HostPartial:
             return attention.attend(pieces, held.queries, codes, settings.threads, None, held.excluded, full)
 
         truth = attend(everything)

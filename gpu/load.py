@@ -16,7 +16,7 @@ from gpu.model.architecture import Architecture, ModelError, read_architecture, 
 from gpu.model.checkpoint import load_weights
 from gpu.model.matrix_formats import rounded
 from gpu.model.weights import random_weights
-from gpu.profiles import Part
+from gpu.profiles import ProfilePart
 from gpu.runner import Runner
 from transfer.chunks.library import ChunkLibrary
 from transfer.expert_exchange import OpenExperts
@@ -40,7 +40,8 @@ def load_architecture(model: ModelConfig) -> Architecture:
 
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
                 chunk_tokens: int, max_hidden_tokens: int, num_pages: int, tier: HostTier | None,
-                parts: Sequence[Part], on_progress: LoadProgress, num_rings: Mapping[str, int] = MappingProxyType({}),
+                parts: Sequence[ProfilePart], on_progress: LoadProgress,
+                num_rings: Mapping[str, int] = MappingProxyType({}),
                 sink_tokens: int = 0, library: ChunkLibrary | None = None,
                 num_windows: int = 0, window_pages: int = 1, experts_on_card: int | None = None,
                 open_experts: OpenExperts | None = None, computed_rows: int = 0) -> Runner:  # fmt: skip

@@ -34,7 +34,7 @@ class ProfileError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProfilePart:
     """A slot of a composition that is filled."""
 
     method: Method
@@ -52,7 +52,7 @@ class Profile:
 
     name: str
     kv_key: str
-    parts: tuple[Part, ...]
+    parts: tuple[ProfilePart, ...]
 
     @property
     def composition(self) -> str:
@@ -70,7 +70,7 @@ class Profile:
         return math.lcm(*(part.method.align_tokens(part.settings) for part in self.parts))
 
     @property
-    def ring_part(self) -> Part | None:
+    def ring_part(self) -> ProfilePart | None:
         """The part of whose state a running sequence holds a ring; profiles that have the same part share its rings."""
         return next((part for part in self.parts if part.method.rings is not None), None)
 
@@ -130,9 +130,9 @@ def is_built_in(method: Method) -> bool:
     return method.slot == "host" and method.rings is None
 
 
-def served_parts(profiles: Iterable[Profile]) -> tuple[Part, ...]:
+def served_parts(profiles: Iterable[Profile]) -> tuple[ProfilePart, ...]:
     """What these profiles are made of, each part once: one method with two settings is two parts."""
-    parts: list[Part] = []
+    parts: list[ProfilePart] = []
     for profile in profiles:
         parts += [part for part in profile.parts if part not in parts]
     return tuple(parts)
@@ -189,7 +189,7 @@ def _compose(name: str, composition: Composition, methods: Mapping[str, Method],
                 f"{where}: {method.name!r} keeps KV in host memory; this deployment has no `host` section: add one, or "
                 "take the profile out"
             )
-        part = Part(method, _settings_of(where, method, choice.settings, host))
+        part = ProfilePart(method, _settings_of(where, method, choice.settings, host))
         if host is not None and (why := method.why_impossible(part.settings, host)):
             raise ProfileError(f"{where}.{why}")
         parts.append(part)
@@ -198,7 +198,7 @@ def _compose(name: str, composition: Composition, methods: Mapping[str, Method],
     return Profile(name, " + ".join(keys) or UNCHANGED, tuple(parts))
 
 
-def _check_together(name: str, parts: Iterable[Part]) -> None:
+def _check_together(name: str, parts: Iterable[ProfilePart]) -> None:
     for part, other in permutations(parts, 2):
         for begin, why in part.method.refuses.items():
             if other.method.name.startswith(begin):
@@ -243,7 +243,7 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
     return settings
 
 
-def _kv_key(part: Part, host: HostConfig | None) -> str:
+def _kv_key(part: ProfilePart, host: HostConfig | None) -> str:
     """What a method states to change the KV; empty if nothing does."""
     method = part.method
     words = [f"{short}={_word(getattr(host, key))}" for short, key in method.kv_host.items()]

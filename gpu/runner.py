@@ -16,7 +16,7 @@ import torch
 
 from gpu.decode.halving import Halving, most_rows_of_parts
 from gpu.decode.loop import LayerLoop
-from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, Launched
+from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
 from gpu.fusion.documents import Documents
 from gpu.host.deposit import Depositor
 from gpu.host.expert_exchange import ExpertExchange
@@ -39,7 +39,7 @@ from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
 from gpu.prefill.outputs import FinishedJob
 from gpu.prefill.query import PrefillQuery
-from gpu.profiles import Part
+from gpu.profiles import ProfilePart
 from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import NO_MASKS, Drawing, Masks, Sampler
 from gpu.step import (
@@ -107,7 +107,7 @@ class Runner:
 
     def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
                  max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
-                 device: torch.device, tier: HostTier | None, parts: Sequence[Part],
+                 device: torch.device, tier: HostTier | None, parts: Sequence[ProfilePart],
                  num_rings: Mapping[str, int] = MappingProxyType({}), sink_tokens: int = 0,
                  checks_coverage: bool = False, library: ChunkLibrary | None = None,
                  windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16",
@@ -445,7 +445,7 @@ class Runner:
         timer.mark(1)
         return decoded, awaited, timer
 
-    def _decode(self, group: DecodeGroup, lane: Lane, asks: bool) -> Launched:
+    def _decode(self, group: DecodeGroup, lane: Lane, asks: bool) -> LaunchedStep:
         """asks: some row of the plan's did, also one that has failed since: it is what the other lane's step goes by.
 
         Raises ContextLostError, and ExchangeError where an eager step's device asks nothing.

@@ -80,7 +80,7 @@ class PlacedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedPrompt:
+class FusionPlan:
     """How a prompt with chunks is computed (`gpu.fusion.plan`): all of its tokens below layer `select_layer`, and from
     there on what is in no chunk, its last token, and `num_chosen` others, which the policy chooses on the device.
 
@@ -115,7 +115,7 @@ class RingCopy:
 
 @dataclass(frozen=True, slots=True)
 class RingWrite:
-    """A slot holds ring number `ring` of `part` (`gpu.profiles.Part`) until it is released; nobody else does.
+    """A slot holds ring number `ring` of `part` (`gpu.profiles.ProfilePart`) until it is released; nobody else does.
     is_sampled: what its host reads for it is a sample. source: what it has; None: nothing.
     """
 
@@ -166,7 +166,7 @@ class PrefillPrompt:
     sampling: SamplingParams
     profile: str
     host: HostPrompt | None = None
-    fused: FusedPrompt | None = None
+    fused: FusionPlan | None = None
     capture: ChunkKey | None = None
     pooling: Pooling | None = None
     branch: WindowBranch | None = None
@@ -204,7 +204,7 @@ class PrefillJob:
         return sum(prompt.num_computed_tokens for prompt in self.prompts)
 
     @property
-    def fused(self) -> FusedPrompt | None:
+    def fused(self) -> FusionPlan | None:
         return self.prompts[0].fused
 
     @property

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from gpu.step import DENSE, PageWrite, PrefillJob, PrefillPrompt
 from scheduler.capacity import QueueFullError
 from scheduler.config import SchedulerConfig
+from scheduler.deposited_prompts import Start
 from scheduler.documents import Documents
 from scheduler.host_context import HostContext
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
-from scheduler.residence import Residence, Start
+from scheduler.residence import Residence
 from scheduler.rings import Rings
 from scheduler.sequence import Sequence, State
 
@@ -192,7 +193,7 @@ class Admission:
         return _Round(
             batches=_Batches(self._config.prefill.chunk_tokens),
             num_hidden=self._prefill.num_hidden_tokens,
-            num_coming_pages=sum(map(self._residence.num_coming_pages, holding)),
+            num_coming_pages=sum(map(self._residence.room.num_coming_pages, holding)),
             is_depositing=any(prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts),
             kept=self.awaited(),
             has_others=bool(holding),
@@ -228,7 +229,7 @@ class Admission:
         if num_pages >= this.fewest_refused and sequence.left is None:  # one that gave way may take what it left
             return None
         kept = self._kept(sequence, this)
-        if not self._residence.has_pages(num_pages + this.num_coming_pages, kept):
+        if not self._residence.room.has_pages(num_pages + this.num_coming_pages, kept):
             if sequence.left is None:
                 this.fewest_refused = num_pages
             return None
@@ -266,7 +267,7 @@ class Admission:
             self._residence.prefixes.count(sequence.num_tokens, start.begin)
         this.batches.add(sequence, start, self._residence.profile_of(sequence).prefill_method)
         this.num_hidden += sequence.num_tokens - start.begin
-        this.num_coming_pages += self._residence.num_coming_pages(sequence)
+        this.num_coming_pages += self._residence.room.num_coming_pages(sequence)
         this.is_depositing |= start.end > 0
         this.num_admitted += 1
         this.has_others = True

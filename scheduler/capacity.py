@@ -90,6 +90,18 @@ class HostCapacity:
         return max(0, self.prompt_end(num_tokens) - self.sink_tokens)
 
     @property
+    def num_sink_blocks(self) -> int:
+        return self.sink_tokens // self.page_tokens
+
+    def blocks_of_run(self, run_end: int) -> int:
+        """How many blocks a run has that ends there."""
+        return (run_end - self.sink_tokens) // self.page_tokens
+
+    def end_of_blocks(self, num_blocks: int) -> int:
+        """Where the first so many blocks of a run end."""
+        return self.sink_tokens + num_blocks * self.page_tokens
+
+    @property
     def most_window_tokens(self) -> int:
         """What a sequence has on the device at most, in all layers, once all that it wrote to host memory is released:
         a lump is due, and one more is on its way.

@@ -40,7 +40,7 @@ class Deposits:
         end = self._end(sequence)
         if not end:
             return True
-        num_blocks = self._blocks(end - self._host.sink_tokens)
+        num_blocks = self._host.blocks_of_run(end)
         if sequence.context is not None:
             return self._contexts.grow(sequence.context, num_blocks)
         return self._open(sequence, num_blocks)
@@ -90,8 +90,8 @@ class Deposits:
         """
         for sequence in sorted(filter(self._stays, running), key=self._turn):
             end = self._middle_end(sequence)
-            num_blocks = self._blocks(end - self._host.sink_tokens)
-            own = sequence.pages[self._blocks(self._host.sink_tokens) :][:num_blocks]
+            num_blocks = self._host.blocks_of_run(end)
+            own = sequence.pages[self._host.num_sink_blocks :][:num_blocks]
             num_freed = sum(self._pages.num_holders(page) == 1 for page in own)
             if num_freed > self._host.layout.blocks_for(num_blocks) and self._open(sequence, num_blocks):
                 self._written_down.append((sequence, self._write(sequence, end)))
@@ -119,7 +119,7 @@ class Deposits:
         return self._profiles[sequence.request.attention_profile]
 
     def _run_end(self, context: HostContext) -> int:
-        return self._host.sink_tokens + context.num_blocks * self._host.page_tokens
+        return self._host.end_of_blocks(context.num_blocks)
 
     def _end(self, sequence: Sequence) -> int:
         """Where the run ends after the deposit that the next draw makes due; 0: it makes none."""
@@ -146,7 +146,7 @@ class Deposits:
         assert context is not None, "a deposit is planned after its room is reserved"
         opens = not context.is_open
         if opens:
-            self._contexts.keep_sink(context, sequence.pages[: self._blocks(host.sink_tokens)])
+            self._contexts.keep_sink(context, sequence.pages[: host.num_sink_blocks])
             context.is_open = True
         begin = self._run_end(context)
         page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]

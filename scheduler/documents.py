@@ -15,7 +15,7 @@ import numpy as np
 from gpu.fusion.plan import VANILLA, UnknownPolicyError, get_policy, plan_fused
 from gpu.profiles import Profile
 from gpu.sampling.params import SamplingParams
-from gpu.step import DENSE, NO_SLOT, FusedPrompt, PlacedChunk, PrefillJob, PrefillPrompt
+from gpu.step import DENSE, NO_SLOT, FusionPlan, PlacedChunk, PrefillJob, PrefillPrompt
 from scheduler.capacity import TooLargeError
 from scheduler.messages import ChunksStored, ChunkStats, EngineRequest, StoreChunks
 from scheduler.prefill_queue import JobInProgress
@@ -173,7 +173,7 @@ class Documents:
             self._library.let_go(chunk.key)
         return not sequence.missing
 
-    def plan(self, sequence: Sequence, begin: int) -> FusedPrompt | None:
+    def plan(self, sequence: Sequence, begin: int) -> FusionPlan | None:
         """How its prompt is computed from `begin` on, which no chunk begins before."""
         fusion = sequence.request.fusion
         sequence.num_evicted = 0

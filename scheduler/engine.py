@@ -214,16 +214,16 @@ class Engine:
     def _host_stats(self) -> HostStats | None:
         if self._tier is None:
             return None
-        tier, residence, times = self._tier.stats(), self.scheduler.residence, self._runner.ask_times
+        tier, counts, times = self._tier.stats(), self.scheduler.residence.counts, self._runner.ask_times
         return HostStats(
             bytes_used=tier.bytes_in_use,
-            bytes_promised=residence.num_promised_bytes,
+            bytes_promised=counts.num_promised_bytes,
             bytes_limit=tier.limit_bytes,
             contexts=tier.contexts,
-            tokens=residence.num_deposited_tokens,
-            tokens_released=residence.num_released_tokens,
-            tokens_resident=residence.num_resident_tokens,
-            tokens_restored=residence.num_restored_tokens,
+            tokens=counts.num_deposited_tokens,
+            tokens_released=counts.num_released_tokens,
+            tokens_resident=counts.num_resident_tokens,
+            tokens_restored=counts.num_restored_tokens,
             segments=tier.segments,
             tables_built=tier.tables_built,
             tables_failed=tier.tables_failed,

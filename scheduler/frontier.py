@@ -151,7 +151,7 @@ class Frontier:
         """
         span = self._span_before(context, num_blocks)
         host, page_tokens = self._host, self._host.page_tokens
-        ask = HostAsk(span.owner.context_id, host.sink_tokens, host.sink_tokens + span.last * page_tokens)
+        ask = HostAsk(span.owner.context_id, host.sink_tokens, host.end_of_blocks(span.last))
         if not all(one.is_written for one in (span.owner, *span.sharing)) or not is_ready(ask):
             return None
         page_ids = self._pages.allocate(span.last - span.first)
@@ -217,7 +217,7 @@ class Frontier:
     def _exchange(self, span: _Span, page_ids: list[int]) -> list[TablePlace]:
         """Other pages for the blocks of a span, in all that have them; where the page tables are told."""
         places = []
-        before = self._host.sink_tokens // self._host.page_tokens
+        before = self._host.num_sink_blocks
         for one in span.sharing:
             one.pages[span.first : span.last] = page_ids
             sequence = self.holders.get(one)

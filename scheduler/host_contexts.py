@@ -3,40 +3,36 @@
 Knows ids, blocks, pages and bytes; never sees a row. A context is a run of blocks (whole pages of tokens after the
 sink), all of them written to host memory; the first of them are released, with a dense page each on the device, and the
 others still have resident pages (`scheduler.frontier`). A finished sequence's context stays, idle, for those that begin
-with the same tokens. Invariants: charges never exceed the limit; a context outlives its forks; what nobody holds, finds
-or forked is closed; a block is found only where the one before it is found; forks have the pages of what they share,
-whatever is released; dense pages lie in pages of the context whose own blocks they are of.
+with the same tokens.
+
+A context is **charged** the most that its own blocks may take: when it is added, for all that it may have before
+anybody is asked again; for more, when it grows beyond that; and for what it has, once its sequence has left. What it
+shares is charged to whom it is of.
+
+Invariants: charges never exceed the limit; a context outlives its forks; what nobody holds, finds or forked is closed;
+a block is found only where the one before it is found; forks have the pages of what they share, whatever is released;
+dense pages lie in pages of the context whose own blocks they are of.
 """
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from gpu.kv.layout import PageLayout
+from scheduler.capacity import HostCapacity
 from scheduler.host_context import HostContext, RunSize, owner_of, root_of
 from scheduler.pages import PagePool
 
 
 class HostContexts:
-    """`bytes_of_blocks(bulk, more, is_sampled, is_fork)`: what blocks take that come at once, then little by little.
+    """`keeps_idle`: whether a context outlives its sequence. `used_bytes`: all charges together."""
 
-    `keeps_idle`: whether a context outlives its sequence.
-    """
-
-    def __init__(
-        self,
-        limit_bytes: int,
-        bytes_of_blocks: Callable[[int, int, bool, bool], int],
-        pages: PagePool,
-        layout: PageLayout,
-        keeps_idle: bool,
-    ) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, host: HostCapacity, pages: PagePool, keeps_idle: bool) -> None:
+        self.limit_bytes = host.limit_bytes
         self.used_bytes = 0
-        self._bytes_of_blocks = bytes_of_blocks
+        self._host = host
         self._pages = pages
-        self._layout = layout
+        self._layout = host.layout
         self._keeps_idle = keeps_idle
         self._contexts: dict[int, HostContext] = {}
         self._owners: dict[bytes, list[HostContext]] = {}
@@ -79,11 +75,11 @@ class HostContexts:
 
     def has_room(self, size: RunSize, parent: HostContext | None) -> bool:
         """Whether `add` would find room, idle ones gone but `parent` and what that stands on."""
-        return self._can_free(self._charge(size), _some(parent))
+        return self._can_free(self._bytes_of(size), _some(parent))
 
     def add(self, size: RunSize, parent: HostContext | None) -> HostContext | None:
         """A context, held, that shares its front with a parent; None if there is no room now."""
-        if not self._make_room(self._charge(size), _some(parent)):
+        if not self._make_room(self._bytes_of(size), _some(parent)):
             return None
         num_shared = size.num_shared
         shared = [] if parent is None else parent.pages[:num_shared]
@@ -95,7 +91,7 @@ class HostContexts:
         self._next_id += 1
         self._contexts[context.context_id] = context
         self._pages.hold(shared[num_released:])
-        self._reserve(context, size.num_blocks)
+        self._charge(context, size.num_blocks)
         self._use(context)
         if parent is not None:
             parent.num_forks += 1
@@ -112,10 +108,10 @@ class HostContexts:
         """Whether the context may have `num_blocks`; idle ones give way to it."""
         if num_blocks <= context.size.num_blocks:
             return True
-        num_bytes = self._charge(replace(context.size, num_blocks=num_blocks)) - context.charged_bytes
-        if not self._make_room(num_bytes, [context]):
+        num_bytes = self._bytes_of(replace(context.size, num_blocks=num_blocks))
+        if not self._make_room(num_bytes - context.charged_bytes, [context]):
             return False
-        self._reserve(context, num_blocks)
+        self._charge(context, num_blocks)
         return True
 
     def deposit(self, context: HostContext, page_ids: list[int]) -> None:
@@ -150,7 +146,7 @@ class HostContexts:
         """Its sequence is done with it; `is_kept`: what is down is good for others."""
         context.is_held = False
         context.num_settled = context.num_blocks
-        self._reserve(context, context.num_blocks)
+        self._charge(context, context.num_blocks)
         self._use(context)
         hidden = [context]
         if not (is_kept and self._keeps_idle and context.is_open and context.num_own):
@@ -247,15 +243,19 @@ class HostContexts:
             assert freed, "what can be freed was counted"
         return True
 
-    def _charge(self, size: RunSize) -> int:
+    def _bytes_of(self, size: RunSize) -> int:
+        """The most that a context's own blocks may take: those that come at once, and those that follow one by one."""
         num_bulk = min(size.num_own, size.num_bulk)
-        return self._bytes_of_blocks(num_bulk, size.num_own - num_bulk, size.is_sampled, size.num_shared > 0)
+        bulk_tokens = num_bulk * self._host.page_tokens
+        more_tokens = (size.num_own - num_bulk) * self._host.page_tokens
+        return self._host.bytes_of_run(bulk_tokens, more_tokens, size.is_sampled, size.num_shared > 0)
 
-    def _reserve(self, context: HostContext, num_blocks: int) -> None:
+    def _charge(self, context: HostContext, num_blocks: int) -> None:
+        """It may have so many blocks, and is charged for its own among them, in place of what it was charged for."""
         context.size = replace(context.size, num_blocks=num_blocks)
-        self.used_bytes -= context.charged_bytes
-        context.charged_bytes = self._charge(context.size)
-        self.used_bytes += context.charged_bytes
+        num_bytes = self._bytes_of(context.size)
+        self.used_bytes += num_bytes - context.charged_bytes
+        context.charged_bytes = num_bytes
 
     def _use(self, context: HostContext) -> None:
         self._uses += 1
@@ -281,7 +281,7 @@ class HostContexts:
         while context is not None and not (
             context.is_closed or context.is_held or context.is_findable or context.num_forks
         ):
-            self._reserve(context, context.size.num_shared)
+            self._charge(context, context.size.num_shared)  # it has nothing of its own any more
             self._pages.release(_held(context))
             del self._contexts[context.context_id]
             context.is_closed = True

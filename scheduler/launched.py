@@ -17,7 +17,7 @@ MaskedRow = tuple[Constraint, int, Many[int]]  # what holds it, the number of it
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DepositedRun:
     """The first blocks of a context are down once the plan is carried out."""
 
     sequence: Sequence
@@ -25,14 +25,14 @@ class Run:
     num_blocks: int
 
 
-def run_of(sequence: Sequence) -> Run:
+def deposited_run(sequence: Sequence) -> DepositedRun:
     """All that is planned to be down of its context."""
     assert sequence.context is not None
-    return Run(sequence, sequence.context, sequence.context.num_blocks)
+    return DepositedRun(sequence, sequence.context, sequence.context.num_blocks)
 
 
 @dataclass(slots=True)
-class Launched:
+class LaunchedPlan:
     """Who was in which slot, who drew and as which number of theirs, what rows it had and how many of known tokens,
     where its units ended, what went down, and whether rows came up.
     """
@@ -44,7 +44,7 @@ class Launched:
     num_known: int
     units: list[Unit]
     unit_contexts: list[int]
-    runs: list[Run]
+    runs: list[DepositedRun]
     fetches: bool
 
     def masked_rows(self) -> dict[int, MaskedRow] | None:

@@ -11,7 +11,7 @@ import numpy as np
 from gpu.step import NOT_FINITE, SampledToken, StepResult, TokenLogprob
 from scheduler.constraints import Constraints
 from scheduler.cost_model import CostModel
-from scheduler.launched import Launched
+from scheduler.launched import LaunchedPlan
 from scheduler.messages import Delta
 from scheduler.reports import finish_reason, join_deltas, make_delta, make_end, make_failure
 from scheduler.residence import Residence
@@ -30,7 +30,7 @@ class Results:
         self._constraints = constraints
         self._costs = costs
 
-    def tell(self, result: StepResult, launched: Launched) -> list[Delta]:
+    def tell(self, result: StepResult, launched: LaunchedPlan) -> list[Delta]:
         """In no particular order, but a request's own. Results of a lane are told in the order of its launches."""
         if launched.fetches:
             self._residence.end_fetches()

@@ -6,7 +6,7 @@ sequence's that holds a slot.
 
 from collections.abc import Iterable, Mapping
 
-from gpu.profiles import Part, Profile
+from gpu.profiles import Profile, ProfilePart
 from gpu.step import RingCopy, RingWrite
 from scheduler.sequence import Sequence
 
@@ -55,7 +55,7 @@ class Rings:
         writes, self._writes = self._writes, []
         return writes
 
-    def _part_of(self, sequence: Sequence) -> Part | None:
+    def _part_of(self, sequence: Sequence) -> ProfilePart | None:
         """Whose ring it needs, by its prompt and the longest answer: so by what it asks for alone."""
         part = self._profiles[sequence.request.attention_profile].ring_part
         if part is None or part.method.rings is None:

@@ -37,7 +37,7 @@ from scheduler.intake import Intake
 from scheduler.jumps import Jumps
 from scheduler.lanes import Lanes, rows_of
 from scheduler.late_rows import IsReady, LateRows, Row
-from scheduler.launched import Launched, Run, run_of
+from scheduler.launched import DepositedRun, LaunchedPlan, deposited_run
 from scheduler.messages import Delta, ExpertStats, FetchStats, HostStats, Progress, ReuseStats, Stats
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.reports import make_progress
@@ -85,7 +85,7 @@ class Scheduler:
         )  # fmt: skip
         self._lanes = Lanes(lanes)
         self.roster = Roster(self.residence, self.rings, self._admission, self._prefill, self._lanes, documents)
-        self._launched: dict[Lane, deque[Launched]] = {lane: deque() for lane in self._lanes.all}
+        self._launched: dict[Lane, deque[LaunchedPlan]] = {lane: deque() for lane in self._lanes.all}
         self._gap = TokenGap(config, self._costs)
         self._late = LateRows()
         self._results = Results(self.roster, self.residence, self.constraints, self._costs)
@@ -180,7 +180,7 @@ class Scheduler:
         drawing: list[Sequence],
         known: list[list[int]] | None,
         contexts: list[int],
-        runs: list[Run],
+        runs: list[DepositedRun],
         finished: list[JobInProgress],
     ) -> None:
         """Whom the plan's result will be for, and as which of their draws; `known`: by those who draw, tokens that come
@@ -196,14 +196,14 @@ class Scheduler:
             sequence.num_in_flight += len(run)
         for entry in finished:
             slots |= {sequence.slot: sequence for sequence in entry.sequences}
-            runs += [run_of(sequence) for sequence in entry.sequences if sequence.context is not None]
+            runs += [deposited_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self.roster.start(entry)
         plan.masked_slots.extend(slot for slot, sequence in drawn.items() if sequence.constraint is not None)
         num_known = sum(map(len, known or ()))
         rows = rows_of(plan.lane, [ask for group in plan.decode for ask in group.asks or [None]])
         numbers = {slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None}
         fetches = bool(plan.fetches)
-        launched = Launched(slots, drawn, numbers, rows, num_known, plan.units, contexts, runs, fetches)
+        launched = LaunchedPlan(slots, drawn, numbers, rows, num_known, plan.units, contexts, runs, fetches)
         self._launched[plan.lane].append(launched)
 
     def masks(self, lane: Lane = Lane.DEVICE) -> dict[int, np.ndarray] | None:
@@ -220,16 +220,16 @@ class Scheduler:
             self._lanes.weigh(self._costs.decode_seconds)
         return deltas
 
-    def _deposit(self, stepping: list[Sequence]) -> tuple[list[Deposit], list[Run]]:
+    def _deposit(self, stepping: list[Sequence]) -> tuple[list[Deposit], list[DepositedRun]]:
         """Old tokens of those of these that stayed go down, and short ones that were written down to make room."""
         written_down = self.residence.take_written_down()
         deposits = [deposit for _, deposit in written_down]
-        runs = [run_of(sequence) for sequence, _ in written_down]
+        runs = [deposited_run(sequence) for sequence, _ in written_down]
         for sequence in stepping:
             due = self.residence.deposit(sequence) if sequence.wants_draw else None
             if due is not None:
                 deposits.append(due)
-                runs.append(run_of(sequence))
+                runs.append(deposited_run(sequence))
         return deposits, runs
 
     # --- the shape of a step ------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class Scheduler:
         self, steps: int, step_seconds: float, host: HostStats | None, reuse: ReuseStats | None,
         fetch: FetchStats | None, experts: ExpertStats | None,
     ) -> Stats:  # fmt: skip
-        num_idle_pages = self.residence.num_idle_pages([])
+        num_idle_pages = self.residence.room.num_idle_pages([])
         return Stats(
             num_running=len(self.roster.running),
             num_prefilling=sum(len(entry.sequences) for entry in self._prefill.jobs),

@@ -26,7 +26,7 @@ class TokenEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """What became certain: text, the tokens that it is of, and at the end the finish reason.
 
     `parts`: what the text is as a message, where a reader reads it; the text alone, where none does.
@@ -78,7 +78,7 @@ class Choice:
         """The one that ended it."""
         return (self._matcher.matched or None) if self._matcher is not None else None
 
-    def feed(self, delta: Delta) -> Piece:
+    def feed(self, delta: Delta) -> AnswerPiece:
         """Stop strings may finish it before the engine does; then `finish_reason` is set and the caller cancels."""
         if delta.num_cached_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
@@ -107,13 +107,13 @@ class Choice:
                 text += left
             self._finish(delta.finish_reason, parts)
             entries, self._pending = self._pending, []
-            return Piece(text, entries, self.finish_reason, parts)
-        return Piece(text, self._entries_before(self._num_emitted()) if self._pending else [], None, parts)
+            return AnswerPiece(text, entries, self.finish_reason, parts)
+        return AnswerPiece(text, self._entries_before(self._num_emitted()) if self._pending else [], None, parts)
 
-    def _end_early(self, text: str, parts: list[Part]) -> Piece:
+    def _end_early(self, text: str, parts: list[Part]) -> AnswerPiece:
         """A stop string or the reader has ended it."""
         self._finish("stop", parts)
-        return Piece(text, self._entries_before(self._num_emitted()), self.finish_reason, parts)
+        return AnswerPiece(text, self._entries_before(self._num_emitted()), self.finish_reason, parts)
 
     def _finish(self, reason: str, parts: list[Part]) -> None:
         self.finish_reason = reason

@@ -16,7 +16,7 @@ from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress
 from server import logs
 from server.api_error import internal, invalid, time_up, unavailable
 from server.bodies import GenerationBody
-from server.choice import TIME_LIMIT, Choice, Piece
+from server.choice import TIME_LIMIT, AnswerPiece, Choice
 from server.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
 from server.message.reader import MessageReader
 from server.prompts import Prompt, check_token_ids, profile_of, spell_words
@@ -35,7 +35,7 @@ class Update:
 
     index: int
     delta: Delta
-    piece: Piece
+    piece: AnswerPiece
 
 
 def _as_words() -> None:

@@ -42,7 +42,7 @@ BIT_AGREEMENT = 0.5257
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepEstimate:
     """One of `batch` rows, each with a whole context. down_tokens: of each, read on the host. Milliseconds by what they
     are for; `experts_ms`: of those in host memory that the rows take, over the link, or on the CPU if it computes them;
     `link_ms`: queries and partials.
@@ -74,11 +74,11 @@ class Placement:
 
     name: Name
     most_contexts: int
-    steps: tuple[Step | None, ...]
+    steps: tuple[StepEstimate | None, ...]
     why_not: str | None
 
     @property
-    def first(self) -> Step | None:
+    def first(self) -> StepEstimate | None:
         return self.steps[0]
 
 
@@ -244,7 +244,7 @@ def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
     return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
 
 
-def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
+def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEstimate:
     """Each context has an equal part of the pages, and the CPU reads what does not fit there."""
     memory, context, architecture = planned.memory, planned.context, planned.architecture
     tier, demand = planned.tier, planned.demand
@@ -268,7 +268,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> Step:
         else:
             rows, host_gb_s = batch * down * moved.host_rows_of_token, rates.of["host_stream_gb_s"]
         host_ms = rows * moved.host_row / host_gb_s / 1e6
-    return Step(
+    return StepEstimate(
         batch,
         down,
         max(moved.weights(batch) / device_gb_s / 1e6, products_ms),

@@ -10,7 +10,7 @@ from itertools import pairwise
 from transfer.tier_shape import TierShape
 
 SEGMENT_TOKENS = 65_536  # at most in a segment: entries of tables are uint16
-WINDOW_TOKENS = 32_768  # a bucket is listed by windows of so many tokens, each with an offset of its own
+STRIPE_TOKENS = 32_768  # a bucket is listed by stripes of so many tokens, each with an offset of its own
 TAIL_TOKENS = 2_048  # of an open segment; a reservation of as many or more gets segments of its own
 SPLIT_TOKENS = 32  # borders of evenly split segments: tables of whole cache lines
 ALIGN_BYTES = 64
@@ -46,8 +46,8 @@ def without_tables(shape: TierShape) -> TierShape:
 
 
 def num_offsets(bits_per_table: int, tokens: int) -> int:
-    """Int32 of one table: one for each bucket and window, and the end."""
-    return (-(-tokens // WINDOW_TOKENS) << bits_per_table) + 1
+    """Int32 of one table: one for each bucket and stripe, and the end."""
+    return (-(-tokens // STRIPE_TOKENS) << bits_per_table) + 1
 
 
 def split_tokens(num_tokens: int) -> list[int]:

@@ -34,11 +34,11 @@ class MachineError(Exception):
     """A machine profile that cannot be read; the message is one line."""
 
 
-class Profile(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class GpuProfile(Profile):
+class GpuProfile(_Record):
     name: str
     compute_capability: tuple[int, int]
     memory_bytes: int = Field(gt=0)
@@ -47,7 +47,7 @@ class GpuProfile(Profile):
     driver: str | None = None
 
 
-class MachineProfile(Profile):
+class MachineProfile(_Record):
     """`physical_cores` and `memory_bytes` are what this process may use; `gpu` is the one that it would use. `rates`:
     by the names of `transfer.rates`, None: nobody wrote them down; `rates_from`: who says so.
     """

@@ -19,7 +19,7 @@ from evals.methods.collisions import count_collisions, log_inclusion
 from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
 from gpu.methods.sampled.projections import MAX_BITS_PER_TABLE, Projections, draw_projections, encode_reference
 
-LOOKUP_WINDOW_TOKENS = 32_768
+LOOKUP_STRIPE_TOKENS = 32_768
 """Keys that one array of bucket offsets covers."""
 
 
@@ -125,9 +125,9 @@ class Sampled(DecodeMethod):
         return StepResult(part.out, part.lse, part.keys_scored, part.rows_read / step.group)
 
     def _index_rows(self, entries: torch.Tensor, step: Step) -> torch.Tensor:
-        """Rows of KV whose bytes the lookup reads: a uint16 an entry, two int32 offsets a table and window."""
-        windows = math.ceil(step.longest / LOOKUP_WINDOW_TOKENS)
-        index_bytes = 2 * entries + 8 * self.num_tables * windows
+        """Rows of KV whose bytes the lookup reads: a uint16 an entry, two int32 offsets a table and stripe."""
+        stripes = math.ceil(step.longest / LOOKUP_STRIPE_TOKENS)
+        index_bytes = 2 * entries + 8 * self.num_tables * stripes
         return index_bytes / (2 * 2 * step.query.shape[-1])  # a key and a value, two bytes a channel
 
 

@@ -14,7 +14,7 @@ import torch
 from evals.methods.attention import matmul_float32
 from evals.methods.collisions import MAX_COMPARED, TABLES_AT_ONCE, count_collisions, log_inclusion
 from evals.methods.method import PromptLayer
-from evals.methods.sampled import LOOKUP_WINDOW_TOKENS, hash_rows
+from evals.methods.sampled import LOOKUP_STRIPE_TOKENS, hash_rows
 from gpu.methods.sampled.projections import MAX_BITS_PER_TABLE, draw_projections
 
 
@@ -50,7 +50,7 @@ class Tally:
 
 def table_memory_bytes(setting: Setting, tokens: int, layers: int, kv_heads: int) -> int:
     """Hash tables of one context: a uint16 entry a token and table, an int32 offset a bucket and 32,768 tokens."""
-    offsets = 4 * 2**setting.bits_per_table * math.ceil(tokens / LOOKUP_WINDOW_TOKENS)
+    offsets = 4 * 2**setting.bits_per_table * math.ceil(tokens / LOOKUP_STRIPE_TOKENS)
     return layers * kv_heads * setting.num_tables * (2 * tokens + offsets)
 
 

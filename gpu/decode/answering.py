@@ -46,7 +46,7 @@ class Answerer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AskingRows:
     """Rows of a step that ask in one slot: how many in the first ask, and what they read."""
 
     exchange: Exchange
@@ -57,7 +57,7 @@ class Part:
 class Answers:
     """Those of one step, under way."""
 
-    def __init__(self, host: Answerer, parts: Sequence[Part]) -> None:
+    def __init__(self, host: Answerer, parts: Sequence[AskingRows]) -> None:
         self.host = host
         self.parts = parts
         self._is_over = Event()
@@ -102,7 +102,7 @@ class Answering:
         self._is_stopped = False
         weakref.finalize(self, self._steps.put, None)
 
-    def hand_over(self, host: Answerer, parts: Sequence[Part]) -> Answers:
+    def hand_over(self, host: Answerer, parts: Sequence[AskingRows]) -> Answers:
         """A step was launched, which asks in these parts in turns."""
         answers = self._last = Answers(host, parts)
         if self._is_stopped:

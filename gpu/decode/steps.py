@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gpu.cpu_device.packed_product import multiplies
 from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
-from gpu.decode.answering import Answering, Answers, Part
+from gpu.decode.answering import Answering, Answers, AskingRows
 from gpu.decode.capture import capture
 from gpu.decode.halving import Halving, cut
 from gpu.decode.ladder import StepKind, steps_to_capture
@@ -105,7 +105,7 @@ class Batch:
         return len(self.slots)
 
 
-class Launched(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step's logits, float32 `[rows, vocab]`, which the next step overwrites, and the answers that the device awaits
     for them: to its asks for attention, and for experts.
     """
@@ -140,7 +140,7 @@ class DecodeSteps:
         self._experts = experts
         self._expert_answering = [Answering([one], lambda *told: None) for one in experts]
 
-    def run(self, batch: Batch) -> Launched:
+    def run(self, batch: Batch) -> LaunchedStep:
         """One token a row. Asynchronous, but for eager steps that ask: these return when the last ask is answered and
         what is behind it launched.
 
@@ -152,22 +152,22 @@ class DecodeSteps:
             method.end_step()
         return launched
 
-    def _launch(self, batch: Batch) -> Launched:
+    def _launch(self, batch: Batch) -> LaunchedStep:
         if batch.asks_host or any(ask is not None for ask in batch.asks):
             return self._run_asking(batch)
         if self._compiled is not None and not batch.reuses and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
             token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]
-            return Launched(self._compiled.run(slots, positions, token_ids, cells))
+            return LaunchedStep(self._compiled.run(slots, positions, token_ids, cells))
         captured = self._find(StepKind(0, batch.reuses), len(batch))
         if captured is None:
             rows, experts = self._upload(batch, len(batch)), self._eager_experts(len(batch))
-            return Launched(_logits_of(self.loop.step(rows, None, batch.reuses, experts)))
+            return LaunchedStep(_logits_of(self.loop.step(rows, None, batch.reuses, experts)))
         self._recover_experts(captured, asks=False)
         self._fill(captured.rows[0], batch)
         captured.graph.replay()
-        return Launched(captured.logits[0][: len(batch)], self._answer_experts(captured, asks=False))
+        return LaunchedStep(captured.logits[0][: len(batch)], self._answer_experts(captured, asks=False))
 
     @property
     def most_rows(self) -> int:
@@ -204,7 +204,7 @@ class DecodeSteps:
             self._captured[kind, size] = self._capture(kind, size, pools[kind.num_parts > 0])
             on_progress((done + 1) / len(steps))
 
-    def _run_asking(self, batch: Batch) -> Launched:
+    def _run_asking(self, batch: Batch) -> LaunchedStep:
         assert self.asking is not None, "decode: rows ask, but there is no tier"
         assert self._answering is not None, "decode: who asks is answered"
         tier, times, clock = self.asking.tier, self.asking.times, time.perf_counter
@@ -226,10 +226,12 @@ class DecodeSteps:
                 for method in borrowing:
                     method.borrow(part.slots, part.cells, part.asks, attention)
             ready = clock()
-            asked = [Part(*each) for each in zip(self.asking.exchanges, attentions, map(len, parts), strict=False)]
+            asked = [
+                AskingRows(*each) for each in zip(self.asking.exchanges, attentions, map(len, parts), strict=False)
+            ]
             times.ready_s += ready - began
             if captured is None:
-                return Launched(self._run_eagerly(parts, attentions, batch.reuses))
+                return LaunchedStep(self._run_eagerly(parts, attentions, batch.reuses))
             for rows, part in zip(captured.rows, parts, strict=True):
                 self._fill(rows, part)
             captured.graph.replay()
@@ -245,7 +247,7 @@ class DecodeSteps:
         answers = self._answering.hand_over(tier, asked), *self._answer_experts(captured, asks=True)
         times.launch_s += clock() - ready
         logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
-        return Launched(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
+        return LaunchedStep(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
 
     def _run_eagerly(self, parts: Sequence[Batch], attentions: Sequence[Attention], reuses: bool) -> Tensor:
         """Logits of all rows. Behind the answers to steps in flight, since their slots are the same."""
@@ -374,7 +376,9 @@ class DecodeSteps:
             return ()
         place = _place(asks)
         experts, num_rows = self._experts[place], int(captured.asks.table[0, ROWS])
-        return (self._expert_answering[place].hand_over(experts.worker, [Part(experts, captured.asks, num_rows)]),)
+        return (
+            self._expert_answering[place].hand_over(experts.worker, [AskingRows(experts, captured.asks, num_rows)]),
+        )
 
     def _find(self, kind: StepKind, num_rows: int) -> _Captured | None:
         """The smallest captured step of a kind that so many rows fit."""

@@ -9,7 +9,7 @@ numbers of a plan follow from lengths and settings, never from what the tokens a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpu.step import FusedPrompt, PlacedChunk
+from gpu.step import FusionPlan, PlacedChunk
 from transfer.config import PolicyName
 
 VANILLA = "vanilla"
@@ -65,7 +65,7 @@ def plan_fused(
     num_tokens: int,
     num_prompt_tokens: int,
     windows: Sequence[int | None],
-) -> FusedPrompt | None:
+) -> FusionPlan | None:
     """The plan of a prompt's tokens `[begin, num_tokens)`, or None where all of them are computed as ever.
 
     ratio: of all prompt tokens (the paper's r), so many of chunks are computed again. keep_tokens: that are left once
@@ -81,7 +81,7 @@ def plan_fused(
     num_chosen = min(num_kept, round(ratio * num_prompt_tokens)) if policy.chooses else 0
     question_begin = min(chunks[-1].end, num_prompt_tokens - 1)
     num_always = chunks[0].begin + num_tokens - question_begin
-    return FusedPrompt(
+    return FusionPlan(
         policy=name,
         chunks=tuple(chunks),
         select_layer=find_select_layer(select_layer, windows) if policy.looks else 0,

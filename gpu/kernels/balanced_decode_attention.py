@@ -1,10 +1,10 @@
 """Paged decode attention whose heads read different spans, cut into equal pieces over the device: launches and kernels.
 
-It refuses to know why spans differ. Every (request, KV head) has a segment of blocks for near and one for far: of what
+It refuses to know why spans differ. Every (request, KV head) has a span of blocks for near and one for far: of what
 the heads of its query group read together. Programs are as many as the launch says; the device counts the blocks, and
-each program takes as many in a row, of whatever segments they are. So a CUDA graph holds for all bounds and contexts,
-no program waits for a longer one, and a segment's partials are as many as the programs that had some of it.
-Invariants: those of `gpu.kernels.paged_decode_attention`; program p's partial of segment s is at place p + s, so no two
+each program takes as many in a row, of whatever spans they are. So a CUDA graph holds for all bounds and contexts,
+no program waits for a longer one, and a span's partials are as many as the programs that had some of it.
+Invariants: those of `gpu.kernels.paged_decode_attention`; program p's partial of span s is at place p + s, so no two
 have one place. Bytes moved: as there; bounds and contexts, read once a program, are small beside.
 """
 
@@ -53,7 +53,7 @@ def num_places(requests: int, kv_heads: int, parts: int, num_sms: int) -> int:
 
 
 def merged_at_once(pieces: int, pairs: int) -> int:
-    """Partials of a segment that are merged together: about twice what it has, if all of them are as long."""
+    """Partials of a span that are merged together: about twice what it has, if all of them are as long."""
     return min(PIECES_AT_ONCE, max(PIECES_A_WARP, triton.next_power_of_2(2 * pieces // pairs + 1)))
 
 
@@ -123,7 +123,7 @@ def _balanced_kernel(
     if (first >= last) & (program > 0):
         return
 
-    segment, start, passed = 0, 0, 0  # the segment that block `first` is of, and its own first block
+    span, start, passed = 0, 0, 0  # the span that block `first` is of, and its own first block
     for begin in range(0, pairs, PAIRS):
         pair = begin + tl.arange(0, PAIRS)
         num_near, num_far = _count_blocks_of(
@@ -132,7 +132,7 @@ def _balanced_kernel(
         )  # fmt: skip
         end = passed + tl.cumsum(num_near + num_far, 0)
         is_before = (pair < pairs) & (end <= first)
-        segment += PARTS * tl.sum(is_before.to(tl.int32), 0)
+        span += PARTS * tl.sum(is_before.to(tl.int32), 0)
         start = tl.maximum(start, tl.max(tl.where(is_before, end, 0), 0))
         passed += tl.sum(num_near + num_far, 0)
         if program == 0:  # the reduction's, too
@@ -143,7 +143,7 @@ def _balanced_kernel(
     member = tl.arange(0, BLOCK_GROUP)
     is_head = member < GROUP
     while first < last:
-        pair = segment // PARTS
+        pair = span // PARTS
         request, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
         head = kv_head * GROUP + member
         slot = tl.load(slots + request)
@@ -159,7 +159,7 @@ def _balanced_kernel(
         end = start + num_near
         below, from_cell, to_cell = hole_begin, cut, tl.where(is_head, context, 0)
         if FAR:
-            is_far = segment % PARTS == 1
+            is_far = span % PARTS == 1
             end = start + tl.where(is_far, num_far, num_near)
             front = tl.where(is_far, 0, front)
             back = tl.where(is_far, far, back)
@@ -178,26 +178,26 @@ def _balanced_kernel(
                 below, from_cell, to_cell, is_head, scale_log2,
                 KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, WARPS, MAXIMA, COUNTED, KIND,
             )  # fmt: skip
-            row = (program + segment).to(tl.int64) * GROUP + member
+            row = (program + span).to(tl.int64) * GROUP + member
             store_partial(
                 piece_out, piece_lse, piece_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED
             )  # fmt: skip
         first = tl.maximum(first, stop)
         start = end
-        segment += 1
+        span += 1
 
 
 @triton.jit
 def _merge_pieces_kernel(
-    piece_out, piece_lse, piece_covered, out, lse, covered, ends, segments, pieces,
+    piece_out, piece_lse, piece_covered, out, lse, covered, ends, spans, pieces,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PIECES: tl.constexpr,
     PARTS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     request, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    segment = (request * (HEADS // GROUP) + head // GROUP) * PARTS + part
-    begin = tl.load(ends + segment - 1, mask=segment > 0, other=0)
-    end = tl.load(ends + segment)
-    piece_blocks = tl.maximum(tl.cdiv(tl.load(ends + segments - 1), pieces), 1)
+    span = (request * (HEADS // GROUP) + head // GROUP) * PARTS + part
+    begin = tl.load(ends + span - 1, mask=span > 0, other=0)
+    end = tl.load(ends + span)
+    piece_blocks = tl.maximum(tl.cdiv(tl.load(ends + spans - 1), pieces), 1)
     first = begin // piece_blocks
     last = tl.where(begin < end, tl.cdiv(end, piece_blocks), first)
     column = tl.arange(0, BLOCK_DIM)
@@ -206,7 +206,7 @@ def _merge_pieces_kernel(
     count = 0
     for at in range(first, last, PIECES):
         piece = at + tl.arange(0, PIECES)
-        row = (piece + segment).to(tl.int64) * GROUP + head % GROUP
+        row = (piece + span).to(tl.int64) * GROUP + head % GROUP
         lse2 = tl.load(piece_lse + row, mask=piece < last, other=float("-inf"))
         rows = tl.load(piece_out + row[:, None] * DIM + column[None, :],
                        mask=(piece < last)[:, None] & (column < DIM)[None, :], other=0.0)  # fmt: skip

@@ -54,11 +54,11 @@ class MemoryPlan:
     `kv`: how pages hold rows. `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense
     (`gpu.kv.layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
     and all of it up to `resident_tokens`; `lump_tokens` go down at once. Without one these are 0. `num_rings`: of the
-    methods that keep some, by what profiles name them (`gpu.profiles.Part`). `num_windows` of `window_pages` pages and
-    `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of each are
-    beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and the
-    others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in decode
-    steps of up to so many, and fetched in others. documents_bytes: of host memory, for their chunks used last.
+    methods that keep some, by what profiles name them (`gpu.profiles.ProfilePart`). `num_windows` of `window_pages`
+    pages and `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of
+    each are beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and
+    the others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in
+    decode steps of up to so many, and fetched in others. documents_bytes: of host memory, for their chunks used last.
     is_packed: whether matrices of few bits, if there are any, stay as they are stored.
     """
 

@@ -18,7 +18,7 @@ from gpu.decode.rows import StepRows
 from gpu.kernels.paged_decode_attention import Reading
 from gpu.model.architecture import Architecture
 from gpu.prefill.query import Attended, PrefillQuery
-from gpu.profiles import Part
+from gpu.profiles import ProfilePart
 from gpu.step import HostAsk, RingWrite
 from transfer.partial import Owner, Partial
 from transfer.tier_shape import TierShape
@@ -196,7 +196,7 @@ class ReuseSide(RingSide, ABC):
 
 
 def make_device_sides(
-    parts: Sequence[Part], site: Site, num_rings: Mapping[str, int]
+    parts: Sequence[ProfilePart], site: Site, num_rings: Mapping[str, int]
 ) -> tuple[tuple[DeviceSide, ...], dict[str, RingSide]]:
     """Of the methods among these that do something on the device; of these, by the parts that plans name, those whose
     sequences hold rings. num_rings: of those parts.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu.methods.device_side import Site
 from gpu.prefill.query import Attended, PrefillQuery
-from gpu.profiles import Part
+from gpu.profiles import ProfilePart
 
 
 class PrefillSide(ABC):
@@ -37,7 +37,7 @@ class PrefillSide(ABC):
         """What the queries get of all keys up to their own positions."""
 
 
-def make_prefill_sides(parts: Sequence[Part], site: Site, dense: PrefillSide) -> dict[str, PrefillSide]:
+def make_prefill_sides(parts: Sequence[ProfilePart], site: Site, dense: PrefillSide) -> dict[str, PrefillSide]:
     """Of the prefill methods among these, by what units name them. dense: what they fall back on."""
     found = [(part, part.method.prefill_side) for part in parts]
     return {

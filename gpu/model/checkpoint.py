@@ -25,7 +25,7 @@ from gpu.model.gguf.source import GgufSource
 from gpu.model.gguf.tensors import SCHEME
 from gpu.model.places import canonical, places, wanted_tensors
 from gpu.model.placing import placings
-from gpu.model.reading import Piece, ReadError, read_pieces
+from gpu.model.reading import FileRange, ReadError, read_ranges
 from gpu.model.safetensors_folder import SafetensorsFolder
 from gpu.model.spec import Architecture, ModelError
 from gpu.model.stored import StoredTensor
@@ -93,14 +93,14 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
     with ExitStack() as opened:
         numbers = {path: opened.enter_context(path.open("rb", buffering=0)).fileno() for path in source.files}
         for comes_first in (True, False):
-            pieces = (
-                piece
+            ranges = (
+                file_range
                 for path, tensor, place in tensors
                 if place.comes_first == comes_first
                 for placing in placings(tensor, place, str(path), source.stored_name(tensor.name), device)
-                for piece in placing.pieces(numbers[path])
+                for file_range in placing.ranges(numbers[path])
             )
-            for num_bytes in _read(pieces, device):
+            for num_bytes in _read(ranges, device):
                 done_bytes += num_bytes
                 on_progress(done_bytes / total_bytes)
     if device.type == "cuda":
@@ -110,10 +110,10 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
     return _settled(weights)
 
 
-def _read(pieces: Iterator[Piece], device: torch.device) -> Iterator[int]:
+def _read(ranges: Iterator[FileRange], device: torch.device) -> Iterator[int]:
     """Bytes of each, once it is placed."""
     try:
-        yield from read_pieces(pieces, device)
+        yield from read_ranges(ranges, device)
     except ReadError as error:
         raise ModelError(f"model: {error}") from None
 

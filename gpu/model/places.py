@@ -17,7 +17,7 @@ from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.matrix_formats import layer_formats, layer_tensors, matrix_parts, module_names, output_format
 from gpu.model.spec import Architecture, LayerSpec
-from gpu.model.stored import PLAIN, Part, StoredTensor, stored_tensors
+from gpu.model.stored import PLAIN, ModuleRows, StoredTensor, stored_tensors
 from gpu.model.weights import LayerWeights, Weights, allocate_weights
 
 
@@ -83,7 +83,7 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
         "model.norm.weight": Place(weights.final_norm, offset=offset).wanted,
     }
     if isinstance(weights.logits, Packed):
-        whole = Part(weights.logits, 0, weights.logits.rows, None)
+        whole = ModuleRows(weights.logits, 0, weights.logits.rows, None)
         found |= _stored("lm_head", output_format(architecture), whole, architecture)
     elif not architecture.tied_embeddings:
         found["lm_head.weight"] = Place(weights.logits).wanted
@@ -135,16 +135,16 @@ def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str
             order = None
             if heads is not None and what in ("query", "key"):
                 order = heads[begin : begin + rows] - begin
-            parts[what] = Part(packed, begin, begin + rows, order)
+            parts[what] = ModuleRows(packed, begin, begin + rows, order)
             begin += rows
-        whole = Part(packed, 0, begin, heads if matrix == "qkv" else None)
+        whole = ModuleRows(packed, 0, begin, heads if matrix == "qkv" else None)
         parts[matrix] = whole if len(parts) > 1 else parts[matrix]
         for what, module in module_names(a, index, matrix).items():
             found |= _stored(module, stored, parts[what], a)
     return found
 
 
-def _stored(module: str, stored: MatrixFormat | None, part: Part, a: Architecture) -> dict[str, StoredTensor]:
+def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Architecture) -> dict[str, StoredTensor]:
     assert stored is not None, "a packed matrix has a format"
     assert a.quantisation is not None, "it is of a quantised model"
     tensors = stored_tensors(a.quantisation.scheme, stored, part, a.quantisation.layers.row_block)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu.model.file_tensor import FileTensor
-from gpu.model.reading import PIECE_BYTES, Piece
+from gpu.model.reading import RANGE_BYTES, FileRange
 from gpu.model.spec import ModelError
 from gpu.model.stored import StoredError, StoredTensor
 
@@ -43,16 +43,16 @@ class Placing:
         self._gathered: Tensor | None = None
         self._bytes_left = tensor.num_bytes
 
-    def pieces(self, file: int) -> Iterator[Piece]:
-        """Of rows, PIECE_BYTES at most together; `file`: a number of the open file."""
+    def ranges(self, file: int) -> Iterator[FileRange]:
+        """Of rows, RANGE_BYTES at most together; `file`: a number of the open file."""
         tensor, target = self._tensor, self._target()
         row_bytes = tensor.num_bytes // (tensor.shape[0] if tensor.shape else 1)
-        step = max(1, PIECE_BYTES // row_bytes) * row_bytes
+        step = max(1, RANGE_BYTES // row_bytes) * row_bytes
         for begin in range(0, tensor.num_bytes, step):
             end = min(begin + step, tensor.num_bytes)
             part = None if target is None else target[begin:end]
             done = partial(self._done, begin // row_bytes, begin)
-            yield Piece(file, self._source, tensor.offset + begin, end - begin, part, done)
+            yield FileRange(file, self._source, tensor.offset + begin, end - begin, part, done)
 
     def _target(self) -> Tensor | None:
         """uint8 `[bytes]`, what is read into."""

@@ -1,8 +1,8 @@
 """Bytes of files, read ahead by several threads: straight into host memory that is their place, else by way of staging.
 
-It refuses to know tensors and formats: a piece is a range of a file and what becomes of it. On a GPU staging is pinned
-and copied from asynchronously, on the stream of who asks. Invariants: of what has no place in host memory that holds
-the staging buffers and no more; who asks places what was staged, piece after piece in their order; a buffer is written
+It refuses to know tensors and formats, but what becomes of each range is said with it. On a GPU staging is pinned and
+copied from asynchronously, on the stream of who asks. Invariants: of what has no place in host memory that holds
+the staging buffers and no more; who asks places what was staged, range after range in their order; a buffer is written
 to again only once the copy from it is over. Bytes: each is read out of the page cache once and written once, to its
 place or to a buffer that the host's last cache mostly holds.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 4 * 2**20  # at most, but for a row that is longer: what is in flight stays in the host's last cache
+RANGE_BYTES = 4 * 2**20  # at most, but for a row that is longer: what is in flight stays in the host's last cache
 NUM_THREADS = 4
 NUM_BUFFERS = 2 * NUM_THREADS
 
@@ -26,7 +26,7 @@ class ReadError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileRange:
     """`num_bytes` of the open file `file` (`name` in errors) from `offset` on. target: host memory, writable and as
     many bytes, or None: they are staged; done: called by who asked once they are there, with the staged bytes, uint8
     `[num_bytes]`, or the target.
@@ -41,7 +41,7 @@ class Piece:
 
 
 class _Buffer:
-    """Staging, as long as the longest piece that it had."""
+    """Staging, as long as the longest range that it had."""
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
@@ -53,7 +53,7 @@ class _Buffer:
         if self._copied is not None:
             self._copied.synchronize()
         if num_bytes > len(self._bytes):
-            self._bytes = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8, pin_memory=self._is_pinned)
+            self._bytes = torch.empty(max(num_bytes, RANGE_BYTES), dtype=torch.uint8, pin_memory=self._is_pinned)
         return self._bytes[:num_bytes]
 
     def leave(self) -> None:
@@ -62,24 +62,24 @@ class _Buffer:
             self._copied.record()
 
 
-def read_pieces(pieces: Iterable[Piece], device: torch.device) -> Iterator[int]:
-    """Bytes of each piece, once it is done; on a GPU, once its copies are launched. Raises ReadError."""
+def read_ranges(ranges: Iterable[FileRange], device: torch.device) -> Iterator[int]:
+    """Bytes of each range, once it is done; on a GPU, once its copies are launched. Raises ReadError."""
     buffers = [_Buffer(device.type == "cuda") for _ in range(NUM_BUFFERS)]
-    pending: deque[tuple[Piece, _Buffer, Future[Tensor]]] = deque()
+    pending: deque[tuple[FileRange, _Buffer, Future[Tensor]]] = deque()
 
     def finish() -> int:
-        piece, buffer, future = pending.popleft()
-        piece.done(future.result())
+        file_range, buffer, future = pending.popleft()
+        file_range.done(future.result())
         buffer.leave()
-        return piece.num_bytes
+        return file_range.num_bytes
 
     with ThreadPoolExecutor(NUM_THREADS, "weights") as threads:
         try:
-            for number, piece in enumerate(pieces):
+            for number, file_range in enumerate(ranges):
                 if len(pending) == NUM_BUFFERS:
                     yield finish()
                 buffer = buffers[number % NUM_BUFFERS]
-                pending.append((piece, buffer, threads.submit(_read, piece, buffer)))
+                pending.append((file_range, buffer, threads.submit(_read, file_range, buffer)))
             while pending:
                 yield finish()
         finally:
@@ -87,15 +87,15 @@ def read_pieces(pieces: Iterable[Piece], device: torch.device) -> Iterator[int]:
                 future.cancel()
 
 
-def _read(piece: Piece, buffer: _Buffer) -> Tensor:
-    target = buffer.view(piece.num_bytes) if piece.target is None else piece.target
+def _read(file_range: FileRange, buffer: _Buffer) -> Tensor:
+    target = buffer.view(file_range.num_bytes) if file_range.target is None else file_range.target
     room, begin = memoryview(target.numpy()), 0
-    while begin < piece.num_bytes:
+    while begin < file_range.num_bytes:
         try:
-            count = os.preadv(piece.file, [room[begin:]], piece.offset + begin)
+            count = os.preadv(file_range.file, [room[begin:]], file_range.offset + begin)
         except OSError as error:
-            raise ReadError(f"{piece.name} cannot be read ({error.strerror})") from None
+            raise ReadError(f"{file_range.name} cannot be read ({error.strerror})") from None
         if count == 0:
-            raise ReadError(f"{piece.name} ends {piece.num_bytes - begin:,} bytes early; fetch it again")
+            raise ReadError(f"{file_range.name} ends {file_range.num_bytes - begin:,} bytes early; fetch it again")
         begin += count
     return target

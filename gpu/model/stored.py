@@ -54,7 +54,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModuleRows:
     """Rows `[begin, end)` of a packed matrix, which one module holds. order: of its rows, as in a `Place`."""
 
     packed: Packed
@@ -101,15 +101,15 @@ class Part:
         self._put(self.packed.scales, pair.repeat_interleave(self.num_groups // pair.shape[1], 1), 1)
         self._put(self.packed.runs, run.repeat_interleave(self.packed.runs.shape[1] // run.shape[1], 1), 1)
 
-    def parts(self, num_rows: int) -> Iterator[tuple["Part", slice | Tensor]]:
+    def parts(self, num_rows: int) -> Iterator[tuple["ModuleRows", slice | Tensor]]:
         """Of so many rows each, and which of the module's rows a part takes, in this order."""
         for begin in range(0, self.rows, num_rows):
             end = min(begin + num_rows, self.rows)
             yield self.cut(begin, end), slice(begin, end) if self.order is None else self.order[begin:end]
 
-    def cut(self, begin: int, end: int) -> "Part":
+    def cut(self, begin: int, end: int) -> "ModuleRows":
         """Of these rows of it, in their order."""
-        return Part(self.packed, self.begin + begin, self.begin + end, None)
+        return ModuleRows(self.packed, self.begin + begin, self.begin + end, None)
 
     def put_order(self, groups: Tensor, is_moved: bool) -> None:
         """int32 `[inner]`, each column's group. is_moved: whether groups need not be of neighbours."""
@@ -138,19 +138,19 @@ class Part:
         return rows if self.order is None else rows.index_select(0, self.order.to(rows.device))
 
 
-def stored_tensors(scheme: str, stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+def stored_tensors(scheme: str, stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
     """By the ends of their names, as `.qweight`. row_block: of the file's scales. Tensors are unpacked where they lie,
     which is the device also of a matrix in host memory.
     """
     return _SCHEMES[scheme](stored, part, row_block)
 
 
-def _rounded(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+def _rounded(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
     """In parts, which are gathered one at a time but where rows are put in order: an output matrix that is gathered
     and rounded as a whole takes gigabytes, beside weights that leave less.
     """
 
-    def put(place: Part, rows: Tensor) -> None:
+    def put(place: ModuleRows, rows: Tensor) -> None:
         numbers, scales, zeros = round_rows(rows, stored)
         place.put_numbers(numbers)
         place.put_scales(scales, 1)
@@ -170,7 +170,7 @@ def _rounded(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, Stor
     return {".weight": StoredTensor((shape,), PLAIN, fill, fill_rows=fill_rows, rows_at_once=at_once)}
 
 
-def _awq(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+def _awq(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
     rows, inner, groups = part.rows, part.packed.inner, part.num_groups
 
     def numbers(words: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def _awq(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTe
     }
 
 
-def _gptq(stored: MatrixFormat, part: Part, row_block: int, is_one_less: bool = True) -> dict[str, StoredTensor]:
+def _gptq(stored: MatrixFormat, part: ModuleRows, row_block: int, is_one_less: bool = True) -> dict[str, StoredTensor]:
     """is_one_less: whether a zero point of z is stored as z - 1, with what that wraps around to."""
     rows, inner, groups, bits = part.rows, part.packed.inner, part.num_groups, BITS[stored.kind]
     planes = 32 // bits
@@ -206,11 +206,11 @@ def _gptq(stored: MatrixFormat, part: Part, row_block: int, is_one_less: bool = 
     }
 
 
-def _gptq_v2(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+def _gptq_v2(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
     return _gptq(stored, part, row_block, is_one_less=False)
 
 
-def _pack_quantized(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+def _pack_quantized(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
     rows, inner, groups, bits = part.rows, part.packed.inner, part.num_groups, BITS[stored.kind]
     planes = 32 // bits
 
@@ -234,7 +234,7 @@ def _pack_quantized(stored: MatrixFormat, part: Part, row_block: int) -> dict[st
     return tensors
 
 
-def _compressed(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+def _compressed(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
     """Bytes of FP8, or signed ones."""
     is_float = stored.kind == "fp8"
 
@@ -259,17 +259,17 @@ def _from_middle(numbers: Tensor) -> Tensor:
     return numbers.view(torch.uint8) ^ 128
 
 
-def _fp8(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+def _fp8(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
     scale = _scales(stored, part, row_block, WIDE_SCALES)
     return {".weight": _fp8_weight(part), ".weight_scale": scale} | _input_scale()
 
 
-def _fp8_blocks(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+def _fp8_blocks(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
     scale = _scales(stored, part, row_block, WIDE_SCALES)
     return {".weight": _fp8_weight(part), ".weight_scale_inv": scale} | _input_scale()
 
 
-def _fp8_weight(part: Part) -> StoredTensor:
+def _fp8_weight(part: ModuleRows) -> StoredTensor:
     def fill(weight: Tensor) -> None:
         numbers = weight.view(torch.uint8)
         if bool(((numbers & 0x7F) == 0x7F).any()):
@@ -284,7 +284,7 @@ def _input_scale() -> dict[str, StoredTensor]:
     return {".input_scale": StoredTensor(((), (1,)), WIDE_SCALES, None, is_needed=False)}
 
 
-def _scales(stored: MatrixFormat, part: Part, row_block: int, dtypes: tuple[str, ...]) -> StoredTensor:
+def _scales(stored: MatrixFormat, part: ModuleRows, row_block: int, dtypes: tuple[str, ...]) -> StoredTensor:
     rows, groups = part.rows, part.num_groups
     shapes: tuple[tuple[int, ...], ...] = ((-(-rows // row_block), groups),)
     if stored.group is None:
@@ -301,7 +301,7 @@ def _a_row_each(values: Tensor) -> Tensor:
     return values if values.ndim == 2 else values.reshape(-1, 1)
 
 
-def _order(stored: MatrixFormat, part: Part) -> StoredTensor:
+def _order(stored: MatrixFormat, part: ModuleRows) -> StoredTensor:
     def fill(groups: Tensor) -> None:
         part.put_order(groups.to(torch.int64), is_moved=stored.has_order)
 
@@ -310,7 +310,7 @@ def _order(stored: MatrixFormat, part: Part) -> StoredTensor:
     )  # fmt: skip
 
 
-def _refuse_bias(part: Part) -> Callable[[Tensor], None]:
+def _refuse_bias(part: ModuleRows) -> Callable[[Tensor], None]:
     """Some files have a bias of zeros for every product."""
 
     def fill(bias: Tensor) -> None:
@@ -320,7 +320,7 @@ def _refuse_bias(part: Part) -> Callable[[Tensor], None]:
     return fill
 
 
-def _gguf(stored: MatrixFormat, part: Part, row_block: int) -> dict[str, StoredTensor]:
+def _gguf(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
     """Blocks, of which each kind has scales of its own; here all parts of a matrix have the same."""
 
     def fill(blocks: Blocks) -> None:
@@ -347,7 +347,7 @@ def _numbers(words: Tensor, bits: int) -> Tensor:
     return numbers.flatten(1)
 
 
-_SCHEMES: dict[str, Callable[[MatrixFormat, Part, int], dict[str, StoredTensor]]] = {
+_SCHEMES: dict[str, Callable[[MatrixFormat, ModuleRows, int], dict[str, StoredTensor]]] = {
     "rounded": _rounded,
     "awq": _awq,
     "gptq": _gptq,

@@ -30,7 +30,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Attended]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """whole: the faster kernel that takes any past at once. least_past: by padded number of queries, the shortest past
     from which cuDNN over pieces is faster; none: never. tflop_s: of each candidate, at the most queries and the longest
     past that were measured; out: why a candidate is none.
@@ -50,7 +50,7 @@ class Choice:
         return asdict(self)
 
 
-def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int) -> Choice:
+def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int) -> KernelChoice:
     """Measure and decide, and make cuDNN's plans; takes seconds. On CUDA in half precision, where `has_flash`.
 
     keys, values: `[kv_heads, context, dim]`, strided as prefill's own buffers are, which they may be: they are
@@ -83,13 +83,13 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
     whole, least_past = decide(left, seconds, most, context)
     past = max((past for past in MEASURED_PASTS if past + most <= context), default=0)
     flops = 4.0 * num_heads * dim * most * (past + most / 2)
-    return Choice(whole, least_past, {name: flops / seconds(name, most, past) / 1e12 for name in left}, out)
+    return KernelChoice(whole, least_past, {name: flops / seconds(name, most, past) / 1e12 for name in left}, out)
 
 
 def decide(
     candidates: Sequence[str], seconds: Callable[[str, int, int], float], most: int, context: int
 ) -> tuple[Whole, dict[int, int]]:
-    """`whole` and `least_past` of a Choice, from what candidates take over so many queries behind such a past.
+    """`whole` and `least_past` of a KernelChoice, from what candidates take over so many queries behind such a past.
 
     most: queries of a unit; context: of queries and past together. Raises RuntimeError where nothing takes any past.
     """

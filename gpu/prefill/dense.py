@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.attention import default_kernel, has_flash, prefill_attention, scattered_attention
-from gpu.prefill.choice import Choice, choose_kernel
+from gpu.prefill.choice import KernelChoice, choose_kernel
 from gpu.prefill.pieces import attend_in_pieces, compile_merges, key_seconds, longest_piece
 from gpu.prefill.query import Attended, PrefillQuery
 from transfer.measured import keep_measured, measured_path
@@ -26,7 +26,7 @@ class Dense(PrefillSide):
     """
 
     def __init__(self) -> None:
-        self.choice: Choice | None = None
+        self.choice: KernelChoice | None = None
         self.gives_way = False
         self.longest_piece: int | None = None
         self._key_seconds: float | None = None

@@ -21,7 +21,7 @@ from gpu.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """What a unit has of one prompt: tokens `[begin, end)` of the job, the last of the prompt's first `context`."""
 
     prompt: PrefillPrompt
@@ -31,7 +31,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedTokens:
     """Tokens `[begin, end)` of a job, whose prompts are attended to together: the same in every layer."""
 
     begin: int
@@ -56,7 +56,7 @@ class JobState:
     method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
     fused: FusedPrompt | None
     eviction: Eviction | None = None
-    packed: Packed | None = None
+    packed: PackedTokens | None = None
     windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
 
     def num_of_tail(self, unit: PrefillUnit) -> int:
@@ -71,13 +71,13 @@ class JobState:
         self.hidden = None if self.hidden is None else self.hidden[ids]
         self.offsets = [0, len(ids)]
 
-    def parts(self, unit_begin: int, unit_end: int) -> list[Part]:
+    def parts(self, unit_begin: int, unit_end: int) -> list[PromptPart]:
         """Of a unit, prompt by prompt."""
         parts = []
         for prompt, prompt_begin, prompt_end in zip(self.job.prompts, self.offsets, self.offsets[1:], strict=False):
             begin, end = max(unit_begin, prompt_begin), min(unit_end, prompt_end)
             if begin < end:
-                parts.append(Part(prompt, begin, end, prompt.begin + end - prompt_begin))
+                parts.append(PromptPart(prompt, begin, end, prompt.begin + end - prompt_begin))
         return parts
 
 

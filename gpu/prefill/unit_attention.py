@@ -22,7 +22,7 @@ from gpu.prefill.attention import (
     windowed_attention,
 )
 from gpu.prefill.gathered import GatheredKv
-from gpu.prefill.job_state import JobState, Packed, Part
+from gpu.prefill.job_state import JobState, PackedTokens, PromptPart
 from gpu.prefill.query import PrefillQuery
 from gpu.step import DENSE, PrefillPrompt, PrefillUnit
 from gpu.upload import upload
@@ -104,7 +104,7 @@ class UnitAttention:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend_part(
-        self, state: JobState, unit: PrefillUnit, part: Part, query: Tensor, pre_rope_query: Tensor
+        self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
     ) -> Tensor:
         """Attention of one prompt's part by the unit's method; both queries are the unit's."""
         side, prompt = self.sides[unit.method], part.prompt
@@ -134,7 +134,7 @@ class UnitAttention:
                 method.see_prompt(slot, query, self.sides[DENSE].attend)
 
     def _ask(
-        self, state: JobState, unit: PrefillUnit, part: Part, query: Tensor, pre_rope_query: Tensor
+        self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
     ) -> PrefillQuery:
         """A prompt's part of a unit; both queries are the unit's."""
         keys, values = self._keys_and_values(state, part.prompt, unit.layer, part.context)
@@ -152,7 +152,7 @@ class UnitAttention:
             state=None,
         )
 
-    def _pack(self, state: JobState, unit: PrefillUnit, parts: list[Part]) -> Packed:
+    def _pack(self, state: JobState, unit: PrefillUnit, parts: list[PromptPart]) -> PackedTokens:
         """What the last layer's unit had, if it was of the same tokens."""
         known = state.packed
         if known is not None and (known.begin, known.end) == (unit.begin, unit.end):
@@ -166,7 +166,7 @@ class UnitAttention:
         )
         slots, positions = upload(np.stack([np.concatenate(one) for one in tokens]), self._device).unbind(0)
         packing = Packing(query_begins, key_begins, most_queries, most_keys)
-        state.packed = Packed(unit.begin, unit.end, packing, self._gathered.rows_of(slots, positions))
+        state.packed = PackedTokens(unit.begin, unit.end, packing, self._gathered.rows_of(slots, positions))
         return state.packed
 
     def _keys_and_values(self, state: JobState, prompt: PrefillPrompt, layer: int, end: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from server.placements import WORDS, Comparison, Step
+from server.placements import WORDS, Comparison, StepEstimate
 
 
 def describe_comparison(comparison: Comparison) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def describe_comparison(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _describe_step(step: Step) -> dict[str, float]:
+def _describe_step(step: StepEstimate) -> dict[str, float]:
     return asdict(step) | {"ms": step.ms, "tokens_s": step.tokens_s}
 
 
@@ -71,7 +71,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print(f"rates: {rates}: {comparison.rates.text}", highlight=False, markup=False)
 
 
-def _parts(step: Step) -> str:
+def _parts(step: StepEstimate) -> str:
     experts = f"experts in host memory {step.experts_ms:.1f}, " if step.experts_ms else ""
     parts = f"weights {step.weights_ms:.1f}, {experts}KV on the device {step.device_kv_ms:.1f}"
     if not step.down_tokens:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cpu.pieces import EXACT, SAMPLED, WINDOW_TOKENS, new_pieces
+from cpu.pieces import EXACT, SAMPLED, STRIPE_TOKENS, new_pieces
 from cpu.tables import build_tables, num_offsets
 
 ROW_TYPES = {"bf16": np.uint16, "int8": np.int8, "float32": np.float32}
@@ -181,8 +181,8 @@ def covered_oracle(contexts: list[Context], mask: Mask) -> np.ndarray:
 
 def reads_oracle(contexts: list[Context], codes: np.ndarray, tables: int, mask: Mask) -> tuple[int, int]:
     """(keys scored, of all heads; bytes of the index read): an exact piece's every key by each head, a sampled one's
-    ids in two buckets or more; a uint16 for each entry of the buckets that are looked at, whole windows of a segment,
-    and an int32 for each border of such a window; nothing for heads that are not wanted. codes: `[requests, heads,
+    ids in two buckets or more; a uint16 for each entry of the buckets that are looked at, whole stripes of a segment,
+    and an int32 for each border of such a stripe; nothing for heads that are not wanted. codes: `[requests, heads,
     tables]`.
     """
     keys = index = 0
@@ -197,8 +197,8 @@ def reads_oracle(contexts: list[Context], codes: np.ndarray, tables: int, mask: 
                     continue
                 same = rows.codes[head // group] == codes[request, head][:, None]
                 keys += int(((same[:, begin:end].sum(0) >= 2) & covered).sum())
-                first, last = begin // WINDOW_TOKENS, -(-end // WINDOW_TOKENS)
-                looked_at = same[:, first * WINDOW_TOKENS : last * WINDOW_TOKENS]
+                first, last = begin // STRIPE_TOKENS, -(-end // STRIPE_TOKENS)
+                looked_at = same[:, first * STRIPE_TOKENS : last * STRIPE_TOKENS]
                 index += 2 * int(looked_at.sum()) + 4 * tables * (last - first + 1)
     return keys, index
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpu.attention import Attended
+from cpu.attention import HostPartial
 from cpu.audits import Audits
 from cpu.errors import LARGEST, LOG_MASS, OUTPUT
 from cpu.host_context import Context as HostContext
@@ -62,15 +62,15 @@ def test_heads_with_a_heavy_key_are_counted_apart() -> None:
     assert (counts.estimated, counts.heavy, counts.beyond, counts.heavy_beyond, counts.steps_beyond) == (3, 1, 1, 1, 1)
 
 
-Rule = Callable[[Audits, HostContext, Attended, np.ndarray], None]
+Rule = Callable[[Audits, HostContext, HostPartial, np.ndarray], None]
 
 
-def by_full_readings(audits: Audits, context: HostContext, got: Attended, full: np.ndarray) -> None:
+def by_full_readings(audits: Audits, context: HostContext, got: HostPartial, full: np.ndarray) -> None:
     assert got.errors is not None
     audits.note([context], got.errors[None], full, 0)
 
 
-def by_estimates(audits: Audits, context: HostContext, got: Attended, full: np.ndarray) -> None:
+def by_estimates(audits: Audits, context: HostContext, got: HostPartial, full: np.ndarray) -> None:
     """What is not done: a sample says that it is a bad one, and from the next step on the head reads in full."""
     assert got.errors is not None
     beyond = got.errors[..., LOG_MASS] > ESTIMATED_EPSILON
@@ -134,7 +134,7 @@ def test_the_mass_of_the_rest_is_unbiased_where_exact_attention_excludes_blocks_
     """Predicted blocks with epsilon: some heads read in full what is left, others a sample of it."""
     draws, read = 300, []
 
-    def noting(audits: Audits, context: HostContext, got: Attended, full: np.ndarray) -> None:
+    def noting(audits: Audits, context: HostContext, got: HostPartial, full: np.ndarray) -> None:
         by_full_readings(audits, context, got, full)
         read.append(full.mean())
 

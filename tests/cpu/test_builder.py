@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from cpu.builder import Builder, Job
+from cpu.builder import Builder, BuildJob
 from cpu.decode_step import Attend
 
 
@@ -26,7 +26,9 @@ class Log:
                 yield
 
         self.builder.submit(
-            Job(urgency, name, work(), is_wanted, lambda: self._end(name, "done"), lambda _: self._end(name, "failed"))
+            BuildJob(
+                urgency, name, work(), is_wanted, lambda: self._end(name, "done"), lambda _: self._end(name, "failed")
+            )
         )
 
     def wait(self, jobs):
@@ -76,7 +78,7 @@ def test_a_more_urgent_job_overtakes_between_two_pieces(builder):
             time.sleep(0.002)
             yield
 
-    builder.submit(Job((5,), "slow", slow(), lambda: True, log.over.release, lambda _: None))
+    builder.submit(BuildJob((5,), "slow", slow(), lambda: True, log.over.release, lambda _: None))
     assert started.wait(20)
     log.submit("urgent", (0,), 1)
     log.wait(2)
@@ -121,7 +123,7 @@ def test_attention_leaves_a_core_to_what_is_built_where_there_are_many():
             yield
 
         assert attend.num_threads == threads
-        builder.submit(Job((0,), "held", work(), lambda: True, log.over.release, lambda _: None))
+        builder.submit(BuildJob((0,), "held", work(), lambda: True, log.over.release, lambda _: None))
         assert attend.num_threads == threads - has_own_core
         may_go_on.set()
         log.wait(1)

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cpu.attention import Attended, HostAttention
+from cpu.attention import HostAttention, HostPartial
 from cpu.tables import build_tables
 from cpu.workspace import PART_ROWS, PART_SAMPLES
 from tests.cpu.rows_model import (
@@ -86,7 +86,7 @@ def ragged_batch(generator: np.random.Generator, kind: str, kv_heads: int, dim: 
     ]
 
 
-def assert_equal(got: Attended, out: np.ndarray, lse: np.ndarray, atol: float) -> None:
+def assert_equal(got: HostPartial, out: np.ndarray, lse: np.ndarray, atol: float) -> None:
     np.testing.assert_allclose(got.out, out, rtol=0, atol=atol)
     np.testing.assert_allclose(got.lse, lse, rtol=0, atol=atol)
 
@@ -216,7 +216,7 @@ def test_more_tables_than_a_counter_counts() -> None:
 
 
 @pytest.mark.parametrize("tokens", [32_768, 40_000, 65_536])
-def test_a_long_segment_is_looked_up_window_by_window(tokens: int) -> None:
+def test_a_long_segment_is_looked_up_stripe_by_stripe(tokens: int) -> None:
     generator = np.random.default_rng(8)
     rows = make_rows(generator, "bf16", 1, tokens, 64, 9, 16)
     queries, real = make_queries(generator, "float32", 1, 4, 64)
@@ -228,7 +228,7 @@ def test_a_long_segment_is_looked_up_window_by_window(tokens: int) -> None:
         out, lse, read = attention_oracle(context, real, codes, 9, 16, 64**-0.5)
         assert got.rows == read
         assert_equal(got, out, lse, HOST_ATTENTION_FLOAT32)
-        behind = Context([(rows, EXACT, 0, 7), *context[0].pieces])  # so that blocks stick out of windows on both sides
+        behind = Context([(rows, EXACT, 0, 7), *context[0].pieces])  # so that blocks stick out of stripes on both sides
         mask = make_mask(generator, 1, 4, 1, tokens // 512)
         got = kernel.attend(table_of([behind]), queries, codes, 2, mask.wanted, mask.excluded)
         out, lse, read = attention_oracle([behind], real, codes, 9, 16, 64**-0.5, mask)
@@ -354,11 +354,11 @@ def test_mass_and_weighted_values_are_unbiased_over_projections(excluded: int) -
 
 
 SERVED_ROWS = "(ragged_batch or poisoned) and (bf16-bf16 or int8-float32)"
-NARROW = [SERVED_ROWS, pytest.param("every_key or window_by_window", marks=pytest.mark.long)]  # of another type
+NARROW = [SERVED_ROWS, pytest.param("every_key or stripe_by_stripe", marks=pytest.mark.long)]  # of another type
 
 
 @pytest.mark.skipif(LANES == 8, reason="this process has the narrow vectors already")
-@pytest.mark.parametrize("names", NARROW, ids=["served rows", "windows"])
+@pytest.mark.parametrize("names", NARROW, ids=["served rows", "stripes"])
 def test_the_narrow_vectors_compute_the_same(names: str) -> None:
     """Rows of each type that is served: each takes ten seconds and more to compile."""
     assert not missing_features("avx2")

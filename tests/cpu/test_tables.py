@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cpu.pieces import WINDOW_TOKENS
+from cpu.pieces import STRIPE_TOKENS
 from cpu.tables import build_tables, codes_from_tables, num_offsets
 
 
@@ -24,14 +24,14 @@ def random_codes(bits: int, tables: int, tokens: int) -> np.ndarray:
     return codes
 
 
-SIZES = [(1, 1), (10, 5000), (4, WINDOW_TOKENS), (6, WINDOW_TOKENS + 1), (16, 40_001), (10, 2 * WINDOW_TOKENS)]
+SIZES = [(1, 1), (10, 5000), (4, STRIPE_TOKENS), (6, STRIPE_TOKENS + 1), (16, 40_001), (10, 2 * STRIPE_TOKENS)]
 
 
 @pytest.mark.parametrize(("bits", "tokens"), SIZES)
 def test_a_bucket_lists_its_tokens_in_order(bits: int, tokens: int) -> None:
     codes = random_codes(bits, 3, tokens)
     entries, offsets = tables_of(codes, bits, [(0, 3)], 1)
-    windows = -(-tokens // WINDOW_TOKENS)
+    stripes = -(-tokens // STRIPE_TOKENS)
     for table in range(3):
         bounds = offsets[table]
         assert bounds[0] == 0
@@ -39,9 +39,9 @@ def test_a_bucket_lists_its_tokens_in_order(bits: int, tokens: int) -> None:
         assert (np.diff(bounds) >= 0).all()
         order = np.argsort(codes[table], kind="stable")  # by bucket, then by token
         lists = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-        token = entries[table].astype(np.int64) + lists % windows * WINDOW_TOKENS
+        token = entries[table].astype(np.int64) + lists % stripes * STRIPE_TOKENS
         assert np.array_equal(token, order)
-        assert np.array_equal(lists // windows, codes[table][order])
+        assert np.array_equal(lists // stripes, codes[table][order])
 
 
 @pytest.mark.parametrize(("bits", "tokens"), SIZES)
@@ -70,7 +70,7 @@ def test_pieces_and_threads_change_nothing() -> None:
 
 
 def test_what_is_no_table_is_refused() -> None:
-    codes = np.zeros((2, 2 * WINDOW_TOKENS + 1), np.uint16)
+    codes = np.zeros((2, 2 * STRIPE_TOKENS + 1), np.uint16)
     with pytest.raises(ValueError, match="room for 1 to 65536"):
         tables_of(codes, 4, [(0, 2)], 1)
     with pytest.raises(ValueError, match="offsets: got shape"):

@@ -41,7 +41,7 @@ def assert_dense(device, context_ids):
 
 def test_constants_of_the_store_are_the_kernels():
     assert pieces.SEGMENT_TOKENS == host_memory.SEGMENT_TOKENS
-    assert pieces.WINDOW_TOKENS == host_memory.WINDOW_TOKENS
+    assert pieces.STRIPE_TOKENS == host_memory.STRIPE_TOKENS
     for tokens in (1, 2048, 32_768, 32_769, 65_536):
         assert num_offsets(10, tokens) == host_memory.num_offsets(10, tokens)
 

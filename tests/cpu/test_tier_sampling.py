@@ -10,7 +10,7 @@ from tests.cpu.answers import assert_drawn, assert_same, expect
 from tests.cpu.naming_tier import DIM, NAMING, Row, Witness, new_naming_tier, new_witness
 from tests.cpu.sampling_oracle import Answer
 from tests.tolerances import SAMPLED_WEIGHT_BFLOAT16
-from transfer.host_memory import TAIL_TOKENS, WINDOW_TOKENS
+from transfer.host_memory import STRIPE_TOKENS, TAIL_TOKENS
 
 FEW, MORE, MOST = ("bfloat16", 6, 20), ("int8", 8, 60), ("bfloat16", 10, 150)
 LUMP = 128
@@ -90,12 +90,12 @@ def test_a_tail_that_was_sealed_half_full_is_drawn() -> None:
         assert_drawn(witness, {1: range(0), 2: range(0)})
 
 
-def test_a_segment_of_two_windows_is_drawn_from_both() -> None:
+def test_a_segment_of_two_stripes_is_drawn_from_both() -> None:
     with new_witness(FEW, DIM) as witness:
         witness.open(1)
-        witness.deposit(1, WINDOW_TOKENS + 700)
+        witness.deposit(1, STRIPE_TOKENS + 700)
         assert_drawn(witness, {1: range(0)})
-        witness.fork(1, 2, WINDOW_TOKENS + 300)
+        witness.fork(1, 2, STRIPE_TOKENS + 300)
         assert_drawn(witness, {1: range(0), 2: range(0)})
 
 

@@ -15,7 +15,7 @@ import torch
 
 from gpu.decode.halving import Halving
 from gpu.decode.rows import StepRows
-from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, Launched
+from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
 from gpu.step import HostAsk
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import Twins, check_steps
@@ -80,7 +80,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     compute, run = DecodeSteps.compute, DecodeSteps.run
     monkeypatch.setattr(DecodeSteps, "compute", lambda *arguments: compute_and_record(compute, *arguments))
 
-    def run_and_wait(*arguments) -> Launched:
+    def run_and_wait(*arguments) -> LaunchedStep:
         """What is launched behind a step reads its logits, as on one stream."""
         launched = run(*arguments)
         if Recorded.running is not None:

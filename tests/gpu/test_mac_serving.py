@@ -13,7 +13,7 @@ import torch
 from gpu.config import Composition
 from gpu.methods.device_side import ReuseCounts
 from gpu.methods.mac.device import Mac
-from gpu.profiles import Part, resolve_profiles
+from gpu.profiles import ProfilePart, resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units
 from tests.gpu.twin_runners import NUM_HEADS, NUM_LAYERS, Twins, check_steps, furthest
@@ -26,7 +26,7 @@ LOOSE = SMALL | {"tau": 0.0}
 PROMPT = document_prompt(300, 1)
 
 
-def mac_part(settings: dict[str, Any]) -> Part:
+def mac_part(settings: dict[str, Any]) -> ProfilePart:
     composition = Composition.model_validate({"reuse": {"method": "mac", **settings}})
     part = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_part
     assert part is not None

@@ -19,7 +19,7 @@ from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.device import NEVER, Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
-from gpu.profiles import Part, resolve_profiles
+from gpu.profiles import ProfilePart, resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import DIM, NUM_KV_HEADS, Twins, check_steps, furthest
@@ -35,7 +35,7 @@ PROMPT = document_prompt(300, 1)
 PAGE = BLOCK = 16
 
 
-def predicted_part(settings: dict[str, Any], method: str = "predicted") -> Part:
+def predicted_part(settings: dict[str, Any], method: str = "predicted") -> ProfilePart:
     composition = Composition.model_validate({"host": {"method": method, **settings}})
     part = resolve_profiles({"blocks": composition}, HostConfig())["blocks"].ring_part
     assert part is not None

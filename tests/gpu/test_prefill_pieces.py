@@ -14,7 +14,7 @@ import gpu.prefill.pieces
 from gpu.kernels.merge_attended import MOST_PIECES, merge_attended
 from gpu.memory.demand import MERGED_PIECES, PIECE_TOKENS
 from gpu.prefill.attention import past_attention, prefill_attention_reference
-from gpu.prefill.choice import Choice, decide, why_out
+from gpu.prefill.choice import KernelChoice, decide, why_out
 from gpu.prefill.dense import Dense
 from gpu.prefill.pieces import (
     LEAST_QUERIES,
@@ -279,7 +279,7 @@ def test_dense_goes_by_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     stub_cudnn(monkeypatch, calls)
     dense = Dense()
-    dense.choice = Choice("efficient", {256: 4096}, {}, {})
+    dense.choice = KernelChoice("efficient", {256: 4096}, {}, {})
     told = []
     for tokens, past in ((9, 2048), (9, 4095), (300, 4096), (9, 0)):
         told.append(dense.attend(ask(tokens, past)))
@@ -309,7 +309,7 @@ def test_a_past_is_cut_further_while_dense_gives_way_and_never_before(
             lambda *given, attend=attend: (lengths.append(given[1].shape[1]), attend(*given))[1],
         )
     dense, asked = Dense(), ask(9, 4096 + 3)
-    dense.choice = Choice("efficient", least_past, {}, {})
+    dense.choice = KernelChoice("efficient", least_past, {}, {})
     dense._key_seconds = 1e-8
     wanted = [4096] if least_past else []
     whole = dense.attend(asked)

@@ -20,7 +20,7 @@ from gpu.model.matrix import as_matrix
 from gpu.model.matrix_format import ROUNDED
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
 from gpu.model.reading import NUM_BUFFERS
-from gpu.model.stored import Part, stored_tensors
+from gpu.model.stored import ModuleRows, stored_tensors
 from gpu.model.weights import Weights, allocate_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.live_bytes import LiveBytes
@@ -173,7 +173,7 @@ def matrices_of(weights: Weights) -> list[torch.Tensor | Packed]:
 def test_rounding_takes_no_more_than_so_many_bytes_a_number(asked: str, dtype: torch.dtype) -> None:
     """What is read of the matrix among them, and no more for a larger matrix."""
     form, rows, inner = ROUNDED[asked].layers, 512, 256
-    place = Part(allocate_packed(rows, inner, form, torch.bfloat16, CPU, torch.bfloat16), 0, rows, None)
+    place = ModuleRows(allocate_packed(rows, inner, form, torch.bfloat16, CPU, torch.bfloat16), 0, rows, None)
     with LiveBytes() as live:
         drawn = torch.randn(rows, inner).to(dtype)
         before = live.now - drawn.nbytes
@@ -189,7 +189,7 @@ def test_a_load_holds_no_more_beside_the_weights_than_a_part_takes(monkeypatch: 
     numbers = 32 * 64
     monkeypatch.setattr(rounding, "NUMBERS_AT_ONCE", numbers)
     monkeypatch.setattr(stored, "_NUMBERS_AT_ONCE", numbers)
-    monkeypatch.setattr(placing, "PIECE_BYTES", numbers * 4 // NUM_BUFFERS)
+    monkeypatch.setattr(placing, "RANGE_BYTES", numbers * 4 // NUM_BUFFERS)
     with LiveBytes() as live:
         got = packed(checkpoint("llama2").folder, "fp8")
         held = live.now

@@ -11,14 +11,14 @@ import torch
 from gpu.model import placing
 from gpu.model.architecture import read_architecture
 from gpu.model.checkpoint import load_weights
-from gpu.model.reading import NUM_BUFFERS, Piece, ReadError, read_pieces
+from gpu.model.reading import NUM_BUFFERS, FileRange, ReadError, read_ranges
 from gpu.model.weights import Weights
 from tests.gpu.family_checkpoints import CONFIGS, checkpoint
 from tests.gpu.test_families_on_gpu import parts_of
 
 CPU = torch.device("cpu")
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu, id="cuda")]
-NUM_PIECES = 3 * NUM_BUFFERS + 1
+NUM_RANGES = 3 * NUM_BUFFERS + 1
 
 
 @pytest.fixture
@@ -31,36 +31,36 @@ def opened(tmp_path: Path) -> Iterator[tuple[int, np.ndarray]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pieces_of_any_length_are_done_in_order_each_with_its_own_bytes(
+def test_ranges_of_any_length_are_done_in_order_each_with_its_own_bytes(
     device: torch.device, opened: tuple[int, np.ndarray]
 ) -> None:
     file, data = opened
-    ends = np.sort(np.random.default_rng(1).choice(np.arange(1, len(data)), NUM_PIECES, replace=False))
+    ends = np.sort(np.random.default_rng(1).choice(np.arange(1, len(data)), NUM_RANGES, replace=False))
     targets = {number: torch.full((ends[number] - ends[number - 1],), 7, dtype=torch.uint8)
-               for number in range(1, NUM_PIECES, 3)}  # fmt: skip
+               for number in range(1, NUM_RANGES, 3)}  # fmt: skip
     copies: list[torch.Tensor] = []
-    pieces = [
-        Piece(
+    ranges = [
+        FileRange(
             file, "file", int(begin), int(end - begin), targets.get(number),
             lambda read: copies.append(read.to(device, non_blocking=True, copy=True)),
         )
         for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
     ]  # fmt: skip
-    assert list(read_pieces(pieces, device)) == [piece.num_bytes for piece in pieces]
-    for number, (piece, copy) in enumerate(zip(pieces, copies, strict=True)):
-        wanted = data[piece.offset : piece.offset + piece.num_bytes]
+    assert list(read_ranges(ranges, device)) == [one.num_bytes for one in ranges]
+    for number, (file_range, copy) in enumerate(zip(ranges, copies, strict=True)):
+        wanted = data[file_range.offset : file_range.offset + file_range.num_bytes]
         assert np.array_equal(copy.cpu().numpy(), wanted)
         assert number not in targets or np.array_equal(targets[number].numpy(), wanted)
 
 
 def test_a_file_that_ends_early_or_cannot_be_read_is_named(opened: tuple[int, np.ndarray]) -> None:
     file, data = opened
-    early = Piece(file, "a/file", len(data) - 10, 25, None, lambda read: None)
+    early = FileRange(file, "a/file", len(data) - 10, 25, None, lambda read: None)
     with pytest.raises(ReadError, match=r"^a/file ends 15 bytes early; fetch it again$"):
-        list(read_pieces([early], CPU))
+        list(read_ranges([early], CPU))
     only_written = os.open("/dev/null", os.O_WRONLY)
     with pytest.raises(ReadError, match=r"^a/file cannot be read \(Bad file descriptor\)$"):
-        list(read_pieces([Piece(only_written, "a/file", 0, 1, None, lambda read: None)], CPU))
+        list(read_ranges([FileRange(only_written, "a/file", 0, 1, None, lambda read: None)], CPU))
     os.close(only_written)
 
 
@@ -79,7 +79,7 @@ def test_weights_are_the_same_in_pieces_of_a_row_as_whole(
     shape = read_architecture(folder)
     whole = flat(load_weights(folder, shape, dtype, CPU, lambda fraction: None))
     told: list[float] = []
-    monkeypatch.setattr(placing, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(placing, "RANGE_BYTES", 1000)
     in_pieces = flat(load_weights(folder, shape, dtype, device, told.append))
     for ours, wanted in zip(in_pieces, whole, strict=True):
         assert ours.dtype == wanted.dtype

@@ -12,7 +12,7 @@ import torch
 from gpu.kernels.paged_decode_attention import Reading
 from gpu.methods.device_side import DeviceSide, LayerReads, Site
 from gpu.methods.registry import list_methods
-from gpu.profiles import Part
+from gpu.profiles import ProfilePart
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import NUM_HEADS, NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32
@@ -65,7 +65,7 @@ class Excluding(DeviceSide):
 def with_method(side: DeviceSide, check_coverage: bool = False) -> Twins:
     """The runner that deposits serves one method more."""
     method = replace(list_methods()["exact"], name="toy", device_side=__name__)
-    return Twins(check_coverage=check_coverage, more_parts=[Part(method, side)])
+    return Twins(check_coverage=check_coverage, more_parts=[ProfilePart(method, side)])
 
 
 def make_device_side(settings: DeviceSide, site: Site) -> DeviceSide:

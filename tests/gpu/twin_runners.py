@@ -17,7 +17,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.kv_rows import make_codes, read_codes
 from gpu.kv.layout import PageLayout
 from gpu.load import load_runner
-from gpu.profiles import Part, resolve_profiles, served_parts
+from gpu.profiles import ProfilePart, resolve_profiles, served_parts
 from gpu.runner import Runner
 from gpu.step import (
     DecodeGroup,
@@ -65,7 +65,7 @@ def layout_of(num_dense: int, num_pages: int) -> PageLayout:
     return PageLayout(*layers, num_pages + num_blocks)
 
 
-def parts_for(shape: TierShape) -> tuple[Part, ...]:
+def parts_for(shape: TierShape) -> tuple[ProfilePart, ...]:
     """Of the built-in profiles, with the tables that the tier has."""
     sampled = SampledConfig(bits_per_table=shape.bits_per_table, num_tables=shape.num_tables)
     return served_parts(resolve_profiles({}, HostConfig(sampled=sampled)).values())
@@ -74,7 +74,7 @@ def parts_for(shape: TierShape) -> tuple[Part, ...]:
 def load(
     tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
-    check_coverage: bool = False, more_parts: Many[Part] = (), kv: Kv = "auto",
+    check_coverage: bool = False, more_parts: Many[ProfilePart] = (), kv: Kv = "auto",
 ) -> Runner:  # fmt: skip
     num_resident = num_pages if tier is None else layout_of(NUM_LAYERS - len(tier.shape.layers), num_pages).num_pages
     runner = load_runner(
@@ -151,7 +151,7 @@ class Twins:
                  lump_tokens: int = 64, is_sampled: bool = False, capacity_tokens: int = 100_000, max_running: int = 5,
                  device: str = "cpu", dtype: str = "float32", graph_batch_sizes: tuple[int, ...] = (),
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
-                 check_coverage: bool = False, more_parts: Many[Part] = (),
+                 check_coverage: bool = False, more_parts: Many[ProfilePart] = (),
                  kept_tokens: int = 0, kv: Kv = "auto") -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape. more_parts: of what is served, in
         the runner that deposits, beside what the built-in profiles are made of. kv: of the runner that deposits; of

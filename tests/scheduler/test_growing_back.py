@@ -54,8 +54,8 @@ def test_a_context_that_gave_all_up_is_asked_for_less_and_less_and_then_for_noth
     assert len(set(ends)) > 4, "a few lumps at a time"
     assert max(len(fetch.page_ids) for fetch in fetches_of(runner)) == 2 * LUMP // PAGE
     assert sum(len(restore.page_ids) for restore in restores_of(runner)) == num_blocks
-    assert engine.scheduler.residence.num_restored_tokens == num_blocks * PAGE
-    assert engine.scheduler.residence.num_released_tokens == 0
+    assert engine.scheduler.residence.counts.num_restored_tokens == num_blocks * PAGE
+    assert engine.scheduler.residence.counts.num_released_tokens == 0
     check_idle(engine, runner)
 
 
@@ -92,7 +92,7 @@ def test_pages_that_others_may_take_soon_and_some_more_stay_free() -> None:
     while engine.has_work:
         engine.step()
         if runner.plans[-1].fetches:
-            coming = sum(map(engine.scheduler.residence.num_coming_pages, engine.scheduler.roster.running))
+            coming = sum(map(engine.scheduler.residence.room.num_coming_pages, engine.scheduler.roster.running))
             free.append(engine.scheduler.pages.num_available - coming)
     assert free
     assert min(free) >= 64 // 16
@@ -181,7 +181,7 @@ def test_what_is_on_its_way_back_is_settled_whatever_becomes_of_its_context(how:
         while contexts.evict_idle([]):
             pass
     elif how == "need":
-        assert engine.scheduler.residence._free_pages(engine.scheduler.pages.num_available + 30, [])
+        assert engine.scheduler.residence.room.free_pages(engine.scheduler.pages.num_available + 30, [])
         assert not frontier.is_restoring
     else:
         engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)

@@ -16,7 +16,7 @@ import cpu.store
 import cpu.tier
 from cpu.decode_step import StepAttention
 from gpu.config import GpuConfig, ModelConfig
-from gpu.decode.steps import Launched
+from gpu.decode.steps import LaunchedStep
 from gpu.load import load_architecture
 from gpu.memory.plan import MemoryPlan
 from gpu.model.decoder import Decoder
@@ -85,7 +85,7 @@ def check_idle(engine: Engine) -> None:
     engine._tier._store.wait_for_doomed()
     stats = engine._tier.stats()
     assert (stats.contexts, stats.tokens, stats.bytes_in_use) == (0, 0, 0)
-    assert residence.num_promised_bytes == 0
+    assert residence.counts.num_promised_bytes == 0
     assert residence.pages.num_held == 0
     assert engine._runner.num_prefill_jobs == 0
 
@@ -208,7 +208,7 @@ def test_an_exchange_that_fails_ends_its_group_and_nobody_else(engine: Engine, m
     asks: list[set[str]] = []  # of steps with one of these rows, and whose
     stepped: set[str] = set()
 
-    def watched(decoded: DecodeGroup, lane: Lane, asks_host: bool) -> Launched:
+    def watched(decoded: DecodeGroup, lane: Lane, asks_host: bool) -> LaunchedStep:
         stepped.clear()
         stepped.update(one.request_id for one in engine.scheduler.roster.running if one.slot in decoded.slots)
         return decode(decoded, lane, asks_host)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpu.methods.method import Method, NoSettings, no_bytes, possible
 from gpu.model.architecture import NAMED_SHAPES
-from gpu.profiles import Part, Profile, resolve_profiles
+from gpu.profiles import Profile, ProfilePart, resolve_profiles
 from gpu.sampling.params import SamplingParams
 from gpu.step import DENSE, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
 from scheduler.capacity import Capacity
@@ -50,7 +50,7 @@ def make_profile(name: str, align_tokens: int) -> Profile:
         align_tokens=lambda settings: align_tokens,
         scored=(),
     )
-    return Profile(name, "blocky", (Part(method, NoSettings()),))
+    return Profile(name, "blocky", (ProfilePart(method, NoSettings()),))
 
 
 class Served:

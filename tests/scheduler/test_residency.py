@@ -53,10 +53,10 @@ def test_a_prompt_that_does_not_fit_keeps_its_last_tokens() -> None:
     start(engine, ask("a", prompt_of(800), max_tokens=60))
     context = context_of(engine, "a")
     assert 0 < context.num_released < context.num_blocks
-    assert engine.scheduler.residence.num_released_tokens == context.num_released * PAGE
+    assert engine.scheduler.residence.counts.num_released_tokens == context.num_released * PAGE
     assert engine.stats().pages_used >= 30, "what is left is for its window to grow"
     (table,), (dense,) = runner.tables.values(), runner.dense.values()
-    assert engine.scheduler.residence.num_resident_tokens == (len(table) - len(dense)) * PAGE
+    assert engine.scheduler.residence.counts.num_resident_tokens == (len(table) - len(dense)) * PAGE
     drain(engine)
     check_idle(engine, runner)
 
@@ -88,11 +88,11 @@ def test_idle_contexts_give_up_theirs_first_then_sampled_ones() -> None:
     assert (idle.num_released, whole.num_released, sample.num_released) == (0, 0, 0)
     order = residence.frontier.yielding()
     assert order == [idle, sample, whole]
-    assert residence._free_pages(residence.pages.num_available + 2, [])
+    assert residence.room.free_pages(residence.pages.num_available + 2, [])
     assert idle.num_released > 0 == sample.num_released
     residence.frontier.yield_pages(100, [idle])
     assert idle.num_resident == 0
-    assert residence._free_pages(residence.pages.num_available + 2, [])
+    assert residence.room.free_pages(residence.pages.num_available + 2, [])
     assert sample.num_released > 0 == whole.num_released
     drain(engine)
     check_idle(engine, runner)
@@ -113,7 +113,7 @@ def test_a_fork_and_what_it_stands_on_give_up_shared_pages_together() -> None:
     assert shared == context.pages[: len(shared)]
     available = residence.pages.num_available
     residence.frontier.give_up(parent, 8)
-    assert residence.pages.num_available == available + 8 - residence._host[0].layout.blocks_for(8)
+    assert residence.pages.num_available == available + 8 - residence.contexts._layout.blocks_for(8)
     assert parent.num_released == context.num_released == 8
     assert parent.pages[:8] == context.pages[:8] != shared[:8]
     deltas = drain(engine)
@@ -180,14 +180,14 @@ def test_what_contexts_share_on_the_device_is_counted_once() -> None:
     engine.submit([ask("first", prompt_of(400))])
     drain(engine)
     residence = engine.scheduler.residence
-    idle = residence.num_resident_tokens
-    assert idle == residence.num_deposited_tokens + SINK, "its window went with its sequence"
+    idle = residence.counts.num_resident_tokens
+    assert idle == residence.counts.num_deposited_tokens + SINK, "its window went with its sequence"
     start(engine, ask("fork", prompt_of(400), max_tokens=40))
     table = next(iter(runner.tables.values()))
-    assert residence.num_resident_tokens == len(table) * PAGE
+    assert residence.counts.num_resident_tokens == len(table) * PAGE
     engine.submit([ask("short", prompt_of(50), max_tokens=2)])
     drain(engine)
-    assert residence.num_resident_tokens == idle
+    assert residence.counts.num_resident_tokens == idle
     check_idle(engine, runner)
 
 
@@ -270,7 +270,7 @@ def test_rows_that_were_just_written_are_the_last_to_be_asked_for() -> None:
     frontier = engine.scheduler.residence.frontier
     assert (first.num_settled, first.num_released) == (num_before, 0)
     free = engine.scheduler.pages.num_available
-    dense = engine.scheduler.residence._host[0].layout.blocks_for(num_before)
+    dense = engine.scheduler.residence.contexts._layout.blocks_for(num_before)
     frontier.yield_pages(free + num_before - dense + 2, [first, second])
     assert first.num_released == num_before
     assert second.num_released > 0
@@ -385,7 +385,7 @@ def test_one_that_gives_way_in_the_plan_that_writes_it_down_leaves_nothing() -> 
         deltas += engine.step()
     scheduler = engine.scheduler
     assert scheduler.residence.write_down(scheduler.roster.running)
-    assert scheduler.residence._free_pages(scheduler.pages.num_available + 2, [])
+    assert scheduler.residence.room.free_pages(scheduler.pages.num_available + 2, [])
     scheduler.roster.preempt_youngest(scheduler.roster.running)
     assert len(scheduler.residence.contexts) == 0
     deltas += drain(engine)["a"]

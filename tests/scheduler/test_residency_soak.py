@@ -81,7 +81,7 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
 
     def leave() -> None:
         if next(steps) % 5 == 0:  # somebody needs pages, for a moment
-            residence._free_pages(residence.pages.num_available + 12, [])
+            residence.room.free_pages(residence.pages.num_available + 12, [])
         running = {sequence.request_id: sequence for sequence in engine.scheduler.roster.running}
         for name in list(left):
             if name in running and running[name].num_drawn > 5:

@@ -1,0 +1,84 @@
+"""Pages of the device: whether there are enough, who gives way until there are, and what those that run may take soon.
+
+What the host has copies of gives way first, then idle contexts. Knows counts; refuses to know whom pages are for.
+Invariant: no idle context goes unless enough pages are free then.
+"""
+
+from collections.abc import Collection
+
+from scheduler.capacity import SETTLING_TOKENS, Capacity
+from scheduler.frontier import Frontier
+from scheduler.host_context import HostContext, RunSize
+from scheduler.host_contexts import HostContexts
+from scheduler.pages import PagePool
+from scheduler.sequence import Sequence
+
+
+class PageRoom:
+    """`contexts`, `frontier`: None where every context stays on the device, so that nobody has pages to give."""
+
+    def __init__(
+        self, capacity: Capacity, pages: PagePool, contexts: HostContexts | None, frontier: Frontier | None
+    ) -> None:
+        self._capacity = capacity
+        self._pages = pages
+        self._contexts = contexts
+        self._frontier = frontier
+
+    # --- who gives way ------------------------------------------------------------------------------------------------
+
+    def has_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
+        """Whether there may be so many: what the host has given up, and idle contexts gone but `kept`. It is certain
+        where nothing is shared.
+        """
+        num_short = num_pages - self._pages.num_available
+        if num_short <= 0:
+            return True
+        if self._frontier is None:
+            return False
+        num_yielding = self._frontier.num_yielding
+        return num_short <= num_yielding or num_short <= num_yielding + self.num_idle_pages(kept)
+
+    def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
+        """Whether so many are free. What the host has gives way to that, and then idle contexts, but not `kept`."""
+        if self._contexts is None or self._frontier is None:
+            return num_pages <= self._pages.num_available
+        if self._frontier.is_adaptive and num_pages > self._pages.num_available and self._frontier.num_yielding:
+            self._frontier.end_restore()
+            self._frontier.yield_pages(num_pages, self._frontier.yielding())
+        return self._contexts.free_pages(num_pages, kept)
+
+    def num_idle_pages(self, kept: Collection[HostContext]) -> int:
+        """Pages that are free once idle contexts are gone, all but `kept`."""
+        return 0 if self._contexts is None else len(self._contexts.idle_pages(kept))
+
+    # --- what those that run may take soon ----------------------------------------------------------------------------
+
+    def num_coming_pages(self, sequence: Sequence) -> int:
+        """What one that holds pages may take soon: as much as a window holds and the dense layers of what it will send
+        down, or one page where all of it stays.
+        """
+        context = sequence.open_context
+        if context is None:
+            return 1
+        assert self._frontier is not None
+        num_there = context.num_blocks if self._frontier.is_adaptive else context.num_released
+        num_dense = self.num_coming_dense(context.size, num_there - context.size.num_shared)
+        return self.most_window_pages - (len(sequence.pages) - num_there) + num_dense
+
+    @property
+    def most_window_pages(self) -> int:
+        """What one keeps in resident pages that has written all it may: where residence is fixed, also while the last
+        of it settles.
+        """
+        host = self._capacity.host
+        assert host is not None
+        assert self._frontier is not None
+        settling = 0 if self._frontier.is_adaptive else self._capacity.pages_for(SETTLING_TOKENS)
+        return (host.sink_tokens + host.window_tokens + host.lump_tokens) // host.page_tokens + settling
+
+    def num_coming_dense(self, size: RunSize, num_own: int) -> int:
+        """Pages that the dense layers take of what is paid for and not written yet, behind `num_own` blocks."""
+        assert self._capacity.host is not None
+        blocks_for = self._capacity.host.layout.blocks_for
+        return max(0, blocks_for(size.num_own) - blocks_for(num_own))
