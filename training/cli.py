@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -41,11 +41,18 @@ def predictor(
     model: Annotated[Path, typer.Option("--model", help="Hugging Face folder of the model")],
     out: Annotated[Path, typer.Option("--out", help="the .safetensors to write; a report goes beside it (.json)")],
     text: Annotated[list[Path], typer.Option("--text", help="UTF-8 text, repeatable; default: generated prose")] = [],  # noqa: B006
+    tasks: Annotated[str, typer.Option("--tasks", help="of the reference model's own, commas between: prompts with "
+                                       "their answers, beside the text")] = "",
     lengths: Annotated[str, typer.Option("--lengths", help="tokens of a text, commas between")] = "2048,4096,8192",
-    texts: Annotated[int, typer.Option("--texts", min=2, help="a length; the last quarter is held out")] = 8,
+    texts: Annotated[int, typer.Option("--texts", min=2, help="a length, and prompts of each task; the last quarter "
+                                       "is held out")] = 8,
     targets: Annotated[int, typer.Option("--targets", min=1, help="steps of a text that are predicted")] = 64,
+    tracks: Annotated[Literal["group", "head"], typer.Option("--tracks", help="group: a KV head's query heads as one, "
+                      "as it serves; head: each query head, as in the paper")] = "group",
     history: Annotated[int, typer.Option("--history", min=5, help="steps (the paper's H)")] = 64,
     block: Annotated[int, typer.Option("--block", min=1, help="tokens (the paper's b)")] = 16,
+    loss: Annotated[Literal["maxima", "mass"], typer.Option("--loss", help="squared error of block maxima, as in the "
+                    "paper; or cross entropy of blocks' attention")] = "maxima",
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 30,
     per_epoch: Annotated[int, typer.Option("--per-epoch", min=1, help="steps of an epoch")] = 100,
     batch: Annotated[int, typer.Option("--batch", min=1, help="pairs of a step")] = 64,
@@ -69,8 +76,9 @@ def predictor(
 
         if out.suffix != ".safetensors":
             raise ValueError(f"--out: {out}; wanted a name that ends in .safetensors")
-        plan = TextPlan(tuple(text), parse_lengths(lengths), texts, targets, seed)
-        recipe = Recipe(epochs, batch, per_epoch, learning_rate, max(1, budget // block), seed)
+        named = tuple(name.strip() for name in tasks.split(",") if name.strip())
+        plan = TextPlan(tuple(text), named, parse_lengths(lengths), texts, targets, tracks, seed)
+        recipe = Recipe(loss, epochs, batch, per_epoch, learning_rate, max(1, budget // block), seed)
         cut = Cut(block, 64, 64, history, 2)
         if networks:
             compare(model, out, plan, cut, recipe, device, networks.split(","))

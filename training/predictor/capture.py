@@ -1,11 +1,14 @@
-"""Block maxima of full attention over texts: histories of a head's steps, each followed by what it should predict.
+"""Block maxima of full attention over texts: histories of steps, each followed by what it should predict.
 
-AttentionPredictor, appendix B. It knows the reference decoder and token ids, no network. Invariants: a target is the
-step right behind its history, over the blocks that were candidates then; sink and recent blocks are in neither.
+AttentionPredictor, appendix B. It knows the reference decoder and token ids, no network. A track is of a KV head, with
+the most that any query head of its group attended to, which is what the network is given when it serves; or of a query
+head, as in the paper. Invariants: a target is the step right behind its history, over the blocks that were candidates
+then; sink and recent blocks are in neither.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +17,9 @@ from evals.forward import ReferenceDecoder
 from evals.methods.attention import last_positions, prompt_weights
 from evals.methods.method import PromptLayer
 from gpu.predictor.history import block_maxima
+
+Tracks = Literal["group", "head"]
+"""What a track is of: a KV head with its group of query heads, or a query head."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Track:
-    """One head over one text: maxima `[steps + targets, blocks]` without the sink, on the CPU; widths `[targets]`,
-    the candidates at each target; mass `[targets, blocks]`, each block's whole attention then, for the recovery rate.
+    """One head over one text: maxima `[steps + targets, blocks]` without the sink, on the CPU, of a group the most of
+    its heads; widths `[targets]`, the candidates at each target; mass `[targets, blocks]`, each block's whole attention
+    then, of a group the mean of its heads, for the recovery rate.
     """
 
     maxima: Tensor
@@ -39,9 +46,9 @@ class Track:
 
 
 def capture(
-    decoder: ReferenceDecoder, prompt: Sequence[int], cut: Cut, targets: int, advance: Callable[[], None]
+    decoder: ReferenceDecoder, prompt: Sequence[int], cut: Cut, targets: int, of: Tracks, advance: Callable[[], None]
 ) -> list[Track]:
-    """Tracks of every head of the layers that predict: the text's last `targets` queries are what is predicted.
+    """Tracks of the layers that predict: the text's last `targets` queries are what is predicted.
 
     Raises ValueError for a text that leaves no candidates.
     """
@@ -61,11 +68,14 @@ def capture(
         if layer.layer >= cut.dense:
             weights = prompt_weights(layer, last_positions(layer, cut.steps + targets))[0]  # [heads, steps, tokens]
             columns = slice(first_block, first_block + last)
-            maxima = block_maxima(weights, cut.block, 0.0)[..., columns].cpu()
+            maxima = block_maxima(weights, cut.block, 0.0)[..., columns]
             then = weights[:, cut.steps :]
             padded = torch.nn.functional.pad(then, (0, -length % cut.block))
-            mass = padded.unflatten(-1, (-1, cut.block)).sum(-1)[..., columns].cpu()
-            tracks.extend(Track(one, widths, own) for one, own in zip(maxima, mass, strict=True))
+            mass = padded.unflatten(-1, (-1, cut.block)).sum(-1)[..., columns]
+            if of == "group":
+                kv_heads = layer.keys.shape[1]
+                maxima, mass = maxima.unflatten(0, (kv_heads, -1)).amax(1), mass.unflatten(0, (kv_heads, -1)).mean(1)
+            tracks.extend(Track(one, widths, own) for one, own in zip(maxima.cpu(), mass.cpu(), strict=True))
         advance()
 
     tokens = torch.tensor([list(prompt)], device=decoder.device)

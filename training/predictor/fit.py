@@ -1,13 +1,16 @@
-"""Fit the network to tracks: mean squared error, Adam, and the epoch with the best attention recovery rate kept.
+"""Fit the network to tracks: a loss, Adam, and the epoch with the best attention recovery rate kept.
 
-AttentionPredictor, appendix B. It knows tracks and no model. Invariant: tracks that are held out are never fitted to.
+AttentionPredictor, appendix B. It knows tracks and no model. The paper's loss is the mean squared error of the next
+step's maxima, nearly all of which is of a few heavy blocks. The other is the cross entropy of the next step's mass: of
+scores a choice takes only their order, and an order is worth the mass that it puts in front. Invariant: tracks that are
+held out are never fitted to.
 """
 
 import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +18,18 @@ from torch import Tensor, nn
 from training.predictor.capture import Cut, Track
 
 Network = TypeVar("Network", bound=nn.Module)
+Loss = Literal["maxima", "mass"]
+"""maxima: mean squared error of the next step's block maxima. mass: cross entropy of its blocks' mass."""
+
+LOGITS = 256
+"""A score's as a logit: scores begin as small as attention is."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """batch: pairs of a step; per_epoch: steps of an epoch; budget_blocks: what a held-out recovery is taken at."""
 
+    loss: Loss
     epochs: int
     batch: int
     per_epoch: int
@@ -39,9 +48,12 @@ class Epoch:
 
 
 def draw_pairs(
-    tracks: Sequence[Track], cut: Cut, count: int, draw: random.Random, device: torch.device
+    tracks: Sequence[Track], cut: Cut, loss: Loss, count: int, draw: random.Random, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """history `[count, steps, blocks]`, what follows `[count, blocks]` and widths `[count]`, padded with zeros."""
+    """history `[count, steps, blocks]`, what follows `[count, blocks]` and widths `[count]`, padded with zeros.
+
+    What follows is maxima or mass, by the loss.
+    """
     chosen = [(track, draw.randrange(len(track.widths))) for track in draw.choices(tracks, k=count)]
     widths = torch.stack([track.widths[target] for track, target in chosen])
     most = int(widths.max())
@@ -49,7 +61,8 @@ def draw_pairs(
     for row, (track, target) in enumerate(chosen):
         width = int(widths[row])
         history[row, :, :width] = track.maxima[target : target + cut.steps, :width]
-        follows[row, :width] = track.maxima[target + cut.steps, :width]
+        then = track.maxima[target + cut.steps] if loss == "maxima" else track.mass[target]
+        follows[row, :width] = then[:width]
     return history.to(device), follows.to(device), widths.to(device)
 
 
@@ -67,6 +80,18 @@ def recover(network: nn.Module, tracks: Sequence[Track], cut: Cut, budget_blocks
         best = scores.topk(min(budget_blocks, scores.shape[1]), dim=-1).indices
         shares.append((mass.gather(1, best).sum(1) / mass.sum(1).clamp(min=1e-12)).mean())
     return float(torch.stack(shares).mean())
+
+
+def loss_of(loss: Loss, scores: Tensor, follows: Tensor, widths: Tensor) -> Tensor:
+    """Of scores `[rows, blocks]` and what followed `[rows, blocks]`, over each row's own blocks.
+
+    A row's cross entropy weighs what mass its blocks hold, as the recovery rate does.
+    """
+    none = behind(scores, widths)
+    if loss == "maxima":
+        return (scores - follows).masked_fill(none, 0).square().sum() / widths.sum()
+    shares = (LOGITS * scores).masked_fill(none, -torch.inf).log_softmax(-1).masked_fill(none, 0)
+    return -(follows * shares).sum(-1).mean()
 
 
 def behind(rows: Tensor, widths: Tensor) -> Tensor:
@@ -90,9 +115,8 @@ def fit(
     for number in range(recipe.epochs):
         losses = []
         for _ in range(recipe.per_epoch):
-            history, follows, widths = draw_pairs(tracks, cut, recipe.batch, draw, device)
-            error = (network(history, widths) - follows).masked_fill(behind(history, widths), 0).square()
-            loss = error.sum() / widths.sum()
+            history, follows, widths = draw_pairs(tracks, cut, recipe.loss, recipe.batch, draw, device)
+            loss = loss_of(recipe.loss, network(history, widths), follows, widths)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()

@@ -17,25 +17,33 @@ from rich.console import Console
 
 from evals.fidelity import text_prompts
 from evals.forward import load_decoder
+from evals.samples import Sample
 from evals.tasks.haystack import TextSource
+from evals.tasks.reference import REFERENCE_TASKS, generate_reference
+from evals.tasks.request import Request
 from gpu.predictor.network import PredictorNetwork, save_network
-from training.predictor.capture import Cut, Track, capture
+from training.predictor.capture import Cut, Track, Tracks, capture
 from training.predictor.fit import Epoch, Network, Recipe, fit
 from training.predictor.kinds import kinds, num_parameters
 from training.progress import progress_bar
 from training.reference.narrative import Narrator
 
 HELD_OUT_SHARE = 4
+TEXT = "text"
 
 
 @dataclass(frozen=True)
 class TextPlan:
-    """files: none stands for generated prose. texts: a length, of which a quarter is held out."""
+    """files: none stands for generated prose. tasks: in the reference model's form, each prompt with its answer behind
+    it. texts: of a length, running text, and prompts of each task; a quarter is held out. tracks: see `capture`.
+    """
 
     files: tuple[Path, ...]
+    tasks: tuple[str, ...]
     lengths: tuple[int, ...]
     texts: int
     targets: int
+    tracks: Tracks
     seed: int
 
 
@@ -46,20 +54,37 @@ def narrated(seed: int) -> Iterator[str]:
         yield narrator.sentence()
 
 
-def read_prompts(model: Path, plan: TextPlan) -> dict[int, list[list[int]]]:
-    """Token ids by length, after the tokenizer's first token. Raises ValueError for too little text, or OSError."""
+def read_prompts(model: Path, plan: TextPlan) -> dict[tuple[int, str], list[list[int]]]:
+    """Token ids by length and task (TEXT: running text, after the tokenizer's first token).
+
+    Raises ValueError for an unknown task or too little text, or OSError.
+    """
     from transformers import AutoTokenizer
 
+    for task in plan.tasks:
+        if task not in REFERENCE_TASKS:
+            raise ValueError(f"--tasks: unknown {task!r}; known: {', '.join(REFERENCE_TASKS)}")
     source = TextSource(narrated, plan.files, {})
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    return {
-        length: text_prompts(tokenizer, source, length, plan.texts, 1000 * plan.seed + length)
-        for length in plan.lengths
-    }
+    prompts = {}
+    for length in plan.lengths:
+        seed = 1000 * plan.seed + length
+        prompts[length, TEXT] = text_prompts(tokenizer, source, length, plan.texts, seed)
+        for task in plan.tasks:
+            request = Request(task, "reference", tokenizer, length, seed, source, None)
+            samples = [generate_reference(request, number) for number in range(plan.texts)]
+            prompts[length, task] = [with_answer(tokenizer, sample) for sample in samples]
+    return prompts
 
 
-def split(tracks: dict[int, list[list[Track]]]) -> tuple[list[Track], list[Track]]:
-    """Tracks to fit to, and those of each length's last texts, which are held out."""
+def with_answer(tokenizer: Any, sample: Sample) -> list[int]:
+    """Token ids of a prompt and what answers it."""
+    parts = sample.prompt, " ".join(sample.answers)
+    return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
+
+
+def split(tracks: dict[tuple[int, str], list[list[Track]]]) -> tuple[list[Track], list[Track]]:
+    """Tracks to fit to, and those of the last texts of each length and task, which are held out."""
     fitted: list[Track] = []
     held: list[Track] = []
     for of_texts in tracks.values():
@@ -80,7 +105,8 @@ def train(model: Path, out: Path, plan: TextPlan, cut: Cut, recipe: Recipe, devi
         "seconds": round(time.monotonic() - begun, 1),
     }  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"block": str(cut.block), "history": str(cut.steps), "recovery": f"{best.recovery:.4f}"}
+    facts = {"block": str(cut.block), "history": str(cut.steps), "tracks": plan.tracks,
+             "loss": recipe.loss, "recovery": f"{best.recovery:.4f}"}  # fmt: skip
     save_network(network, out, facts)
     out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({"out": str(out), "best_epoch": best.number + 1, "recovery": round(best.recovery, 4)}))
@@ -125,7 +151,8 @@ class Texts:
         """What was fitted to, and how."""
         return {
             "model": self.model, "texts": [path.name for path in plan.files] or "generated prose",
-            "lengths": plan.lengths, "texts_a_length": plan.texts, "targets": plan.targets, "cut": asdict(cut),
+            "tasks": plan.tasks, "lengths": plan.lengths, "texts_a_length": plan.texts, "targets": plan.targets,
+            "tracks_of": plan.tracks, "cut": asdict(cut),
             "recipe": asdict(recipe), "tracks": len(self.fitted), "held_out_tracks": len(self.held),
         }  # fmt: skip
 
@@ -134,11 +161,11 @@ def capture_texts(model: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device:
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     decoder = load_decoder(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
     prompts = read_prompts(model, plan)
-    tracks: dict[int, list[list[Track]]] = {}
+    tracks: dict[tuple[int, str], list[list[Track]]] = {}
     num_layers = decoder.architecture.num_layers
     with progress_bar(sum(map(len, prompts.values())) * num_layers, "capturing: layers") as advance:
-        for length, texts in prompts.items():
-            tracks[length] = [capture(decoder, prompt, cut, plan.targets, advance) for prompt in texts]
+        for key, texts in prompts.items():
+            tracks[key] = [capture(decoder, prompt, cut, plan.targets, plan.tracks, advance) for prompt in texts]
     fitted, held = split(tracks)
     some = random.Random(recipe.seed).sample(held, min(len(held), 160))
     return Texts(decoder.architecture.name, on, fitted, held, some)
