@@ -4,7 +4,9 @@ Random weights, drawn on the device and, of experts in host memory, copied down.
 that was asked for. Steps go both ways, of the same weights: experts that they take are fetched, or computed by the CPU.
 The floor of a step is what it fetched, counted on the device, over the link, or what the CPU read, counted there, over
 the rate of a stream from host memory, and what it reads over the card's rate, all measured in the same run; a prompt's
-is its products, or all experts in host memory over the link, whichever takes longer. The gate: a layer gives, either
+is its products, or all experts in host memory over the link, whichever takes longer. Beside the floor of a step that is
+computed stands what its products take by the rate of the threads themselves, of such numbers, measured there, too: by
+that `auto` chooses. The gate: a layer gives, either
 way, what it gives with all of its experts on the card; whether it gives the same bits fetched stands in the row.
 """
 
@@ -24,6 +26,7 @@ from bench.engine import draw_prompts, measure_floor_rates
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
 from bench.rows import Row, announce, require, summarise
+from cpu.expert_rates import measure_core_rates
 from cpu.experts import HostExperts
 from cpu.rates import measure_host_rates
 from gpu.config import GpuConfig
@@ -40,8 +43,10 @@ from gpu.model.matrix_formats import OF_EXPERTS, rounded, step_weight_bytes
 from gpu.model.projections import Projections
 from gpu.model.weights import LayerWeights, Weights, random_packed_weights
 from gpu.runner import Runner
+from scheduler.expert_choice import ExpertTimes
 from scheduler.step_bytes import prompt_flops
 from transfer.machine import GIB, MachineProfile, count_physical_cores, probe_machine
+from transfer.rates import core_rate
 
 PROMPT_TOKENS = 64  # of a decode step's contexts
 WARMUP_STEPS = 4
@@ -113,8 +118,11 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
         f"the CPU computes steps of up to {MOST_COMPUTED_ROWS} rows, asked {most}; lower --batch, or leave compute out "
         "of --ways",
     )
-    if "compute" in benchmark.ways and "host_stream_gb_s" not in rates:
-        rates = rates | measure_host_rates(benchmark.num_threads)
+    if "compute" in benchmark.ways:
+        if "host_stream_gb_s" not in rates:
+            rates = rates | measure_host_rates(benchmark.num_threads)
+        stored = [kind or "bf16" for kind in shares.computed_numbers(1)]
+        rates = rates | measure_core_rates(benchmark.num_threads, stored=stored)
     cap_memory(int(benchmark.memory_gib * GIB), device)
     began = time.perf_counter()
     weights = random_packed_weights(shape, RANDOM_SEED, dtype, device, lambda fraction: None, on_card)
@@ -260,8 +268,11 @@ class _Bench:
             f"{moved / 1e9:.3f} GB of {per_step:.0f} experts {where} at {gb_s:.1f} GB/s, {read / 1e9:.3f} of weights "
             f"over {self.stream_gb_s:.0f}" + (f", {near / 1e9:.3f} of them meanwhile" if near else "")
         )
-        announce(self.console, f"decode step, {way}, batch {batch}", floor, floor_ms)
         extras = {"moved_bytes": moved, "expected_bytes": self.shares.fetched_bytes(batch)}
+        if way == "compute":
+            extras["products_ms"], said = self._products(batch)
+            floor = f"{floor}; {said}"
+        announce(self.console, f"decode step, {way}, batch {batch}", floor, floor_ms)
         if way == "compute":
             num_bytes, seconds = (
                 after - earlier for after, earlier in zip(_computed(runner), computed_before, strict=True)
@@ -269,6 +280,14 @@ class _Bench:
             extras["compute_gb_s"] = num_bytes / max(seconds, 1e-9) / 1e9
         return self._row(f"decode step, {way}", f"batch {batch}", decoded.step_ms[WARMUP_STEPS:], floor, floor_ms,
                          extras)  # fmt: skip
+
+    def _products(self, batch: int) -> tuple[float, str]:
+        """What they take by the threads' own rate, if rows take experts at random, and in words."""
+        threads, host_gb_s = self.benchmark.num_threads, self.rates["host_stream_gb_s"]
+        ms = ExpertTimes(self.shares, self.link_gb_s, host_gb_s, threads, self.rates).arithmetic_ms(batch)
+        names = [core_rate(kind) for kind in self.shares.computed_numbers(1)]
+        rates = ", ".join(f"{name} {self.rates[name]:.1f}" for name in names)
+        return ms, f"products by the threads' own rate {ms:.2f} ms ({rates})"
 
     def _prefill_row(self, runner: Runner, length: int) -> Row:
         products = prompt_flops(self.shape, 0, length)

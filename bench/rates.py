@@ -15,6 +15,7 @@ import triton.language as tl
 from rich.console import Console
 
 from bench.rows import Row, Timing, measure, report
+from cpu.expert_rates import measure_core_rates
 from cpu.rates import GIB, default_gib, measure_host_rates
 from transfer.machine import count_physical_cores, probe_machine
 
@@ -27,7 +28,8 @@ _FAR_BEHIND = 4
 _HOST_DTYPES = (torch.float32, torch.bfloat16)
 _STREAM_CONFIGS = ((4096, 4), (8192, 8), (16_384, 8))  # elements of a block, warps
 _PROGRAMS_PER_SM = 8
-HOST_KEYS = ("host_stream", "host_random", "host_matmul")
+HOST_KEYS = ("host_stream", "host_random", "host_matmul", "core_")
+UNITS = {"_tflop_s": "1 TFLOP", "_gflop_s": "1 GFLOP", "_gb_s": "1 GB"}
 
 
 @triton.jit
@@ -129,12 +131,12 @@ def device_name(device: torch.device) -> str:
 
 
 def make_rows(rates: dict[str, float], num_bytes: int, names: dict[str, str]) -> list[Row]:
-    """A row for each rate: the time that one GB (or TFLOP) takes. A rate is its own floor, and has no peer."""
+    """A row for each rate: the time that one of its units takes. A rate is its own floor, and has no peer."""
     rows = []
     for key, rate in rates.items():
         ms = 1e3 / rate
         row = Row(
-            name=key, shape="1 TFLOP" if key.endswith("tflop_s") else "1 GB", ms=ms, p10=ms, p90=ms,
+            name=key, shape=next(unit for end, unit in UNITS.items() if key.endswith(end)), ms=ms, p10=ms, p90=ms,
             device=names["host" if key.startswith(HOST_KEYS) else "device"], floor="none: floors divide by this rate",
             floor_ms=None, peer=None, peer_ms=None, rates=rates, config={"host_buffer_bytes": num_bytes},
         )  # fmt: skip
@@ -149,7 +151,8 @@ def rates(threads: int | None, json_path: Path | None, console: Console) -> None
     torch.set_num_threads(threads)
     gib = default_gib()
     console.print(f"reading {gib:.1f} GiB with {threads} threads", highlight=False)
-    measured = measure_host_rates(threads, gib=gib) | measure_device_rates(device)
+    measured = measure_host_rates(threads, gib=gib) | measure_core_rates(threads, gib=gib)
+    measured |= measure_device_rates(device)
     names = {"host": f"{device_name(torch.device('cpu'))}, {threads} threads", "device": device_name(device)}
     report(make_rows(measured, int(gib * GIB), names), json_path, console)
 

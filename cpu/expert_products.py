@@ -24,6 +24,7 @@ ITEM_BYTES = 32_768  # of a matrix, a thread's claim
 AHEAD_BYTES = 6144  # how far before its use a weight is fetched
 SUM_COLUMNS = 512  # of a row's sum, a thread's claim
 STAGES = 3
+GAIN_ROWS = 16  # rows whose scales are widened together: loops over them are long enough to be vector code
 PAIRS_AT_ONCE = 4  # of `down`; of gate and up two, whose tokens may lie anywhere
 TILE_FLOATS = 2 * BLOCK * 4  # of a thread: gates and ups of two pairs, and a line to itself; gains are behind them
 
@@ -105,29 +106,32 @@ def _gate_up(team, c, kind):
     items, done = c[NUM_TAKEN] * items_each, 0
     gates_at = c[TILES] + c[TILE_BYTES] * team.me
     ups_at = gates_at + 4 * 2 * BLOCK
-    gate_gains = gates_at + 4 * TILE_FLOATS
-    up_gains = gate_gains + 4 * 2 * room * BLOCK
+    all_gains, gains_bytes = gates_at + 4 * TILE_FLOATS, 4 * room * GAIN_ROWS
     item = claim(team, 0, items)
     while item >= 0:
         place, part = item // items_each, item % items_each
         first, last = load_int32(c[BEGINS] + 4 * place), load_int32(c[BEGINS] + 4 * (place + 1))
-        expert = load_int32(c[TAKEN] + 4 * place) * 2 * width
-        for row in range(part * step, min(width, (part + 1) * step), BLOCK):
+        expert, begin, end = load_int32(c[TAKEN] + 4 * place) * 2 * width, part * step, min(width, (part + 1) * step)
+        for row in range(begin, end, BLOCK):
             gates, ups = m[ROWS] + (expert + row) * row_bytes, m[ROWS] + (expert + width + row) * row_bytes
-            if is_packed(kind):
-                fill_gains(m, expert + row, BLOCK, gate_gains)
-                fill_gains(m, expert + width + row, BLOCK, up_gains)
+            if is_packed(kind) and (row - begin) % GAIN_ROWS == 0:
+                count = min(GAIN_ROWS, end - row)
+                fill_gains(m, expert + row, count, all_gains, all_gains + gains_bytes)
+                fill_gains(m, expert + width + row, count, all_gains + 2 * gains_bytes, all_gains + 3 * gains_bytes)
+            gate_gains = all_gains + 4 * room * ((row - begin) % GAIN_ROWS)
+            gate_offsets, up_gains = gate_gains + gains_bytes, gate_gains + 2 * gains_bytes
+            up_offsets = up_gains + gains_bytes
             for pair in range(first, last, 2):
                 x = c[X] + 4 * inner * load_int32(c[ROW_OF_PAIR] + 4 * pair)
                 if pair + 1 < last:
                     other = c[X] + 4 * inner * load_int32(c[ROW_OF_PAIR] + 4 * (pair + 1))
                     apart = (other - x) // 4  # wherever it lies, it is a stride away
-                    _dot_two(kind, gates, gate_gains, room, x, apart, inner, gates_at, BLOCK, AHEAD_BYTES)
-                    _dot_two(kind, ups, up_gains, room, x, apart, inner, ups_at, BLOCK, AHEAD_BYTES)
+                    _dot_two(kind, gates, gate_gains, gate_offsets, room, x, apart, inner, gates_at, BLOCK, AHEAD_BYTES)
+                    _dot_two(kind, ups, up_gains, up_offsets, room, x, apart, inner, ups_at, BLOCK, AHEAD_BYTES)
                     _gate(gates_at + 4 * BLOCK, ups_at + 4 * BLOCK, c[GATED] + 4 * ((pair + 1) * width + row))
                 else:
-                    _dot_one(kind, gates, gate_gains, room, x, 0, inner, gates_at, BLOCK, AHEAD_BYTES)
-                    _dot_one(kind, ups, up_gains, room, x, 0, inner, ups_at, BLOCK, AHEAD_BYTES)
+                    _dot_one(kind, gates, gate_gains, gate_offsets, room, x, 0, inner, gates_at, BLOCK, AHEAD_BYTES)
+                    _dot_one(kind, ups, up_gains, up_offsets, room, x, 0, inner, ups_at, BLOCK, AHEAD_BYTES)
                 _gate(gates_at, ups_at, c[GATED] + 4 * (pair * width + row))
         done += 1
         item = claim(team, 0, items)
@@ -146,7 +150,7 @@ def _down(team, c, kind):
     """Stage two: `made[pair] = down @ gated[pair]`."""
     inner, width, m = c[INTERMEDIATE], c[HIDDEN], c[DOWN:CONTEXT_INT64]
     row_bytes, room = m[ROW_BYTES], m[GAINS]
-    gains = c[TILES] + c[TILE_BYTES] * team.me + 4 * TILE_FLOATS
+    all_gains, gains_bytes = c[TILES] + c[TILE_BYTES] * team.me + 4 * TILE_FLOATS, 4 * room * GAIN_ROWS
     step = _rows_an_item(row_bytes)
     items_each = -(-width // step)
     items, done = c[NUM_TAKEN] * items_each, 0
@@ -154,21 +158,23 @@ def _down(team, c, kind):
     while item >= 0:
         place, part = item // items_each, item % items_each
         first, last = load_int32(c[BEGINS] + 4 * place), load_int32(c[BEGINS] + 4 * (place + 1))
-        expert = load_int32(c[TAKEN] + 4 * place) * width
-        for row in range(part * step, min(width, (part + 1) * step), BLOCK):
+        expert, begin, end = load_int32(c[TAKEN] + 4 * place) * width, part * step, min(width, (part + 1) * step)
+        for row in range(begin, end, BLOCK):
             rows, pair = m[ROWS] + (expert + row) * row_bytes, first
-            if is_packed(kind):
-                fill_gains(m, expert + row, BLOCK, gains)
+            if is_packed(kind) and (row - begin) % GAIN_ROWS == 0:
+                fill_gains(m, expert + row, min(GAIN_ROWS, end - row), all_gains, all_gains + gains_bytes)
+            gains = all_gains + 4 * room * ((row - begin) % GAIN_ROWS)
+            offsets = gains + gains_bytes
             while pair < last:
                 x, out = c[GATED] + 4 * pair * inner, c[MADE] + 4 * (pair * width + row)
                 if last - pair >= PAIRS_AT_ONCE:
-                    _dot_four(kind, rows, gains, room, x, inner, inner, out, width, AHEAD_BYTES)
+                    _dot_four(kind, rows, gains, offsets, room, x, inner, inner, out, width, AHEAD_BYTES)
                     pair += PAIRS_AT_ONCE
                 elif last - pair >= 2:
-                    _dot_two(kind, rows, gains, room, x, inner, inner, out, width, AHEAD_BYTES)
+                    _dot_two(kind, rows, gains, offsets, room, x, inner, inner, out, width, AHEAD_BYTES)
                     pair += 2
                 else:
-                    _dot_one(kind, rows, gains, room, x, inner, inner, out, width, AHEAD_BYTES)
+                    _dot_one(kind, rows, gains, offsets, room, x, inner, inner, out, width, AHEAD_BYTES)
                     pair += 1
         done += 1
         item = claim(team, 1, items)

@@ -18,11 +18,11 @@ from cpu.decode_step import ASK_LIMIT_S
 from cpu.expert_matrices import check_matrix
 from cpu.expert_products import (
     BEGINS,
-    BLOCK,
     CONTEXT_INT64,
     COUNTERS,
     EXPERTS,
     FOUND,
+    GAIN_ROWS,
     GATED,
     HIDDEN,
     INTERMEDIATE,
@@ -140,7 +140,7 @@ class HostExperts:
         any_line = next(line for line in lines if line is not None)
         self._table = np.array([line or [0, *any_line[1:]] for line in lines], np.int64)
         gains = max(max(2 * num_gains(one.gate_up), num_gains(one.down)) for one in layers if one is not None)
-        tile_floats = -(-(TILE_FLOATS + 2 * BLOCK * gains) // TILE_FLOATS) * TILE_FLOATS
+        tile_floats = -(-(TILE_FLOATS + 2 * GAIN_ROWS * gains) // TILE_FLOATS) * TILE_FLOATS
         self._arrays = {
             LAYERS: self._table,
             TAKEN: np.zeros(most_pairs, np.int32),

@@ -5,6 +5,7 @@ No torch. It refuses to know how either is done. Invariant: the text says what w
 cost, whoever chose, so that a resolved deployment resolves to itself.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,27 +14,26 @@ from gpu.memory.demand import PlanError
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
-from gpu.model.matrix_format import Kind
-from transfer.rates import Rates
+from transfer.rates import STORED_AS, Rates, core_rate
 
 Way = Literal["auto", "fetch", "compute"] | int  # as `gpu.host_experts` is asked for
 READ_SHARE = 0.85  # of a stream's rate, what products of rows with a few vectors reach (docs/LAB.md)
-# What a core makes of bytes and multiplies, in 1e9 numbers a second, by how they are stored (None: bf16), and products
-# with one more row each, where several take an expert: seven tenths of what AVX2 reached on one core (docs/LAB.md), of
-# the slowest groups. Of few bits few cores may be slower than their memory.
-CORE_NUMBERS: dict[Kind | None, float] = {None: 9.0, "int4": 10.0, "int8": 8.0, "fp8": 8.0}
-CORE_PRODUCTS = 35.0
+FURTHER_ROWS = 3.5  # times as fast as the first row that takes an expert the others are multiplied (docs/LAB.md)
 HOP_MS = 0.06  # of a layer: the ask over the link, a region's start and its three stages, the answer seen
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTimes:
-    """What a step's experts in host memory take, either way. Rates in 1e9 bytes a second; threads: of the CPU."""
+    """What a step's experts in host memory take, either way. Rates in 1e9 bytes a second; threads: of the CPU;
+    core_gflop_s: of each thread, products of one row by the names of `transfer.rates`. Of few bits cores may be slower
+    than their memory.
+    """
 
     shares: ExpertShares
     link_gb_s: float
     host_gb_s: float
     threads: int
+    core_gflop_s: Mapping[str, float]
 
     def fetch_ms(self, num_rows: int) -> float:
         return self.shares.fetched_bytes(num_rows) / self.link_gb_s / 1e6
@@ -41,18 +41,19 @@ class ExpertTimes:
     def compute_ms(self, num_rows: int) -> float:
         """Bytes from memory or arithmetic, whichever takes longer, and a hop a layer."""
         hops_ms = HOP_MS * self.shares.num_host_layers
-        return max(self._read_ms(num_rows), self._arithmetic_ms(num_rows)) + hops_ms
+        return max(self._read_ms(num_rows), self.arithmetic_ms(num_rows)) + hops_ms
 
     def is_bound_by_cores(self, num_rows: int) -> bool:
-        return self._arithmetic_ms(num_rows) > self._read_ms(num_rows)
+        return self.arithmetic_ms(num_rows) > self._read_ms(num_rows)
 
     def _read_ms(self, num_rows: int) -> float:
         return self.shares.fetched_bytes(num_rows) / (READ_SHARE * self.host_gb_s) / 1e6
 
-    def _arithmetic_ms(self, num_rows: int) -> float:
+    def arithmetic_ms(self, num_rows: int) -> float:
+        """Of the threads' own rates, which memory bounds where they were measured."""
         numbers = self.shares.computed_numbers(num_rows)
         core_ms = sum(
-            (read / CORE_NUMBERS[kind] + max(products - read, 0.0) / CORE_PRODUCTS) / 1e6
+            2 * (read + max(products - read, 0.0) / FURTHER_ROWS) / self.core_gflop_s[core_rate(kind)] / 1e6
             for kind, (read, products) in numbers.items()
         )
         return core_ms / self.threads
@@ -68,7 +69,8 @@ class ExpertTimes:
 
 
 def find_times(shares: ExpertShares, rates: Rates, threads: int) -> ExpertTimes:
-    return ExpertTimes(shares, rates.of["host_to_device_gb_s"], rates.of["host_stream_gb_s"], threads)
+    cores = {core_rate(stored): rates.of[core_rate(stored)] for stored in STORED_AS}
+    return ExpertTimes(shares, rates.of["host_to_device_gb_s"], rates.of["host_stream_gb_s"], threads, cores)
 
 
 def asked_rows(asked: Way) -> int | None:
@@ -118,9 +120,10 @@ def choose(
             raise PlanError(f"gpu.host_experts: asked {asked}, but {reason}; use fetch, or auto")
         return 0, f"experts in host memory are fetched: {reason}"
     fetch, compute = times.fetch_ms(1), times.compute_ms(1)
-    said = f"the host reads {times.host_gb_s:g} GB/s, the link {times.link_gb_s:g}{_tell_assumed(rates)}"
+    said = f"the host reads {times.host_gb_s:g} GB/s, the link {times.link_gb_s:g}"
     if times.is_bound_by_cores(1):
         said = f"{said}; its {plan.threads} threads are slower than that at such numbers"
+    said = f"{said}{_tell_assumed(times, rates)}"
     if computed_rows:
         sizes = _captured_sizes(gpu, max_running)
         next_size = min((size for size in sizes if computed_rows < size <= MOST_COMPUTED_ROWS), default=None)
@@ -139,10 +142,12 @@ def choose(
     )
 
 
-def _tell_assumed(rates: Rates) -> str:
-    """What of the two rates nobody has measured."""
-    sources = {"the host's": rates.sources["host_stream_gb_s"], "the link's": rates.sources["host_to_device_gb_s"]}
-    assumed = [whose for whose, source in sources.items() if source == "assumed"]
+def _tell_assumed(times: ExpertTimes, rates: Rates) -> str:
+    """What of the rates that count nobody has measured."""
+    names = {"the host's": ["host_stream_gb_s"], "the link's": ["host_to_device_gb_s"]}
+    if times.is_bound_by_cores(1):
+        names["the threads'"] = [core_rate(kind) for kind in times.shares.computed_numbers(1)]
+    assumed = [whose for whose, found in names.items() if any(rates.sources[name] == "assumed" for name in found)]
     return f"; {' and '.join(assumed)} assumed, `tandem doctor --measure` measures" if assumed else ""
 
 

@@ -143,8 +143,11 @@ def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> s
 
     said = []
     if steps(True):
+        bound = f"as fast as its {times.threads} threads make such numbers" if times.is_bound_by_cores(1) else (
+            f"read at {times.host_gb_s:g} GB/s"
+        )  # fmt: skip
         said += [
-            f"what the CPU computes of them in a step, read at {times.host_gb_s:g} GB/s: {steps(True)}",
+            f"what the CPU computes of them in a step, {bound}: {steps(True)}",
             f"fetched over {link:g} GB/s they would take {times.fetch_ms(1):,.1f} ms at batch 1",
         ]
     if steps(False):

@@ -2,7 +2,7 @@
 
 Measures nothing: `tandem doctor --measure` does, and keeps what it found (`transfer.measured`). That counts first, then
 the machine profile's own figures, then assumptions that only its core count and link are known for. Names and units are
-those of `bench.rates`: 1e9 bytes a second, and TFLOP/s.
+those of `bench.rates`: 1e9 bytes a second, TFLOP/s, and of one core beside all others GFLOP/s.
 """
 
 from collections.abc import Mapping
@@ -24,15 +24,24 @@ CORE_GB_S = 8.0  # that one core reads ...
 NODE_GB_S = 45.0  # ... up to what two channels of a memory node give
 RANDOM_SHARE = 0.5  # of a stream, where rows of 256 bytes lie anywhere: 0.4 to 0.6 on the hosts that were measured
 CORE_TFLOP_S = 0.05
+# Of a token's products with experts in host memory, however their numbers are stored: between what a virtual machine's
+# thread, which is half a core, and what a desktop's core makes of few bits (docs/LAB.md).
+CORE_GFLOP_S = 10.0
+STORED_AS = ("bf16", "int4", "int8", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """`of[name]` in 1e9 bytes a second or TFLOP/s, and `sources[name]`; `text` says of all where they are from."""
+    """`of[name]` in the unit that a name ends with, and `sources[name]`; `text` says of all where they are from."""
 
     of: Mapping[str, float]
     sources: Mapping[str, RateSource]
     text: str
+
+
+def core_rate(stored: str | None) -> str:
+    """The name of a core's rate for rows whose numbers are stored so, None: as bf16."""
+    return f"core_{stored or 'bf16'}_gflop_s"
 
 
 def find_rates(machine: MachineProfile, measured_file: Path) -> Rates:
@@ -87,7 +96,7 @@ def _assume(machine: MachineProfile) -> dict[str, float]:
         "host_stream_gb_s": host,
         "host_random_rows_gb_s": RANDOM_SHARE * host,
         "host_matmul_tflop_s": CORE_TFLOP_S * machine.physical_cores,
-    }
+    } | {core_rate(stored): CORE_GFLOP_S for stored in STORED_AS}
     if machine.gpu is None:
         return found
     generation, width = machine.gpu.pcie_generation or 4, machine.gpu.pcie_width or 16

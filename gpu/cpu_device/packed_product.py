@@ -137,8 +137,9 @@ def _compile_rows(rows: Kind, numbers: Kind, version: int) -> Any:
             return
         m = numba.carray(pointer_to(matrix), (TABLE_COLUMNS,), np.int64)
         for own in range(count):
-            fill_gains(m, row + own, 1, gains)
+            offsets = gains + 4 * m[GAINS]
+            fill_gains(m, row + own, 1, gains, offsets)
             words = m[FIRST_ROW] + (row + own) * m[ROW_BYTES]
-            widen_row(kind, out_kind, words, gains, m[GAINS], m[INNER], out + own * out_bytes, AHEAD_BYTES)
+            widen_row(kind, out_kind, words, gains, offsets, m[INNER], out + own * out_bytes, AHEAD_BYTES)
 
     return widen

@@ -43,7 +43,7 @@ def multiply_rows(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains
     """
     m = numba.carray(pointer_to(matrix), (TABLE_COLUMNS,), np.int64)
     if is_packed(kind):
-        fill_gains(m, row, ROWS, gains)
+        fill_gains(m, row, ROWS, gains, gains + 4 * ROWS * m[GAINS])
     rows = m[FIRST_ROW] + row * m[ROW_BYTES]
     product(kind, rows, m[ROW_BYTES], gains, m[GAINS], m[INNER], x, x_stride, tokens, out, out_stride, AHEAD_BYTES)
 
@@ -53,24 +53,25 @@ def product(kind, rows, row_bytes, gains, room, inner, x, x_stride, tokens, out,
     """`out[token, 0 .. 4]` of the four rows at `rows`, for all tokens. Addresses; strides in float32 elements. gains,
     room: of packed rows (`product_block`).
     """
-    token = 0
+    token, offsets = 0, gains + 4 * ROWS * room
     while tokens - token >= _WIDE:
         x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
         for row in range(0, ROWS, _WIDE_ROWS):
-            row_at, gains_at = rows + row * row_bytes, gains + 4 * 2 * room * row
-            _dot_wide(kind, row_at, gains_at, room, x_at, x_stride, inner, out_at + 4 * row, out_stride, ahead)
+            row_at, behind = rows + row * row_bytes, 4 * room * row
+            _dot_wide(kind, row_at, gains + behind, offsets + behind, room, x_at, x_stride, inner, out_at + 4 * row,
+                      out_stride, ahead)  # fmt: skip
         token += _WIDE
     if tokens - token >= 4:
         x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
-        _dot_four(kind, rows, gains, room, x_at, x_stride, inner, out_at, out_stride, ahead)
+        _dot_four(kind, rows, gains, offsets, room, x_at, x_stride, inner, out_at, out_stride, ahead)
         token += 4
     if tokens - token >= 2:
         x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
-        _dot_two(kind, rows, gains, room, x_at, x_stride, inner, out_at, out_stride, ahead)
+        _dot_two(kind, rows, gains, offsets, room, x_at, x_stride, inner, out_at, out_stride, ahead)
         token += 2
     if tokens - token >= 1:
         x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
-        _dot_one(kind, rows, gains, room, x_at, x_stride, inner, out_at, out_stride, ahead)
+        _dot_one(kind, rows, gains, offsets, room, x_at, x_stride, inner, out_at, out_stride, ahead)
 
 
 @numba.njit(nogil=True)

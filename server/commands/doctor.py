@@ -28,7 +28,7 @@ FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 FBGEMM_TORCH_MINOR = 5  # fbgemm 1.x is built against torch 2.(x + 5): 1.6 with 2.11, 1.8 with 2.13
 LEAST_TRITON = Version("3.6")
 MEASURE_SECONDS = 600
-RATE_UNITS = {"_gb_s": "GB/s", "_tflop_s": "TFLOP/s", "": ""}
+RATE_UNITS = {"_gb_s": "GB/s", "_tflop_s": "TFLOP/s", "_gflop_s": "GFLOP/s", "": ""}
 
 
 class DoctorError(Exception):

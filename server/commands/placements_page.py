@@ -67,7 +67,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
     share = f"of the keys on the host a query head reads {100 * comparison.share_read:.1f} % where it samples"
     console.print(f"bytes over rates, nothing overlapped; {share}", highlight=False)
-    rates = ", ".join(f"{name} {rate:g}" for name, rate in comparison.rates.of.items())
+    of = comparison.rates.of  # those of a core count where experts lie in host memory alone
+    rates = ", ".join(f"{name} {of[name]:g}" for name in of if comparison.experts or not name.startswith("core_"))
     console.print(f"rates: {rates}: {comparison.rates.text}", highlight=False, markup=False)
 
 

@@ -26,6 +26,11 @@ TINY = HostExpertsBenchmark("tiny-qwen3-moe", None, 2.0, 5, (1, 2), (40,), 16, 8
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"host_to_device_gb_s": 10.0, "bf16_matmul_tflop_s": 1.0, "host_stream_gb_s": 20.0}
     monkeypatch.setattr(host_experts, "measure_floor_rates", lambda *_: (rates, 100.0))
+    monkeypatch.setattr(host_experts, "measure_core_rates", core_rates)
+
+
+def core_rates(threads: int, stored: list[str]) -> dict[str, float]:
+    return {f"core_{kind}_gflop_s": {"bf16": 3.0, "int4": 4.0, "int8": 5.0}[kind] / threads for kind in stored}
 
 
 def test_steps_and_prompts_stand_beside_what_they_fetched() -> None:
@@ -41,10 +46,14 @@ def test_steps_and_prompts_stand_beside_what_they_fetched() -> None:
     assert [row.name for row in computed] == ["decode step, compute, experts in host memory"] * 2
     assert "on 2 threads of the CPU at 20.0 GB/s" in computed[0].floor
     assert computed[1].extras["compute_gb_s"] > 0
+    assert "products_ms" not in one.extras
     shape = named_shape(TINY.shape)
     shares, read = ExpertShares(shape, 2, TINY.on_card or 0), step_weight_bytes(shape, 2, True, 1)
     here = read - shares.fetched_bytes(1) - shares.near_bytes(1)  # experts on the card are read while the CPU computes
     assert computed[0].floor_ms == pytest.approx(computed[0].extras["moved_bytes"] / 20e6 + here / 100e6)
+    products_ms = 3 * 4 * 11 / 16 * expert_bytes / 3e6  # two operations a number of two bytes
+    assert computed[0].extras["products_ms"] == pytest.approx(products_ms)
+    assert f"; products by the threads' own rate {products_ms:.2f} ms (core_bf16_gflop_s 1.5)" in computed[0].floor
     assert one.floor_ms == pytest.approx(one.extras["moved_bytes"] / 10e6 + read / 100e6)
     assert shares.near_bytes(1) == pytest.approx(3 * 4 * 5 / 16 * expert_bytes)
     assert one.extras["expected_bytes"] == pytest.approx(3 * 4 * 11 / 16 * expert_bytes)
@@ -60,6 +69,7 @@ def test_bytes_of_few_bits_are_those_that_are_stored(weights: str, expert_bytes:
         assert row.extras["expected_bytes"] == pytest.approx(3 * 4 * 11 / 16 * expert_bytes)
         assert row.extras["has_same_bits"]
         assert f" {weights}, 5 of 16" in row.shape
+    assert f"core_{'int4' if weights == 'int4' else 'int8'}_gflop_s" in computed.floor
     assert computed.extras["compute_gb_s"] > 0
 
 

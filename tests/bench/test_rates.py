@@ -47,15 +47,18 @@ def test_device_rates_are_plausible() -> None:
 
 
 def test_rows_say_which_machine_each_rate_is_of() -> None:
-    measured = {"host_stream_gb_s": 4.0, "device_stream_gb_s": 2000.0, "host_to_device_gb_s": 25.0}
+    measured = {"host_stream_gb_s": 4.0, "device_stream_gb_s": 2000.0, "host_to_device_gb_s": 25.0,
+                "core_int4_gflop_s": 20.0, "bf16_matmul_tflop_s": 500.0}  # fmt: skip
     rows = make_rows(measured, 1, {"host": "a processor", "device": "a card"})
-    assert [row.device for row in rows] == ["a processor", "a card", "a card"]
-    assert [row.ms for row in rows] == [250.0, 0.5, 40.0]
+    assert [row.device for row in rows] == ["a processor", "a card", "a card", "a processor", "a card"]
+    assert [row.ms for row in rows] == [250.0, 0.5, 40.0, 50.0, 2.0]
+    assert [row.shape for row in rows] == ["1 GB", "1 GB", "1 GB", "1 GFLOP", "1 TFLOP"]
 
 
 def test_the_last_line_is_a_list_of_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench.rates, "default_gib", lambda: SMALL_GIB)
     monkeypatch.setattr(bench.rates, "measure_device_rates", lambda device: {})
+    monkeypatch.setattr(bench.rates, "measure_core_rates", lambda threads, gib: {"core_int4_gflop_s": 20.0 * threads})
     rates(1, None, Console(stderr=True))
     listed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["name"] for row in listed] == ["host_stream_gb_s", "host_random_rows_gb_s"]
+    assert [row["name"] for row in listed] == ["host_stream_gb_s", "host_random_rows_gb_s", "core_int4_gflop_s"]

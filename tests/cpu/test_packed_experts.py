@@ -116,9 +116,9 @@ def test_a_rows_sum_is_the_same_in_every_batch_and_on_any_number_of_threads(
 
 def gains_of(rows: PackedRows, at: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Of so many rows from one on: `[count, gains]` each."""
-    out = np.full((count, 2, num_gains(rows)), np.nan, np.float32)
-    fill_gains(np.array(columns_of(rows)), at, count, out.ctypes.data)
-    return out[:, 0], out[:, 1]
+    gains, offsets = np.full((2, count, num_gains(rows)), np.nan, np.float32)
+    fill_gains(np.array(columns_of(rows)), at, count, gains.ctypes.data, offsets.ctypes.data)
+    return gains, offsets
 
 
 def test_every_scale_of_16_bits_is_widened_exactly() -> None:

@@ -12,7 +12,7 @@ from gpu.memory.demand import PlanError
 from gpu.memory.expert_shares import ExpertShares
 from gpu.memory.plan import MemoryPlan
 from scheduler.config import EngineConfig
-from scheduler.expert_choice import CORE_NUMBERS, CORE_PRODUCTS, HOP_MS, READ_SHARE, ExpertTimes
+from scheduler.expert_choice import FURTHER_ROWS, HOP_MS, READ_SHARE, ExpertTimes
 from scheduler.memory import find_expert_shares, plan_engine
 from server.config import Deployment
 from server.plan import find_architecture, resolve_plan
@@ -20,6 +20,7 @@ from transfer.expert_exchange import new_expert_slot
 from transfer.machine import MachineProfile, load_machine
 
 RTX = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "rtx4090.json")
+CORES = {name: rate for name, rate in (RTX.rates or {}).items() if name.startswith("core_")}
 SETTINGS: dict[str, Any] = {"device": "cuda", "memory_limit_gib": 23, "experts_gib": "auto", "kv_cache_gib": 2,
                             "graph_batch_sizes": [1, 2]}  # fmt: skip
 
@@ -104,7 +105,18 @@ def test_few_cores_may_be_slower_at_few_bits_than_the_memory(weights: str | None
         assert weights is not None
         shares = find_expert_shares(find_architecture(make(model={"weights": weights})[0].model)[0], made)
         ((numbers, _),) = shares.computed_numbers(1).values()
-        assert f"by rates {numbers / (CORE_NUMBERS[weights] * 1e6 * threads) + 48 * HOP_MS:,.1f} ms" in said(made)
+        made_a_ms = CORES[f"core_{weights}_gflop_s"] / 2 * 1e6 * threads
+        assert f"by rates {numbers / made_a_ms + 48 * HOP_MS:,.1f} ms" in said(made)
+
+
+def test_of_few_bits_the_threads_own_rate_of_such_numbers_counts_where_it_was_measured() -> None:
+    """Not of others, and not the stream's, which they do not reach."""
+    few: dict[str, Any] = {"model": {"weights": "int4"}, "experts_gib": 4}
+    slow = {"host_stream_gb_s": 200.0, "core_int4_gflop_s": 3.0}
+    assert not plan(**few, rates=slow).computed_rows
+    assert "its 16 threads are slower than that at such numbers)" in said(plan(**few, rates=slow))
+    assert plan(**few, rates=slow | {"core_int4_gflop_s": 30.0}).computed_rows
+    assert plan(**few, rates={"host_stream_gb_s": 200.0, "core_int8_gflop_s": 3.0}).computed_rows
 
 
 def test_a_core_or_two_have_experts_fetched_that_memory_could_give() -> None:
@@ -116,10 +128,10 @@ def test_a_core_or_two_have_experts_fetched_that_memory_could_give() -> None:
 def test_rows_that_take_the_same_experts_cost_arithmetic_and_no_bytes() -> None:
     deployment, _ = make(model={"random_weights": "mixtral-8x7b", "weights": "int4"})
     architecture = find_architecture(deployment.model)[0]
-    times = ExpertTimes(ExpertShares(architecture, 2, 0), 25.0, 1e6, 8)
+    times = ExpertTimes(ExpertShares(architecture, 2, 0), 25.0, 1e6, 8, CORES)
     read, products = times.shares.computed_numbers(32)["int4"]
     assert products > 7 * read  # 2 of 8 experts a row
-    wanted = (read / CORE_NUMBERS["int4"] + (products - read) / CORE_PRODUCTS) / 8e6
+    wanted = 2 * (read + (products - read) / FURTHER_ROWS) / CORES["core_int4_gflop_s"] / 8e6
     assert times.compute_ms(32) == pytest.approx(wanted + architecture.num_layers * HOP_MS)
 
 
@@ -137,7 +149,7 @@ def test_rows_are_computed_up_to_where_the_link_is_faster() -> None:
     made, deployment = wide(RUNNING_48, **MIXTRAL), make(**MIXTRAL)[0]
     shares = find_expert_shares(find_architecture(deployment.model)[0], made)
     assert made.experts_on_card == 6
-    times = ExpertTimes(shares, 25.0, 60.0, 8)
+    times = ExpertTimes(shares, 25.0, 60.0, 8, CORES)
     found = {rows: (round(times.compute_ms(rows)), round(times.fetch_ms(rows))) for rows in (1, 12, 13, 16, 32)}
     assert found == {1: (37, 59), 12: (220, 229), 13: (231, 230), 16: (263, 234), 32: (425, 236)}
     assert (times.most_computed_rows(), made.computed_rows) == (12, 12)
@@ -243,6 +255,11 @@ def test_rates_that_nobody_measured_are_said_to_be_assumed() -> None:
     assert said(made).endswith("; the host's assumed, `tandem doctor --measure` measures)")
     made = plan_engine(deployment, architecture, machine.model_copy(update={"rates": None}))
     assert said(made).endswith("; the host's and the link's assumed, `tandem doctor --measure` measures)")
+    rates = {name: rate for name, rate in (machine.rates or {}).items() if name != "core_int4_gflop_s"}
+    deployment, machine = make(model={"weights": "int4"}, experts_gib=4, threads=4)
+    architecture = find_architecture(deployment.model)[0]
+    made = plan_engine(deployment, architecture, machine.model_copy(update={"rates": rates}))
+    assert said(made).endswith(" at such numbers; the threads' assumed, `tandem doctor --measure` measures)")
 
 
 def test_what_asks_for_experts_are_written_in_and_computed_in_is_planned() -> None:

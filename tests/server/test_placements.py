@@ -248,8 +248,12 @@ def test_experts_in_host_memory_come_over_the_link() -> None:
     assert found.experts in page.getvalue()
     assert f"experts in host memory {one.experts_ms:.1f}" in page.getvalue()
     assert json.loads(json.dumps(describe_comparison(found)))["experts"] == found.experts
+    assert "core_int4_gflop_s 10" in page.getvalue()
     tree["gpu"] = {"device": "cuda"}
     whole = compare(tree)
+    page = io.StringIO()
+    print_comparison(whole, Console(width=400, file=page))
+    assert "core_int4_gflop_s 10" not in page.getvalue(), "of no use without experts in host memory"
     first = whole.get("device").first
     assert first is not None
     assert (first.experts_ms, whole.experts) == (0, None)
@@ -272,6 +276,10 @@ def test_experts_that_the_cpu_computes_are_read_at_the_hosts_rate() -> None:
         found.experts
     )
     assert "fetched over 10 GB/s they would take 249.1 ms at batch 1; a prompt of more than" in found.experts
+    slow = compare(mixture(), rates=ROUND | {"core_bf16_gflop_s": 0.9})
+    assert slow.experts is not None
+    ms = 48 * (8 * layer / 32 / 0.9e6 + 0.06)  # two operations a number of two bytes
+    assert f"in a step, as fast as its 32 threads make such numbers: batch 1: 2.49 GB, {ms:,.1f}" in slow.experts
 
 
 def test_steps_of_more_rows_than_are_computed_are_told_to_fetch() -> None:

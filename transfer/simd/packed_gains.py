@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from transfer.simd.memory import prefetch_near
-from transfer.simd.packed_rows import FLOAT_GAIN, float_of_bfloat16, float_of_half
+from transfer.simd.packed_rows import FLOAT_GAIN, float_of_bfloat16, float_of_half, scaled_pairs
 from transfer.simd.region import pointer_to
 from transfer.simd.vectors import LINE_BYTES
 
@@ -20,7 +20,9 @@ from transfer.simd.vectors import LINE_BYTES
 ROWS, ROW_BYTES, SCALES, ZEROS, RUNS, SCALE_TYPE, MIDDLE, GROUPS, NUM_RUNS, GAINS, ROW_BLOCK = range(11)
 MATRIX_COLUMNS = 11
 BFLOAT16, FLOAT16, FLOAT32 = range(3)
-AHEAD_BYTES = 2048  # how far before its use a scale is fetched
+
+
+_scale_eight, _scale_one = scaled_pairs(8), scaled_pairs(1)
 
 
 @numba.njit(nogil=True)
@@ -29,74 +31,87 @@ def _array(address, count, kind):
 
 
 @numba.njit(nogil=True)
-def fill_gains(m, row, rows, out):
-    """Of so many rows from one on, each its gains and then its offsets, GAINS of both. m: the matrix's columns."""
-    room = m[GAINS]
-    for r in range(rows):
-        gains_at = out + 4 * 2 * room * r
-        line = (row + r) // m[ROW_BLOCK]
-        gains, offsets = _array(gains_at, room, np.float32), _array(gains_at + 4 * room, room, np.float32)
-        if m[RUNS] != 0:
-            _of_runs(m, line, gains, offsets)
-        else:
-            _of_scales(m, line, gains, offsets)
-        times = room // m[GROUPS]
-        _spread(gains, m[GROUPS], times)
-        _spread(offsets, m[GROUPS], times)
+def fill_gains(m, row, rows, gains_at, offsets_at):
+    """Gains and offsets of so many rows from one on, GAINS of each row behind those of the row before. m: the matrix's
+    columns.
+    """
+    if m[ROW_BLOCK] == 1:
+        _fill(m, row, rows, gains_at, offsets_at)
+    else:
+        for r in range(rows):
+            behind = 4 * m[GAINS] * r
+            _fill(m, (row + r) // m[ROW_BLOCK], 1, gains_at + behind, offsets_at + behind)
 
 
 @numba.njit(nogil=True)
-def _of_scales(m, line, gains, offsets):
-    groups = m[GROUPS]
+def _fill(m, line, lines, gains_at, offsets_at):
+    """Of so many lines of scales, which lie behind each other, as of one."""
+    count = lines * m[GROUPS]
+    gains, offsets = _array(gains_at, lines * m[GAINS], np.float32), _array(offsets_at, lines * m[GAINS], np.float32)
+    if m[RUNS] != 0:
+        _of_runs(m, line, lines, gains_at, offsets_at)
+    else:
+        _of_scales(m, line, count, gains, offsets)
+    times = m[GAINS] // m[GROUPS]
+    _spread(gains, count, times)
+    if m[RUNS] != 0 or m[ZEROS] != 0 or m[MIDDLE] != 0:
+        _spread(offsets, count, times)
+
+
+@numba.njit(nogil=True)
+def _of_scales(m, line, count, gains, offsets):
     item = 4 if m[SCALE_TYPE] == FLOAT32 else 2
-    at = m[SCALES] + line * groups * item
-    _fetch(at, groups * item)
+    at = m[SCALES] + line * m[GROUPS] * item
+    _fetch_behind(at, count * item)
     if m[SCALE_TYPE] == FLOAT32:
-        floats = _array(at, groups, np.float32)
-        for group in range(groups):
+        floats = _array(at, count, np.float32)
+        for group in range(count):
             gains[group] = floats[group]
     elif m[SCALE_TYPE] == BFLOAT16:
-        halves = _array(at, groups, np.uint16)
-        for group in range(groups):
+        halves = _array(at, count, np.uint16)
+        for group in range(count):
             gains[group] = float_of_bfloat16(halves[group])
     else:
-        halves = _array(at, groups, np.uint16)
-        for group in range(groups):
+        halves = _array(at, count, np.uint16)
+        for group in range(count):
             gains[group] = float_of_half(halves[group])
     if m[ZEROS] != 0:
-        zeros = _array(m[ZEROS] + line * groups, groups, np.uint8)
-        for group in range(groups):
+        zeros = _array(m[ZEROS] + line * m[GROUPS], count, np.uint8)
+        _fetch_behind(m[ZEROS] + line * m[GROUPS], count)
+        for group in range(count):
             offsets[group] = -gains[group] * np.float32(zeros[group])
     elif m[MIDDLE] != 0:
         middle = np.float32(m[MIDDLE])
-        for group in range(groups):
+        for group in range(count):
             offsets[group] = -gains[group] * middle
     else:
-        for group in range(groups):
+        for group in range(count):
             gains[group] *= np.float32(FLOAT_GAIN)
 
 
 @numba.njit(nogil=True)
-def _of_runs(m, line, gains, offsets):
-    groups, runs = m[GROUPS], m[NUM_RUNS]
-    both = _array(m[RUNS] + 4 * line * runs, 2 * runs, np.uint16)
-    pairs_at = m[SCALES] + 2 * line * groups
-    _fetch(pairs_at, 2 * groups)
+def _of_runs(m, line, lines, gains_at, offsets_at):
+    runs, count, each = lines * m[NUM_RUNS], lines * m[GROUPS], m[GROUPS] // m[NUM_RUNS]
+    runs_at, pairs_at = m[RUNS] + 4 * line * m[NUM_RUNS], m[SCALES] + 2 * line * m[GROUPS]
+    _fetch_behind(runs_at, 4 * runs)
+    _fetch_behind(pairs_at, 2 * count)
+    both = _array(runs_at, 2 * runs, np.uint16)
     for run in range(runs):
-        gains[run] = float_of_half(both[2 * run])
-        offsets[run] = -float_of_half(both[2 * run + 1])
-    _spread(gains, runs, groups // runs)
-    _spread(offsets, runs, groups // runs)
-    pairs = _array(pairs_at, 2 * groups, np.int8)
-    for group in range(groups):
-        gains[group] *= np.float32(pairs[2 * group])
-        offsets[group] *= np.float32(pairs[2 * group + 1])
+        gain, offset = float_of_half(both[2 * run]), -float_of_half(both[2 * run + 1])
+        group, end = each * run, each * (run + 1)
+        while group + 8 <= end:
+            _scale_eight(pairs_at + 2 * group, gain, offset, gains_at + 4 * group, offsets_at + 4 * group)
+            group += 8
+        while group < end:
+            _scale_one(pairs_at + 2 * group, gain, offset, gains_at + 4 * group, offsets_at + 4 * group)
+            group += 1
 
 
 @numba.njit(nogil=True)
-def _fetch(address, num_bytes):
-    for byte in range(0, num_bytes, LINE_BYTES):
-        prefetch_near(address + AHEAD_BYTES + byte)
+def _fetch_behind(address, num_bytes):
+    """What the next call reads: as many bytes, behind these."""
+    for byte in range(num_bytes, 2 * num_bytes, LINE_BYTES):
+        prefetch_near(address + byte)
 
 
 @numba.njit(nogil=True)

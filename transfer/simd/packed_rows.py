@@ -31,6 +31,7 @@ from transfer.simd.emission import (
     int64,
     lane_sums,
     prefetch,
+    shuffle,
     store_part,
     widened,
     zero,
@@ -64,39 +65,42 @@ def packed_kind(number: str, gains_a_unit: int) -> tuple[Any, ...]:
 def product_block(rows: int, vectors: int) -> Any:
     """A numba function: `out[v, r] = sum(row[r] * x[v, :])` for so many rows, plain or packed, and vectors.
 
-    Both are powers of two. Rows are behind each other; gains: of a packed row `gain_stride` float32, and as many
-    offsets behind them. The inner length is whole lines of 64 bytes of plain rows, of packed ones whole runs.
+    Both are powers of two. Rows are behind each other; gains, offsets: of a packed row `gain_stride` float32 behind
+    those of the row before. The inner length is whole lines of 64 bytes of plain rows, of packed ones whole runs.
     """
 
     @intrinsic
-    def products(typing_context, kind, weights, gains, gain_stride, x, x_stride, inner, out, out_stride, ahead):
+    def products(
+        typing_context, kind, weights, gains, offsets, gain_stride, x, x_stride, inner, out, out_stride, ahead
+    ):
         if not isinstance(kind, types.UniTuple):
             size = item_bytes(kind)
 
         def emit(context, builder, signature, arguments):
-            _, weights, gains, gain_stride, x, x_stride, inner, out, out_stride, ahead = arguments
+            _, weights, gains, offsets, gain_stride, x, x_stride, inner, out, out_stride, ahead = arguments
             if isinstance(kind, types.UniTuple):
                 block = _Block(builder, _NUMBERS[kind.dtype], kind.count, rows, vectors)
-                block.emit(weights, gains, gain_stride, x, x_stride, inner, out, out_stride, ahead)
+                block.emit(weights, gains, offsets, gain_stride, x, x_stride, inner, out, out_stride, ahead)
             else:
                 emit_dots(builder, size, rows, vectors, weights, inner, x, x_stride, inner, out, out_stride, ahead)
             return context.get_dummy_value()
 
-        return types.void(kind, *[types.int64] * 9), emit
+        return types.void(kind, *[types.int64] * 10), emit
 
     return products
 
 
 @intrinsic
-def widen_row(typing_context, kind, out_kind, words, gains, gain_stride, inner, out, ahead):
+def widen_row(typing_context, kind, out_kind, words, gains, offsets, inner, out, ahead):
     """Numbers of one packed row, in float32 or, where `out_kind` is a uint16, rounded to bf16, behind each other at
     `out`; other arguments are those of `product_block`.
     """
     size = item_bytes(out_kind)
 
     def emit(context, builder, signature, arguments):
-        _, _, words, gains, gain_stride, inner, out, ahead = arguments
-        _WidenedRow(builder, _NUMBERS[kind.dtype], kind.count, out, size).emit(words, gains, gain_stride, inner, ahead)
+        _, _, words, gains, offsets, inner, out, ahead = arguments
+        row = _WidenedRow(builder, _NUMBERS[kind.dtype], kind.count, out, size)
+        row.emit_rows(words, gains, offsets, int64(0), inner, ahead)
         return context.get_dummy_value()
 
     return types.void(kind, out_kind, *[types.int64] * 6), emit
@@ -113,13 +117,13 @@ class _Rows:
         """A vector of each row's numbers, float32, from a column of a unit on."""
         raise NotImplementedError
 
-    def emit_rows(self, weights: Any, gains: Any, gain_stride: Any, inner: Any, ahead: Any) -> None:
+    def emit_rows(self, weights: Any, gains: Any, offsets: Any, gain_stride: Any, inner: Any, ahead: Any) -> None:
         builder, columns = self.builder, int64(self.columns)
         whole, left = builder.udiv(inner, columns), builder.urem(inner, columns)
         units = builder.udiv(builder.add(inner, int64(self.columns - 1)), columns)
         self.row_at = list(addresses(builder, weights, units, LINE_BYTES, self.rows))
-        self.gain_at = list(addresses(builder, gains, builder.mul(gain_stride, int64(2)), 4, self.rows))
-        self.offset_bytes = builder.mul(gain_stride, int64(4))
+        self.gain_at = list(addresses(builder, gains, gain_stride, 4, self.rows))
+        self.offset_at = list(addresses(builder, offsets, gain_stride, 4, self.rows))
         with cgutils.for_range(builder, whole, intp=I64) as unit:
             for address in self.row_at:
                 at = builder.add(address, builder.mul(unit.index, int64(LINE_BYTES)))
@@ -151,11 +155,10 @@ class _Rows:
     def _scale(self, row: int, byte: Any) -> Callable[[Any, int], Any]:
         """What makes float32 of the numbers at a place of a row's words, by the gain and offset there."""
         builder = self.builder
-        gain_at = builder.add(self.gain_at[row], byte)
-        gain = broadcast(builder, gain_at)
+        gain = broadcast(builder, builder.add(self.gain_at[row], byte))
         if self.number == "fp8":
             return lambda halves, place: builder.fmul(_floats(builder, halves, place), gain)
-        offset = broadcast(builder, builder.add(gain_at, self.offset_bytes))
+        offset = broadcast(builder, builder.add(self.offset_at[row], byte))
         if self.number == "int4" and SIMD == "avx512":
             levels = ir.Constant(VECTOR, [float(level) for level in range(16)])
             table = fused(builder, levels, gain, offset)
@@ -178,11 +181,11 @@ class _Block(_Rows):
         self.vectors = vectors
         self.sums = [cgutils.alloca_once_value(builder, zero()) for _ in range(rows * vectors)]
 
-    def emit(self, weights: Any, gains: Any, gain_stride: Any, x: Any, x_stride: Any, inner: Any, out: Any,
-             out_stride: Any, ahead: Any) -> None:  # fmt: skip
+    def emit(self, weights: Any, gains: Any, offsets: Any, gain_stride: Any, x: Any, x_stride: Any, inner: Any,
+             out: Any, out_stride: Any, ahead: Any) -> None:  # fmt: skip
         builder = self.builder
         self.x_at = list(addresses(builder, x, x_stride, 4, self.vectors))
-        self.emit_rows(weights, gains, gain_stride, inner, ahead)
+        self.emit_rows(weights, gains, offsets, gain_stride, inner, ahead)
         totals = lane_sums(builder, [builder.load(total) for total in self.sums])
         for vector, address in enumerate(addresses(builder, out, out_stride, 4, self.vectors)):
             store_part(builder, totals, vector * self.rows, self.rows, address)
@@ -202,9 +205,6 @@ class _WidenedRow(_Rows):
     def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, out: Any, size: int) -> None:
         super().__init__(builder, number, gains_a_unit, 1)
         self.out, self.size = out, size
-
-    def emit(self, words: Any, gains: Any, gain_stride: Any, inner: Any, ahead: Any) -> None:
-        self.emit_rows(words, gains, gain_stride, inner, ahead)
 
     def take(self, numbers: list[Any], unit: Any, column: int) -> None:
         builder, (values,) = self.builder, numbers
@@ -271,3 +271,29 @@ def float_of_bfloat16(typing_context, bits):
         return builder.bitcast(builder.shl(builder.zext(arguments[0], I32), ir.Constant(I32, 16)), F32)
 
     return types.float32(types.uint16), emit
+
+
+def scaled_pairs(count: int) -> Any:
+    """A numba function: of so many pairs of signed bytes the lower ones times one float32, the upper ones times
+    another, each stored behind each other.
+    """
+    words, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
+
+    @intrinsic
+    def scaled(typing_context, pairs, lower, upper, lower_out, upper_out):
+        def emit(context, builder, signature, arguments):
+            pairs, lower, upper, *outs = arguments
+            halves = builder.load(builder.inttoptr(pairs, ir.VectorType(I16, count).as_pointer()), align=2)
+            both, eight = builder.sext(halves, words), ir.Constant(words, [8] * count)
+            top = ir.Constant(words, [24] * count)
+            numbers = builder.ashr(builder.shl(both, top), top), builder.ashr(both, eight)
+            for number, factor, out in zip(numbers, (lower, upper), outs, strict=True):
+                alone = builder.insert_element(ir.Constant(floats, ir.Undefined), factor, ir.Constant(I32, 0))
+                factors = shuffle(builder, alone, alone, [0] * count)
+                made = builder.fmul(builder.sitofp(number, floats), factors)
+                builder.store(made, builder.inttoptr(out, floats.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.float32, types.float32, types.int64, types.int64), emit
+
+    return scaled

@@ -1,0 +1,87 @@
+"""How fast a core multiplies a token by experts in host memory, by how their numbers are stored, with all cores at it.
+
+What the choice between computing and fetching them is made of. The kernels are those of `cpu.experts`, so experts of
+few bits cost what unpacking them costs. It refuses to know models: sizes are one model's (Qwen3-30B-A3B). Invariant:
+experts are read in turn, and all together are several times the last-level cache, so a rate is never above what memory
+gives. The best ask of a token counts: a machine that does other things beside is slower, and no other machine.
+"""
+
+from collections.abc import Collection
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpu.experts import HostExperts
+from cpu.rates import GIB, default_gib
+from transfer.expert_exchange import ExpertAsks, LayerExperts, PackedRows, new_expert_slot
+from transfer.matrix_rows import nbytes_of
+from transfer.rates import STORED_AS, core_rate
+from transfer.simd.features import HAS_VECTORS
+
+HIDDEN, INTERMEDIATE, PER_TOKEN = 2048, 768, 8
+_REPEATS = 5  # of all asks, behind a first time that is not measured
+
+
+def measure_core_rates(
+    threads: int, *, gib: float | None = None, stored: Collection[str] = STORED_AS
+) -> dict[str, float]:
+    """GFLOP/s of each of so many threads, two operations a number, by the names of `transfer.rates`. {} on a processor
+    that the kernels are not made for.
+
+    `gib`: size of the experts; None: `cpu.rates.default_gib()`. Takes a few seconds, and a minute where it compiles.
+    """
+    if not HAS_VECTORS:
+        return {}
+    threads = min(threads, int(numba.config.NUMBA_NUM_THREADS))
+    num_bytes = int((default_gib() if gib is None else gib) * GIB)
+    return {core_rate(name): _measure(name, threads, num_bytes) for name in stored}
+
+
+def _measure(stored: str, threads: int, num_bytes: int) -> float:
+    asks = max(1, num_bytes // (PER_TOKEN * _expert_bytes(stored)))
+    worker, slot = _open(stored, asks * PER_TOKEN, threads)
+    ids = torch.from_numpy(np.random.default_rng(0).permutation(asks * PER_TOKEN).reshape(asks, 1, PER_TOKEN))
+    best = float("inf")
+    for turn in range(1 + _REPEATS):
+        for taken in ids:
+            slot.experts[:] = taken
+            slot.advance(1)
+            slot.flags[:] = slot.stamp
+            answered = worker.answer([(ExpertAsks(np.array([[0, 1]])), slot)])
+            if turn > 0:
+                best = min(best, answered.attended_s)
+    return 2 * PER_TOKEN * 3 * HIDDEN * INTERMEDIATE / best / threads / 1e9
+
+
+def _expert_bytes(stored: str) -> int:
+    return sum(nbytes_of(one) for one in _matrices(stored, 1))
+
+
+def _open(stored: str, count: int, threads: int):  # type: ignore[no-untyped-def]
+    slot = new_expert_slot(1, HIDDEN, PER_TOKEN, torch.device("cpu"))
+    slot.hidden.normal_()
+    slot.shares.fill_(1 / PER_TOKEN)
+    return HostExperts([LayerExperts(count, *_matrices(stored, count))], 1, PER_TOKEN, threads), slot
+
+
+def _matrices(stored: str, count: int) -> tuple[Tensor | PackedRows, Tensor | PackedRows]:
+    """Of experts, all numbers alike: only bytes and arithmetic cost time."""
+    return (_rows(stored, count * 2 * INTERMEDIATE, HIDDEN), _rows(stored, count * HIDDEN, INTERMEDIATE))
+
+
+def _rows(stored: str, rows: int, inner: int) -> Tensor | PackedRows:
+    """int4 as in GGUF's Q4_K, int8 as in its Q8_0: of the usual formats those with the most scales."""
+    if stored == "bf16":
+        return torch.full((rows, inner), 0.01, dtype=torch.bfloat16)
+    words = torch.full((rows, inner // (8 if stored == "int4" else 4)), 0x35353535, dtype=torch.int32)
+    if stored == "int4":
+        scales = torch.full((rows, inner // 32), 0x0101, dtype=torch.int16)
+        runs = torch.full((rows, inner // 256), 0x20002000, dtype=torch.int32)  # two float16
+        return PackedRows("int4", inner, 32, 1, words, scales, None, runs)
+    if stored == "int8":
+        scales = torch.full((rows, inner // 32), 0.01, dtype=torch.float16)
+        return PackedRows("int8", inner, 32, 1, words, scales, None, None)
+    assert stored == "fp8", "numbers of experts: bf16, int4, int8 or fp8"
+    return PackedRows("fp8", inner, inner, 1, words, torch.full((rows, 1), 0.01), None, None)
