@@ -157,8 +157,12 @@ def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tupl
             if rings is not None:
                 count, num_rows = rings.count(part.settings), rings.num_rows(part.settings, architecture)
                 work_bytes = partial(rings.work_bytes, part.settings, architecture)
-            has_rings = rings is not None
-            states.append(MethodState(str(part), part.method.name, num_bytes, has_rings, count, num_rows, work_bytes))
+            excludes = rings is not None and rings.excludes
+            states.append(
+                MethodState(
+                    str(part), part.method.name, num_bytes, rings is not None, count, num_rows, work_bytes, excludes
+                )
+            )
     return tuple(states)
 
 

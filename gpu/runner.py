@@ -155,7 +155,7 @@ class Runner:
         if tier is not None and depositor is not None:
             assert self._prefill.staging is not None
             self._offload = Offload(tier, depositor, self.pool, self._prefill.gathered, self._prefill.staging)
-            excludes = any(side.excludes for side in self._reusing.values())
+            excludes = any(part.method.rings is not None and part.method.rings.excludes for part in parts)
             exclusion_blocks = -(-architecture.max_context_tokens // BLOCK_TOKENS) if excludes else 0
             exchanges = [
                 SlotExchange(rows, architecture.num_heads, architecture.dim, tier.shape.num_tables, dtype, device,

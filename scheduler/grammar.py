@@ -12,6 +12,8 @@ MOST_BYTES = 64 * 1024  # of a grammar; what is longer is refused unseen
 MOST_SECONDS = 2.0  # of processor time to check one; what is known to be that long and is allowed takes half of one
 MOST_MEMORY_BYTES = 1 << 30
 _NO_TOKENIZER = "no tokenizer"  # how llguidance says that it leaves special tokens to who has one
+_NOTHING_ALLOWED = "NoExtensionBias"  # and that no token may come
+_SHORT_OF_STATE = "<non-verbose/>"  # stands where its state would
 _ERROR_CHARS = 300
 
 
@@ -45,7 +47,9 @@ def check(grammar: str) -> str:
 
 def shorten(message: str) -> str:
     """A message of llguidance's, for one line."""
-    line = " ".join(message.partition("\n<state>")[0].split())
+    line = " ".join(message.partition("\n<state>")[0].replace(_SHORT_OF_STATE, "").split())
+    if line == _NOTHING_ALLOWED:
+        return "it allows no token"
     return line if len(line) <= _ERROR_CHARS else line[:_ERROR_CHARS] + " ..."
 
 

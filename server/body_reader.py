@@ -131,8 +131,8 @@ def decode_body(raw: bytes, wanted: type[Body], refuse_unknown: bool) -> Body:
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
         param = path.rstrip("`").lstrip(".").partition("[...]")[0] or None
-        if param is None and "required field" in what:
-            param = what.split("`")[1]
+        if "required field" in what and "[...]" not in path:
+            param = ".".join(filter(None, (param, what.split("`")[1])))
             what = "missing"
         what = what.replace("`", "").replace(" | null", "")
         what = _name_literals(what, wanted, path.rstrip("`"))

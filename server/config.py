@@ -1,6 +1,7 @@
 """The deployment: one YAML file, read here and nowhere else. Unknown keys are errors; nothing mutates it."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,6 +15,10 @@ from scheduler.config import EngineConfig
 from transfer.nearest_name import nearest_name
 from transfer.settings import Settings
 
+_NULL_TAG = "tag:yaml.org,2002:null"
+_A_METHOD = (
+    "wanted a method's name, or a mapping with `method` and its settings; leave it out for what the slot does without"
+)
 _NAMED = re.compile(r"\b(alias|anchor|tag) .*", re.DOTALL)  # what PyYAML calls wrong, and its name
 
 
@@ -130,16 +135,12 @@ def load_deployment(path: Path) -> Deployment:
         raise ConfigError(f"config: {path} is not YAML: a value is not what its tag (!!) says") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config: {path} holds {type(tree).__name__}; wanted a mapping with the key `model`")
+    for key, wanted in _empty_keys(yaml.compose(text, Loader=yaml.SafeLoader), Deployment):
+        raise ConfigError(f"config: {path}: {key}: nothing stands behind it; {wanted}")
     try:
         deployment = Deployment.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"config: {path}: {describe(error, text)}") from None
-    empty = _empty_section(yaml.compose(text, Loader=yaml.SafeLoader), Deployment)
-    if empty is not None:
-        raise ConfigError(
-            f"config: {path}: {empty}: nothing stands behind it; write `{empty.split('.')[-1]}: {{}}` for the section "
-            "with its defaults, or leave it out"
-        )
     return _anchor(deployment, path.resolve().parent)
 
 
@@ -179,18 +180,37 @@ def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-def _empty_section(node: yaml.Node | None, model: type[BaseModel]) -> str | None:
-    """Keys that lead to a section with nothing behind it, which is null to YAML; a `null` that is written is meant."""
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        section = _section_of(model, str(key.value))
+def _empty_keys(node: yaml.Node | None, model: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Keys of sections, profiles and their slots with nothing behind them, and what is wanted there. To YAML that is
+    null; a `null` that is written is meant.
+    """
+    for key, value in _pairs(node):
+        section = _section_of(model, key)
         if section is None:
             continue
-        if isinstance(value, yaml.ScalarNode) and value.value == "":
-            return str(key.value)
-        inner = _empty_section(value, section)
-        if inner is not None:
-            return f"{key.value}.{inner}"
-    return None
+        if _is_empty(value):
+            yield key, _A_METHOD if section is MethodChoice else _what_to_write(key, "the section")
+        elif section is Composition:  # profiles have names of their own
+            for name, profile in _pairs(value):
+                if _is_empty(profile):
+                    yield f"{key}.{name}", _what_to_write(name, "the profile")
+                for slot, wanted in _empty_keys(profile, Composition):
+                    yield f"{key}.{name}.{slot}", wanted
+        else:
+            for inner, wanted in _empty_keys(value, section):
+                yield f"{key}.{inner}", wanted
+
+
+def _pairs(node: yaml.Node | None) -> list[tuple[str, yaml.Node]]:
+    return [(str(key.value), value) for key, value in node.value] if isinstance(node, yaml.MappingNode) else []
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    return node.tag == _NULL_TAG and node.value == ""
+
+
+def _what_to_write(key: str, what: str) -> str:
+    return f"write `{key}: {{}}` for {what} with its defaults, or leave it out"
 
 
 def _unknown(loc: tuple[str, ...], text: str) -> str:

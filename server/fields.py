@@ -34,7 +34,8 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """Accepted as null or at one of `values`, which ask for nothing; `reason` ends the message of a refusal."""
+    """Accepted as null or at one of `values`, which ask for nothing; `reason` ends a refusal's message, which says what
+    came and what is wanted."""
 
     values: tuple[object, ...]
     reason: str
@@ -117,9 +118,14 @@ def _require_neutral(path: str, raw: Raw, fate: Neutral) -> None:
     value = _decode(raw) if small else None
     if small and (value is None or any(_is_same(value, neutral) for neutral in fate.values)):
         return
-    wanted = " or ".join(msgspec.json.encode(value).decode() for value in fate.values)
-    accepted = f"; leave it out or send {wanted}" if fate.values else "; leave it out"
-    raise invalid(path, fate.reason + accepted, "unsupported_value")
+    accepted = " or ".join(["none", *(msgspec.json.encode(value).decode() for value in fate.values)])
+    raise invalid(path, f"got {_show(raw)}, wanted {accepted}: {fate.reason}", "unsupported_value")
+
+
+def _show(raw: Raw) -> str:
+    """A value as it was sent, on one line, cut where it is long."""
+    shown = " ".join(bytes(memoryview(raw)[:_LONGEST_NEUTRAL]).decode(errors="replace").split())
+    return shown if len(memoryview(raw)) <= _LONGEST_NEUTRAL else f"{shown}..."
 
 
 def _is_same(value: object, neutral: object) -> bool:

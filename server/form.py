@@ -43,15 +43,29 @@ def check_form(by_openai: ResponseFormat | None, by_vllm: StructuredOutputs | No
     if by_openai is not None:
         if by_openai.type not in RESPONSE_FORMATS:
             served = ", ".join(map(repr, RESPONSE_FORMATS))
-            raise invalid("response_format.type", f"got {(by_openai.type or '')[:80]!r}; served are {served}")
+            got = "missing" if by_openai.type is None else f"got {by_openai.type[:80]!r}"
+            raise invalid("response_format.type", f"{got}, wanted one of {served}")
         if by_openai.type == "json_schema" and (by_openai.json_schema is None or by_openai.json_schema.schema is None):
             raise invalid("response_format.json_schema.schema", "missing; wanted a JSON schema")
     if by_vllm is None:
         return
-    given = [name for name in FORMS if getattr(by_vllm, name) is not None]
-    if by_vllm.json_object is False:
-        given.remove("json_object")
+    given = _given(by_vllm)
     if len(given) != 1:
         raise invalid("structured_outputs", f"got {' and '.join(given) or 'none'}, wanted one of {', '.join(FORMS)}")
     if by_openai is not None and by_openai.type != "text":
-        raise invalid("structured_outputs", "beside response_format; send one of the two")
+        what = f"got {given[0]} beside response_format of type {by_openai.type!r}, wanted one of the two"
+        raise invalid("structured_outputs", what)
+
+
+def form_param(by_openai: ResponseFormat | None, by_vllm: StructuredOutputs | None) -> str:
+    """The field that says what an answer is held to, of a body that passes; "": none does."""
+    if by_vllm is not None:
+        return f"structured_outputs.{_given(by_vllm)[0]}"
+    if by_openai is None or by_openai.type == "text":
+        return ""
+    return "response_format.json_schema.schema" if by_openai.type == "json_schema" else "response_format"
+
+
+def _given(by_vllm: StructuredOutputs) -> list[str]:
+    given = [name for name in FORMS if getattr(by_vllm, name) is not None]
+    return [name for name in given if name != "json_object" or by_vllm.json_object]

@@ -17,6 +17,7 @@ from server import logs
 from server.api_error import internal, invalid, time_up, unavailable
 from server.bodies import GenerationBody
 from server.choice import TIME_LIMIT, AnswerPiece, Choice
+from server.form import form_param
 from server.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
 from server.message.reader import MessageReader
 from server.prompts import Prompt, check_token_ids, profile_of, spell_words
@@ -105,7 +106,8 @@ class Generation:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._most_seconds, self.mailbox.put, TimeUp())
         try:
-            await self._service.supervisor.submit(requests, self.mailbox, param)
+            grammar_param = form_param(self._body.response_format, self._body.structured_outputs) or "tools"
+            await self._service.supervisor.submit(requests, self.mailbox, param, grammar_param)
         except BaseException:
             self._service.supervisor.forget(list(self._open), cancel=True)
             self._open.clear()

@@ -7,7 +7,8 @@ is made of both.
 
 from server.fields import Each, Fate, Fields, free, refused, served
 
-_STRUCTURED = "send `structured_outputs`"
+_ONE_ENGINE = "forms of answers have one engine here"
+_ONE_SPACE = "between JSON's tokens stands one space or nothing"
 _NO_TOOLS = "tools are called as `tools`, not so"
 _TEXT_ONLY = "text alone is read and written by this server"
 _OWN_TEMPLATE = "the chat template and how a chat goes on are the deployment's"
@@ -23,7 +24,8 @@ RESPONSE_FORMAT = Fields(
     {
         "json_schema": JSON_SCHEMA,
         **served("type"),
-        **free("schema", "format", "structures", "triggers"),  # of types that are not served
+        **refused("a schema is sent as json_schema.schema, with type 'json_schema'", "schema"),
+        **free("format", "structures", "triggers"),  # of types that are not served
     },
 )
 
@@ -32,7 +34,7 @@ STRUCTURED_OUTPUTS = Fields(
     {
         **served("json", "regex", "choice", "grammar", "json_object"),
         **free("disable_fallback", "disable_any_whitespace"),  # there is one engine, and no other whitespace
-        **refused("between JSON's tokens stands one space or nothing", "whitespace_pattern"),
+        **refused(_ONE_SPACE, "whitespace_pattern"),
         **refused("write it as a grammar", "structural_tag"),
         **refused("say additionalProperties in the schema", "disable_additional_properties", at=(False,)),
     },
@@ -110,9 +112,13 @@ GENERATION: dict[str, Fate] = {
     **refused("all requests have one tier here", "service_tier", at=("auto", "default")),
     **refused("the header x-request-id names a request", "request_id", "rid"),
     # vLLM's structured outputs by their former names; SGLang's
-    **refused(_STRUCTURED, "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-                   "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "regex", "ebnf",
-                   "json_schema"),
+    **refused("send it as structured_outputs.json", "guided_json", "json_schema"),
+    **refused("send it as structured_outputs.regex", "guided_regex", "regex"),
+    **refused("send it as structured_outputs.choice", "guided_choice"),
+    **refused("send it as structured_outputs.grammar", "guided_grammar", "ebnf"),
+    **refused("write it as structured_outputs.grammar", "structural_tag"),
+    **refused(_ONE_ENGINE, "guided_decoding_backend"),
+    **refused(_ONE_SPACE, "guided_whitespace_pattern"),
     **refused(_OWN_DECODING, "use_beam_search", "early_stopping", "watermarking", at=(False,)),
     **refused(_OWN_DECODING, "length_penalty", at=(1,)),
     **refused(_OWN_DECODING, "logits_processors", at=([],)),

@@ -7,19 +7,21 @@ one space or nothing, so no answer is endless whitespace.
 """
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from scheduler.grammar import MOST_BYTES
-from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid
+from server.api_error import UNSUPPORTED_GRAMMAR, invalid
 from server.bodies import GenerationBody
-from server.form import StructuredOutputs
+from server.form import StructuredOutputs, form_param
 from server.grammar_checks import check_aside
+from server.json_fault import describe_fault
 from server.json_size import MOST_LEVELS, count_levels
+from server.schema_fault import LEAVE_OUT, describe_pattern_fault, describe_schema_fault, name_place
 
 _WRITTEN_AS = {
     "item_separator": ", ",
@@ -36,19 +38,6 @@ _WHY = {"minProperties": "masks do not tell names that repeat, so at most one th
 _BOUNDS = ("exclusiveMinimum", "exclusiveMaximum")  # of draft 4, where they are true or false
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _OF_VALUES = ("const", "enum", "default", "examples")
-_OF_OTHERS = (
-    ("Unknown format", "format"),
-    ("patternProperty", "patternProperties"),
-    ("regex", "pattern"),
-    ("Regex", "pattern"),
-    ("oneOf", "oneOf"),
-    ("min/maxProperties", "minProperties"),
-    ("Pointer", "$ref"),
-    ("Resource", "$ref"),
-    ("anchor", "$ref"),
-    ("Invalid type", "type"),
-)
-_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 
 MOST_PROPERTIES = 1000  # of an object; what it takes to compile them grows with their square
 
@@ -61,34 +50,36 @@ def asks_form(body: GenerationBody) -> bool:
 
 def form_grammar(body: GenerationBody) -> str:
     """What a body holds its answers to; "": nothing. Raises ApiError 400."""
+    param = form_param(body.response_format, body.structured_outputs)
     if body.structured_outputs is not None:
-        return _form_by_vllm("structured_outputs", body.structured_outputs)
+        return _form_by_vllm(param, body.structured_outputs)
     if body.response_format is None or not asks_form(body):
         return ""
     if body.response_format.json_schema is None or body.response_format.type == "json_object":
         return object_grammar()
-    return schema_grammar("response_format.json_schema.schema", body.response_format.json_schema.schema)
+    return schema_grammar(param, body.response_format.json_schema.schema)
 
 
 def _form_by_vllm(param: str, form: StructuredOutputs) -> str:
     if form.regex is not None:
-        return regex_grammar(f"{param}.regex", form.regex)
+        return regex_grammar(param, form.regex)
     if form.choice is not None:
-        return choice_grammar(f"{param}.choice", form.choice)
+        return choice_grammar(param, form.choice)
     if form.grammar is not None:
-        return lark_grammar(f"{param}.grammar", form.grammar)
+        return lark_grammar(param, form.grammar)
     if form.json_object:
         return object_grammar()
     if not isinstance(form.json, str):
-        return schema_grammar(f"{param}.json", form.json)
-    levels = count_levels(form.json.encode("utf-8", "surrogatepass"))
+        return schema_grammar(param, form.json)
+    raw = form.json.encode("utf-8", "surrogatepass")
+    levels = count_levels(raw)
     if levels > MOST_LEVELS:
-        raise invalid(f"{param}.json", f"nested {levels} levels deep, at most {MOST_LEVELS} are read")
+        raise invalid(param, f"nested {levels} levels deep, at most {MOST_LEVELS} are read")
     try:
         schema = msgspec.json.decode(form.json)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(f"{param}.json", f"no JSON: {error}") from None
-    return schema_grammar(f"{param}.json", schema)
+        raise invalid(param, f"got a string, wanted a JSON schema as text: {describe_fault(raw, str(error))}") from None
+    return schema_grammar(param, schema)
 
 
 def schema_grammar(param: str, schema: object) -> str:
@@ -97,8 +88,8 @@ def schema_grammar(param: str, schema: object) -> str:
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, overrides=_WRITTEN_AS)  # type: ignore[arg-type]
     except ValueError as error:  # a number that JSON may have, and llguidance's reader has no room for
-        raise invalid(param, " ".join(str(error).split()), UNSUPPORTED_GRAMMAR) from None
-    _require(param, grammar, is_schema=True)
+        raise invalid(param, describe_schema_fault(schema, " ".join(str(error).split())), UNSUPPORTED_GRAMMAR) from None
+    _require(param, grammar, partial(describe_schema_fault, schema))
     return grammar
 
 
@@ -117,20 +108,21 @@ def regex_grammar(param: str, pattern: str) -> str:
     """A text that a regular expression matches as a whole. Raises ApiError 400."""
     _require_size(param, pattern)
     grammar = LLMatcher.grammar_from_regex(pattern)
-    _require(param, grammar)
+    _require(param, grammar, partial(describe_pattern_fault, pattern))
     return grammar
 
 
 def choice_grammar(param: str, choices: Sequence[str]) -> str:
     """One of these texts. Raises ApiError 400."""
-    if not choices or not all(choices):
-        raise invalid(
-            param, "an empty list or text; wanted at least one choice, none of them empty", UNSUPPORTED_GRAMMAR
-        )
+    if not choices:
+        raise invalid(param, "got an empty list, wanted at least one choice", UNSUPPORTED_GRAMMAR)
+    if not all(choices):
+        at = f"{param}[{list(choices).index('')}]"
+        raise invalid(at, "got an empty text, wanted one of at least one character", UNSUPPORTED_GRAMMAR)
     text = "start: " + " | ".join(map(json.dumps, choices))
     _require_size(param, text)
     grammar = LLMatcher.grammar_from_lark(text)
-    _require(param, grammar)
+    _require(param, grammar, str)
     return grammar
 
 
@@ -140,8 +132,9 @@ def lark_grammar(param: str, text: str) -> str:
     try:
         grammar = grammar_from("grammar", text)
     except ValueError as error:
-        raise invalid(param, " ".join(str(error).split()), UNSUPPORTED_GRAMMAR) from None
-    _require(param, grammar)
+        why = " ".join(str(error).split())
+        raise invalid(param, f"wanted a grammar in Lark's notation, or GBNF: {why}", UNSUPPORTED_GRAMMAR) from None
+    _require(param, grammar, str)
     return grammar
 
 
@@ -152,7 +145,7 @@ def grammar_with_form(param: str, lark: str, form: str) -> str:
     _require_size(param, lark)
     first, *others = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
     grammar = json.dumps({"grammars": [{"lark_grammar": lark}, first | {"name": "form"}, *others]}, ensure_ascii=False)
-    _require(param, grammar)
+    _require(param, grammar, str)
     return grammar
 
 
@@ -165,7 +158,9 @@ def _write(param: str, schema: object) -> str:
             UNSUPPORTED_GRAMMAR,
         )
     for keyword in _find_keywords(param, schema):
-        raise _refused(param, keyword, _WHY.get(keyword, "it means nothing in drafts 6, 7, 2019-09 and 2020-12"))
+        why = _WHY.get(keyword, "it means nothing in drafts 6, 7, 2019-09 and 2020-12")
+        place = name_place(schema, keyword)
+        raise invalid(param, f"{place}: {why}; {LEAVE_OUT}", UNSUPPORTED_GRAMMAR)
     try:
         text = json.dumps({} if schema is True else schema, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
@@ -211,24 +206,8 @@ def _require_size(param: str, text: str) -> None:
         raise invalid(param, f"{size} bytes, at most {MOST_BYTES} are compiled", UNSUPPORTED_GRAMMAR)
 
 
-def _require(param: str, grammar: str, is_schema: bool = False) -> None:
+def _require(param: str, grammar: str, describe: Callable[[str], str]) -> None:
+    """describe: what is told of why it does not compile."""
     why = check_aside(grammar)
-    if not why:
-        return
-    if not is_schema:
-        raise invalid(param, why, UNSUPPORTED_GRAMMAR)
-    unimplemented = _UNIMPLEMENTED.search(why)
-    if unimplemented is not None:
-        raise _refused(param, ", ".join(json.loads(unimplemented[1])), "it cannot be kept token by token")
-    keyword = next((keyword for sign, keyword in _OF_OTHERS if sign in why), None)
-    if keyword == "oneOf":
-        raise invalid(
-            param,
-            "oneOf: its alternatives may hold together; write anyOf, or a const that differs",
-            UNSUPPORTED_GRAMMAR,
-        )
-    raise invalid(param, why, UNSUPPORTED_GRAMMAR) if keyword is None else _refused(param, keyword, why)
-
-
-def _refused(param: str, keyword: str, why: str) -> ApiError:
-    return invalid(param, f"{keyword}: {why}; leave it out of the schema, or check it yourself", UNSUPPORTED_GRAMMAR)
+    if why:
+        raise invalid(param, describe(why), UNSUPPORTED_GRAMMAR)

@@ -304,10 +304,11 @@ class Supervisor:
             raise unavailable(f"engine: {what}; try again later", "engine_hung", self._retry_after())
         return self.limits
 
-    async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str) -> None:
+    async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str, grammar_param: str) -> None:
         """All or none. On return the engine has them, and their output goes to the mailbox until `forget`.
 
-        Raises ApiError: 429 (queue full), 400 naming `param` (can never fit) or a grammar's fault, 503 (no engine).
+        Raises ApiError: 429 (queue full), 400 naming `param` (can never fit) or `grammar_param` (a grammar's fault),
+        503 (no engine).
         """
         self.ready()
         assert self._engine is not None
@@ -330,7 +331,7 @@ class Supervisor:
             if refused.code == "queue_full":
                 raise queue_full(refused.message, self._retry_after())
             if refused.code == "grammar":
-                raise invalid(None, refused.message, UNSUPPORTED_GRAMMAR)
+                raise invalid(grammar_param, refused.message.removeprefix("grammar: "), UNSUPPORTED_GRAMMAR)
             raise too_long(param, refused.message)
 
     def store_chunks(self, chunks: list[bytes], salt: str) -> "asyncio.Future[ChunksStored | ApiError]":

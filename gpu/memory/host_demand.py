@@ -14,7 +14,7 @@ from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.host_memory import bytes_of_context, bytes_per_token, without_tables
-from transfer.tier_shape import TierShape
+from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
 LUMP_TOKENS = 128  # what goes down at once from a running sequence's window: whole pages of every size
 STAGED_LAYERS = 2  # of a prompt that goes down: one computes while the other's rows leave
@@ -27,7 +27,7 @@ ROW_BYTES = {"bfloat16": 2, "int8": 1}
 class HostDemand:
     """One model's host tier. `kept`: what stays on the device, of which the layers are not all of the model's;
     `window_layers`: of these, those that have no pages, since their windows are kept by themselves; `kv`: how pages
-    hold rows, None: in the dtype that computes.
+    hold rows, None: in the dtype that computes. excludes: a method takes blocks of a run off the host.
     """
 
     shape: Architecture
@@ -38,6 +38,7 @@ class HostDemand:
     max_running: int
     window_layers: tuple[int, ...] = ()
     kv: KvFormat | None = None
+    excludes: bool = False
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -104,10 +105,18 @@ class HostDemand:
 
     @property
     def asked_row_bytes(self) -> int:
-        """Queries, codes and masks of a row's heads on their way to the CPU, out and lse on their way back; a layer."""
+        """Queries, codes, masks and exclusions of a row's heads on their way to the CPU, out and lse on their way back;
+        a layer.
+        """
         heads, dim, tables = self.shape.num_heads, self.shape.dim, self.config.sampled.num_tables
         head = dim * (self.dtype_bytes + FLOAT_BYTES) + FLOAT_BYTES + tables * CODE_BYTES + MASK_BYTES
-        return heads * head + FLAG_BYTES
+        return heads * head + FLAG_BYTES + self.shape.num_kv_heads * self.exclusion_blocks // 8
+
+    @property
+    def exclusion_blocks(self) -> int:
+        """Bits of a row's KV head in an ask: one for each block of the longest context, in whole words; 0: none."""
+        blocks = -(-self.shape.max_context_tokens // BLOCK_TOKENS) if self.excludes else 0
+        return -(-blocks // WORD_BITS) * WORD_BITS
 
     @property
     def hyperplane_bytes(self) -> int:

@@ -46,7 +46,7 @@ class Budget:
 
 def resolve_host(
     host: HostConfig, kept: Kept, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int,
-    kv: KvFormat | None = None,
+    kv: KvFormat | None = None, excludes: bool = False,
 ) -> HostDemand:  # fmt: skip
     """kept: what stays on the device of contexts that go down (`gpu.profiles.find_kept`). Raises PlanError for
     heads that the host does not read, for a layer that the model has not, and for all of them.
@@ -68,7 +68,7 @@ def resolve_host(
         if shape.window_layers:
             why = f"all {num_dense} layers stay on the device, {len(shape.window_layers)} since they have a window"
         raise PlanError(f"host.dense_layers: {why}, nothing would go down; name fewer, or leave out `host`")
-    return HostDemand(shape, host, kept, page_tokens, dtype_bytes, max_running, kv=kv)
+    return HostDemand(shape, host, kept, page_tokens, dtype_bytes, max_running, kv=kv, excludes=excludes)
 
 
 def share_memory(demand: Demand, budget: Budget, context: int | None, longest: int, smallest: int) -> HostShares:

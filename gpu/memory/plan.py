@@ -130,7 +130,8 @@ def plan_memory(
     kv = resolve_kv(gpu, dtype, architecture)
     tier = None
     if host is not None and kept is not None:
-        tier = resolve_host(host, kept, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running, kv)
+        excludes = any(state.excludes for state in states)
+        tier = resolve_host(host, kept, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running, kv, excludes)
     spare_tokens = spare_window_tokens(gpu.page_tokens, tier)
     window_pages = 0
     if documents is None:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there

@@ -142,12 +142,11 @@ class DeviceSide:
 
 class RingSide(DeviceSide, ABC):
     """Of a method whose sequences hold rings. Which slot holds which is known on the host, in the order of plans, and
-    on the device, where steps read it. excludes: whether it takes blocks of a run off the host; borrows: whether it
-    reads rows in host memory by itself, and is told where they lie before each step that asks.
+    on the device, where steps read it. borrows: whether it reads rows in host memory by itself, and is told where they
+    lie before each step that asks.
     """
 
     reuses: ClassVar[bool] = True
-    excludes: ClassVar[bool] = False
     borrows: ClassVar[bool] = False
 
     @abstractmethod

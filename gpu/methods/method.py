@@ -27,20 +27,22 @@ class RingUse:
     free waits in admission. count: rings there are, by settings, None: what memory bears; least_tokens: a shorter
     prompt and answer together does without one, and so without the method. num_rows: rows of one KV head in a ring,
     stored as in pages, beside the method's `slot_bytes`; work_bytes: what its steps and prompts pass through, by
-    settings, model and the most sequences that run.
+    settings, model and the most sequences that run. excludes: it takes blocks of a run off the host, so asks have bits
+    for all blocks.
     """
 
     count: Callable[[Any], int | None]
     least_tokens: Callable[[Any], int]
     num_rows: Callable[[Any, Architecture], int]
     work_bytes: Callable[[Any, Architecture, int], int]
+    excludes: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MethodState:
     """What a method with some settings, a `part`, keeps on the device for a sequence: `bytes`, and `num_rows` rows of
     one KV head, stored as in pages. is_ring: it is not there for all that may run, but `count` of it are, or, None,
-    what memory bears. work_bytes: by the most sequences that run.
+    what memory bears. work_bytes: by the most sequences that run. excludes: see `RingUse`.
     """
 
     part: str
@@ -50,6 +52,7 @@ class MethodState:
     count: int | None
     num_rows: int
     work_bytes: Callable[[int], int]
+    excludes: bool
 
     def size(self, row_bytes: int) -> int:
         """Bytes for one sequence."""

@@ -44,6 +44,7 @@ SELECTED = " or ".join(
         "(test_kernels_packed and cpu-float32 and (-2-int4-runs or -2-int8-runs or -1-int8-run-each))",
         "(test_kernels_packed and cpu-float32 and (-1-fp8-rows or -2-int8-halves or -1-int4-fine))",
         "(test_kernels_packed and every_make and float32-cpu and (int4-zeros or fp8-rows))",
+        "(test_kernels_packed and swiglu and cpu-bfloat16-1-int4-order)",
         "(test_kernels_fetch_experts and (cpu or any_choice))",
         "(test_kernels_far_experts and (cpu-float32 and (plain or few-2-int4-)) or may_lie_far or is_named)",
         "(test_kernels_far_experts and cpu-float32 and left_out and (plain or few-2-int8 or tiles-9-int4-runs))",

@@ -138,17 +138,23 @@ def test_gate_and_up_meet_in_swiglu(name, tokens, dtype, device):
 
 
 def _assert_gates(packed, x, gain, wanted, dtype):
-    """Of a matrix whose rows have a length of about one."""
-    tokens = len(x)
-    normed = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ wanted.T
+    """Of a matrix whose rows have a length of about one.
+
+    Under the interpreter bf16 is cut, not rounded. The norm is cut twice, so gate and up are both 5.6e-3 too small, and
+    what SwiGLU makes of them (silu grows by up to 1.3 times its gate's share) 1.3e-2, before it is cut itself. So the
+    oracle's norm is cut there, too: with its result cut as well it is the kernel's, to the last bit.
+    """
+    tokens, is_cut = len(x), INTERPRETED and dtype == torch.bfloat16
+    tolerance = (KERNEL_TOLERANCE if is_cut else CHAIN_TOLERANCE)[dtype]
+    normed = (oracle.interpreted_rms_norm if is_cut else oracle.rms_norm)(wide(x), wide(gain), NORM_EPS) @ wanted.T
     got = packed_norm_gate_up(x, gain, NORM_EPS, packed, "silu")
     assert got.shape == (tokens, packed.rows // 2)
-    assert distance(got, oracle.swiglu(normed)) < CHAIN_TOLERANCE[dtype]
-    assert distance(got, oracle.swiglu(np.roll(normed, 1, 1))) > CHAIN_TOLERANCE[dtype]
+    assert distance(got, oracle.swiglu(normed)) < tolerance
+    assert distance(got, oracle.swiglu(np.roll(normed, 1, 1))) > tolerance
     gate, up = np.split(normed, 2, -1)
     gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     got = packed_norm_gate_up(x, gain, NORM_EPS, packed, "gelu_tanh")
-    assert distance(got, gelu) < CHAIN_TOLERANCE[dtype]
+    assert distance(got, gelu) < tolerance
 
 
 @pytest.mark.parametrize("device", DEVICES)

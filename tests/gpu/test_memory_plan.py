@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gpu.config import GpuConfig
+from gpu.config import Composition, GpuConfig
 from gpu.cpu_device.paged_attention import PART_TOKENS
 from gpu.cpu_device.step import MAX_ROWS, CpuStep
 from gpu.decode.halving import most_rows_of_parts
@@ -31,6 +31,7 @@ from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape, read_architecture
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.prefill.staging import Staging
+from gpu.profiles import find_kept, list_states, resolve_profiles
 from gpu.sampling import logprobs
 from tests.gpu.cpu_decoder import cpu_decoder
 from tests.reference_tier import ReferenceTier
@@ -38,6 +39,7 @@ from transfer.config import DocumentsConfig, HostConfig, SampledConfig
 from transfer.copies import Streams
 from transfer.exchange import new_slot
 from transfer.machine import GIB, MachineProfile, load_machine
+from transfer.tier_shape import BLOCK_TOKENS
 
 MACHINES = {
     path.stem: load_machine(path) for path in (Path(__file__).parents[2] / "deploy" / "machines").glob("*.json")
@@ -517,9 +519,11 @@ def test_without_host_memory_there_is_none_of_it_in_the_plan() -> None:
     assert not {"KV staging", "deposits", "exchange"} & {item.name for item in plan.items}
 
 
-def host_demand(shape: Architecture, page_tokens: int, max_running: int, config: HostConfig) -> HostDemand:
-    kept = keep_as_set(NoSettings(), config, shape)
-    return resolve_host(config, kept, shape, page_tokens, 2 if shape is SHAPE_8B else 4, max_running)
+def host_demand(
+    shape: Architecture, page_tokens: int, max_running: int, config: HostConfig, excludes: bool = False
+) -> HostDemand:
+    kept, dtype_bytes = keep_as_set(NoSettings(), config, shape), 2 if shape is SHAPE_8B else 4
+    return resolve_host(config, kept, shape, page_tokens, dtype_bytes, max_running, excludes=excludes)
 
 
 def test_staging_takes_what_is_planned() -> None:
@@ -532,15 +536,45 @@ def test_staging_takes_what_is_planned() -> None:
     assert pool.layout.dense_per_block == demand.dense_per_block
 
 
+@pytest.mark.parametrize("excludes", [False, True])
 @pytest.mark.parametrize("running", [1, 5, 64])
-def test_exchange_slots_and_hyperplanes_take_what_is_planned(running: int) -> None:
+def test_exchange_slots_and_hyperplanes_take_what_is_planned(running: int, excludes: bool) -> None:
     sampled = SampledConfig(bits_per_table=10, num_tables=75)
-    demand, cpu = host_demand(SHAPE_TINY, 16, running, HostConfig(sampled=sampled)), torch.device("cpu")
+    demand, cpu = host_demand(SHAPE_TINY, 16, running, HostConfig(sampled=sampled), excludes), torch.device("cpu")
+    blocks = -(-SHAPE_TINY.max_context_tokens // BLOCK_TOKENS) if excludes else 0
     planes = arrange(draw_projections(SHAPE_TINY.dim, 10, 75, 0, torch.float32, cpu))
     assert planes.planes.nbytes == demand.hyperplane_bytes
     taken = 0
     for rows in most_rows_of_parts(running):
-        slot = new_slot(rows, SHAPE_TINY.num_heads, SHAPE_TINY.dim, 75, torch.float32, cpu)
-        tensors = (slot.queries, slot.codes, slot.wanted, slot.flags, slot.out, slot.lse)
+        slot = new_slot(rows, SHAPE_TINY.num_heads, SHAPE_TINY.dim, 75, torch.float32, cpu,
+                        kv_heads=SHAPE_TINY.num_kv_heads, exclusion_blocks=blocks)  # fmt: skip
+        assert (slot.excluded is not None) == excludes
+        tensors = (slot.queries, slot.codes, slot.wanted, slot.excluded, slot.flags, slot.out, slot.lse)
         taken += sum(tensor.nbytes for tensor in tensors if tensor is not None)
     assert taken == demand.exchange_bytes
+
+
+def test_a_profile_that_takes_blocks_off_the_host_has_the_words_for_them_in_the_plan() -> None:
+    """8 KB a row of 8 KV heads at 128K tokens, in slots of both places; pages have what is left, and all adds up."""
+    shape, running, host = SHAPE_8B, 8, HostConfig()
+    composition = Composition.model_validate({"host": {"method": "predicted", "weights": "none"}})
+    profiles = resolve_profiles({"blocks": composition}, host)
+    (state,) = list_states(profiles.values(), shape)
+    assert state.excludes
+
+    def planned(excludes: bool) -> MemoryPlan:
+        return plan_memory(
+            shape, GpuConfig(), host=host, kept=find_kept(profiles.values(), host, shape),
+            states=(replace(state, excludes=excludes),), max_running=running, chunk_tokens=2048,
+            max_context_tokens=131_072, max_hidden_tokens=None, machine=MACHINES["a100-80g"],
+        )  # fmt: skip
+
+    with_words, without = planned(True), planned(False)
+    words = sum(most_rows_of_parts(running)) * shape.num_kv_heads * 131_072 // 16 // 8
+    for name in ("exchange", "exchange slots"):
+        assert find_bytes(with_words, name) - find_bytes(without, name) == words
+    page_bytes = without.kv_bytes // without.num_pages
+    assert 0 <= without.kv_bytes - with_words.kv_bytes < words + page_bytes
+    for plan in (with_words, without):
+        unused = plan.limit_bytes["gpu"] - plan.used_bytes("gpu")
+        assert 0 <= unused < page_bytes

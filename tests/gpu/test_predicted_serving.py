@@ -15,6 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu.config import Composition
+from gpu.memory.host_demand import HostDemand
+from gpu.methods.kept import Kept
 from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.device import NEVER, Predicted
@@ -401,6 +403,23 @@ class _MeanwhileMode(TorchDispatchMode):
         if self.left == 0:
             self.happens()
         return result
+
+
+def test_asks_have_the_words_of_exclusion_that_are_planned_where_a_method_needs_them() -> None:
+    for twins, excludes in ((PredictedTwins(NARROW), True), (Twins(), False)):
+        runner = twins.deposits
+        assert runner.decode_steps.asking is not None
+        slots = [exchange.slot for exchange in runner.decode_steps.asking.exchanges]
+        words = sum(0 if slot.excluded is None else slot.excluded.nbytes for slot in slots)
+        shape, kept = runner.architecture, Kept(PAGE, PAGE, (0,))
+        with_words, without = (
+            HostDemand(
+                shape, HostConfig(), kept, PAGE, dtype_bytes=4, max_running=runner.limits.max_running, excludes=one
+            )
+            for one in (excludes, False)
+        )
+        assert words == with_words.exchange_bytes - without.exchange_bytes
+        assert (words > 0) == excludes
 
 
 def test_a_ring_that_is_assigned_while_others_choose_is_known_as_new() -> None:

@@ -1,6 +1,7 @@
 """The command line: commands do what they say, and the world's errors are one line and status 1."""
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -163,6 +164,28 @@ def test_a_section_with_nothing_behind_it_is_refused_by_name(text: str, section:
     path.write_text(f"model: {{random_weights: tiny}}\n{section.split('.')[0]}: null\n")
     deployment = load_deployment(path)
     assert (deployment.host, deployment.documents) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("profiles", "key", "wanted"),
+    [
+        ("\n  a:\n    reuse:", "profiles.a.reuse", "wanted a method's name, or a mapping with `method`"),
+        ("{a: {host: exact, prefill: }}", "profiles.a.prefill", "wanted a method's name, or a mapping with `method`"),
+        ("\n  a: {host: exact}\n  host:\n    host: # of it", "profiles.host.host", "wanted a method's name, or"),
+        ("\n  host:", "profiles.host", "write `host: {}` for the profile"),
+        ("", "profiles", "write `profiles: {}` for the section"),
+    ],
+)
+def test_a_profile_or_slot_with_nothing_behind_it_is_refused_with_what_is_wanted(
+    profiles: str, key: str, wanted: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text(f"model: {{random_weights: tiny}}\nprofiles: {profiles}\n")
+    with pytest.raises(ConfigError, match=f": {re.escape(f'{key}: nothing stands behind it; {wanted}')}"):
+        load_deployment(path)
+    path.write_text("model: {random_weights: tiny}\nprofiles: {a: {reuse: null, prefill: ~}, b: {}}\n")
+    for profile in load_deployment(path).profiles.values():
+        assert (profile.reuse, profile.prefill, profile.host.method) == (None, None, "exact")
 
 
 def test_plan_refuses_what_serve_refuses_with_the_same_words(tmp_path: Path, tandem: RunTandem) -> None:

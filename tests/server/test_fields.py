@@ -26,6 +26,7 @@ from server.known_fields import (
     STREAM_OPTIONS,
     TOOL,
 )
+from server.other_bodies import MessagesBody
 from tests.server.live_server import fake_command, make_deployment, running_server
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -78,7 +79,39 @@ def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_
         for value in ("anything else", {"a": 1}, ["x" * 100]):
             error = refusal(body, {name: value})
             assert (error.param, error.code) == (name, "unsupported_value")
-            assert error.message.startswith(f"{name}: {fate.reason}; leave it out")
+            assert error.message.startswith(f"{name}: got ")
+            assert error.message.endswith(f": {fate.reason}")
+            assert len(error.message) < len(name) + len(fate.reason) + 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b'"guided_json": {"type":\n  "object"}',
+         'guided_json: got {"type": "object"}, wanted none: send it as structured_outputs.json'),
+        (b'"guided_regex": "a+"', 'guided_regex: got "a+", wanted none: send it as structured_outputs.regex'),
+        (b'"store": "%s"' % (b"x" * 100),
+         f'store: got "{"x" * 63}..., wanted none or false: nothing is stored by this server'),
+        (b'"response_format": {"type": "json_object", "schema": {}}', "response_format.schema: got {}, wanted none: "
+         "a schema is sent as json_schema.schema, with type 'json_schema'"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_came_and_what_is_wanted_on_one_line(sent: bytes, told: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode_body(b'{"prompt": "a", %s}' % sent, CompletionBody, refuse_unknown=True)
+    assert refused.value.message == told
+    assert refused.value.param == told.partition(":")[0]
+
+
+def test_a_missing_field_of_an_object_inside_is_named() -> None:
+    with pytest.raises(ApiError, match=r"^output_config\.format\.schema: missing$") as refused:
+        decode_body(
+            b'{"model": "m", "max_tokens": 1, "messages": [%s], "output_config": {"format": {"type": "json_schema"}}}'
+            % b'{"role": "user", "content": "Hi"}',
+            MessagesBody,
+            refuse_unknown=True,
+        )
+    assert refused.value.param == "output_config.format.schema"
 
 
 def test_zero_is_not_false_nor_one_true_but_one_is_one_in_any_spelling() -> None:

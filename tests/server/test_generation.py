@@ -10,6 +10,7 @@ from gpu.sampling.params import SamplingParams
 from scheduler.messages import Delta, EngineRequest, Ready
 from server.api_error import ApiError
 from server.bodies import CompletionBody
+from server.form import ResponseFormat, StructuredOutputs
 from server.generation import Generation, Job, Update
 from server.mailbox import Mailbox
 from server.metrics import Metrics
@@ -31,9 +32,11 @@ class Engine:
     def __init__(self) -> None:
         self.requests: list[EngineRequest] = []
         self.forgotten: list[tuple[list[str], bool]] = []
+        self.grammar_param = ""
 
-    async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str) -> None:
+    async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str, grammar_param: str) -> None:
         self.requests += requests
+        self.grammar_param = grammar_param
 
     def forget(self, request_ids: list[str], cancel: bool) -> None:
         self.forgotten.append((sorted(request_ids), cancel))
@@ -112,6 +115,25 @@ async def test_a_text_ends_at_its_own_stop_tokens_and_the_models_unless_told_not
     assert tokenizer.eos_ids == [1, 5]
     (request,) = await Call(tokenizer, [[1]], stop_token_ids=[77], ignore_eos=ignores).submit()
     assert request.stop_token_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"structured_outputs": StructuredOutputs(regex="a")}, "structured_outputs.regex"),
+        ({"structured_outputs": StructuredOutputs(json_object=True)}, "structured_outputs.json_object"),
+        ({"response_format": ResponseFormat(type="json_schema")}, "response_format.json_schema.schema"),
+        ({"response_format": ResponseFormat(type="json_object")}, "response_format"),
+        ({"response_format": ResponseFormat(type="text")}, "tools"),
+        ({}, "tools"),
+    ],
+)
+async def test_the_engine_is_told_the_field_that_asks_for_a_grammar(
+    tokenizer: Tokenizer, form: dict[str, Any], param: str
+) -> None:
+    call = Call(tokenizer, [[1]], **form)
+    await call.submit()
+    assert call.engine.grammar_param == param
 
 
 async def test_as_many_tokens_as_the_most_may_be_the_fewest_and_not_one_more(tokenizer: Tokenizer) -> None:

@@ -132,7 +132,7 @@ async def test_nothing_is_held_where_no_call_must_come() -> None:
 
 async def test_arguments_that_cannot_be_kept_are_a_400_that_names_the_keyword() -> None:
     tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
-    with pytest.raises(ApiError, match=r"tools\[1\]\.function\.parameters: not: ") as refused:
+    with pytest.raises(ApiError, match=r"tools\[1\]\.function\.parameters: #/not: ") as refused:
         await hold(Service("<tool_call>"), tools=tools)
     assert refused.value.param == "tools[1].function.parameters"
     await hold(Service("<tool_call>"), tools=tools, tool_choice="auto")

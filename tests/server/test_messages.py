@@ -240,7 +240,7 @@ async def test_a_key_may_come_as_anthropics_clients_send_it_and_there_alone():
         ({"container": "x"}, "container"),
         ({"output_config": {"effort": "some"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
         ({"maxtokens": 5}, "maxtokens"),
         ({"messages": [{"role": "user", "content": "word " * 20000}]}, "messages"),

@@ -69,7 +69,7 @@ UNSAID = (
     r"^(n|prompt): .* sequences in one request",
     r"^logit_bias: token id .* is out of range",
     r"^(response_format\.json_schema\.schema|structured_outputs\.\w+): ",  # what no mask of tokens can keep
-    r"^structured_outputs: beside response_format",
+    r"^structured_outputs: got .* beside response_format",
     r"^messages\[\d+\]\.tool_call_id: .* no message before it has a call",
     r"^tools\[\d+\]\.function\.name: got .* a second time",
     r"^tools\[\d+\]\.function\.parameters: ",  # of a tool that must be called, as a grammar

@@ -74,13 +74,14 @@ def test_true_is_the_schema_of_everything():
 
 
 def test_a_schema_that_nothing_is_valid_by_is_refused():
-    with pytest.raises(ApiError, match=r"minItems \(3\) is greater than maxItems \(1\)"):
+    with pytest.raises(ApiError, match=r"nothing is valid by it: minItems \(3\) is greater than maxItems \(1\)"):
         schema_grammar("response_format", {"type": "array", "minItems": 3, "maxItems": 1})
 
 
 def test_a_number_beyond_all_others_is_refused():
     for schema in ({"maximum": 10**400}, {"enum": [10**400]}):
-        with pytest.raises(ApiError, match="number out of range"):
+        (keyword,) = schema
+        with pytest.raises(ApiError, match=f"^response_format: #/{keyword}: number out of range, wanted one that"):
             schema_grammar("response_format", schema)
 
 
@@ -98,7 +99,7 @@ def test_an_object_is_bounded_in_its_properties():
 
 def test_what_shows_to_be_too_complex_in_the_first_mask_is_refused():
     schema = {"properties": {f"p{i}": {} for i in range(MOST_PROPERTIES)}, "type": "object"}
-    with pytest.raises(ApiError, match="max is 4000"):
+    with pytest.raises(ApiError, match=r"max is 4000; consider [^<]*$"):
         schema_grammar("response_format", schema)
 
 
@@ -124,10 +125,18 @@ def test_choices_are_texts_and_not_notation():
     assert not allows(grammar, "no", is_whole=False)
 
 
-@pytest.mark.parametrize("choices", [[], ["a", ""]])
-def test_no_choice_and_an_empty_one_are_refused(choices):
-    with pytest.raises(ApiError, match="at least one choice"):
+@pytest.mark.parametrize(
+    ("choices", "param"), [([], "structured_outputs.choice"), (["a", ""], "structured_outputs.choice[1]")]
+)
+def test_no_choice_and_an_empty_one_are_refused(choices, param):
+    with pytest.raises(ApiError, match=r": got an empty .*, wanted .*at least one") as caught:
         choice_grammar("structured_outputs.choice", choices)
+    assert caught.value.param == param
+
+
+def test_a_grammar_that_allows_nothing_is_refused_in_words():
+    with pytest.raises(ApiError, match=r"^structured_outputs\.grammar: it allows no token$"):
+        lark_grammar("structured_outputs.grammar", "start: start")
 
 
 def test_a_pattern_matches_the_whole_text():

@@ -37,6 +37,9 @@ def make_request(name: str) -> EngineRequest:
     )  # fmt: skip
 
 
+FORM = "structured_outputs.grammar"
+
+
 @pytest.fixture
 def supervisor() -> Supervisor:
     """With an engine that is ready."""
@@ -50,7 +53,7 @@ def supervisor() -> Supervisor:
 async def submit(supervisor: Supervisor, *names: str) -> tuple["asyncio.Task[None]", Mailbox, str]:
     """A submission that waits for its answer: its task, its mailbox and its id."""
     mailbox = Mailbox()
-    task = asyncio.create_task(supervisor.submit([make_request(name) for name in names], mailbox, "prompt"))
+    task = asyncio.create_task(supervisor.submit([make_request(name) for name in names], mailbox, "prompt", FORM))
     await asyncio.sleep(0)
     message = supervisor._engine.messages[-1]  # type: ignore[union-attr]
     assert isinstance(message, Submit)
@@ -72,6 +75,17 @@ async def test_a_refusal_is_an_error_counted_once_a_choice_and_leaves_nothing(
     assert 'tandem_requests_finished_total{reason="refused"} 2.0' in supervisor._metrics.text().decode()
     supervisor._deliver(Outputs([Delta(request_id="a", token_ids=[1])], [], None))
     assert mailbox._mail == []
+
+
+async def test_an_engine_that_cannot_compile_a_grammar_is_an_error_of_the_field_that_asks_for_it(
+    supervisor: Supervisor,
+) -> None:
+    task, _, submit_id = await submit(supervisor, "a")
+    supervisor._answer(submit_id, Refused(submit_id, "grammar", "grammar: unknown special token"))
+    with pytest.raises(ApiError) as refused:
+        await task
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, FORM, "unsupported_grammar")
+    assert refused.value.message == f"{FORM}: unknown special token"
 
 
 async def test_each_submission_gets_its_own_answer_and_its_own_mail(supervisor: Supervisor) -> None:

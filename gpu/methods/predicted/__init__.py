@@ -91,7 +91,7 @@ def least_tokens(settings: Any) -> int:
     return settings.min_context_tokens
 
 
-RINGS = RingUse(count_rings, least_tokens, slot_rows, work_bytes)
+RINGS = RingUse(count_rings, least_tokens, slot_rows, work_bytes, excludes=True)
 
 METHOD = Method(
     name="predicted",

@@ -89,7 +89,6 @@ def make_ring_side(settings: PredictedSettings, site: Site, num_rings: int) -> R
 class Predicted(RingSide):
     """`num_rings` rings of each layer that goes down."""
 
-    excludes = True
     borrows = True
 
     def __init__(self, settings: PredictedSettings, site: Site, num_rings: int) -> None:
