@@ -27,7 +27,7 @@ from server.api_error import ApiError
 from server.structured import schema_grammar
 
 MOST_TOKENS = 3000  # of a text; what goes on behind them has not ended
-_KEYWORD = re.compile(r"^schema: ([$\w, -]+): ")
+_PLACES = re.compile(r"^schema: ((?:#/)?[$\w/~-]+(?:, (?:#/)?[$\w/~-]+)*): ")
 
 
 class Writer:
@@ -120,8 +120,9 @@ def _examine(name: str, group: dict[str, Any], draft: Draft, writer: Writer, num
     try:
         grammar = schema_grammar("schema", group["schema"])
     except ApiError as error:
-        found = _KEYWORD.match(error.message)
-        draft.refused[found[1] if found else error.message.partition(": ")[2][:60]] += 1
+        found = _PLACES.match(error.message)
+        keywords = ", ".join(place.rpartition("/")[2] for place in found[1].split(", ")) if found else ""
+        draft.refused[keywords or error.message.partition(": ")[2][:60]] += 1
         return
     draft.compiled += 1
     for test in group.get("tests", ()):

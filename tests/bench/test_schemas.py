@@ -76,7 +76,7 @@ def test_a_suite_is_told_by_what_became_of_its_groups(writer: Writer, tmp_path: 
                 {"description": "large", "data": 11, "valid": False},
             ],
         },
-        {"description": "unique", "schema": {"uniqueItems": True}, "tests": []},
+        {"description": "unique", "schema": {"properties": {"a": {"uniqueItems": True}}}, "tests": []},
         {"description": "never", "schema": False, "tests": []},
     ]
     (tmp_path / "draft2020-12" / "optional").mkdir(parents=True)

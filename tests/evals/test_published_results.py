@@ -69,7 +69,7 @@ def test_tables_between_markers_are_those_of_their_rows(name: str, file: str, ta
 
 
 def test_tables_of_few_bits_are_those_of_their_rows() -> None:
-    """A layer's matrices, and those of a prompt."""
+    """A layer's matrices, the output matrix, and a prompt's."""
     page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
     part = page[page.index("## Weights and rows of few bits") : page.index("**Whole steps**")]
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:2] == "| "]
@@ -77,6 +77,14 @@ def test_tables_of_few_bits_are_those_of_their_rows() -> None:
     rows = json.loads((DOCS / "results" / "matrices-h200.json").read_text(encoding="utf-8"))
     for row in rows:
         config, floors = row["config"], f"{row['ms'] / row['floor_ms']:.2f}"
+        if row["name"] == "output matrix":
+            stored = (
+                row["shape"].removeprefix("llama-3.1-8b ").partition(", batch")[0].replace(" in groups", ", groups")
+            )
+            wanted = [str(config["batch"]), f"{1e3 * row['ms']:.0f}", f"{1e3 * row['floor_ms']:.0f}", floors,
+                      f"{1e3 * row['peer_ms']:.0f}", f"{row['peer_ms'] / row['ms']:.2f}"]  # fmt: skip
+            assert [stored.replace(" in groups", ", groups"), *wanted] in shown
+            continue
         if "batch" in config:
             torch_ms = row["extras"].get(f"torch_{config['kind']}_ms")
             wanted = [str(config["batch"]), f"{1e3 * row['ms']:.1f}", f"{1e3 * row['floor_ms']:.1f}", floors,
@@ -87,7 +95,7 @@ def test_tables_of_few_bits_are_those_of_their_rows() -> None:
                       f"{row['extras']['widening_ms']:.2f}"]  # fmt: skip
         (own,) = [cells for cells in shown if cells[1 : len(wanted) + 1] == wanted]
         assert own[0].startswith(kinds[config["kind"]])
-    assert len(shown) == len(rows) + 2  # heads
+    assert len(shown) == len(rows) + 3  # heads
 
 
 def test_the_table_of_steps_over_predicted_blocks_is_of_its_rows() -> None:

@@ -229,7 +229,7 @@ REFUSED = [
     (DOCUMENTS, {"text": "a", "title": "t" * 1025}, "title"),
     (DOCUMENTS, {"text": "a", "titel": "t"}, "titel"),
     (DOCUMENTS, {"messages": []}, "messages"),
-    (CHAT, {"messages": HI, "documents": [{"title": "t"}]}, "documents[0]"),
+    (CHAT, {"messages": HI, "documents": [{"title": "t"}]}, "documents[0].text"),
     (CHAT, {"messages": HI, "documents": [{"text": "a", "txt": "b"}]}, "documents[0].txt"),
     (CHAT, {"messages": HI, "documents": [7]}, "documents[0]"),
     (CHAT, {"messages": HI, "documents": ["doc-"] * 1025}, "documents"),

@@ -175,7 +175,7 @@ async def test_documents_are_ranked_by_yes_against_no_after_the_chat_template(to
         ({"query": "q", "documents": []}, "documents"),
         ({"query": "", "documents": ["a"]}, "query"),
         ({"query": "q", "documents": ["a", ""]}, "documents[1]"),
-        ({"query": "q", "documents": [{"txt": "a"}]}, "documents[0]"),
+        ({"query": "q", "documents": [{"txt": "a"}]}, "documents[0].text"),
         ({"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
         ({"query": "q", "documents": ["a"], "instruction": "x"}, "instruction"),
         ({"query": "q", "documents": ["a"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
