@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpu.experts import HostExperts
 from cpu.rates import GIB, default_gib
-from transfer.expert_exchange import ExpertAsks, LayerExperts, PackedRows, new_expert_slot
+from transfer.expert_exchange import ExpertAsks, ExpertSlot, LayerExperts, PackedRows, new_expert_slot
 from transfer.matrix_rows import nbytes_of
 from transfer.rates import STORED_AS, core_rate
 from transfer.simd.features import HAS_VECTORS
@@ -59,7 +59,7 @@ def _expert_bytes(stored: str) -> int:
     return sum(nbytes_of(one) for one in _matrices(stored, 1))
 
 
-def _open(stored: str, count: int, threads: int):  # type: ignore[no-untyped-def]
+def _open(stored: str, count: int, threads: int) -> tuple[HostExperts, ExpertSlot]:
     slot = new_expert_slot(1, HIDDEN, PER_TOKEN, torch.device("cpu"))
     slot.hidden.normal_()
     slot.shares.fill_(1 / PER_TOKEN)

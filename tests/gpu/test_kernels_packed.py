@@ -8,7 +8,7 @@ import torch
 
 from gpu.kernels.arguments import INTERPRETED
 from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
-from gpu.kernels.packed_tiles import HALF_RUN, Tiles, groups_ahead
+from gpu.kernels.packed_tiles import HALF_RUN, Tiles, groups_ahead, is_halved
 from gpu.kernels.words import RUN_COLUMNS, pack_words, unpack_words
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
@@ -86,6 +86,14 @@ def test_tiles_of_every_make_give_the_product(name, tiles, dtype, device, monkey
     drawn, x, _, residual = _arguments(name, 5, dtype, device)
     wanted = wide(x) @ drawn.wanted.T + wide(residual)
     assert distance(packed_linear(x, drawn.packed, residual), wanted) < KERNEL_TOLERANCE[dtype]
+
+
+def test_products_are_of_half_a_run_where_groups_of_runs_have_as_many_columns_and_beside_no_zero_points():
+    """Zero points are bytes, for which Triton gives a thread more columns than half a run has for it."""
+    assert is_halved(16, 512, has_runs=True)
+    assert not is_halved(16, 512, has_runs=False)
+    assert not is_halved(32, 512, has_runs=True)
+    assert not is_halved(8, 512, has_runs=True)
 
 
 @each
