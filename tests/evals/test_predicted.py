@@ -28,7 +28,7 @@ from tests.tolerances import METHOD_FLOAT32, SAMPLED_MEAN_SIGMAS
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "deploy" / "models" / "reference"
 BLOCK, HISTORY, SINK, WINDOW, BUDGET = 4, 6, 3, 5, 18
-ABLATION = Ablation(("after", "before"), (4,), (8,), (2,), ("uint8",), (0,), (1,))
+ABLATION = Ablation(("after", "before"), (4,), (8,), (2,), ("uint8",), (0,), (1,), ("zero",), (64,))
 CHOICES = ("together",)
 
 
