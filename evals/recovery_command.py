@@ -43,8 +43,8 @@ def recovery(
     calibrate: Annotated[str, typer.Option("--calibrate", help="steps (the paper's M), with commas")] = "5",
     stored: Annotated[str, typer.Option("--stored", help="float32, bfloat16 or uint8, with commas")] = "uint8",
     rotate: Annotated[str, typer.Option("--rotate", help="one block in so many calibrated a step, with commas")] = "",
-    unread: Annotated[str, typer.Option("--unread", help="of what was not read, the history has: zero, last, with "
-                                           "commas")] = "last",
+    unread: Annotated[str, typer.Option("--unread", help="of blocks that were not read the history has: zero, last, "
+                                           "with commas")] = "zero",
     sink: Annotated[str, typer.Option("--sink", help="first tokens that predicted reads always, with commas")] = "64",
     every: Annotated[str, typer.Option("--every", help="steps between two predictions, with commas")] = "1",
     heads: Annotated[str, typer.Option("--heads", help="who chooses in the others: apart, together; nothing: "
