@@ -102,7 +102,7 @@ def note_step(
 ) -> None:  # fmt: skip
     """Write the rows' newest rows of one layer's histories, uint8 `[places, rows, blocks]`.
 
-    maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read, and the row before is kept;
+    maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read, the row before is kept;
     the run begins with block `first_block` of them. lse: float32 `[rows, heads]`, of `exact_lse`. fetched: float32
     `[rows * kv_heads, group, slots]` and of which blocks, or None. rings: int32 `[rows]`, -1: none; cells: int64
     `[rows]`, of the step's tokens.
