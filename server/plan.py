@@ -19,6 +19,7 @@ from gpu.model.architecture import (
     read_architecture,
     shape_with_rope,
 )
+from gpu.model.humming_formats import multiplied
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
 from scheduler.expert_choice import Way, captured_rows
@@ -43,7 +44,7 @@ def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]
     Raises ModelError for a folder that is missing without `model.shape`, or broken, or of another shape than it says.
     """
     shape, notes = _find_shape(model)
-    return rounded(shape, model.weights, "model.weights"), notes
+    return multiplied(rounded(shape, model.weights, "model.weights"), model.products, "model.products"), notes
 
 
 def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
