@@ -54,7 +54,7 @@ for part in "${parts[@]}"; do
     library)
         tandem bench kernel weights --kinds bfloat16,int4,humming-int4,fp8,humming-fp8 "${layer[@]}" --prefill 2048 --unit-tokens 2048 \
             --json "$OUT/matrices-library.json"
-        export XDG_CACHE_HOME=$OUT/library-cache
+        export XDG_CACHE_HOME; XDG_CACHE_HOME=$(realpath "$OUT")/library-cache
         for kind in int4 fp8 int4; do
             tandem bench engine --random-weights $shape --weights $kind --products humming --batch $batches,64 --steps $steps --rounds $rounds \
                 --device $device --dtype bfloat16 --json "$OUT/engine-library-$kind.json"

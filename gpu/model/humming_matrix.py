@@ -145,36 +145,54 @@ class HummingMatrix:
 
 
 class _Kernels:
-    """Of one shape and format on one device: compiled ones, by the range of token counts that they are for."""
+    """Of one shape and format on one device: compiled ones, by the range of token counts that they are for. Several
+    ranges may have the same one.
+    """
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self._config, self._device = config, device
-        # [begin, end, what a kernel of counts in (begin, end] is made with], in order; the last one has no end
+        # [begin, end, how a kernel of counts in (begin, end] is made], in order; the last one has no end
         self._ranges: list[list[Any]] = _library().get_heuristics_config(config, device=device)
         self._ends = [end for _, end, _ in self._ranges]
-        self._compiled: dict[int, Tensor] = {}  # int64 [2] on the host: the library's id of a kernel, and its SMs
-        self.num_compiled = 0
+        self._ids: dict[str, int] = {}  # the library's, of what is compiled, by how it is made
+        self._ready: dict[int, Tensor] = {}  # by range: int64 [2] on the host, an id and how many SMs it runs on
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._ids)
 
     def has(self, count: int) -> bool:
-        return bisect_left(self._ends, count) in self._compiled
-
-    def missing(self, counts: Collection[int]) -> list[int]:
-        """Places of ranges that have no kernel yet, of those that so many tokens are in."""
-        return sorted({bisect_left(self._ends, count) for count in counts} - self._compiled.keys())
+        return bisect_left(self._ends, count) in self._ready
 
     def of(self, count: int) -> Tensor:
-        return self._compiled[bisect_left(self._ends, count)]
+        return self._ready[bisect_left(self._ends, count)]
+
+    def missing(self, counts: Collection[int]) -> dict[str, list[Any]]:
+        """Ranges with what is not compiled yet of what so many tokens want, one for each."""
+        wanted = (self._ranges[place] for place in self._places(counts))
+        return {key: one for one in wanted if (key := _made_as(one[2])) not in self._ids}
 
     def compile(self, counts: Collection[int]) -> list[Tensor]:
-        """Those for so many tokens that are not there yet."""
+        """Those that are missing; returns one launch of each."""
         missing = self.missing(counts)
-        if not missing:
-            return []
-        chosen = [self._ranges[place] for place in missing]
-        made = _library().HummingKernel.prepare_kernels(self._config.to_str(), None, chosen, self._device)
-        self._compiled |= dict(zip(missing, made.view(-1, 4)[:, 2:].clone(), strict=True))
-        self.num_compiled += len(missing)
-        return [self._compiled[place] for place in missing]
+        if missing:
+            ranges = list(missing.values())
+            made = _library().HummingKernel.prepare_kernels(self._config.to_str(), None, ranges, self._device)
+            self._ids |= dict(zip(missing, made.view(-1, 4)[:, 2].tolist(), strict=True))
+        for place in self._places(counts):
+            self._ready[place] = self._launch_of(self._ranges[place])
+        return [self._launch_of(one) for one in missing.values()]
+
+    def _places(self, counts: Collection[int]) -> list[int]:
+        return sorted({bisect_left(self._ends, count) for count in counts})
+
+    def _launch_of(self, one: list[Any]) -> Tensor:
+        return torch.tensor([self._ids[_made_as(one[2])], one[2].get("num_sms", 0)])
+
+
+def _made_as(tuning: dict[str, Any]) -> str:
+    """Two that are alike in this are one kernel."""
+    return str(sorted((key, value) for key, value in tuning.items() if key != "num_sms"))
 
 
 def prepare(matrices: Iterable[object], counts: Collection[int], on_progress: Progress) -> None:
