@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from gpu.model import humming_matrix
 from tests.gpu.packed_oracle import e4m3
 
 ENDS = (1, 8, 64, 2**30)  # of ranges of token counts
@@ -79,6 +81,18 @@ class Library:
         scales = np.repeat(scales, config.rows // scales.shape[0], 0)
         wide = values * np.repeat(scales, config.inner // scales.shape[1], 1)
         return outputs.copy_(inputs.double() @ torch.from_numpy(wide).t())
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Library:
+    """From now on it is the library, and the CPU a device that it multiplies on."""
+    made = Library()
+    monkeypatch.setattr(humming_matrix, "_library", lambda: made)
+    monkeypatch.setattr(humming_matrix, "_MADE", {})
+    monkeypatch.setattr(humming_matrix, "_locks", lambda device: torch.zeros(humming_matrix.LOCKS, dtype=torch.int32))
+    monkeypatch.setenv("HUMMING_CACHE_DIR", "folder")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr("gpu.model.weights.why_unpacked", lambda *_: None)
+    return made
 
 
 def _numbers(words: Tensor, rows: int, columns: int) -> np.ndarray:

@@ -27,7 +27,7 @@ from gpu.model.projections import Projections
 from gpu.model.spec import ModelError
 from gpu.model.weights import Weights, random_weights
 from tests.gpu import kernel_oracles as oracle
-from tests.gpu.humming_library import ENDS, Library
+from tests.gpu.humming_library import ENDS, Library, stand_in
 from tests.gpu.kernel_oracles import NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import Drawn, draw_packed, poisoned
 from tests.tolerances import KERNEL_BFLOAT16, KERNEL_CHAIN_BFLOAT16
@@ -58,12 +58,7 @@ CARD = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "rtx4090
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    made = Library()
-    monkeypatch.setattr(humming_matrix, "_library", lambda: made)
-    monkeypatch.setattr(humming_matrix, "_MADE", {})
-    monkeypatch.setattr(humming_matrix, "_locks", lambda device: torch.zeros(humming_matrix.LOCKS, dtype=torch.int32))
-    monkeypatch.setenv("HUMMING_CACHE_DIR", "folder")
-    return made
+    return stand_in(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -254,9 +249,7 @@ def test_kernels_of_another_gpu_or_version_lie_elsewhere(monkeypatch):
     assert kernel_folder("NVIDIA H200").name.startswith("0.2-")
 
 
-def test_weights_are_laid_out_in_the_place_of_packed_ones(library, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr("gpu.model.weights.why_unpacked", lambda *_: None)
+def test_weights_are_laid_out_in_the_place_of_packed_ones(library, caplog):
     own = replace(_shape("tiny", "int4"), tied_embeddings=False)
     shape = multiplied(own, "humming", "key")
     with caplog.at_level("INFO"):
