@@ -24,7 +24,7 @@ from gpu.model.architecture import named_shape
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.humming_formats import multiplied
-from gpu.model.humming_matrix import prepare
+from gpu.model.humming_matrix import UNPACKED_COLUMNS, prepare
 from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded
 from gpu.model.projections import Projections
@@ -36,6 +36,7 @@ LIBRARY_KINDS = ("humming-fp8", "humming-int8", "humming-int4")
 COLD_BYTES = 512 * 2**20  # several times the L2 of an H200
 MOST_ERROR = 1.5e-2  # of a product behind a norm, against float64
 SEED, WARMUPS, REPEATS = 1, 3, 20
+GATED = 1, 5  # tokens of products that are compared before any is timed
 PREFILL_LAYERS, PREFILL_REPEATS = 2, 5
 INT4_GROUP, INNER_TILES = 128, 8  # of torch's own int4
 
@@ -48,7 +49,7 @@ def matrix_rows(
     plain, rows = _draw(shape_name, "bfloat16", device), []
     for kind in kinds:
         shape, weights = plain if kind == "bfloat16" else _draw(shape_name, kind, device)
-        prepare(weights.matrices, {1, 5, *batches}, lambda fraction: None)
+        prepare(weights.matrices, {*GATED, UNPACKED_COLUMNS, *batches}, lambda fraction: None)
         layer_bytes = sum(as_matrix(matrix).nbytes for matrix in _matrices(weights.layers[0]))
         _check(shape, weights)
         for batch in batches:
@@ -83,7 +84,8 @@ def prefill_rows(
     rows = []
     for kind in kinds:
         shape, weights = plain if kind == "bfloat16" else _draw(shape_name, kind, device)
-        prepare(weights.matrices, {1, 5, min(tokens, unit_tokens), tokens % unit_tokens or 1}, lambda fraction: None)
+        counts = {*GATED, UNPACKED_COLUMNS, min(tokens, unit_tokens), tokens % unit_tokens or 1}
+        prepare(weights.matrices, counts, lambda fraction: None)
         _check(shape, weights)
         packed = [one for one in _matrices(weights.layers[0]) if isinstance(one, Packed)]
         wide_bytes = sum(one.rows * one.inner * one.dtype.itemsize for one in packed)
@@ -152,7 +154,7 @@ def _matrices(layer: LayerWeights) -> tuple:
 
 def _check(shape: Architecture, weights: Weights) -> None:
     """The product behind the norm of a layer, of one token and of several."""
-    for tokens in (1, 5):
+    for tokens in GATED:
         x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, device=weights.embedding.device)
         got = Projections(weights, shape).qkv(0, x).double()
         wide = x.double() * (x.double().square().mean(-1, keepdim=True) + shape.rms_norm_eps).rsqrt()

@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 PACKAGE, VERSION = "humming-kernels", "0.1.19"
 LOCKS = 2048  # int32, of a stream: as many as the library's own layers have
 MOST_STREAMS = 64
-NUMBERS_AT_ONCE = 2**23  # that are put in order, or multiplied by one
+NUMBERS_AT_ONCE = 2**23  # that are put in order
+UNPACKED_COLUMNS = 64  # that are multiplied by ones at once
 DTYPES = {"int4": "uint4", "int8": "uint8", "fp8": "float8e4m3"}
 
 Progress = Callable[[float], None]
@@ -114,13 +115,12 @@ class HummingMatrix:
 
     def unpack(self) -> Tensor:
         """By products with ones: each number rounded once."""
-        step = max(1, NUMBERS_AT_ONCE // self.rows)
-        device, found = self._tensors["weight"].device, []
-        for begin in range(0, self.inner, step):
-            columns = torch.arange(begin, min(begin + step, self.inner), device=device)
+        device = self._tensors["weight"].device
+        found = torch.empty(self.rows, self.inner, dtype=self.dtype, device=device)
+        for columns in torch.arange(self.inner, device=device).split(UNPACKED_COLUMNS):
             ones = torch.zeros(len(columns), self.inner, dtype=self.dtype, device=device)
-            found.append(self._product(ones.scatter_(1, columns[:, None], 1.0)).t())
-        return torch.cat(found, 1).contiguous()
+            found[:, columns] = self._product(ones.scatter_(1, columns[:, None], 1.0)).t()
+        return found
 
     def load(self, kernels: Iterable[Tensor]) -> None:
         """Run them: one that is loaded while a graph is captured would end the capture."""

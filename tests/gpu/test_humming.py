@@ -63,11 +63,12 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 @pytest.fixture(scope="module")
 def on_card() -> dict[str, tuple[Drawn, HummingMatrix]]:
-    """All of MATRICES, with kernels for TOKENS, compiled side by side."""
+    """All of MATRICES, with kernels for what is multiplied here, compiled side by side."""
+    counts = (*TOKENS, humming_matrix.UNPACKED_COLUMNS)
     drawn = {name: draw_packed(*made, torch.bfloat16, "cuda:0") for name, made in MATRICES.items()}
     laid_out = {name: (one, HummingMatrix(one.packed)) for name, one in drawn.items()}
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda name: laid_out[name][1].kernels.compile(TOKENS), MATRICES))
+        list(threads.map(lambda name: laid_out[name][1].kernels.compile(counts), MATRICES))
     return laid_out
 
 
