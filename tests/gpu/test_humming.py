@@ -26,6 +26,7 @@ from gpu.model.matrix_formats import layer_formats, matrix_shapes, rounded, weig
 from gpu.model.projections import Projections
 from gpu.model.spec import ModelError
 from gpu.model.weights import Weights, random_weights
+from gpu.step import DENSE
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.humming_library import ENDS, Library, stand_in
 from tests.gpu.kernel_oracles import NORM_EPS, distance, random, wide
@@ -176,12 +177,12 @@ def test_a_model_decodes_and_prefills_as_its_unpacked_numbers_and_steps_compile_
         max_context_tokens=256, chunk_tokens=64, max_hidden_tokens=256, num_pages=64, tier=None, parts=(),
         on_progress=lambda stage, fraction: told.append((stage, fraction)),
     )  # fmt: skip
-    assert [told.index(("products", fraction)) for fraction in (0.0, 1.0)] == sorted(
-        told.index(("products", fraction)) for fraction in (0.0, 1.0)
-    )
+    of_products = [fraction for stage, fraction in told if stage == "products"]
+    assert of_products == sorted(of_products)
+    assert (of_products[0], of_products[-1]) == (0.0, 1.0)
     before = num_compiled()
     assert before > 0
-    runner.time_prefill([63], "dense")
+    runner.time_prefill([63], DENSE)
     assert num_compiled() == before
     weights, shape = runner.weights, runner.architecture
     assert sum(isinstance(one, HummingMatrix) for one in weights.matrices) == 4 * shape.num_layers
