@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.decode_loop import decode
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.packed import Packed
 from gpu.load import load_architecture, load_runner
@@ -168,7 +169,7 @@ def test_products_in_graphs_on_two_streams_at_once_are_those_outside(on_card, to
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)], indirect=True)
-def test_a_model_decodes_and_prefills_as_its_unpacked_numbers_and_steps_compile_nothing(device, monkeypatch):
+def test_a_model_decodes_and_prefills_as_its_unpacked_numbers_and_steps_compile_nothing(device):
     """A runner as it is served: what it compiles, it compiles while it loads; its steps run in graphs."""
     config = ModelConfig.model_validate({"random_weights": "tiny", "weights": "int4", "products": "humming"})
     told: list[tuple[str, float]] = []
@@ -183,6 +184,8 @@ def test_a_model_decodes_and_prefills_as_its_unpacked_numbers_and_steps_compile_
     before = num_compiled()
     assert before > 0
     runner.time_prefill([63], DENSE)
+    decoded = decode(runner, np.arange(14, dtype=np.int32).reshape(2, 7), 5)
+    assert decoded.tokens.min() >= 0
     assert num_compiled() == before
     weights, shape = runner.weights, runner.architecture
     assert sum(isinstance(one, HummingMatrix) for one in weights.matrices) == 4 * shape.num_layers
