@@ -19,7 +19,8 @@ MOST_MULTIPLIED_TOKENS = {2: 64, 4: 256}
 MULTIPLIED_COLUMNS = 32  # a row that the CPU multiplies as it is stored is of whole runs of so many
 MULTIPLIED_GROUP = 16  # columns; and groups, where a row has several, are of multiples of this: a vector's
 # What humming-kernels multiplies: whole tiles, with groups of columns that tiles are made of.
-HUMMING_ROWS, HUMMING_COLUMNS, HUMMING_GROUPS = 64, 128, (32, 64, 128)
+HUMMING_ROWS, HUMMING_COLUMNS, HUMMING_GROUPS = 128, 128, (32, 64, 128)
+HUMMING_BLOCK_ROWS = 64  # the least that share scales with each other and not with all
 _ORDER_BYTES = 8  # of a column
 _RUN_BYTES = 4  # two float16
 
@@ -77,12 +78,12 @@ class MatrixFormat:
         if self.has_order:
             return "columns in an order of their own (act-order)"
         if rows % HUMMING_ROWS or inner % HUMMING_COLUMNS:
-            return f"{rows:,} by {inner:,}, no multiples of {HUMMING_ROWS} and {HUMMING_COLUMNS}"
+            return f"{rows:,} by {inner:,}, no multiples of {HUMMING_ROWS} rows and {HUMMING_COLUMNS} columns"
         if group not in (*HUMMING_GROUPS, inner):
             return f"groups of {group}"
         if self.row_block > 1 and self.kind != "fp8":
             return "integers with scales of several rows"
-        if self.row_block > 1 and group < inner and (self.row_block % HUMMING_ROWS or rows % self.row_block):
+        if self.row_block > 1 and group < inner and (self.row_block % HUMMING_BLOCK_ROWS or rows % self.row_block):
             return f"blocks of {self.row_block} rows"
         return None
 
