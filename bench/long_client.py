@@ -40,6 +40,11 @@ class Batch:
     hits: float | None  # query heads that reused attention, of those that looked for a match; None: none looks
 
     @property
+    def mean_ms(self) -> float:
+        """A step, of a batch's tokens: where rows step in both lanes the median may be of those of fewer rows."""
+        return sum(self.step_ms) / len(self.step_ms)
+
+    @property
     def fraction_read(self) -> float:
         """Of what all query heads have down; a row that a group reads together is read once."""
         return self.rows_read / max(self.rows_down, 1.0)

@@ -191,11 +191,11 @@ def _compare(served: dict[str, Served], console: Console) -> None:
 def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor, attended: Floor) -> None:
     timing = summarise(measured.step_ms)
     console.print(
-        f"  batch {batch}: {timing.ms:.2f} ms a step ({timing.p10:.2f}-{timing.p90:.2f} in {len(measured.step_ms)}), "
-        f"{measured.fraction_read:.2%} of what heads have down read, {measured.kept_tokens:,} tokens kept on the "
-        f"device, host waits {measured.wait_ms:.2f} ms and attends {measured.attend_ms:.2f}, tables stood "
-        f"{measured.ready_ms:.0f} ms behind the last prompt; floor {floor.ms:.2f} ({floor.text}), at the attend "
-        f"kernel's own rate {attended.ms:.2f}"
+        f"  batch {batch}: {timing.ms:.2f} ms a step ({timing.p10:.2f}-{timing.p90:.2f} in {len(measured.step_ms)}, "
+        f"mean {measured.mean_ms:.2f}), {measured.fraction_read:.2%} of what heads have down read, "
+        f"{measured.kept_tokens:,} tokens kept on the device, host waits {measured.wait_ms:.2f} ms and attends "
+        f"{measured.attend_ms:.2f}, tables stood {measured.ready_ms:.0f} ms behind the last prompt; floor "
+        f"{floor.ms:.2f} ({floor.text}), at the attend kernel's own rate {attended.ms:.2f}"
         + ("" if measured.hits is None else f"; {measured.hits:.1%} of heads reuse attention"),
         highlight=False,
         soft_wrap=True,
@@ -243,7 +243,7 @@ def _rows(
                 name=f"decode step, {name}", shape=f"{shape}, batch {batch}, context {benchmark.context:,}",
                 **asdict(timing), floor=floor.text, floor_ms=floor.ms, peer=peer,
                 peer_ms=None if theirs is None else summarise(theirs.batches[batch].step_ms).ms,
-                extras=_extras(ours, measured, batch, timing.ms, attended.ms), **common,
+                extras=_extras(ours, measured, batch, attended.ms), **common,
             )  # fmt: skip
             rows.append(row)
         first, *others = ours.first_token_s
@@ -261,10 +261,11 @@ def _rows(
     return rows
 
 
-def _extras(ours: Served, measured: Batch, batch: int, step_ms: float, attended_ms: float) -> dict[str, Any]:
+def _extras(ours: Served, measured: Batch, batch: int, attended_ms: float) -> dict[str, Any]:
     extras = {
         "steps": len(measured.step_ms),
-        "tokens_per_s": 1e3 * batch / step_ms,
+        "mean_ms": measured.mean_ms,
+        "tokens_per_s": 1e3 * batch / measured.mean_ms,
         "floor_as_attended_ms": attended_ms,
         "fraction_read": measured.fraction_read,
         "rows_read": measured.rows_read,

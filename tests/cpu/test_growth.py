@@ -456,7 +456,7 @@ def test_memory_for_the_next_tail_of_every_context_is_there_before_it_is_due(mak
     tier = make_tier(SELECTIVE, source=PageSource(count_pages, None, None))
     tail_bytes = slab_bytes(lay_out_layer(SELECTIVE, TAIL_TOKENS).num_bytes)
     with Device(tier, 0) as device:
-        for context_id, is_sampled in ((1, True), (2, True), (3, False)):
+        for context_id, is_sampled in ((3, False), (1, True), (2, True)):
             device.open(context_id, is_sampled)
             device.deposit(context_id, 3 * TAIL_TOKENS)
         await_idle(tier)
