@@ -124,7 +124,7 @@ class LaneWatch:
         self._longest_ms[name] = max(self._longest_ms[name], 1e3 * seconds)
 
     def _launch(self, call: Callable[[StepPlan], InFlight], plan: StepPlan) -> InFlight:
-        asks = [ask for group in plan.decode for ask in group.asks or [None]]
+        asks = [ask for group in plan.decode for ask in group.asks or [None] * len(group.slots)]
         kind = f"{rows_of(plan.lane, asks).name.lower()} rows" if asks else ""
         self._kinds_of[plan.lane].append(kind)
         if kind:

@@ -17,7 +17,7 @@ ASK = HostAsk(0, 16, 160)
 
 def plan(lane: Lane, *asks: HostAsk | None, is_fenced: bool = False) -> StepPlan:
     count = len(asks)
-    group = DecodeGroup([0] * count, [9] * count, [1] * count, list(asks))
+    group = DecodeGroup([0] * count, [9] * count, [1] * count, list(asks) if any(asks) else None)
     return StepPlan(lane, is_fenced=is_fenced, decode=[group] if asks else [])
 
 
