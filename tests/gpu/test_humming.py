@@ -205,6 +205,7 @@ def test_a_layer_of_matrices_that_it_has_and_has_not_multiplies_as_its_unpacked_
     odd = replace(_shape("tiny", "int4"), num_layers=1, intermediate=96)
     shape = multiplied(odd, "humming", "key")
     weights = random_weights(shape, 1, torch.bfloat16, torch.device(device), lambda fraction: None)
+    prepare(weights.matrices, {5, humming_matrix.UNPACKED_COLUMNS}, lambda fraction: None)
     held = {name: type(matrix) for name, matrix in weights.layers[0].matrices.items()}
     assert held == {"qkv": HummingMatrix, "output": HummingMatrix, "gate_up": Packed, "down": Packed}
     layers = [layer.changed(lambda held: as_matrix(held).unpack()) for layer in weights.layers]
