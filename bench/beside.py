@@ -2,8 +2,9 @@
 
 Each number's peer is the same thing alone, in the same run. Short streams are of the profile `exact`; prompts are of
 random tokens, every request its own. Nothing is timed before `bench.long_gate` has held the host path against full
-attention. A stream's time a token is of a window of seconds; a gap is the time between two of its tokens. With
-`scheduler.prefill.block_us: 0` blocks of attention are as they come.
+attention. Windows of long streams begin once the tables of all of them stand: before, some rows are left out of steps,
+and the others are faster. A stream's time a token is of a window of seconds; a gap is the time between two of its
+tokens. With `scheduler.prefill.block_us: 0` blocks of attention are as they come.
 """
 
 import time
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from bench.as_served import interpreter_as_served
+from bench.lane_watch import LaneWatch, describe
 from bench.long_client import GREEDY, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import check_host_path
@@ -26,6 +29,7 @@ from scheduler.load import load_engine
 from server.config import Deployment
 
 _SHORT_PROFILE = "exact"
+_WARM_UP_SHARE = 0.25  # of a window, before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,12 @@ def run_beside_benchmark(benchmark: BesideBenchmark, deployment: Deployment, con
     floors = measure_floors(deployment)
     engine, ready = load_engine(deployment, floors.plan, lambda *_: None)
     try:
-        client = Client(engine, ready.vocab_size, ready.profiles)
-        assert deployment.host is not None, "beside: a deployment with a host section"
-        with client.fixed_residence():
-            check_host_path(client, floors.capacity, deployment.host.rows, [profile], 1, console)
-        return list(_measure(client, benchmark, floors, profiles[_SHORT_PROFILE], profile, deployment, console))
+        with interpreter_as_served():
+            client = Client(engine, ready.vocab_size, ready.profiles)
+            assert deployment.host is not None, "beside: a deployment with a host section"
+            with client.fixed_residence():
+                check_host_path(client, floors.capacity, deployment.host.rows, [profile], 1, console)
+            return list(_measure(client, benchmark, floors, profiles[_SHORT_PROFILE], profile, deployment, console))
     finally:
         engine.shutdown()
 
@@ -72,30 +77,36 @@ def _measure(
     announce(console, f"a token of {benchmark.short} short streams", *short_floor)
 
     shorts = _start(client, benchmark.short, benchmark.short_tokens, short)
-    short_alone = _watch(client, [shorts], benchmark.seconds)[0]
+    (short_alone,), _ = _watch(client, [shorts], benchmark.seconds)
     client.drain(shorts)
     _first_token(client, benchmark.long_tokens, long)  # of the first, host memory is pinned
     client.drain([])
     client.forget_contexts()
     prefill_alone = _first_token(client, benchmark.long_tokens, long)
     longs = _start(client, benchmark.long, benchmark.long_tokens, long)
-    before, alone = client.host_stats().rows_read, _Hops(client)
-    long_alone = _watch(client, [longs], benchmark.seconds)[0]
-    alone_wait_us = alone.wait_us()
-    num_steps = 1e3 * benchmark.seconds / long_alone.token_ms
-    rows_read = (client.host_stats().rows_read - before) / num_steps
+    ready_s = client.until_ready()
+    console.print(f"tables of the long streams stand after {ready_s:.2f} s", highlight=False)
+    (long_alone,), lanes_alone = _watch(client, [longs], benchmark.seconds)
+    rows_read = lanes_alone["rows_read"] * long_alone.token_ms / (1e3 * lanes_alone["seconds"]["whole"])
     long_floor = floors.decode(long, benchmark.long_tokens, benchmark.long, rows_read, client.kept_tokens())
     console.print(f"alone: short {short_alone.token_ms:.2f} ms, long {long_alone.token_ms:.2f} ms a token, "
                   f"prefill {prefill_alone:.2f} s", highlight=False)  # fmt: skip
     shorts = _start(client, benchmark.short, benchmark.short_tokens, short)
-    short_beside, long_beside = _watch(client, [shorts, longs], benchmark.seconds)
+    (short_beside, long_beside), lanes_together = _watch(client, [shorts, longs], benchmark.seconds)
+    with client.all_cores():
+        (short_crowded, long_crowded), lanes_crowded = _watch(client, [shorts, longs], benchmark.seconds)
     client.engine.cancel(shorts)
-    console.print(f"together: short {short_beside.token_ms:.2f} ms, long {long_beside.token_ms:.2f} ms a token",
+    console.print(f"together: short {short_beside.token_ms:.2f} ms, long {long_beside.token_ms:.2f} ms a token; with "
+                  f"no core left to launches {short_crowded.token_ms:.2f} and {long_crowded.token_ms:.2f}",
                   highlight=False)  # fmt: skip
     gaps: list[list[float]] = [[]]
-    beside = _Hops(client)
-    prefill_beside = _first_token(client, benchmark.long_tokens, long, [longs], gaps)
-    beside_wait_us = beside.wait_us()
+    with LaneWatch(client) as watch:
+        prefill_beside = _first_token(client, benchmark.long_tokens, long, [longs], gaps)
+    lanes_prefill = watch.told()
+    watched = {"alone": lanes_alone, "together": lanes_together, "together, no core left": lanes_crowded,
+               "a prompt beside": lanes_prefill}  # fmt: skip
+    for name, lanes in watched.items():
+        console.print(f"lanes, {name}: {describe(lanes)}", highlight=False, soft_wrap=True)
     client.drain(longs)
 
     common: dict[str, Any] = {
@@ -106,20 +117,21 @@ def _measure(
     }  # fmt: skip
     of_short = f"{benchmark.short} streams of {benchmark.short_tokens:,} tokens, {short.name}"
     of_long = f"{benchmark.long} streams of {benchmark.long_tokens:,} tokens, {long.name}"
-    yield _row("a token beside long streams", of_short, short_beside, short_floor, short_alone, common)
-    yield _row("a token beside short streams", of_long, long_beside, long_floor, long_alone, common)
+    crowded = {"no_core_left_ms": short_crowded.token_ms}
+    yield _row("a token beside long streams", of_short, short_beside, short_floor, short_alone, crowded, common)
+    lanes = {"lanes": lanes_together, "alone_lanes": lanes_alone, "no_core_left_lanes": lanes_crowded,
+             "no_core_left_ms": long_crowded.token_ms, "ready_s": ready_s}  # fmt: skip
+    yield _row("a token beside short streams", of_long, long_beside, long_floor, long_alone, lanes, common)
     prefill_floor = floors.prefill(long, benchmark.long_tokens)
     ms, alone_ms = 1e3 * prefill_beside, 1e3 * prefill_alone
     median, p99, longest = np.quantile(gaps[0] or [0.0], (0.5, 0.99, 1.0)).tolist()
     extras = {"median_gap_ms": median, "p99_gap_ms": p99, "longest_gap_ms": longest,
               "gap_target_ms": deployment.scheduler.token_gap_target_ms, "beside_alone": ms / alone_ms,
               "alone_median_gap_ms": float(np.median(long_alone.gaps_ms or [0.0])),
-              "hop_wait_us": beside_wait_us, "alone_hop_wait_us": alone_wait_us,
-              "longest_piece_tokens": client.engine._runner.dense.longest_piece}  # fmt: skip
+              "hop_wait_us": lanes_prefill["hop_wait_us"], "alone_hop_wait_us": lanes_alone["hop_wait_us"],
+              "longest_piece_tokens": client.engine._runner.dense.longest_piece, "lanes": lanes_prefill}  # fmt: skip
     console.print(f"a prompt beside the long streams: {prefill_beside:.2f} s; their gaps {median:.0f} ms, 99 of 100 "
                   f"within {p99:.0f}, at most {longest:.0f}", highlight=False)  # fmt: skip
-    console.print(f"a hop: the host waits {beside_wait_us:.0f} us for it beside the prompt, {alone_wait_us:.0f} alone",
-                  highlight=False)  # fmt: skip
     yield Row(
         name="prefill beside streams", shape=f"{benchmark.long_tokens:,} tokens beside {of_long}",
         ms=ms, p10=ms, p90=ms,
@@ -127,12 +139,15 @@ def _measure(
     )  # fmt: skip
 
 
-def _row(name: str, shape: str, beside: Streams, floor: Floor, alone: Streams, common: dict[str, Any]) -> Row:
+def _row(
+    name: str, shape: str, beside: Streams, floor: Floor, alone: Streams, more: dict[str, Any], common: dict[str, Any]
+) -> Row:
     timing = summarise(beside.gaps_ms)
     extras = {
         "tokens_per_s_of_alone": alone.token_ms / beside.token_ms,
         "longest_gap_ms": max(beside.gaps_ms),
         "alone_longest_gap_ms": max(alone.gaps_ms),
+        **more,
     }
     return Row(
         name=name, shape=shape, ms=beside.token_ms, p10=timing.p10, p90=timing.p90, floor=floor.text,
@@ -167,37 +182,25 @@ def _first_token(
     return seconds
 
 
-def _watch(client: Client, groups: Sequence[Sequence[str]], seconds: float) -> list[Streams]:
-    """Each group's tokens in a window, behind a quarter of it that warms up."""
-    streams = []
-    for window in (seconds / 4, seconds):
-        clock, began = _Clock(groups), time.perf_counter()
-        while time.perf_counter() - began < window:
-            clock.advance(client, None)
-        taken = time.perf_counter() - began
-        counts = clock.num_tokens()
-        streams = [
-            Streams(gaps_ms, 1e3 * taken * len(group) / max(count, 1))
-            for gaps_ms, group, count in zip(clock.gaps_ms(), groups, counts, strict=True)
-        ]
-    return streams
+def _watch(
+    client: Client, groups: Sequence[Sequence[str]], seconds: float
+) -> tuple[list[Streams], dict[str, Any]]:  # fmt: skip
+    """Each group's tokens in a window, and what the lanes did, behind a share of it that warms up."""
+    _stream(client, groups, _WARM_UP_SHARE * seconds)
+    with LaneWatch(client) as watch:
+        streams = _stream(client, groups, seconds)
+    return streams, watch.told()
 
 
-class _Hops:
-    """From an answer to the next ask: what the device computes between, and waits for where it has other work."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._began = self._read()
-
-    def wait_us(self) -> float:
-        """That the host waits for an ask on average, since this was made; 0: there was none."""
-        (asks, seconds), (before, seconds_before) = self._read(), self._began
-        return 1e6 * (seconds - seconds_before) / max(asks - before, 1)
-
-    def _read(self) -> tuple[int, float]:
-        seconds = self._client.host_stats().wait_seconds
-        return self._client.engine._runner.ask_times.asks, seconds
+def _stream(client: Client, groups: Sequence[Sequence[str]], seconds: float) -> list[Streams]:
+    clock, began = _Clock(groups), time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        clock.advance(client, None)
+    taken = time.perf_counter() - began
+    return [
+        Streams(gaps_ms, 1e3 * taken * len(group) / max(count, 1))
+        for gaps_ms, group, count in zip(clock.gaps_ms(), groups, clock.num_tokens(), strict=True)
+    ]
 
 
 class _Clock:

@@ -30,6 +30,12 @@ def long(
     profiles: Annotated[str, typer.Option(help="ours, then its peer, with commas")] = "sampled,offloaded",
     turn: Annotated[int, typer.Option(help="tokens of a first turn, to time the second; 0: none")] = 32_768,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="a Chrome trace of a few steps goes there")] = None,
+    one_in_flight: Annotated[
+        bool, typer.Option("--one-in-flight", help="time steps also with each collected before the next is launched")
+    ] = False,
+    own_prompts: Annotated[
+        bool, typer.Option("--own-prompts", help="the peer's requests share no prompt, though it reads all")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Time contexts that outgrow the card: prefill, decode by batch, and the next turn of a conversation."""
@@ -42,7 +48,9 @@ def long(
     if batches[-1] > most:
         raise typer.BadParameter(f"got {batches[-1]}; {config} has scheduler.max_running {most}", param_hint="--batch")
     names = tuple(profiles.split(","))
-    benchmark = LongContextBenchmark(context, prompts or batches[-1], batches, steps, seconds, names, turn, trace)
+    benchmark = LongContextBenchmark(
+        context, prompts or batches[-1], batches, steps, seconds, names, turn, trace, one_in_flight, own_prompts
+    )  # fmt: skip
     with _failures_told():
         for rows in run_long_context_benchmark(benchmark, deployment, console):
             report(rows, json_file, console)  # a run that is cut keeps the profiles before

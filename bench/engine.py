@@ -8,6 +8,7 @@ well come last, behind steps that passed: their floor is products over the measu
 longer.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
+from gpu.model.humming_formats import multiplied
+from gpu.model.humming_matrix import prepare, require_products
 from gpu.model.matrix_formats import rounded, step_weight_bytes
 from gpu.model.weights import Weights, random_weights, unpacked
 from gpu.runner import Runner
@@ -46,7 +49,7 @@ _GRAPH_REPEATS = 50
 class EngineBenchmark:
     """What to measure. Either `model` or `random_weights`; `rounds` of `steps` steps, ours and the peer's in turn.
     weights: as `model.weights`, or of random ones a GGUF file's kind; the peer has them unpacked. prompts: tokens of
-    those that are timed to their first token, in units of `chunk_tokens`.
+    those that are timed to their first token, in units of `chunk_tokens`. products: as `model.products`.
     """
 
     model: Path | None
@@ -61,10 +64,16 @@ class EngineBenchmark:
     weights: str | None = None
     prompts: tuple[int, ...] = ()
     chunk_tokens: int = 2048
+    products: str = "own"
 
     @property
     def context(self) -> int:
         return self.prompt_tokens + self.steps + 1
+
+    @property
+    def kind(self) -> str:
+        """Of the weights, as rows name it."""
+        return (self.weights or self.dtype) + (f" by {self.products}" if self.products != "own" else "")
 
 
 def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[Row]:
@@ -73,7 +82,12 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
     """
     device, dtype = torch.device(benchmark.device), DTYPES[benchmark.dtype]
     torch.set_num_threads(benchmark.threads)
+    require_products(benchmark.products, device.type, benchmark.dtype)
     architecture, weights = _load(benchmark, dtype, device)
+    began = time.perf_counter()
+    prepare(weights.matrices, range(1, max(benchmark.chunk_tokens, *benchmark.batches) + 1), lambda fraction: None)
+    if benchmark.products != "own":
+        console.print(f"kernels of products: {time.perf_counter() - began:.1f} s, as a start takes", highlight=False)
     is_packed = weights.is_packed
     one_bytes = step_weight_bytes(architecture, dtype.itemsize, is_packed, 1)
     rates, rate = measure_floor_rates(one_bytes, benchmark.threads, device)
@@ -81,7 +95,7 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
     runner.capture(benchmark.batches, lambda fraction: None)
     plain = unpacked(Weights(weights.embedding, list(weights.layers), weights.final_norm, weights.logits))
     checkpoint = load_hugging_face(benchmark.model, dtype, device) if benchmark.model is not None else None
-    rows, what = [], f"{architecture.name} {benchmark.weights or benchmark.dtype}"
+    rows, what = [], f"{architecture.name} {benchmark.kind}"
     for batch in benchmark.batches:
         weight_bytes = step_weight_bytes(architecture, dtype.itemsize, is_packed, batch)
         floor = f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s, measured"
@@ -125,7 +139,7 @@ def _prefill_rows(
     if device.type == "cpu":
         rates = rates | {"host_matmul_tflop_s": measure_host_matmul({torch.float32, dtype})}
     tflop_s = rates["bf16_matmul_tflop_s" if device.type == "cuda" else "host_matmul_tflop_s"]
-    what = f"{architecture.name} {benchmark.weights or benchmark.dtype}"
+    what = f"{architecture.name} {benchmark.kind}"
     runner = build_runner(architecture, weights, 1, max(benchmark.prompts) + 1, dtype, device)
     for length in benchmark.prompts:
         flops = prompt_flops(architecture, 0, length)
@@ -164,11 +178,13 @@ def draw_prompts(batch: int, prompt_tokens: int, vocab_size: int) -> np.ndarray:
 def _load(benchmark: EngineBenchmark, dtype: torch.dtype, device: torch.device) -> tuple[Architecture, Weights]:
     if benchmark.model is not None:
         architecture = rounded(read_architecture(benchmark.model), benchmark.weights, "--weights")
+        architecture = multiplied(architecture, benchmark.products, "--products")
         return architecture, load_weights(benchmark.model, architecture, dtype, device, lambda fraction: None)
     assert benchmark.random_weights is not None
     shape, kind = named_shape(benchmark.random_weights), benchmark.weights
     is_block = kind is not None and kind in BLOCK_KINDS
     architecture = stored_as(shape, kind) if is_block else rounded(shape, kind, "--weights")
+    architecture = multiplied(architecture, benchmark.products, "--products")
     return architecture, random_weights(architecture, RANDOM_SEED, dtype, device, lambda fraction: None)
 
 

@@ -236,20 +236,25 @@ def weights(
     """Time one layer's matrices in 16, 8 and 4 bits, and the output matrix, beside what their bytes take and the
     vendor's library.
 
-    Kinds: bfloat16, fp8, int8, int4, and GGUF's Q8_0, Q6_K, Q4_0, Q4_K.
+    Kinds: bfloat16, fp8, int8, int4, GGUF's Q8_0, Q6_K, Q4_0, Q4_K, and humming-fp8, humming-int8, humming-int4, which
+    the library of the extra `humming` multiplies.
     """
-    from bench.matrices import KINDS, matrix_rows, prefill_rows
+    from bench.matrices import KINDS, LIBRARY_KINDS, matrix_rows, prefill_rows
     from bench.output_matrix import output_rows
     from gpu.model.architecture import named_shape
+    from gpu.model.humming_matrix import require_products
 
     if any(spec.experts is not None for spec in named_shape(shape).layer_pattern):
         wanted = "a shape without experts; `python -m bench.experts_sweep` times those"
         raise typer.BadParameter(f"got {shape}, a mixture of experts; wanted {wanted}", param_hint="--shape")
     batches, asked = parse_batches(batch), tuple(kinds.split(","))
-    if not set(asked) <= set(KINDS):
-        raise typer.BadParameter(f"got {kinds}; wanted some of {', '.join(KINDS)}", param_hint="--kinds")
+    known = (*KINDS, *LIBRARY_KINDS)
+    if not set(asked) <= set(known):
+        raise typer.BadParameter(f"got {kinds}; wanted some of {', '.join(known)}", param_hint="--kinds")
 
     def rows(resolved: "torch.device", console: Console) -> "list[Row]":
+        if set(asked) & set(LIBRARY_KINDS):
+            require_products("humming", resolved.type, "bfloat16")
         found = matrix_rows(shape, batches, asked, resolved, console)
         found += output_rows(shape, batches, asked, resolved, console)
         return found + prefill_rows(shape, prefill, unit_tokens, asked, resolved, console) if prefill else found
@@ -319,12 +324,13 @@ def run_kernel(
     import torch
 
     from bench.rows import GateError, report
+    from gpu.model.spec import ModelError
 
     console = Console(stderr=True)
     warn_if_busy(console)
     try:
         report(measure_rows(torch.device(_resolve(device)), console), json_file, Console())
-    except GateError as error:
+    except (GateError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 

@@ -22,6 +22,7 @@ from transfer.tier import HostTier
 
 GREEDY = SamplingParams(temperature=0.0)
 MIN_STEPS = 4  # measured, however long they take
+READY_S = 120.0  # until tables of all contexts stand, at most
 _WARMUP_STEPS = 4
 
 
@@ -35,8 +36,13 @@ class Batch:
     wait_ms: float  # for queries, on the host
     attend_ms: float
     kept_tokens: int  # that the host has, of all rows, and the device reads: at the end
-    ready_ms: float  # most that a step waited for copies and tables, from the submission of the batch's last to here
+    ready_ms: float  # until copies had landed and tables stood of all rows, from here
     hits: float | None  # query heads that reused attention, of those that looked for a match; None: none looks
+
+    @property
+    def mean_ms(self) -> float:
+        """A step, of a batch's tokens: where rows step in both lanes the median may be of those of fewer rows."""
+        return sum(self.step_ms) / len(self.step_ms)
 
     @property
     def fraction_read(self) -> float:
@@ -52,7 +58,6 @@ class Client:
         self.engine = engine
         self.vocab_size = vocab_size
         self.longest_tokens = longest_tokens
-        self.longest_ready_s = 0.0  # that a step waited for copies to land and tables to stand; reset by who reads it
         self._number = 0
         self._num_drawn = 0  # tokens that belong to the next step
 
@@ -78,10 +83,7 @@ class Client:
 
     def advance(self) -> list[Delta]:
         """A step of the engine. Raises GateError where a request fails in it."""
-        times = self.engine._runner.ask_times
-        before = times.ready_s
         deltas = self.engine.step()
-        self.longest_ready_s = max(self.longest_ready_s, times.ready_s - before)
         for delta in deltas:
             require(delta.error is None, f"request failed: {delta.error}")
         return deltas
@@ -93,6 +95,22 @@ class Client:
             for delta in self.advance():
                 if delta.request_id == request_id and delta.token_ids:
                     return time.perf_counter() - began
+
+    def until_ready(self) -> float:
+        """Seconds until no row is left out of steps because its tables are being built: a 96K prompt's take seconds
+        behind its first token, and steps with fewer rows than there are requests are none of the batch. Raises
+        GateError where that takes longer than READY_S.
+        """
+        began = time.perf_counter()
+        while not self._is_ready():
+            require(time.perf_counter() - began < READY_S, f"tables stand within {READY_S:.0f} s")
+            self.advance()
+        return time.perf_counter() - began
+
+    def _is_ready(self) -> bool:
+        scheduler, runner = self.engine.scheduler, self.engine._runner
+        asks = [scheduler.residence.ask(sequence) for sequence in scheduler.roster.running]
+        return all(ask is None or runner.is_ready(ask) for ask in asks)
 
     def finish(self, request_id: str) -> list[int]:
         """All tokens of a request that has not begun."""
@@ -116,12 +134,12 @@ class Client:
     def steps(self, batch: int, count: int, limit_s: float) -> Batch:
         """Timed steps of `batch` requests: `count`, or those that begin within `limit_s` seconds and MIN_STEPS.
 
-        Steps that warm up come before, so all take `limit_s` and a step, or MIN_STEPS and as many, whichever is more.
+        Tables of all rows stand by then. Steps that warm up come before, so all take `limit_s` and a step, or MIN_STEPS
+        and as many, whichever is more.
         """
-        self._num_drawn = 0
+        ready_ms, self._num_drawn = 1e3 * self.until_ready(), 0
         for _ in range(_WARMUP_STEPS):
             self.step(batch)
-        ready_ms, self.longest_ready_s = 1e3 * self.longest_ready_s, 0.0
         before, reused = self.host_stats(), self.reuse_counts()
         times: list[float] = []
         first = began = time.perf_counter()
@@ -156,6 +174,26 @@ class Client:
             yield
         finally:
             frontier.is_adaptive = was
+
+    @contextmanager
+    def one_in_flight(self) -> Iterator[None]:
+        """Meanwhile, no step is launched before the one before it is collected."""
+        before, self.engine.most_in_flight = self.engine.most_in_flight, 1
+        try:
+            yield
+        finally:
+            self.engine.most_in_flight = before
+
+    @contextmanager
+    def all_cores(self) -> Iterator[None]:
+        """Meanwhile, the host's answers leave no core to the thread that launches."""
+        tier = self.engine._tier
+        assert tier is not None, "cores: of an engine with a host tier"
+        had, tier._has_cores = tier._has_cores, False
+        try:
+            yield
+        finally:
+            tier._has_cores = had
 
     def step(self, batch: int) -> None:
         """As many tokens as a step of `batch` requests draws, one for each, wherever these step. Raises GateError where

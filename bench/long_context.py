@@ -9,10 +9,9 @@ step's time goes comes from a trace of ours alone, after its timed steps (`bench
 On CUDA this process is held to the plan's limit, so a large card shows what a smaller one has room for.
 Nothing is timed before `bench.long_gate` has held what is to be timed against full attention.
 
-Tables are built behind a prefill: a context's first step waits for those that are not built by then, and for the last
-layer's copies. `first_step_ready_ms`, the longest wait of a step from the submission of a batch's last request to its
-timed steps, is what was not hidden; the peer, which has no tables, waits for copies alone. On CUDA a prefill's time
-includes that first step, which is launched before the first token is told.
+Tables are built behind a prefill: steps go without a row whose tables do not stand yet, and are none of the batch, so
+nothing is timed before all stand. `tables_ready_ms`, from a batch's last first token to then, is what was not hidden;
+the peer, which has no tables, waits for copies alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ import psutil
 import torch
 from rich.console import Console
 
+from bench.as_served import interpreter_as_served
 from bench.long_client import GREEDY, Batch, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import Agreement, check_host_path
@@ -44,7 +44,8 @@ _QUESTION_TOKENS = 256  # of the second turn
 class LongContextBenchmark:
     """`context` tokens a prompt, `prompts` of them: further requests repeat them, and share what is down; `batches`
     ascending; `steps` measured at each, or as many as `seconds` have room for and MIN_STEPS at least; `turn` tokens of
-    a first turn, or 0; `trace`: where a Chrome trace goes, or None.
+    a first turn, or 0; `trace`: where a Chrome trace goes, or None. `one_in_flight`: steps are timed again with each
+    collected before the next is launched; `own_prompts`: those of a peer that reads all, too.
     """
 
     context: int
@@ -55,14 +56,19 @@ class LongContextBenchmark:
     profiles: tuple[str, ...]
     turn: int
     trace: Path | None
+    one_in_flight: bool
+    own_prompts: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One profile's numbers. `parts` of a traced step of the largest batch, of the first profile alone."""
+    """One profile's numbers. `parts` of a traced step of the largest batch, of the first profile alone.
+    `one_in_flight`: of batches, milliseconds a step with one step in flight, and behind that with two again.
+    """
 
     first_token_s: list[float]  # of prompts that were computed whole
     batches: dict[int, Batch]
+    one_in_flight: dict[int, tuple[float, float]]
     device_gib: float
     host_gib: float
     process_gib: float
@@ -86,18 +92,20 @@ def run_long_context_benchmark(
         cap_memory(floors.plan.limit_bytes["gpu"], torch.device("cuda"))
     engine, ready = load_engine(deployment, floors.plan, lambda *_: None)
     try:
-        client = Client(engine, ready.vocab_size, ready.profiles)
-        assert deployment.host is not None, "long contexts: a deployment with a host section"
-        rows = deployment.host.rows
-        with client.fixed_residence():
-            gate = check_host_path(client, floors.capacity, rows, profiles, benchmark.batches[-1], console)
-        prompts = [client.prompt(benchmark.context) for _ in range(benchmark.prompts)]
-        served: dict[str, Served] = {}
-        for profile in profiles:
-            console.print(f"profile {profile.name}", highlight=False)
-            own = prompts if not served or profile.is_sampled else prompts[:1]
-            served[profile.name] = _serve(client, own, benchmark, profile, floors, not served, console)
-            yield _rows(benchmark, deployment, served, floors, gate)
+        with interpreter_as_served():
+            client = Client(engine, ready.vocab_size, ready.profiles)
+            assert deployment.host is not None, "long contexts: a deployment with a host section"
+            rows = deployment.host.rows
+            with client.fixed_residence():
+                gate = check_host_path(client, floors.capacity, rows, profiles, benchmark.batches[-1], console)
+            prompts = [client.prompt(benchmark.context) for _ in range(benchmark.prompts)]
+            served: dict[str, Served] = {}
+            for profile in profiles:
+                console.print(f"profile {profile.name}", highlight=False)
+                own = prompts if not served or profile.is_sampled or benchmark.own_prompts else prompts[:1]
+                served[profile.name] = _serve(client, own, benchmark, profile, floors, not served, console)
+                _compare(served, console)
+                yield _rows(benchmark, deployment, served, floors, gate)
     finally:
         engine.shutdown()
 
@@ -125,13 +133,12 @@ def _serve(
     client: Client, prompts: Sequence[list[int]], benchmark: LongContextBenchmark, profile: Profile,
     floors: LongFloors, is_first: bool, console: Console,
 ) -> Served:  # fmt: skip
-    first_token_s, batches = [], {}
+    first_token_s, batches, one_in_flight = [], {}, {}
     running: list[str] = []
     peak_host, parts = 0.0, None
     max_tokens = max(1, min(4096, client.longest_tokens[profile.name] - benchmark.context))
     for batch in benchmark.batches:
         while len(running) < batch:
-            client.longest_ready_s = 0.0
             is_new = len(running) < len(prompts)
             running.append(client.submit(prompts[len(running) % len(prompts)], max_tokens, profile.name, GREEDY))
             seconds = client.until_first_token(running[-1])
@@ -143,6 +150,8 @@ def _serve(
         counted = benchmark.context, batch, batches[batch].rows_read, batches[batch].kept_tokens
         attended = floors.decode_as_attended(profile, *counted)
         _print_batch(console, batch, batches[batch], floors.decode(profile, *counted), attended)
+        if benchmark.one_in_flight:
+            one_in_flight[batch] = _time_one_in_flight(client, batch, benchmark, console)
     if is_first:
         device = torch.device(floors.plan.device)
         parts = trace_steps(lambda: client.step(len(running)), client.seconds, device, benchmark.trace)
@@ -152,17 +161,41 @@ def _serve(
     turns = _take_turns(client, benchmark, profile.name, console) if benchmark.turn and is_first else None
     device_gib = torch.cuda.max_memory_reserved() / GIB if floors.plan.device == "cuda" else 0.0
     process_gib = psutil.Process().memory_info().rss / GIB
-    return Served(first_token_s, batches, device_gib, peak_host, process_gib, turns, parts)
+    return Served(first_token_s, batches, one_in_flight, device_gib, peak_host, process_gib, turns, parts)
+
+
+def _time_one_in_flight(
+    client: Client, batch: int, benchmark: LongContextBenchmark, console: Console
+) -> tuple[float, float]:
+    """Median milliseconds a step where each is collected before the next is launched, so that the device waits for
+    Python between them; and of as many behind these, launched ahead again.
+    """
+    timed = benchmark.steps, benchmark.seconds
+    with client.one_in_flight():
+        one = summarise(client.steps(batch, *timed).step_ms).ms
+    again = summarise(client.steps(batch, *timed).step_ms).ms
+    console.print(f"  batch {batch}, one step in flight: {one:.2f} ms; two again: {again:.2f} ms", highlight=False)
+    return one, again
+
+
+def _compare(served: dict[str, Served], console: Console) -> None:
+    """The last profile's steps with the first one's at the same batch."""
+    (first, ours), (last, theirs) = next(iter(served.items())), list(served.items())[-1]
+    for batch in ours.batches if first != last else ():
+        ms, peer_ms = (summarise(one.batches[batch].step_ms).ms for one in (ours, theirs))
+        console.print(
+            f"  batch {batch}: {first} {ms:.2f} ms, {ms / peer_ms:.3f} of {last}'s {peer_ms:.2f}", highlight=False
+        )
 
 
 def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor, attended: Floor) -> None:
     timing = summarise(measured.step_ms)
     console.print(
-        f"  batch {batch}: {timing.ms:.2f} ms a step ({timing.p10:.2f}-{timing.p90:.2f} in {len(measured.step_ms)}), "
-        f"{measured.fraction_read:.2%} of what heads have down read, {measured.kept_tokens:,} tokens kept on the "
-        f"device, host waits {measured.wait_ms:.2f} ms and attends "
-        f"{measured.attend_ms:.2f}, before the first one {measured.ready_ms:.0f} for tables; floor {floor.ms:.2f} "
-        f"({floor.text}), at the attend kernel's own rate {attended.ms:.2f}"
+        f"  batch {batch}: {timing.ms:.2f} ms a step ({timing.p10:.2f}-{timing.p90:.2f} in {len(measured.step_ms)}, "
+        f"mean {measured.mean_ms:.2f}), {measured.fraction_read:.2%} of what heads have down read, "
+        f"{measured.kept_tokens:,} tokens kept on the device, host waits {measured.wait_ms:.2f} ms and attends "
+        f"{measured.attend_ms:.2f}, tables stood {measured.ready_ms:.0f} ms behind the last prompt; floor "
+        f"{floor.ms:.2f} ({floor.text}), at the attend kernel's own rate {attended.ms:.2f}"
         + ("" if measured.hits is None else f"; {measured.hits:.1%} of heads reuse attention"),
         highlight=False,
         soft_wrap=True,
@@ -210,7 +243,7 @@ def _rows(
                 name=f"decode step, {name}", shape=f"{shape}, batch {batch}, context {benchmark.context:,}",
                 **asdict(timing), floor=floor.text, floor_ms=floor.ms, peer=peer,
                 peer_ms=None if theirs is None else summarise(theirs.batches[batch].step_ms).ms,
-                extras=_extras(ours, measured, batch, timing.ms, attended.ms), **common,
+                extras=_extras(ours, measured, batch, attended.ms), **common,
             )  # fmt: skip
             rows.append(row)
         first, *others = ours.first_token_s
@@ -228,22 +261,25 @@ def _rows(
     return rows
 
 
-def _extras(ours: Served, measured: Batch, batch: int, step_ms: float, attended_ms: float) -> dict[str, Any]:
+def _extras(ours: Served, measured: Batch, batch: int, attended_ms: float) -> dict[str, Any]:
     extras = {
         "steps": len(measured.step_ms),
-        "tokens_per_s": 1e3 * batch / step_ms,
+        "mean_ms": measured.mean_ms,
+        "tokens_per_s": 1e3 * batch / measured.mean_ms,
         "floor_as_attended_ms": attended_ms,
         "fraction_read": measured.fraction_read,
         "rows_read": measured.rows_read,
         "kept_tokens": measured.kept_tokens,
         "host_wait_ms": measured.wait_ms,
         "host_attend_ms": measured.attend_ms,
-        "first_step_ready_ms": measured.ready_ms,
+        "tables_ready_ms": measured.ready_ms,
         "hits": measured.hits,
         "device_gib": ours.device_gib,
         "host_gib": ours.host_gib,
         "process_gib": ours.process_gib,
     }
+    if batch in ours.one_in_flight:
+        extras["one_in_flight_ms"], extras["two_in_flight_again_ms"] = ours.one_in_flight[batch]
     is_traced = ours.parts is not None and batch == max(ours.batches)
     return extras | {"traced_step": ours.parts} if is_traced else extras
 

@@ -39,6 +39,7 @@ def engine(
         Literal["fp8", "int8", "int4", "Q8_0", "Q4_0", "Q4_K", "Q6_K"] | None,
         typer.Option(help="rounded to this at load; GGUF's kinds: of random weights"),
     ] = None,
+    products: Annotated[Literal["own", "humming"], typer.Option(help="as `model.products`")] = "own",
     prompts: Annotated[str | None, typer.Option(help="tokens of prompts that are timed, too, with commas")] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="of a prefill unit of these prompts")] = 2048,
     http: Annotated[Path | None, typer.Option(metavar="CONFIG", help="instead: serve CONFIG, stream over HTTP")] = None,
@@ -51,6 +52,7 @@ def engine(
     from bench.engine import EngineBenchmark, run_engine_benchmark
     from bench.rows import GateError, report
     from gpu.load import DTYPES
+    from gpu.model.spec import ModelError
     from transfer.machine import count_physical_cores
 
     console = Console()
@@ -85,10 +87,11 @@ def engine(
                 weights=weights,
                 prompts=() if prompts is None else parse_batches(prompts),
                 chunk_tokens=chunk_tokens,
+                products=products,
             )
             rows += run_engine_benchmark(benchmark, console)
         report(rows, json_file, console)
-    except GateError as error:
+    except (GateError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 

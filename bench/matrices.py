@@ -5,6 +5,7 @@ holds, multiplied one after another in a CUDA graph. A product is compared with 
 before anything is timed. Floor: the bytes that are held over the rate of reading, or FLOPs over that of products,
 whichever takes longer. Peer: the same four products by the vendor's library in bf16; beside it, where torch has them,
 its own products of int4 and FP8. Prefill: a prompt's products, for which a matrix of few bits is widened once a layer.
+Kinds that begin with `humming-` are multiplied by that library, our norms and activations around it.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from gpu.kernels.packed_linear import widen
 from gpu.model.architecture import named_shape
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
+from gpu.model.humming_formats import multiplied
+from gpu.model.humming_matrix import UNPACKED_COLUMNS, prepare
 from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded
 from gpu.model.projections import Projections
@@ -29,9 +32,11 @@ from gpu.model.spec import Architecture
 from gpu.model.weights import LayerWeights, Weights, random_weights
 
 KINDS = ("bfloat16", "fp8", "int8", "int4", "Q8_0", "Q6_K", "Q4_0", "Q4_K")
+LIBRARY_KINDS = ("humming-fp8", "humming-int8", "humming-int4")
 COLD_BYTES = 512 * 2**20  # several times the L2 of an H200
 MOST_ERROR = 1.5e-2  # of a product behind a norm, against float64
 SEED, WARMUPS, REPEATS = 1, 3, 20
+GATED = 1, 5  # tokens of products that are compared before any is timed
 PREFILL_LAYERS, PREFILL_REPEATS = 2, 5
 INT4_GROUP, INNER_TILES = 128, 8  # of torch's own int4
 
@@ -44,6 +49,7 @@ def matrix_rows(
     plain, rows = _draw(shape_name, "bfloat16", device), []
     for kind in kinds:
         shape, weights = plain if kind == "bfloat16" else _draw(shape_name, kind, device)
+        prepare(weights.matrices, {*GATED, UNPACKED_COLUMNS, *batches}, lambda fraction: None)
         layer_bytes = sum(as_matrix(matrix).nbytes for matrix in _matrices(weights.layers[0]))
         _check(shape, weights)
         for batch in batches:
@@ -78,6 +84,8 @@ def prefill_rows(
     rows = []
     for kind in kinds:
         shape, weights = plain if kind == "bfloat16" else _draw(shape_name, kind, device)
+        counts = {*GATED, UNPACKED_COLUMNS, min(tokens, unit_tokens), tokens % unit_tokens or 1}
+        prepare(weights.matrices, counts, lambda fraction: None)
         _check(shape, weights)
         packed = [one for one in _matrices(weights.layers[0]) if isinstance(one, Packed)]
         wide_bytes = sum(one.rows * one.inner * one.dtype.itemsize for one in packed)
@@ -126,14 +134,17 @@ def _prompt(
 def _draw(shape_name: str, kind: str, device: torch.device) -> tuple[Architecture, Weights]:
     """As many layers as no cache holds, and a vocabulary that does not matter."""
     shape = replace(named_shape(shape_name), num_layers=1, vocab_size=1024, tied_embeddings=True)
-    bits = {"bfloat16": 16, "int4": 4, "Q4_0": 4, "Q4_K": 4}.get(kind, 8)
+    bits = {"bfloat16": 16, "int4": 4, "humming-int4": 4, "Q4_0": 4, "Q4_K": 4}.get(kind, 8)
     layers = 1 + COLD_BYTES * 8 // (bits * shape.num_layer_weights) if device.type == "cuda" else 1
     shape = stored_in(replace(shape, num_layers=layers), kind)
     return shape, random_weights(shape, SEED, torch.bfloat16, device, lambda _: None)
 
 
 def stored_in(shape: Architecture, kind: str) -> Architecture:
-    """With matrices of a kind of KINDS."""
+    """With matrices of a kind of KINDS or LIBRARY_KINDS."""
+    if kind in LIBRARY_KINDS:
+        products, rounded_to = kind.split("-")
+        return multiplied(rounded(shape, rounded_to, "--kinds"), products, "--kinds")
     return stored_as(shape, kind) if kind in BLOCK_KINDS else rounded(shape, kind, "--kinds")
 
 
@@ -143,7 +154,7 @@ def _matrices(layer: LayerWeights) -> tuple:
 
 def _check(shape: Architecture, weights: Weights) -> None:
     """The product behind the norm of a layer, of one token and of several."""
-    for tokens in (1, 5):
+    for tokens in GATED:
         x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, device=weights.embedding.device)
         got = Projections(weights, shape).qkv(0, x).double()
         wide = x.double() * (x.double().square().mean(-1, keepdim=True) + shape.rms_norm_eps).rsqrt()

@@ -8,8 +8,8 @@ the layers that follow; `demand`: likewise chosen, but fetched where a layer nee
 blocks are chosen by this layer's query and the mean keys of blocks, and fetched beside the rest of this layer, without
 histories and looks, which that needs none of; `refetch`: likewise, and all of the budget comes anew, as published
 systems do. Contexts share their rows in host memory, which a link does not notice. Nothing else in a step differs from
-what serves, but that forcing or replaying a choice takes a dozen small kernels a layer, in `predict` as well. On the
-CPU device steps run eagerly, which tells that a command works and no times.
+what serves, but that forcing or replaying a choice takes two small kernels a layer, in `predict` as well. On the CPU
+device steps run eagerly, which tells that a command works and no times.
 """
 
 import time
@@ -213,7 +213,7 @@ def measure(
     side, device = bench.side, contexts.device
     run_blocks = contexts.run_tokens // BLOCK_TOKENS
     ways, block_bytes = Ways(side, run_blocks), 2 * 2 * BLOCK_TOKENS * contexts.shape.dim
-    forced = Forced(device)
+    forced = Forced(len(side._layers), device)
     sources: list[tuple[Wanted, Sequence[float | str]]] = [(forced, turnovers)]
     if selections is not None:
         layers, slots = len(side._layers), side.blocks.ids.shape[2]

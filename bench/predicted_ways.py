@@ -12,13 +12,20 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from gpu.kernels.arguments import runs_on_triton
 from gpu.methods.device_side import LayerReads
 from gpu.methods.predicted.blocks import Blocks
 from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.device import Choice, Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
+from transfer.tier_shape import WORD_BITS
+
+_WORD = tl.constexpr(WORD_BITS)
+TILE = 1024
 
 Way = Literal["read", "predict", "across", "refetch", "layer", "demand"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -141,6 +148,34 @@ def force(layer: Blocks, turnover: float | Tensor) -> Tensor:
     return scores.scatter_add_(1, there, torch.where(layer.ids >= 0, held, 0.0))
 
 
+@triton.jit
+def _force_kernel(scores, bits, share, seeds, place, blocks, words, TILE: tl.constexpr):
+    """As `force`: of a tile of one place's blocks, by bits for ids."""
+    own, block = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
+    seed = tl.load(seeds + place) * 1024 + place
+    drawn, is_leaving, _, _ = tl.rand4x(seed, own * blocks + block)
+    held = tl.load(bits + own * words + block // _WORD, mask=block < blocks, other=0) >> (block % _WORD)
+    stays = tl.where(is_leaving >= tl.load(share), 2.0, -2.0)
+    tl.store(scores + own * blocks + block, drawn + tl.where((held & 1) != 0, stays, 0.0), mask=block < blocks)
+
+
+@triton.jit
+def _replay_kernel(
+    scores, chosen, counts, place, layer, blocks, slots, steps, layers, heads,
+    KV_HEADS: tl.constexpr, OFFSET: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of one place: 1 for what is replayed, else 0."""
+    own, slot = tl.program_id(0), tl.arange(0, SLOTS)
+    for begin in range(0, blocks, TILE):
+        block = begin + tl.arange(0, TILE)
+        tl.store(scores + own * blocks + block, tl.zeros([TILE], tl.float32), mask=block < blocks)
+    tl.debug_barrier()  # what follows writes over some of it
+    step = (tl.load(counts + place) + OFFSET * (own // KV_HEADS)) % steps
+    at = ((step * layers + layer) * heads + own % KV_HEADS % heads) * slots + slot
+    wanted = tl.load(chosen + at, mask=slot < slots, other=-1)
+    tl.store(scores + own * blocks + wanted, tl.full([SLOTS], 1.0, tl.float32), mask=wanted >= 0)
+
+
 def _replace(side: Predicted, layer: Blocks, choice: Choice, counts: Tensor) -> Tensor:
     scores = side._score(layer, choice)
     return choose_blocks(scores, choice.limits, layer.ids, layer.bits, choice.is_in, counts)
@@ -156,11 +191,19 @@ class Forced:
     captured one serves all.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, layers: int, device: torch.device) -> None:
         self.share = torch.zeros((), device=device)
+        self._seeds = torch.zeros(layers, dtype=torch.int64, device=device)  # of a layer's next draw
 
     def __call__(self, layer: Blocks, place: int) -> Tensor:
-        return force(layer, self.share)
+        if not runs_on_triton(layer.bits):
+            return force(layer, self.share)
+        self._seeds[place].add_(1)  # on the device: a captured step goes on
+        (places, blocks), scores = layer.interior.shape, torch.empty_like(layer.interior)
+        _force_kernel[(triton.cdiv(blocks, TILE), places)](
+            scores, layer.bits, self.share, self._seeds, place, blocks, layer.bits.shape[1], TILE=TILE, num_warps=4
+        )
+        return scores
 
 
 class Replayed:
@@ -188,7 +231,15 @@ class Replayed:
     def __call__(self, layer: Blocks, place: int) -> Tensor:
         self._steps[place].add_(1)  # on the device: a captured step goes on
         places, blocks = layer.interior.shape
-        steps, layers, heads, _ = self._chosen.shape
+        steps, layers, heads, slots = self._chosen.shape
+        if runs_on_triton(layer.bits):
+            scores = torch.empty_like(layer.interior)
+            _replay_kernel[(places,)](
+                scores, self._chosen, self._steps, place, place % layers, blocks, slots, steps, layers, heads,
+                KV_HEADS=self._kv_heads, OFFSET=RING_OFFSET, SLOTS=triton.next_power_of_2(slots), TILE=TILE,
+                num_warps=4,
+            )  # fmt: skip
+            return scores
         at = torch.arange(places, device=layer.ids.device)
         step = (self._steps[place] + RING_OFFSET * (at // self._kv_heads)) % steps
         wanted = self._chosen[step, place % layers, at % self._kv_heads % heads]  # [places, slots]

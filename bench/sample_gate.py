@@ -69,6 +69,9 @@ class WatchedTier:
     def attention(self, asks: Sequence[Ask]) -> "WatchedAttention":
         return WatchedAttention(self.tier.attention(asks), self, asks)
 
+    def leave_core(self, leaves: bool) -> None:
+        self.tier.leave_core(leaves)
+
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         """Ask by ask: the device waits for each answer before it puts the next."""
         last, before = len(self.tier.shape.layers) - 1, self.tier.stats().attention

@@ -18,7 +18,7 @@ LANES = (COMPUTE, EXCHANGE, HOST, PREDICTION, FETCH, COPY)
 """From the top of the page."""
 _PARTS = {
     FETCH: ("_fetch_kernel", "_look_kernel"),
-    PREDICTION: ("_predict_kernel", "_choose_blocks_kernel"),
+    PREDICTION: ("_predict_kernel", "_choose_blocks_kernel", "_force_kernel", "_replay_kernel"),
     EXCHANGE: ("_pack_kernel", *WAITS),
     COPY: COPIES,
 }

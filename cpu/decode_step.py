@@ -129,7 +129,7 @@ def _cut(context: Context | None, tokens: int) -> _Cut:
 
 class Attend:
     """The compiled attention for queries of one dtype, with its threads, the gate that it shuts, and the counts; and
-    what is lent of what it reads.
+    what is lent of what it reads. leaves_core: to the thread that launches (`transfer.tier.HostTier.leave_core`).
     """
 
     def __init__(
@@ -138,12 +138,15 @@ class Attend:
         """audits: of answers whose errors are estimated, or None."""
         self.kernel, self.builder, self.counts, self.audits = kernel, builder, counts, audits
         self.loans = Loans()
+        self.leaves_core = False
         self._num_threads = num_threads
 
     @property
     def num_threads(self) -> int:
-        """Of the next answers: all but the one whose core the builder has, while that has something to do."""
-        return self._num_threads - self.builder.is_busy
+        """Of the next answers: all but the one whose core the builder has, while that has something to do, and the one
+        whose core is left to launches. All threads of an ask wait for the one whose core another thread has taken.
+        """
+        return self._num_threads - self.builder.is_busy - self.leaves_core
 
 
 class StepAttention:

@@ -18,6 +18,7 @@ from transfer.host_memory import TAIL_TOKENS, split_tokens, without_tables
 from transfer.tier import HostMemoryError, LayerRows, TierShape
 
 PREPARE_TOKENS = TAIL_TOKENS // 4  # with so little room left, memory for the next tail is made ready
+MOST_PREPARED = 8  # tails: of contexts that are kept and grow no more there may be many
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Growth:
         self.merges = self.merges_dropped = 0
 
     def reserve(self, context: Context, num_tokens: int, others: Sequence[Context]) -> list[SegmentReservation]:
-        """Room for so many tokens more. `others`: contexts whose merges may go where memory is short.
+        """Room for so many tokens more. `others`: contexts whose merges may go where memory is short, and for whose
+        next tails memory is made ready beside this one's: several may be due before the next reservation in bulk.
 
         Raises HostMemoryError, and then nothing has changed.
         """
@@ -88,8 +90,9 @@ class Growth:
             has_centre = not is_bulk and continued is not None
             reservations.append(self._append(context, context.pieces[-1], tokens, begin, has_centre))
         context.touch()
-        if context.pieces[-1].segment.room <= PREPARE_TOKENS:
-            self._store.prepare(shape, TAIL_TOKENS)
+        if _is_nearly_full(context):
+            alike = [one for one in others if one is not context and one.is_sampled == context.is_sampled]
+            self._store.prepare(shape, TAIL_TOKENS, min(1 + sum(map(_is_nearly_full, alike)), MOST_PREPARED))
         return reservations
 
     def drop_merge(self, context: Context) -> None:
@@ -218,3 +221,8 @@ class Growth:
     def _wait_for_memory(self, segment: Segment) -> None:
         for layer in range(len(self._shape.layers)):
             segment.wait_for_memory(layer)
+
+
+def _is_nearly_full(context: Context) -> bool:
+    """Whether its next tail comes soon, if it grows."""
+    return bool(context.pieces) and context.pieces[-1].segment.room <= PREPARE_TOKENS

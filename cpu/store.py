@@ -71,9 +71,9 @@ class SegmentStore:
             self._segments = [*self._alive(), *segments]
         return segments
 
-    def prepare(self, shape: TierShape, capacity: int) -> None:
-        """Have memory for a segment ready, whoever asks for one first, as far as there is room."""
-        self._pool.prepare([lay_out_layer(shape, capacity).num_bytes] * len(shape.layers))
+    def prepare(self, shape: TierShape, capacity: int, count: int) -> None:
+        """Have memory for so many segments ready, whoever asks for them first, as far as there is room."""
+        self._pool.prepare([lay_out_layer(shape, capacity).num_bytes] * (count * len(shape.layers)))
 
     def wait_for_doomed(self) -> None:
         """Until segments that nobody wants have given their memory back: copies that are under way have landed, and

@@ -35,7 +35,7 @@ from transfer.tier import (
 
 MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
 BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
-OWN_CORE_THREADS = 8  # of attention: where there are so many, one core is left to what is built while decode has no gap
+OWN_CORE_THREADS = 8  # of attention: where there are so many, one core is left to what is built, and one to launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ class CpuTier:
         audits = None if errors is None else Audits(errors, len(shape.layers), shape.num_heads)
         self._errors = ErrorCounts() if audits is None else audits.counts
         self._pool = SlabPool(limit_bytes, "host.memory_limit_gib", source, min(MAX_MAPPING_THREADS, num_threads))
-        self._builder = Builder(max(1, num_threads // BUILDER_SHARE), has_own_core=num_threads >= OWN_CORE_THREADS)
+        self._has_cores = num_threads >= OWN_CORE_THREADS
+        self._builder = Builder(max(1, num_threads // BUILDER_SHARE), has_own_core=self._has_cores)
         self._store = SegmentStore(self._pool, self._builder)
         self._growth = Growth(shape, self._store, is_adaptive)
         self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts(), audits)
@@ -178,6 +179,10 @@ class CpuTier:
                     self._wait_for(context, tokens)
             found = self._tables.make(batch)
         return StepAttention(*found, self._attend, [context for context, _ in batch])
+
+    def leave_core(self, leaves: bool) -> None:
+        """Where there are `OWN_CORE_THREADS`."""
+        self._attend.leaves_core = leaves and self._has_cores
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         """All asks of a step whose device goes on by itself. Raises ExchangeError if the device does not ask."""

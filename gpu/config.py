@@ -28,6 +28,12 @@ class ModelConfig(Settings):
         description="matrices of a plain checkpoint are rounded to this as they are loaded, and stay so on a GPU; "
         "bfloat16: as they are. A checkpoint that is quantised is served as it is, and wants no word here",
     )
+    products: Literal["own", "humming"] = Field(
+        "own",
+        description="by whom matrices of few bits are multiplied on a GPU: kernels of our own, or the library "
+        "humming-kernels (the extra `humming`), as far as it has them; the log names the others. Its kernels are "
+        "compiled at the first start and kept in the user's cache folder",
+    )
     rope: dict[str, int | float | bool | str | list[float]] | None = Field(
         None,
         description="in place of `rope_scaling` in config.json, with its keys, and beside them `rope_theta` and "

@@ -42,6 +42,11 @@ class LaneStreams:
             yield
         self._ends[lane] = stream.record_event()
 
+    def is_busy(self, lane: Lane) -> bool:
+        """Whether the device has not passed what the lane was given so far."""
+        end = self._ends.get(lane)
+        return end is not None and not end.query()
+
     def stream(self, lane: Lane) -> torch.cuda.Stream | None:
         return self._streams.get(lane)
 

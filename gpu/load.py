@@ -14,6 +14,8 @@ from gpu.kernels.paged_decode_attention import DECODED_DIMS
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture, ModelError, read_architecture, shape_with_rope
 from gpu.model.checkpoint import load_weights
+from gpu.model.humming_formats import multiplied
+from gpu.model.humming_matrix import prepare, require_products
 from gpu.model.matrix_formats import rounded
 from gpu.model.weights import random_weights
 from gpu.profiles import ProfilePart
@@ -35,7 +37,7 @@ def load_architecture(model: ModelConfig) -> Architecture:
     else:
         assert model.random_weights is not None
         shape = shape_with_rope(model.random_weights, model.rope)
-    return rounded(shape, model.weights, "model.weights")
+    return multiplied(rounded(shape, model.weights, "model.weights"), model.products, "model.products")
 
 
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
@@ -45,7 +47,8 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
                 sink_tokens: int = 0, library: ChunkLibrary | None = None,
                 num_windows: int = 0, window_pages: int = 1, experts_on_card: int | None = None,
                 open_experts: OpenExperts | None = None, computed_rows: int = 0) -> Runner:  # fmt: skip
-    """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "kernels" and "graphs".
+    """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "products" (of a library,
+    whose kernels are compiled), "kernels" and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
     tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
@@ -62,6 +65,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
     if device.type == "cuda" and architecture.dim not in DECODED_DIMS:
         served = ", ".join(map(str, DECODED_DIMS))
         raise ModelError(f"model: {architecture.name} has heads of {architecture.dim}; on a GPU served: {served}")
+    require_products(model.products, device.type, _resolve_dtype(gpu, device))
     context = max_context_tokens or architecture.max_context_tokens
     if context > architecture.max_context_tokens:
         raise ModelError(
@@ -77,6 +81,8 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
             weights = load_weights(model.path, architecture, dtype, device, weights_progress, experts_on_card)
         else:
             weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress, experts_on_card)
+        most_tokens = max(chunk_tokens, max_running)
+        prepare(weights.matrices, range(1, most_tokens + 1), lambda fraction: on_progress("products", fraction))
         runner = Runner(
             architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens,
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,

@@ -307,6 +307,8 @@ class Runner:
         behind its answers. One with masked slots has everything but its draws, which `draw` adds before anything else
         is launched in its lane, and before any plan that is fenced or releases slots.
         """
+        if plan.lane is Lane.HOST and self._offload is not None:
+            self._offload.tier.leave_core(self._lanes.is_busy(Lane.DEVICE))
         with self._lanes.enter(plan.lane, plan.is_fenced):
             return self._launch(plan)
 

@@ -41,7 +41,7 @@ from transfer.tier_shape import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
 
-_MOST_IN_FLIGHT = 2  # steps of a lane
+MOST_IN_FLIGHT = 2  # steps of a lane
 _LOOK_SECONDS = 1e-4  # between two looks at what may be over, where there are two lanes ...
 _PATIENCE_SECONDS = 30.0  # longer than the host's answers are waited for
 _NO_STORE = "this engine stores no keys and values of documents; it computes them with each prompt"
@@ -49,12 +49,15 @@ _LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwh
 
 
 class Engine:
-    """Drives one runner. Not thread-safe: one thread submits, cancels and steps."""
+    """Drives one runner. Not thread-safe: one thread submits, cancels and steps. `most_in_flight`: steps of a lane; a
+    benchmark changes it, with nothing under way: by 1 the device waits for Python between two steps.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, tier: CpuTier | None, is_pipelined: bool) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._tier = tier
+        self.most_in_flight = MOST_IN_FLIGHT
         self._is_pipelined = is_pipelined
         self._in_flight: list[
             tuple[StepPlan, InFlight, float]
@@ -111,7 +114,7 @@ class Engine:
         """Launch each lane's next step if there is one, and report a finished one if there is one."""
         began = time.perf_counter()
         plans = [plan for lane in self.scheduler.lanes if (plan := self._launch(lane)) is not None]
-        most = _MOST_IN_FLIGHT - 1 if self._is_pipelined else 0
+        most = self.most_in_flight - 1 if self._is_pipelined else 0
         if not plans or any(self._num_in_flight(plan.lane) > most for plan in plans):
             self._told += self._collect(self._next_over())
             for lane in list(self._undrawn):
@@ -243,7 +246,7 @@ class Engine:
 
     def _launch(self, lane: Lane) -> StepPlan | None:
         """A lane's next step, if it may have one and there is one."""
-        if self._num_in_flight(lane) == _MOST_IN_FLIGHT or lane in self._undrawn:
+        if self._num_in_flight(lane) >= self.most_in_flight or lane in self._undrawn:
             return None
         plan = self.scheduler.schedule(self._runner.is_ready, lane)
         if plan.is_empty:

@@ -51,7 +51,7 @@ _LOADING_STEP = 0.1
 _PARENT_SECONDS = 1.0
 # After so long a thread gives the interpreter to another that waits for it: the one that answers decode steps needs it
 # between two of them, and the device leaves it about a millisecond.
-_HANDOVER_SECONDS = 0.0005
+HANDOVER_SECONDS = 0.0005
 
 
 class Loop:
@@ -110,7 +110,7 @@ class Loop:
 
 def main(requests: str, replies: str, parent_id: str) -> int:
     threading.Thread(target=_end_with_parent, args=(int(parent_id), [requests, replies]), daemon=True).start()
-    sys.setswitchinterval(_HANDOVER_SECONDS)
+    sys.setswitchinterval(HANDOVER_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
     connection = Connection(requests, replies)
     pulse = PulseThread(replies)

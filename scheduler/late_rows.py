@@ -9,7 +9,7 @@ from collections.abc import Callable
 from gpu.step import HostAsk
 from scheduler.sequence import Sequence
 
-MOST_STEPS = 256  # of decode: some seconds, and tables of the longest contexts stand long before
+MOST_STEPS = 2048  # of decode: tables of a 96K context take 7 s of one core beside streams, and who waits stalls all
 
 IsReady = Callable[[HostAsk], bool]
 Row = tuple[Sequence, HostAsk | None]

@@ -19,6 +19,7 @@ from gpu.model.architecture import (
     read_architecture,
     shape_with_rope,
 )
+from gpu.model.humming_formats import describe_own, multiplied
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
 from scheduler.expert_choice import Way, captured_rows
@@ -43,7 +44,9 @@ def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]
     Raises ModelError for a folder that is missing without `model.shape`, or broken, or of another shape than it says.
     """
     shape, notes = _find_shape(model)
-    return rounded(shape, model.weights, "model.weights"), notes
+    shape = multiplied(rounded(shape, model.weights, "model.weights"), model.products, "model.products")
+    own = describe_own(shape) if model.products == "humming" else ""
+    return shape, (*notes, f"model.products: humming, but for {own}") if own else notes
 
 
 def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:

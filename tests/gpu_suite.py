@@ -30,6 +30,7 @@ END_SECONDS = 20  # an interrupted pytest stops its fixtures' servers
 # Patterns of the files with tests marked `gpu`, about equal in time.
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (
+        "tests/gpu/test_humming.py",
         "tests/gpu/test_kernels_*.py",
         "tests/gpu/test_momo.py",
         "tests/gpu/test_sampler*.py",

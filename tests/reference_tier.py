@@ -146,6 +146,9 @@ class ReferenceTier:
                 assert ask.num_tokens <= self.num_tokens(ask.context_id), "reference tier: more asked than there is"
         return ReferenceAttention(self, list(asks))
 
+    def leave_core(self, leaves: bool) -> None:
+        """It attends by one thread."""
+
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         began = time.perf_counter()
         for layer in range(len(self.shape.layers)):

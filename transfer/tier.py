@@ -184,6 +184,11 @@ class HostTier(Protocol):
         Raises ContextLostError for the first context whose rows cannot come.
         """
 
+    def leave_core(self, leaves: bool) -> None:
+        """Whether answers that begin from now on leave a core to the thread that launches: it has other steps to launch
+        beside them.
+        """
+
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         """All asks of a step whose device goes from one to the next by itself: each layer's of every part, in turns. A
         slot's ask under way is its first, and afterwards its last. Raises ExchangeError if the device does not ask.

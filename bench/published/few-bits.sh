@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Matrices of 4 and 8 bits and 8-bit keys and values, beside bf16: a layer, attention, whole steps, whole prompts, and what
 # 8-bit rows and rounded weights cost in answers. `few-bits.sh FOLDER PART...` runs some parts alone; `cpu` before them: at
-# small sizes on the CPU device, to see that all of it runs.
+# small sizes on the CPU device, to see that all of it runs. `library` is asked for by name: it wants the extra `humming`.
 set -uo pipefail
 OUT=${1:-build/published}
 mkdir -p "$OUT"
@@ -25,6 +25,16 @@ YAML
     tandem eval tasks --model deploy/models/reference --config "$OUT/$1.yaml" --method profile:exact --lengths $tokens --samples $samples \
         --tasks $tasks --device $device --seconds "${SECONDS_LEFT:-240}" --resume "$OUT/$1" --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1 &
 }
+prompt_of() { # weights products
+    local name=prompt-$1$([ $2 = own ] || echo -$2)
+    cat > "$OUT/$name.yaml" <<YAML
+model: {random_weights: $shape, weights: $1, products: $2, tokenizer: "$PWD/deploy/models/reference"}
+gpu: {device: $device, $memory, dtype: bfloat16, graph_batch_sizes: [1]}
+host: {memory_limit_gib: 1, resident_tokens: $((prompt + 256))}
+scheduler: {max_running: 1, max_context_tokens: $((prompt + 256)), default_profile: exact, prefill: {chunk_tokens: $chunk}}
+YAML
+    tandem bench prefill "$OUT/$name.yaml" --lengths $prompt --profiles exact --turn 0 --no-trace --no-peer --json "$OUT/$name.json"
+}
 for part in "${parts[@]}"; do
     echo "== $part"
     case $part in
@@ -38,19 +48,23 @@ for part in "${parts[@]}"; do
                 --device $device --dtype bfloat16 --json "$OUT/engine-${kind:-bf16}.json"
         done ;;
     prompt) # Aim: int4 within 1.15 of bf16's time.  50 s each
-        for kind in bfloat16 int4 fp8; do
-            cat > "$OUT/prompt-$kind.yaml" <<YAML
-model: {random_weights: $shape, weights: $kind, tokenizer: "$PWD/deploy/models/reference"}
-gpu: {device: $device, $memory, dtype: bfloat16, graph_batch_sizes: [1]}
-host: {memory_limit_gib: 1, resident_tokens: $((prompt + 256))}
-scheduler: {max_running: 1, max_context_tokens: $((prompt + 256)), default_profile: exact, prefill: {chunk_tokens: $chunk}}
-YAML
-            tandem bench prefill "$OUT/prompt-$kind.yaml" --lengths $prompt --profiles exact --turn 0 --no-trace --no-peer --json "$OUT/prompt-$kind.json"
-        done ;;
+        for kind in bfloat16 int4 fp8; do prompt_of $kind own; done ;;
+    # The same by humming-kernels beside our own, which it is to beat: a layer, whole steps (twice, with an empty folder of
+    # kernels first: what a first start costs), a prompt.  300 s the first time, most of it compiling
+    library)
+        tandem bench kernel weights --kinds bfloat16,int4,humming-int4,fp8,humming-fp8 "${layer[@]}" --prefill 2048 --unit-tokens 2048 \
+            --json "$OUT/matrices-library.json"
+        export XDG_CACHE_HOME; XDG_CACHE_HOME=$(realpath "$OUT")/library-cache
+        for kind in int4 fp8 int4; do
+            tandem bench engine --random-weights $shape --weights $kind --products humming --batch $batches,64 --steps $steps --rounds $rounds \
+                --device $device --dtype bfloat16 --json "$OUT/engine-library-$kind.json"
+        done
+        for kind in int4 fp8; do prompt_of $kind humming; done
+        unset XDG_CACHE_HOME ;;
     # Side by side; pairs of equal prompts are compared: 9 tasks of 400 are 3,600 of them. Aim: 0.3 points.  170 s
     rows) for kv in auto int8 fp8; do answers "kv-$kv" bfloat16 $kv; done && wait && tail -qn 3 "$OUT"/kv-*.txt ;;
     # Rounded at load. Aims: int4 1 point, FP8 0.3.  170 s
     weights) for kind in bfloat16 int4 fp8; do answers "weights-$kind" $kind auto; done && wait && tail -qn 3 "$OUT"/weights-*.txt ;;
-    *) echo "few-bits.sh: part $part; wanted some of layer kv steps prompt rows weights, or cpu before them" >&2 && exit 2 ;;
+    *) echo "few-bits.sh: part $part; wanted some of layer kv steps prompt rows weights library, or cpu before them" >&2 && exit 2 ;;
     esac
 done

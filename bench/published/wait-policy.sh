@@ -15,7 +15,8 @@ host: {$host, residency: fixed}
 scheduler: {max_running: 1, max_context_tokens: $((context + 2048)), default_profile: sampled}
 YAML
 for ((round = 0; round < ${ROUNDS:-1}; round++)); do for policy in "" PASSIVE ACTIVE; do
+    name=$OUT/wait-${policy:-unset}-$round
     ${policy:+env OMP_WAIT_POLICY=$policy} tandem bench long "$OUT/wait.yaml" --context "$context" --batch 1 --profiles sampled --turn 0 --steps $steps \
-        --seconds 3 --json "$OUT/wait-${policy:-unset}.json" > "$OUT/wait-${policy:-unset}.txt" 2>&1
-    echo "${policy:-unset}: $(grep -E '^ *batch 1:' "$OUT/wait-${policy:-unset}.txt" || tail -n 2 "$OUT/wait-${policy:-unset}.txt")"
+        --seconds 3 --json "$name.json" > "$name.txt" 2>&1
+    echo "${policy:-unset}: $(grep -E '^ *batch 1:' "$name.txt" || tail -n 2 "$name.txt")"
 done; done

@@ -13,6 +13,7 @@ from gpu.memory.expert_shares import ExpertShares, most_experts, why_not_compute
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture, LayerSpec
+from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
 from transfer.chunks.format import ChunkShape
@@ -281,6 +282,7 @@ class Demand:
         num_bytes, note = weight_bytes(shape, self.dtype_bytes, is_packed), f"{shape.num_weights / 1e9:.2f} billion"
         if shape.quantisation is not None:
             note += f", {describe_formats(shape)}" + ("" if is_packed else f", unpacked: {self.unpacked}")
+            note += ", multiplied by humming" if shape.quantisation.humming else ""
         if self.expert_shares.host_bytes:
             num_bytes -= self.expert_shares.host_bytes
             note += f", but for {self.expert_shares.on_host} experts of each layer"
@@ -325,11 +327,13 @@ class Demand:
         """Of matrices of few bits, for prefill and, on a GPU by themselves, for larger batches than their own products
         take.
         """
+        laid_out_bytes = laying_out_bytes(self.shape)
+        laid_out = (self.item("laying out", laid_out_bytes, "a matrix as it is loaded"),) if laid_out_bytes else ()
         num_bytes = widened_bytes(self.shape, self.dtype_bytes)
         if not num_bytes or self.unpacked is not None:
-            return ()
+            return laid_out
         count = 1 + self.num_lanes * (self.device == "cuda" and self.max_running > MOST_PACKED_TOKENS)
-        return (self.item("widened matrices", count * num_bytes, "of a layer, for prefill"),)
+        return (self.item("widened matrices", count * num_bytes, "of a layer, for prefill"), *laid_out)
 
     def _method_states(self) -> tuple[MemoryItem, ...]:
         """Of methods that keep a state for what runs; any of the sequences that run may be of any profile. Rings whose

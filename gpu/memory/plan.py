@@ -37,6 +37,7 @@ from gpu.memory.refusals import check_asked, check_fixed, check_pages, check_pin
 from gpu.methods.kept import Kept
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
+from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
 from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
@@ -127,6 +128,10 @@ def plan_memory(
     """
     device = resolve_device(gpu, machine)
     dtype = resolve_dtype(gpu, device)
+    if architecture.quantisation is not None and architecture.quantisation.humming:
+        reason = why_not_here(device, dtype)
+        if reason is not None:
+            raise PlanError(reason)
     kv = resolve_kv(gpu, dtype, architecture)
     tier = None
     if host is not None and kept is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
-from gpu.kernels.packed import Packed
+from gpu.kernels.packed import Packed, Stored
 from gpu.kernels.packed_linear import (
     Widen,
     packed_linear,
@@ -110,6 +110,13 @@ class PackedMatrix:
         return unpack(self.packed)
 
 
-def as_matrix(stored: Tensor | Packed, widened: Widen = widen) -> Matrix:
-    """What multiplies by weights as they lie there. widened: what widens packed ones for prefill."""
-    return PackedMatrix(stored, widened) if isinstance(stored, Packed) else PlainMatrix(stored)
+def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen) -> Matrix:
+    """What multiplies by weights as they lie there: by itself, if it does. widened: what widens packed ones for
+    prefill.
+    """
+    if isinstance(held, Packed):
+        return PackedMatrix(held, widened)
+    return PlainMatrix(held) if isinstance(held, Tensor) else held
+
+
+Held = Stored | Matrix  # a matrix in its place

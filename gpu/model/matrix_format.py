@@ -18,6 +18,9 @@ MOST_PACKED_TOKENS = 128  # that are multiplied by a matrix as it is stored; for
 MOST_MULTIPLIED_TOKENS = {2: 64, 4: 256}
 MULTIPLIED_COLUMNS = 32  # a row that the CPU multiplies as it is stored is of whole runs of so many
 MULTIPLIED_GROUP = 16  # columns; and groups, where a row has several, are of multiples of this: a vector's
+# What humming-kernels multiplies: whole tiles, with groups of columns that tiles are made of.
+HUMMING_ROWS, HUMMING_COLUMNS, HUMMING_GROUPS = 128, 128, (32, 64, 128)
+HUMMING_BLOCK_ROWS = 64  # the least that share scales with each other and not with all
 _ORDER_BYTES = 8  # of a column
 _RUN_BYTES = 4  # two float16
 
@@ -37,6 +40,7 @@ class MatrixFormat:
     """group: columns to a scale, None: a row's all. row_block: rows that share their scales. has_zeros: whether a group
     has a zero point, a byte; has_order: whether a checkpoint's groups are not of neighbours. run: columns to a pair of
     float16 numbers, which a group's scale and offset, a byte each, are multiples of; None: scales stand for themselves.
+    humming: laid out anew once it is loaded, as that library multiplies it (`gpu.model.humming_matrix`).
     """
 
     kind: Kind
@@ -46,14 +50,42 @@ class MatrixFormat:
     has_zeros: bool = False
     has_order: bool = False
     run: int | None = None
+    humming: bool = False
 
     def num_bytes(self, rows: int, inner: int) -> int:
+        if self.humming:
+            return self._humming_bytes(rows, inner)
         group = self.group or inner
         groups = -(-rows // self.row_block) * -(-inner // group)
         each = self.scale_bytes + self.has_zeros
         runs = 0 if self.run is None else rows * (inner // self.run) * _RUN_BYTES
         words = rows * num_words(inner, BITS[self.kind]) * WORD_BITS // 8
         return words + groups * each + runs + self.has_order * inner * _ORDER_BYTES
+
+    def _humming_bytes(self, rows: int, inner: int) -> int:
+        """Nothing is padded; scales of blocks are float32, all others bf16, and zero points have as many bits as
+        numbers.
+        """
+        bits, groups = BITS[self.kind], inner // (self.group or inner)
+        scales = rows // self.row_block * groups * 4 if self.row_block > 1 < groups else rows * groups * 2
+        return (rows * inner + self.has_zeros * rows * groups) * bits // 8 + scales
+
+    def why_not_humming(self, rows: int, inner: int) -> str | None:
+        """What keeps the library from multiplying such a matrix; None: nothing."""
+        group = inner if self.group is None else self.group
+        if self.run is not None:
+            return "scales of runs (GGUF)"
+        if self.has_order:
+            return "columns in an order of their own (act-order)"
+        if rows % HUMMING_ROWS or inner % HUMMING_COLUMNS:
+            return f"{rows:,} by {inner:,}, no multiples of {HUMMING_ROWS} rows and {HUMMING_COLUMNS} columns"
+        if group not in (*HUMMING_GROUPS, inner):
+            return f"groups of {group}"
+        if self.row_block > 1 and self.kind != "fp8":
+            return "integers with scales of several rows"
+        if self.row_block > 1 and group < inner and (self.row_block % HUMMING_BLOCK_ROWS or rows % self.row_block):
+            return f"blocks of {self.row_block} rows"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +94,7 @@ class Quantisation:
     are, as they are loaded. layers: of layers' matrices; output: of the output matrix, None: plain, which a tied one
     always is. plain: modules that are left alone, by name, by a part of one between dots, or `re:` and an expression.
     matrices: by a layer's number and the name of a matrix in it, each one's own, None: plain; layers is the commonest
-    then. note: what is said of them, None: of `layers`.
+    then. note: what is said of them, None: of `layers`. humming: those that it can are multiplied by that library.
     """
 
     scheme: str
@@ -71,6 +103,7 @@ class Quantisation:
     plain: tuple[str, ...] = ()
     matrices: Mapping[tuple[int, str], MatrixFormat | None] | None = field(default=None, hash=False)
     note: str | None = None
+    humming: bool = False
 
     def leaves(self, names: tuple[str, ...]) -> bool:
         """Whether a module, by any of its names, is plain."""

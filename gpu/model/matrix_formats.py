@@ -151,16 +151,31 @@ def describe_formats(architecture: Architecture) -> str:
 
 def widened_bytes(architecture: Architecture, dtype_bytes: int) -> int:
     """Of the matrices of few bits that prefill keeps widened: a layer's, or as many as WIDENED_BYTES hold, but the
-    largest in any case; 0 where all are plain. Those of experts are widened where they are multiplied.
+    largest in any case; 0 where all are plain. Those of experts are widened where they are multiplied, and what
+    humming multiplies is not.
     """
     if architecture.quantisation is None:
         return 0
-    layers = [
-        [rows * inner * dtype_bytes for name, (rows, inner) in matrix_shapes(architecture, spec).items()
-         if name not in OF_EXPERTS]
-        for spec in set(architecture.layer_pattern)
-    ]  # fmt: skip
-    return max(max(max(sizes), min(sum(sizes), WIDENED_BYTES)) for sizes in layers)
+    sizes = [[rows * inner * dtype_bytes for rows, inner in shapes] for shapes in _own_shapes(architecture)]
+    return max(max(max(layer), min(sum(layer), WIDENED_BYTES)) if layer else 0 for layer in sizes)
+
+
+def _own_shapes(a: Architecture) -> list[list[tuple[int, int]]]:
+    """Of layers the matrices that our own kernels multiply, but for experts'."""
+    is_shared = a.quantisation is not None and a.quantisation.humming
+    if not is_shared:
+        return [_dense_shapes(a, spec, frozenset()) for spec in set(a.layer_pattern)]
+    return [_dense_shapes(a, spec, humming_names(a, layer)) for layer, spec in enumerate(a.layers)]
+
+
+def _dense_shapes(a: Architecture, spec: LayerSpec, but: frozenset[str]) -> list[tuple[int, int]]:
+    return [shape for name, shape in matrix_shapes(a, spec).items() if name not in OF_EXPERTS and name not in but]
+
+
+def humming_names(architecture: Architecture, layer: int) -> frozenset[str]:
+    """Of a layer's matrices, those that humming multiplies."""
+    formats = layer_formats(architecture, layer)
+    return frozenset(name for name, stored in formats.items() if stored is not None and stored.humming)
 
 
 def rounded(architecture: Architecture, asked: str | None, key: str) -> Architecture:
@@ -204,10 +219,12 @@ def _saved(architecture: Architecture, dtype_bytes: int, share: Callable[[Expert
 
 def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matrix: str) -> MatrixFormat | None:
     spec = a.layers[layer]
-    modules, inner = list(module_names(a, layer, matrix).values()), matrix_shapes(a, spec)[matrix][1]
+    modules, (rows, inner) = list(module_names(a, layer, matrix).values()), matrix_shapes(a, spec)[matrix]
     if quantisation.matrices is not None:
         stored = quantisation.matrices[layer, matrix]
-        return None if stored is None else _fitting(stored, inner, modules[0])
+        if stored is None:
+            return None
+        return _multiplied(_fitting(stored, inner, modules[0]), quantisation, matrix, rows, inner)
     left = [bool(quantisation.plain) and quantisation.leaves(_names(module, a)) for module in modules]
     if any(left) and not all(left):
         plain, other = modules[left.index(True)], modules[left.index(False)]
@@ -217,14 +234,22 @@ def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matri
     stored = quantisation.layers
     if stored.row_block > 1:
         is_moved = matrix == "qkv" and (a.is_interleaved or a.rotary_dim not in (None, a.dim))
-        rows = {rows for _, rows in matrix_parts(a, spec, matrix)}
-        stored = replace(stored, row_block=1 if is_moved else math.gcd(stored.row_block, *rows))
+        parts = {rows for _, rows in matrix_parts(a, spec, matrix)}
+        stored = replace(stored, row_block=1 if is_moved else math.gcd(stored.row_block, *parts))
     if stored.has_order and matrix in OF_EXPERTS:
         raise ModelError(
             f"model: {modules[0]} has columns in an order of its own (act-order), as each expert's are; of experts "
             "served: groups of neighbours"
         )
-    return _fitting(stored, inner, modules[0])
+    return _multiplied(_fitting(stored, inner, modules[0]), quantisation, matrix, rows, inner)
+
+
+def _multiplied(
+    stored: MatrixFormat, quantisation: Quantisation, matrix: str, rows: int, inner: int
+) -> MatrixFormat:  # fmt: skip
+    """As what multiplies it has it laid out."""
+    is_humming = quantisation.humming and matrix not in OF_EXPERTS and stored.why_not_humming(rows, inner) is None
+    return replace(stored, humming=True) if is_humming else stored
 
 
 def _fitting(stored: MatrixFormat, inner: int, name: str) -> MatrixFormat:

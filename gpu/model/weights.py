@@ -1,7 +1,7 @@
 """Weights on the device: how a layer's are laid out, and random ones for a named shape.
 
-A matrix is a tensor, or packed in few bits. It refuses to know how they are used, beyond that Q, K and V are one matrix
-and gate and up another, and where checkpoints have them (`gpu.model.checkpoint`).
+A matrix is a tensor, packed in few bits, or laid out as a library multiplies it. It refuses to know how they are used,
+beyond that Q, K and V are one matrix and gate and up another, and where checkpoints have them (`gpu.model.checkpoint`).
 """
 
 import logging
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from gpu.kernels.packed import Packed, Stored
-from gpu.kernels.packed_linear import unpack
 from gpu.kernels.words import pack_words
 from gpu.model.host_experts import HostExperts, in_host_memory
+from gpu.model.humming_formats import describe_own
+from gpu.model.humming_matrix import HummingMatrix
+from gpu.model.matrix import Held, as_matrix
 from gpu.model.matrix_format import BITS, MatrixFormat, num_words
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
 from gpu.model.spec import Architecture, LayerSpec
@@ -62,11 +64,11 @@ class LayerWeights:
     """
 
     attention_norm: Tensor
-    qkv: Stored
-    output: Stored
+    qkv: Held
+    output: Held
     mlp_norm: Tensor
-    gate_up: Stored | None = None
-    down: Stored | None = None
+    gate_up: Held | None = None
+    down: Held | None = None
     experts: ExpertWeights | None = None
     qkv_bias: Tensor | None = None
     query_norm: Tensor | None = None
@@ -75,27 +77,27 @@ class LayerWeights:
     mlp_post_norm: Tensor | None = None
 
     @property
-    def matrices(self) -> dict[str, Stored]:
+    def matrices(self) -> dict[str, Held]:
         """By name, as in `gpu.model.matrix_formats.matrix_shapes`."""
         experts = self.experts
         held = {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down,
                 "experts_gate_up": experts and experts.gate_up, "experts_down": experts and experts.down}  # fmt: skip
         return {name: matrix for name, matrix in held.items() if matrix is not None}
 
-    def stacks(self, name: str) -> list[Stored]:
+    def stacks(self, name: str) -> list[Held]:
         """A matrix, and behind it those of its rows that lie in host memory."""
         host = None if self.experts is None else self.experts.host
         far = {} if host is None else {"experts_gate_up": host.gate_up, "experts_down": host.down}
         return [self.matrices[name], *([far[name]] if name in far else [])]
 
     @property
-    def mlp(self) -> tuple[Stored, Stored]:
+    def mlp(self) -> tuple[Held, Held]:
         """gate_up and down of a layer without experts."""
         assert self.gate_up is not None, "a layer without experts has an MLP"
         assert self.down is not None, "a layer without experts has an MLP"
         return self.gate_up, self.down
 
-    def changed(self, change: Callable[[Stored], Stored]) -> "LayerWeights":
+    def changed(self, change: Callable[[Held], Held]) -> "LayerWeights":
         """With every matrix as `change` makes it."""
         made = {name: change(matrix) for name, matrix in self.matrices.items()}
         gate_up, down = made.pop("experts_gate_up", None), made.pop("experts_down", None)
@@ -117,14 +119,14 @@ class Weights:
     logits: Stored
 
     @property
-    def matrices(self) -> list[Stored]:
+    def matrices(self) -> list[Held]:
         """Of all layers, and the output matrix."""
         return [*(matrix for layer in self.layers for matrix in layer.matrices.values()), self.logits]
 
     @property
     def is_packed(self) -> bool:
-        """Whether any matrix is."""
-        return any(isinstance(matrix, Packed) for matrix in self.matrices)
+        """Whether any matrix is of few bits."""
+        return not all(isinstance(matrix, Tensor) for matrix in self.matrices)
 
 
 def unpacked(weights: Weights) -> Weights:
@@ -135,17 +137,31 @@ def unpacked(weights: Weights) -> Weights:
 
 def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
     """As the device multiplies them: on a CPU that has no code for matrices of few bits as they are stored, all are
-    unpacked, and the log says why.
+    unpacked, and the log says why; on a GPU those that a library multiplies are laid out for it, and the log says which
+    are not.
     """
     reason = why_unpacked(architecture, HAS_VECTORS) if device.type == "cpu" else None
-    if reason is None:
-        return weights
-    log.info("weights event=unpacked reason=%r", reason)
-    return unpacked(weights)
+    if reason is not None:
+        log.info("weights event=unpacked reason=%r", reason)
+        return unpacked(weights)
+    if architecture.quantisation is not None and architecture.quantisation.humming:
+        log.info("products by=humming own=%r", describe_own(architecture))
+        _lay_out(weights, architecture)
+        torch.cuda.empty_cache()
+    return weights
 
 
-def _unpacked(stored: Stored) -> Tensor:
-    return unpack(stored) if isinstance(stored, Packed) else stored
+def _lay_out(weights: Weights, architecture: Architecture) -> None:
+    """Matrix by matrix, in the place of the packed ones."""
+    for index in range(architecture.num_layers):
+        for name, stored in layer_formats(architecture, index).items():
+            if stored is not None and stored.humming:
+                laid_out = HummingMatrix(weights.layers[index].matrices[name])
+                weights.layers[index] = replace(weights.layers[index], **{name: laid_out})
+
+
+def _unpacked(held: Held) -> Tensor:
+    return as_matrix(held).unpack()
 
 
 def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,

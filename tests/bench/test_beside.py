@@ -2,12 +2,11 @@
 
 import io
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from bench.beside import BesideBenchmark, _Clock, _Hops, run_beside_benchmark
+from bench.beside import BesideBenchmark, _Clock, run_beside_benchmark
 from scheduler.messages import Delta
 from server.config import Deployment
 from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
@@ -27,20 +26,17 @@ def test_rows_are_of_each_kind_next_to_itself_alone(monkeypatch: pytest.MonkeyPa
         assert row.peer_ms > 0
     for row in rows[:2]:
         assert row.extras["tokens_per_s_of_alone"] == pytest.approx(row.peer_ms / row.ms)
+        assert row.extras["no_core_left_ms"] > 0
+    together, alone = rows[1].extras["lanes"], rows[1].extras["alone_lanes"]
+    assert set(alone["steps"]) == {"device rows"}, "the CPU device has one lane"
+    assert 0 < alone["steps"]["device rows"]["rows"] <= 1 < together["steps"]["device rows"]["rows"] <= 3
+    assert rows[2].extras["lanes"]["units"] > 0 == together["units"]
+    assert all(lanes["rows_left_out"] == 0 for lanes in (together, alone)), "nothing is timed before tables stand"
     extras = rows[2].extras
     assert extras["beside_alone"] == pytest.approx(rows[2].ms / rows[2].peer_ms)
     assert extras["median_gap_ms"] <= extras["p99_gap_ms"] <= extras["longest_gap_ms"]
     assert extras["alone_median_gap_ms"] > 0
     assert extras["longest_piece_tokens"] is None, "nothing is measured on a CPU"
-
-
-def test_a_hop_is_of_the_asks_since_it_was_begun() -> None:
-    times, stats = SimpleNamespace(asks=7), SimpleNamespace(wait_seconds=2.0)
-    client = SimpleNamespace(engine=SimpleNamespace(_runner=SimpleNamespace(ask_times=times)), host_stats=lambda: stats)
-    hops = _Hops(client)
-    assert hops.wait_us() == 0
-    times.asks, stats.wait_seconds = 17, 2.001
-    assert hops.wait_us() == pytest.approx(100)
 
 
 def test_gaps_are_between_tokens_of_one_stream() -> None:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +14,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import cpu.jobs
+from bench import long_context
 from bench.cli import app
-from bench.long_client import GREEDY, MIN_STEPS, Client
-from bench.long_context import LongContextBenchmark, run_long_context_benchmark
+from bench.long_client import MIN_STEPS, Client
+from bench.long_context import LongContextBenchmark, Served, run_long_context_benchmark
 from bench.long_gate import ROUNDING, check_host_path, check_samples
 from bench.rates import measure_host_matmul
 from bench.rows import GateError
@@ -24,6 +27,7 @@ from cpu.pieces import SAMPLED
 from cpu.tables import build_tables
 from gpu.kv.layout import PageLayout
 from gpu.profiles import resolve_profiles
+from gpu.step import HostAsk
 from scheduler.capacity import HostCapacity
 from scheduler.load import load_engine
 from scheduler.messages import Delta, HostStats
@@ -57,7 +61,7 @@ def trace(tmp_path_factory):
 def run(trace):
     """What was printed, and the rows after each profile; no time for more than the fewest steps."""
     deployment, printed = Deployment.model_validate(DEPLOYMENT), io.StringIO()
-    benchmark = LongContextBenchmark(2304, 2, (1, 2), 8, 0.0, ("sampled", "offloaded"), 2304, trace)
+    benchmark = LongContextBenchmark(2304, 2, (1, 2), 8, 0.0, ("sampled", "offloaded"), 2304, trace, True, False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cpu.rates.default_gib", lambda: SMALL_GIB)
         reported = list(run_long_context_benchmark(benchmark, deployment, Console(file=printed, width=200)))
@@ -108,10 +112,54 @@ def test_floors_are_printed_before_the_first_profile_and_the_fraction_read_besid
     assert after.count("ms a step (") == after.count("of what heads have down read") == 4
 
 
+def test_tokens_a_second_are_of_all_steps():
+    """Where rows step in two lanes, or one is late, the median may be of steps with fewer rows."""
+    ours = long_context.Batch([40.0, 40.0, 80.0], 0.0, 0.0, 0.0, 0.0, 0, 0.0, None)
+    extras = long_context._extras(Served([], {}, {}, 0.0, 0.0, 0.0, None, None), ours, 4, 9.0)
+    assert extras["mean_ms"] == pytest.approx(160 / 3)
+    assert extras["tokens_per_s"] == pytest.approx(75)
+
+
 def test_requests_of_the_peer_share_one_prompt(run):
     ours, peer = run[0].split("profile offloaded\n")
     assert (ours.count("  prefill "), ours.count("  again ")) == (2, 0)
     assert (peer.count("  prefill "), peer.count("  again ")) == (1, 1)
+
+
+def test_steps_stand_beside_those_with_one_in_flight_and_the_peers(run):
+    for row in run[1][-1]:
+        if row.name.startswith("decode"):
+            assert row.extras["one_in_flight_ms"] > 0
+            assert row.extras["two_in_flight_again_ms"] > 0
+    ours, peer = run[1][-1][1], run[1][-1][5]
+    assert run[0].count("one step in flight: ") == 4
+    assert f"batch 2: sampled {ours.ms:.2f} ms, {ours.ms / peer.ms:.3f} of offloaded's {peer.ms:.2f}" in run[0]
+
+
+@pytest.mark.parametrize("own_prompts", [False, True])
+def test_requests_of_a_peer_have_prompts_of_their_own_where_that_is_asked(monkeypatch, own_prompts):
+    taken: dict[str, int] = {}
+    engine, ready = SimpleNamespace(shutdown=lambda: None), SimpleNamespace(vocab_size=9, profiles={})
+    floors = SimpleNamespace(plan=SimpleNamespace(device="cpu"), capacity=None)
+
+    def serve(client, prompts, benchmark, profile, *others):
+        taken[profile.name] = len({tuple(prompt) for prompt in prompts})
+        return Served([], {}, {}, 0.0, 0.0, 0.0, None, None)
+
+    for name, instead in {
+        "measure_floors": lambda deployment: floors,
+        "_announce": lambda *given: None,
+        "load_engine": lambda *given: (engine, ready),
+        "check_host_path": lambda *given: {},
+        "_serve": serve,
+        "_rows": lambda *given: [],
+    }.items():
+        monkeypatch.setattr(long_context, name, instead)
+    monkeypatch.setattr(Client, "fixed_residence", lambda self: nullcontext())
+    profiles = ("sampled", "exact")
+    benchmark = LongContextBenchmark(20, 4, (4,), 8, 0.0, profiles, 0, None, False, own_prompts)
+    list(run_long_context_benchmark(benchmark, Deployment.model_validate(DEPLOYMENT), Console(quiet=True)))
+    assert taken == {"sampled": 4, "exact": 4 if own_prompts else 1}
 
 
 def test_the_largest_batch_of_the_first_profile_has_the_parts_of_a_step(run, trace):
@@ -267,34 +315,54 @@ def test_a_deployment_whose_device_holds_no_prompt_that_goes_down_gives_no_numbe
     assert check_host_path(client, capacity, "bfloat16", [exact], 1, Console(quiet=True)) == {}
 
 
-class FirstStepWaits:
-    """An engine that launches a request's first decode step before it tells the first token, as on CUDA."""
+class LateRow:
+    """An engine of two requests, of which one is left out of steps until its tables stand, behind the fifth."""
 
     def __init__(self) -> None:
-        self.ask_times = SimpleNamespace(ready_s=0.0)
-        self._runner = self
+        self.ask_times = self._runner = self
         self.decode_steps = SimpleNamespace(drain=lambda: None)
-        self.scheduler = SimpleNamespace(roster=SimpleNamespace(running=[]), residence=SimpleNamespace(page_tokens=16))
-        self._steps = 0
+        residence = SimpleNamespace(page_tokens=16, ask=lambda sequence: HostAsk(sequence.number, 16, 160))
+        running = [SimpleNamespace(number=number, open_context=None) for number in range(2)]
+        self.scheduler = SimpleNamespace(roster=SimpleNamespace(running=running), residence=residence)
+        self.most_in_flight = 2
+        self.depths: list[int] = []
 
-    def submit(self, requests) -> None:
-        self.request_id = requests[0].request_id
+    def is_ready(self, ask: HostAsk) -> bool:
+        return ask.context_id == 0 or len(self.depths) >= 5
 
     def step(self) -> list[Delta]:
-        self._steps += 1
-        self.ask_times.ready_s += 0.25 if self._steps == 2 else 0.001
-        return [Delta(request_id=self.request_id, token_ids=[7])] if self._steps > 1 else []
+        self.depths.append(self.most_in_flight)
+        time.sleep(0.01)
+        return [Delta(request_id="one", token_ids=[7])] * (1 + self.is_ready(HostAsk(1, 16, 160)))
 
     def stats(self):
         zeros = dict.fromkeys(HostStats.__struct_fields__, 0)
         return SimpleNamespace(host=HostStats(**zeros), reuse=None)
 
 
-def test_the_wait_for_tables_is_seen_where_the_first_step_is_launched_before_the_first_token_is_told():
-    client = Client(FirstStepWaits(), 10, {})
-    client.until_first_token(client.submit([1], 99, "sampled", GREEDY))
-    assert client.steps(1, 8, 0.0).ready_ms == pytest.approx(250)
-    assert client.steps(1, 8, 0.0).ready_ms == pytest.approx(1)  # what came before is told once
+def test_nothing_is_timed_before_the_tables_of_all_rows_stand():
+    client = Client(LateRow(), 10, {})
+    timed = client.steps(2, 8, 0.0)
+    assert timed.ready_ms >= 50
+    assert max(timed.step_ms) < 2 * min(timed.step_ms), "a step is one of both rows"
+    assert client.steps(2, 8, 0.0).ready_ms < 10
+
+
+def test_tables_that_never_stand_give_no_number(monkeypatch):
+    monkeypatch.setattr("bench.long_client.READY_S", 0.02)
+    engine = LateRow()
+    engine.is_ready = lambda ask: False
+    with pytest.raises(GateError, match="tables stand within 0 s"):
+        Client(engine, 10, {}).steps(2, 8, 0.0)
+
+
+def test_with_one_step_in_flight_the_engine_is_left_as_it_was():
+    engine = LateRow()
+    client = Client(engine, 10, {})
+    with client.one_in_flight():
+        client.until_ready()
+    client.advance()
+    assert engine.depths == [1] * 5 + [2]
 
 
 @pytest.mark.long
@@ -303,7 +371,7 @@ def test_of_a_profile_that_reuses_it_is_told_how_many_heads_do_and_a_peer_that_s
     reuse = {"method": "mac", "tau": 0.0, "capacity": 32, "band": 16, "min_context_tokens": 2304, "rings": 2}
     profiles = {"again": {"reuse": reuse | {"stops_matching": False}, "host": "sampled"}}
     deployment, printed = Deployment.model_validate(DEPLOYMENT | {"profiles": profiles}), io.StringIO()
-    benchmark = LongContextBenchmark(2400, 2, (2,), 4, 0.0, ("again", "sampled"), 0, None)
+    benchmark = LongContextBenchmark(2400, 2, (2,), 4, 0.0, ("again", "sampled"), 0, None, False, False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cpu.rates.default_gib", lambda: SMALL_GIB)
         *_, rows = run_long_context_benchmark(benchmark, deployment, Console(file=printed, width=200))

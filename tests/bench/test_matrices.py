@@ -13,8 +13,12 @@ import bench.output_matrix
 from bench.matrices import matrix_rows, prefill_rows
 from bench.output_matrix import output_rows
 from bench.rows import GateError, Row
+from gpu.model.architecture import named_shape
+from gpu.model.humming_matrix import UNPACKED_COLUMNS
 from gpu.model.matrix import PackedMatrix
+from gpu.model.matrix_formats import layer_formats, matrix_shapes
 from gpu.model.projections import Projections
+from tests.gpu.humming_library import stand_in
 
 CPU = torch.device("cpu")
 
@@ -92,3 +96,31 @@ def test_a_mixture_of_experts_is_refused_by_name() -> None:
     result = typer.testing.CliRunner().invoke(bench.cli.app, ["kernel", "weights", "--shape", "qwen3-30b-a3b"])
     assert result.exit_code == 2
     assert "got qwen3-30b-a3b" in result.output
+
+
+def test_kinds_of_the_library_have_its_layout_and_are_refused_where_it_cannot_multiply() -> None:
+    formats = layer_formats(bench.matrices.stored_in(named_shape("llama-3.1-8b"), "humming-fp8"), 0)
+    assert all(stored is not None and stored.humming and stored.kind == "fp8" for stored in formats.values())
+    asked = ["kernel", "weights", "--shape", "tiny", "--device", "cpu", "--kinds", "int4,humming-int4"]
+    result = typer.testing.CliRunner().invoke(bench.cli.app, asked)
+    assert result.exit_code == 1
+    assert "error: model.products: asked humming, the device is the CPU" in result.output
+    asked = ["engine", "--random-weights", "tiny", "--device", "cpu", "--products", "humming", "--weights", "int4"]
+    result = typer.testing.CliRunner().invoke(bench.cli.app, asked)
+    assert result.exit_code == 1
+    assert "error: model.products: asked humming, the device is the CPU" in result.output
+
+
+def test_rows_of_the_library_are_of_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = stand_in(monkeypatch)
+    monkeypatch.setattr(bench.matrices, "measure_device_rates", lambda device: {})
+    row = matrix_rows("tiny", (3,), ("humming-int4",), CPU, Console(quiet=True))[0]
+    shape = bench.matrices.stored_in(named_shape("tiny"), "humming-int4")
+    wanted = [matrix_shapes(shape, shape.layers[0])[name] for name in layer_formats(shape, 0)]
+    stored = layer_formats(shape, 0)["qkv"]
+    assert stored is not None
+    assert row.config["bytes"] == sum(stored.num_bytes(*one) for one in wanted)
+    assert row.shape == "tiny humming-int4, batch 3"
+    prompt = prefill_rows("tiny", 20, 16, ("humming-int4",), CPU, Console(quiet=True))
+    assert {tokens for _, tokens in library.launched} == {1, 3, 4, 5, 16, UNPACKED_COLUMNS}  # these for the gate
+    assert prompt[0].extras["widening_bytes"] == 0

@@ -19,9 +19,11 @@ from bench.predicted_tables import tabulate, tabulate_aims
 from bench.predicted_ways import WAYS, Forced, Replayed, SelectionsError, force, read_selections
 from gpu.methods.predicted import device
 from gpu.methods.predicted.blocks import Blocks, new_blocks
+from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import named_shape
 from gpu.model.weights import random_weights
+from tests.gpu.kernel_oracles import DEVICES
 from tests.gpu.test_predicted_serving import WEIGHTS
 from transfer.tier_shape import BLOCK_TOKENS
 
@@ -29,8 +31,15 @@ CPU = torch.device("cpu")
 SETTINGS = PredictedSettings(weights=WEIGHTS, budget_tokens=1024)
 
 
-def layer_of(rings: int) -> Blocks:
-    return new_blocks(SETTINGS, named_shape("tiny"), 1, rings, torch.float32, CPU).layer(0)
+def layer_of(rings: int, device: str = "cpu") -> Blocks:
+    return new_blocks(SETTINGS, named_shape("tiny"), 1, rings, torch.float32, torch.device(device)).layer(0)
+
+
+def hold(layer: Blocks, chosen: torch.Tensor) -> None:
+    """chosen: int64 `[places, slots]`."""
+    layer.ids.copy_(chosen)
+    words = layer.bits.shape[1]
+    layer.bits.copy_(torch.stack([pack_bits(own, words) for own in chosen]))
 
 
 @pytest.mark.parametrize("turnover", [0.0, 0.05, 0.5])
@@ -40,21 +49,22 @@ def test_a_share_of_the_blocks_that_are_there_is_exchanged_for_others(turnover: 
     slots, blocks = SETTINGS.num_slots, layer.interior.shape[1]
     assert blocks > 2 * slots
     wanted = force(layer, turnover).topk(slots, 1).indices
-    layer.ids.copy_(wanted)
+    hold(layer, wanted)
     after = force(layer, turnover).topk(slots, 1).indices
     stays = (after[:, :, None] == wanted[:, None]).any(2).float().mean()
     assert float(stays) == pytest.approx(1 - turnover, abs=0.03)
 
 
-def test_what_was_recorded_comes_again_to_and_fro_for_each_layer_and_head() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_was_recorded_comes_again_to_and_fro_for_each_layer_and_head(device: str) -> None:
     draw, slots, kv_heads = np.random.default_rng(2), SETTINGS.num_slots, named_shape("tiny").num_kv_heads
-    layer = layer_of(2)
+    layer = layer_of(2, device)
     blocks = layer.interior.shape[1]
     recorded = np.stack([draw.permutation(blocks)[:slots] for _ in range(3 * 2 * kv_heads)])
     recorded = recorded.reshape(3, 2, kv_heads, slots).astype(np.int32)
     recorded[1, 1, 0, 5:] = -1  # fewer than there is room for
     more = np.concatenate([recorded, np.full_like(recorded, blocks - 1)], 3)  # worse ones, of a larger budget
-    replayed = Replayed(more, 3, kv_heads, slots, blocks, CPU)
+    replayed = Replayed(more, 3, kv_heads, slots, blocks, torch.device(device))
     for number, step in enumerate([1, 2, 1, 0, 1]):
         for place in range(3):
             scores = replayed(layer, place)
@@ -113,17 +123,20 @@ def test_cells_are_parsed_in_their_order() -> None:
             parse_cells(f"8192:512x1,{wrong}")
 
 
-def test_one_share_serves_steps_that_are_captured_once() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_share_serves_steps_that_are_captured_once_and_each_draws_anew(device: str) -> None:
     torch.manual_seed(3)
-    layer = layer_of(4)
-    wanted, forced = Forced(CPU), []
-    layer.ids.copy_(force(layer, 0.0).topk(SETTINGS.num_slots, 1).indices)
-    for share in (0.0, 1.0):
+    layer, slots = layer_of(2, device), SETTINGS.num_slots
+    wanted = Forced(3, torch.device(device))
+    hold(layer, torch.rand(layer.interior.shape, device=device).topk(slots, 1).indices)
+    drawn = set[int]()
+    for share in (0.0, 0.3, 0.3, 1.0):
         wanted.share.fill_(share)
-        forced.append(wanted(layer, 0).topk(SETTINGS.num_slots, 1).indices)
-    held = layer.ids[0].tolist()
-    assert set(forced[0][0].tolist()) == set(held)
-    assert not set(forced[1][0].tolist()) & set(held)
+        after = wanted(layer, 2).topk(slots, 1).indices
+        stays = (after[:, :, None] == layer.ids[:, None]).any(2).float().mean()
+        assert float(stays) == pytest.approx(1 - share, abs=0.1 if 0 < share < 1 else 0)
+        drawn.add(int(after[0].sum()))
+    assert len(drawn) == 4, "others at each call"
 
 
 def test_what_hidden_is_compared_with_chooses_in_the_same_way_and_fetches_nothing(monkeypatch) -> None:

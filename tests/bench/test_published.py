@@ -86,3 +86,15 @@ def test_every_file_stands_in_the_table() -> None:
     told = (ROOT / "bench" / "published" / "README.md").read_text(encoding="utf-8")
     assert FILES
     assert [file.name for file in FILES if f"`{file.name}`" not in told] == []
+
+
+def test_products_by_the_library_are_made_by_it_alone_with_an_empty_folder_first(tmp_path: Path) -> None:
+    asked = run(ROOT / "bench" / "published" / "few-bits.sh", tmp_path, "library")
+    for words in asked:
+        parse(words)
+    by_library = [words for words in asked if "engine" in words]
+    assert [words[words.index("--weights") + 1] for words in by_library] == ["int4", "fp8", "int4"]
+    assert all(words[words.index("--products") + 1] == "humming" for words in by_library)
+    for kind in ("int4", "fp8"):
+        model = load_deployment(tmp_path / "out" / f"prompt-{kind}-humming.yaml").model
+        assert (model.weights, model.products) == (kind, "humming")

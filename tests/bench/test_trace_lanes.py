@@ -38,7 +38,7 @@ START_NS = 1_000_000_000
 
 @pytest.mark.parametrize(
     ("name", "lane"),
-    [("_look_kernel", FETCH), ("_choose_blocks_kernel", PREDICTION),
+    [("_look_kernel", FETCH), ("_choose_blocks_kernel", PREDICTION), ("_force_kernel", PREDICTION),
      ("_await_answer_kernel", EXCHANGE), ("Memcpy HtoD (Pinned -> Device)", COPY), ("gemm", COMPUTE)],
 )  # fmt: skip
 def test_a_kernel_stands_in_the_lane_of_what_it_does(name: str, lane: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from cpu.builder import Builder, BuildJob
 from cpu.decode_step import Attend
+from tests.cpu.tier_model import new_tier, tier_shape
 
 
 class Log:
@@ -172,3 +173,14 @@ def test_shutdown_does_not_wait_for_jobs_nor_for_the_gate():
     with paused(builder):
         builder.shutdown()
     assert time.monotonic() - began < 5
+
+
+def test_attention_leaves_a_core_to_launches_beside_it_where_there_are_many(monkeypatch):
+    monkeypatch.setattr("cpu.tier.HostAttention", lambda **named: None)
+    for threads, left in [(8, 1), (4, 0)]:
+        tier = new_tier(tier_shape(), threads=threads)
+        tier.leave_core(True)
+        assert tier._attend.num_threads == threads - left
+        tier.leave_core(False)
+        assert tier._attend.num_threads == threads
+        tier.shutdown()

@@ -443,3 +443,42 @@ def test_answers_do_not_depend_on_when_tables_are_built(make_tier, monkeypatch):
         got = script(tier)
         assert tier.stats().merges > 0, "the script merges"
         assert all(np.array_equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_memory_for_the_next_tail_of_every_context_is_there_before_it_is_due(make_tier):
+    """Several are written in bulk before the first of them appends; who appends waits for no memory."""
+    made = []
+
+    def count_pages(num_bytes):
+        made.append(num_bytes)
+        return poisoned_pages(num_bytes)
+
+    tier = make_tier(SELECTIVE, source=PageSource(count_pages, None, None))
+    tail_bytes = slab_bytes(lay_out_layer(SELECTIVE, TAIL_TOKENS).num_bytes)
+    with Device(tier, 0) as device:
+        for context_id, is_sampled in ((3, False), (1, True), (2, True)):
+            device.open(context_id, is_sampled)
+            device.deposit(context_id, 3 * TAIL_TOKENS)
+        await_idle(tier)
+        assert made.count(tail_bytes) == 2 * LAYERS
+        for context_id in (1, 2, 3):
+            device.deposit(context_id, LUMP)
+        await_idle(tier)
+        assert made.count(tail_bytes) == 2 * LAYERS, "it was there"
+
+
+def test_contexts_that_are_kept_have_little_memory_ready(make_tier, monkeypatch):
+    monkeypatch.setattr("cpu.growth.MOST_PREPARED", 2)
+    tier = make_tier(SELECTIVE)
+    with Device(tier, 0) as device:
+        for context_id in range(4):
+            device.open(context_id, True)
+            device.deposit(context_id, 3 * TAIL_TOKENS)
+        await_idle(tier)
+        stats = tier.stats()
+        assert stats.bytes_held - stats.bytes_in_use == 2 * bytes_of_segment(SELECTIVE, TAIL_TOKENS)
+
+
+def await_idle(tier):
+    """Until all memory that was asked for is there."""
+    tier._pool._threads.submit(int).result()

@@ -142,6 +142,8 @@ def test_places_name_the_rows_that_are_asked_for_over_segments_of_other_centres(
         attention = tier.attention([Ask(None, 0), Ask(1, asked)])
         table = attention.places(1)
         assert attention.places(0).shape == (LAYERS, places.COLUMNS, 0)
+        aligned = [*range(places.KEYS, places.CENTRE + 1), places.VALUE_SCALE]
+        assert not (table[:, aligned] % places.ALIGN_BYTES).any()
         for layer in range(LAYERS):
             begin = 0
             for place, rows in zip(table[layer].T.tolist(), tier.rows(1, layer, asked), strict=True):

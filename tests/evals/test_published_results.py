@@ -71,7 +71,7 @@ def test_tables_between_markers_are_those_of_their_rows(name: str, file: str, ta
 def test_tables_of_few_bits_are_those_of_their_rows() -> None:
     """A layer's matrices, the output matrix, and a prompt's."""
     page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
-    part = page[page.index("## Weights and rows of few bits") : page.index("**Whole steps**")]
+    part = page[page.index("## Weights and rows of few bits") : page.index("**By a library**")]
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:2] == "| "]
     kinds = {"bfloat16": "bf16", "fp8": "FP8", "int8": "int8", "int4": "int4", "Q4_K": "GGUF's Q4_K"}
     rows = json.loads((DOCS / "results" / "matrices-h200.json").read_text(encoding="utf-8"))
@@ -96,6 +96,25 @@ def test_tables_of_few_bits_are_those_of_their_rows() -> None:
         (own,) = [cells for cells in shown if cells[1 : len(wanted) + 1] == wanted]
         assert own[0].startswith(kinds[config["kind"]])
     assert len(shown) == len(rows) + 3  # heads
+
+
+def test_the_table_of_products_by_a_library_is_of_its_rows() -> None:
+    """A layer's matrices by rows, and of a unit of a prompt."""
+    page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    part = page[page.index("**By a library**") : page.index("**Whole steps**")]
+    shown = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:2] == "| "
+    ]
+    rows = json.loads((DOCS / "results" / "matrices-library-h100.json").read_text(encoding="utf-8"))
+    wanted = []
+    for kind in ("bfloat16", "int4", "humming-int4", "fp8", "humming-fp8"):
+        own = [row for row in rows if row["config"].get("kind") == kind]
+        *steps, unit = (row["ms"] for row in own)
+        assert [row["config"].get("batch", row["config"].get("tokens")) for row in own] == [1, 4, 16, 64, 2048]
+        wanted.append([f"{1e3 * own[0]['floor_ms']:.1f}", *(f"{1e3 * ms:.1f}" for ms in steps), f"{unit:.2f}"])
+    assert [cells[1:] for cells in shown if cells[0] != shown[2][0]] == [shown[0][1:], *wanted]
+    bare = [row["peer_ms"] for row in rows if row["config"].get("kind") == "bfloat16" and "batch" in row["config"]]
+    assert shown[2][2:6] == [f"{1e3 * ms:.0f}" for ms in bare]
 
 
 def test_the_table_of_steps_over_predicted_blocks_is_of_its_rows() -> None:

@@ -18,7 +18,8 @@ KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange
            "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
            "far_experts", "expert_ask")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
-         "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
+         "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py",
+         "tests/bench/test_predicted_decode.py"]  # fmt: skip
 SELECTED = " or ".join(
     (
         "(test_kernels_elementwise and cpu and float32 and not 4096 and not 5120)",
@@ -87,9 +88,12 @@ LARGER = " or ".join(
 )
 
 
+BENCHED = "(test_predicted_decode and cpu and (one_share or recorded))"
+
+
 @pytest.mark.skipif(INTERPRETED, reason="runs the suite under the interpreter, and this is the interpreter")
-@pytest.mark.parametrize("names", [SELECTED, EXPERTS, pytest.param(LARGER, marks=pytest.mark.long)],
-                         ids=["small", "experts", "larger"])  # fmt: skip
+@pytest.mark.parametrize("names", [SELECTED, EXPERTS, BENCHED, pytest.param(LARGER, marks=pytest.mark.long)],
+                         ids=["small", "experts", "benched", "larger"])  # fmt: skip
 def test_kernels_pass_their_tests_under_the_interpreter(names: str) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *FILES, "-k", names]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

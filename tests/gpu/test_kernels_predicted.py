@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
-from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
+from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
 from gpu.methods.predicted.noting import note_step
 from tests.gpu.kernel_oracles import DEVICES
@@ -276,6 +276,32 @@ def test_a_fetched_block_is_its_run_restored_and_other_slots_stay(device: str, k
 
 
 @pytest.mark.parametrize("open_parts", [0, 1])
+@pytest.mark.parametrize("share", [0.002, 0.08])
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_of_many_slots_are_each_fetched_or_left_out_once(device: str, share: float, open_parts: int) -> None:
+    """More slots than a program looks through at once, and fewer blocks than programs, or several rounds of them."""
+    rows, draw, slots = Rows("bfloat16", device), np.random.default_rng(9), 431
+    ids = draw.integers(0, 14, (RINGS * KV_HEADS, slots)).astype(np.int32)
+    fresh = (draw.random(ids.shape) < share).astype(np.uint8)
+    fresh[-1, -1] = 1
+    assert ids.size > CHUNK
+    assert fresh.sum() < PROGRAMS if share < 0.01 else fresh.sum() > 2 * BLOCKS_AT_ONCE * PROGRAMS
+    keys, values = (torch.full((ids.size, 1, 16, DIM), torch.nan, device=device) for _ in range(2))
+    own, bits, counts = torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device), numbers(device)
+    late = Lateness(torch.tensor([open_parts], dtype=torch.int32, device=device), bits, counts)
+    fetch_blocks(own, torch.tensor(fresh, device=device), rows.lies, keys, values, KV_HEADS, rows.is_int8, late)
+    np.testing.assert_array_equal(own.cpu().numpy(), ids if open_parts else np.where(fresh == 1, -1, ids))
+    assert int(counts[LATE]) == -int(counts[FETCHED]) == (0 if open_parts else fresh.sum())
+    for one, run in ((keys, 0), (values, 1)):
+        got = one.view(*ids.shape, 16, DIM).cpu()
+        assert got[torch.tensor(fresh == 0)].isnan().all()
+        for place, slot in np.argwhere(fresh) if open_parts else ():
+            ring, kv_head = divmod(int(place), KV_HEADS)
+            wanted = rows.runs[ring][run][kv_head, 16 * ids[place, slot] :][:16].float()
+            torch.testing.assert_close(got[place, slot], wanted, rtol=2.0**-22, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("open_parts", [0, 1])
 @pytest.mark.parametrize("device", DEVICES)
 def test_blocks_that_are_late_stand_in_no_slot_and_in_no_bit(device: str, open_parts: int) -> None:
     rows, draw = Rows("bfloat16", device), np.random.default_rng(8)
@@ -296,17 +322,20 @@ def test_blocks_that_are_late_stand_in_no_slot_and_in_no_bit(device: str, open_p
     np.testing.assert_array_equal(came, (fresh == 1) & bool(open_parts))
 
 
+@pytest.mark.parametrize("blocks", [BLOCKS, 1200])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_so_many_blocks_are_looked_at_but_those_that_stand_in_slots(device: str, kind: str) -> None:
+def test_every_so_many_blocks_are_looked_at_but_those_that_stand_in_slots(device: str, kind: str, blocks: int) -> None:
+    """blocks: of the longest context, of which a program looks through so many at once."""
     rows, draw, every, steps = Rows(kind, device), np.random.default_rng(7), 3, 4
+    assert (3 * KV_HEADS * blocks // every > CHUNK) == (blocks > BLOCKS)
     ids, rings, cells = draw_ids(draw, 14), [2, -1, 0], [401, 7, 330]
     holes = np.array([[16, 0, 32], [16 + 16 * 13, 0, 32 + 16 * 4], [0, 0, 0]], np.int32)
     query = torch.tensor(
         draw.normal(size=(3, KV_HEADS * GROUP, DIM)) / (30 if rows.is_int8 else 1), dtype=torch.float32
     )
     lse = torch.tensor(draw.random((3, KV_HEADS * GROUP)) + (4 if rows.is_int8 else 3), dtype=torch.float32)
-    history = torch.full((RINGS * KV_HEADS, steps, BLOCKS), 77, dtype=torch.uint8, device=device)
+    history = torch.full((RINGS * KV_HEADS, steps, blocks), 77, dtype=torch.uint8, device=device)
     counts = numbers(device)
     look_at_blocks(
         history, query.to(device), lse.to(device), torch.tensor(bits_of(ids), device=device), rows.lies,

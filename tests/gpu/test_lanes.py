@@ -15,6 +15,7 @@ from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.lanes import LaneStreams, StepBuffers
 from gpu.prefill.dense import Dense
 from gpu.prefill.query import Attended, PrefillQuery
+from gpu.runner import Runner
 from gpu.step import DecodeGroup, HostAsk, Lane, PageWrite, PrefillJob, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts
 from tests.gpu.test_asking_ahead import PATIENCE_S, PROMPTS, SHORT, keep_on_the_device, launch_next, tokens_of, warm_up
@@ -33,6 +34,25 @@ def test_on_the_cpu_a_lane_is_a_name() -> None:
         assert lanes.stream(lane) is None
         with lanes.enter(lane, is_fenced=True):
             lanes.keep([torch.zeros(1)])
+
+
+def test_a_lane_is_busy_until_the_device_has_passed_what_it_was_given() -> None:
+    lanes, is_passed = LaneStreams(torch.device("cpu")), [False]
+    assert not lanes.is_busy(Lane.DEVICE)
+    lanes._ends[Lane.DEVICE] = MagicMock(query=lambda: is_passed[0])
+    assert lanes.is_busy(Lane.DEVICE)
+    assert not lanes.is_busy(Lane.HOST)
+    is_passed[0] = True
+    assert not lanes.is_busy(Lane.DEVICE)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_host_leaves_a_core_to_launches_while_the_other_lane_has_work(is_busy: bool) -> None:
+    runner = MagicMock()
+    runner._lanes.is_busy = lambda lane: is_busy and lane is Lane.DEVICE
+    for lane in Lane:
+        Runner.launch(runner, StepPlan(lane))
+    runner._offload.tier.leave_core.assert_called_once_with(is_busy)
 
 
 def group(*asks: bool) -> list[DecodeGroup]:

@@ -29,6 +29,7 @@ from tests.reference_tier import stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.config import HostConfig
 from transfer.copies import Event
+from transfer.places import COLUMNS, KEY_SCALE, VALUE_ROW_BYTES
 
 WEIGHTS = Path(__file__).parents[2] / "deploy" / "predictors" / "reference.safetensors"
 WIDE = {"weights": str(WEIGHTS), "budget_tokens": 512, "min_context_tokens": 0, "local_tokens": 32, "history": 8}
@@ -376,6 +377,16 @@ def test_what_is_lent_ends_with_its_step() -> None:
         twins.step([0])
         assert len(twins.tier.loans) == number
         assert all(loan.ended is not None for loan in twins.tier.loans)
+
+
+def test_addresses_that_no_load_takes_are_refused() -> None:
+    side = PredictedTwins(NARROW).side
+    table = np.zeros((len(side._layers), COLUMNS, 1), np.int64)
+    table[:, KEY_SCALE] = 4
+    side._place(0, table.copy())
+    table[-1, VALUE_ROW_BYTES] = 24
+    with pytest.raises(AssertionError, match="addresses that 16 does not divide"):
+        side._place(0, table)
 
 
 @pytest.mark.parametrize("settings", [WIDE, NARROW])

@@ -238,3 +238,30 @@ def test_a_fenced_step_is_told_of_behind_those_launched_before_it() -> None:
     assert engine._next_over() == 0
     engine._in_flight.pop(0)
     assert engine._next_over() == 0
+
+
+@pytest.mark.parametrize("order", [None, Random(1)])
+def test_with_one_step_in_flight_each_is_collected_before_the_next_is_launched(order: Random | None) -> None:
+    """As where Python lies between two steps; texts are the same. It may change while steps are under way."""
+    engine, runner = make_engine(order=order)
+    most: dict[int, int] = {1: 0, 2: 0}
+    launch = runner.launch
+
+    def count(plan: StepPlan) -> object:
+        most[engine.most_in_flight] = max(most[engine.most_in_flight], engine._num_in_flight(plan.lane) + 1)
+        return launch(plan)
+
+    runner.launch = count
+    requests = [ask("long", prompt_of(600), 60), ask("short", prompt_of(30), 60, "exact")]
+    engine.submit(requests)
+    deltas = {request.request_id: [] for request in requests}
+    for number in range(100_000):
+        if not engine.has_work:
+            break
+        engine.most_in_flight = 1 + number // 20 % 2
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    assert most == {1: 1, 2: 2}
+    check_idle(engine, runner)

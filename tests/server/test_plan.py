@@ -242,3 +242,13 @@ def test_the_shipped_plans_hold_what_the_pages_about_them_say() -> None:
     weights = next(item.bytes for item in large.items if item.name == "weights")
     assert round(weights / GIB, 1) == 17.4, "deploy/rtx4090-32b.yaml"
     assert large.host_tokens >= large.max_context_tokens
+
+
+def test_who_multiplies_is_planned_as_it_is_loaded_and_noted_where_it_is_not_all() -> None:
+    model = ModelConfig.model_validate({"random_weights": "llama-3.1-8b", "weights": "int4", "products": "humming"})
+    architecture, notes = find_architecture(model)
+    assert architecture == load_architecture(model)
+    assert notes[-1] == "model.products: humming, but for output matrix: logits are float32"
+    own, notes = find_architecture(model.model_copy(update={"products": "own"}))
+    assert own != architecture
+    assert not any("humming" in note for note in notes)

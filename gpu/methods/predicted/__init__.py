@@ -72,7 +72,8 @@ def work_bytes(settings: PredictedSettings, architecture: Architecture, max_runn
     """
     shape, blocks, context = architecture, most_blocks(architecture), architecture.max_context_tokens
     row = shape.num_heads * FLOAT_BYTES * (blocks + settings.num_slots + 4 * shape.dim)
-    row += shape.num_kv_heads * (4 * FLOAT_BYTES * blocks + 6 * ID_BYTES * settings.num_slots)
+    looks = -(-blocks // settings.calibration) if settings.calibration else 0
+    row += shape.num_kv_heads * (4 * FLOAT_BYTES * blocks + ID_BYTES * (7 * settings.num_slots + looks))
     prompt = FLOAT_BYTES * context * (shape.dim + 4 * shape.group * PROMPT_ROWS)
     return max_running * row + prompt
 

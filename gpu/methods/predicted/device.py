@@ -38,9 +38,9 @@ from gpu.predictor.predict import EDGE_BLOCKS, pack, predict_blocks
 from gpu.prefill.query import Attended, PrefillQuery
 from gpu.step import HostAsk, RingWrite
 from gpu.upload import upload
-from transfer.copies import Streams
+from transfer.copies import PASSED, Event, Streams
 from transfer.partial import Owner, Partial
-from transfer.places import COLUMNS
+from transfer.places import ALIGN_BYTES, CENTRE, COLUMNS, KEYS, VALUE_SCALE
 from transfer.tier_shape import BLOCK_TOKENS
 
 NEVER = -2  # a cell that no cell follows
@@ -64,12 +64,13 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Of the rows of a step. rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]` of the host; choices: of
-    the layers, which take them in turn, none where nothing is asked.
+    the layers, which take them in turn, none where nothing is asked; told: when they are.
     """
 
     rings: Tensor
     wanted: Tensor
     choices: Sequence[Choice]
+    told: Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,7 @@ class Predicted(RingSide):
         self._used.extend((reads.query, lse))
         counts, every = self._counts[place], self.settings.calibration
         with self._aside(place):
+            self._streams.wait_for(own.told)
             if every:
                 look_at_blocks(
                     layer.history, reads.query, lse, layer.bits, layer.lies, own.rings, rows.cells, rows.holes, every,
@@ -298,14 +300,16 @@ class Predicted(RingSide):
         heads = self._kv_heads * self._group
         wanted = ((rings < 0) | self._samples).to(torch.uint8)[:, None].expand(-1, heads).contiguous()
         if not asks:
-            return _Rows(rings, wanted, ())
+            return _Rows(rings, wanted, (), PASSED)
         num_rings = self._num_rings
-        to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
-        cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
-        cells.index_copy_(0, to, rows.cells)
-        limits = torch.zeros(num_rings + 1, dtype=torch.int64, device=rings.device)
-        limits.index_copy_(0, to, ((rows.holes[1] - rows.holes[0]) // BLOCK_TOKENS).long())
-        return _Rows(rings, wanted, self._choices(cells[:num_rings], limits[:num_rings]))
+        with self._aside(0):  # dozens of small kernels, which no ask waits for
+            to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
+            cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
+            cells.index_copy_(0, to, rows.cells)
+            limits = torch.zeros(num_rings + 1, dtype=torch.int64, device=rings.device)
+            limits.index_copy_(0, to, ((rows.holes[1] - rows.holes[0]) // BLOCK_TOKENS).long())
+            choices = self._choices(cells[:num_rings], limits[:num_rings])
+            return _Rows(rings, wanted, choices, self._streams.record())
 
     def _choices(self, cells: Tensor, limits: Tensor) -> list[Choice]:
         """For the steps behind each ring's cell, -1: none, a choice for each turn that layers take: of the rings whose
@@ -383,6 +387,8 @@ class Predicted(RingSide):
             return
         layers, _, most = self.blocks.lies[:, ring].shape
         assert places.shape[2] <= most, f"predicted: a run in {places.shape[2]} pieces, room for {most}"
+        aligned = [*range(KEYS, CENTRE + 1), VALUE_SCALE]
+        assert not (places[:, aligned] % ALIGN_BYTES).any(), f"predicted: addresses that {ALIGN_BYTES} does not divide"
         table = np.zeros((layers, COLUMNS, most), np.int64)
         table[:, :, : places.shape[2]] = places
         self.blocks.lies[:, ring] = upload(table, self._last_cells.device)

@@ -4,6 +4,11 @@ It refuses to know which blocks are wanted. The device reads pinned memory by ad
 over the link and no copy is ordered for it. Invariants: centre and scale are given back, so a slot holds what the pages
 would, stored as there; whoever calls holds a loan of the rows until the device has passed; a block that is left out
 stands in no slot and in no bit. Bytes over the link: of the blocks, once.
+
+Programs are few, since one warp of them keeps a matrix product off its SM, whose registers a product's block takes to
+98 in a hundred, and one that waits for the link stays for long: 16 leave 116 of 132 SMs to what is computed meanwhile,
+and are as fast as the link to a tenth. Each goes through all flags, lists those that fall to it, in turn, and brings
+some at once by loads of 16 bytes, so addresses and strides in `lies` are multiples of that.
 """
 
 import ctypes
@@ -36,6 +41,10 @@ from gpu.predictor.history import attended_maxima, compress
 from transfer import places
 from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
+
+PROGRAMS = 16  # each on an SM of its own, if there are as many
+WARPS, BLOCKS_AT_ONCE = 8, 4  # of a program: 32 KB on their way, which takes 114 registers a thread
+CHUNK = 2048  # slots, or looks, that a program goes through at once
 
 _FETCHED, _LOOKED, _LATE = tl.constexpr(FETCHED), tl.constexpr(LOOKED), tl.constexpr(LATE)
 _BLOCK, _WORD, _PLAIN = tl.constexpr(BLOCK_TOKENS), tl.constexpr(WORD_BITS), tl.constexpr(PLAIN)
@@ -131,129 +140,209 @@ def look_at_blocks_reference(
 
 
 @triton.jit
-def _piece_of(lies, token, PIECES: tl.constexpr):
-    """Where the piece with a token of the run stands in a table, -1: nowhere."""
-    piece = tl.arange(0, PIECES)
-    inside = (tl.load(lies + piece) <= token) & (token < tl.load(lies + _END * PIECES + piece))
-    return tl.max(tl.where(inside, piece, -1), 0)
+def _list_mine(mine, is_listed, item, before):
+    """Of a chunk's items those that are listed fall to the programs in turn, behind `before` of earlier chunks; what is
+    this one's is written behind what is `mine`. How many they are now."""
+    flag = is_listed.to(tl.int32)
+    rank = before + tl.cumsum(flag, 0) - flag
+    num_programs = tl.num_programs(0)
+    tl.store(mine + rank // num_programs, item, mask=is_listed & (rank % num_programs == tl.program_id(0)))
+    return before + tl.sum(flag, 0)
 
 
 @triton.jit
-def _rows_at(
-    lies, piece, token, kv_head,
-    AT: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
-):  # fmt: skip
-    """Stored rows `[BLOCK_TOKENS, WIDE]`, float32, of tokens from `token` on; 0 behind DIM."""
-    address = tl.load(lies + AT * PIECES + piece)
-    address += kv_head * tl.load(lies + (AT + 1) * PIECES + piece)
-    row = token - tl.load(lies + piece) + tl.arange(0, _BLOCK)
-    rows = address + row * tl.load(lies + (AT + 2) * PIECES + piece)
-    column = tl.arange(0, WIDE)[None, :]
+def _number_of_mine(listed):
+    """Of so many that were listed."""
+    return (listed - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
+
+
+@triton.jit
+def _pieces_of(lies, token, PIECES: tl.constexpr):
+    """Where the pieces with tokens of runs stand in their tables, `[items]`, -1: nowhere."""
+    piece = tl.arange(0, PIECES)[None, :]
+    begin, end = tl.load(lies[:, None] + piece), tl.load(lies[:, None] + _END * PIECES + piece)
+    inside = (begin <= token[:, None]) & (token[:, None] < end)
+    return tl.max(tl.where(inside, piece, -1), 1)
+
+
+@triton.jit
+def _number_at(lies, piece, is_there, COLUMN: tl.constexpr, PIECES: tl.constexpr):
+    """Of a piece in its table, `[items]`."""
+    return tl.load(lies + COLUMN * PIECES + piece, mask=is_there, other=0)
+
+
+@triton.jit
+def _first_row(lies, piece, is_there, token, kv_head, AT: tl.constexpr, PIECES: tl.constexpr):
+    """Address of a token's row, and bytes to the next one, `[items]`."""
+    address = _number_at(lies, piece, is_there, AT, PIECES)
+    address += kv_head * _number_at(lies, piece, is_there, AT + 1, PIECES)
+    row_bytes = _number_at(lies, piece, is_there, AT + 2, PIECES)
+    return address + (token - _number_at(lies, piece, is_there, 0, PIECES)) * row_bytes, row_bytes
+
+
+@triton.jit
+def _rows_at(address, row_bytes, is_there, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr):
+    """Stored rows `[items, BLOCK_TOKENS, WIDE]` from addresses on; 0 behind DIM."""
+    row = address[:, None] + tl.arange(0, _BLOCK)[None, :] * row_bytes[:, None]  # [items, tokens]
+    column = tl.arange(0, WIDE)[None, None, :]
+    inside = is_there[:, None, None] & (column < DIM)
     if INT8:
-        stored = tl.load(rows.to(tl.pointer_type(tl.int8))[:, None] + column, mask=column < DIM, other=0)
+        at = tl.multiple_of(row.to(tl.pointer_type(tl.int8))[:, :, None], [1, 1, 16]) + column
+        stored = tl.load(at, mask=inside, other=0)
     else:
-        stored = tl.load(rows.to(tl.pointer_type(tl.bfloat16))[:, None] + column, mask=column < DIM, other=0.0)
-    return stored.to(tl.float32)
+        at = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16))[:, :, None], [1, 1, 16]) + column
+        stored = tl.load(at, mask=inside, other=0.0)
+    return stored
 
 
 @triton.jit
-def _keys_at(
-    lies, piece, token, kv_head, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr
+def _floats_at(address, is_there, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """`[items, WIDE]`, 0 behind DIM."""
+    column = tl.arange(0, WIDE)[None, :]
+    at = tl.multiple_of(address.to(tl.pointer_type(tl.float32))[:, None], [1, 16]) + column
+    return tl.load(at, mask=is_there[:, None] & (column < DIM), other=0.0)
+
+
+@triton.jit
+def _centre_and_scale(
+    lies, piece, is_there, kv_head, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr
 ):
-    """Restored keys."""
-    key = _rows_at(lies, piece, token, kv_head, _KEYS, PIECES, DIM, WIDE, INT8)
+    """Of keys: float32 `[items, WIDE]` and `[items]`, which is 1 for rows without scales."""
+    centre = _number_at(lies, piece, is_there, _CENTRE, PIECES) + 4 * DIM * kv_head
+    scale = tl.full([is_there.shape[0]], 1.0, tl.float32)
     if INT8:
-        scale = tl.load(lies + _KEY_SCALE * PIECES + piece).to(tl.pointer_type(tl.float32))
-        key *= tl.load(scale + kv_head)
-    centre = tl.load(lies + _CENTRE * PIECES + piece).to(tl.pointer_type(tl.float32))
-    column = tl.arange(0, WIDE)
-    return key + tl.load(centre + kv_head * DIM + column, mask=column < DIM, other=0.0)[None, :]
+        at = _number_at(lies, piece, is_there, _KEY_SCALE, PIECES) + 4 * kv_head
+        scale = tl.load(at.to(tl.pointer_type(tl.float32)), mask=is_there, other=0.0)
+    return _floats_at(centre, is_there, DIM, WIDE), scale
+
+
+@triton.jit
+def _find_blocks(mine, item, count, ids, lies, slots, KV_HEADS: tl.constexpr, PIECES: tl.constexpr):
+    """Of a program's slots: which they are, their blocks, and the pieces that these lie in, -1: nowhere, `[items]`."""
+    page = tl.load(mine + item, mask=item < count, other=0).to(tl.int64)
+    block = tl.load(ids + page, mask=item < count, other=0)
+    table = lies + page // slots // KV_HEADS * (_COLUMNS * PIECES)
+    return page, block, _pieces_of(table, block.to(tl.int64) * _BLOCK, PIECES)
 
 
 @triton.jit
 def _fetch_kernel(
-    ids, fresh, lies, keys, values, open_parts, bits, counts, slots, words,
+    ids, fresh, lies, keys, values, open_parts, bits, counts, lists, all_slots, slots, words,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
-    KIND: tl.constexpr, LEAVES: tl.constexpr,
+    KIND: tl.constexpr, LEAVES: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    place, slot = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    if tl.load(fresh + place * slots + slot) == 0:
-        return
-    if LEAVES:  # noqa: SIM102 - known when it is compiled
-        if tl.load(open_parts, volatile=True) <= 0:  # as it is now, not as some program found it
-            block = tl.load(ids + place * slots + slot)
-            tl.atomic_xor(bits + place * words + block // _WORD, tl.full([], 1, tl.int32) << (block % _WORD))
-            tl.store(ids + place * slots + slot, -1)
-            tl.atomic_add(counts + _LATE, tl.full([], 1, tl.int64))
-            tl.atomic_add(counts + _FETCHED, tl.full([], -1, tl.int64))
-            return
-    kv_head = place % KV_HEADS
-    lies += place // KV_HEADS * (_COLUMNS * PIECES)
-    token = tl.load(ids + place * slots + slot).to(tl.int64) * _BLOCK
-    piece = _piece_of(lies, token, PIECES)
-    if piece < 0:
-        return
-    key = _keys_at(lies, piece, token, kv_head, PIECES, DIM, WIDE, INT8)
-    value = _rows_at(lies, piece, token, kv_head, _VALUES, PIECES, DIM, WIDE, INT8)
-    column = tl.arange(0, WIDE)
-    if INT8:
-        scale = tl.load(lies + _VALUE_SCALE * PIECES + piece).to(tl.pointer_type(tl.float32))
-        value *= tl.load(scale + kv_head * DIM + column, mask=column < DIM, other=0.0)[None, :]
-    page = place * slots + slot
-    _store_block(keys, page, key, column, DIM, KIND)
-    _store_block(values, page, value, column, DIM, KIND)
+    """lists: int32 `[programs, cdiv(all_slots, programs)]`, written here: a program's slots, which other threads
+    read."""
+    mine = lists + tl.program_id(0) * tl.cdiv(all_slots, tl.num_programs(0))
+    listed = 0
+    for begin in range(0, all_slots, CHUNK):
+        slot = begin + tl.arange(0, CHUNK)
+        is_fresh = tl.load(fresh + slot, mask=slot < all_slots, other=0) != 0
+        listed = _list_mine(mine, is_fresh, slot, listed)
+    tl.debug_barrier()
+    count = _number_of_mine(listed)
+    item = tl.arange(0, ITEMS)
+    page, block, piece = _find_blocks(mine, item, count, ids, lies, slots, KV_HEADS, PIECES)
+    for begin in range(0, count, ITEMS):
+        place, is_there = page // slots, begin + item < count
+        if LEAVES:  # noqa: SIM102 - known when it is compiled
+            if tl.load(open_parts, volatile=True) <= 0:  # as it is now, not as some program found it
+                bit = tl.full([ITEMS], 1, tl.int32) << (block % _WORD)
+                tl.atomic_xor(bits + place * words + block // _WORD, bit, mask=is_there)
+                tl.store(ids + page, tl.full([ITEMS], -1, tl.int32), mask=is_there)
+                left = tl.sum(is_there.to(tl.int64), 0)
+                tl.atomic_add(counts + _LATE, left)
+                tl.atomic_add(counts + _FETCHED, -left)
+                is_there = is_there & (item < 0)
+        kv_head, token = place % KV_HEADS, block.to(tl.int64) * _BLOCK
+        table = lies + place // KV_HEADS * (_COLUMNS * PIECES)
+        is_there = is_there & (piece >= 0)
+        address, row_bytes = _first_row(table, piece, is_there, token, kv_head, _KEYS, PIECES)
+        key = _rows_at(address, row_bytes, is_there, DIM, WIDE, INT8)
+        address, row_bytes = _first_row(table, piece, is_there, token, kv_head, _VALUES, PIECES)
+        value = _rows_at(address, row_bytes, is_there, DIM, WIDE, INT8)
+        centre, scale = _centre_and_scale(table, piece, is_there, kv_head, PIECES, DIM, WIDE, INT8)
+        following = begin + ITEMS + item  # are found while these are on their way
+        next_page, next_block, next_piece = _find_blocks(mine, following, count, ids, lies, slots, KV_HEADS, PIECES)
+        restored = key.to(tl.float32) * scale[:, None, None] + centre[:, None, :]
+        _store_blocks(keys, page, restored, is_there, DIM, WIDE, KIND)
+        if INT8:
+            scales = _number_at(table, piece, is_there, _VALUE_SCALE, PIECES) + 4 * DIM * kv_head
+            own = value.to(tl.float32) * _floats_at(scales, is_there, DIM, WIDE)[:, None, :]
+            _store_blocks(values, page, own, is_there, DIM, WIDE, KIND)
+        else:
+            _store_blocks(values, page, value, is_there, DIM, WIDE, KIND)
+        page, block, piece = next_page, next_block, next_piece
 
 
 @triton.jit
-def _store_block(pages, page, rows, column, DIM: tl.constexpr, KIND: tl.constexpr):
-    """Restored rows of a block, 0 behind DIM, to a page of one KV head."""
+def _store_blocks(pages, page, rows, is_there, DIM: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr):
+    """Restored rows of blocks, `[items, BLOCK_TOKENS, WIDE]`, to pages of one KV head."""
     WIDTH: tl.constexpr = DIM if KIND == _PLAIN else DIM + 4
-    row = tl.arange(0, _BLOCK)
-    to = pages + page * (_BLOCK * WIDTH) + row[:, None] * DIM + column[None, :]
-    inside = (column < DIM)[None, :]
+    row, column = tl.arange(0, _BLOCK), tl.arange(0, WIDE)[None, None, :]
+    to = pages + page[:, None, None] * (_BLOCK * WIDTH) + row[None, :, None] * DIM + column
+    inside = is_there[:, None, None] & (column < DIM)
     if KIND == _PLAIN:
         tl.store(to, rows.to(pages.dtype.element_ty), mask=inside)
     else:
-        scale = scale_of(tl.max(tl.abs(rows), 1), tl.sum(rows * 0.0, 1), KIND)
-        tl.store(to, encode_rows(rows, scale[:, None], KIND), mask=inside)
-        tl.store(floats_of(pages) + page * (_BLOCK * WIDTH // 4) + _BLOCK * DIM // 4 + row, scale)
+        number = rows.to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(number), 2), tl.sum(number * 0.0, 2), KIND)
+        tl.store(to, encode_rows(number, scale[:, :, None], KIND), mask=inside)
+        at = floats_of(pages) + page[:, None] * (_BLOCK * WIDTH // 4) + _BLOCK * DIM // 4 + row[None, :]
+        tl.store(at, scale, mask=is_there[:, None])
 
 
 @triton.jit
 def _look_kernel(
-    history, query, lse, bits, lies, rings, cells, holes, counts, num_rows, place_stride, row_stride, query_stride,
-    steps, words, every, scale,
+    history, query, lse, bits, lies, rings, cells, holes, counts, lists, num_rows, place_stride, row_stride,
+    query_stride, steps, words, every, most, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(1)
-    row, kv_head = item // KV_HEADS, (item % KV_HEADS).to(tl.int64)
-    ring = tl.load(rings + row)
-    if ring < 0:
-        return
-    cell = tl.load(cells + row)
-    block = (cell % every).to(tl.int32) + tl.program_id(0) * every
-    if block >= (tl.load(holes + num_rows + row) - tl.load(holes + row)) // _BLOCK:
-        return
-    place = ring.to(tl.int64) * KV_HEADS + kv_head
-    if (tl.load(bits + place * words + block // _WORD) >> (block % _WORD)) & 1 != 0:
-        return
-    lies += ring.to(tl.int64) * (_COLUMNS * PIECES)
-    token = block.to(tl.int64) * _BLOCK
-    piece = _piece_of(lies, token, PIECES)
-    if piece < 0:
-        return
-    key = _keys_at(lies, piece, token, kv_head, PIECES, DIM, WIDE, INT8)
-    column = tl.arange(0, WIDE)
-    best = 0.0
-    for member in tl.static_range(GROUP):
-        head = kv_head * GROUP + member
-        at = query + row.to(tl.int64) * query_stride + head * DIM + column
-        own = tl.load(at, mask=column < DIM, other=0.0).to(tl.float32)
-        top = tl.max(tl.sum(key * own[None, :], 1), 0) * scale
-        best = tl.maximum(best, tl.exp(top - tl.load(lse + row * (KV_HEADS * GROUP) + head)))
-    tl.store(history + place * place_stride + (cell % steps) * row_stride + block, code_of(best))
-    tl.atomic_add(counts + _LOOKED, tl.full([], 1, tl.int64))
+    """most: looks of a KV head in a step. lists: of all looks, as in `_fetch_kernel`."""
+    all_looks = num_rows * KV_HEADS * most
+    mine = lists + tl.program_id(0) * tl.cdiv(all_looks, tl.num_programs(0))
+    listed = 0
+    for begin in range(0, all_looks, CHUNK):
+        look = begin + tl.arange(0, CHUNK)
+        row, kv_head, is_there = look // most // KV_HEADS, look // most % KV_HEADS, look < all_looks
+        ring = tl.load(rings + row, mask=is_there, other=-1)
+        is_there = is_there & (ring >= 0)
+        cell = tl.load(cells + row, mask=is_there, other=0)
+        block = (cell % every).to(tl.int32) + look % most * every
+        end = tl.load(holes + num_rows + row, mask=is_there, other=0)
+        limit = (end - tl.load(holes + row, mask=is_there, other=0)) // _BLOCK
+        is_there = is_there & (block < limit)
+        place = ring.to(tl.int64) * KV_HEADS + kv_head
+        held = tl.load(bits + place * words + block // _WORD, mask=is_there, other=0) >> (block % _WORD)
+        listed = _list_mine(mine, is_there & ((held & 1) == 0), look, listed)
+    tl.debug_barrier()
+    count = _number_of_mine(listed)
+    for begin in range(0, count, ITEMS):
+        item = begin + tl.arange(0, ITEMS)
+        is_there = item < count
+        look = tl.load(mine + item, mask=is_there, other=0)
+        row, kv_head = look // most // KV_HEADS, (look // most % KV_HEADS).to(tl.int64)
+        ring, cell = tl.load(rings + row, mask=is_there, other=0).to(tl.int64), tl.load(cells + row)
+        block = (cell % every).to(tl.int32) + look % most * every
+        table, token = lies + ring * (_COLUMNS * PIECES), block.to(tl.int64) * _BLOCK
+        piece = _pieces_of(table, token, PIECES)
+        is_there = is_there & (piece >= 0)
+        address, row_bytes = _first_row(table, piece, is_there, token, kv_head, _KEYS, PIECES)
+        stored = _rows_at(address, row_bytes, is_there, DIM, WIDE, INT8)
+        centre, key_scale = _centre_and_scale(table, piece, is_there, kv_head, PIECES, DIM, WIDE, INT8)
+        key = stored.to(tl.float32) * key_scale[:, None, None] + centre[:, None, :]
+        column = tl.arange(0, WIDE)[None, :]
+        best = tl.zeros([ITEMS], tl.float32)
+        for member in tl.static_range(GROUP):
+            head = kv_head * GROUP + member
+            at = query + (row.to(tl.int64) * query_stride + head * DIM)[:, None] + column
+            own = tl.load(at, mask=column < DIM, other=0.0).to(tl.float32)
+            top = tl.max(tl.sum(key * own[:, None, :], 2), 1) * scale
+            best = tl.maximum(best, tl.exp(top - tl.load(lse + row * (KV_HEADS * GROUP) + head)))
+        to = history + (ring * KV_HEADS + kv_head) * place_stride + (cell % steps) * row_stride + block
+        tl.store(to, code_of(best), mask=is_there)
+        tl.atomic_add(counts + _LOOKED, tl.sum(is_there.to(tl.int64), 0))
 
 
 def fetch_blocks(
@@ -282,10 +371,12 @@ def fetch_blocks(
     if not has_codes(keys):
         check_dtype(op, keys)
     lateness = (ids, ids, ids) if late is None else (late.open_parts, late.bits, late.counts)
-    _fetch_kernel[(slots, num_places)](
-        ids, fresh, lies, keys, values, *lateness, slots, 1 if late is None else late.bits.shape[1],
+    lists = torch.empty(PROGRAMS, triton.cdiv(ids.numel(), PROGRAMS), dtype=torch.int32, device=device)
+    _fetch_kernel[(PROGRAMS,)](
+        ids, fresh, lies, keys, values, *lateness, lists, ids.numel(), slots, 1 if late is None else late.bits.shape[1],
         KV_HEADS=kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
-        INT8=is_int8, KIND=kind_of(keys), LEAVES=late is not None, num_warps=1,
+        INT8=is_int8, KIND=kind_of(keys), LEAVES=late is not None, CHUNK=CHUNK, ITEMS=BLOCKS_AT_ONCE,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -316,9 +407,11 @@ def look_at_blocks(
             history, query, lse, bits, lies, rings, cells, holes, every, scale, is_int8, counts
         )  # fmt: skip
         return
-    _look_kernel[(triton.cdiv(history.shape[2], every), rows * kv_heads)](
-        history, query, lse.contiguous(), bits, lies, rings, cells, holes, counts, rows, history.stride(0),
-        history.stride(1), query.stride(0), history.shape[1], bits.shape[1], every, scale,
+    most = triton.cdiv(history.shape[2], every)
+    lists = torch.empty(PROGRAMS, triton.cdiv(rows * kv_heads * most, PROGRAMS), dtype=torch.int32, device=device)
+    _look_kernel[(PROGRAMS,)](
+        history, query, lse.contiguous(), bits, lies, rings, cells, holes, counts, lists, rows, history.stride(0),
+        history.stride(1), query.stride(0), history.shape[1], bits.shape[1], every, most, scale,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
-        INT8=is_int8, num_warps=1,
+        INT8=is_int8, CHUNK=CHUNK, ITEMS=BLOCKS_AT_ONCE, num_warps=WARPS,
     )  # fmt: skip

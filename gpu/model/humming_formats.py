@@ -1,0 +1,70 @@
+"""Which products of a model the library humming-kernels makes, and what that takes beside the matrices. No torch.
+
+It refuses to know the library (`gpu.model.humming_matrix`) and formats one by one (`MatrixFormat.why_not_humming`).
+Invariant: what it is asked for and cannot do is refused by name, or done by our own kernels and said.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from gpu.model.matrix_formats import OF_EXPERTS, humming_names, layer_formats, matrix_shapes, output_format
+from gpu.model.spec import Architecture, ModelError
+
+
+def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture:
+    """With products of few bits by whom `key` asks: "own" kernels, or "humming", as many of them as it has.
+
+    Raises ModelError where that is none.
+    """
+    if asked == "own":
+        return architecture
+    if architecture.quantisation is None:
+        raise ModelError(
+            f"{key}: asked {asked}, {architecture.name} is in 16 bits; wanted matrices of few bits: set model.weights "
+            "to int4, int8 or fp8, or leave it out"
+        )
+    shape = replace(architecture, quantisation=replace(architecture.quantisation, humming=True))
+    if not any(humming_names(shape, layer) for layer in range(shape.num_layers)):
+        raise ModelError(
+            f"{key}: asked {asked}, which multiplies none of the matrices of {shape.name} ({describe_own(shape)}); "
+            "leave it out"
+        )
+    return shape
+
+
+def why_not_here(device: str, dtype: str) -> str | None:
+    """What keeps a device from multiplying by that library; None: nothing. Whether it is installed is not asked."""
+    if device != "cuda":
+        return "model.products: asked humming, the device is the CPU; wanted a CUDA device, or own"
+    if dtype != "bfloat16":
+        return f"model.products: asked humming, which multiplies in bfloat16, gpu.dtype is {dtype}; wanted own"
+    return None
+
+
+def describe_own(architecture: Architecture) -> str:
+    """Of a model that humming multiplies, those matrices of few bits that our own kernels do, and why; "" for none."""
+    found: Counter[str] = Counter()
+    for layer, spec in enumerate(architecture.layers):
+        for name, stored in layer_formats(architecture, layer).items():
+            if stored is not None and not stored.humming:
+                reason = stored.why_not_humming(*matrix_shapes(architecture, spec)[name])
+                found[f"{name}: {'of experts' if name in OF_EXPERTS else reason}"] += 1
+    parts = [f"{what} ({count} layers)" for what, count in found.items()]
+    if output_format(architecture) is not None:
+        parts.append("output matrix: logits are float32")
+    return "; ".join(parts)
+
+
+def laying_out_bytes(architecture: Architecture) -> int:
+    """What it takes at load beside the matrices themselves: the largest one's words in order, and as they become. 0:
+    humming multiplies none.
+    """
+    return max(
+        (
+            2 * stored.num_bytes(*matrix_shapes(architecture, spec)[name])
+            for layer, spec in enumerate(architecture.layers if architecture.quantisation is not None else ())
+            for name, stored in layer_formats(architecture, layer).items()
+            if stored is not None and stored.humming
+        ),
+        default=0,
+    )
