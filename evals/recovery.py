@@ -35,6 +35,8 @@ class Ablation:
     stored: tuple[str, ...]
     rotations: tuple[int, ...]
     intervals: tuple[int, ...]
+    unread: tuple[str, ...]
+    sinks: tuple[int, ...]
 
 
 def labels_of(budget: int, weights: Sequence[str], ablation: Ablation, choices: Sequence[str]) -> dict[str, str]:
@@ -44,14 +46,14 @@ def labels_of(budget: int, weights: Sequence[str], ablation: Ablation, choices: 
     """
     labels = {}
     tried = (weights, ablation.groups, ablation.blocks, ablation.histories, ablation.calibrations, ablation.stored,
-             ablation.rotations, ablation.intervals)  # fmt: skip
-    for file, group, block, history, calibrate, stored, rotate, every in product(*tried):
+             ablation.rotations, ablation.intervals, ablation.unread, ablation.sinks)  # fmt: skip
+    for file, group, block, history, calibrate, stored, rotate, every, unread, sink in product(*tried):
         settings = (
             f"group={group},block={block},history={history},calibrate={calibrate},stored={stored},rotate={rotate},"
-            f"every={every}"
+            f"every={every},unread={unread},sink={sink}"
         )
         says = (file.rsplit("/", 1)[-1], group, f"b={block}", f"H={history}", f"M={calibrate}", stored,
-                f"1/{rotate}" if rotate else "no share", f"every {every}")  # fmt: skip
+                f"1/{rotate}" if rotate else "no share", f"every {every}", unread, f"sink {sink}")  # fmt: skip
         changed = [one for one, values in zip(says, tried, strict=True) if len(values) > 1]
         name = " ".join(["predicted", *changed])
         assert name not in labels, name

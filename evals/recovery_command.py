@@ -43,9 +43,12 @@ def recovery(
     calibrate: Annotated[str, typer.Option("--calibrate", help="steps (the paper's M), with commas")] = "5",
     stored: Annotated[str, typer.Option("--stored", help="float32, bfloat16 or uint8, with commas")] = "uint8",
     rotate: Annotated[str, typer.Option("--rotate", help="one block in so many calibrated a step, with commas")] = "",
+    unread: Annotated[str, typer.Option("--unread", help="of blocks that were not read the history has: zero, last, "
+                                           "with commas")] = "zero",
+    sink: Annotated[str, typer.Option("--sink", help="first tokens that predicted reads always, with commas")] = "64",
     every: Annotated[str, typer.Option("--every", help="steps between two predictions, with commas")] = "1",
-    heads: Annotated[str, typer.Option("--heads", help="who chooses in the others: apart, together")] =
-        "apart,together",
+    heads: Annotated[str, typer.Option("--heads", help="who chooses in the others: apart, together; nothing: "
+                                          "no others")] = "apart,together",
     text: Text = [],  # noqa: B006
     seed: Seed = 0,
     device: Device = "auto",
@@ -79,8 +82,10 @@ def recovery(
             tuple(stored.split(",")),
             tuple(parse_numbers("--rotate", rotate) if rotate else [0]),
             tuple(parse_numbers("--every", every)),
+            tuple(unread.split(",")),
+            tuple(parse_numbers("--sink", sink)),
         )
-        chosen = heads.split(",")
+        chosen = heads.split(",") if heads else []
         files, tokens = [str(path) for path in weights], parse_numbers("--budgets", budgets)
         decoder = load_decoder(model, torch.device(on), torch.bfloat16 if on.startswith("cuda") else torch.float32)
         configuration = {

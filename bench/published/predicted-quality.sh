@@ -56,7 +56,7 @@ if [ "$part" != settings ]; then
     done
 fi
 if [ -n "$part" ]; then
-    serves=(--calibrate 1000000 --rotate 256 --every 4) # nothing calibrated whole, `calibration` and `predict_every` as they are
+    serves=(--calibrate 1000000 --rotate 256 --every 4 --history 16 --unread last --sink 16) # nothing calibrated whole, and as settings are
     tandem eval recovery "${model[@]}" --weights "$predictor" --lengths "$lengths" --budgets "$budgets" --tasks "$known,text" --samples "$prompts" \
         --steps 16 --group before --heads together "${serves[@]}" --seconds "${SERVED_SECONDS:-85}" --json "$OUT/served.json" > "$OUT/served.txt"
     values=("M, steps=--calibrate 1,2,5,12,20" "b, tokens=--block 8,16,32,64" "H, steps=--history 16,32,64,128"

@@ -3,8 +3,8 @@
 Paper: section 4.2 and Algorithm 1. Sink and recent tokens are read always, of the blocks between them the best that the
 budget leaves room for; they were known before the step's query was. What is left is dropped, as in the paper, or
 sampled (`rest=sampled`, MagicPIG), by hash tables of which those keys are taken out. Invariant: the history holds what
-was read exactly, 0 for blocks that were not, and everything only at the prompt's end and in the steps that calibrate;
-a sample never comes there.
+was read exactly, for other blocks 0 or what it had last, and everything only at the prompt's end and in the steps that
+calibrate; a sample never comes there.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from evals.methods.blocks import num_blocks
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, MethodError, PromptLayer, Step, StepResult
 from evals.methods.sampled import Deposits, Sampled, merge
-from gpu.predictor.history import STORED, History, attended_maxima, block_maxima, new_history
+from gpu.predictor.history import STORED, History, attended_maxima, block_maxima, new_history, restore
 from gpu.predictor.network import load_network
 from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
 
@@ -54,7 +54,8 @@ class Predicted(DecodeMethod):
     """`group`: a KV head's score is the maximum over its query heads, after the network or before it, or each query
     head reads for itself (apart). `every`: steps between two predictions, whose blocks stay meanwhile. `calibrate`:
     every so many steps the history gets everything's attention. `rotate`: in each step one block of so many is
-    calibrated, in turn; 0: none. `rest=sampled`: what is not read is sampled, a head each, and what that reads comes
+    calibrated, in turn; 0: none. `unread`: what the history has of blocks that were not read, zero or what it had last.
+    `rest=sampled`: what is not read is sampled, a head each, and what that reads comes
     on top of the budget.
     """
 
@@ -67,6 +68,7 @@ class Predicted(DecodeMethod):
     every: int = Field(1, ge=1)
     calibrate: int = Field(5, ge=1, description="steps (the paper's M); 1: always")
     rotate: int = Field(0, ge=0)
+    unread: Literal["zero", "last"] = "zero"
     sink: int = Field(64, ge=0)
     window: int = Field(64, ge=1)
     group: Literal["after", "before", "apart"] = "before"
@@ -173,8 +175,12 @@ class Predicted(DecodeMethod):
             maxima = maxima.masked_fill(~is_read, -torch.inf)
         else:
             lse = logits.logsumexp(-1)
+        attended = attended_maxima(maxima, lse).clamp(max=1).flatten(0, 1)
+        if self.unread == "last":
+            last = restore(state.history.ring[0, :, state.history.newest, : maxima.shape[2]], torch.float32)
+            attended = torch.where(maxima.flatten(0, 1) > -torch.inf, attended, last)
         state.history.advance()
-        state.history.put(0, attended_maxima(maxima, lse).clamp(max=1).flatten(0, 1))
+        state.history.put(0, attended)
 
 
 @cache

@@ -28,7 +28,7 @@ from tests.tolerances import METHOD_FLOAT32, SAMPLED_MEAN_SIGMAS
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "deploy" / "models" / "reference"
 BLOCK, HISTORY, SINK, WINDOW, BUDGET = 4, 6, 3, 5, 18
-ABLATION = Ablation(("after", "before"), (4,), (8,), (2,), ("uint8",), (0,), (1,))
+ABLATION = Ablation(("after", "before"), (4,), (8,), (2,), ("uint8",), (0,), (1,), ("zero",), (64,))
 CHOICES = ("together",)
 
 
@@ -56,8 +56,12 @@ def maxima(weights: np.ndarray) -> np.ndarray:
     return padded.reshape(-1, BLOCK).max(1)
 
 
-def simulate(case: Case, group: str, calibrate: int, every: int = 1) -> dict[tuple[int, int, int], list[int]]:
-    """Keys that each (row, head, step) reads, by Algorithm 1 of the paper on a history of what was read."""
+def simulate(
+    case: Case, group: str, calibrate: int, every: int = 1, unread: str = "zero"
+) -> dict[tuple[int, int, int], list[int]]:
+    """Keys that each (row, head, step) reads, by Algorithm 1 of the paper on a history of what was read, and of the
+    other blocks nothing or what it had.
+    """
     parameters, chosen = predictor_oracle.random_parameters(4), {}
     sink_blocks = math.ceil(SINK / BLOCK)
     for row, start in enumerate(LENGTHS):
@@ -81,11 +85,16 @@ def simulate(case: Case, group: str, calibrate: int, every: int = 1) -> dict[tup
                 keys = [*range(sink_blocks * BLOCK), *middle, *range(cut * BLOCK, length)]
                 chosen[row, head, step] = keys
                 mass = case.weights(row, head, length - 1)
-                if (step + 1) % calibrate:
+                is_whole = (step + 1) % calibrate == 0
+                if not is_whole:
                     kept = np.zeros_like(mass)
                     kept[keys] = mass[keys] / mass[keys].sum()
                     mass = kept
-                history[head].append(maxima(mass))
+                noted = maxima(mass)
+                if unread == "last" and not is_whole:
+                    others = np.setdiff1d(np.arange(len(noted)), np.array(keys) // BLOCK)
+                    noted[others] = history[head][-1][others]
+                history[head].append(noted)
     return chosen
 
 
@@ -100,6 +109,15 @@ def test_what_is_read_is_what_the_papers_algorithm_chooses(group, calibrate, eve
     together = first.keys_scored.view(len(LENGTHS), -1, GROUP)
     assert (first.rows_read == (together.sum(-1) if group == "apart" else together[..., 0])).all()
     assert (first.keys_scored <= BUDGET).all()
+
+
+@pytest.mark.parametrize("seed", [20, 24, 30])
+def test_blocks_that_are_not_read_may_keep_what_a_history_had(seed, weights):
+    case = Case(seed)
+    chosen = simulate(case, "apart", 3, unread="last")
+    method = parse_method(label(weights, group="apart", calibrate=3, unread="last"))
+    check(case, method, lambda row, head, step, length: chosen[row, head, step])
+    assert chosen != simulate(case, "apart", 3)
 
 
 def test_a_choice_by_other_heads_or_another_history_is_seen(weights):

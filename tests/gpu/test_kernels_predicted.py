@@ -77,17 +77,19 @@ def test_listed_is_what_stands_in_a_slot_and_lies_in_the_rows_hole(device: str) 
 
 @pytest.mark.parametrize("has_fetched", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_noted_row_is_the_groups_largest_share_of_each_block(device: str, has_fetched: bool) -> None:
+def test_a_noted_row_is_the_groups_largest_share_of_blocks_that_were_read_and_else_the_row_before(
+    device: str, has_fetched: bool
+) -> None:
     draw = np.random.default_rng(2)
     rings, cells, first_block, known, steps = [1, -1, 0], [16 * 30 + 5, 3, 16 * 9 + 15], 2, 44, 5
     heads = KV_HEADS * GROUP
     maxima = draw.normal(size=(3, heads, known)).astype(np.float32) * 3
     maxima[draw.random(maxima.shape) < 0.5] = -np.inf
     lse = (draw.normal(size=(3, heads)) + 5).astype(np.float32)
-    ids, history = (
-        draw_ids(draw, 7),
-        torch.full((RINGS * KV_HEADS, steps, BLOCKS), 77, dtype=torch.uint8, device=device),
-    )
+    maxima[:, :, first_block + 3] = -np.inf
+    ids = draw_ids(draw, 7)
+    before = draw.integers(0, 256, (RINGS * KV_HEADS, steps, BLOCKS)).astype(np.uint8)
+    history = torch.tensor(before, device=device)
     on_device = [torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(cells, device=device)]
     listed = of_slots = None
     if has_fetched:
@@ -110,14 +112,18 @@ def test_a_noted_row_is_the_groups_largest_share_of_each_block(device: str, has_
                 item = row * KV_HEADS + kv_head
                 for at in range(int(listed.tokens[item]) // 16):
                     tops[:, int(listed.ids[item, at])] = own[item, :, at]
-            wanted = [code(float(np.exp(column - lse[row, group]).max())) for column in tops.T]
+            row_before = before[place, (cells[row] - 1) % steps]
+            is_read = (tops > -np.inf).any(0)
+            assert has_fetched or not is_read[3]
+            noted = [code(float(np.exp(column - lse[row, group]).max())) for column in tops.T]
+            wanted = [int(own if read else last) for own, read, last in zip(noted, is_read, row_before, strict=False)]
             got = history[place, cells[row] % steps].tolist()
             furthest = max(furthest, *(abs(a - b) for a, b in zip(got, wanted, strict=False)))
-            assert got[width:] == [77] * (BLOCKS - width)
+            assert got[width:] == before[place, cells[row] % steps, width:].tolist()
             assert len(set(wanted)) > 3
             touched[place, cells[row] % steps] = True
     assert furthest <= HISTORY_CODE
-    assert (history[torch.tensor(~touched, device=device)] == 77).all()
+    assert (history.cpu().numpy()[~touched] == before[~touched]).all()
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------

@@ -35,9 +35,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Track:
-    """One head over one text: maxima `[steps + targets, blocks]` without the sink, on the CPU, of a group the most of
-    its heads; widths `[targets]`, the candidates at each target; mass `[targets, blocks]`, each block's whole attention
-    then, of a group the mean of its heads, for the recovery rate.
+    """One head over one text: maxima `[steps + targets, blocks]` without the sink, of a group the most of its heads;
+    mass `[targets, blocks]`, each block's whole attention then, of a group the mean of its heads, for the recovery
+    rate; both where the decoder is. widths `[targets]`, the candidates at each target, on the CPU.
     """
 
     maxima: Tensor
@@ -75,7 +75,7 @@ def capture(
             if of == "group":
                 kv_heads = layer.keys.shape[1]
                 maxima, mass = maxima.unflatten(0, (kv_heads, -1)).amax(1), mass.unflatten(0, (kv_heads, -1)).mean(1)
-            tracks.extend(Track(one, widths, own) for one, own in zip(maxima.cpu(), mass.cpu(), strict=True))
+            tracks.extend(Track(one, widths, own) for one, own in zip(maxima, mass, strict=True))
         advance()
 
     tokens = torch.tensor([list(prompt)], device=decoder.device)

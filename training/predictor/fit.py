@@ -52,18 +52,19 @@ def draw_pairs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """history `[count, steps, blocks]`, what follows `[count, blocks]` and widths `[count]`, padded with zeros.
 
-    What follows is maxima or mass, by the loss.
+    What follows is maxima or mass, by the loss. On a card that holds the tracks, nothing is waited for but widths.
     """
     chosen = [(track, draw.randrange(len(track.widths))) for track in draw.choices(tracks, k=count)]
     widths = torch.stack([track.widths[target] for track, target in chosen])
     most = int(widths.max())
-    history, follows = torch.zeros(count, cut.steps, most), torch.zeros(count, most)
+    history = torch.zeros(count, cut.steps, most, device=device)
+    follows = torch.zeros(count, most, device=device)
     for row, (track, target) in enumerate(chosen):
         width = int(widths[row])
         history[row, :, :width] = track.maxima[target : target + cut.steps, :width]
         then = track.maxima[target + cut.steps] if loss == "maxima" else track.mass[target]
         follows[row, :width] = then[:width]
-    return history.to(device), follows.to(device), widths.to(device)
+    return history, follows, widths.to(device)
 
 
 @torch.inference_mode()

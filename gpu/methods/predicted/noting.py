@@ -1,7 +1,9 @@
 """What a step attended to, put into histories: exp(max - lse) by block, the most of a KV head's query heads.
 
-It refuses to know who reads which blocks. Invariant: lse is of what was read exactly, near and fetched; what a sample
-says of the rest never comes here, since it would choose what the next sample leaves out. Bytes: the maxima, read once.
+It refuses to know who reads which blocks. A block that was not read keeps what it had in the row before: one that was
+low stays so until it is looked at, and one that was high is chosen, read and put right. Invariant: lse is of what was
+read exactly, near and fetched; what a sample says of the rest never comes here, since it would choose what the next
+sample leaves out. Bytes: the maxima and the row before, read once.
 """
 
 import torch
@@ -38,8 +40,10 @@ def note_step_reference(
                 count = int(listed.tokens[item]) // BLOCK_TOKENS
                 own[:, listed.ids[item, :count].long()] = of_slots[item, :, :count]
             attended = attended_maxima(own, lse[row, heads]).amax(0)
-            place = int(rings[row]) * kv_heads + kv_head
-            history[place, cell % history.shape[1], : len(attended)] = compress(attended, history.dtype)
+            rows = history[int(rings[row]) * kv_heads + kv_head]
+            last = rows[(cell - 1) % len(rows), : len(attended)]
+            is_read = (own > -torch.inf).any(0)
+            rows[cell % len(rows), : len(attended)] = torch.where(is_read, compress(attended, history.dtype), last)
 
 
 @triton.jit
@@ -68,13 +72,16 @@ def _note_kernel(
     place = ring.to(tl.int64) * KV_HEADS + kv_head
     to = history + place * place_stride + (cell % steps) * row_stride
     block = begin + tl.arange(0, TILE)
-    best = tl.zeros([TILE], tl.float32)
+    last = history + place * place_stride + ((cell + steps - 1) % steps) * row_stride
+    kept = tl.load(last + block, mask=block < width, other=0)
+    best, is_read = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.int1)
     for member in tl.static_range(GROUP):
         head = (row * KV_HEADS + kv_head) * GROUP + member
         own_lse = tl.load(lse + head)
         top = tl.load(maxima + head.to(tl.int64) * known + first_block + block, mask=block < width, other=float("-inf"))
         best = tl.maximum(best, tl.where(top > float("-inf"), tl.exp(top - own_lse), 0.0))
-    tl.store(to + block, code_of(best), mask=block < width)
+        is_read |= top > float("-inf")
+    tl.store(to + block, tl.where(is_read, code_of(best), kept), mask=block < width)
     if FETCHED:
         tl.debug_barrier()  # what follows writes over some of it
         slot = tl.arange(0, SLOTS)
@@ -95,9 +102,10 @@ def note_step(
 ) -> None:  # fmt: skip
     """Write the rows' newest rows of one layer's histories, uint8 `[places, rows, blocks]`.
 
-    maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read; the run begins with block
-    `first_block` of them. lse: float32 `[rows, heads]`, of `exact_lse`. fetched: float32 `[rows * kv_heads, group,
-    slots]` and of which blocks, or None. rings: int32 `[rows]`, -1: none; cells: int64 `[rows]`, of the step's tokens.
+    maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read, the row before is kept;
+    the run begins with block `first_block` of them. lse: float32 `[rows, heads]`, of `exact_lse`. fetched: float32
+    `[rows * kv_heads, group, slots]` and of which blocks, or None. rings: int32 `[rows]`, -1: none; cells: int64
+    `[rows]`, of the step's tokens.
     Raises ValueError for another shape or dtype.
     """
     op, (rows, heads, known), device = "note_step", maxima.shape, maxima.device

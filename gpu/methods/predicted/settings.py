@@ -17,12 +17,13 @@ class PredictedSettings(Settings):
     weights: Path = Field(description="the predictor: `.safetensors` of `tandem train predictor`, or the authors' .pth")
     budget_tokens: int = Field(2048, ge=32, le=4096, multiple_of=BLOCK_TOKENS, description="of a context's middle, "
                                "that a KV head reads at each step; 512 to 4096 are usual")  # fmt: skip
-    history: int = Field(64, ge=5, le=256, description="earlier steps that the predictor looks at")
+    history: int = Field(16, ge=5, le=256, description="earlier steps that the predictor looks at; 4 more than "
+                         "predict_every at least")  # fmt: skip
     predict_every: int = Field(4, ge=1, le=BLOCK_TOKENS, description="steps between two predictions of a layer, which "
                                "keeps its blocks meanwhile; layers take turns")  # fmt: skip
     calibration: int = Field(256, ge=0, description="one block of so many is looked at anew in each step, in turn, by "
                              "its keys in host memory; 0: none")  # fmt: skip
-    sink_tokens: int = Field(64, ge=1, le=1024, description="in front, always read, as far as the host section has "
+    sink_tokens: int = Field(16, ge=1, le=1024, description="in front, always read, as far as the host section has "
                              "no more")  # fmt: skip
     local_tokens: int = Field(64, ge=1, le=4096, description="behind, always read, likewise")
     exempt_layers: int = Field(2, ge=0, description="first layers, which stay on the device and read everything")
