@@ -74,14 +74,14 @@ def _note_kernel(
     block = begin + tl.arange(0, TILE)
     last = history + place * place_stride + ((cell + steps - 1) % steps) * row_stride
     kept = tl.load(last + block, mask=block < width, other=0)
-    best, is_read = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.int1)
+    best, highest = tl.zeros([TILE], tl.float32), tl.full([TILE], float("-inf"), tl.float32)
     for member in tl.static_range(GROUP):
         head = (row * KV_HEADS + kv_head) * GROUP + member
         own_lse = tl.load(lse + head)
         top = tl.load(maxima + head.to(tl.int64) * known + first_block + block, mask=block < width, other=float("-inf"))
         best = tl.maximum(best, tl.where(top > float("-inf"), tl.exp(top - own_lse), 0.0))
-        is_read |= top > float("-inf")
-    tl.store(to + block, tl.where(is_read, code_of(best), kept), mask=block < width)
+        highest = tl.maximum(highest, top)
+    tl.store(to + block, tl.where(highest > float("-inf"), code_of(best), kept), mask=block < width)
     if FETCHED:
         tl.debug_barrier()  # what follows writes over some of it
         slot = tl.arange(0, SLOTS)
