@@ -123,7 +123,7 @@ def test_the_table_of_steps_over_predicted_blocks_is_of_its_rows() -> None:
     shown = [
         [cell.strip(" *") for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:2] == "| "
     ]
-    rows = json.loads((DOCS / "results" / "predicted-steps-h200.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((DOCS / "results" / "predicted-steps-h100.json").read_text(encoding="utf-8"))["rows"]
     wanted = []
     for across in (row for row in rows if row["way"] == "across"):
         cell, turnover = [across[name] for name in ("context", "budget", "batch")], across["turnover"]
@@ -133,8 +133,43 @@ def test_the_table_of_steps_over_predicted_blocks_is_of_its_rows() -> None:
         ways = [f"{times[way]:.2f}" for way in ("read", "predict", "across", "refetch", "layer", "demand")]
         change = "as recorded" if turnover == "replayed" else f"{turnover:.0%}"
         name = f"{cell[0] // 1024}K, {cell[1]:,}, {cell[2]}"
-        wanted.append([name, change, *ways, f"{across['link_bytes'] / 1e6:.0f}"])
+        wanted.append([name, change, *ways, f"{across['link_bytes'] / 1e6:.0f}", f"{across['hidden']:.0%}"])
     assert shown[1:] == wanted
+
+
+def test_the_table_of_tasks_over_predicted_blocks_is_of_its_rows() -> None:
+    page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    part = page[page.index("**Tasks at 16,384 tokens**") : page.index("Aim: within a point of full attention")]
+    shown = [
+        [float(cell.strip(" *%")) for cell in line.strip("|").split("|")[1:]] for line in part.splitlines()[4:] if line
+    ]
+    tasks = [
+        *("needle", "word_needle", "many_needles", "four_values"),
+        *("several_keys", "facts_one_hop", "facts_two_hops", "variables"),
+    ]
+    rows = rows_of("predicted-tasks-16k-h100.json")
+    wanted = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = {row["task"]: row for row in rows if row["method"] == method}
+        assert all(row["samples"] == 8 and row["failures"] == 0 for row in own.values())
+        read = [
+            100 * sum(own[task][name] for task in tasks) / len(tasks) for name in ("head_fraction", "bytes_fraction")
+        ]
+        scores = [own[task]["score"] for task in tasks]
+        wanted.append([round(number, 1) for number in (*read, *scores, sum(scores) / len(scores))])
+    assert shown == wanted
+
+
+def test_recovery_on_the_card_is_of_its_cells() -> None:
+    page = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    cells = json.loads((DOCS / "results" / "predicted-recovery-h100.json").read_text(encoding="utf-8"))
+    four = ["Quest, shared", "H2O, last 64, shared", "SnapKV, shared", "StreamingLLM"]
+    means = {name: 100 * sum(cell["recovered"][name] for cell in cells) / len(cells) for name in cells[0]["recovered"]}
+    best = sum(cell["recovered"]["predicted"] >= max(cell["recovered"][name] for name in four) for cell in cells)
+    shown = page[page.index("settings that serve (with a sink of 64)") : page.index("**Tasks at 16,384 tokens**")]
+    names = ["predicted", "predicted, before", *four, "Quest, moments, shared", "best blocks, shared"]
+    assert all(f"{means[name]:.2f}" in shown for name in names)
+    assert f"in {best} of {len(cells)} cells" in shown
 
 
 def test_one_loss_more_would_be_noticed() -> None:
