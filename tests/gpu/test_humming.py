@@ -2,6 +2,7 @@
 CPU and by the library on a GPU; which matrices those are, what they weigh, and what is refused.
 """
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -264,6 +265,32 @@ def test_a_zero_point_that_has_no_room_is_refused(library):
     packed.zeros[3, 2] = 16
     with pytest.raises(ModelError, match=r"no room for a zero point of 16 in int4, at most 15; wanted own"):
         HummingMatrix(packed)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("failed with exit code 1; logs: /cache"), OSError(30, "Read-only", "/cache")]
+)
+def test_a_kernel_that_cannot_be_compiled_or_kept_is_told_of_in_one_line(library, error, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    matrix = _matrix("int4")
+    monkeypatch.setattr(library.HummingKernel, "prepare_kernels", fail)
+    wanted = re.escape(f"model.products: humming cannot make its kernels ({error}); mend that, or own")
+    with pytest.raises(ModelError, match=wanted):
+        prepare([matrix], {1}, lambda fraction: None)
+    monkeypatch.setattr(library, "transform_humming_tensors", fail)
+    with pytest.raises(ModelError, match=wanted):
+        _matrix("int4")
+
+
+def test_memory_that_runs_out_is_told_of_by_who_loads(library, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(library, "transform_humming_tensors", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        _matrix("int4")
 
 
 def test_kernels_of_another_gpu_or_version_lie_elsewhere(monkeypatch):
