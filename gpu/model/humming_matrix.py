@@ -288,7 +288,7 @@ def _failure_in_one_line() -> Iterator[None]:
         raise
     except (OSError, RuntimeError) as error:
         raise ModelError(
-            f"model.products: humming cannot make its kernels ({str(error).splitlines()[0]}); mend that, or own"
+            f"model.products: humming cannot make its kernels ({(str(error) or type(error).__name__).splitlines()[0]}); mend that, or own"
         ) from None
 
 
