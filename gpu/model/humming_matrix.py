@@ -287,9 +287,8 @@ def _failure_in_one_line() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (OSError, RuntimeError) as error:
-        raise ModelError(
-            f"model.products: humming cannot make its kernels ({(str(error) or type(error).__name__).splitlines()[0]}); mend that, or own"
-        ) from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"model.products: humming cannot make its kernels ({reason}); mend that, or own") from None
 
 
 _MADE: dict[tuple[str, torch.device], _Kernels] = {}
