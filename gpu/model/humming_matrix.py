@@ -17,7 +17,7 @@ import os
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -86,7 +86,7 @@ class HummingMatrix:
     dtype = torch.bfloat16
 
     def __init__(self, packed: Packed) -> None:
-        """Raises ModelError for zero points that have no room."""
+        """Raises ModelError for zero points that have no room, and where the library fails."""
         assert packed.dtype == self.dtype, "the plan refuses others"
         self.rows, self.inner = packed.rows, packed.inner
         config, self._tensors = _lay_out(packed)
@@ -174,11 +174,12 @@ class _Kernels:
         return {key: one for one in wanted if (key := _made_as(one[2])) not in self._ids}
 
     def compile(self, counts: Collection[int]) -> list[Tensor]:
-        """Those that are missing; returns one launch of each."""
+        """Those that are missing; returns one launch of each. Raises ModelError where the library fails."""
         missing = self.missing(counts)
         if missing:
             ranges = list(missing.values())
-            made = _library().HummingKernel.prepare_kernels(self._config.to_str(), None, ranges, self._device)
+            with _failure_in_one_line():
+                made = _library().HummingKernel.prepare_kernels(self._config.to_str(), None, ranges, self._device)
             self._ids |= dict(zip(missing, made.view(-1, 4)[:, 2].tolist(), strict=True))
         for place in self._places(counts):
             self._ready[place] = self._launch_of(self._ranges[place])
@@ -262,7 +263,7 @@ def _library() -> _Library:
 
 
 @contextmanager
-def _without_builders():
+def _without_builders() -> Iterator[None]:
     """Imported, the library starts two processes that build what its wheel has; told not to, it later compiles with one
     thread alone, so it is told for as long as it is imported.
     """
@@ -276,6 +277,19 @@ def _without_builders():
             del os.environ[key]
         else:
             os.environ[key] = before
+
+
+@contextmanager
+def _failure_in_one_line() -> Iterator[None]:
+    """What the library says of a kernel that it cannot compile, or keep, becomes a ModelError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise ModelError(
+            f"model.products: humming cannot make its kernels ({(str(error) or type(error).__name__).splitlines()[0]}); mend that, or own"
+        ) from None
 
 
 _MADE: dict[tuple[str, torch.device], _Kernels] = {}
@@ -325,7 +339,8 @@ def _lay_out(packed: Packed) -> tuple[Any, dict[str, Tensor]]:
                 f"at most {2**packed.bits - 1}; wanted own"
             )
         tensors["zero_point"] = numbers_in_order(packed.zeros.t(), packed.bits).t().contiguous()
-    return config, library.transform_humming_tensors(config, tensors, already_padded=True)
+    with _failure_in_one_line():
+        return config, library.transform_humming_tensors(config, tensors, already_padded=True)
 
 
 def words_in_order(packed: Packed) -> Tensor:

@@ -2,6 +2,7 @@
 CPU and by the library on a GPU; which matrices those are, what they weigh, and what is refused.
 """
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,8 +17,9 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.packed import Packed
 from gpu.load import load_architecture, load_runner
 from gpu.memory.plan import PlanError, plan_memory
-from gpu.model import humming_matrix
-from gpu.model.architecture import named_shape
+from gpu.model import humming_matrix, matrix_format
+from gpu.model.architecture import named_shape, read_architecture
+from gpu.model.checkpoint import load_weights
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.humming_formats import describe_own, laying_out_bytes, multiplied
 from gpu.model.humming_matrix import HummingMatrix, kernel_folder, num_compiled, prepare
@@ -29,9 +31,11 @@ from gpu.model.spec import ModelError
 from gpu.model.weights import Weights, random_weights
 from gpu.step import DENSE
 from tests.gpu import kernel_oracles as oracle
+from tests.gpu.family_checkpoints import checkpoint
 from tests.gpu.humming_library import ENDS, Library, stand_in
 from tests.gpu.kernel_oracles import NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import Drawn, draw_packed, poisoned
+from tests.gpu.quantised_files import FORMATS, write
 from tests.tolerances import KERNEL_BFLOAT16, KERNEL_CHAIN_BFLOAT16
 from transfer.machine import load_machine
 
@@ -266,6 +270,32 @@ def test_a_zero_point_that_has_no_room_is_refused(library):
         HummingMatrix(packed)
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("failed with exit code 1; logs: /cache"), OSError(30, "Read-only", "/cache")]
+)
+def test_a_kernel_that_cannot_be_compiled_or_kept_is_told_of_in_one_line(library, error, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    matrix = _matrix("int4")
+    monkeypatch.setattr(library.HummingKernel, "prepare_kernels", fail)
+    wanted = re.escape(f"model.products: humming cannot make its kernels ({error}); mend that, or own")
+    with pytest.raises(ModelError, match=wanted):
+        prepare([matrix], {1}, lambda fraction: None)
+    monkeypatch.setattr(library, "transform_humming_tensors", fail)
+    with pytest.raises(ModelError, match=wanted):
+        _matrix("int4")
+
+
+def test_memory_that_runs_out_is_told_of_by_who_loads(library, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(library, "transform_humming_tensors", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        _matrix("int4")
+
+
 def test_kernels_of_another_gpu_or_version_lie_elsewhere(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert str(kernel_folder("NVIDIA H100 80GB HBM3")) == "/cache/tandem/humming/0.1.19-nvidia-h100-80gb-hbm3"
@@ -292,6 +322,27 @@ def test_weights_are_laid_out_in_the_place_of_packed_ones(library, caplog):
     plain = [weights.embedding, weights.final_norm]
     norms = [tensor for layer in weights.layers for tensor in (layer.attention_norm, layer.mlp_norm)]
     assert held + sum(tensor.nbytes for tensor in (*plain, *norms)) == weight_bytes(shape, 2, is_packed=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq", "gptq-8", "fp8-tensor", "compressed-fp8-block", "compressed-w8a8-zeros"]
+)
+def test_a_file_of_each_format_holds_its_numbers_once_it_is_laid_out(library, name, tmp_path, monkeypatch):
+    """Of tiles as small as the matrices."""
+    for size, least in {"HUMMING_ROWS": 8, "HUMMING_COLUMNS": 8, "HUMMING_BLOCK_ROWS": 32}.items():
+        monkeypatch.setattr(matrix_format, size, least)
+    config, draw = FORMATS[name]
+    folder = tmp_path / name
+    plain = write(checkpoint("llama2").folder, folder, config, draw)
+    shape = multiplied(read_architecture(folder), "humming", "key")
+    got = load_weights(folder, shape, torch.bfloat16, CPU, lambda fraction: None)
+    wanted = load_weights(plain, read_architecture(plain), torch.float32, CPU, lambda fraction: None)
+    for index, layer in enumerate(got.layers):
+        for matrix, stored in layer_formats(shape, index).items():
+            held = layer.matrices[matrix]
+            assert isinstance(held, HummingMatrix)
+            assert held.nbytes == stored.num_bytes(held.rows, held.inner)
+            assert distance(held.unpack(), wide(wanted.layers[index].matrices[matrix])) < KERNEL_BFLOAT16
 
 
 # --- which matrices, and what is refused ---

@@ -657,6 +657,21 @@ def test_an_asks_flag_is_stored_once_behind_its_row_and_nothing_goes_over_the_li
     assert not any("atom." in line for line in lines)
 
 
+def test_one_thread_looks_whether_blocks_are_late_and_all_threads_of_their_program_do_as_it_saw(launches):
+    """The step may end between two looks: some warps would write rows of a block that others have left out."""
+    kernel, args, options = next(
+        launch for launch in launches if launch[0].__name__ == "_fetch_kernel" and launch[2]["LEAVES"]
+    )
+    source, compile_options = _source(kernel, args, options)
+    assert compile_options["num_warps"] > 1
+    lines = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=compile_options).asm["ptx"].splitlines()
+    (looks,) = (number for number, line in enumerate(lines) if re.search(r"volatile|relaxed", line))
+    branch = next(number for number, line in enumerate(lines) if number > looks and re.search(r"@%p\d+ bra", line))
+    assert re.match(r"\s*@%p", lines[looks])
+    told = [found[0] for line in lines[looks:branch] if (found := re.search(r"st\.shared|bar\.sync|ld\.shared", line))]
+    assert told == ["st.shared", "bar.sync", "ld.shared"]
+
+
 def test_a_unit_of_momo_runs_what_another_one_compiled():
     """Of any number of query blocks at any place: the first long prompt finds what was compiled at start."""
     sources: dict[str, set[str]] = {}

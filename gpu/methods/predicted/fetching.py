@@ -246,7 +246,8 @@ def _fetch_kernel(
     for begin in range(0, count, ITEMS):
         place, is_there = page // slots, begin + item < count
         if LEAVES:  # noqa: SIM102 - known when it is compiled
-            if tl.load(open_parts, volatile=True) <= 0:  # as it is now, not as some program found it
+            # As it is now, and one thread asks for all: each with a load of its own could see another number.
+            if tl.atomic_add(open_parts, 0, sem="relaxed") <= 0:
                 bit = tl.full([ITEMS], 1, tl.int32) << (block % _WORD)
                 tl.atomic_xor(bits + place * words + block // _WORD, bit, mask=is_there)
                 tl.store(ids + page, tl.full([ITEMS], -1, tl.int32), mask=is_there)
