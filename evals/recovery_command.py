@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 def recovery(
     model: ModelFolder,
-    weights: Annotated[list[Path], typer.Option("--weights", help="a predictor's file; repeat to compare")],
+    weights: Annotated[list[Path], typer.Option(
+        "--weights", exists=True, dir_okay=False, help="a predictor's file; repeat to compare"
+    )],
     lengths: Lengths = "4096",
     budgets: Annotated[str, typer.Option("--budgets", help="tokens that a query head reads, with commas")] =
         "256,512,1024,2048",

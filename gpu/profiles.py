@@ -237,6 +237,12 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
         settings = method.settings.model_validate({**(shared.model_dump() if shared else {}), **given})
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "missing":
+            key = str(first["loc"][-1])
+            what = method.settings.model_fields[key].description
+            raise ProfileError(f"{where}: {method.name!r} needs the setting `{key}`: {what}") from None
+        if not first["loc"]:  # of settings together: the message names them
+            raise ProfileError(f"{where}.{first['msg'].removeprefix('Value error, ')}") from None
         key = ".".join(map(str, first["loc"]))
         raise ProfileError(f"{where}.{key}: {first['msg']} (got {first['input']!r})") from None
     if shared is not None and settings != shared:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpu.model.architecture import ModelError
 from gpu.model.gguf.file import is_gguf, read_gguf
-from gpu.profiles import get_profile, resolve_profiles
+from gpu.profiles import ProfileError, get_profile, resolve_profiles
 from server.config import ConfigError, Deployment
 from server.documents import check_documents
 from server.service import load_parts, require_tls
@@ -18,7 +18,7 @@ _INDEX = "model.safetensors.index.json"
 
 def require_servable(deployment: Deployment) -> None:
     """Raises ModelError, ConfigError or ProfileError with one line: the model's files, tokenizer, template, keys,
-    certificate, documents, profiles.
+    certificate, documents, profiles and the files that these name.
     """
     require_settings(deployment)
     path = deployment.model.path
@@ -29,6 +29,16 @@ def require_servable(deployment: Deployment) -> None:
     load_parts(deployment)
     require_tls(deployment.server)
     check_documents(deployment)
+    require_method_files(deployment)
+
+
+def require_method_files(deployment: Deployment) -> None:
+    """Raises ProfileError unless each file is there that a method of a profile names; what is in it, loading finds."""
+    for name, profile in resolve_profiles(deployment.profiles, deployment.host).items():
+        for part in profile.parts:
+            for key, value in part.settings:
+                if isinstance(value, Path) and not value.is_file():
+                    raise ProfileError(f"profiles.{name}.{part.method.slot}.{key}: got {value}; wanted a file")
 
 
 def require_settings(deployment: Deployment) -> None:

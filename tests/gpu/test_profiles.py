@@ -128,6 +128,17 @@ REFUSED = [
     ),
     (
         "x",
+        {"host": "predicted"},
+        "profiles.x.host: 'predicted' needs the setting `weights`: the predictor: `.safetensors` of `tandem train "
+        "predictor`, or the authors' .pth",
+    ),
+    (
+        "x",
+        {"host": {"method": "predicted", "weights": "x.safetensors", "history": 6}},
+        "profiles.x.host.history: 6 with predict_every 4; wanted 8 or more, or fewer steps between predictions",
+    ),
+    (
+        "x",
         {"host": {"method": "sampled", "bits_per_table": 9}},
         "profiles.x.host: asks {bits_per_table: 9, num_tables: 150}, host.sampled has {bits_per_table: 10, num_tables: "
         "150}; what 'sampled' keeps in host memory is of one kind for all profiles: set host.sampled to what this one "

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from gpu.profiles import ProfileError
 from server.commands.cli import main, override_address, require_free_port
+from server.commands.servable import require_servable
 from server.config import ConfigError, Deployment, load_deployment
 from transfer.machine import load_machine
 
@@ -257,6 +259,17 @@ BAD_CONFIGURATIONS = [
     ("model: [", "is not YAML"),
     ("- 1", "holds list"),
 ]
+
+
+def test_a_file_that_a_profiles_method_names_must_be_there_to_serve(tmp_path: Path) -> None:
+    predicted = {"method": "predicted", "weights": "nowhere.safetensors"}
+    tree = {"model": {"path": str(DEPLOY / "models/reference")}, "host": {}, "profiles": {"x": {"host": predicted}}}
+    path = tmp_path / "x.yaml"
+    path.write_text(json.dumps(tree))
+    words = f"profiles.x.host.weights: got {tmp_path / 'nowhere.safetensors'}; wanted a file"
+    with pytest.raises(ProfileError) as refused:
+        require_servable(load_deployment(path))
+    assert str(refused.value) == words
 
 
 def test_files_that_a_profiles_method_names_are_relative_to_the_configuration(tmp_path: Path) -> None:
