@@ -56,6 +56,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_restoring.py",
         "tests/gpu/test_split_experts.py",
         "tests/bench/test_engine_benchmark.py",
+        "tests/bench/test_predicted_decode.py",
         "tests/bench/test_rates.py",
         "tests/bench/test_step_trace.py",
         "tests/evals/test_served_sampling.py",

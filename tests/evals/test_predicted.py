@@ -281,7 +281,8 @@ def test_the_command_prints_a_table_and_writes_rows(tmp_path, weights):
     done = CliRunner().invoke(app, [*command, "--tasks", "texts"])
     assert done.exit_code == 1
     done = CliRunner().invoke(app, [*command[:4], str(tmp_path / "none.safetensors"), *command[5:]])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
+    assert "--weights" in done.output
 
 
 def test_a_tasks_prompts_end_with_their_answers():
