@@ -105,12 +105,11 @@ class Grouping:
     def observe_alone(self, load: Load, asking: Load | None) -> None:
         """A step of rows that ask nothing is over, beside which nothing ran, or steps of rows that ask: `asking`."""
         self._alone = load
-        seconds = self._decode_seconds[Rows.DEVICE]
-        if not seconds:
+        seconds, asking_s = self._decode_seconds[Rows.DEVICE], self._decode_seconds[Rows.ASKING]
+        if not seconds or (asking is not None and not asking_s):
             return
         per_s = (self._reads.weights(load.num_others) + load.other_bytes) / seconds
-        asking_s = self._decode_seconds[Rows.ASKING]
-        if asking is not None and asking_s:
+        if asking is not None:
             per_s += self._asked_bytes(asking) / asking_s
         self._device_s = _smooth(self._device_s, 1.0 / per_s, _PACE_SMOOTHING)
 

@@ -224,7 +224,7 @@ class Scheduler:
         """What the result of a lane's oldest launched plan means for its requests, in no particular order."""
         launched = self._launched[lane].popleft()
         deltas = self._results.tell(result, launched)
-        if result.decode_seconds:
+        if result.decode_seconds and len(self._lanes.all) > 1:
             self._learn_grouping(launched, result, lane)
         return deltas
 
@@ -261,12 +261,12 @@ class Scheduler:
         return [one for one in self.roster.running if self._lanes.lane_of(one in asking, joins) is lane]
 
     def _load_of(self, plan: StepPlan) -> Load:
-        """Of the rows that draw in it, and what they read on the device."""
+        """Of the rows that draw in it, and what they read on the device; of nothing where there is one lane."""
         asking: list[int] = []
         others: list[int] = []
         for group in plan.decode:
             cells = group.positions if group.cells is None else group.cells
-            for cell, ask in zip(cells, group.asks or repeat(None), strict=False):
+            for cell, ask in zip(cells, group.asks or repeat(None), strict=False) if len(self._lanes.all) > 1 else ():
                 (others if ask is None else asking).append(self._reads.context(cell + 1, ask))
         return Load(len(asking), len(others), sum(asking), sum(others))
 
