@@ -30,7 +30,7 @@ from scheduler.lanes import Rows
 LONGEST_WAIT = 2.0  # of a token in a joint step: at most so many times what it takes apart
 JOIN_WAIT = 1.8  # they join where it is expected to be no more, so that noise about the bound moves nobody
 LEAST_GAIN = 0.05  # of tokens a second, for which rows join or part: likewise
-DWELL_STEPS = 16  # of those that ask, at the least, until rows join or part again
+DWELL_STEPS = 8  # of those that ask, at the least, until rows join or part again
 LONGEST_STEPS = 512  # what the formula was off by is forgotten behind so many: then the other way may be tried anew
 _SHARED = 2.0  # S above
 _SMOOTHING = 0.3
