@@ -9,7 +9,7 @@ import torch
 from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
 from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
-from gpu.methods.predicted.noting import note_step
+from gpu.methods.predicted.noting import Fetched, note_step
 from tests.gpu.kernel_oracles import DEVICES
 from tests.tolerances import HISTORY_CODE
 from transfer import places
@@ -86,22 +86,26 @@ def test_a_noted_row_is_the_groups_largest_share_of_blocks_that_were_read_and_el
     maxima = draw.normal(size=(3, heads, known)).astype(np.float32) * 3
     maxima[draw.random(maxima.shape) < 0.5] = -np.inf
     lse = (draw.normal(size=(3, heads)) + 5).astype(np.float32)
-    maxima[:, :, first_block + 3] = -np.inf
+    maxima[:, :, first_block : first_block + 7] = -np.inf  # the hole
     ids = draw_ids(draw, 7)
     before = draw.integers(0, 256, (RINGS * KV_HEADS, steps, BLOCKS)).astype(np.uint8)
     history = torch.tensor(before, device=device)
     on_device = [torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(cells, device=device)]
-    listed = of_slots = None
+    holes = torch.tensor([[32] * 3, [32 + 16 * 7] * 3, [32 + 16 * 7] * 3], dtype=torch.int32, device=device)
+    listed = fetched = None
+    whole = lse
     if has_fetched:
-        holes = torch.tensor([[32] * 3, [32 + 16 * 7] * 3, [32 + 16 * 7] * 3], dtype=torch.int32, device=device)
         store = torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device)
         listed = list_blocks(*store, on_device[0], holes, KV_HEADS, numbers(device))
         own = draw.normal(size=(3 * KV_HEADS, GROUP, SLOTS)).astype(np.float32) + 2
-        of_slots = torch.tensor(own, device=device), listed
-    note_step(
-        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), of_slots, *on_device,
+        beside = (draw.normal(size=lse.shape) + 5).astype(np.float32)
+        fetched = Fetched(torch.tensor(own, device=device), listed, torch.tensor(beside, device=device))
+        whole = np.log(np.exp(lse.astype(np.float64)) + np.exp(beside.astype(np.float64)))
+    told = note_step(
+        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), fetched, *on_device, holes,
         first_block, KV_HEADS,
     )  # fmt: skip
+    np.testing.assert_allclose(told.cpu().numpy()[[0, 2]], whole[[0, 2]], rtol=1e-6)
     touched, furthest = np.zeros((RINGS * KV_HEADS, steps), bool), 0
     for row, ring in enumerate(rings):
         for kv_head in range(KV_HEADS if ring >= 0 else 0):
@@ -115,7 +119,7 @@ def test_a_noted_row_is_the_groups_largest_share_of_blocks_that_were_read_and_el
             row_before = before[place, (cells[row] - 1) % steps]
             is_read = (tops > -np.inf).any(0)
             assert has_fetched or not is_read[3]
-            noted = [code(float(np.exp(column - lse[row, group]).max())) for column in tops.T]
+            noted = [code(float(np.exp(column - whole[row, group]).max())) for column in tops.T]
             wanted = [int(own if read else last) for own, read, last in zip(noted, is_read, row_before, strict=False)]
             got = history[place, cells[row] % steps].tolist()
             furthest = max(furthest, *(abs(a - b) for a, b in zip(got, wanted, strict=False)))

@@ -112,7 +112,7 @@ def test_a_layers_blocks_change_in_its_turns_alone(every: int, monkeypatch: pyte
     twins.prefill_down(0, PROMPT)
     twins.step([0])  # its blocks were chosen before it
     side, noise = twins.side, torch.Generator().manual_seed(5)
-    monkeypatch.setattr(side, "_score", lambda layer, _: torch.rand(layer.interior.shape, generator=noise))
+    monkeypatch.setattr(side, "_score", lambda layer, _: torch.rand(layer.scores.shape, generator=noise))
     monkeypatch.setattr(side, "_choose_now", lambda behind: pytest.fail("nothing goes down meanwhile"))
     changed = []
     for _ in range(2 * every):
@@ -173,7 +173,7 @@ def leave_some_late(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 
 def wish_for_others(twins: PredictedTwins) -> None:
     """Other blocks at every step, whatever is predicted."""
-    twins.side._score = lambda layer, choice: torch.rand(layer.interior.shape)  # type: ignore[method-assign]
+    twins.side._score = lambda layer, choice: torch.rand(layer.scores.shape)  # type: ignore[method-assign]
 
 
 def test_late_blocks_are_left_to_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,10 +450,10 @@ def test_a_ring_that_is_assigned_while_others_choose_is_known_as_new() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 4, 16])
-def test_sums_are_kept_where_they_see_what_they_saw_at_the_turn_before(every: int) -> None:
+def test_scores_are_kept_where_they_see_what_they_saw_at_the_turn_before(every: int) -> None:
     """A block's score sees two blocks on either side, of those that its head has. Three rings: one goes on, one leaves
     out steps of the batch, and one is assigned anew, asks nothing for a step, and steps again from where it was. Each
-    turn of a layer has sums of its own, and what is chosen before a step leaves none to be kept.
+    turn of a layer has scores of its own, and what is chosen before a step leaves none to be kept.
     """
     side = PredictedTwins(NARROW | {"predict_every": every, "history": 20}, ringed=(0, 1, 2)).side
     steps = {0: list(range(40, 200)), 1: [cell for cell in range(70, 150) for _ in range(2)], 2: []}
@@ -477,13 +477,13 @@ def test_sums_are_kept_where_they_see_what_they_saw_at_the_turn_before(every: in
             place = ring * NUM_KV_HEADS
             assert sum(bool(choice.is_in[place]) for choice in choices) == (cell >= 0), "each is once some layer's turn"
             if cell < 0:
-                assert all(int(choice.widths[place]) == 0 for choice in choices)
+                assert all(int(choice.widths[place]) == -1 for choice in choices)
                 continue
             begin, before = begins.get(ring, (cell, NEVER))
             begins[ring] = (begin if before == cell - 1 else cell), cell
             for turn, choice in enumerate(choices):
                 if not choice.is_in[place]:
-                    assert int(choice.widths[place]) == 0
+                    assert int(choice.widths[place]) == -1
                     continue
                 width, got = int(choice.widths[place]), int(choice.stale[place])
                 at_turn, old = last.get((ring, turn), (NEVER, 0))

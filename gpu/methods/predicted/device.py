@@ -28,8 +28,8 @@ from gpu.methods.device_side import FetchCounts, LayerReads, Lent, RingSide, Sit
 from gpu.methods.predicted.blocks import EMPTY, Blocks, new_blocks
 from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
-from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, Listed, list_blocks
-from gpu.methods.predicted.noting import exact_lse, note_step
+from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
+from gpu.methods.predicted.noting import Fetched, note_step
 from gpu.methods.predicted.prompt import note_prompt
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import ModelError
@@ -71,15 +71,6 @@ class _Rows:
     wanted: Tensor
     choices: Sequence[Choice]
     told: Event
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """Of a layer. maxima: float32 `[rows * kv_heads, group, slots]`; partial: of all rows."""
-
-    listed: Listed
-    maxima: Tensor
-    partial: Partial
 
 
 def make_ring_side(settings: PredictedSettings, site: Site, num_rings: int) -> RingSide:
@@ -222,7 +213,7 @@ class Predicted(RingSide):
             partial = paged_decode_attention(query, *cells, self._workspace, maxima=maxima).near
         partial = Partial(partial.out.view(rows, heads, dim), partial.lse.view(rows, heads))
         reads.fetched.append(partial)
-        reads.kept[self] = _Fetched(listed, maxima, partial)
+        reads.kept[self] = Fetched(maxima, listed, partial.lse)
 
     def after(self, reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
         place = self._places.get(reads.layer)
@@ -230,10 +221,9 @@ class Predicted(RingSide):
             return
         assert reads.maxima is not None, "predicted: what is resident tells its maxima"
         own, layer, fetched, rows = self._of_rows[reads.rows], self._layers[place], reads.kept.get(self), reads.rows
-        lse = exact_lse(on_device.near, None if fetched is None else fetched.partial)
-        of_slots = None if fetched is None else (fetched.maxima, fetched.listed)
-        note_step(
-            layer.history, reads.maxima, lse, of_slots, own.rings, rows.cells, self._first_block, self._kv_heads
+        lse = note_step(
+            layer.history, reads.maxima, on_device.near.lse, fetched, own.rings, rows.cells, rows.holes,
+            self._first_block, self._kv_heads,
         )  # fmt: skip
         if not own.choices or not reads.asks:
             return
@@ -320,7 +310,7 @@ class Predicted(RingSide):
         every = self.settings.predict_every
         begins = torch.where(self._last_cells[:-1] == cells - 1, self._begins[:-1], cells)
         self._note_cells(cells, begins)
-        is_kept = begins <= cells - every  # the sums are of this turn's last prediction, and of no row that is missing
+        is_kept = begins <= cells - every  # scores are of this turn's last prediction, and of no row that is missing
         turns = torch.arange(every, device=cells.device)[:, None]
         return self._of_turns((cells >= 0) & ((cells + turns) % every == 0), is_kept, cells, limits)
 
@@ -330,13 +320,13 @@ class Predicted(RingSide):
         self._begins.index_copy_(0, to, begins)
 
     def _of_turns(self, is_in: Tensor, is_kept: Tensor, cells: Tensor, limits: Tensor) -> list[Choice]:
-        """is_in: bool `[turns, rings]`; is_kept: bool `[rings]`, whose sums of `predict_every` steps ago hold."""
+        """is_in: bool `[turns, rings]`; is_kept: bool `[rings]`, whose scores are of `predict_every` steps ago."""
         rows, blocks = self.blocks.history.shape[2:]
         every, local = self.settings.predict_every, self.settings.local_tokens
         before, widths = ((cells + 2 - less - local) // BLOCK_TOKENS for less in (every, 0))
         known = widths - self._first_block - torch.where(before == widths, 0, EDGE_BLOCKS)
         stale = torch.where(is_kept, known.clamp(0, blocks), 0)
-        widths = torch.where(is_in, (widths - self._first_block).clamp(0, blocks), 0)
+        widths = torch.where(is_in, (widths - self._first_block).clamp(0, blocks), -1)
 
         def spread(numbers: Tensor) -> Tensor:
             return numbers.repeat_interleave(self._kv_heads, -1)
@@ -352,19 +342,20 @@ class Predicted(RingSide):
 
     def _score(self, layer: Blocks, choice: Choice) -> Tensor:
         """Float32 `[places, blocks]`."""
+        every, scores = self.settings.predict_every, layer.scores
         if runs_on_triton(layer.history):
-            return predict_blocks(
-                layer.history, choice.oldest, choice.widths, choice.stale, layer.interior, self._network,
-                self.settings.predict_every,
+            predict_blocks(
+                layer.history, choice.oldest, choice.widths, choice.stale, scores, self._network, every
             )  # fmt: skip
-        scores = torch.full_like(layer.interior, -torch.inf)
+            return scores
         own, most = choice.is_in.nonzero().flatten(), int(choice.widths.max())  # the CPU computes what there is
-        if most:
-            history = layer.history[own, :, :most].contiguous()
-            scores[own, :most] = predict_blocks(
-                history, choice.oldest[own], choice.widths[own], choice.stale[own],
-                torch.empty(len(own), most), self._network, self.settings.predict_every,
+        scores[own] = -torch.inf
+        if most > 0:
+            history, made = layer.history[own, :, :most].contiguous(), torch.empty(len(own), most)
+            predict_blocks(
+                history, choice.oldest[own], choice.widths[own], choice.stale[own], made, self._network, every
             )  # fmt: skip
+            scores[own, :most] = made
         return scores
 
     def _choose_now(self, behind: dict[int, tuple[int, int]]) -> None:
@@ -374,7 +365,7 @@ class Predicted(RingSide):
         for ring, own in behind.items():
             numbers[:, ring] = own
         cells, limits = upload(numbers, self._last_cells.device)
-        self._note_cells(cells, cells + 1)  # of what is summed now, no turn's sums are
+        self._note_cells(cells, cells + 1)  # of what is made now, no turn's scores are
         nothing_kept = torch.zeros_like(cells, dtype=torch.bool)
         (choice,) = self._of_turns((cells >= 0)[None], nothing_kept, cells, limits)
         for layer, counts in zip(self._layers, self._counts, strict=True):
