@@ -20,8 +20,9 @@ from gpu.kernels.arguments import runs_on_triton
 from gpu.methods.device_side import LayerReads
 from gpu.methods.predicted.blocks import Blocks
 from gpu.methods.predicted.choosing import choose_blocks
-from gpu.methods.predicted.device import Choice, Predicted
+from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
+from gpu.methods.predicted.turns import Choice
 from transfer.tier_shape import WORD_BITS
 
 _WORD = tl.constexpr(WORD_BITS)

@@ -1,15 +1,20 @@
 """Kernels that keep predicted blocks, against numpy from their definitions: which are read, noted, kept and fetched."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from gpu.decode.rows import StepRows
 from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
 from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
 from gpu.methods.predicted.noting import Fetched, note_step
+from gpu.methods.predicted.settings import PredictedSettings
+from gpu.methods.predicted.turns import Turns, find_rings
+from gpu.step import HostAsk
 from tests.gpu.kernel_oracles import DEVICES
 from tests.tolerances import HISTORY_CODE
 from transfer import places
@@ -128,6 +133,40 @@ def test_a_noted_row_is_the_groups_largest_share_of_blocks_that_were_read_and_el
             touched[place, cells[row] % steps] = True
     assert furthest <= HISTORY_CODE
     assert (history.cpu().numpy()[~touched] == before[~touched]).all()
+
+
+# --- turns ---
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("device", DEVICES)
+def test_whose_turn_it_is_is_told_by_one_launch_as_by_many_operations(device: str, every: int) -> None:
+    settings = PredictedSettings(weights=Path("unread"), history=7, predict_every=every, local_tokens=20)
+    own, alike = (Turns(settings, RINGS, KV_HEADS, 2, 40, torch.device(at)) for at in (device, "cpu"))
+    ring_of_slot = torch.tensor([-1, 2, 0, 1, -1], dtype=torch.int32)
+    samples, draw, kept = torch.zeros(1, dtype=torch.bool), np.random.default_rng(every), 0
+    cells = {1: 15, 2: 200, 3: 620}  # by slot: before the sink's end, and beyond what there is room for
+    for number in range(60):
+        slots = [slot for slot in cells if draw.random() < 0.95] + [0, -1]
+        for slot in slots[:-2]:
+            cells[slot] += 1 + (draw.random() < 0.02)
+        places = [cells.get(slot, 7) for slot in slots]
+        asks = [HostAsk(0, 32, 32 + 16 * int(draw.integers(0, 9))) for _ in slots]
+        packed = StepRows.pack(slots, slots, places, places, asks, len(slots), 0)
+        samples.fill_(number % 2)
+        rows = StepRows(torch.from_numpy(packed), len(slots))
+        there = StepRows(torch.from_numpy(packed).to(device), len(slots))
+        rings, choices = own.of_rows(there, ring_of_slot.to(device), samples.to(device), KV_HEADS * GROUP)
+        wanted = find_rings(rows, ring_of_slot, samples, KV_HEADS * GROUP)
+        assert rings.rings.tolist() == wanted.rings.tolist()
+        assert rings.wanted.tolist() == wanted.wanted.tolist()
+        for choice, like in zip(choices, alike.choices(*alike._by_ring(rows, wanted.rings)), strict=True):
+            for name in ("is_in", "stale", "widths", "oldest", "limits"):
+                assert getattr(choice, name).tolist() == getattr(like, name).tolist(), f"{name} of step {number}"
+            kept += int(choice.stale.max()) > 0
+        for name in ("last_cells", "begins"):
+            assert getattr(own, name)[:RINGS].tolist() == getattr(alike, name)[:RINGS].tolist()
+    assert kept > 20
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------

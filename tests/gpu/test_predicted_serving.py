@@ -19,8 +19,9 @@ from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
 from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.choosing import pack_bits
-from gpu.methods.predicted.device import NEVER, Predicted
+from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
+from gpu.methods.predicted.turns import NEVER
 from gpu.profiles import ProfilePart, resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.reference_model import document_prompt
@@ -434,18 +435,18 @@ def test_asks_have_the_words_of_exclusion_that_are_planned_where_a_method_needs_
 
 
 def test_a_ring_that_is_assigned_while_others_choose_is_known_as_new() -> None:
-    """In the other lane: whenever it comes between the operations of a choice, sums of who had the ring are not his."""
+    """In the other lane: whenever it comes between a choice's operations, scores of the last holder are not kept."""
     side = PredictedTwins(NARROW, ringed=(0, 1)).side
     cells, limits = torch.tensor([90, -1, -1]), torch.tensor([3, 0, 0])
     left = nth = 0
     while left <= 0:
         nth += 1
-        side._last_cells[:2] = torch.tensor([89, 41])
-        with _MeanwhileMode(nth, lambda: side._last_cells[1].fill_(NEVER)) as mode:
-            side._choices(cells, limits)
+        side.turns.last_cells[:2] = torch.tensor([89, 41])
+        with _MeanwhileMode(nth, lambda: side.turns.last_cells[1].fill_(NEVER)) as mode:
+            side.turns.choices(cells, limits)
         left = mode.left
         if left <= 0:
-            assert side._last_cells[:2].tolist() == [90, NEVER], f"behind operation {nth}"
+            assert side.turns.last_cells[:2].tolist() == [90, NEVER], f"behind operation {nth}"
     assert nth > 10
 
 
@@ -471,7 +472,7 @@ def test_scores_are_kept_where_they_see_what_they_saw_at_the_turn_before(every: 
             side._choose = lambda *_: None  # its blocks lie nowhere
             side._choose_now({0: (cells[0] - 1, 99)})
             begins[0] = cells[0], cells[0] - 1
-        choices = side._choices(torch.tensor(cells), torch.full((3,), 99))
+        choices = side.turns.choices(torch.tensor(cells), torch.full((3,), 99))
         assert len(choices) == every
         for ring, cell in enumerate(cells):
             place = ring * NUM_KV_HEADS
