@@ -33,8 +33,11 @@ def attended(heads: int, rows: int, blocks: int, seed: int) -> np.ndarray:
 
 
 def kept_of(rows: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Rows `[steps, heads, blocks]` in which eight blocks side by side have what they had, but a share of the time."""
+    """Rows `[steps, heads, blocks]` in which eight blocks side by side have what they had, but a share of the time; from
+    block 56 on always.
+    """
     changes = np.random.default_rng(seed).random((len(rows), rows.shape[1], -(-rows.shape[2] // 8))) < share
+    changes[..., 7:] = False
     kept = [rows[0]]
     for row, own in zip(rows[1:], changes[1:].repeat(8, 2)[..., : rows.shape[2]], strict=True):
         kept.append(np.where(own, row, kept[-1]))
@@ -109,6 +112,7 @@ def test_scores_made_step_by_step_are_those_made_whole(moved, stored, product, d
     steps = 5 + moved
     driver = Driver([64, 70], steps, 96, stored, product, device, moved)
     rows = kept_of(attended(2, steps + moved * STEPS, 96, 3).transpose(1, 0, 2), 0.2, 4)
+    rows[:, 0, 64:] = 0.25  # what a block holds that leaves the recent window, before and behind that
     for row in rows[:steps]:
         driver.put(row)
     driver.predict([True] * 2)

@@ -104,8 +104,7 @@ def _note_kernel(
     last = history + place * place_stride + ((cell + steps - 1) % steps) * row_stride
     kept = tl.load(last + block, mask=block < width, other=0)
     at = first_block + block
-    is_away = (at * _BLOCK >= tl.load(holes + row)) & ((at + 1) * _BLOCK <= tl.load(holes + num_rows + row))
-    is_known = (block < width) & (is_away == 0)
+    is_known = (block < width) & ((at + 1) * _BLOCK > tl.load(holes + num_rows + row))
     best, highest = tl.zeros([TILE], tl.float32), tl.full([TILE], float("-inf"), tl.float32)
     for member in tl.static_range(GROUP):
         head = item * GROUP + member
@@ -138,7 +137,7 @@ def note_step(
     maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read, the row before is kept;
     the run begins with block `first_block` of them. near_lse: float32 `[rows, heads]`, of what they are of. fetched:
     what was read beside, or None. rings: int32 `[rows]`, -1: none; cells: int64 `[rows]`, of the step's tokens; holes:
-    int32 `[3, rows]`, of cells, as in `StepRows`, in which maxima are -inf.
+    int32 `[3, rows]`, of cells, as in `StepRows`, which begin with the run or are none, and in which maxima are -inf.
     Raises ValueError for another shape or dtype.
     """
     op, (rows, heads, known), device = "note_step", maxima.shape, maxima.device
