@@ -33,8 +33,8 @@ def attended(heads: int, rows: int, blocks: int, seed: int) -> np.ndarray:
 
 
 def kept_of(rows: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Rows `[steps, heads, blocks]` in which eight blocks side by side have what they had, but a share of the time; from
-    block 56 on always.
+    """Rows `[steps, heads, blocks]` in which eight blocks side by side have what they had but a share of the time, and
+    from block 56 on always.
     """
     changes = np.random.default_rng(seed).random((len(rows), rows.shape[1], -(-rows.shape[2] // 8))) < share
     changes[..., 7:] = False
