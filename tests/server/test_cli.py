@@ -15,10 +15,12 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from gpu.model.humming_formats import VERSION
 from gpu.profiles import ProfileError
 from server.commands.cli import main, override_address, require_free_port
 from server.commands.servable import require_servable
 from server.config import ConfigError, Deployment, load_deployment
+from tests.gpu.humming_library import found_version
 from transfer.machine import load_machine
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -198,6 +200,24 @@ def test_plan_refuses_what_serve_refuses_with_the_same_words(tmp_path: Path, tan
         assert (planned.returncode, served.returncode) == (1, 1), words
         assert words in planned.stderr
         assert planned.stderr == served.stderr
+
+
+def test_plan_and_serve_name_the_library_that_multiplies_where_it_is_not_installed(
+    tmp_path: Path, tandem: RunTandem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a card that is elsewhere nobody can say."""
+    card, path = DEPLOY / "machines" / "rtx4090.json", tmp_path / "deployment.yaml"
+    model = {"path": str(DEPLOY / "models" / "reference"), "weights": "int4", "products": "humming"}
+    path.write_text(json.dumps({"model": model}))
+    monkeypatch.setattr("server.commands.cli.probe_machine", lambda: load_machine(card))
+    monkeypatch.setattr("gpu.model.humming_formats.version", found_version("none"))
+    planned, served = tandem("plan", path), tandem("serve", path, "--port", 0)
+    assert (planned.returncode, served.returncode) == (1, 1)
+    assert planned.stderr.startswith("error: model.products: asked humming, found none of humming-kernels; wanted ")
+    assert planned.stderr == served.stderr
+    assert tandem("plan", path, "--machine", card).returncode == 0
+    monkeypatch.setattr("gpu.model.humming_formats.version", found_version(VERSION))
+    assert tandem("plan", path).returncode == 0
 
 
 def test_plan_prints_json_for_a_machine_that_is_elsewhere(tandem: RunTandem) -> None:
