@@ -133,7 +133,7 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
 
 
 @pytest.mark.parametrize(("profiles", "words"), [
-    ({"x": {"hots": "exact"}}, "profiles.x.hots: unknown key"),
+    ({"x": {"hots": "exact"}}, "profiles.x.hots: unknown key; the nearest known one is 'host'"),
     ({"x": "exact"}, "profiles.x: Value error, wanted a mapping of slots to methods, like `{host: sampled}`"),
     ({"x": {"host": 3}}, "profiles.x.host: Value error, wanted a method's name, or a mapping with `method`"),
     ({"x": {"host": {"bits_per_table": 3}}}, "profiles.x.host.method: Field required"),
@@ -279,6 +279,23 @@ BAD_CONFIGURATIONS = [
     ("model: [", "is not YAML"),
     ("- 1", "holds list"),
 ]
+
+
+def test_up_to_eight_faults_of_a_configuration_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text("model: {random_weights: tiny, nane: m}\nserver: {prot: 1, port: -1}\ngpu: {page_tokens: 5}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_deployment(path)
+    for told in (
+        "model.nane: unknown key; the nearest known one is 'name'; ", "nearest known one is 'port'",
+        "server.port: Input should be greater than or equal to 0 (got -1); ", "; gpu.page_tokens: ",
+    ):  # fmt: skip
+        assert told in str(refused.value)
+    assert " more" not in str(refused.value)
+    path.write_text(f"model: {{random_weights: tiny}}\ngpu: {{{', '.join(f'unknown{i}: 1' for i in range(10))}}}\n")
+    with pytest.raises(ConfigError, match=r"gpu\.unknown7: unknown key; the nearest [^;]*; and 2 more$") as refused:
+        load_deployment(path)
+    assert str(refused.value).count("unknown key") == 8
 
 
 def test_a_file_that_a_profiles_method_names_must_be_there_to_serve(tmp_path: Path) -> None:
