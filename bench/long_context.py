@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 
 from bench.as_served import interpreter_as_served
+from bench.lane_watch import LaneWatch, describe
 from bench.long_client import GREEDY, Batch, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import Agreement, check_host_path
@@ -63,7 +64,8 @@ class LongContextBenchmark:
 @dataclass(frozen=True, slots=True)
 class Served:
     """One profile's numbers. `parts` of a traced step of the largest batch, of the first profile alone.
-    `one_in_flight`: of batches, milliseconds a step with one step in flight, and behind that with two again.
+    `one_in_flight`: of batches, milliseconds a step with one step in flight, and behind that with two again. `lanes`:
+    of batches, who stepped with whom since the last prompt, as `bench.lane_watch` tells it.
     """
 
     first_token_s: list[float]  # of prompts that were computed whole
@@ -74,6 +76,7 @@ class Served:
     process_gib: float
     turns_s: tuple[float, float] | None  # first token of a second turn: with its prefix down, and computed whole
     parts: dict[str, float] | None
+    lanes: dict[int, dict[str, Any]]
 
 
 def run_long_context_benchmark(
@@ -133,7 +136,7 @@ def _serve(
     client: Client, prompts: Sequence[list[int]], benchmark: LongContextBenchmark, profile: Profile,
     floors: LongFloors, is_first: bool, console: Console,
 ) -> Served:  # fmt: skip
-    first_token_s, batches, one_in_flight = [], {}, {}
+    first_token_s, batches, one_in_flight, lanes = [], {}, {}, {}
     running: list[str] = []
     peak_host, parts = 0.0, None
     max_tokens = max(1, min(4096, client.longest_tokens[profile.name] - benchmark.context))
@@ -145,11 +148,14 @@ def _serve(
             console.print(f"  {'prefill' if is_new else 'again'} {len(running)}: {seconds:.2f} s", highlight=False)
             if is_new:
                 first_token_s.append(seconds)
-        batches[batch] = client.steps(batch, benchmark.steps, benchmark.seconds)
+        with LaneWatch(client) as watch:
+            batches[batch] = client.steps(batch, benchmark.steps, benchmark.seconds)
+        lanes[batch] = watch.told()
         peak_host = max(peak_host, client.host_stats().bytes_used / GIB)
         counted = benchmark.context, batch, batches[batch].rows_read, batches[batch].kept_tokens
         attended = floors.decode_as_attended(profile, *counted)
         _print_batch(console, batch, batches[batch], floors.decode(profile, *counted), attended)
+        console.print(f"  lanes, batch {batch}: {describe(lanes[batch])}", highlight=False, soft_wrap=True)
         if benchmark.one_in_flight:
             one_in_flight[batch] = _time_one_in_flight(client, batch, benchmark, console)
     if is_first:
@@ -161,7 +167,7 @@ def _serve(
     turns = _take_turns(client, benchmark, profile.name, console) if benchmark.turn and is_first else None
     device_gib = torch.cuda.max_memory_reserved() / GIB if floors.plan.device == "cuda" else 0.0
     process_gib = psutil.Process().memory_info().rss / GIB
-    return Served(first_token_s, batches, one_in_flight, device_gib, peak_host, process_gib, turns, parts)
+    return Served(first_token_s, batches, one_in_flight, device_gib, peak_host, process_gib, turns, parts, lanes)
 
 
 def _time_one_in_flight(
@@ -277,6 +283,7 @@ def _extras(ours: Served, measured: Batch, batch: int, attended_ms: float) -> di
         "device_gib": ours.device_gib,
         "host_gib": ours.host_gib,
         "process_gib": ours.process_gib,
+        "lanes": ours.lanes.get(batch),
     }
     if batch in ours.one_in_flight:
         extras["one_in_flight_ms"], extras["two_in_flight_again_ms"] = ours.one_in_flight[batch]

@@ -122,6 +122,8 @@ class InFlight:
             prompt_logprobs=prompt_logprobs,
             unit_seconds=self.units.seconds if self.units else 0.0,
             decode_seconds=self.decode.seconds if self.decode else 0.0,
+            host_seconds=sum(awaited.answers.attended_s for awaited in self.awaited),
+            num_parts=max((len(awaited.answers.parts) for awaited in self.awaited), default=0),
             failures=self.failures,
             pooled={slot: vector.numpy() for job in self.finished_jobs for slot, vector in job.pooled.items()},
         )

@@ -16,6 +16,7 @@ import torch
 
 from gpu.decode.halving import Halving, most_rows_of_parts
 from gpu.decode.loop import LayerLoop
+from gpu.decode.step_reads import StepReads
 from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
 from gpu.fusion.documents import Documents
 from gpu.host.deposit import Depositor
@@ -151,6 +152,8 @@ class Runner:
         self._buffers = StepBuffers()
         self._offload: Offload | None = None
         self.ask_times = AskTimes()
+        asked_layers = () if tier is None else tuple(tier.shape.layers)
+        self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, kv, len(asked_layers))
         asking = None
         if tier is not None and depositor is not None:
             assert self._prefill.staging is not None
@@ -162,9 +165,9 @@ class Runner:
                              checks_coverage, architecture.num_kv_heads, exclusion_blocks)
                 for rows in most_rows_of_parts(max_running)
             ]  # fmt: skip
-            halving = Halving(always=1 if device.type == "cpu" else None)  # the CPU computes both sides
+            always = 1 if device.type == "cpu" else None  # the CPU computes both sides
+            halving = Halving(self.reads, always)
             asking = Asking(tier, exchanges, halving, self.ask_times)
-        asked_layers = () if tier is None else tuple(tier.shape.layers)
         loop = LayerLoop(
             decoder, asked_layers, self._last_tokens, workspaces[0], workspaces[-1], methods, checks_coverage
         )

@@ -427,6 +427,8 @@ class StepResult:
     """What a step produced. `prompt_logprobs[slot][i]` belongs to prompt token `i + 1`.
 
     `unit_seconds` (device time of all units) and `decode_seconds` feed the scheduler's cost model; 0.0 if none ran.
+    `host_seconds`: in which the host attended for it, which `decode_seconds` covers as well; `num_parts`: half batches
+    in which it did so, or one; 0.0 and 0: nothing was awaited of it.
     `pooled[slot]`: what a prompt's `pooling` asked for, float32.
     `failures[slot]`: why a slot could not go on (the host refused memory); its token is -1 from then on.
     """
@@ -437,3 +439,5 @@ class StepResult:
     decode_seconds: float
     failures: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
+    host_seconds: float = 0.0
+    num_parts: int = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gpu.step import Unit
 from scheduler.constraints import Constraint
+from scheduler.grouping import Load
 from scheduler.host_context import HostContext
 from scheduler.lanes import Rows
 from scheduler.sequence import Sequence, State
@@ -33,14 +34,15 @@ def deposited_run(sequence: Sequence) -> DepositedRun:
 
 @dataclass(slots=True)
 class LaunchedPlan:
-    """Who was in which slot, who drew and as which number of theirs, what rows it had and how many of known tokens,
-    where its units ended, what went down, and whether rows came up.
+    """Who was in which slot, who drew and as which number of theirs, what rows it had, what they read and how many were
+    of known tokens, where its units ended, what went down, and whether rows came up.
     """
 
     slots: dict[int, Sequence]
     drawing: dict[int, Sequence]
     numbers: dict[int, int]
     rows: Rows
+    load: Load
     num_known: int
     units: list[Unit]
     unit_contexts: list[int]

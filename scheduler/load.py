@@ -110,6 +110,7 @@ def load_engine(
         None if library is None else make_documents(library, config, architecture, plan, runner),
         Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
         runner.most_rows,
+        runner.reads,
     )
     if plan.device == "cuda":
         with _told(on_progress, "rehearsal"):

@@ -14,6 +14,7 @@ from itertools import repeat
 
 import numpy as np
 
+from gpu.decode.step_reads import StepReads
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile
 from gpu.step import (
@@ -33,6 +34,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.constraints import Constraints, refuse_grammars
 from scheduler.cost_model import CostModel
 from scheduler.documents import Documents
+from scheduler.grouping import Grouping, Load
 from scheduler.intake import Intake
 from scheduler.jumps import Jumps
 from scheduler.lanes import Lanes, rows_of
@@ -52,7 +54,8 @@ from scheduler.token_gap import TokenGap
 class Scheduler:
     """`profiles`: the attention profiles that requests may name; `model_key` names the model; `lanes`: the device's.
     `documents`: their chunks, or None: prompts are computed whole. `constraints`: what draws are held to; None: no
-    grammars. `most_rows`: of a decode step in which tokens come that need no draw; None: `max_running`.
+    grammars. `most_rows`: of a decode step in which tokens come that need no draw; None: `max_running`. `reads`: of
+    decode steps on the device; None: of plain weights and rows of two bytes.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Scheduler:
         documents: Documents | None = None,
         constraints: Constraints | None = None,
         most_rows: int | None = None,
+        reads: StepReads | None = None,
     ) -> None:
         self._config = config
         self._profiles = profiles
@@ -84,6 +88,8 @@ class Scheduler:
             config, capacity.max_hidden_tokens, self.residence, self._prefill, self.rings, documents
         )  # fmt: skip
         self._lanes = Lanes(lanes)
+        self._reads = reads or StepReads(architecture, 2, False, "bfloat16", architecture.num_layers)
+        self._grouping = Grouping(self._reads, self._costs.decode_seconds)
         self.roster = Roster(self.residence, self.rings, self._admission, self._prefill, self._lanes, documents)
         self._launched: dict[Lane, deque[LaunchedPlan]] = {lane: deque() for lane in self._lanes.all}
         self._gap = TokenGap(config, self._costs)
@@ -201,9 +207,10 @@ class Scheduler:
         plan.masked_slots.extend(slot for slot, sequence in drawn.items() if sequence.constraint is not None)
         num_known = sum(map(len, known or ()))
         rows = rows_of(plan.lane, [ask for group in plan.decode for ask in group.asks or [None]])
+        load = self._load_of(plan)
         numbers = {slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None}
         fetches = bool(plan.fetches)
-        launched = LaunchedPlan(slots, drawn, numbers, rows, num_known, plan.units, contexts, runs, fetches)
+        launched = LaunchedPlan(slots, drawn, numbers, rows, load, num_known, plan.units, contexts, runs, fetches)
         self._launched[plan.lane].append(launched)
 
     def masks(self, lane: Lane = Lane.DEVICE) -> dict[int, np.ndarray] | None:
@@ -215,10 +222,21 @@ class Scheduler:
 
     def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
         """What the result of a lane's oldest launched plan means for its requests, in no particular order."""
-        deltas = self._results.tell(result, self._launched[lane].popleft())
-        if lane is Lane.HOST and result.decode_seconds:
-            self._lanes.weigh(self._costs.decode_seconds)
+        launched = self._launched[lane].popleft()
+        deltas = self._results.tell(result, launched)
+        if result.decode_seconds and len(self._lanes.all) > 1:
+            self._learn_grouping(launched, result, lane)
         return deltas
+
+    def _learn_grouping(self, launched: LaunchedPlan, result: StepResult, lane: Lane) -> None:
+        """A decode step is over: what it says of who should step with whom."""
+        beside = self._launched[Lane.HOST][0].load if lane is Lane.DEVICE and self._launched.get(Lane.HOST) else None
+        if launched.load.num_asking:
+            self._grouping.observe_asking(result.host_seconds, result.num_parts)
+            if lane is Lane.HOST:
+                self._grouping.weigh(launched.load, has_others=bool(self._stepping_in(Lane.DEVICE)))
+        elif beside is None or not self._prefill.jobs:  # units beside leave less of the device to both
+            self._grouping.observe_alone(launched.load, beside)
 
     def _deposit(self, stepping: list[Sequence]) -> tuple[list[Deposit], list[DepositedRun]]:
         """Old tokens of those of these that stayed go down, and short ones that were written down to make room."""
@@ -239,8 +257,18 @@ class Scheduler:
         if len(self._lanes.all) == 1:
             return list(self.roster.running)
         asking = {sequence for sequence in self.roster.running if self.residence.ask(sequence) is not None}
-        joins = bool(asking) and self._lanes.is_joint
+        joins = bool(asking) and self._grouping.is_joint
         return [one for one in self.roster.running if self._lanes.lane_of(one in asking, joins) is lane]
+
+    def _load_of(self, plan: StepPlan) -> Load:
+        """Of the rows that draw in it, and what they read on the device; of nothing where there is one lane."""
+        asking: list[int] = []
+        others: list[int] = []
+        for group in plan.decode:
+            cells = group.positions if group.cells is None else group.cells
+            for cell, ask in zip(cells, group.asks or repeat(None), strict=False) if len(self._lanes.all) > 1 else ():
+                (others if ask is None else asking).append(self._reads.context(cell + 1, ask))
+        return Load(len(asking), len(others), sum(asking), sum(others))
 
     def _waits_beside(self) -> bool:
         """Whether rows that wait for the host step in a lane of their own."""

@@ -26,7 +26,7 @@ beside() { # name block_us
 long() { # name context batches profiles options
     echo "== $1: batches $3"
     tandem bench long "$OUT/$1.yaml" --context "$2" --batch "$3" --profiles "$4" --turn 0 --steps 24 --seconds 4 "${@:5}" --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1
-    grep -E '^ *batch [0-9]+[:,]|^error|Error' "$OUT/$1.txt" || tail -n 3 "$OUT/$1.txt"
+    grep -E '^ *(lanes, )?batch [0-9]+[:,]|^error|Error' "$OUT/$1.txt" || tail -n 3 "$OUT/$1.txt"
 }
 for part in "${parts[@]}"; do
     case $part in

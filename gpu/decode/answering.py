@@ -60,6 +60,7 @@ class Answers:
     def __init__(self, host: Answerer, parts: Sequence[AskingRows]) -> None:
         self.host = host
         self.parts = parts
+        self.attended_s = 0.0  # once it is over: in which the host attended
         self._is_over = Event()
         self._error: BaseException | None = None
 
@@ -155,6 +156,7 @@ class Answering:
             return
         rows = sum(part.num_rows for part in answers.parts)
         self._on_answered(rows, len(answers.parts), answered, perf_counter() - began_s)
+        answers.attended_s = answered.attended_s
         answers.end(None)
 
 

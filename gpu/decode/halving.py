@@ -1,19 +1,29 @@
 """Whether a step that asks the host goes as one batch or as two half batches in turns: what is expected to be faster.
 
     one batch: D + H, the host waits for the device and the device for the host
-    two in turns: max(2 D, H), since the device reads all weights twice, and one waits for the other
+    two in turns: max(D + A, H), since the device reads the weights again, and one waits for the other
 
-for D seconds of the device and H of the host in a step. So two are faster where H is longer than D. Times of steps are
-not compared: what a step reads changes with its contexts, and more than either way could win. It refuses to know rows
-and layers. Invariant: what is chosen follows from the times that were told and the number of steps of a size, and from
-nothing else. One thread chooses and another may tell, a step later: what is told is written by that one alone.
+for D seconds of the device and H of the host in a step, and A of D in which the device reads its weights. So two are
+faster where H is longer than A. Times of steps are not compared: what a step reads changes with its contexts, and more
+than either way could win. It refuses to know layers. Invariant: what is chosen follows from the times that were told,
+what rows read and the number of steps of a size, and from nothing else. One thread chooses and another may tell, a step
+later: what is told is written by that one alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from gpu.decode.step_reads import StepReads
+from gpu.step import HostAsk
 
 FEWEST_ROWS = 2  # a single row leaves nothing to compute meanwhile
 _SMOOTHING = 0.5
 _RETRY_STEPS = 128  # after so many steps of a size in two halves one goes whole: D is seen in these alone
+
+
+def step_seconds(parts: int, device_s: float, again_s: float, host_s: float) -> float:
+    """Of a step in so many parts; again_s: of the device, beside `device_s`, to read weights for the second one."""
+    return device_s + host_s if parts == 1 else max(device_s + again_s, host_s)
 
 
 @dataclass(slots=True)
@@ -28,12 +38,16 @@ class _Size:
 class Halving:
     """Learns for each size of a batch; `always`: one or two parts, whatever the times."""
 
-    def __init__(self, always: int | None = None) -> None:
+    def __init__(self, reads: StepReads, always: int | None = None) -> None:
         self.always = always
+        self._reads = reads
         self._sizes: dict[int, _Size] = {}
 
-    def choose(self, rows: int) -> int:
-        """How many parts the next step of so many rows has, 1 or 2."""
+    def choose(self, cells: Sequence[int], asks: Sequence[HostAsk | None]) -> int:
+        """How many parts the next step has, 1 or 2. `cells[i]`: the last of row i's context; `asks[i]`: what of it the
+        host reads.
+        """
+        rows = len(cells)
         if rows < FEWEST_ROWS:
             return 1
         if self.always is not None:
@@ -42,7 +56,9 @@ class Halving:
         size.steps += 1
         if size.device_s is None or size.host_s is None or size.steps % _RETRY_STEPS == 0:
             return 1
-        return 2 if size.host_s > size.device_s else 1
+        again_s = size.device_s * self._reads.again_share(cells, asks)
+        one, two = (step_seconds(parts, size.device_s, again_s, size.host_s) for parts in (1, 2))
+        return 2 if two < one else 1
 
     def observe(self, rows: int, parts: int, waited_s: float, attended_s: float) -> None:
         """What a step of so many parts took on each side, as in `transfer.tier.Answered`: the host waits for the device

@@ -208,7 +208,7 @@ class DecodeSteps:
         assert self.asking is not None, "decode: rows ask, but there is no tier"
         assert self._answering is not None, "decode: who asks is answered"
         tier, times, clock = self.asking.tier, self.asking.times, time.perf_counter
-        num_parts = self.asking.halving.choose(len(batch))
+        num_parts = self.asking.halving.choose(batch.cells, batch.asks)
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
         captured = self._find(StepKind(num_parts, batch.reuses), len(batch))
         self._answering.recover()

@@ -56,7 +56,7 @@ def test_every_line_of_the_tables_is_in_the_page(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "file", "table", "column"),
-    [("predicted", "predicted-cpu.json", "errors", "log_mass_within"), ("mac", "mac-h200.json", "rows", "score")],
+    [("predicted", "predicted-h100.json", "errors", "log_mass_within"), ("mac", "mac-h200.json", "rows", "score")],
     ids=["predicted", "mac"],
 )
 def test_tables_between_markers_are_those_of_their_rows(name: str, file: str, table: str, column: str) -> None:

@@ -129,7 +129,7 @@ class Log(list[str]):
                 reusing=[],
             ),
             Asking(SimpleNamespace(attention=self.attention), [self.exchange("a"), self.exchange("b")],
-                   Halving(always=2), AskTimes()),
+                   Halving(SimpleNamespace(), always=2), AskTimes()),
         )  # fmt: skip
 
     def exchange(self, name: str) -> SimpleNamespace:

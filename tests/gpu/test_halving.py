@@ -1,13 +1,22 @@
-"""How a batch that asks the host is cut: in two where the host takes longer than the device."""
+"""How a batch that asks the host is cut: in two where the host takes longer than the device reads the weights."""
 
-from gpu.decode.halving import Halving, cut, most_rows_of_parts
+from types import SimpleNamespace
+
+import pytest
+
+from gpu.decode.halving import Halving, cut, most_rows_of_parts, step_seconds
+
+
+def halving_of(again_share: float, always: int | None = None) -> Halving:
+    """again_share: of all that a batch reads, what halves read again."""
+    return Halving(SimpleNamespace(again_share=lambda cells, asks: again_share), always)
 
 
 def run(halving: Halving, rows: int, device_s: float, host_s: float, steps: int) -> list[int]:
     """Steps of so many seconds; how many parts each had. Two parts leave the host little to wait for."""
     chosen = []
     for _ in range(steps):
-        parts = halving.choose(rows)
+        parts = halving.choose([9] * rows, [None] * rows)
         halving.observe(rows, parts, device_s if parts == 1 else max(2 * device_s - host_s, 0.0), host_s)
         chosen.append(parts)
     return chosen
@@ -26,25 +35,37 @@ def test_a_batch_is_cut_in_the_middle_and_a_row_is_not() -> None:
 
 
 def test_two_halves_go_where_the_host_takes_longer_than_the_device() -> None:
-    assert run(Halving(), 4, device_s=0.005, host_s=0.018, steps=20) == [1] + [2] * 19
-    assert run(Halving(), 4, device_s=0.005, host_s=0.003, steps=20) == [1] * 20
+    assert run(halving_of(1.0), 4, device_s=0.005, host_s=0.018, steps=20) == [1] + [2] * 19
+    assert run(halving_of(1.0), 4, device_s=0.005, host_s=0.003, steps=20) == [1] * 20
+
+
+@pytest.mark.parametrize(("again_share", "parts"), [(0.5, 2), (0.7, 1)])
+def test_halves_pay_where_the_host_takes_longer_than_weights_are_read_again(again_share: float, parts: int) -> None:
+    """Though it does not take as long as the device, most of whose time may be of contexts."""
+    assert run(halving_of(again_share), 4, device_s=0.016, host_s=0.010, steps=20)[-1] == parts
+
+
+def test_a_step_waits_for_the_host_and_the_device_in_one_part_and_for_the_slower_one_in_two() -> None:
+    assert step_seconds(1, 3.0, 2.0, 4.0) == 7.0
+    assert step_seconds(2, 3.0, 2.0, 4.0) == 5.0
+    assert step_seconds(2, 3.0, 2.0, 9.0) == 9.0
 
 
 def test_longer_contexts_turn_a_whole_batch_into_halves_and_back() -> None:
-    halving = Halving()
+    halving = halving_of(1.0)
     run(halving, 4, 0.005, 0.003, 50)
     assert run(halving, 4, 0.005, 0.018, 10)[-1] == 2
     assert run(halving, 4, 0.005, 0.003, 10)[-1] == 1
 
 
 def test_a_device_that_has_got_slower_is_seen_although_halves_hide_it() -> None:
-    halving = Halving()
+    halving = halving_of(1.0)
     assert run(halving, 4, 0.005, 0.010, 100)[-1] == 2
     assert run(halving, 4, 0.020, 0.010, 400)[-1] == 1
 
 
 def test_sizes_are_learnt_apart_and_a_row_is_never_halved() -> None:
-    halving = Halving()
+    halving = halving_of(1.0)
     assert run(halving, 2, 0.010, 0.003, 100)[-1] == 1
     assert run(halving, 8, 0.010, 0.030, 100)[-1] == 2
     assert run(halving, 1, 0.001, 0.030, 3) == [1, 1, 1]
@@ -52,4 +73,4 @@ def test_sizes_are_learnt_apart_and_a_row_is_never_halved() -> None:
 
 def test_it_can_be_told_to_do_it_always_or_never() -> None:
     for parts in (1, 2):
-        assert run(Halving(always=parts), 4, 1.0, 1.0, 20) == [parts] * 20
+        assert run(halving_of(1.0, parts), 4, 1.0, 1.0, 20) == [parts] * 20

@@ -5,7 +5,7 @@ changes the text; a host context keeps token ids as well, and must have what the
 the contract of `gpu.step` as it goes: units in order, prefixes there, runs without gaps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -87,6 +87,7 @@ class PageRunner:
         self.page_tokens = page_tokens
         self.unit_seconds = unit_seconds
         self.decode_seconds = decode_seconds
+        self.host_seconds, self.num_parts = 0.0, 1  # of a step that asks
         self.logits_seconds = unit_seconds
         self.layout = layout
         self.clock = 0.0
@@ -205,7 +206,9 @@ class PageRunner:
                 assert sample >= 1 + len(run)
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
-        return StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures)
+        asks = any(group.asks is not None for group in plan.decode)
+        told = StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures)
+        return replace(told, host_seconds=self.host_seconds, num_parts=self.num_parts) if asks else told
 
     def _assign(self, write: RingWrite, plan: StepPlan) -> None:
         """A ring is one slot's; what is copied to it is of the tokens that the new prompt has in front."""
