@@ -102,6 +102,7 @@ from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP
 
 ROW_TYPES = (np.uint16, np.int8, np.float32)
 QUERY_TYPES = (np.uint16, np.float32)
+COMPILED = (take_turns, start_when_asked)
 
 
 _MODULES = (

@@ -60,7 +60,9 @@ def mark_groups(piece, tables, spans, digits, ids, found, marks, first_mark):
 def note_top(sums, before, top):
     """A part's greatest logit has grown: its sums `[2, COLUMNS]` are under the new one."""
     factor = np.float32(math.exp(before - top)) if before > -np.inf else np.float32(0.0)
-    sums[:, 1:] *= factor
+    for column in range(1, COLUMNS):  # numba makes three seconds of compilation of a slice of both rows
+        sums[MASSES, column] *= factor
+        sums[NUMERATORS, column] *= factor
     sums[MASSES, 0] = top
 
 
@@ -99,7 +101,9 @@ def add_part(totals, sums, scale, is_full):
     if scale > totals[MASSES, 0]:
         totals[MASSES, 0] = scale
     factor = scale * scale if is_full else scale
-    totals[:, 1:] += sums[:, 1:] * factor
+    for column in range(1, COLUMNS):
+        totals[MASSES, column] += sums[MASSES, column] * factor
+        totals[NUMERATORS, column] += sums[NUMERATORS, column] * factor
 
 
 @numba.njit(nogil=True)

@@ -96,7 +96,7 @@ def _rows_an_item(row_bytes):
     return max(BLOCK, ITEM_BYTES // row_bytes // BLOCK * BLOCK)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _gate_up(team, c, kind):
     """Stage one: `gated[pair] = silu(gate) * up`."""
     inner, width, m = c[HIDDEN], c[INTERMEDIATE], c[GATE_UP:DOWN]
@@ -145,7 +145,7 @@ def _gate(gates_at, ups_at, out_at):
         store_float32(out_at + 4 * r, gate / (np.float32(1.0) + exp(-gate)) * load_float32(ups_at + 4 * r))
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _down(team, c, kind):
     """Stage two: `made[pair] = down @ gated[pair]`."""
     inner, width, m = c[INTERMEDIATE], c[HIDDEN], c[DOWN:CONTEXT_INT64]
@@ -181,7 +181,7 @@ def _down(team, c, kind):
     end_stage(team, 1, items, done)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _sum_up(team, c):
     """Stage three: `out[row]`, over its places in order; zero for a row that takes none of these experts."""
     width, per_token = c[HIDDEN], c[PER_TOKEN]
@@ -206,7 +206,7 @@ def _sum_up(team, c):
     end_stage(team, 2, items, done)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def compute(me, threads, context, gate_up, down):
     """All that thread `me` does of an ask that is planned. gate_up, down: kinds of their rows, as `product_block` has
     them.

@@ -126,7 +126,7 @@ def attend_rows(team, shape, columns, batch, buffers, part, first_slot):
     scores, state = address_of(buffers.scores[team.me]), buffers.state[team.me]
     top, mass, to_logit = state[0], state[1], state[2]
     key_scale = load_float32(piece[KEY_SCALE] + 4 * kv_head) if column_bytes(kind) == 1 else np.float32(1.0)
-    members = 0
+    members = np.int64(0)  # not a literal, of which numba would compile what it is given to once more
     for head in range(kv_head * group, kv_head * group + group):
         if is_wanted(shape, batch, piece[REQUEST], head):
             at = query_at(shape, batch, piece, head)
@@ -164,7 +164,7 @@ def attend_rows(team, shape, columns, batch, buffers, part, first_slot):
 @numba.njit(nogil=True)
 def _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state):
     """Add `count` rows, from the addresses of the first key and value on, to what `members` queries have so far."""
-    kind, dim, member = shape.kind, shape.dim, 0
+    kind, dim, member = shape.kind, shape.dim, np.int64(0)
     while member < members:
         left, own_query, own_sums = members - member, query + 4 * dim * member, sums + 4 * dim * member
         rescale = address_of(state[3]) + 4 * member

@@ -103,7 +103,7 @@ def _claim_own_work(team, plan, items):
     return np.int64(plan.work[at]) if at >= 0 else at
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _first_stage(team, shape, columns, batch, plan, buffers):
     """Lookups and exact parts, and what they and the samples read: see `cpu.attention.HostPartial`."""
     lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
@@ -136,7 +136,7 @@ def _first_stage(team, shape, columns, batch, plan, buffers):
     end_stage(team, 0, items, done)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _second_stage(team, shape, columns, batch, plan, buffers):
     exact = len(plan.parts) * (shape.heads // shape.kv_heads)
     items, done = atomic_load(address_of(buffers.totals)) - exact, 0
@@ -172,7 +172,7 @@ def _centre_logit(shape, batch, piece, head):
     return np.float32(product * shape.scale)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _merge(team, shape, batch, plan, buffers, request, head):
     """Merge the partials of a request's pieces, for one head; none, if it is not wanted. Returns the tokens covered."""
     item, covered = request * shape.heads + head, 0
@@ -245,7 +245,7 @@ def _note_time(totals, column):
         totals[column] = now_ns()
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def attend_as(me, threads, shape, columns, batch, plan, buffers):
     """All that thread `me` does."""
     team = Team(buffers.counters, me, threads)

@@ -97,7 +97,7 @@ def _enter_turn(context, seen):
         looks = look_again(looks)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def take_turns(me, threads, context, kind, query_kind, columns):
     """All that thread `me` does in a region over the asks that are left in a context; thread 0 leads."""
     turn = -1

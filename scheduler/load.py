@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 
+from cpu.attention import COMPILED
 from cpu.experts import HostExperts
 from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
@@ -40,6 +41,7 @@ from transfer.chunks.store import open_chunks
 from transfer.config import DocumentsConfig, HostConfig
 from transfer.expert_exchange import OpenExperts
 from transfer.machine import probe_gpu
+from transfer.simd.compilation import told
 from transfer.tier_shape import TierShape
 
 log = logging.getLogger(__name__)
@@ -54,10 +56,10 @@ def load_engine(
 ) -> tuple[Engine, Ready]:
     """Load the model into the memory that is planned, and build an engine that is ready to step.
 
-    `on_progress(stage, fraction)` is told of "host" (memory for contexts, and what attends to them: compiled once a
-    machine), "documents" (weights are read, to name them), what `load_runner` does, and "rehearsal". Raises ModelError,
-    HostMemoryError, PlanError where the plan's device is not there, or ProfileError for a profile that there cannot be,
-    and for a default one that does not exist.
+    `on_progress(stage, fraction)` is told of "host_attention" (memory for contexts, and what attends to them: compiled
+    once a machine, function by function), "documents" (weights are read, to name them), what `load_runner` does, and
+    "rehearsal". Raises ModelError, HostMemoryError, PlanError where the plan's device is not there, or ProfileError for
+    a profile that there cannot be, and for a default one that does not exist.
     """
     began = time.monotonic()
     profiles = resolve_profiles(config.profiles, config.host)
@@ -69,7 +71,7 @@ def load_engine(
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
     tier = library = None
     if config.host is not None and shape is not None:
-        with _told(on_progress, "host"):
+        with _told(on_progress, "host_attention"), told(COMPILED, partial(on_progress, "host_attention")):
             tier = load_tier(config.host, shape, plan)
     if config.documents is not None:
         with _told(on_progress, "documents"):

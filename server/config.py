@@ -15,6 +15,7 @@ from scheduler.config import EngineConfig
 from transfer.nearest_name import nearest_name
 from transfer.settings import Settings
 
+MOST_TOLD = 8  # problems of a configuration, in one line
 _NULL_TAG = "tag:yaml.org,2002:null"
 _A_METHOD = (
     "wanted a method's name, or a mapping with `method` and its settings; leave it out for what the slot does without"
@@ -145,26 +146,34 @@ def load_deployment(path: Path) -> Deployment:
 
 
 def describe(error: ValidationError, text: str | None) -> str:
-    """The first problem of a ValidationError as `key: got, wanted`, and how many more there are. Repeats no API key.
+    """Problems of a ValidationError as `key: got, wanted`, up to MOST_TOLD of them, and how many more there are.
+    Repeats no API key.
 
     `text`: the YAML of the deployment that was validated; None: something else was, in which are no API keys.
     """
     problems: list[Any] = list(error.errors())
-    first, loc = problems[0], problems[0]["loc"]
-    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+    told = [_problem(problem, text) for problem in problems[:MOST_TOLD]]
+    more = len(problems) - len(told)
+    return "; ".join([*told, f"and {more} more"] if more else told)
+
+
+def _problem(problem: dict[str, Any], text: str | None) -> str:
+    loc = problem["loc"]
     key = ".".join(str(part) for part in loc) or "(top)"
-    if first["type"] != "extra_forbidden":
-        return f"{key}: {first['msg']}{_got(first)}{more}"
+    if problem["type"] != "extra_forbidden":
+        return f"{key}: {problem['msg']}{_got(problem)}"
     if text is None or (len(loc) > 1 and loc[0] != "server"):
         known = () if text is None else _known_keys(loc[:-1])
         nearest = f"; the nearest known one is {nearest_name(str(loc[-1]), known)!r}" if known else ""
-        return f"{key}: unknown key{nearest}{more}"
-    return _unknown(loc, text) + more
+        return f"{key}: unknown key{nearest}"
+    return _unknown(loc, text)
 
 
 def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
     """Of a section of the deployment, by the keys that lead there; none of one that has no fixed keys."""
     model: type[BaseModel] = Deployment
+    if section[0] == "profiles":  # each has a name of its own
+        section = ("profiles", *section[2:])
     for key in section:
         inner = _section_of(model, str(key))
         if inner is None:

@@ -5,11 +5,14 @@ Loading a model sets torch's threads for a whole process: a test among several p
 that wait do not spin, since two that spun beside another process took fifteen times one's time.
 httpx reads all authorities' certificates anew for each client and each `httpx.get`, 30 to 80 ms of CPU time: nothing in
 the tests speaks TLS, so here, and in the processes that tests start, there are none to read.
+What imports and the collection of tests have made stays, and is millions of objects: Python's collector does not look
+for garbage among them.
 A test that fails has no timeout from there on (pytest-timeout lets a debugger in): its teardown has one of its own.
 What hypothesis draws is the same in every run where CI is set, and elsewhere follows a seed that the run's end names.
 """
 
 import faulthandler
+import gc
 import os
 import secrets
 from collections.abc import Iterator
@@ -43,6 +46,26 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["NUMBA_CACHE_DIR"] = str(ROOT / "build" / "numba" / worker)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what the interpreter's end does not collect, Triton's extension lists as leaked
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _heap_is_frozen() -> None:
+    if gc.get_freeze_count() == 0:  # programs that end here thaw their own
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ class Buffers(NamedTuple):
     counters: np.ndarray
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _embed(team, stage, model, rows, buffers):
     items, done = len(rows.slots), 0
     row = claim(team, stage, items)
@@ -90,7 +90,7 @@ def _embed(team, stage, model, rows, buffers):
     end_stage(team, stage, items, done)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _attention(team, layer, model, shape, rows, buffers, parts):
     """Stages one to three of a layer: attention, added to the hidden states."""
     qkv, output, pages = model.matrices[layer, QKV], model.matrices[layer, OUTPUT], model.pages[layer]
@@ -108,7 +108,7 @@ def _attention(team, layer, model, shape, rows, buffers, parts):
     )  # fmt: skip
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _mlp(team, layer, model, tokens, buffers):
     """Stages four and five of a layer: the MLP, added to the hidden states."""
     gate_up, down, stage = model.matrices[layer, GATE_UP], model.matrices[layer, DOWN], layer * STAGES_A_LAYER + 3

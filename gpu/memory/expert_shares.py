@@ -7,6 +7,7 @@ Invariant: the parts add up to all experts, and these bytes are what `gpu.model.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from gpu.model.matrix_format import Kind
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes
@@ -150,8 +151,15 @@ class ExpertShares:
 
     def _layers(self) -> Iterator[tuple[int, int, Experts]]:
         """Of each layer with experts: how many lie in host memory, bytes of one, and what they are."""
-        for layer in self._numbers_of_layers():
-            experts = self.shape.layers[layer].experts
-            assert experts is not None, "layers with experts"
-            count = max(0, experts.num_experts - self.on_card)
-            yield count, experts_layer_bytes(self.shape, layer, self.dtype_bytes) // experts.num_experts, experts
+        for experts, each in _layers_with_experts(self.shape, self.dtype_bytes):
+            yield max(0, experts.num_experts - self.on_card), each, experts
+
+
+@lru_cache(maxsize=512)
+def _layers_with_experts(shape: Architecture, dtype_bytes: int) -> tuple[tuple[Experts, int], ...]:
+    """Of each layer that has some: what they are, and bytes of one."""
+    return tuple(
+        (spec.experts, experts_layer_bytes(shape, layer, dtype_bytes) // spec.experts.num_experts)
+        for layer, spec in enumerate(shape.layers)
+        if spec.experts is not None
+    )

@@ -6,9 +6,12 @@ Invariant: what it is asked for and cannot do is refused by name, or done by our
 
 from collections import Counter
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 
 from gpu.model.matrix_formats import OF_EXPERTS, humming_names, layer_formats, matrix_shapes, output_format
 from gpu.model.spec import Architecture, ModelError
+
+PACKAGE, VERSION = "humming-kernels", "0.1.19"
 
 
 def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture:
@@ -39,6 +42,19 @@ def why_not_here(device: str, dtype: str) -> str | None:
     if dtype != "bfloat16":
         return f"model.products: asked humming, which multiplies in bfloat16, gpu.dtype is {dtype}; wanted own"
     return None
+
+
+def require_installed() -> None:
+    """Raises ModelError, one line, where the library is not there, or is another version."""
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        found = "none"
+    if found != VERSION:
+        raise ModelError(
+            f"model.products: asked humming, found {found} of {PACKAGE}; wanted {VERSION}: pip install '.[humming]', "
+            "or own"
+        )
 
 
 def describe_own(architecture: Architecture) -> str:

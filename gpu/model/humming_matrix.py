@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -34,12 +33,11 @@ from gpu.kernels.packed import Packed
 from gpu.kernels.rms_norm import rms_norm
 from gpu.kernels.swiglu import swiglu
 from gpu.kernels.words import unpack_words
-from gpu.model.humming_formats import why_not_here
+from gpu.model.humming_formats import VERSION, require_installed, why_not_here
 from gpu.model.spec import Activation, ModelError
 
 log = logging.getLogger(__name__)
 
-PACKAGE, VERSION = "humming-kernels", "0.1.19"
 LOCKS = 2048  # int32, of a stream: as many as the library's own layers have
 MOST_STREAMS = 64
 NUMBERS_AT_ONCE = 2**23  # that are put in order
@@ -56,20 +54,7 @@ def require_products(asked: str, device: str, dtype: str) -> None:
     reason = why_not_here(device, dtype)
     if reason is not None:
         raise ModelError(reason)
-    _require_installed()
-
-
-def _require_installed() -> None:
-    """Raises ModelError where the library is not there, or is another version."""
-    try:
-        found = version(PACKAGE)
-    except PackageNotFoundError:
-        found = "none"
-    if found != VERSION:
-        raise ModelError(
-            f"model.products: asked humming, found {found} of {PACKAGE}; wanted {VERSION}: pip install '.[humming]', "
-            "or own"
-        )
+    require_installed()
 
 
 def kernel_folder(gpu: str) -> Path:
@@ -236,7 +221,7 @@ def _library() -> _Library:
     """Its folders are read from the environment when it first compiles; one that is set already stays. Raises
     ModelError where it, or what it compiles with, is not there.
     """
-    _require_installed()
+    require_installed()
     folder = kernel_folder(torch.cuda.get_device_name())
     os.environ.setdefault("HUMMING_CACHE_DIR", str(folder))
     os.environ.setdefault("HUMMING_TMP_DIR", str(folder / "tmp"))

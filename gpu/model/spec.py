@@ -7,6 +7,7 @@ formulas stand here, so that plans, floors and the cost model follow it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from gpu.model.matrix_format import Quantisation
@@ -103,7 +104,7 @@ class Architecture:
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """One spec a layer."""
-        return tuple(self.layer_pattern[layer % len(self.layer_pattern)] for layer in range(self.num_layers))
+        return _repeated(self.layer_pattern, self.num_layers)
 
     @property
     def window_layers(self) -> tuple[int, ...]:
@@ -170,6 +171,12 @@ class Architecture:
     def num_pairs(self, begin: int, end: int) -> int:
         """Of tokens `[begin, end)` and those that each of them sees, itself counted, summed over layers."""
         return sum(_pairs(end, spec.window_tokens) - _pairs(begin, spec.window_tokens) for spec in self.layers)
+
+
+@lru_cache(maxsize=512)
+def _repeated(pattern: tuple[LayerSpec, ...], num_layers: int) -> tuple[LayerSpec, ...]:
+    """A plan asks for it some hundred thousand times."""
+    return tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
 
 
 def _pairs(num_tokens: int, window: int | None) -> int:

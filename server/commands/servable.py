@@ -1,6 +1,7 @@
 """What must hold before a deployment is served, and is therefore asked by `tandem plan` too: one list of refusals.
 
-Looks at settings and at which files there are; loads no weights. The memory's own refusals are `plan.py`'s.
+Looks at settings, at which files there are and which packages; loads no weights. The memory's own refusals are
+`plan.py`'s.
 """
 
 import json
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from gpu.model.architecture import ModelError
 from gpu.model.gguf.file import is_gguf, read_gguf
+from gpu.model.humming_formats import require_installed
 from gpu.profiles import ProfileError, get_profile, resolve_profiles
 from server.config import ConfigError, Deployment
 from server.documents import check_documents
@@ -17,10 +19,12 @@ _INDEX = "model.safetensors.index.json"
 
 
 def require_servable(deployment: Deployment) -> None:
-    """Raises ModelError, ConfigError or ProfileError with one line: the model's files, tokenizer, template, keys,
-    certificate, documents, profiles and the files that these name.
+    """Raises ModelError, ConfigError or ProfileError with one line: the library that multiplies, the model's files,
+    tokenizer, template, keys, certificate, documents, profiles and the files that these name.
     """
     require_settings(deployment)
+    if deployment.model.products == "humming":
+        require_installed()
     path = deployment.model.path
     if path is not None:
         if not path.exists():

@@ -7,6 +7,7 @@ beside the file. Names, the order of a Llama's rows and Gemma's norms are spelle
 
 import json
 import shutil
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def wanted_numbers(kind: str, data: np.ndarray, inner: int) -> np.ndarray:
 
 
 def _half(block: bytes, at: int) -> float:
-    return float(np.frombuffer(block[at : at + 2], np.float16)[0])
+    return float(struct.unpack_from("<e", block, at)[0])
 
 
 def _six_bits(block: bytes, j: int) -> tuple[int, int]:
@@ -83,15 +84,15 @@ def _block(kind: str, block: bytes) -> list[float]:
         numbers += [(quarters[i] >> 4) | (high >> (i + 16) & 1) << 4 for i in range(16)]
         d, middle = _half(block, 0), 16 if is_five else 8
         return [d * q + _half(block, 2) if has_least else d * (q - middle) for q in numbers]
-    found = []
+    found, d, least = [], _half(block, 208 if kind == "Q6_K" else 0), _half(block, 2)
     for i in range(256):
         if kind == "Q6_K":
             half, j = divmod(i, 128)
             low = block[64 * half + j % 64]
             low = low & 15 if j < 64 else low >> 4
             high = block[128 + 32 * half + j % 32] >> 2 * (j // 32) & 3
-            scale = int(np.int8(np.uint8(block[192 + i // 16])))
-            found.append(_half(block, 208) * scale * ((low | high << 4) - 32))
+            scale = struct.unpack_from("b", block, 192 + i // 16)[0]
+            found.append(d * scale * ((low | high << 4) - 32))
             continue
         group, j = divmod(i, 32)
         low = block[(48 if kind == "Q5_K" else 16) + 32 * (group // 2) + j]
@@ -99,7 +100,7 @@ def _block(kind: str, block: bytes) -> list[float]:
         if kind == "Q5_K":
             q += (block[16 + j] >> group & 1) << 4
         scale, offset = _six_bits(block, group)
-        found.append(_half(block, 0) * scale * q - _half(block, 2) * offset)
+        found.append(d * scale * q - least * offset)
     return found
 
 

@@ -17,7 +17,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.packed import Packed
 from gpu.load import load_architecture, load_runner
 from gpu.memory.plan import PlanError, plan_memory
-from gpu.model import humming_matrix, matrix_format
+from gpu.model import humming_formats, humming_matrix, matrix_format
 from gpu.model.architecture import named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
 from gpu.model.gguf.tensors import stored_as
@@ -32,7 +32,7 @@ from gpu.model.weights import Weights, random_weights
 from gpu.step import DENSE
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.family_checkpoints import checkpoint
-from tests.gpu.humming_library import ENDS, Library, stand_in
+from tests.gpu.humming_library import ENDS, Library, found_version, stand_in
 from tests.gpu.kernel_oracles import NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import Drawn, draw_packed, poisoned
 from tests.gpu.quantised_files import FORMATS, write
@@ -459,17 +459,7 @@ def test_it_is_refused_without_the_library_without_a_gpu_and_in_float32(monkeypa
     with pytest.raises(ModelError, match=r"multiplies in bfloat16, gpu\.dtype is float32"):
         load_runner(model, GpuConfig.model_validate({"device": "cuda", "dtype": "float32"}), **common)
     for found in ("none", "0.1.18"):
-        monkeypatch.setattr(humming_matrix, "version", _version(found))
+        monkeypatch.setattr(humming_formats, "version", found_version(found))
         wanted = rf"found {found} of humming-kernels; wanted 0.1.19: pip install '\.\[humming\]'"
         with pytest.raises(ModelError, match=wanted):
             load_runner(model, GpuConfig.model_validate({"device": "cuda"}), **common)
-
-
-def _version(found: str):
-    def version(package: str) -> str:
-        assert package == "humming-kernels"
-        if found == "none":
-            raise humming_matrix.PackageNotFoundError
-        return found
-
-    return version

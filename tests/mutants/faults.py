@@ -55,7 +55,10 @@ def find_flaws(fault: Fault, root: Path) -> str | None:
             changed = ast.parse(fault.apply(source))
         except SyntaxError as error:
             return f"{fault.file} does not compile with it: {error}"
-        if ast.dump(changed) == dump(source):
+        begin = source.index(fault.text)
+        if _dump(changed, begin, fault.apply(source), len(fault.replacement)) == _dump(
+            parse(source), begin, source, len(fault.text)
+        ):
             return "the replacement means the same as the text"
     elif fault.text == fault.replacement:
         return "the replacement is the text"
@@ -73,8 +76,20 @@ def has_test(root: Path, test: str) -> bool:
 
 
 @cache
-def dump(source: str) -> str:
-    return ast.dump(ast.parse(source))
+def parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _dump(tree: ast.Module, begin: int, source: str, length: int) -> list[str]:
+    """Of a module's statements, those that have a line of `length` characters from `begin` on: others are the same."""
+    first = source.count("\n", 0, begin) + 1
+    last = first + source.count("\n", begin, begin + length)
+    found = []
+    for node in tree.body:
+        lines = [node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))]
+        if min(lines) <= last and (node.end_lineno or last) >= first:
+            found.append(ast.dump(node))
+    return found
 
 
 @cache

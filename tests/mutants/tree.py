@@ -45,6 +45,7 @@ class Tree:
             "OMP_NUM_THREADS": str(self.threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin take the cores of the other tree
             "CI": "true",
+            "PYTHONDONTWRITEBYTECODE": "1",  # a fault of a text's length, within its second, would be read as the text
         }
 
     def find_strangers(self, files: set[str]) -> list[str]:

@@ -37,7 +37,7 @@ VOCAB = 50
 
 
 def next_token(context: list[int], profile: str) -> int:
-    digest = blake2b(profile.encode() + b"".join(token.to_bytes(4, "little") for token in context), digest_size=8)
+    digest = blake2b(profile.encode() + np.array(context, "<u4").tobytes(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") % VOCAB
 
 
@@ -217,7 +217,7 @@ class PageRunner:
         if write.source is not None:
             source, begin = write.source, write.source.begin
             (other,) = [slot for slot, ring in self.ring_of.items() if ring == (write.part, source.ring)]
-            tokens = [self._read(other, position) for position in range(begin)]
+            tokens = self._read(other, 0, begin)
             assert tokens == prompt.token_ids[:begin].tolist()
             assert begin == prompt.begin
             last = max(self.num_cells[other], len(prompt.token_ids))
@@ -229,7 +229,7 @@ class PageRunner:
         """What is written there is what pages have of the last of so many tokens."""
         if self.windows is not None and slot not in self.failed:
             first = max(0, num_tokens - self.windows.window_tokens)
-            tokens = [self._read(slot, position) for position in range(first, num_tokens)]
+            tokens = self._read(slot, first, num_tokens)
             self.windows.check(slot, [None] * first + tokens)
 
     def _vacate(self, slot: int) -> None:
@@ -254,7 +254,7 @@ class PageRunner:
             if prompt.host is not None:
                 assert len(job.prompts) == 1, "a prompt that goes down is alone in its job"
                 self._open(prompt)
-            cached = [self._read(prompt.slot, position) for position in range(prompt.begin)]
+            cached = self._read(prompt.slot, 0, prompt.begin)
             assert cached == prompt.token_ids[: prompt.begin].tolist(), "the cached prefix is what the pages hold"
             assert len(self.tables[prompt.slot]) * self.page_tokens >= len(prompt.token_ids)
             self.profiles[prompt.slot] = prompt.profile
@@ -291,7 +291,7 @@ class PageRunner:
             self._fail(deposit.slot)
             return
         assert table[first:last] == deposit.page_ids
-        tokens = [self._read(deposit.slot, position) for position in range(deposit.begin, deposit.end)]
+        tokens = self._read(deposit.slot, deposit.begin, deposit.end)
         assert None not in tokens, "what goes down is written"
         context += tokens
 
@@ -362,7 +362,7 @@ class PageRunner:
             return
         assert dense == range(ask.begin // self.page_tokens, ask.end // self.page_tokens)
         asked = self.contexts[ask.context_id][: ask.end - ask.begin]
-        assert asked == [self._read(slot, position) for position in range(ask.begin, ask.end)]
+        assert asked == self._read(slot, ask.begin, ask.end)
 
     def _advance(self, unit: Unit) -> list[SampledToken]:
         entry = self.jobs[unit.job_id]
@@ -411,7 +411,7 @@ class PageRunner:
             return SampledToken(slot, NOT_FINITE, None)
         if slot in self.exhausted:
             return SampledToken(slot, NOTHING_LEFT, None)
-        tokens = [self._read(slot, position) for position in range(context)]
+        tokens = self._read(slot, 0, context)
         assert None not in tokens, "a context is read before it is written"
         banned = []
         if slot in self.masks:
@@ -437,12 +437,21 @@ class PageRunner:
         self._claim(self.tables[slot][page], is_dense)
         self.pages.setdefault(self.tables[slot][page], [None] * self.page_tokens)[offset] = token
 
-    def _read(self, slot: int, position: int) -> int | None:
-        page, offset = divmod(position, self.page_tokens)
-        dense = self.dense.get(slot, range(0))
-        if page in dense and self._keeps_nothing:
-            return self.contexts[self.context_of[slot]][position - dense.start * self.page_tokens]
-        return self.pages.get(self.tables[slot][page], [None] * self.page_tokens)[offset]
+    def _read(self, slot: int, begin: int, end: int) -> list[int | None]:
+        """Tokens of `[begin, end)`, page by page; None where nothing was written."""
+        dense, keeps_nothing, found = self.dense.get(slot, range(0)), self._keeps_nothing, []
+        at = begin
+        while at < end:
+            page, offset = divmod(at, self.page_tokens)
+            count = min(end - at, self.page_tokens - offset)
+            if page in dense and keeps_nothing:
+                first = at - dense.start * self.page_tokens
+                found += self.contexts[self.context_of[slot]][first : first + count]
+            else:
+                found += self.pages.get(self.tables[slot][page], [None] * self.page_tokens)[offset : offset + count]
+            at += count
+        assert len(found) == end - begin, "a context has what is read"
+        return found
 
 
 @dataclass

@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from numba.core import event
 
 import gpu.memory.plan
 import scheduler.load
+from cpu.parts import attend_rows
 from gpu.memory.plan import MemoryPlan, PlanError
 from gpu.profiles import ProfileError
 from scheduler.load import load_engine
@@ -52,16 +54,19 @@ def test_a_start_tells_of_each_stage_before_it_begins_and_of_its_end(
     deployment = Deployment.model_validate(tree)
     plan = resolve_plan(deployment, load_machine(MACHINES / "laptop.json")).memory
     told: list[tuple[str, float]] = []
-    for name, stage in (("load_tier", "host"), ("open_library", "documents")):
+    for name, stage in (("load_tier", "host_attention"), ("open_library", "documents")):
 
         def make(*given: object, make: Callable[..., object] = getattr(scheduler.load, name), stage: str = stage):
             assert told[-1] == (stage, 0.0)
+            with event.trigger_event("numba:compile", {"dispatcher": attend_rows}):
+                pass
+            assert (told[-1] == (stage, 0.0)) == (stage == "documents"), "what attends is told of as it is compiled"
             return make(*given)
 
         monkeypatch.setattr(scheduler.load, name, make)
     engine, _ = load_engine(deployment, plan, lambda stage, fraction: told.append((stage, fraction)))
     engine.shutdown()
-    assert list(dict(told).items()) == [(stage, 1.0) for stage in ("host", "documents", "weights", "kernels")]
+    assert list(dict(told).items()) == [(stage, 1.0) for stage in ("host_attention", "documents", "weights", "kernels")]
 
 
 @pytest.mark.parametrize(

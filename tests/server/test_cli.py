@@ -15,10 +15,12 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from gpu.model.humming_formats import VERSION
 from gpu.profiles import ProfileError
 from server.commands.cli import main, override_address, require_free_port
 from server.commands.servable import require_servable
 from server.config import ConfigError, Deployment, load_deployment
+from tests.gpu.humming_library import found_version
 from transfer.machine import load_machine
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -131,7 +133,7 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
 
 
 @pytest.mark.parametrize(("profiles", "words"), [
-    ({"x": {"hots": "exact"}}, "profiles.x.hots: unknown key"),
+    ({"x": {"hots": "exact"}}, "profiles.x.hots: unknown key; the nearest known one is 'host'"),
     ({"x": "exact"}, "profiles.x: Value error, wanted a mapping of slots to methods, like `{host: sampled}`"),
     ({"x": {"host": 3}}, "profiles.x.host: Value error, wanted a method's name, or a mapping with `method`"),
     ({"x": {"host": {"bits_per_table": 3}}}, "profiles.x.host.method: Field required"),
@@ -200,6 +202,24 @@ def test_plan_refuses_what_serve_refuses_with_the_same_words(tmp_path: Path, tan
         assert planned.stderr == served.stderr
 
 
+def test_plan_and_serve_name_the_library_that_multiplies_where_it_is_not_installed(
+    tmp_path: Path, tandem: RunTandem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a card that is elsewhere nobody can say."""
+    card, path = DEPLOY / "machines" / "rtx4090.json", tmp_path / "deployment.yaml"
+    model = {"path": str(DEPLOY / "models" / "reference"), "weights": "int4", "products": "humming"}
+    path.write_text(json.dumps({"model": model}))
+    monkeypatch.setattr("server.commands.cli.probe_machine", lambda: load_machine(card))
+    monkeypatch.setattr("gpu.model.humming_formats.version", found_version("none"))
+    planned, served = tandem("plan", path), tandem("serve", path, "--port", 0)
+    assert (planned.returncode, served.returncode) == (1, 1)
+    assert planned.stderr.startswith("error: model.products: asked humming, found none of humming-kernels; wanted ")
+    assert planned.stderr == served.stderr
+    assert tandem("plan", path, "--machine", card).returncode == 0
+    monkeypatch.setattr("gpu.model.humming_formats.version", found_version(VERSION))
+    assert tandem("plan", path).returncode == 0
+
+
 def test_plan_prints_json_for_a_machine_that_is_elsewhere(tandem: RunTandem) -> None:
     machine = DEPLOY / "machines" / "a100-80g.json"
     done = tandem("plan", DEPLOY / "a100.yaml", "--machine", machine, "--json")
@@ -259,6 +279,23 @@ BAD_CONFIGURATIONS = [
     ("model: [", "is not YAML"),
     ("- 1", "holds list"),
 ]
+
+
+def test_up_to_eight_faults_of_a_configuration_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text("model: {random_weights: tiny, nane: m}\nserver: {prot: 1, port: -1}\ngpu: {page_tokens: 5}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_deployment(path)
+    for told in (
+        "model.nane: unknown key; the nearest known one is 'name'; ", "nearest known one is 'port'",
+        "server.port: Input should be greater than or equal to 0 (got -1); ", "; gpu.page_tokens: ",
+    ):  # fmt: skip
+        assert told in str(refused.value)
+    assert " more" not in str(refused.value)
+    path.write_text(f"model: {{random_weights: tiny}}\ngpu: {{{', '.join(f'unknown{i}: 1' for i in range(10))}}}\n")
+    with pytest.raises(ConfigError, match=r"gpu\.unknown7: unknown key; the nearest [^;]*; and 2 more$") as refused:
+        load_deployment(path)
+    assert str(refused.value).count("unknown key") == 8
 
 
 def test_a_file_that_a_profiles_method_names_must_be_there_to_serve(tmp_path: Path) -> None:

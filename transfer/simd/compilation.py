@@ -1,0 +1,48 @@
+"""How far numba is with functions that call others: how many of these are compiled.
+
+It refuses to know what they do and how long each takes. Invariant: what is told rises, and stays below 1; where all of
+it lies in numba's cache, nothing is told.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from numba.core import event
+from numba.core.dispatcher import Dispatcher
+
+
+def find_callees(*roots: Any) -> set[Any]:
+    """The functions themselves and all of ours that they call, directly or not, by their globals' names; without those
+    that are compiled as a part of their callers.
+    """
+    found, left = set(), list(roots)
+    while left:
+        one = left.pop()
+        if isinstance(one, Dispatcher) and one not in found:
+            found.add(one)
+            function = one.py_func
+            left += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return {one for one in found if one.targetoptions.get("inline") != "always"}
+
+
+@contextmanager
+def told(roots: tuple[Any, ...], on_progress: Callable[[float], None]) -> Iterator[None]:
+    """`on_progress(fraction)` is told whenever another of what these functions call is compiled in here."""
+    listener = _Listener(find_callees(*roots), on_progress)
+    with event.install_listener("numba:compile", listener):
+        yield
+
+
+class _Listener(event.Listener):
+    def __init__(self, functions: set[Any], on_progress: Callable[[float], None]) -> None:
+        self._left, self._all, self._on_progress = set(functions), len(functions), on_progress
+
+    def on_start(self, compiled: Any) -> None:
+        pass
+
+    def on_end(self, compiled: Any) -> None:
+        function = compiled.data["dispatcher"]
+        if function in self._left:
+            self._left.remove(function)
+            self._on_progress((self._all - len(self._left)) / (self._all + 1))  # what calls them is left
