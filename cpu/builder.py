@@ -1,8 +1,10 @@
 """Work in the background that yields to decode: jobs cut into pieces of about a millisecond, the most urgent first.
 
-It refuses to know tables and segments. Invariant: no piece begins while the gate is shut, but one at a time where a
-core is left to it, and a job that raises ends alone: it is logged, its `fail` is called, and the others go on. The gate
-is a number in memory, so that compiled code may shut it without the interpreter.
+Threads with cores of their own do longer pieces: behind each a thread needs the interpreter, which another one that is
+at work hands over after half a millisecond. It refuses to know tables and segments. Invariant: no piece begins while
+the gate is shut, but as many at a time as cores are left to them, and a job that raises ends alone: it is logged, its
+`fail` is called, and the others go on. The gate is a number in memory, so that compiled code may shut it without the
+interpreter.
 """
 
 import heapq
@@ -17,17 +19,26 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 PIECE_TOKENS = 2**18  # table entries built, or rows' elements copied in 16 bits, between two looks at the gate
+LONG_PIECE_TOKENS = 2**22  # table entries built by a thread with a core of its own: some 8 ms
+
+
+@dataclass(slots=True)
+class Pace:
+    """piece_tokens: of a job's next piece, at most, which whoever does it has set."""
+
+    piece_tokens: int
 
 
 @dataclass(eq=False, slots=True)
 class BuildJob:
-    """urgency: lower is sooner, then the order of submission. pieces: does a piece at each `next`. A job that is not
-    wanted any more ends early. Either `finish` or `fail` is called, once.
+    """urgency: lower is sooner, then the order of submission. pieces: does a piece at each `next`, by `pace`. A job
+    that is not wanted any more ends early. Either `finish` or `fail` is called, once.
     """
 
     urgency: tuple[int, ...]
     name: str
     pieces: Iterator[None]
+    pace: Pace
     is_wanted: Callable[[], bool]
     finish: Callable[[], None]
     fail: Callable[[Exception], None]
@@ -39,27 +50,27 @@ class BuildJob:
 
 class Builder:
     """Threads that do jobs until `shutdown`. gate: int64 `[1]`, shut while it is above 0: how many pauses there are.
-    has_own_core: one of the threads passes the gate at any time, since who shuts it leaves it a core (`is_busy`).
+    num_cores: so many of the threads pass the gate at any time, for who shuts it leaves them cores (`num_busy_cores`).
     """
 
-    def __init__(self, num_threads: int, has_own_core: bool = False) -> None:
+    def __init__(self, num_threads: int, num_cores: int) -> None:
         self._jobs: list[BuildJob] = []
         self._num_under_way = 0
-        self._has_own_core = has_own_core
+        self._num_cores = num_cores
         self._changed = Condition()
         self._is_over = False
         self.gate = np.zeros(1, np.int64)
         self._threads = [
-            Thread(target=self._run, args=(has_own_core and number == 0,), name=f"builder-{number}", daemon=True)
+            Thread(target=self._run, args=(number < num_cores,), name=f"builder-{number}", daemon=True)
             for number in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a thread with a core of its own has anything to do."""
-        return self._has_own_core and bool(self._jobs or self._num_under_way)
+    def num_busy_cores(self) -> int:
+        """Of threads that have them for their own: of those that have anything to do."""
+        return min(self._num_cores, len(self._jobs) + self._num_under_way)
 
     def submit(self, job: BuildJob) -> None:
         with self._changed:
@@ -98,6 +109,7 @@ class Builder:
     def _run(self, passes_gate: bool) -> None:
         while (job := self._take(passes_gate)) is not None:
             try:
+                job.pace.piece_tokens = LONG_PIECE_TOKENS if passes_gate else PIECE_TOKENS
                 self._do_piece(job)
             finally:
                 with self._changed:

@@ -143,10 +143,10 @@ class Attend:
 
     @property
     def num_threads(self) -> int:
-        """Of the next answers: all but the one whose core the builder has, while that has something to do, and the one
-        whose core is left to launches. All threads of an ask wait for the one whose core another thread has taken.
+        """Of the next answers: all but those whose cores the builder has, while it has something to do on them, and the
+        one whose core is left to launches. All threads of an ask wait for the one whose core another thread has taken.
         """
-        return self._num_threads - self.builder.is_busy - self.leaves_core
+        return self._num_threads - self.builder.num_busy_cores - self.leaves_core
 
 
 class StepAttention:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpu.builder import PIECE_TOKENS
+from cpu.builder import PIECE_TOKENS, Pace
 from cpu.segment import Segment, TableState
 from cpu.tables import build_tables, codes_from_tables
 
@@ -23,16 +23,18 @@ class Source:
     end: int
 
 
-def build_layer(segment: Segment, layer: int) -> Iterator[None]:
+def build_layer(segment: Segment, layer: int, pace: Pace) -> Iterator[None]:
     """Build one layer's tables of a sealed segment."""
     tokens, bits = segment.sealed_tokens, segment.shape.bits_per_table
     assert tokens is not None, "tables: of a sealed segment"
     entries, offsets = segment.codes(layer)[:, :, :tokens], segment.offsets(layer)
-    step = max(1, PIECE_TOKENS // tokens)
     for head in range(segment.shape.num_kv_heads):
-        for begin in range(0, segment.shape.num_tables, step):
+        begin = 0
+        while begin < segment.shape.num_tables:
+            step = max(1, pace.piece_tokens // tokens)
             end = min(begin + step, segment.shape.num_tables)
             build_tables(entries[head], offsets[head], bits, begin, end, 1)
+            begin = end
             yield
 
 

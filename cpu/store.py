@@ -12,7 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Thread
 
-from cpu.builder import Builder, BuildJob
+from cpu.builder import PIECE_TOKENS, Builder, BuildJob, Pace
 from cpu.jobs import Source, build_layer, copy_layer
 from cpu.segment import Centre, Fill, Segment, TableState
 from transfer.host_memory import bytes_of_centre, lay_out_layer
@@ -115,6 +115,7 @@ class SegmentStore:
                     urgency=(int(target.is_background), 0),
                     name=f"copy layer {layer} of {end} tokens",
                     pieces=pieces,
+                    pace=Pace(PIECE_TOKENS),
                     is_wanted=target.is_wanted,
                     finish=partial(self._copied, sources, fill, None),
                     fail=partial(self._copied, sources, fill),
@@ -198,11 +199,13 @@ class SegmentStore:
             return
         segment.tables[layer] = TableState.BUILDING
         segment.hold()
+        pace = Pace(PIECE_TOKENS)
         self._builder.submit(
             BuildJob(
                 urgency=(int(segment.is_background), segment.used),
                 name=f"tables layer {layer} of {segment.used} tokens",
-                pieces=build_layer(segment, layer),
+                pieces=build_layer(segment, layer, pace),
+                pace=pace,
                 is_wanted=segment.is_wanted,
                 finish=partial(self._built, segment, layer, TableState.BUILT),
                 fail=lambda _: self._built(segment, layer, TableState.FAILED),

@@ -4,6 +4,7 @@ It refuses to know the device but through host tensors and the exchange. Invaria
 on the sequence of calls alone, never on when copies land or tables are built.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import torch
 from cpu.attention import HostAttention
 from cpu.audits import Audits, ErrorCounts
 from cpu.builder import Builder
+from cpu.cores import share_cores
 from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention, answer_step
 from cpu.growth import Growth, SegmentReservation
 from cpu.host_context import Context
@@ -33,9 +35,9 @@ from transfer.tier import (
     TierShape,
 )
 
+log = logging.getLogger(__name__)
+
 MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
-BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
-OWN_CORE_THREADS = 8  # of attention: where there are so many, one core is left to what is built, and one to launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,12 @@ class CpuTier:
         audits = None if errors is None else Audits(errors, len(shape.layers), shape.num_heads)
         self._errors = ErrorCounts() if audits is None else audits.counts
         self._pool = SlabPool(limit_bytes, "host.memory_limit_gib", source, min(MAX_MAPPING_THREADS, num_threads))
-        self._has_cores = num_threads >= OWN_CORE_THREADS
-        self._builder = Builder(max(1, num_threads // BUILDER_SHARE), has_own_core=self._has_cores)
+        self._cores = share_cores(num_threads)
+        log.info(
+            "host_cores attention=%d while_building=%d while_launching=%d",
+            num_threads, num_threads - self._cores.building, num_threads - self._cores.launching,
+        )  # fmt: skip
+        self._builder = Builder(self._cores.builders, self._cores.building)
         self._store = SegmentStore(self._pool, self._builder)
         self._growth = Growth(shape, self._store, is_adaptive)
         self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts(), audits)
@@ -181,8 +187,8 @@ class CpuTier:
         return StepAttention(*found, self._attend, [context for context, _ in batch])
 
     def leave_core(self, leaves: bool) -> None:
-        """Where there are `OWN_CORE_THREADS`."""
-        self._attend.leaves_core = leaves and self._has_cores
+        """Where there are enough (`cpu.cores`)."""
+        self._attend.leaves_core = leaves and bool(self._cores.launching)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
         """All asks of a step whose device goes on by itself. Raises ExchangeError if the device does not ask."""

@@ -6,9 +6,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from cpu.builder import Builder, BuildJob
+from cpu.builder import LONG_PIECE_TOKENS, PIECE_TOKENS, Builder, BuildJob, Pace
+from cpu.cores import share_cores
 from cpu.decode_step import Attend
 from tests.cpu.tier_model import new_tier, tier_shape
+
+PACE = Pace(0)  # of jobs whose pieces are as they come
 
 
 class Log:
@@ -28,7 +31,13 @@ class Log:
 
         self.builder.submit(
             BuildJob(
-                urgency, name, work(), is_wanted, lambda: self._end(name, "done"), lambda _: self._end(name, "failed")
+                urgency,
+                name,
+                work(),
+                PACE,
+                is_wanted,
+                lambda: self._end(name, "done"),
+                lambda _: self._end(name, "failed"),
             )
         )
 
@@ -50,7 +59,7 @@ def paused(builder):
 
 @pytest.fixture
 def builder():
-    builder = Builder(1)
+    builder = Builder(1, 0)
     yield builder
     builder.shutdown()
 
@@ -79,7 +88,7 @@ def test_a_more_urgent_job_overtakes_between_two_pieces(builder):
             time.sleep(0.002)
             yield
 
-    builder.submit(BuildJob((5,), "slow", slow(), lambda: True, log.over.release, lambda _: None))
+    builder.submit(BuildJob((5,), "slow", slow(), PACE, lambda: True, log.over.release, lambda _: None))
     assert started.wait(20)
     log.submit("urgent", (0,), 1)
     log.wait(2)
@@ -99,36 +108,55 @@ def test_no_piece_begins_while_decode_holds_the_gate(builder):
     assert len(log.entries) > 20
 
 
-def test_with_a_core_of_its_own_one_thread_works_while_decode_holds_the_gate():
-    builder = Builder(2, has_own_core=True)
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_with_cores_of_their_own_threads_work_while_decode_holds_the_gate(num_cores):
+    builder = Builder(3, num_cores)
     log = Log(builder)
     with paused(builder):
-        assert not builder.is_busy
+        assert builder.num_busy_cores == 0
         for name in "ab":
             log.submit(name, (0,), 5)
-        assert builder.is_busy
+        assert 0 < builder.num_busy_cores <= num_cores
         log.wait(2)
-        while builder.is_busy:
+        while builder.num_busy_cores:
             time.sleep(0.001)
     builder.shutdown()
 
 
-def test_attention_leaves_a_core_to_what_is_built_where_there_are_many():
-    for threads, has_own_core in [(8, True), (4, False)]:
-        builder = Builder(1, has_own_core)
-        attend = Attend(None, threads, builder, None, None)
-        log, may_go_on = Log(builder), threading.Event()
+@pytest.mark.parametrize(("threads", "cores"), [(16, 2), (15, 1), (8, 1), (7, 0)])
+def test_attention_leaves_cores_to_what_is_built_where_there_are_many_and_to_no_more_than_are_at_work(threads, cores):
+    assert share_cores(threads).building == cores
+    builder = Builder(2, cores)
+    attend = Attend(None, threads, builder, None, None)
+    log, may_go_on = Log(builder), threading.Event()
 
-        def work(may_go_on=may_go_on):
-            assert may_go_on.wait(20)
+    def work():
+        assert may_go_on.wait(20)
+        yield
+
+    assert attend.num_threads == threads
+    for number in (1, 2):
+        builder.submit(BuildJob((0,), "held", work(), PACE, lambda: True, log.over.release, lambda _: None))
+        assert attend.num_threads == threads - min(cores, number)
+    may_go_on.set()
+    log.wait(2)
+    builder.shutdown()
+
+
+def test_pieces_are_long_on_cores_of_their_own_and_short_between_two_steps():
+    """A piece that a step's threads would wait for is of a millisecond; one that they do not is not cut for them."""
+    seen = {}
+    for num_cores in (0, 1):
+        builder, pace, over = Builder(1, num_cores), Pace(0), threading.Event()
+
+        def work(pace=pace, num_cores=num_cores):
+            seen[num_cores] = pace.piece_tokens
             yield
 
-        assert attend.num_threads == threads
-        builder.submit(BuildJob((0,), "held", work(), lambda: True, log.over.release, lambda _: None))
-        assert attend.num_threads == threads - has_own_core
-        may_go_on.set()
-        log.wait(1)
+        builder.submit(BuildJob((0,), "job", work(), pace, lambda: True, over.set, lambda _: None))
+        assert over.wait(20)
         builder.shutdown()
+    assert seen == {0: PIECE_TOKENS, 1: LONG_PIECE_TOKENS}
 
 
 def test_pauses_of_two_half_batches_add_up(builder):
@@ -165,7 +193,7 @@ def test_a_job_that_nobody_wants_ends_without_its_turn(builder):
 
 
 def test_shutdown_does_not_wait_for_jobs_nor_for_the_gate():
-    builder = Builder(2)
+    builder = Builder(2, 0)
     log = Log(builder)
     for name in "abc":
         log.submit(name, (0,), 10**9)
@@ -177,7 +205,7 @@ def test_shutdown_does_not_wait_for_jobs_nor_for_the_gate():
 
 def test_attention_leaves_a_core_to_launches_beside_it_where_there_are_many(monkeypatch):
     monkeypatch.setattr("cpu.tier.HostAttention", lambda **named: None)
-    for threads, left in [(8, 1), (4, 0)]:
+    for threads, left in [(16, 1), (8, 1), (4, 0)]:
         tier = new_tier(tier_shape(), threads=threads)
         tier.leave_core(True)
         assert tier._attend.num_threads == threads - left
