@@ -201,7 +201,7 @@ def test_a_release_waits_for_no_unit_and_no_unit_for_it() -> None:
 
 
 def test_a_release_waits_for_a_prefill_that_reads_what_is_released() -> None:
-    engine, runner = two_lanes()
+    engine, _ = two_lanes()
     scheduler = engine.scheduler
     engine.submit([ask("long", prompt_of(600), 300)])
     while not scheduler.roster.running:
