@@ -20,8 +20,9 @@ from gpu.kernels.arguments import runs_on_triton
 from gpu.methods.device_side import LayerReads
 from gpu.methods.predicted.blocks import Blocks
 from gpu.methods.predicted.choosing import choose_blocks
-from gpu.methods.predicted.device import Choice, Predicted
+from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
+from gpu.methods.predicted.turns import Choice
 from transfer.tier_shape import WORD_BITS
 
 _WORD = tl.constexpr(WORD_BITS)
@@ -141,7 +142,7 @@ class Ways:
 
 def force(layer: Blocks, turnover: float | Tensor) -> Tensor:
     """Scores `[places, blocks]` by which all but a share of the blocks that are there stay, and others are drawn."""
-    places, blocks = layer.interior.shape
+    places, blocks = layer.scores.shape
     scores = torch.rand(places, blocks, device=layer.ids.device)
     held = (torch.rand(layer.ids.shape, device=layer.ids.device) >= turnover).float() * 4 - 2  # stays: 2, goes: -2
     there = layer.ids.clamp(min=0).long()
@@ -199,7 +200,7 @@ class Forced:
         if not runs_on_triton(layer.bits):
             return force(layer, self.share)
         self._seeds[place].add_(1)  # on the device: a captured step goes on
-        (places, blocks), scores = layer.interior.shape, torch.empty_like(layer.interior)
+        (places, blocks), scores = layer.scores.shape, torch.empty_like(layer.scores)
         _force_kernel[(triton.cdiv(blocks, TILE), places)](
             scores, layer.bits, self.share, self._seeds, place, blocks, layer.bits.shape[1], TILE=TILE, num_warps=4
         )
@@ -230,10 +231,10 @@ class Replayed:
 
     def __call__(self, layer: Blocks, place: int) -> Tensor:
         self._steps[place].add_(1)  # on the device: a captured step goes on
-        places, blocks = layer.interior.shape
+        places, blocks = layer.scores.shape
         steps, layers, heads, slots = self._chosen.shape
         if runs_on_triton(layer.bits):
-            scores = torch.empty_like(layer.interior)
+            scores = torch.empty_like(layer.scores)
             _replay_kernel[(places,)](
                 scores, self._chosen, self._steps, place, place % layers, blocks, slots, steps, layers, heads,
                 KV_HEADS=self._kv_heads, OFFSET=RING_OFFSET, SLOTS=triton.next_power_of_2(slots), TILE=TILE,

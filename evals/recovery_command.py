@@ -19,6 +19,7 @@ from evals.options import (
     parse_lengths,
     parse_tasks,
 )
+from evals.predicted_defaults import EVERY, HISTORY, NEVER, ROTATE, SINK, UNREAD
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,14 +42,17 @@ def recovery(
     group: Annotated[str, typer.Option("--group", help="before, after, apart, with commas")] =
         "before,apart",
     block: Annotated[str, typer.Option("--block", help="tokens (the paper's b), with commas")] = "16",
-    history: Annotated[str, typer.Option("--history", help="steps (the paper's H), with commas")] = "64",
-    calibrate: Annotated[str, typer.Option("--calibrate", help="steps (the paper's M), with commas")] = "5",
+    history: Annotated[str, typer.Option("--history", help="steps (the paper's H: 64), with commas")] = f"{HISTORY}",
+    calibrate: Annotated[str, typer.Option("--calibrate", help="steps (the paper's M: 5), with commas")] = f"{NEVER}",
     stored: Annotated[str, typer.Option("--stored", help="float32, bfloat16 or uint8, with commas")] = "uint8",
-    rotate: Annotated[str, typer.Option("--rotate", help="one block in so many calibrated a step, with commas")] = "",
-    unread: Annotated[str, typer.Option("--unread", help="of blocks that were not read the history has: zero, last, "
-                                           "with commas")] = "zero",
-    sink: Annotated[str, typer.Option("--sink", help="first tokens that predicted reads always, with commas")] = "64",
-    every: Annotated[str, typer.Option("--every", help="steps between two predictions, with commas")] = "1",
+    rotate: Annotated[str, typer.Option("--rotate", help="one block in so many calibrated a step, with commas; "
+                                           "nothing: none, as in the paper")] = f"{ROTATE}",
+    unread: Annotated[str, typer.Option("--unread", help="of blocks that were not read the history has: zero (the "
+                                           "paper's), last, with commas")] = UNREAD,
+    sink: Annotated[str, typer.Option("--sink", help="first tokens that predicted reads always, with commas")] =
+        f"{SINK}",
+    every: Annotated[str, typer.Option("--every", help="steps between two predictions (the paper's: 1), with commas")] =
+        f"{EVERY}",
     heads: Annotated[str, typer.Option("--heads", help="who chooses in the others: apart, together; nothing: "
                                           "no others")] = "apart,together",
     text: Text = [],  # noqa: B006
@@ -59,6 +63,7 @@ def recovery(
 ) -> None:  # fmt: skip
     """Compare the share of attention that predicted blocks hold with other methods' choices, at equal budgets.
 
+    Predicted blocks are chosen with the settings that serve, where no option says otherwise.
     Full attention runs once; its last queries stand for decode steps. A task's prompts end with their answers. The
     first lengths and tasks come first; what a run that is cut has finished stands in its JSON. Exit status: 0; 3: cut
     before the end.

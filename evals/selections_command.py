@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from evals.options import Device, ModelFolder, Seed, Text, one_line_errors
+from evals.predicted_defaults import METHOD, SINK, WINDOW
 from transfer.tier_shape import BLOCK_TOKENS
 
-ENDS_TOKENS = 64 + 64 + BLOCK_TOKENS - 1  # sink and recent tokens, as many as there may be
-NEVER = 1_000_000_000  # a calibration of everything: a share is looked at in each step, as in serving
+ENDS_TOKENS = SINK + WINDOW + BLOCK_TOKENS - 1  # sink and recent tokens, as many as there may be
 
 
 def selections(
@@ -23,7 +23,9 @@ def selections(
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
-    """Record which blocks a predictor has a model read, for `tandem bench kernel predicted-steps --replay`."""
+    """Record which blocks a predictor has a model read with the settings that serve, for `tandem bench kernel
+    predicted-steps --replay`.
+    """
     with one_line_errors():
         import numpy as np
         import torch
@@ -41,9 +43,7 @@ def selections(
         decoder = load_decoder(model, torch.device(on), torch.bfloat16 if on.startswith("cuda") else torch.float32)
         (prompt,) = text_prompts(load_tokenizer(model), text_source(tuple(text), {}), length, 1, seed)
         whole = budget + ENDS_TOKENS
-        method = parse_method(
-            f"predicted:weights={weights},budget={whole},rotate=64,calibrate={NEVER},dense_layers=0-1"
-        )
+        method = parse_method(f"predicted:weights={weights},budget={whole},{METHOD},dense_layers=0-1")
         assert isinstance(method, Predicted)
         blocks = record_selections(decoder, prompt, method, budget // BLOCK_TOKENS, steps)
         np.savez_compressed(out, blocks=blocks)

@@ -25,6 +25,7 @@ from gpu.step import (
     PageWrite,
     PrefillJob,
     PrefillUnit,
+    Release,
     StepPlan,
     StepResult,
 )
@@ -291,18 +292,26 @@ class Scheduler:
         """Whether a plan that is launched waits for the other lane; `stepping`: whose rows it changes."""
         asks_nothing = any(group.asks is None for group in plan.decode)
         if (
-            plan.releases
-            or plan.restores
+            plan.restores
+            or not self._are_of(plan.lane, plan.releases)
             or any(deposit.opens for deposit in plan.deposits)
             or any(write.source is not None for write in plan.ring_writes)  # whose sequence may step in either lane
             or any(write.source is not None for write in plan.window_writes)
             or (plan.lane is Lane.HOST and asks_nothing)  # such a step has the other lane's buffers
         ):
             self._lanes.move()
+        elif plan.releases:
+            self._lanes.give_back(plan.lane)
         is_other_busy = any(launched for other, launched in self._launched.items() if other is not plan.lane)
         comes = any(sequence.lane is not plan.lane for sequence in stepping)
-        takes = bool(plan.page_writes or plan.new_jobs or plan.fetches)
+        takes = bool(plan.page_writes or plan.new_jobs or plan.fetches or plan.releases)
         return self._lanes.fence(plan.lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
+
+    def _are_of(self, lane: Lane, releases: list[Release]) -> bool:
+        """Whether nothing that reads what is released steps in the other lane, a prefill included."""
+        slots = {place.slot for release in releases for place in release.places}
+        readers = [sequence for sequence in self.roster.holding() if sequence.slot in slots]
+        return all(one.lane is lane and one.state is State.RUNNING for one in readers)
 
     # --- what others may know -----------------------------------------------------------------------------------------
 

@@ -8,6 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from gpu.methods.predicted.settings import PredictedSettings
+
+SERVED = {name: field.default for name, field in PredictedSettings.model_fields.items()}
+HISTORY, SINK = SERVED["history"], SERVED["sink_tokens"]
 app = typer.Typer(no_args_is_help=True, help="Train what a method needs on your own model.")
 
 
@@ -49,7 +53,8 @@ def predictor(
     targets: Annotated[int, typer.Option("--targets", min=1, help="steps of a text that are predicted")] = 64,
     tracks: Annotated[Literal["group", "head"], typer.Option("--tracks", help="group: a KV head's query heads as one, "
                       "as it serves; head: each query head, as in the paper")] = "group",
-    history: Annotated[int, typer.Option("--history", min=5, help="steps (the paper's H)")] = 64,
+    history: Annotated[int, typer.Option("--history", min=5, help="steps (the paper's H: 64)")] = HISTORY,
+    sink: Annotated[int, typer.Option("--sink", min=0, help="first tokens, which are cut off")] = SINK,
     block: Annotated[int, typer.Option("--block", min=1, help="tokens (the paper's b)")] = 16,
     loss: Annotated[Literal["maxima", "mass"], typer.Option("--loss", help="squared error of block maxima, as in the "
                     "paper; or cross entropy of blocks' attention")] = "maxima",
@@ -79,7 +84,7 @@ def predictor(
         named = tuple(name.strip() for name in tasks.split(",") if name.strip())
         plan = TextPlan(tuple(text), named, parse_lengths(lengths), texts, targets, tracks, seed)
         recipe = Recipe(loss, epochs, batch, per_epoch, learning_rate, max(1, budget // block), seed)
-        cut = Cut(block, 64, 64, history, 2)
+        cut = Cut(block, sink, SERVED["local_tokens"], history, SERVED["exempt_layers"])
         if networks:
             compare(model, out, plan, cut, recipe, device, networks.split(","))
         else:

@@ -13,6 +13,7 @@ known=needle,word_needle,four_values,four_keys,many_needles,several_values,sever
 lengths=16384,4096,8192 budgets=256,512,1024,2048 longest=16384 budget=1024 prompts=8 steps=4 rounds="8 16 32 64" forced=48
 errors=(--lengths 4096,16384 --samples 2 --steps 8)
 varied=(--lengths 4096 --budgets 512 --steps 24 --group before --heads together)
+paper=(--history 64 --sink 64 --calibrate 5 --rotate "" --every 1 --unread zero)
 part=${2:-}
 if [ "$part" = cpu ]; then
     model+=(--device cpu)
@@ -47,7 +48,7 @@ if [ "$part" != settings ]; then
         tandem eval errors "${model[0]}" "${model[1]}" "${errors[@]}" --tasks "${task/text/}" --json "$OUT/errors-$task.json" > "$OUT/errors-$task.txt" 2>&1
     done &
     tandem eval recovery "${model[@]}" --weights "$predictor" --lengths "$lengths" --budgets "$budgets" --tasks "$known,text" --samples "$prompts" \
-        --steps "$steps" --seconds "${RECOVERY_SECONDS:-85}" --json "$OUT/recovery.json" > "$OUT/recovery.txt"
+        --steps "$steps" "${paper[@]}" --seconds "${RECOVERY_SECONDS:-85}" --json "$OUT/recovery.json" > "$OUT/recovery.txt"
     timeout "${FIDELITY_SECONDS:-70}" tandem eval fidelity "${model[@]}" "${methods[@]:2}" --lengths "$longest" --samples "$prompts" --forced "$forced" \
         --json "$OUT/fidelity.json" > "$OUT/fidelity.txt"
     for samples in $rounds; do
@@ -56,14 +57,13 @@ if [ "$part" != settings ]; then
     done
 fi
 if [ -n "$part" ]; then
-    serves=(--calibrate 1000000 --rotate 256 --every 4 --history 16 --unread last --sink 16) # nothing calibrated whole, and as settings are
     tandem eval recovery "${model[@]}" --weights "$predictor" --lengths "$lengths" --budgets "$budgets" --tasks "$known,text" --samples "$prompts" \
-        --steps 16 --group before --heads together "${serves[@]}" --seconds "${SERVED_SECONDS:-85}" --json "$OUT/served.json" > "$OUT/served.txt"
+        --steps 16 --group before --heads together --seconds "${SERVED_SECONDS:-85}" --json "$OUT/served.json" > "$OUT/served.txt"
     values=("M, steps=--calibrate 1,2,5,12,20" "b, tokens=--block 8,16,32,64" "H, steps=--history 16,32,64,128"
         "share a step=--calibrate 1000000 --rotate 4,8,16,32,64" "steps between predictions=--every 1,4,8,16")
     for number in "${!values[@]}"; do
         read -ra setting <<< "${values[number]#*=}"
-        tandem eval recovery "${model[@]}" --weights "$predictor" "${varied[@]}" "${setting[@]}" --json "$OUT/varied-${values[number]%%=*}.json" > "$OUT/varied-$number.txt"
+        tandem eval recovery "${model[@]}" --weights "$predictor" "${varied[@]}" "${paper[@]}" "${setting[@]}" --json "$OUT/varied-${values[number]%%=*}.json" > "$OUT/varied-$number.txt"
     done
     [ "$(left)" -gt 15 ] && tandem eval tasks "${model[@]}" --config "$OUT/predicted-profiles.yaml" --method full --method profile:exact --method profile:blocks \
         --method profile:both --method profile:sampled --tasks "$known" --lengths "$longest" --samples "${rounds%% *}" --seconds "$(left)" \

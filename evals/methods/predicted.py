@@ -139,8 +139,8 @@ class Predicted(DecodeMethod):
         oldest = torch.full((rows,), state.history.oldest, dtype=torch.int32, device=ring.device)
         each = widths.int().repeat_interleave(rows // requests)
         stale = torch.zeros_like(oldest)
-        interior = torch.empty(rows, ring.shape[2], device=ring.device)
-        scores = predict_blocks(ring, oldest, each, stale, interior, state.network, SPARE_ROWS)
+        scores = torch.empty(rows, ring.shape[2], device=ring.device)
+        predict_blocks(ring, oldest, each, stale, scores, state.network, SPARE_ROWS)
         scores = scores.view(requests, rows // requests, -1)
         if self.group == "after":
             scores = scores.unflatten(1, (-1, step.group)).amax(2)

@@ -3,19 +3,17 @@
 AttentionPredictor, section 4.2. It refuses to know layers, requests and who reads the scores. Invariant: scores of a
 head depend on its own history and width alone.
 
-A program takes one head's tile of blocks through the rows of its window. An activation row of the first convolution
+A program takes a tile of one head's blocks through the rows of its window. An activation row of the first convolution
 serves the three output rows that it touches, so it is made once a row: at a block's own column and its neighbours', in
 one product [blocks, 16] x [16, 64], whose inputs are three rows of five columns and a 1 for the bias (a fourth quarter
 of its outputs is none). The second convolution is three products of that, [blocks, 64] x [64, 32], one an output row.
 Nothing but scores is written: H bytes (uint8) or 2H (bf16) are read a block, for 2 * (144 + 4,608) * H operations,
 3.6 TFLOP a token of an 8B model at 96K.
 
-What steps change: from one call to the next the window moves by `moved` rows, and an output row depends on the five
-rows around it. So `interior`, the sum over output rows that see no edge of the window, gains as many rows and loses as
-many, and the rows at the edges, two at either end, are made again: 8 + 2 * moved rows of activations instead of 64.
-Tiles from a head's first `stale` block on are made whole: its last ones where its width has grown, all of them where
-older rows were changed. Whole, a tile takes its rows one after another, which is the longest that a launch can take
-however few tiles there are.
+What steps change: a block that was neither read nor looked at has what it had in the row before, and a score depends on
+five columns. So where these hold the same in all rows, of the window and of as many as it has moved by since the last
+call, the score is the last call's, and is kept. What is left of a chunk of blocks is listed and made, a tile at a time:
+of 2,048 blocks about half where 256 are read, scattered, and of 6,144 a quarter.
 """
 
 from dataclasses import dataclass
@@ -25,16 +23,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, runs_on_triton
+from gpu.kernels.arguments import check, check_contiguous, runs_on_triton
 from gpu.predictor.history import STEPS_PER_OCTAVE, TOP_CODE, restore
 from gpu.predictor.network import CHANNELS, WIDE_CHANNELS, PredictorNetwork
 
 SIDES = 3  # columns at which activations are made: the one before a block's own, its own, the next
 INPUTS = 3 * (SIDES + 2) + 1  # of the first convolution there: rows by columns, and 1
 SIDED_CHANNELS = 4 * CHANNELS  # of the three sides, to a power of two
-EDGE_ROWS = 2  # output rows at either end of a window that see its edge
-EDGE_BLOCKS = 3  # last ones whose scores a block behind them changes, and that block
+REACH = 2  # blocks to either side whose history a score depends on
+EDGE_BLOCKS = REACH + 1  # last ones whose scores a block behind them changes, and that block
 BLOCKS_A_TILE = 64
+BLOCKS_A_CHUNK = 256  # of which a program makes what has changed
+ROWS_AT_ONCE = 8  # of a chunk, compared; more take a program beyond 168 registers a thread, and a third one off its SM
+_REACH = tl.constexpr(REACH)
 CODE_SCALE, CODE_TOP = tl.constexpr(1 / STEPS_PER_OCTAVE), tl.constexpr(TOP_CODE)
 
 
@@ -87,126 +88,112 @@ def predict_reference(
 
 
 @triton.jit
-def _activate(
-    history, row_stride, slots, oldest, row, low, high, column, width, first,
-    CODED: tl.constexpr, PRODUCT: tl.constexpr,
-):  # fmt: skip
-    """The first convolution of one row at the columns and those beside them, `[columns, 64]`; 0 outside the window and
-    the head's blocks."""
-    tap = tl.arange(0, 16)
-    from_row, from_column = row + tap // 5 - 1, column[:, None] + (tap % 5 - 2)[None, :]
-    is_there = ((tap < 15) & (from_row >= low) & (from_row < high))[None, :]
-    is_there = is_there & (from_column >= 0) & (from_column < width)
-    slot = (oldest + from_row + slots) % slots
-    stored = tl.load(history + slot.to(tl.int64)[None, :] * row_stride + from_column, mask=is_there, other=0)
-    value = stored.to(tl.float32)
-    if CODED:
-        value = tl.where(value > 0, tl.exp2((value - CODE_TOP) * CODE_SCALE), 0.0)
-    value = tl.where((tap == 15)[None, :], 1.0, value)
-    narrow = tl.maximum(tl.dot(value.to(PRODUCT), first, input_precision="ieee"), 0.0)
-    at = column[:, None] + (tl.arange(0, 64) // 16 - 1)[None, :]
-    is_valid = (at >= 0) & (at < width) & (row >= low) & (row < high)
-    return tl.where(is_valid, narrow, 0.0).to(PRODUCT)
+def _has_changed(history, row_stride, slots, column, width, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Of columns, whether rows of it or of those beside it differ, as far as they are inside, `[columns]`."""
+    differing = tl.zeros([CHUNK], tl.int32)
+    for side in tl.static_range(2 * _REACH + 1):
+        at = column + (side - _REACH)
+        is_inside = (at >= 0) & (at < width)
+        first = tl.load(history + at, mask=is_inside, other=0)
+        for begin in range(0, slots, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            is_there = (row < slots)[:, None] & is_inside[None, :]
+            rows = tl.load(history + (row * row_stride)[:, None] + at[None, :], mask=is_there, other=0)
+            differing += tl.sum((is_there & (rows != first[None, :])).to(tl.int32), 0)
+    return differing > 0
 
 
 @triton.jit
-def _sum_rows(
-    history, row_stride, slots, oldest, column, width, first, second, second_bias, last,
-    LOW: tl.constexpr, HIGH: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, INNER_BEGIN: tl.constexpr,
-    INNER_END: tl.constexpr, BLOCKS: tl.constexpr, CODED: tl.constexpr, PRODUCT: tl.constexpr,
-):  # fmt: skip
-    """What output rows [BEGIN, END) of the window [LOW, HIGH) add to the scores, summed: of rows outside and inside of
-    [INNER_BEGIN, INNER_END), `[columns]` each."""
-    tile = second + tl.arange(0, 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    to_below, to_here, to_above = tl.load(tile), tl.load(tile + 2048), tl.load(tile + 4096)
-    above = tl.zeros([BLOCKS, 32], tl.float32) + second_bias[None, :]  # of the output row before this one
-    here = tl.zeros([BLOCKS, 32], tl.float32) + second_bias[None, :]
-    outer = tl.zeros([BLOCKS], tl.float32)
-    inner = tl.zeros([BLOCKS], tl.float32)
-    FIRST: tl.constexpr = BEGIN - 1 if BEGIN > LOW else BEGIN
-    STOP: tl.constexpr = END + 1 if END < HIGH else END
-    for row in range(FIRST, STOP):
-        narrow = _activate(history, row_stride, slots, oldest, row, LOW, HIGH, column, width, first, CODED, PRODUCT)
-        below = tl.dot(narrow, to_below, input_precision="ieee") + second_bias[None, :]
-        here = tl.dot(narrow, to_here, here, input_precision="ieee")
-        above = tl.dot(narrow, to_above, above, input_precision="ieee")
-        adds = tl.sum(tl.maximum(above, 0.0) * last[None, :], 1)
-        is_inner = (row > INNER_BEGIN) & (row <= INNER_END)  # the finished output row is row - 1
-        inner += tl.where(is_inner, adds, 0.0)
-        outer += tl.where((row > BEGIN) & (is_inner == 0), adds, 0.0)
-        above = here
-        here = below
-    if END == HIGH:  # nothing comes behind the window: its last row is finished
-        adds = tl.sum(tl.maximum(above, 0.0) * last[None, :], 1)
-        if INNER_END == END:
-            inner += adds
-        else:
-            outer += adds
-    return outer, inner
+def _read(history, row_stride, slots, oldest, row, column, width, STEPS: tl.constexpr):
+    """What the first convolution takes of one row and those beside it, as stored, `[columns, 16]`."""
+    tap = tl.arange(0, 16)
+    from_row, from_column = row + tap // 5 - 1, column[:, None] + (tap % 5 - 2)[None, :]
+    is_there = ((tap < 15) & (from_row >= 0) & (from_row < STEPS))[None, :]
+    is_there = is_there & (from_column >= 0) & (from_column < width)
+    slot = (oldest + from_row + slots) % slots
+    return tl.load(history + slot.to(tl.int64)[None, :] * row_stride + from_column, mask=is_there, other=0)
+
+
+@triton.jit
+def _activate(stored, column, width, first, CODED: tl.constexpr, PRODUCT: tl.constexpr):
+    """The first convolution of one row at the columns and those beside them, `[columns, 64]`; 0 outside the head's
+    blocks."""
+    value = stored.to(tl.float32)
+    if CODED:
+        value = tl.where(value > 0, tl.exp2((value - CODE_TOP) * CODE_SCALE), 0.0)
+    value = tl.where((tl.arange(0, 16) == 15)[None, :], 1.0, value)
+    narrow = tl.maximum(tl.dot(value.to(PRODUCT), first, input_precision="ieee"), 0.0)
+    at = column[:, None] + (tl.arange(0, 64) // 16 - 1)[None, :]
+    return tl.where((at >= 0) & (at < width), narrow, 0.0).to(PRODUCT)
 
 
 @triton.jit
 def _predict_kernel(
-    history, oldest_rows, widths, stale, interior, scores, first, second, second_bias, last, last_bias,
-    head_stride, row_stride, interior_stride, score_stride, blocks,
-    STEPS: tl.constexpr, MOVED: tl.constexpr, BLOCKS: tl.constexpr, CODED: tl.constexpr,
+    history, oldest_rows, widths, stale, scores, lists, first, second, second_bias, last, last_bias,
+    head_stride, row_stride, blocks,
+    STEPS: tl.constexpr, MOVED: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    CODED: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
-    width, oldest = tl.load(widths + head), tl.load(oldest_rows + head)
-    column = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    to = scores + head * score_stride + column
-    if tl.program_id(0) * BLOCKS >= width:
-        tl.store(to, float("-inf"), mask=column < blocks)
+    """lists: int32 `[heads, blocks]`, written here: of each chunk the blocks that are made, which other threads
+    read."""
+    head, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHUNK
+    width = tl.load(widths + head)
+    if width < 0:
+        return
+    column = begin + tl.arange(0, CHUNK)
+    scores += head * blocks
+    tl.store(scores + column, tl.full([CHUNK], float("-inf"), tl.float32), mask=(column >= width) & (column < blocks))
+    if begin >= width:
         return
     history += head * head_stride
+    oldest, slots = tl.load(oldest_rows + head), STEPS + MOVED
+    has_changed = _has_changed(history, row_stride, slots, column, width, CHUNK, ROWS)
+    is_made = (column < width) & (has_changed | (column >= tl.load(stale + head)))
+    flag = is_made.to(tl.int32)
+    mine = lists + head * blocks + begin
+    tl.store(mine + tl.cumsum(flag, 0) - flag, column, mask=is_made)
+    count = tl.sum(flag, 0)
+    tl.debug_barrier()
     sided, wide = tl.arange(0, 64), tl.arange(0, 32)
     weights = tl.load(first + tl.arange(0, 16)[:, None] * 64 + sided[None, :])
-    bias, final = tl.load(second_bias + wide), tl.load(last + wide)
-    kept = interior + head * interior_stride + column
-    is_mine = column < width
-    # Window rows are 0 .. STEPS - 1, and those before them are spare. Inner output rows are 2 .. STEPS - 3.
-    if tl.minimum((tl.program_id(0) + 1) * BLOCKS, width) > tl.load(stale + head):
-        outer, inner = _sum_rows(
-            history, row_stride, STEPS + MOVED, oldest, column, width, weights, second, bias, final,
-            0, STEPS, 0, STEPS, 2, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
-        )  # fmt: skip
-    else:
-        outer, _unused = _sum_rows(
-            history, row_stride, STEPS + MOVED, oldest, column, width, weights, second, bias, final,
-            0, STEPS, 0, 2, 0, 0, BLOCKS, CODED, first.dtype.element_ty,
-        )  # fmt: skip
-        last_rows, entered = _sum_rows(
-            history, row_stride, STEPS + MOVED, oldest, column, width, weights, second, bias, final,
-            0, STEPS, STEPS - 2 - MOVED, STEPS, STEPS - 2 - MOVED, STEPS - 2, BLOCKS, CODED, first.dtype.element_ty,
-        )  # fmt: skip
-        left, _unused = _sum_rows(
-            history, row_stride, STEPS + MOVED, oldest, column, width, weights, second, bias, final,
-            -MOVED, STEPS, 2 - MOVED, 2, 0, 0, BLOCKS, CODED, first.dtype.element_ty,
-        )  # fmt: skip
-        outer += last_rows
-        inner = tl.load(kept, mask=is_mine, other=0.0) + entered - left
-    tl.store(kept, inner, mask=is_mine)
-    score = (outer + inner) / STEPS + tl.load(last_bias)
-    tl.store(to, tl.where(is_mine, score, float("-inf")), mask=column < blocks)
+    tile = second + sided[:, None] * 32 + wide[None, :]
+    to_below, to_here, to_above = tl.load(tile), tl.load(tile + 2048), tl.load(tile + 4096)
+    bias, final, constant = tl.load(second_bias + wide), tl.load(last + wide), tl.load(last_bias)
+    for at in range(0, count, BLOCKS):
+        item = at + tl.arange(0, BLOCKS)
+        own = tl.load(mine + item, mask=item < count, other=0)
+        above = tl.zeros([BLOCKS, 32], tl.float32) + bias[None, :]  # of the output row before this one
+        here = above
+        sums = tl.zeros([BLOCKS, 32], tl.float32)
+        stored = _read(history, row_stride, slots, oldest, 0, own, width, STEPS)
+        for row in range(STEPS):
+            following = _read(history, row_stride, slots, oldest, row + 1, own, width, STEPS)
+            narrow = _activate(stored, own, width, weights, CODED, first.dtype.element_ty)
+            below = tl.dot(narrow, to_below, input_precision="ieee") + bias[None, :]
+            here = tl.dot(narrow, to_here, here, input_precision="ieee")
+            above = tl.dot(narrow, to_above, above, input_precision="ieee")
+            sums += tl.where(row > 0, tl.maximum(above, 0.0), 0.0)  # the finished output row is row - 1
+            above, here, stored = here, below, following
+        sums += tl.maximum(above, 0.0)  # nothing comes behind the window: its last row is finished
+        tl.store(scores + own, tl.sum(sums * final[None, :], 1) / STEPS + constant, mask=item < count)
 
 
 def predict_blocks(
-    history: Tensor, oldest: Tensor, widths: Tensor, stale: Tensor, interior: Tensor, network: PackedNetwork,
-    moved: int,
-) -> Tensor:  # fmt: skip
-    """Scores of the next step, float32 `[heads, blocks]`, -inf at and behind a head's width.
+    history: Tensor, oldest: Tensor, widths: Tensor, stale: Tensor, scores: Tensor, network: PackedNetwork, moved: int
+) -> None:  # fmt: skip
+    """Write scores of the next step, float32 `[heads, blocks]`, -inf at and behind a head's width.
 
     history: `[heads, steps + moved, blocks]` float32, bf16 or uint8 (`gpu.predictor.history`), heads and rows strided;
     heads of many layers and requests stand for one axis. oldest: int32 `[heads]`, the slot of the window's first row.
-    widths: int32 `[heads]`. interior: float32 `[heads, blocks]`, kept from call to call and written here. stale: int32
-    `[heads]`, the first block whose `interior` is not of `moved` steps before, of the same rows and as wide (0: none
-    is, a head's width: all are, EDGE_BLOCKS less where it has grown by one); ignored off the GPU, where all is made
-    whole. Raises ValueError for another shape, dtype or device, and for fewer rows than the window moves by.
+    widths: int32 `[heads]`, -1: the head's scores stay as they are. stale: int32 `[heads]`, the first block whose score
+    is not of `moved` steps before, of the same rows and as wide (0: none is, a head's width: all are, EDGE_BLOCKS less
+    where it has grown by one); ignored off the GPU, where all is made. Raises ValueError for another shape, dtype or
+    device.
     """
     op, (heads, slots, blocks), device = "predict_blocks", history.shape, history.device
-    steps, fewest = slots - moved, 2 * EDGE_ROWS + moved
-    if steps < fewest:
-        raise ValueError(f"{op}: history of {steps} steps; wanted {fewest} or more where {moved} lie between calls")
+    steps = slots - moved
+    if steps < 1:
+        raise ValueError(f"{op}: history of {slots} rows; wanted more than the {moved} steps between calls")
     if history.dtype not in (torch.float32, torch.bfloat16, torch.uint8) or history.stride(2) != 1:
         raise ValueError(
             f"{op}: history is {history.dtype}, strides {history.stride()}; wanted float32, bfloat16 or uint8, blocks "
@@ -215,16 +202,19 @@ def predict_blocks(
     check(op, "oldest", oldest, (heads,), torch.int32, device)
     check(op, "widths", widths, (heads,), torch.int32, device)
     check(op, "stale", stale, (heads,), torch.int32, device)
-    check(op, "interior", interior, (heads, blocks), torch.float32, device)
+    check(op, "scores", scores, (heads, blocks), torch.float32, device)
     check(op, "network.first", network.first, (INPUTS, SIDED_CHANNELS), network.first.dtype, device)
     check(op, "network.second", network.second, (3, SIDED_CHANNELS, WIDE_CHANNELS), network.first.dtype, device)
     if not runs_on_triton(history):
-        return predict_reference(history, oldest, widths, network, moved, torch.float32)
-    scores = torch.empty(heads, blocks, dtype=torch.float32, device=device)
-    _predict_kernel[(triton.cdiv(blocks, BLOCKS_A_TILE), heads)](
-        history, oldest, widths, stale, interior, scores,
+        made = predict_reference(history, oldest, widths, network, moved, torch.float32)
+        torch.where((widths >= 0)[:, None], made, scores, out=scores)
+        return
+    check_contiguous(op, "scores", scores)
+    lists = torch.empty(heads, blocks, dtype=torch.int32, device=device)
+    _predict_kernel[(triton.cdiv(blocks, BLOCKS_A_CHUNK), heads)](
+        history, oldest, widths, stale, scores, lists,
         network.first, network.second, network.second_bias, network.last, network.last_bias,
-        history.stride(0), history.stride(1), interior.stride(0), scores.stride(0), blocks,
-        STEPS=steps, MOVED=moved, BLOCKS=BLOCKS_A_TILE, CODED=history.dtype == torch.uint8, num_warps=4,
+        history.stride(0), history.stride(1), blocks,
+        STEPS=steps, MOVED=moved, CHUNK=BLOCKS_A_CHUNK, BLOCKS=BLOCKS_A_TILE, ROWS=ROWS_AT_ONCE,
+        CODED=history.dtype == torch.uint8, num_warps=4,
     )  # fmt: skip
-    return scores

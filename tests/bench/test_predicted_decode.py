@@ -46,7 +46,7 @@ def hold(layer: Blocks, chosen: torch.Tensor) -> None:
 def test_a_share_of_the_blocks_that_are_there_is_exchanged_for_others(turnover: float) -> None:
     torch.manual_seed(3)
     layer = layer_of(20)
-    slots, blocks = SETTINGS.num_slots, layer.interior.shape[1]
+    slots, blocks = SETTINGS.num_slots, layer.scores.shape[1]
     assert blocks > 2 * slots
     wanted = force(layer, turnover).topk(slots, 1).indices
     hold(layer, wanted)
@@ -59,7 +59,7 @@ def test_a_share_of_the_blocks_that_are_there_is_exchanged_for_others(turnover: 
 def test_what_was_recorded_comes_again_to_and_fro_for_each_layer_and_head(device: str) -> None:
     draw, slots, kv_heads = np.random.default_rng(2), SETTINGS.num_slots, named_shape("tiny").num_kv_heads
     layer = layer_of(2, device)
-    blocks = layer.interior.shape[1]
+    blocks = layer.scores.shape[1]
     recorded = np.stack([draw.permutation(blocks)[:slots] for _ in range(3 * 2 * kv_heads)])
     recorded = recorded.reshape(3, 2, kv_heads, slots).astype(np.int32)
     recorded[1, 1, 0, 5:] = -1  # fewer than there is room for
@@ -128,7 +128,7 @@ def test_one_share_serves_steps_that_are_captured_once_and_each_draws_anew(devic
     torch.manual_seed(3)
     layer, slots = layer_of(2, device), SETTINGS.num_slots
     wanted = Forced(3, torch.device(device))
-    hold(layer, torch.rand(layer.interior.shape, device=device).topk(slots, 1).indices)
+    hold(layer, torch.rand(layer.scores.shape, device=device).topk(slots, 1).indices)
     drawn = set[int]()
     for share in (0.0, 0.3, 0.3, 1.0):
         wanted.share.fill_(share)

@@ -1,5 +1,6 @@
 """Predicted blocks against the paper's algorithm in numpy, and how much attention they and others recover."""
 
+import inspect
 import json
 import math
 from pathlib import Path
@@ -14,16 +15,21 @@ from evals.cli import app
 from evals.forward import load_decoder
 from evals.methods.full import Full
 from evals.methods.method import MethodError, PromptLayer
+from evals.methods.predicted import Predicted
 from evals.methods.registry import parse_method
+from evals.predicted_defaults import METHOD
 from evals.recovery import Ablation, labels_of, measure, pool, recovery_of
+from evals.recovery_command import recovery
 from evals.recovery_prompts import recovery_prompts
 from evals.run import load_tokenizer
 from evals.selections import turnover
+from gpu.methods.predicted.settings import PredictedSettings
 from gpu.predictor.network import PredictorNetwork, load_network, save_network
 from tests.evals.test_methods import GROUP, HEADS, LENGTHS, STEPS, Case, best, check, run
 from tests.gpu import predictor_oracle
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import METHOD_FLOAT32, SAMPLED_MEAN_SIGMAS
+from training.cli import predictor
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "deploy" / "models" / "reference"
@@ -258,11 +264,28 @@ def test_what_a_model_is_had_to_read_is_recorded_by_layer_and_kv_head(tmp_path, 
     blocks = read_selections(out)
     assert blocks.shape == (steps, shape.num_layers - 2, shape.num_kv_heads, slots)
     assert blocks.min() >= 0
-    assert blocks.max() < (320 - 128) // 16
+    assert blocks.max() < (320 - 80) // 16
     assert all(len(set(own)) == slots for own in blocks.reshape(-1, slots).tolist())
     same, other = blocks[:1].repeat(2, 0), np.stack([blocks[0], blocks[0]])
     other[1, ..., 0] = 15  # one of four anew
     assert (turnover(same), turnover(other)) == (0.0, 0.25)
+
+
+def test_commands_begin_with_what_serves_and_the_method_with_the_papers_settings():
+    served = PredictedSettings(weights=Path("unread"))
+    method = parse_method(f"predicted:weights=unread,budget=512,{METHOD}")
+    assert isinstance(method, Predicted)
+    names = {"history": "history", "predict_every": "every", "calibration": "rotate", "sink_tokens": "sink"}
+    for name, own in {**names, "local_tokens": "window"}.items():
+        assert getattr(method, own) == getattr(served, name), name
+    assert (method.unread, method.calibrate > 10_000) == ("last", True)
+    asked = inspect.signature(recovery).parameters
+    for own in (*names.values(), "calibrate", "unread"):
+        assert asked[own].default == str(getattr(method, own)), own
+    trained = inspect.signature(predictor).parameters
+    assert (trained["history"].default, trained["sink"].default) == (served.history, served.sink_tokens)
+    paper = Predicted(weights="unread")
+    assert [getattr(paper, own) for own in (*names.values(), "calibrate", "unread")] == [64, 1, 0, 64, 5, "zero"]
 
 
 def test_the_command_prints_a_table_and_writes_rows(tmp_path, weights):

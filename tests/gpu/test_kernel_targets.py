@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,8 +60,9 @@ from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import NUM_COUNTS as NUM_FETCH_COUNTS
 from gpu.methods.predicted.listing import list_blocks
-from gpu.methods.predicted.noting import note_step
+from gpu.methods.predicted.noting import Fetched, note_step
 from gpu.methods.predicted.settings import PredictedSettings
+from gpu.methods.predicted.turns import Turns
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from gpu.model.experts import ExpertMlp
@@ -381,11 +383,11 @@ def _predict(shape: Architecture, dtype: torch.dtype) -> None:
     wide = torch.empty(32, device="cuda")
     network = PackedNetwork(first, second, wide, torch.empty_like(wide), torch.empty(1, device="cuda"))
     heads = torch.empty(shape.num_heads, dtype=torch.int32, device="cuda")
-    interior = torch.empty(shape.num_heads, 256, device="cuda")
+    scores = torch.empty(shape.num_heads, 256, device="cuda")
     served = PredictedSettings.model_fields["predict_every"].default
     for stored, moved in ((torch.bfloat16, 1), (torch.uint8, 1), (torch.uint8, served)):
         history = torch.empty(shape.num_heads, 64 + moved, 256, dtype=stored, device="cuda")
-        predict_blocks(history, heads, heads, heads, interior, network, moved)
+        predict_blocks(history, heads, heads, heads, scores, network, moved)
 
 
 def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
@@ -406,8 +408,11 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
     )
     listed = list_blocks(numbers, bits, rings, holes, kv_heads, counts)
     fetched = torch.empty(rows * kv_heads, shape.group, slots, device="cuda")
-    for of_slots in (None, (fetched, listed)):
-        note_step(history, maxima, lse, of_slots, rings, cells, 4, kv_heads)
+    for beside in (None, Fetched(fetched, listed, lse)):
+        note_step(history, maxima, lse, beside, rings, cells, holes, 4, kv_heads)
+    step: Any = SimpleNamespace(num_rows=rows, slots=rings, cells=cells, holes=holes)  # a StepRows
+    turns = Turns(PredictedSettings(weights=Path("unread")), 3, kv_heads, 4, 8192, torch.device("cuda"))
+    turns.of_rows(step, rings, torch.empty(1, dtype=torch.bool, device="cuda"), shape.num_heads)
     scores, is_in = torch.empty(places, 8192, device="cuda"), torch.empty(places, dtype=torch.bool, device="cuda")
     limits = torch.empty(places, dtype=torch.int32, device="cuda")
     fresh = choose_blocks(scores, limits, numbers, bits, is_in, counts)
@@ -490,6 +495,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_choose_blocks_kernel": _blocks,
     "_fetch_kernel": _blocks,
     "_look_kernel": _blocks,
+    "_turns_kernel": _blocks,
     "_pack_kernel": _pack,
     "_await_answer_kernel": _pack,
     "_scatter_kernel": _scatter,

@@ -1,15 +1,20 @@
 """Kernels that keep predicted blocks, against numpy from their definitions: which are read, noted, kept and fetched."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from gpu.decode.rows import StepRows
 from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
 from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
-from gpu.methods.predicted.noting import note_step
+from gpu.methods.predicted.noting import Fetched, note_step
+from gpu.methods.predicted.settings import PredictedSettings
+from gpu.methods.predicted.turns import Turns, find_rings
+from gpu.step import HostAsk
 from tests.gpu.kernel_oracles import DEVICES
 from tests.tolerances import HISTORY_CODE
 from transfer import places
@@ -86,22 +91,26 @@ def test_a_noted_row_is_the_groups_largest_share_of_blocks_that_were_read_and_el
     maxima = draw.normal(size=(3, heads, known)).astype(np.float32) * 3
     maxima[draw.random(maxima.shape) < 0.5] = -np.inf
     lse = (draw.normal(size=(3, heads)) + 5).astype(np.float32)
-    maxima[:, :, first_block + 3] = -np.inf
+    maxima[:, :, first_block : first_block + 7] = -np.inf  # the hole
     ids = draw_ids(draw, 7)
     before = draw.integers(0, 256, (RINGS * KV_HEADS, steps, BLOCKS)).astype(np.uint8)
     history = torch.tensor(before, device=device)
     on_device = [torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(cells, device=device)]
-    listed = of_slots = None
+    holes = torch.tensor([[32] * 3, [32 + 16 * 7] * 3, [32 + 16 * 7] * 3], dtype=torch.int32, device=device)
+    listed = fetched = None
+    whole = lse
     if has_fetched:
-        holes = torch.tensor([[32] * 3, [32 + 16 * 7] * 3, [32 + 16 * 7] * 3], dtype=torch.int32, device=device)
         store = torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device)
         listed = list_blocks(*store, on_device[0], holes, KV_HEADS, numbers(device))
         own = draw.normal(size=(3 * KV_HEADS, GROUP, SLOTS)).astype(np.float32) + 2
-        of_slots = torch.tensor(own, device=device), listed
-    note_step(
-        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), of_slots, *on_device,
+        beside = (draw.normal(size=lse.shape) + 5).astype(np.float32)
+        fetched = Fetched(torch.tensor(own, device=device), listed, torch.tensor(beside, device=device))
+        whole = np.log(np.exp(lse.astype(np.float64)) + np.exp(beside.astype(np.float64)))
+    told = note_step(
+        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), fetched, *on_device, holes,
         first_block, KV_HEADS,
     )  # fmt: skip
+    np.testing.assert_allclose(told.cpu().numpy()[[0, 2]], whole[[0, 2]], rtol=1e-6)
     touched, furthest = np.zeros((RINGS * KV_HEADS, steps), bool), 0
     for row, ring in enumerate(rings):
         for kv_head in range(KV_HEADS if ring >= 0 else 0):
@@ -115,7 +124,7 @@ def test_a_noted_row_is_the_groups_largest_share_of_blocks_that_were_read_and_el
             row_before = before[place, (cells[row] - 1) % steps]
             is_read = (tops > -np.inf).any(0)
             assert has_fetched or not is_read[3]
-            noted = [code(float(np.exp(column - lse[row, group]).max())) for column in tops.T]
+            noted = [code(float(np.exp(column - whole[row, group]).max())) for column in tops.T]
             wanted = [int(own if read else last) for own, read, last in zip(noted, is_read, row_before, strict=False)]
             got = history[place, cells[row] % steps].tolist()
             furthest = max(furthest, *(abs(a - b) for a, b in zip(got, wanted, strict=False)))
@@ -124,6 +133,40 @@ def test_a_noted_row_is_the_groups_largest_share_of_blocks_that_were_read_and_el
             touched[place, cells[row] % steps] = True
     assert furthest <= HISTORY_CODE
     assert (history.cpu().numpy()[~touched] == before[~touched]).all()
+
+
+# --- turns ---
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("device", DEVICES)
+def test_whose_turn_it_is_is_told_by_one_launch_as_by_many_operations(device: str, every: int) -> None:
+    settings = PredictedSettings(weights=Path("unread"), history=7, predict_every=every, local_tokens=20)
+    own, alike = (Turns(settings, RINGS, KV_HEADS, 2, 40, torch.device(at)) for at in (device, "cpu"))
+    ring_of_slot = torch.tensor([-1, 2, 0, 1, -1], dtype=torch.int32)
+    samples, draw, kept = torch.zeros(1, dtype=torch.bool), np.random.default_rng(every), 0
+    cells = {1: 15, 2: 200, 3: 620}  # by slot: before the sink's end, and beyond what there is room for
+    for number in range(60):
+        slots = [slot for slot in cells if draw.random() < 0.95] + [0, -1]
+        for slot in slots[:-2]:
+            cells[slot] += 1 + (draw.random() < 0.02)
+        places = [cells.get(slot, 7) for slot in slots]
+        asks = [HostAsk(0, 32, 32 + 16 * int(draw.integers(0, 9))) for _ in slots]
+        packed = StepRows.pack(slots, slots, places, places, asks, len(slots), 0)
+        samples.fill_(number % 2)
+        rows = StepRows(torch.from_numpy(packed), len(slots))
+        there = StepRows(torch.from_numpy(packed).to(device), len(slots))
+        rings, choices = own.of_rows(there, ring_of_slot.to(device), samples.to(device), KV_HEADS * GROUP)
+        wanted = find_rings(rows, ring_of_slot, samples, KV_HEADS * GROUP)
+        assert rings.rings.tolist() == wanted.rings.tolist()
+        assert rings.wanted.tolist() == wanted.wanted.tolist()
+        for choice, like in zip(choices, alike.choices(*alike._by_ring(rows, wanted.rings)), strict=True):
+            for name in ("is_in", "stale", "widths", "oldest", "limits"):
+                assert getattr(choice, name).tolist() == getattr(like, name).tolist(), f"{name} of step {number}"
+            kept += int(choice.stale.max()) > 0
+        for name in ("last_cells", "begins"):
+            assert getattr(own, name)[:RINGS].tolist() == getattr(alike, name)[:RINGS].tolist()
+    assert kept > 20
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------

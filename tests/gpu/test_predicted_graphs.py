@@ -69,7 +69,7 @@ def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, .
 
     def wish(layer: Blocks, choice: object) -> torch.Tensor:
         _await_end_kernel[(1,)](side._open_parts, LOOKS, num_warps=1)
-        return torch.rand(layer.interior.shape, device="cuda")
+        return torch.rand(layer.scores.shape, device="cuda")
 
     side._score = wish  # type: ignore[method-assign, assignment]
     with torch.inference_mode():

@@ -19,8 +19,9 @@ from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
 from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.choosing import pack_bits
-from gpu.methods.predicted.device import NEVER, Predicted
+from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
+from gpu.methods.predicted.turns import NEVER
 from gpu.profiles import ProfilePart, resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.reference_model import document_prompt
@@ -112,7 +113,7 @@ def test_a_layers_blocks_change_in_its_turns_alone(every: int, monkeypatch: pyte
     twins.prefill_down(0, PROMPT)
     twins.step([0])  # its blocks were chosen before it
     side, noise = twins.side, torch.Generator().manual_seed(5)
-    monkeypatch.setattr(side, "_score", lambda layer, _: torch.rand(layer.interior.shape, generator=noise))
+    monkeypatch.setattr(side, "_score", lambda layer, _: torch.rand(layer.scores.shape, generator=noise))
     monkeypatch.setattr(side, "_choose_now", lambda behind: pytest.fail("nothing goes down meanwhile"))
     changed = []
     for _ in range(2 * every):
@@ -173,7 +174,7 @@ def leave_some_late(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 
 def wish_for_others(twins: PredictedTwins) -> None:
     """Other blocks at every step, whatever is predicted."""
-    twins.side._score = lambda layer, choice: torch.rand(layer.interior.shape)  # type: ignore[method-assign]
+    twins.side._score = lambda layer, choice: torch.rand(layer.scores.shape)  # type: ignore[method-assign]
 
 
 def test_late_blocks_are_left_to_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,26 +435,26 @@ def test_asks_have_the_words_of_exclusion_that_are_planned_where_a_method_needs_
 
 
 def test_a_ring_that_is_assigned_while_others_choose_is_known_as_new() -> None:
-    """In the other lane: whenever it comes between the operations of a choice, sums of who had the ring are not his."""
+    """In the other lane: whenever it comes between a choice's operations, scores of the last holder are not kept."""
     side = PredictedTwins(NARROW, ringed=(0, 1)).side
     cells, limits = torch.tensor([90, -1, -1]), torch.tensor([3, 0, 0])
     left = nth = 0
     while left <= 0:
         nth += 1
-        side._last_cells[:2] = torch.tensor([89, 41])
-        with _MeanwhileMode(nth, lambda: side._last_cells[1].fill_(NEVER)) as mode:
-            side._choices(cells, limits)
+        side.turns.last_cells[:2] = torch.tensor([89, 41])
+        with _MeanwhileMode(nth, lambda: side.turns.last_cells[1].fill_(NEVER)) as mode:
+            side.turns.choices(cells, limits)
         left = mode.left
         if left <= 0:
-            assert side._last_cells[:2].tolist() == [90, NEVER], f"behind operation {nth}"
+            assert side.turns.last_cells[:2].tolist() == [90, NEVER], f"behind operation {nth}"
     assert nth > 10
 
 
 @pytest.mark.parametrize("every", [1, 4, 16])
-def test_sums_are_kept_where_they_see_what_they_saw_at_the_turn_before(every: int) -> None:
+def test_scores_are_kept_where_they_see_what_they_saw_at_the_turn_before(every: int) -> None:
     """A block's score sees two blocks on either side, of those that its head has. Three rings: one goes on, one leaves
     out steps of the batch, and one is assigned anew, asks nothing for a step, and steps again from where it was. Each
-    turn of a layer has sums of its own, and what is chosen before a step leaves none to be kept.
+    turn of a layer has scores of its own, and what is chosen before a step leaves none to be kept.
     """
     side = PredictedTwins(NARROW | {"predict_every": every, "history": 20}, ringed=(0, 1, 2)).side
     steps = {0: list(range(40, 200)), 1: [cell for cell in range(70, 150) for _ in range(2)], 2: []}
@@ -471,19 +472,19 @@ def test_sums_are_kept_where_they_see_what_they_saw_at_the_turn_before(every: in
             side._choose = lambda *_: None  # its blocks lie nowhere
             side._choose_now({0: (cells[0] - 1, 99)})
             begins[0] = cells[0], cells[0] - 1
-        choices = side._choices(torch.tensor(cells), torch.full((3,), 99))
+        choices = side.turns.choices(torch.tensor(cells), torch.full((3,), 99))
         assert len(choices) == every
         for ring, cell in enumerate(cells):
             place = ring * NUM_KV_HEADS
             assert sum(bool(choice.is_in[place]) for choice in choices) == (cell >= 0), "each is once some layer's turn"
             if cell < 0:
-                assert all(int(choice.widths[place]) == 0 for choice in choices)
+                assert all(int(choice.widths[place]) == -1 for choice in choices)
                 continue
             begin, before = begins.get(ring, (cell, NEVER))
             begins[ring] = (begin if before == cell - 1 else cell), cell
             for turn, choice in enumerate(choices):
                 if not choice.is_in[place]:
-                    assert int(choice.widths[place]) == 0
+                    assert int(choice.widths[place]) == -1
                     continue
                 width, got = int(choice.widths[place]), int(choice.stale[place])
                 at_turn, old = last.get((ring, turn), (NEVER, 0))

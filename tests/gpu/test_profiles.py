@@ -134,8 +134,8 @@ REFUSED = [
     ),
     (
         "x",
-        {"host": {"method": "predicted", "weights": "x.safetensors", "history": 6}},
-        "profiles.x.host.history: 6 with predict_every 4; wanted 8 or more, or fewer steps between predictions",
+        {"host": {"method": "predicted", "weights": "x.safetensors", "history": 4}},
+        "profiles.x.host.history: Input should be greater than or equal to 5 (got 4)",
     ),
     (
         "x",

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from gpu.step import Lane, StepPlan
+from gpu.step import Lane, Release, StepPlan, TablePlace
 from scheduler.engine import _PATIENCE_SECONDS, Engine
 from scheduler.lanes import Lanes, Rows, rows_of
 from tests.scheduler.page_runner import PageRunner
@@ -158,19 +158,90 @@ def test_a_step_that_hangs_is_waited_for_so_that_it_is_seen() -> None:
     assert engine._next_over() == 0
 
 
-def test_what_a_release_moved_is_fenced_for_the_other_lane_however_often_that_has_nothing_to_do() -> None:
+def test_pages_that_were_released_are_taken_behind_a_fence_however_often_the_other_lane_has_nothing_to_do() -> None:
+    engine, runner = two_lanes()
+    scheduler = engine.scheduler
+    schedule_release(engine, runner)
+    for _ in range(3):
+        assert scheduler.schedule(runner.is_ready, Lane.DEVICE).is_empty
+    engine.submit([ask("short", prompt_of(30), 5, "exact")])
+    assert scheduler.schedule(runner.is_ready, Lane.DEVICE).is_fenced
+
+
+def test_a_plan_that_is_never_launched_uses_no_fence_up() -> None:
     engine, runner = two_lanes()
     scheduler = engine.scheduler
     engine.submit([ask("long", prompt_of(600), 300)])
     while not scheduler.roster.running:
         engine.step()
     collect_all(engine)
-    while not (host := scheduler.schedule(runner.is_ready, Lane.HOST)).releases:
-        scheduler.postprocess(runner.launch(host).collect(), Lane.HOST)
-    for _ in range(3):
-        assert scheduler.schedule(runner.is_ready, Lane.DEVICE).is_empty
+    assert not scheduler.schedule(runner.is_ready, Lane.HOST).releases
+    scheduler._lanes.move()
+    assert scheduler.schedule(runner.is_ready, Lane.DEVICE).is_empty
     engine.submit([ask("short", prompt_of(30), 5, "exact")])
     assert scheduler.schedule(runner.is_ready, Lane.DEVICE).is_fenced
+
+
+def test_a_release_waits_for_no_unit_and_no_unit_for_it() -> None:
+    engine, runner = two_lanes()
+    scheduler = engine.scheduler
+    engine.submit([ask("long", prompt_of(600), 300)])
+    while not scheduler.roster.running:
+        engine.step()
+    collect_all(engine)
+    engine.submit([ask("next", prompt_of(600, salt=1), 5)])
+    unit = scheduler.schedule(runner.is_ready, Lane.DEVICE)
+    assert unit.units
+    host = schedule_release(engine, runner, submits=False)
+    assert not host.is_fenced
+    scheduler.postprocess(runner.launch(unit).collect(), Lane.DEVICE)
+    following = scheduler.schedule(runner.is_ready, Lane.DEVICE)
+    assert following.units
+    assert not following.is_fenced
+
+
+def test_a_release_waits_for_a_prefill_that_reads_what_is_released() -> None:
+    engine, _ = two_lanes()
+    scheduler = engine.scheduler
+    engine.submit([ask("long", prompt_of(600), 300)])
+    while not scheduler.roster.running:
+        engine.step()
+    (long,) = scheduler.roster.running
+    slots = [TablePlace(long.slot, 1)]
+    long.lane = Lane.HOST
+    assert scheduler._are_of(Lane.HOST, [Release([1], [2], slots)])
+    assert not scheduler._are_of(Lane.DEVICE, [Release([1], [2], slots)])
+    engine.submit([ask("next", prompt_of(600, salt=1), 5)])
+    engine.step()
+    (entry,) = scheduler._prefill.jobs
+    reading = [*slots, TablePlace(entry.sequences[0].slot, 1)]
+    for lane in BOTH:
+        assert not scheduler._are_of(lane, [Release([1], [2], reading)])
+
+
+def test_a_release_takes_pages_that_the_other_lane_gave_back_behind_a_fence() -> None:
+    engine, runner = two_lanes()
+    scheduler = engine.scheduler
+    host = schedule_release(engine, runner)
+    engine.submit([ask("next", prompt_of(600, salt=1), 5)])
+    assert scheduler.schedule(runner.is_ready, Lane.DEVICE).units
+    plan = StepPlan(Lane.HOST, releases=host.releases)
+    assert not scheduler._fence(plan, scheduler.roster.running)
+    scheduler._lanes.give_back(Lane.DEVICE)
+    assert scheduler._fence(plan, scheduler.roster.running)
+
+
+def schedule_release(engine: Engine, runner: PageRunner, submits: bool = True) -> StepPlan:
+    """The first plan of rows that ask the host which releases something, launched by nobody yet."""
+    scheduler = engine.scheduler
+    if submits:
+        engine.submit([ask("long", prompt_of(600), 300)])
+        while not scheduler.roster.running:
+            engine.step()
+        collect_all(engine)
+    while not (host := scheduler.schedule(runner.is_ready, Lane.HOST)).releases:
+        scheduler.postprocess(runner.launch(host).collect(), Lane.HOST)
+    return host
 
 
 def test_steps_of_rows_that_ask_do_not_put_off_those_that_do_not() -> None:

@@ -147,7 +147,7 @@ def test_where_blocks_are_late_and_samples_find_every_key_texts_are_those_of_rea
     engine, _ = load_engine(config, plan_here(config), lambda *_: None)
     try:
         (side,) = engine._runner._reusing.values()
-        side._score = lambda layer, choice: torch.rand(layer.interior.shape)
+        side._score = lambda layer, choice: torch.rand(layer.scores.shape)
         engine.scheduler.residence.frontier.is_adaptive = False  # what goes down leaves the device at once
         prompt = prompt_of(LONG_TOKENS, 7)
         texts = [text(run(engine, [ask(name, prompt, 20, name)])[name]) for name in ("both", "offloaded")]

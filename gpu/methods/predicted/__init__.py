@@ -19,7 +19,7 @@ from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
 DEVICE_SIDE = "gpu.methods.predicted.device"
-INTERIOR_BYTES, ID_BYTES, WORD_BYTES, PLACE_BYTES = 4, 4, 4, 8
+SCORE_BYTES, ID_BYTES, WORD_BYTES, PLACE_BYTES = 4, 4, 4, 8
 FLOAT_BYTES = 4
 PIECE_TOKENS = 2_048  # of a run: a tail of so many, or more at once
 PROMPT_ROWS = 8  # queries of a prompt's end that are attended with together, for each query head of a group
@@ -53,9 +53,9 @@ def num_words(architecture: Architecture) -> int:
 
 
 def ring_bytes(settings: PredictedSettings, architecture: Architecture) -> int:
-    """One sequence's: history and its sums, which blocks are there, where others lie; without keys and values."""
+    """One sequence's: history and scores, which blocks are there, where others lie; without keys and values."""
     blocks = most_blocks(architecture)
-    head = (settings.num_rows + INTERIOR_BYTES) * blocks
+    head = (settings.num_rows + SCORE_BYTES) * blocks
     head += ID_BYTES * settings.num_slots + WORD_BYTES * num_words(architecture)
     layer = architecture.num_kv_heads * head + PLACE_BYTES * COLUMNS * most_pieces(architecture)
     return len(settings.layers(architecture)) * layer

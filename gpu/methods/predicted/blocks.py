@@ -23,15 +23,15 @@ EMPTY = -1
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """history: uint8 `[places, rows, blocks]` (`gpu.predictor.history`), cell m's row at m % rows; interior: float32
-    `[places, blocks]`, the predictor's running sums; ids: int32 `[places, slots]`, or EMPTY; bits:
+    """history: uint8 `[places, rows, blocks]` (`gpu.predictor.history`), cell m's row at m % rows; scores: float32
+    `[places, blocks]`, of the last prediction; ids: int32 `[places, slots]`, or EMPTY; bits:
     int32 `[places, words]`; keys, values: `[places * slots, 1, BLOCK_TOKENS, dim]`, stored as in pages; lies: int64
     `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's run, pieces behind its last one empty. All of a layer,
     or with one axis in front, of layers.
     """
 
     history: Tensor
-    interior: Tensor
+    scores: Tensor
     ids: Tensor
     bits: Tensor
     keys: Tensor
@@ -50,7 +50,7 @@ def new_blocks(
     rows = (layers, places * slots, 1, BLOCK_TOKENS, width_of(stored, shape.dim))
     return Blocks(
         history=torch.zeros(layers, places, settings.num_rows, blocks, dtype=torch.uint8, device=device),
-        interior=torch.zeros(layers, places, blocks, device=device),
+        scores=torch.full((layers, places, blocks), -torch.inf, device=device),
         ids=torch.full((layers, places, slots), EMPTY, dtype=torch.int32, device=device),
         bits=torch.zeros(layers, places, num_words(shape), dtype=torch.int32, device=device),
         keys=torch.zeros(rows, dtype=stored, device=device),

@@ -28,58 +28,32 @@ from gpu.methods.device_side import FetchCounts, LayerReads, Lent, RingSide, Sit
 from gpu.methods.predicted.blocks import EMPTY, Blocks, new_blocks
 from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
-from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, Listed, list_blocks
-from gpu.methods.predicted.noting import exact_lse, note_step
+from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
+from gpu.methods.predicted.noting import Fetched, note_step
 from gpu.methods.predicted.prompt import note_prompt
 from gpu.methods.predicted.settings import PredictedSettings
+from gpu.methods.predicted.turns import NEVER, Choice, RingRows, Turns, find_rings
 from gpu.model.architecture import ModelError
 from gpu.predictor.network import PredictorError, load_network
-from gpu.predictor.predict import EDGE_BLOCKS, pack, predict_blocks
+from gpu.predictor.predict import pack, predict_blocks
 from gpu.prefill.query import Attended, PrefillQuery
 from gpu.step import HostAsk, RingWrite
 from gpu.upload import upload
-from transfer.copies import PASSED, Event, Streams
+from transfer.copies import Streams
 from transfer.partial import Owner, Partial
 from transfer.places import ALIGN_BYTES, CENTRE, COLUMNS, KEYS, VALUE_SCALE
 from transfer.tier_shape import BLOCK_TOKENS
 
-NEVER = -2  # a cell that no cell follows
 CHAINS = 3
 """Streams that layers take in turn: what one does to choose and fetch is small kernels, each behind the last one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Whose next blocks are chosen, by place, and from what: is_in bool, stale, widths, oldest int32 `[places]` (see
-    `predict_blocks`); limits: int32 `[places]`, blocks that are in host memory alone.
-    """
-
-    is_in: Tensor
-    stale: Tensor
-    widths: Tensor
-    oldest: Tensor
-    limits: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _Rows:
-    """Of the rows of a step. rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]` of the host; choices: of
-    the layers, which take them in turn, none where nothing is asked; told: when they are.
-    """
+    """Of the rows of a step. choices: of the layers, which take them in turn, none where nothing is asked."""
 
-    rings: Tensor
-    wanted: Tensor
+    of_rings: RingRows
     choices: Sequence[Choice]
-    told: Event
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """Of a layer. maxima: float32 `[rows * kv_heads, group, slots]`; partial: of all rows."""
-
-    listed: Listed
-    maxima: Tensor
-    partial: Partial
 
 
 def make_ring_side(settings: PredictedSettings, site: Site, num_rings: int) -> RingSide:
@@ -118,9 +92,10 @@ class Predicted(RingSide):
         self._held: dict[int, int] = {}  # by slot, in the order of plans
         self._is_sampled = False  # one part of a profile has one way of reading; on the device:
         self._samples = torch.zeros(1, dtype=torch.bool, device=device)
+        self.turns = Turns(
+            settings, num_rings, shape.num_kv_heads, self._first_block, self.blocks.history.shape[3], device
+        )  # fmt: skip
         self._num_rings = num_rings
-        self._last_cells = torch.full((num_rings + 1,), NEVER, dtype=torch.int64, device=device)  # and of who has none
-        self._begins = self._last_cells.clone()  # of the cells that followed one another up to the last one
         self._chosen: dict[int, tuple[int, int]] = {}  # by ring: the cell behind which blocks are known, of how many
         self._known_places: dict[int, np.ndarray] = {}
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
@@ -147,7 +122,7 @@ class Predicted(RingSide):
             store.history[:, own, foreign] = 0
         store.ids[:, own] = EMPTY
         store.bits[:, own] = 0
-        self._last_cells[write.ring].fill_(NEVER)
+        self.turns.last_cells[write.ring].fill_(NEVER)
         self._chosen.pop(write.ring, None)
         self._held[write.slot] = write.ring
         self._is_sampled = write.is_sampled
@@ -201,10 +176,10 @@ class Predicted(RingSide):
             reads.maxima = torch.empty(size, device=reads.query.device)
         if not reads.asks:
             return
-        listed = list_blocks(layer.ids, layer.bits, own.rings, rows.holes, self._kv_heads, self._counts[place])
+        listed = list_blocks(layer.ids, layer.bits, own.of_rings.rings, rows.holes, self._kv_heads, self._counts[place])
         reads.kept[self] = listed
         reads.excluded = listed.excluded if reads.excluded is None else reads.excluded | listed.excluded
-        reads.wanted = own.wanted if reads.wanted is None else reads.wanted & own.wanted
+        reads.wanted = own.of_rings.wanted if reads.wanted is None else reads.wanted & own.of_rings.wanted
 
     def read(self, reads: LayerReads, on_device: Reading) -> None:
         listed, place = reads.kept.get(self), self._places.get(reads.layer)
@@ -222,7 +197,7 @@ class Predicted(RingSide):
             partial = paged_decode_attention(query, *cells, self._workspace, maxima=maxima).near
         partial = Partial(partial.out.view(rows, heads, dim), partial.lse.view(rows, heads))
         reads.fetched.append(partial)
-        reads.kept[self] = _Fetched(listed, maxima, partial)
+        reads.kept[self] = Fetched(maxima, listed, partial.lse)
 
     def after(self, reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
         place = self._places.get(reads.layer)
@@ -230,21 +205,19 @@ class Predicted(RingSide):
             return
         assert reads.maxima is not None, "predicted: what is resident tells its maxima"
         own, layer, fetched, rows = self._of_rows[reads.rows], self._layers[place], reads.kept.get(self), reads.rows
-        lse = exact_lse(on_device.near, None if fetched is None else fetched.partial)
-        of_slots = None if fetched is None else (fetched.maxima, fetched.listed)
-        note_step(
-            layer.history, reads.maxima, lse, of_slots, own.rings, rows.cells, self._first_block, self._kv_heads
+        lse = note_step(
+            layer.history, reads.maxima, on_device.near.lse, fetched, own.of_rings.rings, rows.cells, rows.holes,
+            self._first_block, self._kv_heads,
         )  # fmt: skip
         if not own.choices or not reads.asks:
             return
         self._used.extend((reads.query, lse))
         counts, every = self._counts[place], self.settings.calibration
         with self._aside(place):
-            self._streams.wait_for(own.told)
             if every:
                 look_at_blocks(
-                    layer.history, reads.query, lse, layer.bits, layer.lies, own.rings, rows.cells, rows.holes, every,
-                    self._dim**-0.5, self._is_int8, counts,
+                    layer.history, reads.query, lse, layer.bits, layer.lies, own.of_rings.rings, rows.cells, rows.holes,
+                    every, self._dim**-0.5, self._is_int8, counts,
                 )  # fmt: skip
             late = Lateness(self._open_parts, layer.bits, counts) if self.settings.leaves_late else None
             self._choose(layer, own.choices[place % len(own.choices)], counts, late)
@@ -266,9 +239,9 @@ class Predicted(RingSide):
         fetched = reads.kept.get(self)
         if fetched is None:
             return {}
-        rows, holes = self._of_rows[reads.rows], reads.rows.holes
-        tokens = fetched.listed.tokens.view(len(rows.rings), -1).repeat_interleave(self._group, 1)
-        hole = torch.where((rows.rings >= 0)[:, None], (holes[1] - holes[0])[:, None] - tokens, 0)
+        rings, holes = self._of_rows[reads.rows].of_rings.rings, reads.rows.holes
+        tokens = fetched.listed.tokens.view(len(rings), -1).repeat_interleave(self._group, 1)
+        hole = torch.where((rings >= 0)[:, None], (holes[1] - holes[0])[:, None] - tokens, 0)
         return {Owner.FETCHED: tokens, Owner.DROPPED: torch.zeros_like(hole) if self._is_sampled else hole}
 
     def end_step(self) -> None:
@@ -296,54 +269,10 @@ class Predicted(RingSide):
         return self._streams.aside(self._chains[place % CHAINS])
 
     def _look_up(self, rows: StepRows, asks: bool) -> _Rows:
-        rings = rows.of_slots(self._ring_of_slot)
         heads = self._kv_heads * self._group
-        wanted = ((rings < 0) | self._samples).to(torch.uint8)[:, None].expand(-1, heads).contiguous()
         if not asks:
-            return _Rows(rings, wanted, (), PASSED)
-        num_rings = self._num_rings
-        with self._aside(0):  # dozens of small kernels, which no ask waits for
-            to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
-            cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
-            cells.index_copy_(0, to, rows.cells)
-            limits = torch.zeros(num_rings + 1, dtype=torch.int64, device=rings.device)
-            limits.index_copy_(0, to, ((rows.holes[1] - rows.holes[0]) // BLOCK_TOKENS).long())
-            choices = self._choices(cells[:num_rings], limits[:num_rings])
-            return _Rows(rings, wanted, choices, self._streams.record())
-
-    def _choices(self, cells: Tensor, limits: Tensor) -> list[Choice]:
-        """For the steps behind each ring's cell, -1: none, a choice for each turn that layers take: of the rings whose
-        turn it is. limits: blocks that are in host memory alone. int64.
-
-        Other rings' last cells are not written, for one may be assigned meanwhile, in the other lane.
-        """
-        every = self.settings.predict_every
-        begins = torch.where(self._last_cells[:-1] == cells - 1, self._begins[:-1], cells)
-        self._note_cells(cells, begins)
-        is_kept = begins <= cells - every  # the sums are of this turn's last prediction, and of no row that is missing
-        turns = torch.arange(every, device=cells.device)[:, None]
-        return self._of_turns((cells >= 0) & ((cells + turns) % every == 0), is_kept, cells, limits)
-
-    def _note_cells(self, cells: Tensor, begins: Tensor) -> None:
-        to = torch.where(cells >= 0, torch.arange(self._num_rings, device=cells.device), self._num_rings)
-        self._last_cells.index_copy_(0, to, cells)
-        self._begins.index_copy_(0, to, begins)
-
-    def _of_turns(self, is_in: Tensor, is_kept: Tensor, cells: Tensor, limits: Tensor) -> list[Choice]:
-        """is_in: bool `[turns, rings]`; is_kept: bool `[rings]`, whose sums of `predict_every` steps ago hold."""
-        rows, blocks = self.blocks.history.shape[2:]
-        every, local = self.settings.predict_every, self.settings.local_tokens
-        before, widths = ((cells + 2 - less - local) // BLOCK_TOKENS for less in (every, 0))
-        known = widths - self._first_block - torch.where(before == widths, 0, EDGE_BLOCKS)
-        stale = torch.where(is_kept, known.clamp(0, blocks), 0)
-        widths = torch.where(is_in, (widths - self._first_block).clamp(0, blocks), 0)
-
-        def spread(numbers: Tensor) -> Tensor:
-            return numbers.repeat_interleave(self._kv_heads, -1)
-
-        of_all = (spread(stale.int()), spread(((cells + 1 - self.settings.history) % rows).int()), spread(limits.int()))
-        of_turns = zip(spread(is_in).unbind(), spread(widths.int()).unbind(), strict=True)
-        return [Choice(own, of_all[0], width, *of_all[1:]) for own, width in of_turns]
+            return _Rows(find_rings(rows, self._ring_of_slot, self._samples, heads), ())
+        return _Rows(*self.turns.of_rows(rows, self._ring_of_slot, self._samples, heads))
 
     def _choose(self, layer: Blocks, choice: Choice, counts: Tensor, late: Lateness | None) -> None:
         scores = self._score(layer, choice)
@@ -352,19 +281,20 @@ class Predicted(RingSide):
 
     def _score(self, layer: Blocks, choice: Choice) -> Tensor:
         """Float32 `[places, blocks]`."""
+        every, scores = self.settings.predict_every, layer.scores
         if runs_on_triton(layer.history):
-            return predict_blocks(
-                layer.history, choice.oldest, choice.widths, choice.stale, layer.interior, self._network,
-                self.settings.predict_every,
+            predict_blocks(
+                layer.history, choice.oldest, choice.widths, choice.stale, scores, self._network, every
             )  # fmt: skip
-        scores = torch.full_like(layer.interior, -torch.inf)
+            return scores
         own, most = choice.is_in.nonzero().flatten(), int(choice.widths.max())  # the CPU computes what there is
-        if most:
-            history = layer.history[own, :, :most].contiguous()
-            scores[own, :most] = predict_blocks(
-                history, choice.oldest[own], choice.widths[own], choice.stale[own],
-                torch.empty(len(own), most), self._network, self.settings.predict_every,
+        scores[own] = -torch.inf
+        if most > 0:
+            history, made = layer.history[own, :, :most].contiguous(), torch.empty(len(own), most)
+            predict_blocks(
+                history, choice.oldest[own], choice.widths[own], choice.stale[own], made, self._network, every
             )  # fmt: skip
+            scores[own, :most] = made
         return scores
 
     def _choose_now(self, behind: dict[int, tuple[int, int]]) -> None:
@@ -373,10 +303,8 @@ class Predicted(RingSide):
         numbers[0] = -1
         for ring, own in behind.items():
             numbers[:, ring] = own
-        cells, limits = upload(numbers, self._last_cells.device)
-        self._note_cells(cells, cells + 1)  # of what is summed now, no turn's sums are
-        nothing_kept = torch.zeros_like(cells, dtype=torch.bool)
-        (choice,) = self._of_turns((cells >= 0)[None], nothing_kept, cells, limits)
+        cells, limits = upload(numbers, self.turns.last_cells.device)
+        choice = self.turns.choice_now(cells, limits)
         for layer, counts in zip(self._layers, self._counts, strict=True):
             self._choose(layer, choice, counts, None)
 
@@ -391,5 +319,5 @@ class Predicted(RingSide):
         assert not (places[:, aligned] % ALIGN_BYTES).any(), f"predicted: addresses that {ALIGN_BYTES} does not divide"
         table = np.zeros((layers, COLUMNS, most), np.int64)
         table[:, :, : places.shape[2]] = places
-        self.blocks.lies[:, ring] = upload(table, self._last_cells.device)
+        self.blocks.lies[:, ring] = upload(table, self.turns.last_cells.device)
         self._known_places[ring] = places

@@ -44,6 +44,7 @@ from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
 PROGRAMS = 16  # each on an SM of its own, if there are as many
 WARPS, BLOCKS_AT_ONCE = 8, 4  # of a program: 32 KB on their way, which takes 114 registers a thread
+LOOKS_AT_ONCE = 8  # likewise, of keys alone
 CHUNK = 2048  # slots, or looks, that a program goes through at once
 
 _FETCHED, _LOOKED, _LATE = tl.constexpr(FETCHED), tl.constexpr(LOOKED), tl.constexpr(LATE)
@@ -414,5 +415,5 @@ def look_at_blocks(
         history, query, lse.contiguous(), bits, lies, rings, cells, holes, counts, lists, rows, history.stride(0),
         history.stride(1), query.stride(0), history.shape[1], bits.shape[1], every, most, scale,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
-        INT8=is_int8, CHUNK=CHUNK, ITEMS=BLOCKS_AT_ONCE, num_warps=WARPS,
+        INT8=is_int8, CHUNK=CHUNK, ITEMS=LOOKS_AT_ONCE, num_warps=WARPS,
     )  # fmt: skip

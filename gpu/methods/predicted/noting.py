@@ -3,8 +3,10 @@
 It refuses to know who reads which blocks. A block that was not read keeps what it had in the row before: one that was
 low stays so until it is looked at, and one that was high is chosen, read and put right. Invariant: lse is of what was
 read exactly, near and fetched; what a sample says of the rest never comes here, since it would choose what the next
-sample leaves out. Bytes: the maxima and the row before, read once.
+sample leaves out. Bytes: the row before, read once, and the maxima of what is not in a hole.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -14,7 +16,6 @@ from torch import Tensor
 from gpu.kernels.arguments import check, runs_on_triton
 from gpu.methods.predicted.listing import Listed
 from gpu.predictor.history import STEPS_PER_OCTAVE, TOP_CODE, attended_maxima, compress
-from transfer.partial import Partial
 from transfer.tier_shape import BLOCK_TOKENS
 
 TILE = 1024
@@ -22,12 +23,24 @@ TILE = 1024
 _BLOCK, _TOP, _STEPS = tl.constexpr(BLOCK_TOKENS), tl.constexpr(TOP_CODE), tl.constexpr(STEPS_PER_OCTAVE)
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What the rows read of blocks that are in slots. maxima: float32 `[rows * kv_heads, group, slots]`, natural
+    logits; listed: of which blocks; lse: float32 `[rows, heads]`.
+    """
+
+    maxima: Tensor
+    listed: Listed
+    lse: Tensor
+
+
 def note_step_reference(
-    history: Tensor, maxima: Tensor, lse: Tensor, fetched: tuple[Tensor, Listed] | None, rings: Tensor, cells: Tensor,
+    history: Tensor, maxima: Tensor, near_lse: Tensor, fetched: Fetched | None, rings: Tensor, cells: Tensor,
     first_block: int, kv_heads: int,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Plain torch; see `note_step`."""
     group, blocks = maxima.shape[1] // kv_heads, history.shape[2]
+    lse = near_lse if fetched is None else torch.logaddexp(near_lse, fetched.lse)
     for row in (rings >= 0).nonzero().flatten().tolist():
         cell = int(cells[row])
         width = min(cell // BLOCK_TOKENS + 1 - first_block, blocks)
@@ -35,15 +48,15 @@ def note_step_reference(
             heads = slice(kv_head * group, (kv_head + 1) * group)
             own = maxima[row, heads, first_block : first_block + width].clone()
             if fetched is not None:
-                of_slots, listed = fetched
                 item = row * kv_heads + kv_head
-                count = int(listed.tokens[item]) // BLOCK_TOKENS
-                own[:, listed.ids[item, :count].long()] = of_slots[item, :, :count]
+                count = int(fetched.listed.tokens[item]) // BLOCK_TOKENS
+                own[:, fetched.listed.ids[item, :count].long()] = fetched.maxima[item, :, :count]
             attended = attended_maxima(own, lse[row, heads]).amax(0)
             rows = history[int(rings[row]) * kv_heads + kv_head]
             last = rows[(cell - 1) % len(rows), : len(attended)]
             is_read = (own > -torch.inf).any(0)
             rows[cell % len(rows), : len(attended)] = torch.where(is_read, compress(attended, history.dtype), last)
+    return lse
 
 
 @triton.jit
@@ -54,9 +67,21 @@ def code_of(attended):
 
 
 @triton.jit
+def _exact_lse(near_lse, fetched_lse, head, FETCHED: tl.constexpr):
+    """Of what a head read exactly."""
+    lse = tl.load(near_lse + head)
+    if FETCHED:
+        other = tl.load(fetched_lse + head)
+        top = tl.maximum(lse, other)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        lse = tl.where(top == float("-inf"), top, base + tl.log(tl.exp(lse - base) + tl.exp(other - base)))
+    return lse
+
+
+@triton.jit
 def _note_kernel(
-    history, maxima, lse, fetched, listed, tokens, rings, cells, first_block, blocks, known, place_stride, row_stride,
-    steps, slots,
+    history, maxima, near_lse, fetched_lse, lse, fetched, listed, tokens, rings, cells, holes, first_block, blocks,
+    known, num_rows, place_stride, row_stride, steps, slots,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, FETCHED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
@@ -64,6 +89,10 @@ def _note_kernel(
     ring = tl.load(rings + row)
     if ring < 0:
         return
+    if tl.program_id(1) == 0:
+        for member in tl.static_range(GROUP):
+            head = item * GROUP + member
+            tl.store(lse + head, _exact_lse(near_lse, fetched_lse, head, FETCHED))
     cell = tl.load(cells + row)
     width = tl.minimum((cell // _BLOCK).to(tl.int32) + 1 - first_block, blocks)
     begin = tl.program_id(1) * TILE
@@ -74,11 +103,13 @@ def _note_kernel(
     block = begin + tl.arange(0, TILE)
     last = history + place * place_stride + ((cell + steps - 1) % steps) * row_stride
     kept = tl.load(last + block, mask=block < width, other=0)
+    at = first_block + block
+    is_known = (block < width) & ((at + 1) * _BLOCK > tl.load(holes + num_rows + row))
     best, highest = tl.zeros([TILE], tl.float32), tl.full([TILE], float("-inf"), tl.float32)
     for member in tl.static_range(GROUP):
-        head = (row * KV_HEADS + kv_head) * GROUP + member
-        own_lse = tl.load(lse + head)
-        top = tl.load(maxima + head.to(tl.int64) * known + first_block + block, mask=block < width, other=float("-inf"))
+        head = item * GROUP + member
+        own_lse = _exact_lse(near_lse, fetched_lse, head, FETCHED)
+        top = tl.load(maxima + head.to(tl.int64) * known + at, mask=is_known, other=float("-inf"))
         best = tl.maximum(best, tl.where(top > float("-inf"), tl.exp(top - own_lse), 0.0))
         highest = tl.maximum(highest, top)
     tl.store(to + block, tl.where(highest > float("-inf"), code_of(best), kept), mask=block < width)
@@ -89,48 +120,46 @@ def _note_kernel(
         own = tl.load(listed + item.to(tl.int64) * slots + slot, mask=is_listed, other=-1)
         best = tl.zeros([SLOTS], tl.float32)
         for member in tl.static_range(GROUP):
-            own_lse = tl.load(lse + (row * KV_HEADS + kv_head) * GROUP + member)
-            at = (item.to(tl.int64) * GROUP + member) * slots + slot
-            top = tl.load(fetched + at, mask=is_listed, other=float("-inf"))
+            own_lse = _exact_lse(near_lse, fetched_lse, item * GROUP + member, FETCHED)
+            of_slots = fetched + (item.to(tl.int64) * GROUP + member) * slots + slot
+            top = tl.load(of_slots, mask=is_listed, other=float("-inf"))
             best = tl.maximum(best, tl.where(top > float("-inf"), tl.exp(top - own_lse), 0.0))
         tl.store(to + own, code_of(best), mask=is_listed & (own >= begin) & (own < begin + TILE))
 
 
 def note_step(
-    history: Tensor, maxima: Tensor, lse: Tensor, fetched: tuple[Tensor, Listed] | None, rings: Tensor, cells: Tensor,
-    first_block: int, kv_heads: int,
-) -> None:  # fmt: skip
-    """Write the rows' newest rows of one layer's histories, uint8 `[places, rows, blocks]`.
+    history: Tensor, maxima: Tensor, near_lse: Tensor, fetched: Fetched | None, rings: Tensor, cells: Tensor,
+    holes: Tensor, first_block: int, kv_heads: int,
+) -> Tensor:  # fmt: skip
+    """Write the rows' newest rows of one layer's histories, uint8 `[places, rows, blocks]`; float32 `[rows, heads]`,
+    the lse of what was read exactly, of rows with a ring: never of what the host samples.
 
     maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read, the row before is kept;
-    the run begins with block `first_block` of them. lse: float32 `[rows, heads]`, of `exact_lse`. fetched: float32
-    `[rows * kv_heads, group, slots]` and of which blocks, or None. rings: int32 `[rows]`, -1: none; cells: int64
-    `[rows]`, of the step's tokens.
+    the run begins with block `first_block` of them. near_lse: float32 `[rows, heads]`, of what they are of. fetched:
+    what was read beside, or None. rings: int32 `[rows]`, -1: none; cells: int64 `[rows]`, of the step's tokens; holes:
+    int32 `[3, rows]`, of cells, as in `StepRows`, which begin with the run or are none, and in which maxima are -inf.
     Raises ValueError for another shape or dtype.
     """
     op, (rows, heads, known), device = "note_step", maxima.shape, maxima.device
     places, steps, blocks = history.shape
     check(op, "history", history, (places, steps, blocks), torch.uint8, device)
     check(op, "maxima", maxima, (rows, heads, known), torch.float32, device)
-    check(op, "lse", lse, (rows, heads), torch.float32, device)
+    check(op, "near_lse", near_lse, (rows, heads), torch.float32, device)
     check(op, "rings", rings, (rows,), torch.int32, device)
     check(op, "cells", cells, (rows,), torch.int64, device)
-    slots, group, lists = 1, heads // kv_heads, (lse, rings, rings)
+    check(op, "holes", holes, (3, rows), torch.int32, device)
+    slots, group, beside = 1, heads // kv_heads, (near_lse, rings, rings)
     if fetched is not None:
-        of_slots, listed = fetched
-        slots, lists = listed.ids.shape[1], (of_slots, listed.ids, listed.tokens)
-        check(op, "fetched", of_slots, (rows * kv_heads, group, slots), torch.float32, device)
+        slots, beside = fetched.listed.ids.shape[1], (fetched.maxima, fetched.listed.ids, fetched.listed.tokens)
+        check(op, "fetched.maxima", fetched.maxima, (rows * kv_heads, group, slots), torch.float32, device)
+        check(op, "fetched.lse", fetched.lse, (rows, heads), torch.float32, device)
     if not runs_on_triton(history):
-        note_step_reference(history, maxima, lse, fetched, rings, cells, first_block, kv_heads)
-        return
+        return note_step_reference(history, maxima, near_lse, fetched, rings, cells, first_block, kv_heads)
+    fetched_lse, lse = near_lse if fetched is None else fetched.lse, torch.empty(rows, heads, device=device)
     _note_kernel[(rows * kv_heads, triton.cdiv(blocks, TILE))](
-        history, maxima.contiguous(), lse.contiguous(), *lists, rings, cells, first_block, blocks, known,
-        history.stride(0), history.stride(1), steps, slots,
+        history, maxima.contiguous(), near_lse.contiguous(), fetched_lse.contiguous(), lse, *beside, rings, cells,
+        holes.contiguous(), first_block, blocks, known, rows, history.stride(0), history.stride(1), steps, slots,
         KV_HEADS=kv_heads, GROUP=group, SLOTS=triton.next_power_of_2(slots), FETCHED=fetched is not None, TILE=TILE,
         num_warps=4,
     )  # fmt: skip
-
-
-def exact_lse(near: Partial, fetched: Partial | None) -> Tensor:
-    """Of what a layer read exactly: never of what the host samples."""
-    return near.lse if fetched is None else torch.logaddexp(near.lse, fetched.lse)
+    return lse

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from gpu.model.architecture import Architecture
 from transfer.settings import Settings
 from transfer.tier_shape import BLOCK_TOKENS
-
-EDGE_ROWS = 2  # at either end of a history, made anew at each prediction: as in gpu.predictor.predict
 
 
 class PredictedSettings(Settings):
@@ -17,8 +15,7 @@ class PredictedSettings(Settings):
     weights: Path = Field(description="the predictor: `.safetensors` of `tandem train predictor`, or the authors' .pth")
     budget_tokens: int = Field(2048, ge=32, le=4096, multiple_of=BLOCK_TOKENS, description="of a context's middle, "
                                "that a KV head reads at each step; 512 to 4096 are usual")  # fmt: skip
-    history: int = Field(16, ge=5, le=256, description="earlier steps that the predictor looks at; 4 more than "
-                         "predict_every at least")  # fmt: skip
+    history: int = Field(16, ge=5, le=256, description="earlier steps that the predictor looks at")
     predict_every: int = Field(4, ge=1, le=BLOCK_TOKENS, description="steps between two predictions of a layer, which "
                                "keeps its blocks meanwhile; layers take turns")  # fmt: skip
     calibration: int = Field(256, ge=0, description="one block of so many is looked at anew in each step, in turn, by "
@@ -31,16 +28,6 @@ class PredictedSettings(Settings):
                                     "nothing")  # fmt: skip
     rings: int | None = Field(None, ge=1, description="sequences of the profile that run at once; default: what an "
                               "eighth of the memory beside the weights holds, at least one")  # fmt: skip
-
-    @model_validator(mode="after")
-    def _check_history(self) -> "PredictedSettings":
-        fewest = 2 * EDGE_ROWS + self.predict_every
-        if self.history < fewest:
-            raise ValueError(
-                f"history: {self.history} with predict_every {self.predict_every}; wanted {fewest} or more, or fewer "
-                "steps between predictions"
-            )
-        return self
 
     @property
     def num_rows(self) -> int:

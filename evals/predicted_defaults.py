@@ -1,0 +1,21 @@
+"""The settings that predicted blocks serve with, as the evaluations' commands give them: one source, the server's own.
+
+It refuses to know methods and torch. The method `predicted` itself (`evals.methods.predicted`) begins with the paper's.
+"""
+
+from typing import Any
+
+from gpu.methods.predicted.settings import PredictedSettings
+
+
+def _served(name: str) -> Any:
+    return PredictedSettings.model_fields[name].default
+
+
+HISTORY, SINK, WINDOW = _served("history"), _served("sink_tokens"), _served("local_tokens")
+EVERY, ROTATE = _served("predict_every"), _served("calibration")
+UNREAD = "last"  # a block that is not read keeps what it had
+NEVER = 1_000_000  # steps between calibrations of everything: a share is looked at in each step
+METHOD = (
+    f"history={HISTORY},every={EVERY},rotate={ROTATE},calibrate={NEVER},unread={UNREAD},sink={SINK},window={WINDOW}"
+)
