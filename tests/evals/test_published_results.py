@@ -128,8 +128,10 @@ def test_the_table_of_steps_over_predicted_blocks_is_of_its_rows() -> None:
     for across in (row for row in rows if row["way"] == "across"):
         cell, turnover = [across[name] for name in ("context", "budget", "batch")], across["turnover"]
         own = [row for row in rows if [row[name] for name in ("context", "budget", "batch")] == cell]
-        times = {row["way"]: row["median_ms"] for row in own if row["turnover"] == turnover}
-        times |= {row["way"]: row["median_ms"] for row in own if row["way"] in ("read", "predict")}
+        once = {
+            row["way"]: row["median_ms"] for row in own if row["way"] in ("read", "predict") and row["turnover"] == 0.05
+        }
+        times = once | {row["way"]: row["median_ms"] for row in own if row["turnover"] == turnover}
         ways = [f"{times[way]:.2f}" for way in ("read", "predict", "across", "refetch", "layer", "demand")]
         change = "as recorded" if turnover == "replayed" else f"{turnover:.0%}"
         name = f"{cell[0] // 1024}K, {cell[1]:,}, {cell[2]}"
