@@ -11,6 +11,7 @@ A test that fails has no timeout from there on (pytest-timeout lets a debugger i
 What hypothesis draws is the same in every run where CI is set, and elsewhere follows a seed that the run's end names.
 """
 
+import atexit
 import faulthandler
 import gc
 import os
@@ -56,10 +57,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # what the interpreter's end does not collect, Triton's extension lists as leaked
+        atexit.register(gc.unfreeze)  # what the interpreter's end does not collect, Triton's extension lists as leaked
 
 
 @pytest.fixture(autouse=True, scope="module")
