@@ -191,11 +191,11 @@ class Client:
         """Meanwhile, the host's answers leave no core to the thread that launches."""
         tier = self.engine._tier
         assert tier is not None, "cores: of an engine with a host tier"
-        had, tier._has_cores = tier._has_cores, False
+        had, tier._cores = tier._cores, replace(tier._cores, launching=0)
         try:
             yield
         finally:
-            tier._has_cores = had
+            tier._cores = had
 
     def step(self, batch: int) -> None:
         """As many tokens as a step of `batch` requests draws, one for each, wherever these step. Raises GateError where
