@@ -171,10 +171,7 @@ def test_pages_that_were_released_are_taken_behind_a_fence_however_often_the_oth
 def test_a_plan_that_is_never_launched_uses_no_fence_up() -> None:
     engine, runner = two_lanes()
     scheduler = engine.scheduler
-    engine.submit([ask("long", prompt_of(600), 300)])
-    while not scheduler.roster.running:
-        engine.step()
-    collect_all(engine)
+    start_long(engine)
     assert not scheduler.schedule(runner.is_ready, Lane.HOST).releases
     scheduler._lanes.move()
     assert scheduler.schedule(runner.is_ready, Lane.DEVICE).is_empty
@@ -185,10 +182,7 @@ def test_a_plan_that_is_never_launched_uses_no_fence_up() -> None:
 def test_a_release_waits_for_no_unit_and_no_unit_for_it() -> None:
     engine, runner = two_lanes()
     scheduler = engine.scheduler
-    engine.submit([ask("long", prompt_of(600), 300)])
-    while not scheduler.roster.running:
-        engine.step()
-    collect_all(engine)
+    start_long(engine)
     engine.submit([ask("next", prompt_of(600, salt=1), 5)])
     unit = scheduler.schedule(runner.is_ready, Lane.DEVICE)
     assert unit.units
@@ -203,9 +197,7 @@ def test_a_release_waits_for_no_unit_and_no_unit_for_it() -> None:
 def test_a_release_waits_for_a_prefill_that_reads_what_is_released() -> None:
     engine, _ = two_lanes()
     scheduler = engine.scheduler
-    engine.submit([ask("long", prompt_of(600), 300)])
-    while not scheduler.roster.running:
-        engine.step()
+    start_long(engine)
     (long,) = scheduler.roster.running
     slots = [TablePlace(long.slot, 1)]
     long.lane = Lane.HOST
@@ -231,14 +223,19 @@ def test_a_release_takes_pages_that_the_other_lane_gave_back_behind_a_fence() ->
     assert scheduler._fence(plan, scheduler.roster.running)
 
 
+def start_long(engine: Engine) -> None:
+    """A stream whose rows ask the host, with nothing in flight."""
+    engine.submit([ask("long", prompt_of(600), 300)])
+    while not engine.scheduler.roster.running:
+        engine.step()
+    collect_all(engine)
+
+
 def schedule_release(engine: Engine, runner: PageRunner, submits: bool = True) -> StepPlan:
     """The first plan of rows that ask the host which releases something, launched by nobody yet."""
     scheduler = engine.scheduler
     if submits:
-        engine.submit([ask("long", prompt_of(600), 300)])
-        while not scheduler.roster.running:
-            engine.step()
-        collect_all(engine)
+        start_long(engine)
     while not (host := scheduler.schedule(runner.is_ready, Lane.HOST)).releases:
         scheduler.postprocess(runner.launch(host).collect(), Lane.HOST)
     return host
