@@ -24,7 +24,7 @@ LONG_PIECE_TOKENS = 2**22  # table entries built by a thread with a core of its 
 
 @dataclass(slots=True)
 class Pace:
-    """piece_tokens: of a job's next piece, at most, which whoever does it has set."""
+    """piece_tokens: of the next piece of tables, at most, which whoever does it has set; copies have their own."""
 
     piece_tokens: int
 
@@ -74,8 +74,11 @@ class Builder:
 
     def submit(self, job: BuildJob) -> None:
         with self._changed:
-            heapq.heappush(self._jobs, job)
-            self._changed.notify_all()  # one that is told may wait for the gate
+            self._push(job)
+
+    def _push(self, job: BuildJob) -> None:
+        heapq.heappush(self._jobs, job)
+        self._changed.notify_all()  # one that is told may wait for the gate
 
     def drop_unwanted(self) -> None:
         """End jobs that nobody wants any more and that no thread is at, before their turn."""
@@ -87,8 +90,8 @@ class Builder:
             job.finish()
 
     def pause(self) -> None:
-        """No piece begins until `go_on`; one that runs may still run for its millisecond. Pauses add up; one thread at
-        a time begins or ends them.
+        """No piece begins until `go_on`, but on cores of their own; one that runs may still run for its millisecond.
+        Pauses add up; one thread at a time begins or ends them.
         """
         self.gate[0] += 1
 
@@ -108,17 +111,21 @@ class Builder:
 
     def _run(self, passes_gate: bool) -> None:
         while (job := self._take(passes_gate)) is not None:
+            job.pace.piece_tokens = LONG_PIECE_TOKENS if passes_gate else PIECE_TOKENS
+            goes_on = False
             try:
-                job.pace.piece_tokens = LONG_PIECE_TOKENS if passes_gate else PIECE_TOKENS
-                self._do_piece(job)
+                goes_on = self._do_piece(job)
             finally:
-                with self._changed:
+                with self._changed:  # at once, or the job would count twice
                     self._num_under_way -= 1
+                    if goes_on:
+                        self._push(job)
 
-    def _do_piece(self, job: BuildJob) -> None:
+    def _do_piece(self, job: BuildJob) -> bool:
+        """Whether more of it is to be done."""
         if not job.is_wanted():
             job.finish()
-            return
+            return False
         try:
             next(job.pieces)
         except StopIteration:
@@ -127,7 +134,8 @@ class Builder:
             log.exception("background_job_failed job=%s", job.name)
             job.fail(error)
         else:
-            self.submit(job)
+            return True
+        return False
 
     def _take(self, passes_gate: bool) -> BuildJob | None:
         """The next job, once there is one and the gate is open; None: it is over."""

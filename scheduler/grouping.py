@@ -15,6 +15,7 @@ Rows join where that gives more, and no row's token takes more than LONGEST_WAIT
 included: short streams are not to wait for the host. All that goes in is seen: rows and bytes of steps, the host's
 seconds, and the device's seconds a byte, which follow from steps apart, beside which it is never idle. What is done now
 is told by its own steps and not by the formula; of the other way it is remembered by how much the formula was off.
+Times are smoothed, so nothing is concluded from them before SETTLED_STEPS of about the same load.
 
 It refuses to know plans, sequences and streams. Invariant: of the two ways none is kept that is expected to give fewer
 tokens a second than the other one by more than LEAST_GAIN, unless rows would wait too long there.
@@ -32,6 +33,8 @@ JOIN_WAIT = 1.8  # they join where it is expected to be no more, so that noise a
 LEAST_GAIN = 0.05  # of tokens a second, for which rows join or part: likewise
 DWELL_STEPS = 8  # of those that ask, at the least, until rows join or part again
 LONGEST_STEPS = 512  # what the formula was off by is forgotten behind so many: then the other way may be tried anew
+SETTLED_STEPS = 8  # of about the same load, until smoothed times are of it and not of the one before
+_ALIKE = 0.1  # of the bytes of a load, in which another is about the same
 _SHARED = 2.0  # S above
 _SMOOTHING = 0.3
 _PACE_SMOOTHING = 0.1  # of the device, which does not change
@@ -87,6 +90,22 @@ def joins(load: Load, apart: Apart, joint_s: float, is_joint: bool) -> bool:
     return gain * together >= by_themselves if is_joint else together > gain * by_themselves
 
 
+class _Steady:
+    """`num_steps`: of about the same load, up to now; of the first load ever, nothing else is in smoothed times."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._load: Load | None = None
+
+    def see(self, load: Load) -> bool:
+        """Whether smoothed times are of it."""
+        if self._load is None or not _are_alike(self._load, load):
+            self.num_steps = SETTLED_STEPS if self._load is None else 0
+            self._load = load
+        self.num_steps += 1
+        return self.num_steps > SETTLED_STEPS
+
+
 class Grouping:
     """`is_joint`: all rows step together, where some ask. `decode_seconds`: of steps of each kind, which somebody else
     learns; 0: none has run.
@@ -98,6 +117,7 @@ class Grouping:
         self._decode_seconds = decode_seconds
         self._device_s = self._host_s = 0.0  # as in `Costs`; 0: not seen
         self._alone: Load | None = None  # of the last step of rows that ask nothing
+        self._steady_alone, self._steady = _Steady(), _Steady()
         self._num_parts = 1
         self._num_steps = 0  # of rows that ask, since others joined them or parted
         self._off = {True: (1.0,), False: (1.0, 1.0)}  # seen over expected, joint and apart, when it was so last
@@ -105,6 +125,8 @@ class Grouping:
     def observe_alone(self, load: Load, asking: Load | None) -> None:
         """A step of rows that ask nothing is over, beside which nothing ran, or steps of rows that ask: `asking`."""
         self._alone = load
+        if not self._steady_alone.see(load):
+            return
         seconds, asking_s = self._decode_seconds[Rows.DEVICE], self._decode_seconds[Rows.ASKING]
         if not seconds or (asking is not None and not asking_s):
             return
@@ -114,7 +136,9 @@ class Grouping:
         self._device_s = _smooth(self._device_s, 1.0 / per_s, _PACE_SMOOTHING)
 
     def observe_asking(self, host_s: float, num_parts: int) -> None:
-        """A step in which rows ask is over, which went in so many parts."""
+        """A step in which rows ask is over, which went in so many parts; 0.0: the host was not heard."""
+        if not host_s:
+            return
         self._num_parts = num_parts
         self._host_s = _smooth(self._host_s, host_s, _SMOOTHING)
 
@@ -125,7 +149,10 @@ class Grouping:
         self._num_steps += 1
         if not self.is_joint and has_others and self._alone is not None:
             load = Load(load.num_asking, self._alone.num_others, load.asking_bytes, self._alone.other_bytes)
-        if self._num_steps < DWELL_STEPS or not (load.num_asking and load.num_others and self._device_s):
+        is_steady = self._steady.see(load)
+        if not (
+            is_steady and self._num_steps >= DWELL_STEPS and load.num_asking and load.num_others and self._device_s
+        ):
             return
         if self._num_steps >= LONGEST_STEPS:
             self._off |= {False: (1.0, 1.0)} if self.is_joint else {True: (1.0,)}
@@ -158,6 +185,13 @@ def _ways(rows: int, contexts: int, costs: Costs, shared: float) -> list[tuple[f
     if rows >= FEWEST_ROWS:
         ways.append((step_seconds(2, shared * device_s, shared * again_s, costs.host_s), device_s + again_s))
     return ways
+
+
+def _are_alike(load: Load, other: Load) -> bool:
+    if (load.num_asking, load.num_others) != (other.num_asking, other.num_others):
+        return False
+    pairs = (load.asking_bytes, other.asking_bytes), (load.other_bytes, other.other_bytes)
+    return all(abs(one - another) <= _ALIKE * max(one, another) for one, another in pairs)
 
 
 def _smooth(known: float, seen: float, smoothing: float) -> float:

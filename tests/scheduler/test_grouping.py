@@ -251,6 +251,25 @@ def test_rows_part_once_the_host_takes_longer() -> None:
     assert not any(joint[120:])
 
 
+@pytest.mark.parametrize("host_ms", [15.0, 20.0, 25.0])
+def test_rows_that_go_leave_no_times_of_theirs_to_those_that_stay(host_ms: float) -> None:
+    """Else the step of the one that stays would seem to take as long as theirs, and it joined and waited."""
+    before, after = (
+        Cell("llama-3.1-8b", [(98_304, 98_224)], others, 2270, host_ms) for others in ([60_000] * 4, [1024])
+    )
+    machine = Machine(before, noise=0.0)
+
+    def go(step: int) -> None:
+        if step == 100:
+            machine.cell = after
+
+    apart, joint_s = expect_apart(after.load, after.costs), expect_joint(after.load, after.costs)
+    assert not joins(after.load, apart, joint_s, is_joint=False)
+    joint = machine.run(3 * LONGEST_STEPS, go)
+    assert not any(joint[100:])
+    assert machine.grouping._device_s / after.costs.device_s == pytest.approx(1.0, rel=0.02)
+
+
 def test_what_the_device_takes_for_a_byte_follows_from_both_lanes() -> None:
     machine = Machine(THIRTEEN, noise=0.0)
     machine.run(DWELL_STEPS)
