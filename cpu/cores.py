@@ -16,11 +16,10 @@ _SECOND_CORE_THREADS = 16  # ... and another to what is built
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """attention: threads; builders: threads that build; building: of these, how many have a core of their own while
-    they have work; launching: cores left to the thread that launches beside the other lane.
+    """builders: threads that build; building: of these, how many have a core of their own while they have work;
+    launching: cores left to the thread that launches beside the other lane.
     """
 
-    attention: int
     builders: int
     building: int
     launching: int
@@ -30,4 +29,4 @@ def share_cores(num_threads: int) -> Cores:
     """num_threads: of attention."""
     building = (num_threads >= _OWN_CORE_THREADS) + (num_threads >= _SECOND_CORE_THREADS)
     builders = max(1, num_threads // _BUILDER_SHARE)
-    return Cores(num_threads, builders, building, int(num_threads >= _OWN_CORE_THREADS))
+    return Cores(builders, building, int(num_threads >= _OWN_CORE_THREADS))

@@ -3,17 +3,10 @@
 It refuses to know methods and torch. The method `predicted` itself (`evals.methods.predicted`) begins with the paper's.
 """
 
-from typing import Any
+from gpu.methods.predicted.settings import SERVED
 
-from gpu.methods.predicted.settings import PredictedSettings
-
-
-def _served(name: str) -> Any:
-    return PredictedSettings.model_fields[name].default
-
-
-HISTORY, SINK, WINDOW = _served("history"), _served("sink_tokens"), _served("local_tokens")
-EVERY, ROTATE = _served("predict_every"), _served("calibration")
+HISTORY, SINK, WINDOW = SERVED["history"], SERVED["sink_tokens"], SERVED["local_tokens"]
+EVERY, ROTATE = SERVED["predict_every"], SERVED["calibration"]
 UNREAD = "last"  # a block that is not read keeps what it had
 NEVER = 1_000_000  # steps between calibrations of everything: a share is looked at in each step
 METHOD = (

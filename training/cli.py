@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from gpu.methods.predicted.settings import PredictedSettings
+from gpu.methods.predicted.settings import SERVED
 
-SERVED = {name: field.default for name, field in PredictedSettings.model_fields.items()}
 HISTORY, SINK = SERVED["history"], SERVED["sink_tokens"]
 app = typer.Typer(no_args_is_help=True, help="Train what a method needs on your own model.")
 

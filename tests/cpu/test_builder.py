@@ -143,6 +143,21 @@ def test_attention_leaves_cores_to_what_is_built_where_there_are_many_and_to_no_
     builder.shutdown()
 
 
+def test_a_job_counts_once_when_it_is_put_back_for_its_next_piece(monkeypatch):
+    builder, counts, over = Builder(1, 1), [], threading.Event()
+    push = Builder._push
+
+    def pushed(self, job):
+        push(self, job)
+        counts.append(len(self._jobs) + self._num_under_way)
+
+    monkeypatch.setattr(Builder, "_push", pushed)
+    builder.submit(BuildJob((0,), "job", iter([None] * 5), PACE, lambda: True, over.set, lambda _: None))
+    assert over.wait(20)
+    builder.shutdown()
+    assert counts == [1] * 6
+
+
 def test_pieces_are_long_on_cores_of_their_own_and_short_between_two_steps():
     """A piece that a step's threads would wait for is of a millisecond; one that they do not is not cut for them."""
     seen = {}

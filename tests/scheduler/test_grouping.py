@@ -276,6 +276,13 @@ def test_what_the_device_takes_for_a_byte_follows_from_both_lanes() -> None:
     assert machine.grouping._device_s / THIRTEEN.costs.device_s == pytest.approx(1.0, rel=0.02)
 
 
+def test_a_step_of_which_the_host_was_not_heard_says_nothing_of_it() -> None:
+    grouping = Grouping(THIRTEEN.reads, dict.fromkeys(Rows, 0.0))
+    grouping.observe_asking(0.030, 2)
+    grouping.observe_asking(0.0, 0)
+    assert (grouping._host_s, grouping._num_parts) == (0.030, 2)
+
+
 def test_nobody_joins_before_anything_is_known_or_where_there_is_nobody() -> None:
     grouping = Grouping(THIRTEEN.reads, dict.fromkeys(Rows, 0.0))
     for _ in range(2 * DWELL_STEPS):

@@ -1,6 +1,7 @@
 """Settings of AttentionPredictor in serving. No torch: the plan and the server's process read them."""
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -48,3 +49,7 @@ class PredictedSettings(Settings):
         """Those that may predict: without the exempt ones, and those with a window, which go nowhere."""
         windows = set(architecture.window_layers)
         return [layer for layer in range(self.exempt_layers, architecture.num_layers) if layer not in windows]
+
+
+# What serves where a profile says nothing else, by name; of `weights`, nothing.
+SERVED: dict[str, Any] = {name: field.default for name, field in PredictedSettings.model_fields.items()}
