@@ -5,11 +5,13 @@ step before it collects the one before on CUDA, and takes one at a time on the C
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from gpu.config import GpuConfig
 from gpu.in_flight import InFlight
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture
@@ -31,11 +33,22 @@ class Decoded:
     step_ms: list[float]
 
 
+def served_graph_sizes(batches: Iterable[int]) -> tuple[int, ...]:
+    """Return the sizes of the CUDA graphs in which a server with default settings runs steps of these batches.
+
+    A step of 3 rows runs in the graph of 4, padded. A batch beyond the largest graph has none, there as here.
+    """
+    served: tuple[int, ...] = GpuConfig.model_fields["graph_batch_sizes"].default
+    fitting = (min((size for size in served if size >= batch), default=None) for batch in batches)
+    return tuple(sorted({size for size in fitting if size is not None}))
+
+
 def build_runner(
     architecture: Architecture, weights: Weights, max_batch: int, context: int, dtype: torch.dtype, device: torch.device
 ) -> Runner:
-    """A Runner with pages for `max_batch` sequences of `context` tokens, and, where layers have a window, as many of
-    these; on CUDA warm and not yet captured.
+    """Return a Runner with pages for `max_batch` sequences of `context` tokens, and, where layers have a window, as
+    many windows; on CUDA it is warm and not yet captured. Prompts that are timed want an engine: this one has chosen
+    its prefill kernels for short chunks.
     """
     windows = [spec.window_tokens for spec in architecture.layer_pattern if spec.window_tokens is not None]
     runner = Runner(
@@ -43,7 +56,7 @@ def build_runner(
         weights,
         num_pages=max_batch * _num_pages(context),
         page_tokens=PAGE_TOKENS,
-        max_running=max_batch,
+        max_running=max((max_batch, *served_graph_sizes([max_batch]))),
         max_context_tokens=context,
         max_hidden_tokens=max_batch * context,
         tier=None,

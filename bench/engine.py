@@ -3,13 +3,18 @@
 Floor: bytes of the weights that a step reads, over the measured rate of reading them. On the CPU that rate is the
 better one of a stream from memory and of a buffer as large as the weights, which may live in the cache. The peer runs
 in the same process, interleaved: transformers' `generate` where there is a checkpoint, else the same step in plain
-torch (a CUDA graph on a GPU). No number is reported unless the peer agrees with the tokens. Prompts that are timed as
-well come last, behind steps that passed: their floor is products over the measured rate, or weights if these take
-longer.
+torch (a CUDA graph on a GPU). No number is reported unless the peer agrees with the tokens. Steps run in the graphs
+that a server captures.
+
+Prompts that are timed as well come last, behind steps that passed. They go through an engine that is loaded as a server
+loads its own, with what a start measures and chooses, and their time is the one that a server reports as
+`tandem_prefill_seconds`. Their floor is products over the measured rate, or weights if these take longer.
 """
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +23,18 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from bench.decode_loop import build_runner, decode, prefill_ms
+from bench.as_served import interpreter_as_served
+from bench.decode_loop import build_runner, decode, served_graph_sizes
 from bench.hugging_face import HuggingFace, load_hugging_face
+from bench.long_client import GREEDY, Client
 from bench.plain_decode import PlainDecode
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from bench.rows import Row, announce, measure, require, summarise
 from cpu.rates import measure_host_rates, measure_read_rate
+from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.ladder import StepKind
 from gpu.decode.steps import Batch
-from gpu.load import DTYPES, RANDOM_SEED
+from gpu.load import DTYPES, RANDOM_SEED, LoadedModel
 from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
 from gpu.model.gguf.kinds import BLOCK_KINDS
@@ -36,13 +44,19 @@ from gpu.model.humming_matrix import prepare, require_products
 from gpu.model.matrix_formats import rounded, step_weight_bytes
 from gpu.model.weights import Weights, random_weights, unpacked
 from gpu.runner import Runner
+from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.load import load_engine
+from scheduler.memory import plan_engine
 from scheduler.step_bytes import prompt_flops
+from transfer.machine import GIB, probe_machine
 
 # Share of tokens that the peer chooses too. In float32 only near-ties differ. In bf16 random weights of 8B differ at
 # every tenth token or so: their two best logits are often closer than bf16 rounds. A wrong step agrees nowhere.
 MIN_AGREEMENT = {torch.float32: 0.99, torch.bfloat16: 0.7}
 _WARMUP_STEPS = 4
 _GRAPH_REPEATS = 50
+_PROMPT_OUTPUT = 2  # tokens of an answer to a prompt that is timed, which ends with its first
+_KV_ROOM = 2  # times the rows of the longest prompt: pages that are not full, and windows of layers that have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +106,7 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
     one_bytes = step_weight_bytes(architecture, dtype.itemsize, is_packed, 1)
     rates, rate = measure_floor_rates(one_bytes, benchmark.threads, device)
     runner = build_runner(architecture, weights, max(benchmark.batches), benchmark.context, dtype, device)
-    runner.capture(benchmark.batches, lambda fraction: None)
+    runner.capture(served_graph_sizes(benchmark.batches), lambda fraction: None)
     plain = unpacked(Weights(weights.embedding, list(weights.layers), weights.final_norm, weights.logits))
     checkpoint = load_hugging_face(benchmark.model, dtype, device) if benchmark.model is not None else None
     rows, what = [], f"{architecture.name} {benchmark.kind}"
@@ -126,39 +140,86 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
         if device.type == "cuda":
             rows.append(Row(name="decode graph alone", **common, **_time_graph(runner, batch, benchmark.prompt_tokens)))
     if benchmark.prompts:
-        rows += _prefill_rows(benchmark, architecture, weights, rates, rate, console)
+        del runner
+        gc.collect()  # its pages and graphs, whose memory the engine wants
+        rows += _prefill_rows(benchmark, LoadedModel(architecture, weights), rates, rate, console)
     return rows
 
 
 def _prefill_rows(
-    benchmark: EngineBenchmark, architecture: Architecture, weights: Weights, rates: dict[str, float], rate: float,
-    console: Console,
-) -> list[Row]:  # fmt: skip
-    """rate: at which the device reads weights, in GB/s."""
+    benchmark: EngineBenchmark, model: LoadedModel, rates: dict[str, float], rate: float, console: Console
+) -> list[Row]:
+    """Return a row for each prompt. rate: at which the device reads weights, in GB/s."""
     device, dtype, rows = torch.device(benchmark.device), DTYPES[benchmark.dtype], []
+    architecture = model.architecture
     if device.type == "cpu":
         rates = rates | {"host_matmul_tflop_s": measure_host_matmul({torch.float32, dtype})}
     tflop_s = rates["bf16_matmul_tflop_s" if device.type == "cuda" else "host_matmul_tflop_s"]
     what = f"{architecture.name} {benchmark.kind}"
-    runner = build_runner(architecture, weights, 1, max(benchmark.prompts) + 1, dtype, device)
-    for length in benchmark.prompts:
-        flops = prompt_flops(architecture, 0, length)
-        weight_bytes = step_weight_bytes(architecture, dtype.itemsize, weights.is_packed, length)
-        products_ms, weights_ms = flops / tflop_s / 1e9, weight_bytes / rate / 1e6
-        floor = (
-            f"the longer of {flops / 1e12:.4g} TFLOP at {tflop_s:.3g} TFLOP/s, {products_ms:.4g} ms, and "
-            f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s, {weights_ms:.4g} ms"
-        )
-        announce(console, f"prefill, {what}, {length:,} tokens", floor, max(products_ms, weights_ms))
-        prompt = draw_prompts(1, length, architecture.vocab_size)[0]
-        times = [prefill_ms(runner, prompt, benchmark.chunk_tokens) for _ in range(1 + max(2, benchmark.rounds))][1:]
-        rows.append(Row(
-            name="prefill", shape=f"{what}, {length:,} tokens", device=device_name(device), **asdict(summarise(times)),
-            floor=floor, floor_ms=max(products_ms, weights_ms), peer=None, peer_ms=None, rates=rates,
-            extras={"products_ms": products_ms, "weights_ms": weights_ms, "tokens_per_s": 1e3 * length / min(times)},
-            config=asdict(benchmark) | {"model": str(benchmark.model), "torch": torch.__version__},
-        ))  # fmt: skip
+    with _serving_client(benchmark, model) as client:
+        for length in benchmark.prompts:
+            flops = prompt_flops(architecture, 0, length)
+            weight_bytes = step_weight_bytes(architecture, dtype.itemsize, model.weights.is_packed, length)
+            products_ms, weights_ms = flops / tflop_s / 1e9, weight_bytes / rate / 1e6
+            floor = (
+                f"the longer of {flops / 1e12:.4g} TFLOP at {tflop_s:.3g} TFLOP/s, {products_ms:.4g} ms, and "
+                f"{weight_bytes / 1e9:.3f} GB of weights over {rate:.0f} GB/s, {weights_ms:.4g} ms"
+            )
+            announce(console, f"prefill, {what}, {length:,} tokens", floor, max(products_ms, weights_ms))
+            times = [_prefill_ms(client, length) for _ in range(1 + max(2, benchmark.rounds))][1:]
+            choice = client.engine._runner.dense.choice
+            extras = {
+                "products_ms": products_ms,
+                "weights_ms": weights_ms,
+                "tokens_per_s": 1e3 * length / min(times),
+                "attention": None if choice is None else choice.as_row(),
+            }
+            rows.append(Row(
+                name="prefill", shape=f"{what}, {length:,} tokens", device=device_name(device),
+                **asdict(summarise(times)), floor=floor, floor_ms=max(products_ms, weights_ms), peer=None, peer_ms=None,
+                rates=rates, extras=extras,
+                config=asdict(benchmark) | {"model": str(benchmark.model), "torch": torch.__version__},
+            ))  # fmt: skip
     return rows
+
+
+@contextmanager
+def _serving_client(benchmark: EngineBenchmark, model: LoadedModel) -> Iterator[Client]:
+    """Load the engine that a server of this model would load, with pages for one prompt of the longest length."""
+    context = max(benchmark.prompts) + _PROMPT_OUTPUT
+    shape = model.architecture
+    row_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.dim * DTYPES[benchmark.dtype].itemsize
+    config = EngineConfig(
+        model=ModelConfig(
+            path=benchmark.model, random_weights=benchmark.random_weights, products=benchmark.products
+        ),
+        gpu=GpuConfig(
+            device=benchmark.device, dtype=benchmark.dtype, threads=benchmark.threads, graph_batch_sizes=(1,),
+            kv_cache_gib=_KV_ROOM * context * row_bytes / GIB,
+        ),
+        scheduler=SchedulerConfig(
+            max_context_tokens=context, prefill=PrefillConfig(chunk_tokens=benchmark.chunk_tokens)
+        ),
+    )  # fmt: skip
+    plan = plan_engine(config, shape, probe_machine())
+    engine, ready = load_engine(config, plan, lambda stage, fraction: None, model)
+    try:
+        with interpreter_as_served():
+            yield Client(engine, ready.vocab_size, ready.profiles)
+    finally:
+        engine.shutdown()
+
+
+def _prefill_ms(client: Client, length: int) -> float:
+    """Return what the engine says that a prompt of other tokens than all before took, from its start to its first
+    draw.
+    """
+    request_id = client.submit(client.prompt(length), _PROMPT_OUTPUT, "exact", GREEDY)
+    while True:
+        for delta in client.advance():
+            if delta.request_id == request_id and delta.prefill_seconds is not None:
+                client.drain([request_id])
+                return 1e3 * delta.prefill_seconds
 
 
 def measure_floor_rates(weight_bytes: int, threads: int, device: torch.device) -> tuple[dict[str, float], float]:
@@ -238,7 +299,7 @@ def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
     steps = runner.decode_steps
     places = [position] * batch
     steps.run(Batch(list(range(batch)), places, places, [None] * batch))
-    timing = measure(
-        steps._captured[StepKind(0, False), batch].graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS
-    )
+    captured = steps._find(StepKind(0, False), batch)
+    assert captured is not None, "bench: a step of this batch was captured"
+    timing = measure(captured.graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)
     return asdict(timing) | {"peer": None, "peer_ms": None, "extras": {}}

@@ -21,7 +21,7 @@ import torch
 import typer
 from rich.console import Console
 
-from bench.decode_loop import decode, prefill_ms
+from bench.decode_loop import decode, prefill_ms, served_graph_sizes
 from bench.engine import draw_prompts, measure_floor_rates
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
@@ -145,13 +145,18 @@ def _plan(
     is_cuda = device.type == "cuda"
     gpu = GpuConfig(
         device="cuda" if is_cuda else "cpu", memory_limit_gib=benchmark.memory_gib, dtype="bfloat16",
-        experts_gib="auto" if is_cuda else None, graph_batch_sizes=benchmark.batches,
+        experts_gib="auto" if is_cuda else None, graph_batch_sizes=served_graph_sizes(benchmark.batches),
     )  # fmt: skip
     return plan_memory(
-        shape, gpu, host=None, kept=None, states=(), max_running=max(benchmark.batches),
+        shape, gpu, host=None, kept=None, states=(), max_running=_max_running(benchmark),
         chunk_tokens=benchmark.chunk_tokens, max_context_tokens=benchmark.context, max_hidden_tokens=None,
         machine=machine,
     )  # fmt: skip
+
+
+def _max_running(benchmark: HostExpertsBenchmark) -> int:
+    """Return the rows of the largest step that is captured: that of the largest batch, padded as a server pads it."""
+    return max((*benchmark.batches, *served_graph_sizes(benchmark.batches)))
 
 
 def _check(shape: Architecture, weights: Weights, device: torch.device, benchmark: HostExpertsBenchmark) -> bool:
@@ -238,12 +243,12 @@ class _Bench:
         open_experts = partial(HostExperts, threads=self.benchmark.num_threads) if way == "compute" else None
         runner = Runner(
             self.shape, weights, num_pages=plan.num_pages, page_tokens=plan.page_tokens,
-            max_running=max(self.benchmark.batches), max_context_tokens=plan.max_context_tokens,
+            max_running=_max_running(self.benchmark), max_context_tokens=plan.max_context_tokens,
             max_hidden_tokens=plan.max_hidden_tokens, dtype=weights.embedding.dtype, device=self.device, tier=None,
             parts=(), open_experts=open_experts, computed_rows=MOST_COMPUTED_ROWS,
         )  # fmt: skip
         runner.warm_up(min(self.benchmark.chunk_tokens, plan.max_context_tokens - 1))
-        runner.capture(self.benchmark.batches, lambda fraction: None)
+        runner.capture(served_graph_sizes(self.benchmark.batches), lambda fraction: None)
         for batch in self.benchmark.batches:
             yield self._decode_row(runner, batch, way)
         for length in prompts:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import gpu.methods.mac.device as mac_device
+from bench.decode_loop import served_graph_sizes
 from gpu.config import Composition
 from gpu.decode.steps import Batch
 from gpu.load import RANDOM_SEED
@@ -55,18 +56,18 @@ def time_steps(
     device, name = torch.device("cuda"), str(part)
     capacity = int(part.settings.model_dump()["capacity"])
     longest = context + capacity + (room * (len(rates) + 1))
-    pages = -(-longest // PAGE_TOKENS)
+    pages, sizes = -(-longest // PAGE_TOKENS), served_graph_sizes([batch])
     runner = Runner(
         shape, random_weights(shape, RANDOM_SEED, torch.bfloat16, device, lambda fraction: None),
-        num_pages=batch * pages, page_tokens=PAGE_TOKENS, max_running=batch, max_context_tokens=longest,
-        max_hidden_tokens=4096, tier=None, parts=(part,), num_rings={name: num_rings}, dtype=torch.bfloat16,
-        device=device,
+        num_pages=batch * pages, page_tokens=PAGE_TOKENS, max_running=max((batch, *sizes)),
+        max_context_tokens=longest, max_hidden_tokens=4096, tier=None, parts=(part,), num_rings={name: num_rings},
+        dtype=torch.bfloat16, device=device,
     )  # fmt: skip
     for arena in runner.pool.arenas:
         arena.normal_()
     writes = [PageWrite(slot, 0, list(range(slot * pages, (slot + 1) * pages))) for slot in range(batch)]
     runner.launch(StepPlan(page_writes=writes)).collect()
-    runner.capture((batch,), lambda fraction: None)
+    runner.capture(sizes, lambda fraction: None)
     bench = _Steps(runner, batch, context)
     times = [StepTimes(None, bench.time(steps), 0.0, 0.0, 1.0, {})]
     side = runner._reusing[name]
@@ -77,7 +78,7 @@ def time_steps(
     for rate in rates:
         _calibrate(side, bench, rate)
         runner.decode_steps._captured.clear()
-        runner.capture((batch,), lambda fraction: None)
+        runner.capture(sizes, lambda fraction: None)
         before = torch.tensor(_sums(side))
         median = bench.time(steps)
         tries, hits, cells, kv_cells, whole = (torch.tensor(_sums(side)) - before).tolist()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bench.decode_loop import served_graph_sizes
 from bench.predicted_ways import NO_FETCH, WAYS, Forced, Replayed, Wanted, Way, Ways, fetch
 from bench.step_trace import trace_steps
 from bench.trace_lanes import HostSpan
@@ -144,8 +145,9 @@ class Steps:
         blocks = PageLayout(shape.num_layers, len(DENSE_LAYERS), 0).blocks_for(dense)
         each = resident + blocks
         self.runner = Runner(
-            shape, contexts.weights, num_pages=batch * each, page_tokens=PAGE_TOKENS, max_running=batch,
-            max_context_tokens=longest, max_hidden_tokens=4096, tier=contexts.tier, parts=(part,),
+            shape, contexts.weights, num_pages=batch * each, page_tokens=PAGE_TOKENS,
+            max_running=max((batch, *served_graph_sizes([batch]))), max_context_tokens=longest,
+            max_hidden_tokens=4096, tier=contexts.tier, parts=(part,),
             num_rings={str(part): batch}, sink_tokens=SINK, dtype=contexts.weights.embedding.dtype,
             device=contexts.device,
         )  # fmt: skip
@@ -173,7 +175,8 @@ class Steps:
         steps, kind = self.runner.decode_steps, StepKind(1, True)
         steps._captured.clear()
         with torch.inference_mode():
-            steps._captured[kind, self.batch] = steps._capture(kind, self.batch, torch.cuda.graph_pool_handle())
+            for size in served_graph_sizes([self.batch]):
+                steps._captured[kind, size] = steps._capture(kind, size, torch.cuda.graph_pool_handle())
 
     @torch.inference_mode()
     def step(self) -> None:

@@ -5,6 +5,7 @@ It refuses to decide sizes: the memory plan does. The invariant: what cannot be 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -17,7 +18,7 @@ from gpu.model.checkpoint import load_weights
 from gpu.model.humming_formats import multiplied
 from gpu.model.humming_matrix import prepare, require_products
 from gpu.model.matrix_formats import rounded
-from gpu.model.weights import random_weights
+from gpu.model.weights import Weights, random_weights
 from gpu.profiles import ProfilePart
 from gpu.runner import Runner
 from transfer.chunks.library import ChunkLibrary
@@ -28,6 +29,14 @@ RANDOM_SEED = 20_240_901
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 LoadProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model whose weights are on the device already, in the dtype that the plan names."""
+
+    architecture: Architecture
+    weights: Weights
 
 
 def load_architecture(model: ModelConfig) -> Architecture:
@@ -46,7 +55,8 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
                 num_rings: Mapping[str, int] = MappingProxyType({}),
                 sink_tokens: int = 0, library: ChunkLibrary | None = None,
                 num_windows: int = 0, window_pages: int = 1, experts_on_card: int | None = None,
-                open_experts: OpenExperts | None = None, computed_rows: int = 0) -> Runner:  # fmt: skip
+                open_experts: OpenExperts | None = None, computed_rows: int = 0,
+                loaded: LoadedModel | None = None) -> Runner:  # fmt: skip
     """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "products" (of a library,
     whose kernels are compiled), "kernels" and "graphs".
 
@@ -54,14 +64,15 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
     tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
     num_rings, sink_tokens, library: see `Runner`. num_windows: of `window_pages` pages (`gpu.kv.windows`); 0: all
     layers have all of every context in pages. experts_on_card: of each layer's, the others lie in host memory; None:
-    all are on the card. open_experts, computed_rows: see `Runner`.
+    all are on the card. open_experts, computed_rows: see `Runner`. loaded: the model, where the caller has loaded it;
+    None: it is loaded here.
     Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
         torch.set_num_threads(gpu.threads)
     device = torch.device(_resolve_device(gpu))
     dtype = DTYPES[_resolve_dtype(gpu, device)]
-    architecture = load_architecture(model)
+    architecture = load_architecture(model) if loaded is None else loaded.architecture
     if device.type == "cuda" and architecture.dim not in DECODED_DIMS:
         served = ", ".join(map(str, DECODED_DIMS))
         raise ModelError(f"model: {architecture.name} has heads of {architecture.dim}; on a GPU served: {served}")
@@ -77,7 +88,9 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
         on_progress("weights", fraction)
 
     with shortage_in_one_line():
-        if model.path is not None:
+        if loaded is not None:
+            weights = loaded.weights
+        elif model.path is not None:
             weights = load_weights(model.path, architecture, dtype, device, weights_progress, experts_on_card)
         else:
             weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress, experts_on_card)

@@ -18,7 +18,7 @@ from cpu.experts import HostExperts
 from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
-from gpu.load import DTYPES, RANDOM_SEED, load_architecture, load_runner
+from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_architecture, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture, ModelError
 from gpu.model.rope import rope_key
@@ -52,9 +52,13 @@ _WAITING_SHARE = 0.5  # of the token gap target: for all of them, if each waits 
 
 
 def load_engine(
-    config: EngineConfig, plan: MemoryPlan, on_progress: Callable[[str, float], None]
+    config: EngineConfig,
+    plan: MemoryPlan,
+    on_progress: Callable[[str, float], None],
+    loaded: LoadedModel | None = None,
 ) -> tuple[Engine, Ready]:
-    """Load the model into the memory that is planned, and build an engine that is ready to step.
+    """Load the model into the memory that is planned, and build an engine that is ready to step. `loaded`: the model,
+    where the caller (a benchmark, whose peer needs the weights as well) has loaded it.
 
     `on_progress(stage, fraction)` is told of "host_attention" (memory for contexts, and what attends to them: compiled
     once a machine, function by function), "documents" (weights are read, to name them), what `load_runner` does, and
@@ -65,7 +69,7 @@ def load_engine(
     profiles = resolve_profiles(config.profiles, config.host)
     get_profile(config.scheduler.default_profile, profiles, "scheduler.default_profile")
     require_device(plan, probe_gpu() if plan.device == "cuda" else None, platform.node())
-    architecture = load_architecture(config.model)
+    architecture = load_architecture(config.model) if loaded is None else loaded.architecture
     resolved = {"device": plan.device, "dtype": plan.dtype, "kv": plan.kv, "threads": plan.threads}
     gpu = config.gpu.model_copy(update=resolved)
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
@@ -95,6 +99,7 @@ def load_engine(
         sink_tokens=plan.sink_tokens,
         library=library,
         on_progress=on_progress,
+        loaded=loaded,
     )
     runner.dense.bound_blocks(block_seconds(config.scheduler, architecture.num_layers))
     capacity = plan_capacity(plan, shape)

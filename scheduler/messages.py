@@ -220,6 +220,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     reused_tokens: int = 0  # of chunks that were stored before, whose keys and values stay as they were, at least
     recomputed_tokens: int = 0  # of chunks, computed again with the prompt; which, the device alone knows
     queue_seconds: float | None = None  # with the first delta: from arrival to the start of its prefill
+    prefill_seconds: float | None = None  # with the first delta: from the start of its prefill to its first draw
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

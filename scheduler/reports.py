@@ -1,5 +1,7 @@
 """What requests are told of a step: deltas as tokens are drawn, progress while their prompt is prefilled."""
 
+import time
+
 import numpy as np
 from msgspec import structs
 
@@ -33,10 +35,11 @@ def make_delta(
     pooled: np.ndarray | None,
     reason: str | None,
 ) -> Delta:
-    """The message for one draw. Cached tokens come with all, prompt logprobs and queue time with the first."""
+    """The message for one draw. Cached tokens come with all; prompt logprobs and times with the first."""
     request = sequence.request
     token_ids = [token.token_id] if token.token_id >= 0 and request.max_tokens else []
     first, sequence.has_reported = not sequence.has_reported, True
+    started_s = sequence.started_s if first else None
     return Delta(
         request_id=request.request_id,
         token_ids=token_ids,
@@ -48,7 +51,8 @@ def make_delta(
         num_cached_tokens=sequence.num_cached_tokens,
         reused_tokens=sequence.num_reused_tokens,
         recomputed_tokens=sequence.num_recomputed_tokens,
-        queue_seconds=(sequence.started_s or 0.0) - request.arrival_s if first else None,
+        queue_seconds=None if started_s is None else started_s - request.arrival_s,
+        prefill_seconds=None if started_s is None else time.monotonic() - started_s,
     )
 
 

@@ -94,6 +94,7 @@ class Generation:
         self._timer: asyncio.TimerHandle | None = None
         self._last_token_s: list[float | None] = [None] * num_choices
         self._first_token_s: float | None = None
+        self._prefill_s = 0.0  # of the first choice that drew a token, as the engine measured it
 
     @property
     def done(self) -> bool:
@@ -257,7 +258,7 @@ class Generation:
             raise internal(delta.error or "the engine could not go on with this request")
         before = choice.num_tokens
         piece = choice.feed(delta)
-        self._observe(index, choice.num_tokens - before, delta.queue_seconds, now)
+        self._observe(index, choice.num_tokens - before, delta, now)
         if piece.finish_reason is not None:
             is_over = delta.finish_reason not in (None, TIME_LIMIT)  # in the engine
             self._end(delta.request_id, piece.finish_reason, forget=not is_over)
@@ -273,10 +274,13 @@ class Generation:
         self._service.supervisor.forget([request_id], cancel=forget)
         self._service.metrics.finished.labels(reason).inc()
 
-    def _observe(self, index: int, num_tokens: int, queue_seconds: float | None, now: float) -> None:
+    def _observe(self, index: int, num_tokens: int, delta: Delta, now: float) -> None:
         metrics = self._service.metrics
-        if queue_seconds is not None:
-            metrics.queue_s.observe(queue_seconds)
+        if delta.queue_seconds is not None:
+            metrics.queue_s.observe(delta.queue_seconds)
+        if delta.prefill_seconds is not None:
+            metrics.prefill_s.observe(delta.prefill_seconds)
+            self._prefill_s = self._prefill_s or delta.prefill_seconds
         if num_tokens:
             last_s = self._last_token_s[index]
             metrics.generated_tokens.inc(num_tokens)
@@ -296,6 +300,7 @@ class Generation:
             reused_tokens=self.num_reused_tokens,
             generated_tokens=self.num_generated_tokens,
             finish=",".join(sorted({choice.finish_reason or "" for choice in self.choices})),
+            prefill_ms=1e3 * self._prefill_s,
             ttft_ms=1e3 * ((self._first_token_s or now) - self._arrival_s),
             ms=1e3 * (now - self._arrival_s),
         )

@@ -163,6 +163,9 @@ class Metrics:
         self.inter_token_s = self._histogram("tandem_inter_token_seconds", "between tokens of a sequence", _SHORT_S)
         self.request_s = self._histogram("tandem_request_seconds", "from arrival to the last token", _LONG_S)
         self.queue_s = self._histogram("tandem_queue_seconds", "from arrival to the start of prefill", _LONG_S)
+        self.prefill_s = self._histogram(
+            "tandem_prefill_seconds", "from the start of prefill to the first token, as the engine measures it", _LONG_S
+        )
         self._last: Stats | None = None
 
     @property

@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 import bench.engine
-from bench.decode_loop import build_runner, decode
+from bench.decode_loop import build_runner, decode, served_graph_sizes
 from bench.engine import EngineBenchmark, draw_prompts, run_engine_benchmark
 from bench.hugging_face import load_hugging_face
 from bench.machine_commands import parse_batches
@@ -21,6 +21,9 @@ from gpu.config import ModelConfig
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import step_weight_bytes
 from gpu.model.weights import random_weights
+from gpu.runner import Runner
+from gpu.step import StepPlan
+from scheduler.config import EngineConfig
 from scheduler.step_bytes import prompt_flops
 from server.config import Deployment, load_deployment
 from server.plan import resolve_plan
@@ -65,11 +68,8 @@ def test_prompts_stand_beside_their_products_and_weights(monkeypatch: pytest.Mon
     monkeypatch.setattr(bench.engine, "measure_host_matmul", lambda dtypes: 2.0)
     asked = EngineBenchmark(None, "tiny-qwen3-moe", (1,), 12, 10, 2, torch.get_num_threads(), "cpu", "float32", None,
                             (40, 100), 32)  # fmt: skip
-    launched: list[int] = []
-    real = bench.engine.prefill_ms
-    monkeypatch.setattr(bench.engine, "prefill_ms", lambda *given: (launched.append(given[2]), real(*given))[1])
     step, *prompts = run_engine_benchmark(asked, Console(quiet=True))
-    assert (step.name, launched) == ("decode step", [32] * 6)
+    assert step.name == "decode step"
     shape = named_shape("tiny-qwen3-moe")
     for row, length in zip(prompts, (40, 100), strict=True):
         assert (row.name, row.shape) == ("prefill", f"tiny-qwen3-moe float32, {length} tokens")
@@ -79,6 +79,41 @@ def test_prompts_stand_beside_their_products_and_weights(monkeypatch: pytest.Mon
             max(products_ms, step_weight_bytes(shape, 4, False, length) / row_rate(row))
         )
         assert row.p10 <= row.ms <= row.p90
+
+
+def test_prompts_are_timed_by_an_engine_that_is_loaded_as_a_server_loads_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its units, its warm-up and its own word of how long a prefill took."""
+    asked = EngineBenchmark(None, "tiny", (1,), 12, 10, 1, torch.get_num_threads(), "cpu", "float32", None, (70,), 32)
+    loaded, warmed, units = [], [], []
+    real_load, real_warm, real_plan = bench.engine.load_engine, Runner.warm_up, Runner._launch
+
+    def load(config: EngineConfig, *rest: object) -> object:
+        loaded.append(config)
+        return real_load(config, *rest)  # type: ignore[arg-type]
+
+    def launch(runner: Runner, plan: StepPlan) -> object:
+        units.append([unit.end - unit.begin for unit in plan.units])
+        return real_plan(runner, plan)
+
+    monkeypatch.setattr(bench.engine, "load_engine", load)
+    monkeypatch.setattr(Runner, "warm_up", lambda runner, tokens: (warmed.append(tokens), real_warm(runner, tokens))[1])
+    monkeypatch.setattr(Runner, "_launch", launch)
+    told: list[float] = []
+    real_ms = bench.engine._prefill_ms
+    monkeypatch.setattr(bench.engine, "_prefill_ms", lambda *given: (told.append(real_ms(*given)), told[-1])[1])
+    _, row = run_engine_benchmark(asked, Console(quiet=True))
+    (config,) = loaded
+    assert config.scheduler.prefill.chunk_tokens == 32
+    assert warmed[-1] == 32
+    assert max(size for sizes in units for size in sizes) == 32
+    assert row.ms == pytest.approx(float(np.median(told[1:])))
+
+
+def test_steps_run_in_the_graphs_that_a_server_captures() -> None:
+    assert served_graph_sizes([1, 3, 5, 8, 64, 65]) == (1, 4, 8, 64)
+    assert served_graph_sizes([200]) == ()
 
 
 def row_rate(row: Row) -> float:

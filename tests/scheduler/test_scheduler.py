@@ -581,12 +581,17 @@ def test_progress_counts_what_was_cached_as_done() -> None:
     assert max(report.done_tokens for report in seen) > 1200
 
 
-def test_the_first_delta_alone_tells_the_time_in_the_queue() -> None:
+def test_the_first_delta_alone_tells_the_time_in_the_queue_and_of_the_prefill() -> None:
     engine, _ = make_engine()
+    began = time.monotonic()
     engine.submit([make_request("a", prompt_of(20))])
-    waits = [delta.queue_seconds for delta in drain(engine)["a"]]
-    assert waits[0] >= 0
-    assert waits[1:] == [None] * 7
+    deltas = drain(engine)["a"]
+    first = deltas[0]
+    assert first.queue_seconds is not None
+    assert first.prefill_seconds is not None
+    assert min(first.queue_seconds, first.prefill_seconds) >= 0
+    assert first.queue_seconds + first.prefill_seconds <= time.monotonic() - began
+    assert {(delta.queue_seconds, delta.prefill_seconds) for delta in deltas[1:]} == {(None, None)}
 
 
 def test_steps_are_counted_as_they_are_launched() -> None:

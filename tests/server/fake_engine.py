@@ -242,6 +242,7 @@ class FakeEngine:
             "prompt_logprobs": prompt_logprobs,
             "num_cached_tokens": CACHED if len(prompt) > CACHED else 0,
             "queue_seconds": now - request.arrival_s if first else None,
+            "prefill_seconds": 0.0 if first else None,
         }
         if request.max_tokens == 0:
             pooled = None if request.pooling is None else pool(prompt, request.pooling)

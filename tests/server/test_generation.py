@@ -167,7 +167,7 @@ async def test_times_are_of_the_arrival_of_the_first_token_and_of_each_further_o
     call = Call(tokenizer, [[1]])
     await call.submit()
     now = 103.0
-    await call.feed(0, [100], queue_seconds=1.0)
+    await call.feed(0, [100], queue_seconds=1.0, prefill_seconds=1.5)
     now = 104.0
     await call.feed(0, [101, 102], queue_seconds=None)  # two tokens at once are two halves of the time
     now = 106.0
@@ -176,6 +176,8 @@ async def test_times_are_of_the_arrival_of_the_first_token_and_of_each_further_o
     assert call.metric("inter_token_seconds_sum") == 0.5 + 2.0
     assert call.metric("inter_token_seconds_count") == 2
     assert call.metric("queue_seconds_sum") == 1.0
+    assert call.metric("prefill_seconds_sum") == 1.5
+    assert call.metric("prefill_seconds_count") == 1
     assert call.metric("request_seconds_sum") == 6.0
 
 
