@@ -138,6 +138,12 @@ SOAK_GROWTH_BYTES = 24 * 2**20
 HOSTILE_PEAK_BYTES = 768 * 2**20
 # The highest of a soak's last third over the highest of the third before: one more body or two at the same time.
 HOSTILE_GROWTH_BYTES = 96 * 2**20
+# Between the two best log probabilities: batches and cached prefixes sum in another order, which moves a logit of a
+# 0.1 B model in float32 by 1e-5 or so; a token of another request moves the best by whole units.
+LEVEL_LOGPROBS = 1e-3
+# Resident memory at the end of a mixed load, over what it was after its first minute: a leak of one request's rows
+# (2 MB and more) would pass it within fifty requests.
+MIXED_GROWTH_BYTES = 50 * 2**20
 # Seconds of the 99th percentile of gaps at 20 ms a token where client, server and attackers share two busy cores;
 # with a text tokenised on the event loop, or headers kept, streams stand still for longer.
 HOSTILE_SAMPLE_GAP_S = 1.0
