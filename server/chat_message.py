@@ -80,8 +80,18 @@ def _check_calls(i: int, message: Message, called: set[str]) -> None:
         raise invalid(f"messages[{i}].tool_call_id", f"got {got!r}; no message before it has a call with this id")
 
 
-def message_text(message: Message) -> str:
-    """A message's content as one string; text parts are joined as they are."""
+def join_texts(texts: list[str]) -> str | list[Part]:
+    """A message's content of these texts."""
+    return [Part(type="text", text=text) for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def message_texts(message: Message) -> list[str]:
+    """The texts of a message's content, one for each part."""
     if isinstance(message.content, list):
-        return "".join(part.text or "" for part in message.content)
-    return message.content or ""
+        return [part.text or "" for part in message.content]
+    return [message.content or ""]
+
+
+def message_text(message: Message) -> str:
+    """A message's content as one string, a newline between text parts."""
+    return "\n".join(message_texts(message))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.bodies import ChatBody
-from server.chat_message import Message, message_text
+from server.chat_message import Message, message_text, message_texts
 from server.json_size import MOST_LEVELS, count_levels
 from server.tools import Tool
 
@@ -29,7 +29,8 @@ class Conversation:
     def texts(self) -> Iterator[str]:
         """Every text of the client."""
         for message in self.messages:
-            yield from strings_of(plain_message(message, str))
+            yield from strings_of(plain_message(message, str, with_parts=True))
+            yield "".join(message_texts(message))  # as a template may write parts
         yield from strings_of(self.tools)
         yield from strings_of(self.variables)
 
@@ -60,8 +61,10 @@ def plain_tool(tool: Tool) -> Tree:
     return {"type": "function", "function": function | {"parameters": parameters}}
 
 
-def plain_message(message: Message, spell: Spell) -> Tree:
-    plain: Tree = {"role": message.role, "content": spell(message_text(message))}
+def plain_message(message: Message, spell: Spell, with_parts: bool) -> Tree:
+    """with_parts: the content is a list of text parts, as OpenAI writes it; else one text."""
+    content = _plain_parts(message, spell) if with_parts else spell(message_text(message))
+    plain: Tree = {"role": message.role, "content": content}
     if message.name:
         plain["name"] = spell(message.name)
     if message.tool_calls:
@@ -82,6 +85,15 @@ def plain_message(message: Message, spell: Spell) -> Tree:
     if reasoning:
         plain["reasoning_content"] = spell(reasoning)
     return plain
+
+
+def _plain_parts(message: Message, spell: Spell) -> list[Tree]:
+    """The content's parts; as one part where they would spell out together what none of them does alone."""
+    texts = message_texts(message)
+    spelled = [spell(text) for text in texts]
+    if "".join(spelled) != spell("".join(texts)):
+        spelled = [spell(message_text(message))]
+    return [{"type": "text", "text": text} for text in spelled]
 
 
 def read_arguments(text: str) -> Tree:

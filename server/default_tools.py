@@ -26,7 +26,7 @@ or several in a row, as a message of the user:
 import msgspec
 
 from server.chat_message import Message, message_text
-from server.conversation import Conversation, read_arguments
+from server.conversation import Conversation, Tree, read_arguments
 from server.message.tools import encode_json
 
 _INTRODUCTION = (
@@ -38,25 +38,53 @@ _INTRODUCTION = (
 
 def write_tools(conversation: Conversation, takes_system: bool) -> Conversation:
     """The same chat without tools, calls and results that a template would have to know."""
-    messages: list[Message] = []
-    results: list[str] = []
-    for message in conversation.messages:
-        if message.role == "tool":
-            results.append(f"<tool_response>\n{message_text(message)}\n</tool_response>")
-            continue
-        messages += _as_user(results)
-        results = []
-        messages.append(_with_calls(message))
-    messages += _as_user(results)
+    messages = write_calls(write_results(conversation.messages))
     if conversation.tools:
         tools = "\n".join(map(encode_json, conversation.tools))
         messages = _introduce(_INTRODUCTION.format(tools=tools), messages, takes_system)
     return Conversation(messages, [], conversation.variables)
 
 
+def write_results(messages: list[Message]) -> list[Message]:
+    """Results of tools as what the user says."""
+    written: list[Message] = []
+    results: list[str] = []
+    for message in messages:
+        if message.role == "tool":
+            results.append(f"<tool_response>\n{message_text(message)}\n</tool_response>")
+            continue
+        written += _as_user(results)
+        results = []
+        written.append(message)
+    return written + _as_user(results)
+
+
+def write_calls(messages: list[Message]) -> list[Message]:
+    """Calls as what the assistant says."""
+    return [_with_calls(message) for message in messages]
+
+
+def write_observations(messages: list[Tree]) -> list[Tree]:
+    """Calls and results as templates of ChatGLM and GLM-4 have them: a call is a message of the assistant's whose
+    `metadata` is the tool's name, and a result is a message of the role `observation`.
+    """
+    written: list[Tree] = []
+    for message in messages:
+        if message["role"] == "tool":
+            written.append({"role": "observation", "content": message["content"]})
+            continue
+        calls = message.get("tool_calls", [])
+        if message["content"] or not calls:
+            written.append({key: value for key, value in message.items() if key != "tool_calls"})
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            written.append({"role": "assistant", "metadata": name, "content": encode_json(arguments)})
+    return written
+
+
 def _introduce(text: str, messages: list[Message], takes_system: bool) -> list[Message]:
     first = messages[0]
-    if first.role in ("system", "developer") or not takes_system:
+    if first.role == "system" or not takes_system:
         before, after = (text, message_text(first)) if first.role == "user" else (message_text(first), text)
         return [Message(role=first.role, name=first.name, content=f"{before}\n\n{after}"), *messages[1:]]
     return [Message(role="system", content=text), *messages]

@@ -136,8 +136,9 @@ def load_parts(deployment: Deployment) -> Parts:
     template = load_template(deployment.model, tokenizer)
     answer_format = None
     if template is not None:
-        writes_tools, settings = template.writes_tools, tokenizer.settings
-        answer_format = choose_format(deployment.model, template.source, writes_tools, settings)
+        with_tools = template.for_tools or template
+        source = template.source if with_tools is template else template.source + with_tools.source
+        answer_format = choose_format(deployment.model, source, with_tools.writes_tools, tokenizer.settings)
     return Parts(
         tokenizer=tokenizer,
         template=template,

@@ -1,11 +1,14 @@
 """Chat templates: jinja in a sandbox, with the options and functions that Hugging Face's templates expect.
 
-A template comes from a checkpoint, so it is foreign code: it sees the conversation alone, and cannot change it. For
-one that writes no tools, `default_tools.py` does.
+A template comes from a checkpoint, so it is foreign code: it sees the conversation alone, and cannot change it. What it
+takes is found out by rendering short chats; a chat is then written so that no message of it is dropped without a word.
+For a template that writes no tools, `default_tools.py` does.
 """
 
 import json
+from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,16 +20,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError, invalid
-from server.chat_message import Message
+from server.chat_message import CalledFunction, Message, MessageCall, Part
 from server.config import ConfigError
 from server.conversation import Conversation, Spell, Tree, plain_message, plain_tool, spell_tree
-from server.default_tools import write_tools
+from server.default_tools import write_calls, write_observations, write_results, write_tools
+from server.system_messages import place_systems
 from server.tokenizer import Tokenizer
 from server.tools import Function, Tool
 
-_PROBE = "probe_7f3a1c"
-_PROBE_CHAT = [Message(role="user", content="Hi")]
-_PROBE_TOOL = plain_tool(Tool(type="function", function=Function(name=_PROBE)))
+_PROBE, _OTHER, _NAME = "probe_7f3a1c", "probe_e09d52", "probe_51d2aa"
+_USER, _ASSISTANT = Message(role="user", content="Hi"), Message(role="assistant", content="Yes.")
+_PROBE_CHAT = [_USER]
+_PROBE_TOOL = plain_tool(Tool(type="function", function=Function(name=_NAME)))
+_CALL_ID = "abcdefghi"  # as long as Mistral's templates want it
+_CALL = MessageCall(id=_CALL_ID, function=CalledFunction(name=_NAME, arguments=f'{{"{_PROBE}": 1}}'))
+_CALL_CHAT = [
+    _USER,
+    Message(role="assistant", content="", tool_calls=[_CALL]),
+    Message(role="tool", content=_OTHER, tool_call_id=_CALL_ID),
+]
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
@@ -47,9 +59,27 @@ class ChatTemplate:
             raise ConfigError(f"chat_template: does not compile: {error}") from None
         self._special_tokens = special_tokens
         self.source = source
-        self.writes_tools = True
-        self.writes_tools = self._shows(_PROBE_CHAT, [_PROBE_TOOL])
-        self.takes_system = self._shows([Message(role="system", content=_PROBE), *_PROBE_CHAT], [])
+        self.for_tools: ChatTemplate | None = None  # the one to render where there are tools
+        self._probe()
+
+    def _probe(self) -> None:
+        """Find out what the template takes."""
+        self._takes_observations, self._takes_parts, self._takes_text = False, True, True
+        text = self._try([Message(role="user", content=_PROBE)], [])
+        parts = self._try([Message(role="user", content=[Part(type="text", text=_PROBE)])], [])
+        self._takes_text = text is None or _PROBE in text
+        self._takes_parts = parts is not None and (parts == text if self._takes_text else _PROBE in parts)
+        self.writes_tools = _NAME in (self._try(_PROBE_CHAT, [_PROBE_TOOL]) or "")
+        self.takes_system = _PROBE in (self._try([Message(role="system", content=_PROBE), _USER], []) or "")
+        systems = [Message(role="system", content=name) for name in (_PROBE, _OTHER)]
+        later = self._try([systems[0], _USER, _ASSISTANT, systems[1], _USER], []) or ""
+        self._takes_later_systems = _PROBE in later and _OTHER in later
+        # Those that a template refuses stay as they are: it says why.
+        called = self._try(_CALL_CHAT, [_PROBE_TOOL])
+        self._drops_calls = called is not None and _PROBE not in called
+        self._drops_results = called is not None and _OTHER not in called
+        observed = self._try([_USER, Message(role="observation", content=_OTHER)], []) or ""
+        self._takes_observations = self._drops_results and _OTHER in observed
 
     def render(
         self,
@@ -62,14 +92,32 @@ class ChatTemplate:
         Raises ApiError 400 if the template refuses the conversation.
         """
         given = messages if isinstance(messages, Conversation) else Conversation(messages)
+        if given.has_tools and self.for_tools is not None:
+            return self.for_tools.render(given, spell, documents)
+        return self._write(self._adapt(given), spell, documents)
+
+    def _adapt(self, given: Conversation) -> Conversation:
+        """The conversation in messages that the template takes."""
+        messages = place_systems(given.messages, self.takes_system, self._takes_later_systems)
+        adapted = replace(given, messages=messages)
         if given.has_tools and not self.writes_tools:
-            given = write_tools(given, self.takes_system)
+            return write_tools(adapted, self.takes_system)
+        if self._takes_observations:
+            return adapted  # written below, where messages have `metadata`
+        if self._drops_results:
+            adapted = replace(adapted, messages=write_results(adapted.messages))
+        if self._drops_calls:
+            adapted = replace(adapted, messages=write_calls(adapted.messages))
+        return adapted
+
+    def _write(self, given: Conversation, spell: Spell, documents: list[dict[str, str]] | None) -> str:
+        plain = [plain_message(message, spell, self._goes_over_parts(message)) for message in given.messages]
         try:
             return self._template.render(
                 **self._special_tokens
                 | spell_tree(given.variables, spell)
                 | {
-                    "messages": [plain_message(message, spell) for message in given.messages],
+                    "messages": write_observations(plain) if self._takes_observations else plain,
                     "tools": spell_tree(given.tools, spell) or None,
                     "documents": documents,
                     "add_generation_prompt": True,
@@ -84,28 +132,65 @@ class ChatTemplate:
         """Names that no request may give a value."""
         return frozenset(_GIVEN | set(self._special_tokens))
 
-    def _shows(self, messages: list[Message], tools: list[Tree]) -> bool:
+    def _goes_over_parts(self, message: Message) -> bool:
+        return self._takes_parts and (isinstance(message.content, list) or not self._takes_text)
+
+    def _try(self, messages: list[Message], tools: list[Tree]) -> str | None:
+        """What the template itself makes of a chat; None if it refuses it."""
         try:
-            return _PROBE in self.render(Conversation(messages, tools), str)
+            return self._write(Conversation(messages, tools), str, None)
         except ApiError:
-            return False
+            return None
 
 
 def load_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The configured file, else the tokenizer's own; None if there is neither."""
-    path = model.chat_template
-    if path is None and (tokenizer.folder / "chat_template.jinja").is_file():
-        path = tokenizer.folder / "chat_template.jinja"
-    if path is not None:
-        try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), tokenizer.special_tokens)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model.chat_template: {path} cannot be read: {error}") from None
-    source = tokenizer.settings.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return ChatTemplate(source, tokenizer.special_tokens) if isinstance(source, str) else None
+    """The configured file, else the tokenizer's own, with the one named `tool_use` for chats that have tools; None if
+    there is none. Raises ConfigError.
+    """
+    if model.chat_template is not None:
+        return ChatTemplate(_read(model.chat_template), tokenizer.special_tokens)
+    named = _named_sources(tokenizer)
+    if not named:
+        return None
+    if "default" not in named and len(named) > 1:
+        raise ConfigError(
+            f"chat_template: {tokenizer.folder} has templates named {sorted(named)} and none named 'default'; "
+            "set model.chat_template"
+        )
+    first = "default" if "default" in named else next(iter(named))
+    template = ChatTemplate(named[first], tokenizer.special_tokens)
+    if "tool_use" in named and first != "tool_use":
+        template.for_tools = ChatTemplate(named["tool_use"], tokenizer.special_tokens)
+    return template
+
+
+def _named_sources(tokenizer: Tokenizer) -> dict[str, str]:
+    """Templates by name, as transformers keeps them: in the tokenizer's settings, and in files, which go before. Raises
+    ConfigError.
+    """
+    given = tokenizer.settings.get("chat_template") or {}
+    if isinstance(given, str):
+        given = {"default": given}
+    elif isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
+        given = {entry.get("name"): entry.get("template") for entry in given}
+    if not isinstance(given, dict) or not all(isinstance(text, str) for text in [*given, *given.values()]):
+        raise ConfigError(
+            "tokenizer_config.json: chat_template: wanted a text, a list of objects with `name` and `template`, or an "
+            "object of named texts"
+        )
+    named = dict(given)
+    if (tokenizer.folder / "chat_template.jinja").is_file():
+        named["default"] = _read(tokenizer.folder / "chat_template.jinja")
+    for path in sorted(tokenizer.folder.glob("additional_chat_templates/*.jinja")):
+        named[path.stem] = _read(path)
+    return named
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template: {path} cannot be read: {error}") from None
 
 
 class _Generation(Extension):

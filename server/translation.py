@@ -12,7 +12,7 @@ import msgspec
 
 from server.api_error import ApiError, invalid
 from server.bodies import ChatBody
-from server.chat_message import CalledFunction, Message, MessageCall
+from server.chat_message import CalledFunction, Message, MessageCall, Part, join_texts, message_text
 from server.form import JsonSchema, ResponseFormat
 from server.other_bodies import (
     CallBlock,
@@ -105,7 +105,7 @@ def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translati
     messages, origins = _read_items(body.input)
     if not messages:
         raise invalid("input", "empty; wanted a text, or a list with at least one message")
-    chat = _chat(body, _join_systems([*opening, *earlier, *messages]))
+    chat = _chat(body, [*opening, *earlier, *messages])
     chat.max_completion_tokens = body.max_output_tokens
     chat.parallel_tool_calls = body.parallel_tool_calls
     chat.reasoning_effort = None if body.reasoning is None else body.reasoning.effort
@@ -126,14 +126,6 @@ def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translati
     return Translation(chat, where, _RESPONSES_NAMES, messages)
 
 
-def _join_systems(messages: list[Message]) -> list[Message]:
-    """Templates know one name for who instructs."""
-    return [
-        msgspec.structs.replace(message, role="system") if message.role == "developer" else message
-        for message in messages
-    ]
-
-
 def _read_items(given: str | list[InputItem]) -> tuple[list[Message], list[str]]:
     """Calls that follow one another are one message's, and the thought before them is theirs."""
     if isinstance(given, str):
@@ -145,7 +137,7 @@ def _read_items(given: str | list[InputItem]) -> tuple[list[Message], list[str]]
         at = f"input[{i}]"
         match item.type or "message":
             case "reasoning":
-                thought = _join(item.content)
+                thought = message_text(Message(role="assistant", content=_content(item.content)))
                 continue
             case "function_call":
                 call = _call_of(at, item)
@@ -157,13 +149,13 @@ def _read_items(given: str | list[InputItem]) -> tuple[list[Message], list[str]]
             case "function_call_output":
                 if item.call_id is None or item.output is None:
                     raise invalid(f"{at}.{'call_id' if item.call_id is None else 'output'}", "missing")
-                message = Message(role="tool", content=_join(item.output), tool_call_id=item.call_id)
+                message = Message(role="tool", content=_content(item.output), tool_call_id=item.call_id)
             case _:
                 if item.role is None or item.content is None:
                     raise invalid(f"{at}.{'role' if item.role is None else 'content'}", "missing")
                 is_own = item.role == "assistant"
                 message = Message(
-                    role=item.role, content=_join(item.content), reasoning_content=thought if is_own else None
+                    role=item.role, content=_content(item.content), reasoning_content=thought if is_own else None
                 )
         thought = None
         messages.append(message)
@@ -179,10 +171,8 @@ def _call_of(at: str, item: InputItem) -> MessageCall:
     return MessageCall(id=item.call_id or "", type="function", function=function)
 
 
-def _join(content: str | list[InputPart] | None) -> str:
-    if isinstance(content, list):
-        return "".join(part.text for part in content)
-    return content or ""
+def _content(content: str | list[InputPart] | list[TextBlock] | None) -> str | list[Part]:
+    return join_texts([part.text for part in content]) if isinstance(content, list) else content or ""
 
 
 # --- /v1/messages -----------------------------------------------------------------------------------------------------
@@ -193,7 +183,7 @@ def translate_messages(body: PromptBody) -> Translation:
     messages: list[Message] = []
     origins: list[str] = []
     if body.system is not None:
-        messages.append(Message(role="system", content=_join_blocks(body.system)))
+        messages.append(Message(role="system", content=_content(body.system)))
         origins.append("system")
     for i, turn in enumerate(body.messages):
         read = _read_turn(f"messages[{i}]", turn)
@@ -239,7 +229,7 @@ def _read_turn(at: str, turn: Turn) -> list[tuple[Message, str]]:
             case TextBlock():
                 texts.append(block.text)
             case ResultBlock() if turn.role == "user":
-                text = _join_blocks(block.content or "")
+                text = _content(block.content)
                 found.append((Message(role="tool", content=text, tool_call_id=block.tool_use_id), where))
             case CallBlock() if turn.role == "assistant":
                 arguments = msgspec.json.encode(block.input).decode()
@@ -252,16 +242,12 @@ def _read_turn(at: str, turn: Turn) -> list[tuple[Message, str]]:
     if texts or calls or thoughts or not found:
         message = Message(
             role=turn.role,
-            content="".join(texts),
+            content=join_texts(texts),
             tool_calls=calls or None,
             reasoning_content="".join(thoughts) or None,
         )
         found.append((message, at))
     return found
-
-
-def _join_blocks(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
 def _named(name: str) -> NamedTool:

@@ -148,13 +148,13 @@ def test_cuts_are_those_that_others_know_by_the_same_names() -> None:
 
 
 def test_runs_of_spaces_and_named_templates_are_read(tmp_path: Path) -> None:
-    template = {"tokenizer__chat_template": "default", "tokenizer__chat_templates": ["tool_use"],
-                "tokenizer__chat_template__tool_use": "tools"}  # fmt: skip
+    template = {"tokenizer__chat_template": "default", "tokenizer__chat_template__tool_use": "tools"}
     tokenizer = Tokenizer(small(tmp_path, **template), None)
     assert tokenizer.settings["chat_template"] == [
         {"name": "default", "template": "default"}, {"name": "tool_use", "template": "tools"}
     ]  # fmt: skip
-    assert load_template(ModelConfig(path=tmp_path / "small.gguf"), tokenizer).source == "default"
+    found = load_template(ModelConfig(path=tmp_path / "small.gguf"), tokenizer)
+    assert (found.source, found.for_tools.source) == ("default", "tools")
 
 
 def test_ends_are_all_that_a_file_names_and_control_tokens_that_end_turns(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from gpu.model.sentencepiece_vocabulary import assemble_vocabulary
 from gpu.model.spec import ModelError
 
 _GGML = "tokenizer.ggml."
+_NAMED = "tokenizer.chat_template."
 _IDS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
         "pad_token": "padding_token_id", "sep_token": "seperator_token_id", "mask_token": "mask_token_id"}  # fmt: skip
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -136,13 +137,11 @@ def _settings(file: GgufFile) -> dict[str, Any]:
             raise ModelError(f"model: {file.path}: {_GGML}{key} is {value!r}; wanted true or false")
         if value is not None:
             found[key] = value
-    template, names = file.metadata.get("tokenizer.chat_template"), file.metadata.get("tokenizer.chat_templates") or []
-    if names:
-        named = [
-            ("default", template),
-            *((name, file.metadata.get(f"tokenizer.chat_template.{name}")) for name in names),
-        ]
-        template = [{"name": name, "template": text} for name, text in named if isinstance(text, str)]
+    template = file.metadata.get("tokenizer.chat_template")
+    named = {key.removeprefix(_NAMED): text for key, text in file.metadata.items() if key.startswith(_NAMED)}
+    if named:
+        texts = ({"default": template} if template else {}) | named
+        template = [{"name": name, "template": text} for name, text in texts.items()]
     return found | ({"chat_template": template} if template else {})
 
 
