@@ -74,11 +74,19 @@ def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, d
     return served(weights, architecture, device)
 
 
+def check_checkpoint(folder: Path, architecture: Architecture) -> Source:
+    """Read the headers of a checkpoint's files, and no weights. Raises ModelError for a file that is missing or broken,
+    and for a tensor that is missing, extra or of another shape or type than the architecture's.
+    """
+    source = open_source(folder, architecture)
+    _check_tensors(source, wanted_tensors(architecture), architecture)
+    return source
+
+
 def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                 on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
     """As `load_weights`, and packed on every CPU."""
-    source = open_source(folder, architecture)
-    _check_tensors(source, wanted_tensors(architecture), architecture)
+    source = check_checkpoint(folder, architecture)
     weights = allocate_weights(architecture, dtype, device, _find_scales(source, architecture), experts_on_card)
     found = places(weights, architecture)
     tensors = [

@@ -346,14 +346,14 @@ def overwritten(offset: int, with_bytes: bytes) -> Callable[[Path], None]:
 
 
 BROKEN = {
-    "cut data": (truncated(0.9), "is not a whole GGUF file (it has "),
-    "cut header": (truncated(0.001), "is not a whole GGUF file (it has "),
-    "empty": (truncated(0.0), "is no GGUF file: it begins with b''; wanted b'GGUF', or a folder"),
-    "magic": (overwritten(0, b"GGML"), "is no GGUF file: it begins with b'GGML'; wanted b'GGUF'"),
-    "version": (overwritten(4, struct.pack("<I", 9)), "is not a whole GGUF file (Sorry, file appears to be version 9"),
-    "byte order": (overwritten(4, struct.pack(">I", 3)), "is not a whole GGUF file"),
-    "endless keys": (overwritten(16, struct.pack("<Q", 2**40)), "is not a whole GGUF file ("),
-    "endless tensors": (overwritten(8, struct.pack("<Q", 2**40)), "is not a whole GGUF file ("),
+    "cut data": (truncated(0.9), " bytes, and tensor "),
+    "cut header": (truncated(0.001), " bytes are left of the file"),
+    "empty": (truncated(0.0), "it is empty; wanted a GGUF file"),
+    "magic": (overwritten(0, b"GGML"), "it begins with b'GGML'; wanted b'GGUF', or a folder"),
+    "version": (overwritten(4, struct.pack("<I", 9)), "it is of version 9; served: 2, 3"),
+    "byte order": (overwritten(4, struct.pack(">I", 3)), "it is of the other byte order; wanted a little-endian file"),
+    "endless keys": (overwritten(16, struct.pack("<Q", 2**40)), "it says that it has 1,099,511,627,776 keys, and"),
+    "endless tensors": (overwritten(8, struct.pack("<Q", 2**40)), "it says that it has 1,099,511,627,776 tensors"),
 }
 
 
@@ -379,36 +379,14 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, monkeypatch: py
     assert_refused(tmp_path / "theirs.gguf", "theirs.gguf cannot be read (Permission denied); wanted a GGUF file")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_file_whose_header_is_damaged_anywhere_is_refused_or_read(seed: int, tmp_path: Path) -> None:
-    """Never anything but a ModelError, and never without end."""
-    path = write(
-        checkpoint("llama2").folder, tmp_path / "model.gguf", lambda _: "F16", {"x.list": ["a"] * 9}, is_alone=True
-    )
-    whole_file, generator = path.read_bytes(), np.random.default_rng(seed)
-    num_refused = 0
-    for _ in range(60):
-        content = bytearray(whole_file)
-        for place in generator.integers(4, 2600, 2):
-            content[place] = int(generator.integers(0, 256))
-        path.write_bytes(content)
-        try:
-            load_packed(path, read_architecture(path), torch.float32, torch.device("meta"), lambda _: None)
-        except ModelError as error:
-            num_refused += "\n" not in str(error)
-        except NotImplementedError:
-            pass  # nothing can be copied out of meta tensors: the header was read
-    assert num_refused > 30
-
-
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; served: 'llama', 'qwen2'"),
     "unknown key": ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, and nothing here knows what that means"),
     "experts": ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok is 9; wanted at most 8"),
     "value heads": ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; wanted as many as keys"),
     "no layers": ({"llama.block_count": None}, "num_hidden_layers is None; wanted a positive int"),
-    "too many layers": ({"llama.block_count": 4}, "tensor blk.3.attn_norm.weight is missing"),
-    "fewer layers": ({"llama.block_count": 2}, "tensor blk.2.attn_norm.weight is not one of a llama"),
+    "too many layers": ({"llama.block_count": 4}, "llama.block_count is 4; the file has tensors of 3 layers"),
+    "fewer layers": ({"llama.block_count": 2}, "llama.block_count is 2; the file has tensors of 3 layers"),
     "sizes": ({"llama.feed_forward_length": 64}, "is [64, 96]; wanted [64, 64] by its metadata"),
     "rows": ({"llama.vocab_size": 300}, "llama.vocab_size says 300 tokens, and token_embd.weight has 320 rows"),
     "text": ({"llama.context_length": "long"}, "llama.context_length is 'long'; wanted a number"),
@@ -463,8 +441,7 @@ def test_a_kind_that_is_not_served_is_refused_by_its_name(kind: str, tmp_path: P
 def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
     path = write(checkpoint("llama2", **WIDE).folder, tmp_path / "model.gguf", all_of("Q4_K"), is_alone=True)
     tensor = read_gguf(path).tensors["blk.1.attn_v.weight"]
-    offset = path.read_bytes().find(tensor.data.tobytes())
-    overwritten(offset + 144, np.float16(np.inf).tobytes())(path)
+    overwritten(tensor.offset + 144, np.float16(np.inf).tobytes())(path)
     with pytest.raises(ModelError, match=r"tensor blk\.1\.attn_v\.weight holds scales \(d\) that are"):
         packed(path)
 

@@ -10,13 +10,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+from tokenizers import Regex, pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from evals.run import load_tokenizer as load_for_evals
 from gpu.config import ModelConfig
 from gpu.model.architecture import ModelError, read_architecture
 from gpu.model.end_tokens import end_token_ids
-from gpu.model.gguf.tokens import _ALIASES, _CUTS
+from gpu.model.gguf.cuts import ALIASES, CUTS
 from gpu.model.weights_digest import digest_weights
 from server.commands.servable import require_servable
 from server.config import ConfigError, Deployment, load_deployment
@@ -141,10 +142,24 @@ def _write_pieces(folder: Path, proto: bytes, processor: SentencePieceProcessor)
 
 
 def test_cuts_are_those_that_others_know_by_the_same_names() -> None:
-    shared = [name for name in (*_CUTS, *_ALIASES) if name in GGUF_PRE_TOKENIZER_SPLITS]
+    shared = [name for name in (*CUTS, *ALIASES) if name in GGUF_PRE_TOKENIZER_SPLITS]
     assert {"llama-bpe", "qwen2", "tekken", "gpt-4o", "smaug-bpe"} <= set(shared)
     for name in shared:
-        assert _CUTS[_ALIASES.get(name, name)] == (GGUF_PRE_TOKENIZER_SPLITS[name],), name
+        assert CUTS[ALIASES.get(name, name)] == (GGUF_PRE_TOKENIZER_SPLITS[name],), name
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("default", ["He", "'", "s", " ", "123", "456", " kg", " ", "+=", " x", " "]),
+    ("deepseek-llm", ["He", "\'", "s", " ", "123456", " kg", " +=", " x", " "]),
+    ("deepseek-coder", ["He", "\'", "s", " ", "1", "2", "3", "4", "5", "6", " kg", " +=", " x", " "]),
+    ("deepseek-v3", ["He", "\'s", " ", "123", "456", " kg", " +=", " x", " "]),
+    ("seed-coder", ["He", "\'s", " ", "1", "2", "3", "4", "5", "6", " kg", " +=", " x", " "]),
+])  # fmt: skip
+def test_words_are_cut_as_the_tokenizers_of_that_name_cut_them(name: str, words: list[str]) -> None:
+    """Contractions, digits, marks and spaces at the end, in which these differ."""
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in CUTS[name]]
+    pieces = pre_tokenizers.Sequence(cuts).pre_tokenize_str("He's 123456 kg += x ")
+    assert [piece for piece, _ in pieces] == words
 
 
 def test_runs_of_spaces_and_named_templates_are_read(tmp_path: Path) -> None:
@@ -250,5 +265,5 @@ def test_a_folder_that_holds_a_file_is_told_to_name_it(tmp_path: Path) -> None:
         read_architecture(tmp_path / "absent.gguf")
     config = tmp_path / "deployment.yaml"
     config.write_text(yaml.safe_dump({"model": {"path": "some.gguf"}}))
-    with pytest.raises(ModelError, match=r"some\.gguf is not a whole GGUF file"):
+    with pytest.raises(ModelError, match=r"some\.gguf: it has 4 bytes, and its version would be"):
         resolve_plan(load_deployment(config), load_machine(LAPTOP))

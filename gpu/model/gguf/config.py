@@ -1,14 +1,17 @@
-"""A GGUF file's metadata as the `config.json` of the same model, so that its family reads it as any other. No torch.
+"""Translate a GGUF file's metadata into the `config.json` of the same model, for its family to read. No torch.
 
-It refuses to know what a family makes of it. Invariant: a key of the architecture is translated here, says what is so
-anyway, or is passed on by its own name, which the family refuses as one that nothing knows.
+A key of the architecture is translated here, or says what is so anyway, or is passed on by its own name, which the
+family refuses as one that it does not know. A value of the wrong type, and a count that the file's tensors contradict,
+is refused here by its key.
 """
 
+import re
 from typing import Any
 
 import numpy as np
 
 from gpu.model.gguf.file import GgufFile
+from gpu.model.gguf.header import shown
 from gpu.model.spec import ModelError
 
 # `general.architecture`, and the model type whose layers it has. llama.cpp calls Mistral a Llama.
@@ -27,6 +30,7 @@ EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
 # Tensors that say how tokens are rotated, read here and by no layer.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_OF_LAYER = re.compile(r"blk\.(\d{1,6})\.")
 _SIZES = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -57,6 +61,7 @@ class _Keys:
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.path, self.prefix = file.path, architecture + "."
+        self.num_layers = _count_layers(file, self.prefix + "block_count")
         self._left = {
             key.removeprefix(self.prefix): value for key, value in file.metadata.items() if key.startswith(self.prefix)
         }
@@ -65,8 +70,29 @@ class _Keys:
         value = self._left.pop(key, absent)
         return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-5 as it was meant
 
-    def number(self, key: str, absent: Any = None) -> Any:
+    def word(self, key: str, absent: str) -> str:
+        """Return a text. Raises ModelError for anything else."""
         value = self.take(key, absent)
+        if not isinstance(value, str):
+            raise self.refused(key, value, "a text")
+        return value
+
+    def size(self, key: str) -> int | None:
+        """Return a count of 1 or more; None: the file does not say. Raises ModelError for anything else."""
+        value = self.number(key)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise self.refused(key, value, "a whole number of 1 or more")
+        return value
+
+    def number(self, key: str, absent: Any = None) -> Any:
+        """Return a number of 0 or more, or `absent`. A list that has the same number for every layer is that number.
+        Raises ModelError for anything else.
+        """
+        value = self.take(key, absent)
+        if isinstance(value, list):
+            if len(value) != self.num_layers or len(set(value)) != 1:
+                raise self.refused(key, value, "a number, or the same one for each layer")
+            value = value[0]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise self.refused(key, value, "a number")
         return value
@@ -80,19 +106,35 @@ class _Keys:
         }
 
     def refused(self, key: str, value: Any, wanted: str) -> ModelError:
-        return ModelError(f"model: {self.path}: {self.prefix}{key} is {value!r}; wanted {wanted}")
+        return ModelError(f"model: {self.path}: {self.prefix}{key} is {shown(value)}; wanted {wanted}")
+
+
+def _count_layers(file: GgufFile, key: str) -> int:
+    """Return the layers that the file has tensors of, which must be as many as its metadata says. Raises ModelError.
+
+    It comes first: a file that claims a billion layers is refused before anything is made for each.
+    """
+    numbers = {int(found[1]) for name in file.tensors if (found := _OF_LAYER.match(name))}
+    stated, num_layers = file.metadata.get(key), max(numbers, default=-1) + 1
+    if stated is not None and (isinstance(stated, bool) or stated != num_layers):
+        raise ModelError(f"model: {file.path}: {key} is {shown(stated)}; the file has tensors of {num_layers} layers")
+    return num_layers
 
 
 def as_config(file: GgufFile) -> dict[str, Any]:
     """As `gpu.model.family.parse_config` takes it. Raises ModelError for what no served model has."""
     name = file.metadata.get("general.architecture")
-    if name not in MODEL_TYPES:
+    if not isinstance(name, str) or name not in MODEL_TYPES:
         served = ", ".join(map(repr, MODEL_TYPES))
-        raise ModelError(f"model: {file.path}: general.architecture is {name!r}; served: {served}")
+        raise ModelError(f"model: {file.path}: general.architecture is {shown(name)}; served: {served}")
     if EMBEDDING not in file.tensors:
         raise ModelError(f"model: {file.path}: tensor {EMBEDDING} is missing; wanted a whole language model")
+    if len(file.tensors[EMBEDDING].shape) != 2:
+        raise ModelError(
+            f"model: {file.path}: tensor {EMBEDDING} is {list(file.tensors[EMBEDDING].shape)}; wanted rows and columns"
+        )
     keys = _Keys(file, name)
-    config: dict[str, Any] = {ours: keys.number(theirs) for theirs, ours in _SIZES.items()}
+    config: dict[str, Any] = {ours: keys.size(theirs) for theirs, ours in _SIZES.items()}
     config |= {"model_type": MODEL_TYPES[name]} | _experts(keys, name)
     config |= {
         "vocab_size": _vocab_size(file, keys),
@@ -140,6 +182,8 @@ def _vocab_size(file: GgufFile, keys: _Keys) -> int:
     """Rows of the embedding, of which there is one a token."""
     rows = file.tensors[EMBEDDING].shape[0]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if tokens is not None and not isinstance(tokens, list):
+        raise ModelError(f"model: {file.path}: tokenizer.ggml.tokens is {shown(tokens)}; wanted a list of texts")
     stated = keys.take("vocab_size", rows)
     for what, count in ((f"{keys.prefix}vocab_size", stated), ("tokenizer.ggml.tokens", len(tokens or ()) or rows)):
         if count != rows:
@@ -149,10 +193,10 @@ def _vocab_size(file: GgufFile, keys: _Keys) -> int:
 
 def _heads(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = config.get("hidden_size") or 0, config.get("num_attention_heads") or 1
-    if not isinstance(hidden, int) or not isinstance(heads, int):
-        raise keys.refused("attention.head_count", heads, "a whole number")
-    dim = keys.number("attention.key_length", hidden // heads)
-    value_dim = keys.number("attention.value_length", dim)
+    dim = keys.size("attention.key_length") or hidden // heads
+    if not dim:
+        raise keys.refused("attention.head_count", heads, f"at most as many as the hidden size, {hidden}")
+    value_dim = keys.size("attention.value_length") or dim
     if value_dim != dim:
         raise keys.refused("attention.value_length", value_dim, f"as many as keys have, {dim}")
     rotated = keys.number("rope.dimension_count", dim)
@@ -180,14 +224,14 @@ def _rope(file: GgufFile, keys: _Keys, config: dict[str, Any]) -> dict[str, Any]
     """Scaling by its name, or by the factors that a file has for every frequency. As in llama.cpp, a factor without a
     name is linear, and may stand under an older key.
     """
-    kind = keys.take("rope.scaling.type", "linear")
+    kind = keys.word("rope.scaling.type", "linear")
     factor, older = keys.number("rope.scaling.factor"), keys.number("rope.scale_linear")
     factor = older if factor is None else factor
     is_scaled = factor not in (None, 0, 1)
     kind = "none" if kind == "linear" and not is_scaled else kind
     original = keys.number("rope.scaling.original_context_length")
     attention = keys.number("rope.scaling.attn_factor")
-    known = {name: file.tensors[name].data.tolist() for name in ROPE_TENSORS if name in file.tensors}
+    known = {name: file.tensors[name].read_numbers() for name in ROPE_TENSORS if name in file.tensors}
     if known:
         of_all, of_long, of_short = (known.get(name) for name in ROPE_TENSORS)
         if kind not in ("none", "longrope") or (of_all is None) != (of_long is not None and of_short is not None):

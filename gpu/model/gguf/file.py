@@ -1,12 +1,11 @@
-"""A GGUF file, or several that were split: what its header says, and where its tensors' bytes are. No torch.
+"""Open a GGUF file, or several that were split: what the header says, and where tensors' bytes are. No torch.
 
-Read with the `gguf` package. It refuses to know what keys and tensors mean. Invariant: a file that ends early is told
-before anything of it is used; tensors stay in the mapped file.
+What keys and tensors mean is read elsewhere (`config`, `tokens`, `tensors`). A file that ends early is refused before
+anything of it is used.
 """
 
+import mmap
 import re
-import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,25 +13,34 @@ from typing import Any
 
 import numpy as np
 
-from gpu.model.gguf.kinds import SERVED
+from gpu.model.gguf.header import HeaderError, read_header
 from gpu.model.spec import ModelError
 
+_NUMPY = {"F32": "<f4", "F16": "<f2"}
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """kind: as `gguf` names it; shape: rows first; offset: in the file; data: of the mapped file, numbers or uint8
-    blocks, rows first.
-    """
+    """kind: ggml's name of its type; shape: of numbers, rows first; offset: of its first byte in the file."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     path: Path
     offset: int
-    data: np.ndarray
+    num_bytes: int
+
+    def read_numbers(self) -> list[float]:
+        """Return the numbers of a plain tensor. Raises ModelError for one of blocks, or one that is not finite."""
+        if self.kind not in _NUMPY:
+            raise ModelError(f"model: {self.path}: tensor {self.name} is {self.kind}; wanted {' or '.join(_NUMPY)}")
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            values = np.frombuffer(file.read(self.num_bytes), _NUMPY[self.kind]).astype(np.float64)
+        if not np.isfinite(values).all():
+            raise ModelError(f"model: {self.path}: tensor {self.name} holds numbers that are not finite")
+        return values.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,68 +120,12 @@ def _read(stamps: tuple[tuple[Path, int, int], ...]) -> GgufFile:
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
-    with path.open("rb") as file:
-        begins = file.read(len(_MAGIC))
-    if begins != _MAGIC:
-        raise ModelError(f"model: {path} is no GGUF file: it begins with {begins!r}; wanted {_MAGIC!r}, or a folder")
-    reader_class = _reader_class()
     try:
-        reader = reader_class(path, "c")  # torch wants memory that could be written to; nothing writes
-        if reader.byte_order != "I":
-            raise ModelError(f"model: {path} is of the other byte order; wanted a little-endian file")
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        raise ModelError(f"model: {path} is not a whole GGUF file ({' '.join(str(error).split())})") from None
-    return metadata, [_tensor(path, found) for found in reader.tensors]
-
-
-def _tensor(path: Path, found: Any) -> GgufTensor:
-    kind = found.tensor_type.name
-    if kind not in SERVED:
-        raise ModelError(f"model: {path}: tensor {found.name} is {kind}; served: {', '.join(SERVED)}")
-    shape = tuple(int(size) for size in reversed(found.shape))
-    return GgufTensor(found.name, kind, shape, path, int(found.data_offset), np.asarray(found.data))
-
-
-@lru_cache(maxsize=1)
-def _reader_class() -> Any:
-    """`gguf`'s reader, told where the file ends, and with arrays in one step: 128K tokens take 0.5 s, not 9."""
-    import gguf  # where a model is a folder, none of this is loaded
-
-    types, strings = gguf.GGUFValueType, gguf.GGUFValueType.STRING
-
-    class Reader(gguf.GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            end = int(offset) + np.dtype(dtype).itemsize * int(count)
-            if end > len(self.data):
-                raise ValueError(f"it has {len(self.data):,} bytes, and its header wants {end:,}; fetch it again")
-            return super()._get(offset, dtype, count, override_order)
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type != types.ARRAY:
-                return super()._get_field_parts(orig_offs, raw_type)
-            kind, length = types(int(self._get(orig_offs, np.uint32)[0])), int(self._get(orig_offs + 4, np.uint64)[0])
-            begin = orig_offs + 12
-            if kind in self.gguf_scalar_to_np:
-                values = self._get(begin, self.gguf_scalar_to_np[kind], length)
-                return 12 + values.nbytes, [values], [0], [types.ARRAY, kind]
-            if kind != strings:
-                return super()._get_field_parts(orig_offs, raw_type)
-            parts = list(_strings(memoryview(np.asarray(self.data)), begin, length))
-            size = 12 + sum(8 + len(part) for part in parts)
-            return size, parts, list(range(length)), [types.ARRAY, kind]
-
-    return Reader
-
-
-def _strings(data: memoryview, begin: int, count: int) -> Iterable[memoryview]:
-    for _ in range(count):
-        try:
-            (size,) = struct.unpack_from("<Q", data, begin)
-        except struct.error:
-            size = len(data)
-        begin += 8
-        if begin + size > len(data):
-            raise ValueError(f"it has {len(data):,} bytes, and ends within an array of {count:,} strings")
-        yield data[begin : begin + size]
-        begin += size
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # ends with what reads it
+        metadata, tensors = read_header(memoryview(mapped))
+    except HeaderError as error:
+        raise ModelError(f"model: {path}: {error}") from None
+    except ValueError:  # nothing can be mapped of an empty file
+        raise ModelError(f"model: {path}: it is empty; wanted a GGUF file") from None
+    return metadata, [GgufTensor(one.name, one.kind, one.shape, path, one.offset, one.num_bytes) for one in tensors]

@@ -51,7 +51,7 @@ class GgufSource:
 
     def _file_tensor(self, name: str) -> FileTensor:
         tensor, change = self._tensors[name], self._change(name)
-        return FileTensor(name, tensor.kind, tensor.shape, tensor.offset, tensor.data.nbytes, change)
+        return FileTensor(name, tensor.kind, tensor.shape, tensor.offset, tensor.num_bytes, change)
 
     def _change(self, name: str) -> Callable[[Tensor], Tensor | Blocks] | None:
         """What makes the checkpoint's of a tensor whose bytes are as they stand in the file; None: it is the same."""

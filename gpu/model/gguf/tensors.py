@@ -44,11 +44,13 @@ def _each_expert(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
     """A tensor of all experts as one of each: they lie one after another."""
     if EACH not in name or len(tensor.shape) != 3:
         return {name: tensor}
+    num_experts = tensor.shape[0]
+    num_bytes = tensor.num_bytes // num_experts
     return {
         name.replace(EACH, str(expert)): replace(
-            tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * data.nbytes, data=data
+            tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * num_bytes, num_bytes=num_bytes
         )
-        for expert, data in enumerate(tensor.data)
+        for expert in range(num_experts)
     }
 
 

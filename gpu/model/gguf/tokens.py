@@ -12,7 +12,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Vocabulary
 
+from gpu.model.gguf.cuts import ALIASES, CUTS, WHOLE_FIRST
 from gpu.model.gguf.file import GgufFile, read_gguf
+from gpu.model.gguf.header import shown
 from gpu.model.sentencepiece_file import Kind, SentencepieceFile
 from gpu.model.sentencepiece_vocabulary import assemble_vocabulary
 from gpu.model.spec import ModelError
@@ -31,46 +33,20 @@ _ENDS = frozenset(
 )  # fmt: skip
 _OF_GLM = ("<|user|>", "<|observation|>")  # who speaks next: an end of GLM's turns and of no other's
 
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
-_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_SHORT}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_SHORT}|{_WORDS}|\p{{N}}|{_REST}"
-_CUTS = {
-    "gpt-2": (_GPT2,),
-    "llama-bpe": (_LLAMA3,),
-    "qwen2": (_QWEN2,),
-    "tekken": (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_REST}",),
-    "gpt-4o": (rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_CASED_REST}",),
-    "smollm": (r"\p{N}", _GPT2),
-}
-_ALIASES = {
-    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "pixtral": "llama-bpe",
-    "dbrx": "llama-bpe", "smaug-bpe": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
-    "deepseek-r1-qwen": "qwen2", "megrez": "qwen2", "phi-2": "gpt-2", "mpt": "gpt-2", "olmo": "gpt-2",
-    "jina-es": "gpt-2",
-}  # fmt: skip
-# In these a word that is a token is not merged, and a text has its begin token where a file does not say.
-_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-
 
 def read_gguf_vocabulary(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
     """As `gpu.model.vocabulary.read_vocabulary`. Raises ModelError."""
     file = read_gguf(path)
     settings = _settings(file)
     tokens, kinds = _tokens(file), _kinds(file)
-    model = file.metadata.get(_GGML + "model")
+    model = _word(file, _GGML + "model")
     if model == "llama":
         return assemble_vocabulary(_pieces(file, tokens, kinds), {}, str(file.path), settings), settings
     if model == "gpt2":
         return _byte_level(file, tokens, kinds, settings), settings
     raise ModelError(
-        f"model: {file.path}: {_GGML}model is {model!r}; served: 'gpt2', 'llama'; set model.tokenizer to a folder that "
-        "has a tokenizer.json"
+        f"model: {file.path}: {_GGML}model is {shown(model)}; served: 'gpt2', 'llama'; set model.tokenizer to a "
+        "folder that has a tokenizer.json"
     )
 
 
@@ -89,6 +65,14 @@ def gguf_end_token_ids(path: Path) -> tuple[int, ...]:
     return tuple(sorted(place for place in ids if place is not None))
 
 
+def _word(file: GgufFile, key: str) -> str | None:
+    """Return a text, or None where the file does not say. Raises ModelError for anything else."""
+    value = file.metadata.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ModelError(f"model: {file.path}: {key} is {shown(value)}; wanted a text")
+    return value
+
+
 def _tokens(file: GgufFile) -> list[str]:
     tokens = file.metadata.get(_GGML + "tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
@@ -105,7 +89,7 @@ def _kinds(file: GgufFile) -> list[Kind]:
     known = {int(kind) for kind in Kind}
     for place, value in enumerate(values):
         if value not in known:
-            raise ModelError(f"model: {file.path}: {_GGML}token_type of token {place} is {value!r}; known: 1 to 6")
+            raise ModelError(f"model: {file.path}: {_GGML}token_type of token {place} is {shown(value)}; known: 1 to 6")
     return [Kind(value) for value in values]
 
 
@@ -113,15 +97,15 @@ def _list(file: GgufFile, key: str, length: int) -> list[Any] | None:
     """One of the lists beside the tokens'."""
     values = file.metadata.get(_GGML + key)
     if values is not None and (not isinstance(values, list) or len(values) != length):
-        got = f"{len(values):,} entries" if isinstance(values, list) else repr(values)
+        got = f"{len(values):,} entries" if isinstance(values, list) else shown(values)
         raise ModelError(f"model: {file.path}: {_GGML}{key} is {got}; wanted one for each of {length:,} tokens")
     return values
 
 
 def _token_id(file: GgufFile, key: str, tokens: Sequence[str]) -> int | None:
     value = file.metadata.get(_GGML + key)
-    if value is not None and (not isinstance(value, int) or not 0 <= value < len(tokens)):
-        raise ModelError(f"model: {file.path}: {_GGML}{key} is {value!r}; wanted one of {len(tokens):,} tokens")
+    if value is not None and (type(value) is not int or not 0 <= value < len(tokens)):
+        raise ModelError(f"model: {file.path}: {_GGML}{key} is {shown(value)}; wanted one of {len(tokens):,} tokens")
     return value
 
 
@@ -134,11 +118,11 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     for key in ("add_bos_token", "add_eos_token"):
         value = file.metadata.get(_GGML + key)
         if value is not None and not isinstance(value, bool):
-            raise ModelError(f"model: {file.path}: {_GGML}{key} is {value!r}; wanted true or false")
+            raise ModelError(f"model: {file.path}: {_GGML}{key} is {shown(value)}; wanted true or false")
         if value is not None:
             found[key] = value
-    template = file.metadata.get("tokenizer.chat_template")
-    named = {key.removeprefix(_NAMED): text for key, text in file.metadata.items() if key.startswith(_NAMED)}
+    template = _word(file, "tokenizer.chat_template")
+    named = {key.removeprefix(_NAMED): _word(file, key) for key in file.metadata if key.startswith(_NAMED)}
     if named:
         texts = ({"default": template} if template else {}) | named
         template = [{"name": name, "template": text} for name, text in texts.items()]
@@ -165,22 +149,22 @@ def _pieces(file: GgufFile, tokens: list[str], kinds: list[Kind]) -> Sentencepie
 
 
 def _byte_level(file: GgufFile, tokens: list[str], kinds: list[Kind], settings: dict[str, Any]) -> Vocabulary:
-    named = file.metadata.get(_GGML + "pre")
-    cuts = _CUTS.get(_ALIASES.get(str(named), str(named)))
+    named = _word(file, _GGML + "pre")
+    cuts = CUTS.get(ALIASES.get(str(named), str(named)))
     if cuts is None:
         raise ModelError(
-            f"model: {file.path}: {_GGML}pre is {named!r}; served: {', '.join(sorted((*_CUTS, *_ALIASES)))}; set "
+            f"model: {file.path}: {_GGML}pre is {shown(named)}; served: {', '.join(sorted((*CUTS, *ALIASES)))}; set "
             "model.tokenizer to a folder that has a tokenizer.json"
         )
     if len(set(tokens)) != len(tokens):
         raise ModelError(f"model: {file.path}: {_GGML}tokens has a token twice; wanted each once")
     vocab, merges = {token: place for place, token in enumerate(tokens)}, _merges(file)
     try:
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=named in _WHOLE_FIRST)
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=named in WHOLE_FIRST)
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"model: {file.path}: {_GGML}merges do not fit its tokens: {error}") from None
     vocabulary = Vocabulary(model)
-    if cuts == _CUTS["qwen2"]:
+    if cuts == CUTS["qwen2"]:
         vocabulary.normalizer = normalizers.NFC()
     parts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -192,7 +176,7 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[Kind], settings: 
         if kind in (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
     ]
     vocabulary.add_tokens(added)
-    begins = settings.get("add_bos_token", named in _WHOLE_FIRST)
+    begins = settings.get("add_bos_token", named in WHOLE_FIRST)
     frame = [settings[name] for name, is_there in (("bos_token", begins), ("eos_token", settings.get("add_eos_token")))
              if is_there and name in settings]  # fmt: skip
     if frame:
@@ -209,5 +193,7 @@ def _merges(file: GgufFile) -> list[tuple[str, str]]:
     pairs = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else () for merge in merges]
     broken = [place for place, pair in enumerate(pairs) if len(pair) != 2]
     if broken:
-        raise ModelError(f"model: {file.path}: {_GGML}merges has {merges[broken[0]]!r}; wanted two tokens and a space")
+        raise ModelError(
+            f"model: {file.path}: {_GGML}merges has {shown(merges[broken[0]])}; wanted two tokens and a space"
+        )
     return pairs  # type: ignore[return-value]
