@@ -309,7 +309,7 @@ ODD = {
     "not finite in a list": ({"x.list": [1.0, float("inf")]}, "x.list is inf; wanted a finite number"),
     "tokens as a text": ({"tokenizer.ggml.tokens": "abc"}, "tokenizer.ggml.tokens is 'abc'; wanted a list of texts"),
     "a template that is none": ({"tokenizer.chat_template": 3}, "tokenizer.chat_template is 3; wanted a text"),
-    "a named template that is none": ({"tokenizer.chat_template.x": 5}, "tokenizer.chat_template.x is 5; wanted a text"),
+    "a named template": ({"tokenizer.chat_template.x": 5}, "tokenizer.chat_template.x is 5; wanted a text"),
     "cuts that are none": ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre is ['gpt-2']; wanted a text"),
 }  # fmt: skip
 
