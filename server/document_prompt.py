@@ -53,19 +53,32 @@ class ChunkedPrompt:
     end: str = ""
 
 
-def write_prompt(
-    template: ChatTemplate,
+@dataclass(frozen=True, slots=True)
+class RenderedDocuments:
+    """A template's text, cut where documents stand. `mark`: see `ControlTokens.choose_mark`."""
+
+    pieces: Pieces
+    mark: str | None
+
+
+def render_documents(
+    template: ChatTemplate, control_tokens: ControlTokens, conversation: Conversation, titles: list[str]
+) -> RenderedDocuments:
+    """Raises ApiError 400."""
+    mark = control_tokens.choose_mark([*conversation.texts(), *titles])
+    spell = str if mark is None else partial(control_tokens.hide, mark=mark)
+    return RenderedDocuments(render_pieces(template, conversation, titles, spell), mark)
+
+
+def encode_pieces(
+    rendered: RenderedDocuments,
     tokenizer: Tokenizer,
     control_tokens: ControlTokens,
-    messages: list[Message] | Conversation,
     documents: list[PlacedDocument],
     most_tokens: int,
 ) -> ChunkedPrompt:
     """Control tokens come from the template alone. Raises ApiError 400 and TooManyTokens."""
-    conversation = messages if isinstance(messages, Conversation) else Conversation(messages)
-    mark = control_tokens.choose_mark([*conversation.texts(), *(document.title for document in documents)])
-    spell = str if mark is None else partial(control_tokens.hide, mark=mark)
-    pieces = render_pieces(template, conversation, [document.title for document in documents], spell)
+    pieces, mark = rendered.pieces, rendered.mark
     token_ids: list[int] = []
     chunks: list[tuple[int, int]] = []
     for piece in pieces:

@@ -9,7 +9,7 @@ from server.api_error import ApiError, invalid, too_long
 from server.bodies import MAX_VARIABLES, WHOLE_CONTEXT, ChatBody, CompletionBody, GenerationBody
 from server.chunker import count_tokens
 from server.conversation import Conversation
-from server.document_prompt import ChunkedPrompt, PlacedDocument, write_prompt
+from server.document_prompt import ChunkedPrompt, PlacedDocument, encode_pieces, render_documents
 from server.documents import Documents, GivenText
 from server.message.response_template import END_CHARS
 from server.service import Service
@@ -109,22 +109,22 @@ async def chat_prompt(service: Service, conversation: Conversation, context: int
         num_messages = len(conversation.messages)
         raise invalid("messages", f"{num_messages} messages, the attention profile has room for {context} tokens")
 
-    def encode() -> tuple[list[int], str]:
+    def render() -> tuple[str, str | None]:
         mark = control_tokens.choose_mark(conversation.texts())
-        if mark is None:
-            text = template.render(conversation, str)
-            return tokenizer.encode_within(text, False, context), text[-END_CHARS:]
-        text = template.render(conversation, partial(control_tokens.hide, mark=mark))
-        return control_tokens.encode(text, mark, context), text[-END_CHARS:]
+        return template.render(conversation, str if mark is None else partial(control_tokens.hide, mark=mark)), mark
 
+    text, mark = await service.texts.render(render)
     size = INLINE_CHARS + conversation.num_chars
     try:
-        token_ids, end = await service.texts.run(size, encode)
+        if mark is None:
+            token_ids = await service.texts.run(size, tokenizer.encode_within, text, False, context)
+        else:
+            token_ids = await service.texts.run(size, control_tokens.encode, text, mark, context)
     except TooManyTokens as error:
         raise _too_long("messages", f"at least {error.num_tokens}", context) from None
     if not token_ids:
         raise invalid("messages", "the chat template made an empty prompt of them")
-    return Prompt(token_ids, "", 0, end=end)
+    return Prompt(token_ids, "", 0, end=text[-END_CHARS:])
 
 
 def check_variables(service: Service, variables: dict[str, object]) -> None:
@@ -157,8 +157,10 @@ async def document_prompt(
             if left < 0:
                 raise TooManyTokens(context - left)
             placed.append(PlacedDocument(given.title, chunks))
-        return write_prompt(template, tokenizer, control_tokens, conversation, placed, context)
+        return encode_pieces(rendered, tokenizer, control_tokens, placed, context)
 
+    titles = [given.title for given in texts]
+    rendered = await service.texts.render(render_documents, template, control_tokens, conversation, titles)
     size = INLINE_CHARS + conversation.num_chars + sum(len(given.text) for given in texts)
     try:
         prompt = await service.texts.run(size, encode)

@@ -1,22 +1,12 @@
-"""Chat templates: jinja in a sandbox, with the options and functions that Hugging Face's templates expect.
+"""Chat templates: what a template is given, and what it takes.
 
-A template comes from a checkpoint, so it is foreign code: it sees the conversation alone, and cannot change it. What it
+A template comes from a checkpoint, so it is foreign code: a child process renders it (`renderers.py`). What it
 takes is found out by rendering short chats; a chat is then written so that no message of it is dropped without a word.
 For a template that writes no tools, `default_tools.py` does.
 """
 
-import json
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-from jinja2 import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError, invalid
@@ -24,6 +14,7 @@ from server.chat_message import CalledFunction, Message, MessageCall, Part
 from server.config import ConfigError
 from server.conversation import Conversation, Spell, Tree, plain_message, plain_tool, spell_tree
 from server.default_tools import write_calls, write_observations, write_results, write_tools
+from server.renderers import RENDERERS, MalformedTemplate, TemplateOverrun, TemplateRefusal
 from server.system_messages import place_systems
 from server.tokenizer import Tokenizer
 from server.tools import Function, Tool
@@ -46,21 +37,16 @@ class ChatTemplate:
     """Messages to the prompt's text, special tokens spelled out."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Raises ConfigError if the template does not compile."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ConfigError(f"chat_template: does not compile: {error}") from None
+        """Raises ConfigError if the template does not compile, or had to be stopped when it was tried."""
         self._special_tokens = special_tokens
         self.source = source
         self.for_tools: ChatTemplate | None = None  # the one to render where there are tools
-        self._probe()
+        try:
+            self._probe()
+        except MalformedTemplate as error:
+            raise ConfigError(f"chat_template: does not compile: {error}") from None
+        except TemplateOverrun as error:
+            raise ConfigError(f"chat_template: {error} on a chat of a few words") from None
 
     def _probe(self) -> None:
         """Find out what the template takes."""
@@ -88,13 +74,17 @@ class ChatTemplate:
         documents: list[dict[str, str]] | None = None,
     ) -> str:
         """`spell`: how a text of a client is written; documents are given as they are, each a `title` and a `text`.
+        Waits for a child process: a thread's work.
 
-        Raises ApiError 400 if the template refuses the conversation.
+        Raises ApiError 400 if the template refuses the conversation, or had to be stopped.
         """
         given = messages if isinstance(messages, Conversation) else Conversation(messages)
         if given.has_tools and self.for_tools is not None:
             return self.for_tools.render(given, spell, documents)
-        return self._write(self._adapt(given), spell, documents)
+        try:
+            return self._write(self._adapt(given), spell, documents)
+        except TemplateOverrun as error:
+            raise invalid("messages", f"the chat template was stopped: on them it {error}") from None
 
     def _adapt(self, given: Conversation) -> Conversation:
         """The conversation in messages that the template takes."""
@@ -112,20 +102,20 @@ class ChatTemplate:
 
     def _write(self, given: Conversation, spell: Spell, documents: list[dict[str, str]] | None) -> str:
         plain = [plain_message(message, spell, self._goes_over_parts(message)) for message in given.messages]
+        variables = (
+            self._special_tokens
+            | spell_tree(given.variables, spell)
+            | {
+                "messages": write_observations(plain) if self._takes_observations else plain,
+                "tools": spell_tree(given.tools, spell) or None,
+                "documents": documents,
+                "add_generation_prompt": True,
+            }
+        )
         try:
-            return self._template.render(
-                **self._special_tokens
-                | spell_tree(given.variables, spell)
-                | {
-                    "messages": write_observations(plain) if self._takes_observations else plain,
-                    "tools": spell_tree(given.tools, spell) or None,
-                    "documents": documents,
-                    "add_generation_prompt": True,
-                }
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-            what = " ".join(str(error).split()) or type(error).__name__
-            raise invalid("messages", f"the chat template refused them: {what}") from None
+            return RENDERERS.render(self.source, variables)
+        except TemplateRefusal as error:
+            raise invalid("messages", f"the chat template refused them: {error}") from None
 
     @property
     def own_variables(self) -> frozenset[str]:
@@ -148,7 +138,7 @@ def load_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | No
     there is none. Raises ConfigError.
     """
     if model.chat_template is not None:
-        return ChatTemplate(_read(model.chat_template), tokenizer.special_tokens)
+        return _open(str(model.chat_template), _read(model.chat_template), tokenizer)
     named = _named_sources(tokenizer)
     if not named:
         return None
@@ -158,10 +148,17 @@ def load_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | No
             "set model.chat_template"
         )
     first = "default" if "default" in named else next(iter(named))
-    template = ChatTemplate(named[first], tokenizer.special_tokens)
+    template = _open(f"{tokenizer.folder} ({first})", named[first], tokenizer)
     if "tool_use" in named and first != "tool_use":
-        template.for_tools = ChatTemplate(named["tool_use"], tokenizer.special_tokens)
+        template.for_tools = _open(f"{tokenizer.folder} (tool_use)", named["tool_use"], tokenizer)
     return template
+
+
+def _open(name: str, source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    try:
+        return ChatTemplate(source, tokenizer.special_tokens)
+    except ConfigError as error:
+        raise ConfigError(f"chat_template: {name}: {str(error).removeprefix('chat_template: ')}") from None
 
 
 def _named_sources(tokenizer: Tokenizer) -> dict[str, str]:
@@ -191,35 +188,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.chat_template: {path} cannot be read: {error}") from None
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is transparent."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
-
-    def _inside(self, caller: Macro) -> str:
-        return str(caller())
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

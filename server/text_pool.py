@@ -3,7 +3,7 @@
 Refuses to know what the work is. Invariants: no more threads than here, however many clients there are; a short text
 never waits for a long one; nobody waits behind more than `_MOST_WAITING` others; of the long texts from which nothing
 is generated, one at a time is worked on: a thread is left for those that wait for an answer; no text waits for a
-grammar, which may take seconds.
+grammar, which may take seconds, or for a chat template, which may run into its limits.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ R = TypeVar("R")
 INLINE_CHARS = 2000  # done in less time than a thread takes to wake
 _SHORT_CHARS = 65536  # some 20 ms
 _THREADS = 2  # of each lane; the tokenizer, and who waits for a grammar, leave the interpreter to others
+_TEMPLATE_THREADS = 8  # they wait for child processes
 _MOST_WAITING = 256
 
 
@@ -28,6 +29,7 @@ class TextPool:
         self._short = ThreadPoolExecutor(_THREADS, "short-text")
         self._long = ThreadPoolExecutor(_THREADS, "long-text")
         self._grammars = ThreadPoolExecutor(_THREADS, "grammar")
+        self._templates = ThreadPoolExecutor(_TEMPLATE_THREADS, "template")
         self._aside = asyncio.Lock()
         self._num_waiting = 0
         self._retry_after_seconds = retry_after_seconds
@@ -44,6 +46,11 @@ class TextPool:
         """Call what has a grammar checked, in a thread. Raises ApiError 429."""
         with self._wait():
             return await asyncio.get_running_loop().run_in_executor(self._grammars, lambda: function(*args, **kwargs))
+
+    async def render(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call what renders a chat template, in a thread. Raises ApiError 429."""
+        with self._wait():
+            return await asyncio.get_running_loop().run_in_executor(self._templates, lambda: function(*args, **kwargs))
 
     @asynccontextmanager
     async def aside(self, size: int) -> AsyncIterator[None]:
@@ -73,3 +80,4 @@ class TextPool:
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
         self._grammars.shutdown(wait=False, cancel_futures=True)
+        self._templates.shutdown(wait=False, cancel_futures=True)

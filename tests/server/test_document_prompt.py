@@ -9,7 +9,7 @@ from server.chat_message import CalledFunction, Message, MessageCall
 from server.chunker import Chunker
 from server.control_tokens import ControlTokens
 from server.conversation import Conversation
-from server.document_prompt import ChunkedPrompt, PlacedDocument, write_prompt
+from server.document_prompt import ChunkedPrompt, PlacedDocument, encode_pieces, render_documents
 from server.template import ChatTemplate, load_template
 from server.tokenizer import Tokenizer, TooManyTokens
 from tests.server.live_server import REFERENCE, make_deployment
@@ -32,7 +32,9 @@ def write(
     template: ChatTemplate, messages: list[Message] | Conversation, documents, most: int = 10_000
 ) -> ChunkedPrompt:
     placed = [PlacedDocument(title, CHUNKER.cut(text, most)) for title, text in documents]
-    return write_prompt(template, TOKENIZER, CONTROL, messages, placed, most)
+    conversation = messages if isinstance(messages, Conversation) else Conversation(messages)
+    rendered = render_documents(template, CONTROL, conversation, [title for title, _ in documents])
+    return encode_pieces(rendered, TOKENIZER, CONTROL, placed, most)
 
 
 def text_of(prompt: ChunkedPrompt) -> str:
@@ -198,5 +200,7 @@ def test_a_part_of_a_prompt_is_tokenised_without_the_space_that_begins_a_text(tm
     placed = [PlacedDocument("", Chunker(tokenizer, 16).cut("b", 99))]
     template = ChatTemplate("{{ messages[0].content }}", {})
     chat = [Message(role="user", content="a")]
-    prompt = write_prompt(template, tokenizer, ControlTokens(tokenizer), chat, placed, 99)
+    control = ControlTokens(tokenizer)
+    rendered = render_documents(template, control, Conversation(chat), [""])
+    prompt = encode_pieces(rendered, tokenizer, control, placed, 99)
     assert prompt.token_ids[-1] == 1, "an a inside, not one that begins a word"
