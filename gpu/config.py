@@ -7,7 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 
 from transfer.settings import Settings
 
-ToolParser = Literal["auto", "none", "hermes", "llama3_json", "qwen3_xml", "mistral", "mistral_json", "glm", "gemma"]
+ToolParser = Literal[
+    "auto", "none", "hermes", "llama3_json", "qwen3_xml", "mistral", "mistral_json", "glm", "glm4", "gemma"
+]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "gemma"]
 
 

@@ -118,7 +118,7 @@ class Choice:
     def _finish(self, reason: str, parts: list[Part]) -> None:
         self.finish_reason = reason
         if self._reader is not None:
-            parts += self._reader.finish()
+            parts += self._reader.cut() if reason in ("length", TIME_LIMIT) else self._reader.finish()
             if reason == "stop" and self._reader.num_calls:
                 self.finish_reason = "tool_calls"
 

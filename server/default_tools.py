@@ -27,7 +27,7 @@ import msgspec
 
 from server.chat_message import Message, message_text
 from server.conversation import Conversation, Tree, read_arguments
-from server.message.tools import encode_json
+from server.message.response_template import encode_json
 
 _INTRODUCTION = (
     "# Tools\n\nYou may call functions to help with the user's request. Their signatures are in <tools></tools>:\n"

@@ -3,23 +3,38 @@
 Which of the readers a region has is told by its field. Knows nothing of what is around the region. Invariants: however
 the text is cut, the pieces joined are the same; a call that has begun stays one, and its arguments are what the model
 wrote, also where they are no JSON; what is not certain to be a call is `broken`, and then nothing of it has been told.
+Where a limit cut the answer, a call whose name is there is told with the arguments so far.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import regex
+from pydantic_core import from_json
 
 from server.message.json_scanner import JsonScanner
-from server.message.response_template import Field, load_json, parse_region, parse_value
-from server.message.tools import Tools, encode_json
+from server.message.response_template import (
+    Field,
+    encode_json,
+    load_json,
+    parse_content,
+    parse_region,
+    parse_value,
+    write_json,
+)
+from server.message.tags import Argument
+from server.message.tools import Tools
 
+Ended = Literal["by itself", "with the answer", "by a limit"]  # how a region did
 Call = tuple[str, str]  # a name and no text: it begins; "" and a text: more of its arguments
 
 _STRING = r'"(?:[^"\\]|\\.){0,1024}"'
-_NAME = regex.compile(rf'\s*\{{\s*"name"\s*:\s*({_STRING})')
+_NAMED = r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?P<nested>"function"\s*:\s*\{\s*)?"name"\s*:\s*'
+_NAME = regex.compile(rf"{_NAMED}(?P<name>{_STRING})")
 _HEAD = regex.compile(rf'{_NAME.pattern}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{\s*["}}])')
 _BEGUN = regex.compile(r'\s*(?=\{\s*["}])')
+_CUT_KEY = regex.compile(r"(?<=[{,]\s*)[\w.-]+\Z")
 _BETWEEN = regex.compile(r"[\s,;\[\]]*")
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -31,8 +46,11 @@ class CallReader(Protocol):
     def feed(self, text: str) -> list[Call]:
         """What became certain."""
 
-    def close(self, is_cut: bool) -> list[Call]:
-        """The region has ended, or the answer has inside it."""
+    def add(self, argument: Argument, text: str) -> list[Call]:
+        """An argument between tags, as text."""
+
+    def close(self, ended: Ended) -> list[Call]:
+        """The region has ended."""
 
     def rest(self) -> str:
         """Of a broken region, what is behind its last call."""
@@ -46,11 +64,11 @@ def choose_reader(field: Field, captures: Mapping[str, str], tools: Tools, known
     if has_plain_json and _probe(field, {**captures}, _call(name, arguments)) == (name, arguments):
         return JsonCalls(None, tools, known_only)
     named = _probe(field, captures, arguments)
-    if named is not None and named[1] == arguments and (not known_only or named[0] in tools.parameters):
+    if named is not None and named[1] == arguments:
         if has_plain_json:
             return JsonCalls(named[0], tools, known_only)
-        if field.content == "xml-inline" and not field.arguments.get("merge_duplicates"):
-            return TaggedCall(named[0], field, tools)
+        if field.tags is not None and not field.arguments.get("merge_duplicates"):
+            return TaggedCall(named[0], field, tools, known_only)
     return WholeCalls(field, captures, tools, known_only)
 
 
@@ -85,13 +103,14 @@ class JsonCalls:
     reads_specials = False
 
     def __init__(self, name: str | None, tools: Tools, known_only: bool) -> None:
-        self.broken = False
         self._given = name
         self._names = tools.parameters if known_only else None
+        self.broken = name is not None and not self._knows(name)
         self._text = ""  # of the object that has not become a call
         self._num_scanned = 0
         self._scanner = JsonScanner(0)
         self._state = "head"
+        self._depth = 0  # of brackets around the arguments
         self._num_calls = 0
 
     def feed(self, text: str) -> list[Call]:
@@ -101,11 +120,34 @@ class JsonCalls:
         self._text += text
         return calls
 
-    def close(self, is_cut: bool) -> list[Call]:
-        del is_cut
-        if self._state == "head" and (self._text.strip() or not self._num_calls):
-            self.broken = True
+    def add(self, argument: Argument, text: str) -> list[Call]:
+        return self.feed(text)
+
+    def close(self, ended: Ended) -> list[Call]:
+        if self._state != "head" or self.broken:
+            return []
+        if ended == "by a limit":
+            return self._cut_head() if self._text.strip() or self._given is not None else []
+        self.broken = bool(self._text.strip()) or not self._num_calls
         return []
+
+    def _cut_head(self) -> list[Call]:
+        """What there is of a call whose arguments have not begun, or come before its name; nothing, without a name."""
+        if self._given is not None:
+            self.broken = bool(self._num_calls)
+            return [] if self.broken else [(self._given, ""), ("", self._text.lstrip())]
+        named = _NAME.match(self._text)
+        if named is not None:
+            return [(str(_string(named["name"])), "")]
+        try:
+            found = read_calls(from_json(self._text, allow_partial=True))
+        except (ValueError, RecursionError):
+            found = []
+        if self._names is not None:
+            names = "|".join(map(regex.escape, self._names))
+            begins = regex.fullmatch(rf'{_NAMED}"(?:{names})"', self._text, partial=True)
+            self.broken = begins is None and not all(self._knows(name) for name, _ in found)
+        return [] if self.broken else [call for name, given in found for call in ((name, ""), ("", encode_json(given)))]
 
     def rest(self) -> str:
         return self._text
@@ -119,7 +161,7 @@ class JsonCalls:
         self._text += text
         begun = self._begun()
         if begun is not None:
-            name, begin = begun
+            name, begin, self._depth = begun
             calls.append((name, ""))
             text, self._text = self._text[begin:], ""
             self._num_calls += 1
@@ -129,20 +171,20 @@ class JsonCalls:
         self._num_scanned = len(self._text)
         return "" if end is None else self._read_whole(end, calls)
 
-    def _begun(self) -> tuple[str, int] | None:
-        """The name of a call whose arguments begin, and where they do."""
+    def _begun(self) -> tuple[str, int, int] | None:
+        """The name of a call whose arguments begin, where they do, and how many brackets are around them."""
         if self._given is not None:
             match = None if self._num_calls else _BEGUN.match(self._text)
-            return (self._given, match.end()) if match else None
+            return (self._given, match.end(), 0) if match else None
         named = _NAME.match(self._text)
         if named is None:
             return None
-        name = _string(named[1])
+        name = _string(named["name"])
         if not name or not self._knows(name):
             self.broken = True
             return None
         match = _HEAD.match(self._text)
-        return (name, match.end()) if match else None
+        return (name, match.end(), 2 if match["nested"] else 1) if match else None
 
     def _read_whole(self, end: int, calls: list[Call]) -> str:
         """A whole object in which nothing began: in another order, or no call. Returns what follows it."""
@@ -167,9 +209,9 @@ class JsonCalls:
             calls.append(("", text[:end]))
         if end is None:
             return ""
-        is_tail = self._state == "arguments" and self._given is None
+        is_tail = self._state == "arguments" and self._depth > 0
         self._state = "tail" if is_tail else "head"
-        self._scanner, self._num_scanned = JsonScanner(1 if is_tail else 0), 0
+        self._scanner, self._num_scanned = JsonScanner(self._depth if is_tail else 0), 0
         return text[end:]
 
     def _knows(self, name: str) -> bool:
@@ -177,59 +219,49 @@ class JsonCalls:
 
 
 class TaggedCall:
-    """One call whose arguments are marked one by one: each is told once it is whole, as its type in the schema."""
+    """One call whose arguments are between tags: each is told once it is whole, as its type in the schema."""
 
     reads_specials = True
 
-    def __init__(self, name: str, field: Field, tools: Tools) -> None:
-        self.broken = False
+    def __init__(self, name: str, field: Field, tools: Tools, known_only: bool) -> None:
+        self.broken = known_only and name not in tools.parameters
         self._name = name
         self._tools = tools
-        self._tag = regex.compile(field.arguments["tag_pattern"], regex.DOTALL)
-        self._closing = closing_text(field.arguments["tag_pattern"])
         self._parser = field.arguments.get("value_parser")
         self._text = ""
         self._num_arguments = 0
 
     def feed(self, text: str) -> list[Call]:
-        """The text is searched where an argument may end in what is new: a long value is not read again and again."""
-        first = max(0, len(self._text) - len(self._closing) + 1)
+        """Between arguments should be nothing; what is there ends the call."""
         self._text += text
-        calls: list[Call] = []
-        at = 0
-        while not self.broken and self._closing in self._text[max(first, at) :]:
-            match = self._tag.search(self._text, at, partial=True)
-            if match is None or match.partial or match.end() == match.start():
-                break
-            self._add(self._text[at : match.start()], match.groupdict(), calls)
-            at = match.end()
-        self._text = self._text if self.broken else self._text[at:]
-        return calls
+        if not text.strip():
+            return []
+        self.broken = True
+        return [("", "}")] if self._num_arguments else []
 
-    def close(self, is_cut: bool) -> list[Call]:
-        if not self._num_arguments:
-            self.broken = self.broken or is_cut or bool(self._text.strip())
-            return [] if self.broken else [(self._name, ""), ("", "{}")]
-        return [] if is_cut and self._text.strip() else [("", "}")]
+    def add(self, argument: Argument, text: str) -> list[Call]:
+        self._text = ""
+        calls: list[Call] = [] if self._num_arguments else [(self._name, "")]
+        before = f"{', ' if self._num_arguments else '{'}{encode_json(argument.key)}: "
+        self._num_arguments += 1
+        if not argument.is_whole:
+            return [*calls, ("", before + self._tools.begin_argument(self._name, argument.key, argument.value))]
+        try:
+            value = parse_value(argument.value, self._parser)
+        except (ValueError, RecursionError):
+            value = argument.value
+        return [*calls, ("", before + encode_json(self._tools.argument(self._name, argument.key, value)))]
+
+    def close(self, ended: Ended) -> list[Call]:
+        if self._num_arguments:
+            return [] if ended == "by a limit" else [("", "}")]
+        if ended == "by itself":
+            return [(self._name, ""), ("", "{}")]
+        self.broken = ended == "with the answer"
+        return [] if self.broken else [(self._name, "")]
 
     def rest(self) -> str:
         return self._text
-
-    def _add(self, before: str, groups: dict[str, str | None], calls: list[Call]) -> None:
-        """One argument; `before` it should be nothing."""
-        try:
-            value = parse_value(groups.get("value") or "", self._parser)
-        except (ValueError, RecursionError):
-            value = groups.get("value") or ""
-        if not self._num_arguments:
-            if before.strip():
-                self.broken = True
-                return
-            calls.append((self._name, ""))
-        key = str(groups["key"])
-        typed = encode_json(self._tools.argument(self._name, key, value))
-        calls.append(("", f"{', ' if self._num_arguments else '{'}{encode_json(key)}: {typed}"))
-        self._num_arguments += 1
 
 
 class WholeCalls:
@@ -249,13 +281,18 @@ class WholeCalls:
         self._text += text
         return []
 
-    def close(self, is_cut: bool) -> list[Call]:
-        del is_cut
+    def add(self, argument: Argument, text: str) -> list[Call]:
+        return self.feed(text)
+
+    def close(self, ended: Ended) -> list[Call]:
         try:
             found = read_calls(parse_region(self._field, self._text, self._captures))
         except (ValueError, RecursionError):
             found = []
-        if not found or (self._known_only and not all(name in self._tools.parameters for name, _ in found)):
+        is_limited = ended == "by a limit"
+        if is_limited and (not found or self._field.content != "json"):
+            return self._cut_call()
+        if not found or not self._know(name for name, _ in found):
             self.broken = True
             return []
         calls: list[Call] = []
@@ -264,18 +301,28 @@ class WholeCalls:
             calls += [(name, ""), ("", encode_json(typed))]
         return calls
 
+    def _cut_call(self) -> list[Call]:
+        """The call whose name the region's opening has, with the arguments so far; nothing, where it has none."""
+        named = _probe(self._field, self._captures, {})
+        if named is None:
+            return []
+        if not self._know([named[0]]):
+            self.broken = True
+            return []
+        if self._field.content == "json":
+            written = write_json(self._text.lstrip(), self._field.arguments)
+            return [(named[0], ""), ("", _CUT_KEY.sub("", written))]
+        read = parse_content(self._text, self._field.content, self._field.arguments)
+        typed = {key: self._tools.argument(named[0], key, value) for key, value in read.items()}
+        return [(named[0], ""), ("", encode_json(typed)[:-1])]
+
+    def _know(self, names: Iterable[str]) -> bool:
+        return not self._known_only or all(name in self._tools.parameters for name in names)
+
     def rest(self) -> str:
         return self._text
 
 
-def closing_text(pattern: str) -> str:
-    """The plain text that every match of a pattern ends with; "" where that cannot be told, or there is none."""
-    plain = None if "|" in pattern or _NOT_PLAIN.search(pattern) else _PLAIN_END.search(pattern)
-    return "" if plain is None else str(plain[0])
-
-
-_NOT_PLAIN = regex.compile(r"\\(?![\WnrtsSdDwW])|\(\?(?![P:=!<])")  # escapes of several characters, and flags
-_PLAIN_END = regex.compile(r"(?<!\\)[^\\.^$*+?{}()\[\]|]*\Z")
 _PROBE_NAME = "probed"
 
 
@@ -285,7 +332,7 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _probe(field: Field, captures: Mapping[str, str], content: Any) -> tuple[str, Any] | None:
     """What call the field makes of a content that it has parsed; None if it makes none of it."""
-    plain = Field(field.name, None, False, None, False, "json", {}, field.transform, field.is_list)
+    plain = replace(field, content="json", arguments={})
     try:
         given = encode_json([content] if field.is_list else content)
         calls = read_calls(parse_region(plain, given, captures))

@@ -185,7 +185,7 @@ _TOOLS: dict[str, Tree] = {
         "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]{1,128})>",
         "close_pattern": r"</function>\s*(?:</tool_call>|(?=[^\s<])|(?=<[^/])|\Z)",
         "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]{1,256})>\n?(?P<value>.*?)\n?</parameter>"},
         "transform": _OF_NAME,
     },
     "mistral": {
@@ -204,12 +204,18 @@ _TOOLS: dict[str, Tree] = {
         "close": "</tool_call>",
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+            "tag_pattern": r"<arg_key>\s*(?P<key>[^<>]{1,256}?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
         },
         "transform": _OF_NAME,
     },
+    "glm4": {
+        "open_pattern": r"(?:(?<![^\n])|<\|assistant\|>\s{0,16})"
+        r"(?P<name>[\w.-]{1,128})[ \t]{0,16}\n(?=\s{0,16}(?:\{|\Z))",
+        "content": "json",
+        "transform": _OF_NAME,
+    },
     "gemma": {
-        "open_pattern": r"(?:<\|tool_call>|<start_function_call>)\s*call:(?P<name>[\w.-]{1,128})",
+        "open_pattern": r"(?:<\|tool_call>|<start_function_call>)\s*call:(?P<name>[\w.-]{1,128})(?=\s*\{)",
         "close": ["<tool_call|>", "<end_function_call>"],
         "content": "json",
         "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>'], ["<escape>", "<escape>"]]},
@@ -217,7 +223,7 @@ _TOOLS: dict[str, Tree] = {
     },
 }
 _BARE = "llama3_json"
-_KNOWN_ONLY = frozenset({"llama3_json"})
+_KNOWN_ONLY = frozenset({"llama3_json", "glm4"})
 
 _REASONING: dict[str, Tree] = {
     "think": {"open": "<think>", "close": "</think>"},
@@ -244,6 +250,7 @@ _HELD = {
         "", "\n", "", ("<tool_call>{name}\n",),
         Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"), "</tool_call>",
     ),
+    "glm4": HeldForm("", "\n", "", ("{name}\n",), "json", ""),
     "gemma": HeldForm("", "", "", ("<|tool_call>call:{name}{",), "text", "}<tool_call|>"),
     "older_gemma": HeldForm("", "", "", ("<start_function_call>call:{name}{",), "text", "}<end_function_call>"),
 }  # fmt: skip
@@ -254,6 +261,7 @@ _TOOL_SIGNS = {
     "gemma": r"<\|tool_call>|<start_function_call>",
     "qwen3_xml": r"<function=",
     "glm": r"<arg_key>",
+    "glm4": r"<\|observation\|>",
     "mistral": r"\[ARGS\]",
     "mistral_json": r"\[TOOL_CALLS\]",
     "hermes": r"<tool_call>",

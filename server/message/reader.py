@@ -1,16 +1,17 @@
 """An answer as a message: words, reasoning and calls of tools, read from its text as it comes.
 
 The text has special tokens spelled out, and told apart: a format is marked by them, and no client sees one. What is
-in the form of a call but is none is words. White space around regions goes with them. Knows no HTTP and no tokens.
-Invariant: however the text is cut, the parts joined are the same.
+in the form of a call but is none is words. White space around regions goes with them. Where a limit cut the answer,
+what may be the beginning of a mark is not told, nor what there is of a call without a name. Knows no HTTP and no
+tokens. Invariant: however the text is cut into pieces, the parts joined are the same.
 """
 
 from collections.abc import Iterable
 
-from server.message.call_readers import Call, CallReader, choose_reader
+from server.message.call_readers import Call, CallReader, Ended, choose_reader
 from server.message.formats import REASONING_FIELDS, AnswerFormat
 from server.message.parts import CallArguments, CallBegun, Content, Part, Reasoning, new_call_id
-from server.message.regions import Closed, Inside, Opened, RegionReader
+from server.message.regions import Between, Closed, Inside, Opened, RegionReader
 from server.message.response_template import Field
 from server.message.tools import Tools
 
@@ -19,7 +20,7 @@ _CONTENT = "content"
 
 
 class MessageReader:
-    """`feed` the text, then `finish`. `is_done`: the request wants no more calls, and what follows is not read."""
+    """`feed` the text, then `finish` or `cut`. `is_done`: no more calls are wanted, and what follows is not read."""
 
     def __init__(self, answer_format: AnswerFormat, opening: str, tools: Tools | None, has_form: bool) -> None:
         """opening: what of the answer the prompt holds already. tools: None, and calls are words. has_form: an answer
@@ -32,6 +33,7 @@ class MessageReader:
         self._known_only = answer_format.known_only
         self._specials: list[tuple[int, int]] = []
         self._num_fed = 0
+        self._is_cut = False
         self._field: Field | None = None
         self._opened_at = 0
         self._calls: CallReader | None = None
@@ -56,10 +58,18 @@ class MessageReader:
         return self._read()
 
     def finish(self) -> list[Part]:
-        """The answer has ended."""
+        """The answer has ended by itself."""
+        return self._end(is_cut=False)
+
+    def cut(self) -> list[Part]:
+        """A limit ended the answer."""
+        return self._end(is_cut=True)
+
+    def _end(self, is_cut: bool) -> list[Part]:
         if self.is_done:
             return []
-        self._regions.finish()
+        self._is_cut = is_cut
+        self._regions.finish(is_cut)
         parts = self._read()
         if not self.is_done:
             self._content.end(parts)
@@ -69,28 +79,30 @@ class MessageReader:
         parts: list[Part] = []
         while not self.is_done and (event := self._regions.next()) is not None:
             if isinstance(event, Opened):
-                self._open(event)
-            elif isinstance(event, Inside):
+                self._open(event, parts)
+            elif isinstance(event, Inside | Between):
                 self._go_on(event, parts)
             else:
                 self._close(event, parts)
         self._forget()
         return parts
 
-    def _open(self, event: Opened) -> None:
+    def _open(self, event: Opened, parts: list[Part]) -> None:
         self._field, self._opened_at = event.field, event.begin
         if event.field.name == _CALLS:
             self._calls = choose_reader(event.field, event.captures, self._tools, self._known_only)
             self._has_calls = False
+            self._give_back(self._calls, event.end, parts)
 
-    def _go_on(self, event: Inside, parts: list[Part]) -> None:
+    def _go_on(self, event: Inside | Between, parts: list[Part]) -> None:
         name = self._field.name if self._field is not None else self._outer
         if self._calls is not None:
             if not self._calls.broken:
                 text = self._visible(event.begin, event.end)
                 if self._calls.reads_specials:
                     text = self._regions.text(event.begin, event.end)
-                if self._tell(self._calls.feed(text), parts):
+                calls = self._calls.feed(text) if isinstance(event, Inside) else self._calls.add(event.argument, text)
+                if self._tell(calls, parts):
                     self._give_back(self._calls, event.end, parts)
             else:
                 self._say(self._visible(event.begin, event.end), parts)
@@ -102,6 +114,8 @@ class MessageReader:
     def _close(self, event: Closed, parts: list[Part]) -> None:
         field, calls = self._field, self._calls
         if field is None:
+            if event.is_cut:
+                self._content.pass_region()
             return
         self._field = self._calls = None
         if calls is None:
@@ -112,15 +126,17 @@ class MessageReader:
         if calls.broken:
             self._say(self._visible(event.begin, event.end), parts)
             return
-        if self._tell(calls.close(event.is_cut), parts) and not self._give_back(calls, event.end, parts):
+        ended: Ended = "by itself" if not event.is_cut else "by a limit" if self._is_cut else "with the answer"
+        if self._tell(calls.close(ended), parts) and not self._give_back(calls, event.end, parts):
             self._content.pass_region()
 
     def _give_back(self, calls: CallReader, end: int, parts: list[Part]) -> bool:
         """Whether the region up to `end` is no call, or none behind those that it had: then it is words."""
         if not calls.broken:
             return False
-        text = calls.rest() if self._has_calls else self._visible(self._opened_at, end)
-        self._say(text, parts)
+        if self._has_calls:
+            self._content.pass_region()
+        self._say(calls.rest() if self._has_calls else self._visible(self._opened_at, end), parts)
         return True
 
     def _tell(self, calls: list[Call], parts: list[Part]) -> bool:
@@ -176,6 +192,8 @@ class _Words:
             text = text.lstrip()
         if not text:
             return
+        if self._is_fresh and not self._has_said:
+            self._held = ""
         self._is_fresh = False
         text = self._held + text
         said = text.rstrip()

@@ -13,6 +13,7 @@ from typing import Any
 import regex
 
 from server.config import ConfigError
+from server.message.tags import Pattern, TagForm, split_tag_pattern, split_tags
 
 CONTENTS = frozenset({"text", "int", "float", "bool", "json", "xml-inline", "kv-lines"})
 _TEMPLATE_KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
@@ -23,13 +24,12 @@ _FIELD_KEYS = {
 _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 END_CHARS = 4096  # of a prompt's end, where what the template writes of the answer stands
 
-Pattern = Any  # of `regex`, which has no types
-
 
 @dataclass(frozen=True, slots=True)
 class Field:
     """`opens` is None for the text outside of all regions; `closes` where only the end of the text, or of a JSON value,
-    ends it. `*_can_grow`: a match at the end of what is there may become a longer one."""
+    ends it. `*_can_grow`: a match at the end of what is there may become a longer one. `tags`: of a content that is
+    arguments between tags, whose values may be any text."""
 
     name: str
     opens: Pattern | None
@@ -40,6 +40,7 @@ class Field:
     arguments: Mapping[str, Any]
     transform: Any
     is_list: bool
+    tags: TagForm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +107,39 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _parse_json(text: str, stripped: str, arguments: Mapping[str, Any]) -> Any:
-    """JSON, whose strings may have other delimiters and whose keys may lack quotes."""
-    pieces = [text]  # with strings of other delimiters at odd places
-    for begin, end in arguments.get("string_delims", ()):
-        strings = f"{regex.escape(begin)}(.*?){regex.escape(end)}"
-        pieces = [
-            piece
-            for i, part in enumerate(pieces)
-            for piece in ([part] if i % 2 else regex.split(strings, part, flags=regex.DOTALL))
-        ]
+def write_json(text: str, arguments: Mapping[str, Any]) -> str:
+    """JSON of a text whose strings may have other delimiters, and whose keys may lack quotes. A string that was cut
+    stays open.
+    """
+    pieces = _split_strings(text, dict(arguments.get("string_delims", ())))
     if arguments.get("unquoted_keys"):
         pieces = [part if i % 2 else regex.sub(r"(?<=[{,]\s*)([\w.-]+)\s*:", r'"\1":', part)
                   for i, part in enumerate(pieces)]  # fmt: skip
+    written = "".join(encode_json(part) if i % 2 else part for i, part in enumerate(pieces))
+    return written[:-1] if len(pieces) % 2 == 0 else written
+
+
+def _split_strings(text: str, ends: Mapping[str, str]) -> list[str]:
+    """Pieces of a text, those at odd places between delimiters; the last of them is if it was not closed."""
+    pieces, at = [], 0
+    begins = regex.compile("|".join(map(regex.escape, ends)) or "(?!)")
+    while (begin := begins.search(text, at)) is not None:
+        end = text.find(ends[begin[0]], begin.end())
+        pieces.append(text[at : begin.start()])
+        if end < 0:
+            return [*pieces, text[begin.end() :]]
+        pieces.append(text[begin.end() : end])
+        at = end + len(ends[begin[0]])
+    return [*pieces, text[at:]]
+
+
+def encode_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _parse_json(text: str, stripped: str, arguments: Mapping[str, Any]) -> Any:
     try:
-        return load_json("".join(json.dumps(part) if i % 2 else part for i, part in enumerate(pieces)))
+        return load_json(write_json(text, arguments))
     except ValueError:
         if arguments.get("allow_non_json"):
             return stripped
@@ -128,10 +147,15 @@ def _parse_json(text: str, stripped: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _parse_tags(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    form = split_tag_pattern(arguments["tag_pattern"])
+    if form is not None:
+        pairs = split_tags(form, text)
+    else:
+        matches = [match.groupdict() for match in regex.finditer(arguments["tag_pattern"], text, regex.DOTALL)]
+        pairs = [(groups["key"], groups.get("value") or "") for groups in matches]
     found: dict[str, Any] = {}
-    for match in regex.finditer(arguments["tag_pattern"], text, regex.DOTALL):
-        groups = match.groupdict()
-        key, value = groups["key"], parse_value(groups.get("value") or "", arguments.get("value_parser"))
+    for key, written in pairs:
+        value = parse_value(written, arguments.get("value_parser"))
         if key in found and arguments.get("merge_duplicates"):
             before = found[key]
             found[key] = [*(before if isinstance(before, list) else [before]), value]
@@ -200,7 +224,10 @@ def _load_field(where: str, name: str, raw: object) -> Field:
     opens, opens_can_grow = _compile(where, raw, "open", "open_pattern")
     closes, closes_can_grow = _compile(where, raw, "close", "close_pattern")
     transform, is_list = raw.get("transform"), raw.get("transform_each", False)
-    return Field(name, opens, opens_can_grow, closes, closes_can_grow, content, arguments, transform, bool(is_list))
+    tags = split_tag_pattern(arguments["tag_pattern"]) if content == "xml-inline" else None
+    return Field(
+        name, opens, opens_can_grow, closes, closes_can_grow, content, arguments, transform, bool(is_list), tags
+    )  # fmt: skip
 
 
 def _compile(where: str, raw: dict[str, Any], literal: str, pattern: str) -> tuple[Pattern | None, bool]:

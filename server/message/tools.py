@@ -1,13 +1,21 @@
 """The tools that a request offers, as far as reading their calls needs them: names, and schemas of their arguments."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
-from server.message.response_template import load_json
+from server.message.response_template import encode_json, load_json
 
 _PYTHONS = {"True": True, "False": False, "None": None}  # as models that have read much Python write them
+
+
+@dataclass(slots=True)
+class _Kinds:
+    """What a schema allows: names of types, and texts that are values as they are."""
+
+    types: set[str] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,51 +27,83 @@ class Tools:
 
     def argument(self, name: str, key: str, value: Any) -> Any:
         """A value that came as text, as the type that the tool's schema gives it; others as they are."""
-        properties = self.parameters.get(name, {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
+        kinds = self._kinds(name, key)
         if isinstance(value, list):
-            return value if "array" in _types(schema) else [_typed(item, _types(schema)) for item in value]
-        return _typed(value, _types(schema))
+            return value if "array" in kinds.types else [_typed(item, kinds) for item in value]
+        return _typed(value, kinds)
+
+    def begin_argument(self, name: str, key: str, text: str) -> str:
+        """The JSON of a value whose text a limit cut: as far as it came."""
+        types = self._kinds(name, key).types
+        return encode_json(text)[:-1] if not types or "string" in types else text.strip()
+
+    def _kinds(self, name: str, key: str) -> _Kinds:
+        found = _Kinds()
+        root = self.parameters.get(name, {})
+        properties = root.get("properties")
+        if isinstance(properties, dict):
+            _gather(properties.get(key), root, found, set())
+        return found
 
 
-def _types(schema: Any, depth: int = 0) -> frozenset[str]:
-    """The types that a schema names, also behind one `anyOf` or `oneOf`; of one with an enum of texts, none."""
-    if not isinstance(schema, dict) or depth > 4:
-        return frozenset()
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
-    for either in ("anyOf", "oneOf"):
-        for choice in schema.get(either) or []:
-            types |= _types(choice, depth + 1)
+def _gather(schema: Any, root: Mapping[str, Any], found: _Kinds, seen: set[str]) -> None:
+    """Add what a schema allows, by its type or, without one, by its values and the keywords of a type."""
+    if not isinstance(schema, dict):
+        return
+    named = schema.get("type")
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    if "const" in schema:
+        values = [*values, schema["const"]]
+    found.texts.update(value for value in values if isinstance(value, str))
+    if named is not None:
+        found.types.update(name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str))
+    else:
+        found.types.update(name for value in values for name in _TYPE_NAMES[type(value)])
+        found.types.update(name for keyword, name in _KEYWORDS.items() if keyword in schema)
     if schema.get("nullable"):
-        types.add("null")
-    return frozenset(types)
+        found.types.add("null")
+    for several in ("anyOf", "oneOf", "allOf"):
+        for one in schema[several] if isinstance(schema.get(several), list) else []:
+            _gather(one, root, found, seen)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        _gather(_find(reference, root), root, found, seen)
 
 
-def _typed(value: Any, types: frozenset[str]) -> Any:
+def _find(reference: str, root: Any) -> Any:
+    """The schema at a JSON pointer of the same document; None if there is none."""
+    at: Any = root if reference.startswith("#") else None
+    for key in filter(None, unquote(reference[1:]).split("/")):
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, list):
+            at = at[int(key)] if key.isdecimal() and int(key) < len(at) else None
+        else:
+            at = at.get(key) if isinstance(at, Mapping) else None
+    return at
+
+
+def _typed(value: Any, kinds: _Kinds) -> Any:
     """The value that a text spells, if it is of one of the types; else the text."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or value in kinds.texts:
         return value
     spelled = value.strip()
     try:
         read = _PYTHONS[spelled] if spelled in _PYTHONS else load_json(spelled)
     except (ValueError, RecursionError):
         return value
-    if isinstance(read, float) and read.is_integer() and "integer" in types:
+    if isinstance(read, float) and read.is_integer() and "integer" in kinds.types:
         return int(read)
-    return read if types & _TYPE_NAMES[type(read)] else value
+    return read if not isinstance(read, str) and kinds.types.intersection(_TYPE_NAMES[type(read)]) else value
 
 
-_TYPE_NAMES: dict[type, frozenset[str]] = {
-    bool: frozenset({"boolean"}),
-    int: frozenset({"integer", "number"}),
-    float: frozenset({"number"}),
-    str: frozenset(),
-    list: frozenset({"array"}),
-    dict: frozenset({"object"}),
-    type(None): frozenset({"null"}),
+_TYPE_NAMES: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
 }
-
-
-def encode_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+_KEYWORDS = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}

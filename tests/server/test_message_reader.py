@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from gpu.config import ModelConfig, ReasoningParser, ToolParser
 from server.config import ConfigError
-from server.message.call_readers import closing_text
 from server.message.formats import AnswerFormat, choose_format, make_format
 from server.message.parts import CallArguments, CallBegun, Part, ReadAnswer, join_parts
 from server.message.reader import MessageReader
@@ -95,6 +94,11 @@ WHOLE: list[tuple[str, str, Read]] = [
         ("", "", [("f", {"n": 5, "text": "5"}), ("g-2", {})]),
     ),
     (
+        "glm4",
+        '\ng-2\n{}\nwords\n<|assistant|>f\n{"text": "\\ng-2\\n{}"}',
+        ("words", "", [("g-2", {}), ("f", {"text": "\ng-2\n{}"})]),
+    ),
+    (
         "gemma",
         '<|tool_call>call:f{n:1,text:<|"|>a, "b":{c}<|"|>,tree:{k:[1,true]}}<tool_call|>',
         ("", "", [("f", {"n": 1, "text": 'a, "b":{c}', "tree": {"k": [1, True]}})]),
@@ -129,6 +133,9 @@ BROKEN = [
     ("mistral_json", '[TOOL_CALLS] no [{"name": "f", "arguments": {}}]'),
     ("glm", "<tool_call>f <arg_key>n</arg_key></tool_call>"),
     ("gemma", "<|tool_call>call:f{n:}<tool_call|>"),
+    ("glm4", "\nunknown\n{}\nf"),
+    ("glm4", "call f\n{}"),
+    ("glm4", "f\n{no}\nf\n"),
 ]
 
 
@@ -207,11 +214,13 @@ def test_a_call_is_told_before_its_arguments_and_they_in_pieces() -> None:
 
 def test_an_argument_between_tags_is_told_once_it_is_whole() -> None:
     reader = MessageReader(format_of("qwen3_xml"), "", TOOLS, False)
-    assert reader.feed("<tool_call>\n<function=f>\n<parameter=n>\n5\n</para", False) == []
-    parts = reader.feed("meter>\n", False)
+    assert reader.feed("<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=text", False) == []
+    parts = reader.feed(">\na", False)
     assert isinstance(parts[0], CallBegun)
     assert parts[1:] == [CallArguments(0, '{"n": 5')]
-    assert reader.feed("</function>\n</tool_call>", False) + reader.finish() == [CallArguments(0, "}")]
+    assert reader.feed("\n</parameter>\n</function>\n</tool_call>", False) + reader.finish() == [
+        CallArguments(0, ', "text": "a"'), CallArguments(0, "}"),
+    ]  # fmt: skip
 
 
 def test_a_call_that_begins_stays_one_with_the_arguments_that_came() -> None:
@@ -219,6 +228,71 @@ def test_a_call_that_begins_stays_one_with_the_arguments_that_came() -> None:
     assert read(format_of("hermes"), [text]) == ("", "", [("f", '{"n": oops')])
     junk = '<tool_call>{"name": "f", "arguments": {}} junk</tool_call>'
     assert read(format_of("hermes"), [junk]) == ("junk</tool_call>", "", [("f", "{}")])
+
+
+FUNCTION = "<function=f>\n<parameter=n>\n5\n</parameter>\nTAIL</function>\n</tool_call>\nBye."
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}\nSo.', ("So.", "", [("f", {})])),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {}}<tool_call>{"name": "g-2", "arguments": {}}</tool_call>',
+            ("", "", [("f", {}), ("g-2", {})]),
+        ),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1}\n</tool_call> So.', ("So.", "", [("f", {"n": 1})])),
+        ("qwen3_xml", FUNCTION.replace("TAIL", "junk"), ("junk</function>\n</tool_call>\nBye.", "", [("f", {"n": 5})])),
+        (
+            "qwen3_xml",
+            FUNCTION.replace("TAIL", "<parameter=text>\n"),
+            ("<parameter=text>\n</function>\n</tool_call>\nBye.", "", [("f", {"n": 5})]),
+        ),
+        ("hermes", "<think>I see\n" + WHOLE[3][1], ("", "I see\n" + WHOLE[3][1], [])),
+    ],
+)
+def test_what_is_beside_a_call_or_in_reasoning_is_told_as_it_is(name: str, text: str, wanted: Read) -> None:
+    assert parsed(read(format_of(name), [text])) == wanted
+    assert parsed(read(format_of(name), list(text))) == wanted
+
+
+PLACE = {"type": "object", "properties": {"x": {"type": "integer"}}}
+TYPED = [
+    ({"$ref": "#/$defs/place"}, '{"x": 1}', {"x": 1}),
+    ({"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+    ({"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]}, "null", None),
+    ({"allOf": [{"$ref": "#/$defs/place"}]}, '{"x": 1}', {"x": 1}),
+    ({"$ref": "#/$defs/a~1b%20c"}, "5", 5),
+    ({"$ref": "#/$defs/all/allOf/0"}, "5", 5),
+    ({"$ref": "#/$defs/loop"}, "5", 5),
+    ({"$ref": "#/$defs/nowhere"}, "5", "5"),
+    ({"$ref": "https://elsewhere.example/x"}, "5", "5"),
+    ({"enum": [1, 2]}, "1", 1),
+    ({"enum": ["1", 2]}, "1", "1"),
+    ({"enum": ["1", 2]}, "2", 2),
+    ({"const": 5}, "5", 5),
+    ({"const": "5"}, "5", "5"),
+    ({"properties": {"x": {}}}, '{"x": 1}', {"x": 1}),
+    ({"items": {}}, "[1]", [1]),
+    ({"type": "string", "enum": ["true"]}, "true", "true"),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "x", "x"),
+    ({"type": 5, "anyOf": 5, "enum": 5, "$ref": 5}, "5", "5"),
+    ({}, "5", "5"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "wanted"), TYPED)
+def test_an_argument_that_came_as_text_is_of_the_type_that_its_schema_names_anywhere(
+    schema: Any, text: str, wanted: Any
+) -> None:
+    places = {
+        "place": PLACE, "a/b c": {"type": "integer"}, "all": {"allOf": [{"type": "integer"}]},
+        "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "integer"}]},
+    }  # fmt: skip
+    tools = Tools({"f": {"type": "object", "properties": {"a": schema}, "$defs": places}})
+    assert tools.argument("f", "a", text) == wanted
+    assert type(tools.argument("f", "a", text)) is type(wanted)
 
 
 def test_reasoning_that_the_prompt_begins_or_ends_is_known() -> None:
@@ -263,6 +337,8 @@ SIGNS = [
     ("<tool_call>{{ name }}<arg_key>", "glm"),
     ("[TOOL_CALLS] [{", "mistral_json"),
     ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
+    ("<|observation|>", "glm4"),
+    ("<|observation|><arg_key>", "glm"),
     ("<|tool_call>call:", "gemma"),
     ('{"name": function name, "parameters": dictionary}', "llama3_json"),
     ("what nobody knows", "llama3_json"),
@@ -405,26 +481,6 @@ def test_transformers_reads_the_same_of_what_a_model_should_write() -> None:
         assert load_response_template(spec, "it").fields["thinking"].opens is not None
 
 
-@pytest.mark.parametrize(
-    ("pattern", "wanted"),
-    [
-        (r"<p=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</p>", "</p>"),
-        (r"(?P<key>\w+)=(?P<value>.*?);", ";"),
-        (r"x\n</p>", "</p>"),
-        (r"x\n", ""),
-        (r"a\\", ""),
-        (r"a|b</p>", ""),
-        (r"(?i)</p>", ""),
-        (r"\x41bc", ""),
-        (r"a(?=b)", ""),
-        (r"[ab]", ""),
-        (r"ab?", ""),
-    ],
-)
-def test_what_a_pattern_ends_with_is_known_where_it_is_plain(pattern: str, wanted: str) -> None:
-    assert closing_text(pattern) == wanted
-
-
 LONG = "a < b and c > d\n" * 2500
 LONG_CALLS = {
     "qwen3_xml": f"<tool_call>\n<function=write>\n<parameter=text>\n{LONG}\n</parameter>\n</function>\n</tool_call>",
@@ -450,8 +506,8 @@ def test_a_long_argument_is_not_read_again_with_each_piece_of_it(name: str) -> N
     assert json.loads(call.arguments)["text"].strip() == LONG.strip()
 
 
-@pytest.mark.parametrize("name", ["llama3_json", "qwen3_xml", "mistral", "glm", "gemma"])
-@pytest.mark.parametrize("begun", [" \n", "<function=", "[TOOL_CALLS]a", "<tool_call>a", " ;"])
+@pytest.mark.parametrize("name", ["llama3_json", "qwen3_xml", "mistral", "glm", "glm4", "gemma"])
+@pytest.mark.parametrize("begun", [" \n", "<function=", "[TOOL_CALLS]a", "<tool_call>a", " ;", "\na"])
 def test_what_goes_on_and_on_as_a_call_begins_is_words(name: str, begun: str) -> None:
     text = begun + (begun if begun in (" \n", " ;", "<function=") else "a") * 3000
     answer = read_in_time(name, f"x{text}x")

@@ -1,0 +1,249 @@
+"""Calls whose arguments hold what marks calls: read whole, cut into pieces, and cut off at every place."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.messages import Delta
+from server.choice import Choice
+from server.message.formats import AnswerFormat, make_format
+from server.message.parts import ReadAnswer, join_parts
+from server.message.reader import MessageReader
+from server.message.tools import Tools
+from server.tokenizer import Tokenizer
+from tests.server.live_server import REFERENCE
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}, "more": {}, "n": {"type": "integer"}, "tree": {"type": "object"}},
+}
+TOOLS = Tools({"f": SCHEMA, "get-it": SCHEMA})
+TOKENIZER = Tokenizer(REFERENCE, REFERENCE)
+Calls = Sequence[tuple[str, dict[str, Any]]]
+
+MARKS = [
+    "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=text>", "</parameter>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>", "<think>",
+    "</think>", "<|assistant|>", "\nf\n{}", '{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": "',
+    '"', "\\", "\\\"", "{", "}", "[", "]", "'", "\n", " ", "; ", ",", "é", "東京", "😀", "\x00", "\u2028",
+    "a", "<", "</",
+]  # fmt: skip
+HOSTILE = st.lists(st.sampled_from(MARKS), max_size=4).map("".join)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": HOSTILE,
+        "more": HOSTILE,
+        "n": st.integers(-99, 99),
+        "tree": st.dictionaries(HOSTILE, HOSTILE | st.lists(HOSTILE, max_size=1), max_size=1),
+    },
+)
+CALLS = st.lists(st.tuples(st.sampled_from(sorted(TOOLS.parameters)), ARGUMENTS), min_size=1, max_size=2)
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else dump(value)
+
+
+def in_gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return "[" + ",".join(map(in_gemma, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{dump(key)}:{in_gemma(item)}" for key, item in value.items()) + "}"
+    return dump(value)
+
+
+def write(name: str, calls: Calls) -> str:
+    """Calls as a model writes them in a format."""
+    match name:
+        case "hermes":
+            return "\n".join(
+                f"<tool_call>\n{dump({'name': tool, 'arguments': given})}\n</tool_call>" for tool, given in calls
+            )
+        case "llama3_json":
+            return "; ".join(dump({"name": tool, "parameters": given}) for tool, given in calls)
+        case "mistral":
+            return "".join(f"[TOOL_CALLS]{tool}[ARGS]{dump(given)}" for tool, given in calls)
+        case "mistral_json":
+            return "[TOOL_CALLS]" + dump([{"name": tool, "arguments": given} for tool, given in calls])
+        case "glm4":
+            return "".join(f"\n{tool}\n{dump(given)}" for tool, given in calls)
+        case "gemma":
+            written = [
+                (tool, ",".join(f"{key}:{in_gemma(item)}" for key, item in given.items())) for tool, given in calls
+            ]
+            return "".join(f"<|tool_call>call:{tool}{{{given}}}<tool_call|>" for tool, given in written)
+        case "qwen3_xml":
+            written = [
+                (tool, "".join(f"<parameter={key}>\n{as_text(item)}\n</parameter>\n" for key, item in given.items()))
+                for tool, given in calls
+            ]
+            return "\n".join(
+                f"<tool_call>\n<function={tool}>\n{given}</function>\n</tool_call>" for tool, given in written
+            )
+    written = [
+        (
+            tool,
+            "".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(item)}</arg_value>\n" for key, item in given.items()
+            ),
+        )
+        for tool, given in calls
+    ]
+    return "\n".join(f"<tool_call>{tool}\n{given}</tool_call>" for tool, given in written)
+
+
+FORMATS = ["hermes", "llama3_json", "mistral", "mistral_json", "glm4", "gemma", "qwen3_xml", "glm"]
+# What a format cannot write inside of a string: where a value would end and something of the form follow it.
+AMBIGUOUS = {
+    "gemma": r'<\|"\|>',
+    "qwen3_xml": r"</parameter>\s*(?:<parameter=|</function>)",
+    "glm": r"</arg_value>\s*(?:<arg_key>|</tool_call>)",
+}
+
+
+def strings_in(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from (key, *strings_in(value))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from strings_in(value)
+
+
+def can_write(name: str, calls: Calls) -> bool:
+    pattern = AMBIGUOUS.get(name)
+    return pattern is None or not any(
+        regex.search(pattern, as_text(value)) for _, given in calls for value in given.values()
+    )
+
+
+def format_of(name: str) -> AnswerFormat:
+    made = make_format(name, "think")
+    assert made is not None
+    return made
+
+
+def read(name: str, pieces: Sequence[str], is_cut: bool) -> ReadAnswer:
+    reader = MessageReader(format_of(name), "", TOOLS, False)
+    parts = [part for piece in pieces for part in reader.feed(piece, False)]
+    return join_parts(parts + (reader.cut() if is_cut else reader.finish()))
+
+
+def told(answer: ReadAnswer) -> tuple[str, str, list[tuple[str, str]]]:
+    return answer.content, answer.reasoning, [(call.name, call.arguments) for call in answer.calls]
+
+
+def pieces_of(text: str, draw: random.Random) -> list[str]:
+    pieces = []
+    while text:
+        size = draw.choice([1, 2, 3, 5, 8, 40])
+        pieces.append(text[:size])
+        text = text[size:]
+    return pieces
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(deadline=None, max_examples=25)
+@given(CALLS, st.sampled_from(["", "So:\n", "é "]), st.randoms(use_true_random=False))
+def test_arguments_survive_whatever_they_hold_and_however_the_text_is_cut(
+    name: str, calls: Calls, words: str, draw: random.Random
+) -> None:
+    if not can_write(name, calls):
+        return
+    text = words + write(name, calls)
+    whole = read(name, [text], False)
+    assert whole.content == words.rstrip()
+    assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == list(calls)
+    for pieces in (list(text), pieces_of(text, draw)):
+        assert told(read(name, pieces, False)) == told(whole)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(deadline=None, max_examples=6)
+@given(CALLS, st.randoms(use_true_random=False))
+def test_calls_that_a_limit_cuts_anywhere_are_calls_with_the_arguments_so_far(
+    name: str, calls: Calls, draw: random.Random
+) -> None:
+    if not can_write(name, calls):
+        return
+    text = write(name, calls)
+    whole = told(read(name, [text], False))[2]
+    for end in draw.sample(range(len(text)), min(len(text), 80)):
+        given = text[:end]
+        content, reasoning, found = told(read(name, [given], True))
+        # Without marks, a name whose line has not ended may be words.
+        assert content.strip() in (("", *words_of_names()) if name == "glm4" else ("",)), given
+        assert reasoning == ""
+        assert found[:-1] == whole[: len(found[:-1])], given
+        if found:
+            tool, arguments = whole[len(found) - 1]
+            assert found[-1][0] == tool
+            assert squeeze(arguments, name).startswith(squeeze(found[-1][1], name)), given
+        assert told(read(name, pieces_of(given, draw), True)) == (content, reasoning, found), given
+
+
+def words_of_names() -> list[str]:
+    return [name[: end + 1] for name in TOOLS.parameters for end in range(len(name))]
+
+
+def squeeze(arguments: str, name: str) -> str:
+    """Gemma's are JSON of another look, white space aside, until they are whole."""
+    return "".join(arguments.split()).rstrip(",") if name == "gemma" else arguments
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.sampled_from(
+            [*MARKS, "<parameter=n>\n5\n</parameter>", "call:f{", "<arg_key>n</arg_key><arg_value>", "f\n"]
+        ),
+        max_size=9,
+    ).map("".join),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_whatever_a_model_writes_it_is_read_alike_in_any_pieces(
+    name: str, text: str, is_cut: bool, draw: random.Random
+) -> None:
+    whole = told(read(name, [text], is_cut))
+    for pieces in (list(text), pieces_of(text, draw)):
+        assert told(read(name, pieces, is_cut)) == whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_of_any_number_of_tokens_is_told_alike_whole_and_streamed(name: str) -> None:
+    calls = [("f", {"text": 'use </tool_call> and "<tool_call>" é東', "n": 5}), ("get-it", {"tree": {"a": [""]}})]
+    token_ids = TOKENIZER.encode(write(name, calls), False)
+    for num_tokens in range(1, len(token_ids)):
+        given = token_ids[:num_tokens]
+        whole = answer_of(name, [given])
+        assert answer_of(name, [[token_id] for token_id in given]) == whole
+        assert whole[1] == "length"
+        content = whole[0][0].strip()
+        assert content == "" or (name == "glm4" and content in words_of_names()), content
+
+
+def answer_of(name: str, steps: Sequence[list[int]]) -> tuple[Any, str | None]:
+    reader = MessageReader(format_of(name), "", TOOLS, False)
+    choice = Choice(TOKENIZER, [], 0, False, reader)
+    parts = []
+    for i, token_ids in enumerate(steps):
+        reason = "length" if i == len(steps) - 1 else None
+        parts += choice.feed(Delta(request_id="a", token_ids=token_ids, finish_reason=reason)).parts
+    return told(join_parts(parts)), choice.finish_reason
