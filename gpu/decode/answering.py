@@ -86,7 +86,11 @@ class Answers:
         """Nobody answers: the device does not wait, and nothing that is read is held."""
         for part in self.parts:
             part.exchange.slot.release()
-            part.asked.give_up()
+        try:
+            for part in self.parts:
+                part.asked.give_up()
+        except BaseException as fault:  # our own: `wait` raises it, and the thread goes on
+            error = fault
         self.end(error)
 
 
@@ -150,13 +154,13 @@ class Answering:
                 part.exchange.slot.advance(part.num_rows)
             began_s = perf_counter()
             answered = answers.host.answer([(part.asked, part.exchange.slot) for part in answers.parts])
+            rows = sum(part.num_rows for part in answers.parts)
+            self._on_answered(rows, len(answers.parts), answered, perf_counter() - began_s)
+            answers.attended_s = answered.attended_s
         except BaseException as error:  # the outermost handler of this thread: `Answers.wait` says or raises it
             self._failure = self._failure or ExchangeError(str(error))
             answers.give_up(error)
             return
-        rows = sum(part.num_rows for part in answers.parts)
-        self._on_answered(rows, len(answers.parts), answered, perf_counter() - began_s)
-        answers.attended_s = answered.attended_s
         answers.end(None)
 
 

@@ -157,6 +157,51 @@ def test_what_is_no_fault_of_the_devices_is_raised_where_the_step_is_collected()
     fixture.answering.stop()
 
 
+def test_a_listener_that_fails_ends_its_step_and_the_thread_goes_on() -> None:
+    """Whatever raises once the answers are given, `wait` returns; the steps behind fail until that is known."""
+    fixture = Fixture()
+
+    def refuse(*what: object) -> None:
+        raise ValueError("rates: got no rows")
+
+    fixture.answering._on_answered = refuse
+    steps = [fixture.launch(1) for _ in range(2)]
+    fixture.tier.may_answer.release()
+    with pytest.raises(ValueError, match="got no rows"):
+        wait(steps[0])
+    assert wait(steps[1]) == "behind a step that failed: rates: got no rows"
+    fixture.answering.recover()
+    fixture.answering._on_answered = lambda *what: None
+    after = fixture.launch(1)
+    fixture.tier.may_answer.release()
+    assert wait(after) is None
+    fixture.answering.stop()
+
+
+def test_a_step_whose_asks_cannot_be_given_up_ends_all_the_same() -> None:
+    fixture = Fixture(fails={0: ExchangeError("row 0 of 2 has stamp 3 after 20 s")})
+    step = fixture.launch(1)
+
+    def fail() -> None:
+        raise ValueError("lease: ended twice")
+
+    fixture.attentions[0].give_up = fail
+    fixture.tier.may_answer.release()
+    with pytest.raises(ValueError, match="ended twice"):
+        wait(step)
+    fixture.answering.recover()
+    after = fixture.launch(1)
+    fixture.tier.may_answer.release()
+    assert wait(after) is None
+    fixture.answering.stop()
+
+
+def wait(step: Answers) -> str | None:
+    """What `wait` says; it does not wait for ever."""
+    assert step._is_over.wait(PATIENCE_S), "nobody ended the step"
+    return step.wait()
+
+
 @contextmanager
 def tier_with_a_context(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Device, ExchangeSlot]]:
     monkeypatch.setattr(decode_step, "ASK_LIMIT_S", limit_s)
