@@ -162,10 +162,9 @@ class HostContexts:
 
     def retract(self, hashes: list[bytes]) -> None:
         """Blocks of these hashes are wrong: no context that has one, or stands on one that has, is found any more."""
-        roots = {root_of(context) for digest in hashes for context in self._owners.get(digest, [])}
-        for context in list(self._contexts.values()):
-            if root_of(context) in roots:
-                self._hide(context)
+        owners = {context for digest in hashes for context in self._owners.get(digest, [])}
+        for root in {root_of(context) for context in owners}:
+            self._hide(root)
         for context in list(self._contexts.values()):
             self._close_unused(context)
 
@@ -264,17 +263,23 @@ class HostContexts:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _hide(self, context: HostContext) -> list[HostContext]:
-        """Nobody new finds it, nor what stands on it: all of these, the last forks in front."""
-        forks = [one for one in self._contexts.values() if one.parent is context] if context.num_forks else []
-        hidden = [one for fork in forks for one in self._hide(fork)]
-        context.is_findable = False
-        for digest in context.hashes[context.size.num_shared :]:
-            owners = self._owners[digest]
-            owners.remove(context)
-            if not owners:
-                del self._owners[digest]
-        del context.hashes[context.size.num_shared :]
-        return [*hidden, context]
+        """Let nobody new find it, nor what stands on it. Returns all of these, forks before what they stand on."""
+        forks: dict[HostContext, list[HostContext]] = {}
+        for one in self._contexts.values() if context.num_forks else ():
+            if one.parent is not None:
+                forks.setdefault(one.parent, []).append(one)
+        hidden = [context]
+        for one in hidden:  # a conversation has a fork a turn
+            hidden += forks.get(one, ())
+        for one in hidden:
+            one.is_findable = False
+            for digest in one.hashes[one.size.num_shared :]:
+                owners = self._owners[digest]
+                owners.remove(one)
+                if not owners:
+                    del self._owners[digest]
+            del one.hashes[one.size.num_shared :]
+        return hidden[::-1]
 
     def _close_unused(self, context: HostContext | None) -> None:
         """Close it if nobody holds, finds or forked it, and then what it stood on."""

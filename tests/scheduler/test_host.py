@@ -15,6 +15,7 @@ from scheduler import growing_back
 from scheduler.capacity import Capacity, HostCapacity, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine
+from scheduler.host_context import RunSize
 from scheduler.messages import EngineRequest
 from scheduler.scheduler import Scheduler
 from tests.scheduler.lane_runner import LaneRunner
@@ -112,6 +113,29 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert residence.pages.num_held == 0
     assert residence.pages.num_available == residence.pages.num_pages
     assert sorted(contexts.take_closed()) == sorted(runner.contexts)
+
+
+@pytest.mark.parametrize("way", ["retract", "discard"])
+def test_a_conversation_of_thousands_of_turns_is_let_go_at_once(way: str) -> None:
+    """Each turn stands on the one before it: far more of them than calls may nest."""
+    num_turns = 3000
+    engine, _ = make_engine(num_pages=2 * num_turns, limit_blocks=10 * num_turns)
+    contexts, pages = engine.scheduler.residence.contexts, engine.scheduler.pages
+    assert contexts is not None
+    turn = None
+    for number in range(num_turns):
+        num_shared = min(number, 1)
+        turn = contexts.add(RunSize(num_shared, 1, num_shared + 1, False), turn)
+        assert turn is not None
+        turn.is_open = True
+        contexts.deposit(turn, pages.allocate(1))
+        contexts.publish(turn, [b"first", b"%d" % number][: num_shared + 1])
+        contexts.let_go(turn, is_kept=True)
+    assert len(contexts) == num_turns
+    first = next(iter(contexts))
+    contexts.retract([b"%d" % (num_turns - 1)]) if way == "retract" else contexts.discard(first)
+    assert (len(contexts), contexts.used_bytes, contexts._owners, pages.num_held) == (0, 0, {}, 0)
+    assert sorted(contexts.take_closed()) == list(range(num_turns))
 
 
 def prefilled(runner: PageRunner) -> list[int]:
