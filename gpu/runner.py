@@ -334,8 +334,7 @@ class Runner:
             self._failures.pop(slot, None)
             for side in self._reusing.values():
                 side.release(slot)
-        for job_id in plan.dropped_jobs:
-            self._prefill.drop(job_id)
+            self._prefill.cut(slot)
         if plan.closed_contexts or plan.deposits:
             assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
             self._offload.close(plan.closed_contexts)

@@ -5,7 +5,8 @@ finished or preempted. Per-slot state (page table, last token, sampler) lives on
 changed. All ranges are half-open, all positions 0-based.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 import numpy as np
@@ -239,7 +240,8 @@ class PrefillUnit:
     layer by layer, in token order.
 
     method: by which all of the job is attended to (`gpu.profiles.Profile.prefill_method`). The unit that ends the job
-    also samples each prompt's next token: it ends the last layer, or, where prompts are scored, the last of them.
+    also samples each prompt's next token: it ends the last layer, or, where prompts are scored, the last of them. Where
+    all that was left of a job was cut out, that is a unit of no logprobs.
     """
 
     job_id: int
@@ -361,6 +363,8 @@ class DecodeGroup:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One engine step, carried out in field order. is_fenced: behind all that was launched before it in any lane.
+    released_slots: their sequences have left; a prompt of one that is in a job under way is cut out of it, and the
+    others go on: units to come count without its tokens. A job with no prompt left is dropped.
     masked_slots: those that draw in it from some tokens alone, which may not be known before the draws in flight are;
     with any, all of the step is drawn once masks are given for them (`gpu.runner.Runner.draw`). gives_way: rows that
     wait for the host step beside its units, whose blocks of attention are to be short.
@@ -368,37 +372,32 @@ class StepPlan:
 
     lane: Lane = Lane.DEVICE
     is_fenced: bool = False
-    released_slots: list[int] = field(default_factory=list)
-    dropped_jobs: list[int] = field(default_factory=list)
-    closed_contexts: list[int] = field(default_factory=list)
-    deposits: list[Deposit] = field(default_factory=list)
-    restores: list[Restore] = field(default_factory=list)
-    releases: list[Release] = field(default_factory=list)
-    fetches: list[Fetch] = field(default_factory=list)
-    page_writes: list[PageWrite] = field(default_factory=list)
-    ring_writes: list[RingWrite] = field(default_factory=list)
-    window_writes: list[WindowWrite] = field(default_factory=list)
-    new_jobs: list[PrefillJob] = field(default_factory=list)
-    units: list[Unit] = field(default_factory=list)
-    decode: list[DecodeGroup] = field(default_factory=list)
-    masked_slots: list[int] = field(default_factory=list)
+    released_slots: Sequence[int] = ()
+    closed_contexts: Sequence[int] = ()
+    deposits: Sequence[Deposit] = ()
+    restores: Sequence[Restore] = ()
+    releases: Sequence[Release] = ()
+    fetches: Sequence[Fetch] = ()
+    page_writes: Sequence[PageWrite] = ()
+    ring_writes: Sequence[RingWrite] = ()
+    window_writes: Sequence[WindowWrite] = ()
+    new_jobs: Sequence[PrefillJob] = ()
+    units: Sequence[Unit] = ()
+    decode: Sequence[DecodeGroup] = ()
+    masked_slots: Sequence[int] = ()
     gives_way: bool = False
+
+    def __post_init__(self) -> None:
+        """Nothing is added to a plan once it is made: lists are kept as tuples."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, list):
+                object.__setattr__(self, each.name, tuple(value))
 
     @property
     def is_empty(self) -> bool:
-        return not (
-            self.released_slots
-            or self.dropped_jobs
-            or self.closed_contexts
-            or self.deposits
-            or self.restores
-            or self.releases
-            or self.fetches
-            or self.page_writes
-            or self.window_writes
-            or self.units
-            or self.decode
-        )
+        """Whether there is nothing to carry out."""
+        return self == StepPlan(self.lane)
 
 
 @dataclass(frozen=True, slots=True)

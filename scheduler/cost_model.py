@@ -98,9 +98,9 @@ class CostModel:
 
     def observe_units(self, units: Sequence[Unit], contexts: list[int], seconds: float) -> None:
         """Learn from units of one kind and method that ran in `seconds`; `contexts[i]` is where unit i ended."""
-        if not units or seconds <= 0:
-            return
         count = sum(unit.end - unit.begin for unit in units)
+        if not count or seconds <= 0:
+            return
         if isinstance(units[0], LogitsUnit):
             self._largest_rows = max(self._largest_rows, count)
             self._logits.observe(np.array([len(units), self._logits_flops * count]), seconds)

@@ -44,7 +44,7 @@ class LaunchedPlan:
     rows: Rows
     load: Load
     num_known: int
-    units: list[Unit]
+    units: Many[Unit]
     unit_contexts: list[int]
     runs: list[DepositedRun]
     fetches: bool

@@ -4,12 +4,14 @@ gets its share.
 A job is layer-major: all its tokens go through layer l before any goes through l + 1. Chunk borders may differ from
 layer to layer, so a unit is as long as the time it may take allows, and as the job's prefill method: its units end
 where a prompt does, or at a multiple of so many tokens. Where prompts are scored, units of their logits
-come after the last layer, in steps of their own. Invariants: units of a job come in order; of the time that units take,
-as estimated, the job that came first gets `oldest_share`, but for one unit that it is yet to get.
+come after the last layer, in steps of their own. A prompt that is cut out of a job leaves the others as they are
+computed; where nothing is left to compute, a unit of no tokens ends the job. Invariants: units of a job come in order,
+and none of a token that had one; of the time that units take, as estimated, the job that came first gets
+`oldest_share`, but for one unit that it is yet to get.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gpu.step import FUSED, LogitsUnit, PrefillJob, PrefillUnit, Unit
@@ -64,6 +66,23 @@ class JobInProgress:
         stages = pairwise([*self.job.stages, (num_layers, 0)])
         return sum(tokens * max(0, end - max(begin, first)) for (begin, tokens), (end, _) in stages)
 
+    def advance(self, length: int, num_layers: int) -> None:
+        """So many more tokens of the layer are planned, or scored tokens behind the last one."""
+        self.begin += length
+        if self.layer < num_layers and self.begin == self.job.num_tokens_in(self.layer):
+            self.layer, self.begin = self.layer + 1, 0
+
+    def cut(self, sequence: Sequence, num_layers: int) -> None:
+        """Take one of several prompts out: the job stands where it stood, without that one's tokens."""
+        index = self.sequences.index(sequence)
+        prompts = self.job.prompts
+        is_scoring = self.layer == num_layers
+        counts = [prompt.num_scored_tokens if is_scoring else prompt.num_computed_tokens for prompt in prompts]
+        self.begin -= min(counts[index], max(0, self.begin - sum(counts[:index])))
+        self.job = replace(self.job, prompts=[*prompts[:index], *prompts[index + 1 :]])
+        del self.sequences[index]
+        self.advance(0, num_layers)
+
     def context_of(self, unit: Unit) -> int:
         """Where a unit ends in its prompt; logits have no context."""
         if isinstance(unit, LogitsUnit):
@@ -116,8 +135,12 @@ class PrefillQueue:
         `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
         one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more.
         """
+        finished = [entry for entry in self.jobs if not entry.remaining(self._num_layers)]
+        if finished:  # what was left of them was cut out
+            for entry in finished:
+                self.drop(entry)
+            return [self._unit(entry, 0) for entry in finished], finished
         units: list[Unit] = []
-        finished: list[JobInProgress] = []
         left_tokens = self._config.chunk_tokens
         kind = None
         while left_tokens > 0 and (able := self._able(seconds, bool(units))):
@@ -141,7 +164,7 @@ class PrefillQueue:
                 seconds -= cost
             units.append(self._unit(entry, length))
             self._settle(entry, cost)
-            self._advance(entry, length)
+            entry.advance(length, self._num_layers)
             if entry.remaining(self._num_layers) == 0:
                 self.drop(entry)
                 finished.append(entry)
@@ -149,6 +172,14 @@ class PrefillQueue:
             if length < whole:
                 break
         return units, finished
+
+    def cut(self, sequence: Sequence) -> None:
+        """Take a sequence's prompt out of its job; one of no other prompt is dropped."""
+        entry = next(entry for entry in self.jobs if sequence in entry.sequences)
+        if len(entry.sequences) == 1:
+            self.drop(entry)
+        else:
+            entry.cut(sequence, self._num_layers)
 
     def drop(self, entry: JobInProgress) -> None:
         if entry is self.jobs[0]:
@@ -233,9 +264,3 @@ class PrefillQueue:
         else:
             share = self._config.oldest_share
             self._owed_seconds += cost * share / (1.0 - share)
-
-    def _advance(self, entry: JobInProgress, length: int) -> None:
-        entry.begin += length
-        if not self._is_scoring(entry) and entry.begin == entry.job.num_tokens_in(entry.layer):
-            entry.layer += 1
-            entry.begin = 0

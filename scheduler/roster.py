@@ -1,12 +1,12 @@
 """The requests that are not finished: who waits, who holds slots and pages, who gives way to whom, and who is done.
 
 Gives back all that one leaves behind; refuses to know steps and what requests are told. Invariants: a page belongs to a
-sequence from admission until it is finished or preempted; one that gives way waits in front, with the tokens it has.
+sequence from admission until it is finished or preempted; one that gives way waits in front, with the tokens it has;
+what was computed of others in its prefill job stays when one leaves.
 """
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from gpu.step import Lane, PageWrite
 from scheduler.admission import Admission
@@ -19,14 +19,6 @@ from scheduler.rings import Rings
 from scheduler.sequence import Sequence, State
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Changes:
-    """What happened to slots and jobs since the last plan, for the runner to hear of first."""
-
-    released_slots: list[int] = field(default_factory=list)
-    dropped_jobs: list[int] = field(default_factory=list)
 
 
 class Roster:
@@ -49,7 +41,7 @@ class Roster:
         self._prefill = prefill
         self._lanes = lanes
         self._documents = documents
-        self._changes = Changes()
+        self._released_slots: list[int] = []
         self._unfinished: dict[str, Sequence] = {}
 
     def queue(self, sequences: list[Sequence]) -> None:
@@ -81,14 +73,14 @@ class Roster:
             yield from entry.sequences
 
     @property
-    def has_changes(self) -> bool:
-        """Whether there are slots or jobs that nobody needs, and the runner has not heard of it."""
-        return bool(self._changes.released_slots or self._changes.dropped_jobs)
+    def has_released(self) -> bool:
+        """Whether sequences have left slots, and the runner has not heard of it."""
+        return bool(self._released_slots)
 
-    def take_changes(self) -> Changes:
-        """Since the last call."""
-        changes, self._changes = self._changes, Changes()
-        return changes
+    def take_released(self) -> list[int]:
+        """Return the slots that sequences left since the last call."""
+        released, self._released_slots = self._released_slots, []
+        return released
 
     def start(self, entry: JobInProgress) -> dict[int, Sequence]:
         """A job's last unit is planned: its blocks can be shared, and its prompts' first draws are in flight."""
@@ -121,27 +113,24 @@ class Roster:
         return [write for write in writes if write.slot in held]
 
     def preempt_youngest(self, candidates: Iterable[Sequence]) -> None:
-        """The last of these by priority and then by age gives way, with its whole job if it is in one."""
+        """The last of these by priority and then by age gives way."""
         candidates = list(candidates)
         victim = max(candidates, key=_turn)
         victim.num_overtaken += any(_arrival(one) > _arrival(victim) for one in candidates)
         log.warning("preempted request=%s context_tokens=%d", victim.request_id, victim.num_tokens)
         self.num_preemptions += 1
-        if victim.state is State.PREFILLING:
-            self._drop_job(victim)
-        else:
-            self.running.remove(victim)
-            self._requeue(victim)
+        self._leave_slot(victim)
+        victim.state = State.WAITING
+        if self._documents is not None:
+            self._documents.hold(victim)
+        self._admission.requeue(victim)
 
     def retire(self, sequence: Sequence) -> None:
-        """It is done with, whatever it was doing; what else was in its job waits again."""
-        if sequence.state is State.PREFILLING:
-            self._drop_job(sequence)
-        if sequence.state is State.RUNNING:
-            self.running.remove(sequence)
-            self._vacate(sequence)
-        else:
+        """It is done with, whatever it was doing."""
+        if sequence.state is State.WAITING:
             self._admission.waiting.remove(sequence)
+        else:
+            self._leave_slot(sequence)
         sequence.state = State.FINISHED
         self.let_go(sequence)
         del self._unfinished[sequence.request_id]
@@ -164,31 +153,23 @@ class Roster:
         is_alone = len(self.running) <= 1 and not self._prefill.jobs
         return [] if is_alone else self._admission.awaited()
 
-    def _drop_job(self, member: Sequence) -> None:
-        """Take the job that `member` is in off the device; all its sequences wait again, in front."""
-        entry = next(entry for entry in self._prefill.jobs if member in entry.sequences)
-        self._prefill.drop(entry)
-        self._changes.dropped_jobs.append(entry.job.job_id)
-        for sequence in reversed(entry.sequences):
+    def _leave_slot(self, sequence: Sequence) -> None:
+        """Give back slot and pages; the others in its prefill job go on from where they are.
+
+        What a prefill has brought to the host is of no use before it ends.
+        """
+        if sequence.state is State.PREFILLING:
+            self._prefill.cut(sequence)
             self._residence.prefixes.stop(sequence)
-            self._requeue(sequence)
-
-    def _requeue(self, sequence: Sequence) -> None:
-        self._vacate(sequence)
-        sequence.state = State.WAITING
-        if self._documents is not None:
-            self._documents.hold(sequence)
-        self._admission.requeue(sequence)
-
-    def _vacate(self, sequence: Sequence) -> None:
-        """Give back slot and pages. What a prefill has brought to the host is of no use before it ends."""
+        else:
+            self.running.remove(sequence)
         is_kept = sequence.state is State.RUNNING and not sequence.has_failed
         self._residence.windows.give_back(sequence, is_kept)
         self._residence.leave(sequence, is_kept)
         self._rings.give_back(sequence)
         self._lanes.give_back(sequence.lane)
         sequence.lane = Lane.DEVICE
-        self._changes.released_slots.append(sequence.slot)
+        self._released_slots.append(sequence.slot)
         self._admission.free_slots.append(sequence.slot)
         sequence.slot = -1
 

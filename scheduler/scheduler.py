@@ -9,6 +9,7 @@ Invariant: who draws in a plan has pages for the token that it feeds, whatever e
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import repeat
 
@@ -47,7 +48,7 @@ from scheduler.reports import make_progress
 from scheduler.residence import Residence
 from scheduler.results import Results
 from scheduler.rings import Rings
-from scheduler.roster import Changes, Roster
+from scheduler.roster import Roster
 from scheduler.sequence import Sequence, State
 from scheduler.token_gap import TokenGap
 
@@ -116,9 +117,9 @@ class Scheduler:
 
     @property
     def has_changes(self) -> bool:
-        """Whether the device holds what nobody needs: jobs, contexts, slots."""
+        """Whether the device holds what nobody needs: contexts, and slots with their prompts."""
         contexts = self.residence.contexts
-        return self.roster.has_changes or (contexts is not None and contexts.has_closed)
+        return self.roster.has_released or (contexts is not None and contexts.has_closed)
 
     # --- the next step ------------------------------------------------------------------------------------------------
 
@@ -153,13 +154,13 @@ class Scheduler:
         drawing = [sequence for sequence, _ in taken]
         fetches = self._grow_back(lane, is_ready)
         known, known_writes = self.jumps.take(taken, lane, len(self.roster.running))
-        changes = self.roster.take_changes() if lane is Lane.DEVICE else Changes()  # for the lane that hands out slots
+        released = self.roster.take_released() if lane is Lane.DEVICE else []  # for the lane that hands out slots
         restores, releases = self.residence.take_restores(), self.residence.take_releases()
         page_writes = writes + new_writes + known_writes
+        all_drawing = [*drawing, *(one for entry in finished for one in entry.sequences)]
         plan = StepPlan(
             lane=lane,
-            released_slots=changes.released_slots,
-            dropped_jobs=changes.dropped_jobs,
+            released_slots=released,
             closed_contexts=self.residence.take_closed(),
             deposits=deposits,
             restores=restores,
@@ -171,6 +172,7 @@ class Scheduler:
             new_jobs=new_jobs,
             units=units,
             decode=_group(taken, known),
+            masked_slots=[one.slot for one in all_drawing if one.constraint is not None],
             gives_way=bool(units) and self._waits_beside(),
         )
         if plan.is_empty:
@@ -205,7 +207,6 @@ class Scheduler:
             slots |= {sequence.slot: sequence for sequence in entry.sequences}
             runs += [deposited_run(sequence) for sequence in entry.sequences if sequence.context is not None]
             drawn |= self.roster.start(entry)
-        plan.masked_slots.extend(slot for slot, sequence in drawn.items() if sequence.constraint is not None)
         num_known = sum(map(len, known or ()))
         rows = rows_of(plan.lane, [ask for group in plan.decode for ask in group.asks or [None]])
         load = self._load_of(plan)
@@ -307,7 +308,7 @@ class Scheduler:
         takes = bool(plan.page_writes or plan.new_jobs or plan.fetches or plan.releases)
         return self._lanes.fence(plan.lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
 
-    def _are_of(self, lane: Lane, releases: list[Release]) -> bool:
+    def _are_of(self, lane: Lane, releases: Many[Release]) -> bool:
         """Whether nothing that reads what is released steps in the other lane, a prefill included."""
         slots = {place.slot for release in releases for place in release.places}
         readers = [sequence for sequence in self.roster.holding() if sequence.slot in slots]

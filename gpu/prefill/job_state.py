@@ -1,10 +1,10 @@
 """A prefill job on the device: its packed tokens, what is kept of them between units, and which are whose.
 
 It refuses to know how a layer is computed. Invariant: what is packed stands in the prompts' order, and `offsets` say
-where each begins, also once a job is narrowed to some of its tokens.
+where each begins, also once a job is narrowed to some of its tokens, or a prompt is cut out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -71,6 +71,21 @@ class JobState:
         self.hidden = None if self.hidden is None else self.hidden[ids]
         self.offsets = [0, len(ids)]
 
+    def cut(self, slot: int) -> None:
+        """Take the slot's prompt out, one of several; hidden states of the others stay, in whichever layer they are."""
+        prompts = self.job.prompts
+        index = next(index for index, prompt in enumerate(prompts) if prompt.slot == slot)
+        begin, end = self.offsets[index : index + 2]
+        self.token_ids, self.positions, self.slots = (
+            _without(tensor, begin, end) for tensor in (self.token_ids, self.positions, self.slots)
+        )
+        self.hidden = None if self.hidden is None else _without(self.hidden, begin, end)
+        self.offsets = [*self.offsets[: index + 1], *(offset - (end - begin) for offset in self.offsets[index + 2 :])]
+        self.job = replace(self.job, prompts=[*prompts[:index], *prompts[index + 1 :]])
+        self.scored.pop(slot, None)
+        self.method_states.pop(slot, None)
+        self.packed = self.windowed = None
+
     def parts(self, unit_begin: int, unit_end: int) -> list[PromptPart]:
         """Of a unit, prompt by prompt."""
         parts = []
@@ -94,6 +109,10 @@ def pack_job(job: PrefillJob, device: torch.device) -> JobState:
     token_ids, positions, slots = upload(packed, device).unbind(0)
     scored: dict[int, list[Logprobs]] = {prompt.slot: [] for prompt in job.prompts if prompt.is_scored}
     return JobState(job, offsets, token_ids, positions, slots.to(torch.int32), None, None, False, scored, {}, None)
+
+
+def _without(tensor: Tensor, begin: int, end: int) -> Tensor:
+    return torch.cat([tensor[:begin], tensor[end:]])
 
 
 def ends_with(job: PrefillJob, unit: Unit, num_layers: int) -> bool:

@@ -1,9 +1,10 @@
 """Prefill jobs: packed prompts that go through the model layer by layer, in resumable units.
 
 It refuses to know when units run, and what else does. Invariants: the hidden states of a job live from its first unit
-to its last or to its drop; a unit reads only its own job's pages (or staging: a prompt that goes down to the host tier
-is alone in its job, and the only one of its kind; one that takes documents' chunks is alone, too), so units of several
-jobs and decode steps interleave freely, and where one layer's units begin need not be where another's do.
+to its last or to its drop, those of a prompt until it is cut out; a unit reads only its own job's pages (or staging: a
+prompt that goes down to the host tier is alone in its job, and the only one of its kind; one that takes documents'
+chunks is alone, too), so units of several jobs and decode steps interleave freely, and where one layer's units begin
+need not be where another's do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,6 +110,17 @@ class Prefill:
         if state is not None and state.fused is not None:
             state.fused.close()
         self.gathered.forget()
+
+    def cut(self, slot: int) -> None:
+        """Forget a slot's prompt if it is in a job under way; the others in it stay as they are computed."""
+        for job_id, state in self._jobs.items():
+            if any(prompt.slot == slot for prompt in state.job.prompts):
+                if len(state.job.prompts) == 1:
+                    self.drop(job_id)
+                else:
+                    state.cut(slot)
+                    self.gathered.forget()
+                return
 
     def take_failures(self) -> dict[int, str]:
         """Slots that failed since the last call, and why: they get no token from their jobs."""

@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -145,6 +145,23 @@ def logits_units(job: PrefillJob, chunk_tokens: int) -> list[LogitsUnit]:
     return [
         LogitsUnit(job.job_id, begin, min(begin + chunk_tokens, scored)) for begin in range(0, scored, chunk_tokens)
     ]
+
+
+def units_without(job: PrefillJob, units: list[Unit], slot: int) -> list[Unit]:
+    """What is left of a job's last units once the slot's prompt is cut out; a unit of none to end with, if none is."""
+    left: list[Unit] = []
+    index = [prompt.slot for prompt in job.prompts].index(slot)
+    for unit in units:
+        is_scored = isinstance(unit, LogitsUnit)
+        counts = [one.num_scored_tokens if is_scored else one.num_computed_tokens for one in job.prompts]
+        gone = range(sum(counts[:index]), sum(counts[: index + 1]))
+        begin, end = (at - len([one for one in gone if one < at]) for at in (unit.begin, unit.end))
+        if begin < end:
+            left.append(replace(unit, begin=begin, end=end))
+    if left:
+        return left
+    num_scored = job.num_scored_tokens - job.prompts[index].num_scored_tokens
+    return [LogitsUnit(job.job_id, num_scored, num_scored)]
 
 
 @dataclass

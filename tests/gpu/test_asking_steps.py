@@ -223,8 +223,10 @@ def test_a_refused_prompt_gets_no_token_and_its_neighbour_goes_on() -> None:
     )
     job = PrefillJob(1, [prompt])
     pages = [PageWrite(1, 0, list(range(len(PROMPTS[2]) // 16 + 1)))]
-    plan = replace(twins.plan([0], []), new_jobs=[job], units=layer_units(job, 512, NUM_LAYERS))
-    plan.page_writes.extend(pages)
+    plan = twins.plan([0], [])
+    plan = replace(
+        plan, page_writes=[*plan.page_writes, *pages], new_jobs=[job], units=layer_units(job, 512, NUM_LAYERS)
+    )
     result = twins.deposits.launch(plan).collect()
     assert list(result.failures) == [1]
     assert {token.slot: token.token_id == -1 for token in result.tokens} == {0: False, 1: True}

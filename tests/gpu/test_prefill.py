@@ -23,6 +23,7 @@ from tests.gpu.reference_model import (
     needle_prompt,
     prefill_prompts,
     reference_runner,
+    units_without,
 )
 from tests.tolerances import CHUNKING_LOGPROB_ATOL
 
@@ -160,10 +161,41 @@ def test_a_dropped_job_frees_its_hidden_states_and_its_slot(alone: Generated) ->
     units = layer_units(job, 64)
     runner.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units[:7])).collect()
     assert runner.num_prefill_jobs == 1
-    runner.launch(StepPlan(released_slots=[0], dropped_jobs=[9])).collect()
+    runner.launch(StepPlan(released_slots=[0])).collect()
     assert runner.num_prefill_jobs == 0
     again = runner.launch(StepPlan(new_jobs=[job], units=units)).collect()
     assert again.tokens[0].token_id == alone.tokens[0][0]
+    assert runner.num_prefill_jobs == 0
+
+
+@pytest.mark.parametrize(
+    ("num_units", "leaving"),
+    [(3, 0), (12, 1), (NUM_LAYERS * 5 - 1, 3), (NUM_LAYERS * 5 + 4, 3)],
+)
+def test_a_prompt_that_is_cut_out_anywhere_changes_nothing_for_the_others(
+    num_units: int, leaving: int, alone: Generated
+) -> None:
+    """Within a layer and between two, while logprobs are computed, and where nothing is left but to end the job. Its
+    slot is another prompt's at once.
+    """
+    runner = make_runner()
+    pages = Pages(runner)
+    prompts = prefill_prompts(PROMPTS, WITH_LOGPROBS)
+    job, units = PrefillJob(5, prompts), layer_units(PrefillJob(5, prompts), 64)
+    writes = [pages.take(prompt.slot, len(prompt.token_ids) + NUM_TOKENS) for prompt in prompts]
+    runner.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units[:num_units])).collect()
+    other = PrefillJob(6, [prompts[leaving]])
+    plan = StepPlan(released_slots=[leaving], page_writes=[writes[leaving]], new_jobs=[other])
+    runner.launch(plan).collect()
+    rest = [*units_without(job, units[num_units:], leaving), *layer_units(other, 64)]
+    results = [runner.launch(StepPlan(units=[unit])).collect() for unit in rest]
+    tokens = {token.slot: token.token_id for result in results for token in result.tokens}
+    assert len(tokens) == len([token for result in results for token in result.tokens]) == len(PROMPTS)
+    generated = Generated([[tokens[slot]] for slot in range(len(PROMPTS))], {})
+    for result in results:
+        generated.prompt_logprobs.update(result.prompt_logprobs)
+    decode(runner, generated, [len(ids) for ids in PROMPTS], NUM_TOKENS)
+    assert_same(generated, alone)
     assert runner.num_prefill_jobs == 0
 
 

@@ -11,7 +11,7 @@ from gpu.prefill.dense import Dense
 from gpu.prefill.query import Attended, PrefillQuery
 from gpu.step import DENSE, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, Unit
 from tests.gpu.host_prefill import DOWN, PAGE, SHAPE, Stand, host_prompt
-from tests.gpu.reference_model import GREEDY
+from tests.gpu.reference_model import GREEDY, units_without
 from tests.gpu.test_prefill_host import units_of
 from tests.tolerances import CHUNKING_LOGPROB_ATOL, HOST_LOGIT_SAME_CHUNKS_ATOL
 
@@ -84,6 +84,29 @@ def test_each_prompt_of_a_job_is_asked_for_itself_and_told_what_dense_tells(chun
         for ids in tokens:
             pieces = [(begin, count) for at, begin, count, of in spy.asked if at == layer and of == len(ids)]
             assert sum(count for _, count in pieces) == len(ids)
+    assert stand.prefill._jobs == {}
+
+
+@pytest.mark.parametrize("num_units", [1, 3, 6])
+def test_a_prompt_that_is_cut_out_leaves_the_others_their_states(num_units: int) -> None:
+    """Units of 50 tokens end within the first prompt, the second, the third, and the first one again."""
+    tokens = [draw_tokens(70, 1), draw_tokens(50, 2), draw_tokens(61, 3)]
+    told = []
+    for leaving in (None, 1):
+        stand, spy = make_stand(has_tier=False)
+        for slot, ids in enumerate(tokens):
+            stand.give_pages(slot, len(ids), None)
+        job = PrefillJob(1, [PrefillPrompt(slot, ids, 0, len(ids), GREEDY, "x") for slot, ids in enumerate(tokens)])
+        stand.prefill.add(job)
+        units = by_spy(units_of(job, 50))
+        if leaving is not None:
+            stand.run(units[:num_units])
+            stand.prefill.cut(leaving)
+            units = units_without(job, units[num_units:], leaving)
+        stand.run(units)
+        told.append(stand.sampler.logits)
+    torch.testing.assert_close(told[1], told[0][[0, 2]], atol=CHUNKING_LOGPROB_ATOL, rtol=0)
+    assert len(spy.made) == len(set(spy.made)), "a state is made once a layer"
     assert stand.prefill._jobs == {}
 
 

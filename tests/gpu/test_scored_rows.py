@@ -41,7 +41,7 @@ def prefilled(runner: Runner) -> tuple[PrefillJob, StepPlan]:
     writes = [pages.take(prompt.slot, len(prompt.token_ids) + 1) for prompt in prompts]
     result = runner.launch(StepPlan(page_writes=writes, new_jobs=[job], units=layers)).collect()
     assert (result.tokens, result.prompt_logprobs) == ([], {}), "a scored job ends with its logits"
-    return job, StepPlan(released_slots=list(range(len(LENGTHS))), dropped_jobs=[1])
+    return job, StepPlan(released_slots=list(range(len(LENGTHS))))
 
 
 def score(runner: Runner, cuts: list[int]) -> tuple[list[int], dict[int, list[TokenLogprob]]]:

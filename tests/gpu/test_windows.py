@@ -14,6 +14,7 @@ from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowBranch, WindowWrite
 from tests.gpu.family_checkpoints import PAGE_TOKENS, checkpoint, draw_prompt, load
+from tests.gpu.reference_model import units_without
 from tests.gpu.test_families import off
 from tests.tolerances import FAMILY_LOGITS
 
@@ -38,9 +39,10 @@ class Stand:
         sampler.sample = recording
 
     def prefill(self, prompts: dict[int, np.ndarray], cut: int, begin: int, windows: list[WindowWrite],
-                branch: WindowBranch | None = None, shared: list[int] | None = None) -> list[int]:  # fmt: skip
+                branch: WindowBranch | None = None, shared: list[int] | None = None,
+                leaving: tuple[int, int] | None = None) -> list[int]:  # fmt: skip
         """Whole but for their first `begin` tokens, packed, in units of `cut`; the tokens that are drawn. shared: pages
-        of these, or None: those that slot 0 had at the start.
+        of these, or None: those that slot 0 had at the start. leaving: a slot that is released behind so many units.
         """
         shared = list(range(begin // PAGE_TOKENS)) if shared is None else shared
         writes = [
@@ -57,7 +59,14 @@ class Stand:
             for layer in range(self.runner.architecture.num_layers)
             for first in range(0, job.num_tokens, cut)
         ]
-        plan = StepPlan(page_writes=writes, window_writes=windows, new_jobs=[job], units=units)
+        if leaving is not None:
+            slot, num_units = leaving
+            first_units, units = units[:num_units], units_without(job, units[num_units:], slot)
+            plan = StepPlan(page_writes=writes, window_writes=windows, new_jobs=[job], units=first_units)
+            self.runner.launch(plan).collect()
+            plan = StepPlan(released_slots=[slot], units=units)
+        else:
+            plan = StepPlan(page_writes=writes, window_writes=windows, new_jobs=[job], units=units)
         return [token.token_id for token in self.runner.launch(plan).collect().tokens]
 
     def step(self, slot: int, position: int) -> int:
@@ -78,6 +87,14 @@ def test_prompts_that_are_packed_and_cut_anywhere_are_as_if_all_were_kept(cut: i
     stand, prompts = Stand(), {0: draw_prompt(137), 1: draw_prompt(29)}
     stand.prefill(prompts, cut, 0, [own(0), own(1)])
     assert all(is_right(stand, slot, prompt) for slot, prompt in prompts.items())
+
+
+@pytest.mark.parametrize("num_units", [2, 5, 8])
+def test_a_prompt_that_is_cut_out_leaves_the_others_their_windows(num_units: int) -> None:
+    stand, prompts = Stand(), {0: draw_prompt(29), 1: draw_prompt(137)}
+    stand.prefill(prompts, 50, 0, [own(0), own(1)], leaving=(0, num_units))
+    assert stand.logits.keys() == {1}
+    assert is_right(stand, 1, prompts[1])
 
 
 def test_a_prompt_begins_behind_a_copy_of_a_window_while_the_first_goes_on() -> None:

@@ -55,6 +55,7 @@ class LaneRunner(PageRunner):
         undrawn = [one.plan for one in self._all_waiting() if one.masks is None]
         assert not any(other.lane is plan.lane for other in undrawn)
         assert not undrawn or not (plan.is_fenced or plan.released_slots)
+        self._note(plan)
         launched = Launched(self, plan, self.num_launched, None if plan.masked_slots else {})
         self.buffers.check(plan)
         self.buffers.note(plan, lambda: launched.result is not None)

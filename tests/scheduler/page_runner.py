@@ -5,6 +5,7 @@ changes the text; a host context keeps token ids as well, and must have what the
 the contract of `gpu.step` as it goes: units in order, prefixes there, runs without gaps.
 """
 
+import pickle
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -61,9 +62,10 @@ def expected_output(prompt: list[int], max_tokens: int, stop: list[int], profile
 
 @dataclass
 class _Job:
+    """`done`: of each prompt that is not cut out, its rows computed in each layer, and scored behind the last."""
+
     job: PrefillJob
-    layer: int = 0
-    begin: int = 0
+    done: list[tuple[PrefillPrompt, list[int]]]
 
 
 class PageRunner:
@@ -117,6 +119,7 @@ class PageRunner:
         self.num_cells: dict[int, int] = {}  # by slot, that are written
         self.masks: dict[int, np.ndarray] = {}
         self.undrawn: Done | None = None
+        self.as_launched: list[tuple[StepPlan, bytes]] = []  # the last plans
         self.windows: TokenWindows | None = None
 
     def reuse_counts(self) -> dict[str, object]:
@@ -138,9 +141,16 @@ class PageRunner:
     def launch(self, plan: StepPlan) -> "Done":
         """All of a plan with masked slots waits for its masks, which come before the next plan."""
         assert self.undrawn is None, "a step was launched behind one that is not drawn"
+        self._note(plan)
         done = Done(None if plan.masked_slots else self._carry_out(plan, {}), plan)
         self.undrawn = done if plan.masked_slots else None
         return done
+
+    def _note(self, plan: StepPlan) -> None:
+        """A plan stays as it was launched: a device that works behind may read it later."""
+        for other, pickled in self.as_launched:
+            assert pickle.dumps(other) == pickled, "a plan was changed behind its launch"
+        self.as_launched = [*self.as_launched[-2:], (plan, pickle.dumps(plan))]
 
     def draw(self, step: "Done", masks: dict[int, np.ndarray]) -> None:
         assert step is self.undrawn
@@ -154,9 +164,8 @@ class PageRunner:
         self.failures = {}
         for slot in plan.released_slots:
             self.ring_of.pop(slot, None)
+            self._cut(slot)
             self._vacate(slot)
-        for job_id in plan.dropped_jobs:
-            self.jobs.pop(job_id)
         for context_id in plan.closed_contexts:
             self._close(context_id)
         for deposit in plan.deposits:
@@ -248,7 +257,7 @@ class PageRunner:
         del self.contexts[context_id]
 
     def _start(self, job: PrefillJob) -> None:
-        self.jobs[job.job_id] = _Job(job)
+        self.jobs[job.job_id] = _Job(job, [(prompt, [0] * (self.num_layers + 1)) for prompt in job.prompts])
         for prompt in job.prompts:
             assert 0 <= prompt.begin < len(prompt.token_ids)
             if prompt.host is not None:
@@ -261,6 +270,12 @@ class PageRunner:
             self.sampling[prompt.slot] = prompt.sampling
             for position in range(prompt.begin, len(prompt.token_ids)):
                 self._write(prompt.slot, position, None)
+
+    def _cut(self, slot: int) -> None:
+        """Its prompt is in no job any more."""
+        for entry in self.jobs.values():
+            entry.done = [one for one in entry.done if one[0].slot != slot]
+        self.jobs = {job_id: entry for job_id, entry in self.jobs.items() if entry.done}
 
     def _open(self, prompt: PrefillPrompt) -> None:
         host = prompt.host
@@ -365,25 +380,25 @@ class PageRunner:
         assert asked == self._read(slot, ask.begin, ask.end)
 
     def _advance(self, unit: Unit) -> list[SampledToken]:
+        """Rows of the job's prompts, one prompt after another, each the next of its prompt in that layer."""
         entry = self.jobs[unit.job_id]
-        scored = entry.job.num_scored_tokens
-        if isinstance(unit, LogitsUnit):
-            assert (entry.layer, entry.begin) == (self.num_layers, unit.begin), "logits come after the layers, in order"
-            assert unit.begin < unit.end <= scored
-            entry.begin = unit.end
-            return self._finish(entry.job) if unit.end == scored else []
-        assert (entry.layer, entry.begin) == (unit.layer, unit.begin), "units come layer by layer, in order"
-        assert unit.begin < unit.end <= entry.job.num_tokens
-        entry.begin = unit.end
-        if unit.end < entry.job.num_tokens:
-            return []
-        entry.layer, entry.begin = entry.layer + 1, 0
-        return self._finish(entry.job) if entry.layer == self.num_layers and not scored else []
+        layer = self.num_layers if isinstance(unit, LogitsUnit) else unit.layer
+        first, is_over = 0, True
+        for prompt, done in entry.done:
+            most = [prompt.num_computed_tokens] * self.num_layers + [prompt.num_scored_tokens]
+            assert done[:layer] == most[:layer], "units come layer by layer"
+            begin, end = max(unit.begin, first), min(unit.end, first + most[layer])
+            if begin < end:
+                assert begin - first == done[layer], "a row is computed once, in order"
+                done[layer] = end - first
+            first += most[layer]
+            is_over &= done == most
+        assert unit.begin < unit.end <= first or (is_over and unit.begin == unit.end == first)
+        return self._finish(unit.job_id) if is_over else []
 
-    def _finish(self, job: PrefillJob) -> list[SampledToken]:
-        del self.jobs[job.job_id]
+    def _finish(self, job_id: int) -> list[SampledToken]:
         tokens = []
-        for prompt in job.prompts:
+        for prompt, _ in self.jobs.pop(job_id).done:
             self._check_window(prompt.slot, prompt.begin)
             for position in range(prompt.begin, len(prompt.token_ids)):
                 self._write(prompt.slot, position, int(prompt.token_ids[position]))

@@ -84,15 +84,6 @@ def test_the_youngest_gives_way_and_waits_in_front_of_those_who_came_later() -> 
     drain(engine)
 
 
-def test_the_prompts_of_a_dropped_job_wait_in_their_order() -> None:
-    engine, _ = make_engine(chunk_tokens=36)
-    engine.submit([make_request(f"r{i}", prompt_of(12, salt=i + 1)) for i in range(3)])
-    engine.step()
-    engine.cancel(["r1"])
-    assert waiting(engine) == ["r0", "r2"]
-    drain(engine)
-
-
 def test_who_gave_way_is_counted_once_among_prefix_queries() -> None:
     engine, _ = make_engine(num_pages=14, max_running=4)
     engine.submit([make_request(f"r{i}", prompt_of(30, salt=i + 1), max_tokens=90) for i in range(4)])
