@@ -104,7 +104,7 @@ class LongFloors:
         """Tokens of a prompt that are down."""
         if not profile.goes_down:
             return 0
-        return max(0, self.capacity.prompt_end(num_tokens) - self.capacity.sink_tokens)
+        return self.capacity.of(profile.name).most_run_tokens(num_tokens)
 
     def _slower(self, flops: float, num_bytes: int, way: str, link: str) -> Floor:
         """Where the device is the CPU, nothing crosses a link."""

@@ -85,7 +85,7 @@ def check_host_path(
     agreements = {}
     sampled = sorted(profile.name for profile in profiles if profile.is_sampled)
     for name, is_sampled in [("offloaded", False), *((name, True) for name in sampled)]:
-        num_tokens = _prompt_tokens(client, capacity, name)
+        num_tokens = _prompt_tokens(client, capacity.of(name), name)
         stretches = 1 if is_sampled else STRETCHES
         prompts = [
             np.repeat(client.prompt(stretches), -(-num_tokens // stretches))[:num_tokens].tolist()

@@ -171,8 +171,8 @@ def _no_work(max_running: int) -> int:
 
 
 def find_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture) -> Kept:
-    """What stays on the device of every context that goes down: there is one kind, whichever of these profiles it has,
-    so it is what all of their methods need together.
+    """Return what stays on the device of contexts of these profiles, where they go down: what all of their methods need
+    together. Layers and the sink are of one kind in a deployment, windows are each profile's own.
     """
     parts = served_parts(profiles)
     return join_kept(

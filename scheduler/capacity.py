@@ -5,7 +5,7 @@ Knows lengths, pages and bytes. Invariant: a request that `check` lets pass fits
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gpu.kv.layout import PageLayout
@@ -33,6 +33,7 @@ class HostCapacity:
     Lengths but `resident_tokens` are whole pages. `is_adaptive`: what is in host memory stays in pages of the device as
     well, while nobody needs them. `bytes_of_run(bulk, more, is_sampled, is_fork)`: what tokens take
     there at most that go down at once, and those that follow lump by lump; a fork's, behind those that it shares.
+    `own`: by name, of profiles whose methods need longer windows; all else in it is the same.
     """
 
     page_tokens: int
@@ -44,6 +45,11 @@ class HostCapacity:
     lump_tokens: int
     resident_tokens: int
     bytes_of_run: Callable[[int, int, bool, bool], int]
+    own: Mapping[str, "HostCapacity"] = field(default_factory=dict)
+
+    def of(self, profile: str) -> "HostCapacity":
+        """Return what holds for contexts of that profile."""
+        return self.own.get(profile, self)
 
     def prompt_end(self, num_tokens: int) -> int:
         """Where the run ends that goes down with a prompt: it leaves a window. 0: the prompt stays on the device."""
@@ -159,24 +165,24 @@ class Capacity:
         in_pages = self.num_pages * self.page_tokens
         if self.host is None or not profile.goes_down:
             return [limits[0], (in_pages, "KV pages hold", "gpu.kv_cache_gib"), limits[1]]
-        if in_pages < min(self.host.most_resident_tokens, self.max_context_tokens):
+        host = self.host.of(profile.name)
+        if in_pages < min(host.most_resident_tokens, self.max_context_tokens):
             limits.append((in_pages, "KV pages hold", "gpu.kv_cache_gib, or lower host.resident_tokens"))
-        blocks_for = self.host.layout.blocks_for
-        beside = self.num_pages - self.host.most_window_tokens // self.page_tokens
-        in_dense = self._longest_run(lambda run: blocks_for(run // self.page_tokens), beside)
+        beside = self.num_pages - host.most_window_tokens // self.page_tokens
+        in_dense = self._longest_run(host, lambda run: host.layout.blocks_for(run // self.page_tokens), beside)
         limits.append((in_dense, "pages of dense layers hold", "gpu.kv_cache_gib"))
-        bytes_of_run, lump_tokens = self.host.bytes_of_run, self.host.lump_tokens
-        limit_bytes = self.host.limit_bytes
-        in_host = self._longest_run(lambda run: bytes_of_run(run, lump_tokens, profile.is_sampled, False), limit_bytes)
+
+        def bytes_of(run: int) -> int:
+            return host.bytes_of_run(run, host.lump_tokens, profile.is_sampled, False)
+
+        in_host = self._longest_run(host, bytes_of, host.limit_bytes)
         return [*limits, (in_host, "host memory holds", "host.memory_limit_gib")]
 
-    def _longest_run(self, cost: Callable[[int], int], limit: int) -> int:
+    def _longest_run(self, host: HostCapacity, cost: Callable[[int], int], limit: int) -> int:
         """The most tokens of a sequence whose run costs no more than `limit`."""
-        assert self.host is not None
-        most_run_tokens = self.host.most_run_tokens
 
         def cost_of(num_tokens: int) -> int:
-            run = most_run_tokens(num_tokens)
+            run = host.most_run_tokens(num_tokens)
             return cost(run) if run else 0
 
         return bisect_right(range(self.max_context_tokens + 1), limit, key=cost_of) - 1
@@ -199,7 +205,7 @@ def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
 def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
     """What contexts may take of host memory, by the store's own count of bytes."""
     num_dense = sum(layer not in plan.window_layers for layer in plan.dense_layers)
-    return HostCapacity(
+    host = HostCapacity(
         page_tokens=plan.page_tokens,
         layout=PageLayout(len(shape.layers) + num_dense, num_dense, plan.num_pages),
         is_adaptive=plan.residency == "adaptive",
@@ -210,6 +216,11 @@ def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
         resident_tokens=plan.resident_tokens,
         bytes_of_run=partial(bytes_of_run, shape),
     )
+    own = {
+        name: replace(host, window_tokens=window, resident_tokens=plan.resident_tokens_of(name))
+        for name, window in plan.own_windows.items()
+    }
+    return replace(host, own=own)
 
 
 def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, is_sampled: bool, is_fork: bool) -> int:

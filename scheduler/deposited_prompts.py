@@ -77,8 +77,8 @@ class DepositedPrompts:
         if not self._profile(sequence).goes_down:
             return 0
         if self._frontier.is_adaptive:
-            return self._host.prompt_end(sequence.num_tokens)
-        return self._host.run_end(sequence.num_prompt_tokens, sequence.num_tokens)
+            return self._host_of(sequence).prompt_end(sequence.num_tokens)
+        return self._host_of(sequence).run_end(sequence.num_prompt_tokens, sequence.num_tokens)
 
     # --- where one begins ---------------------------------------------------------------------------------------------
 
@@ -144,14 +144,14 @@ class DepositedPrompts:
         size = self._admitted_size(sequence, num_shared, num_own)
         num_there = num_own if is_adaptive else num_released
         num_resident = self._host.num_sink_blocks + num_window + num_own - num_there
-        num_spare = self._room.most_window_pages - num_resident + self._room.num_coming_dense(size, num_there)
+        num_spare = self._room.most_window_pages(sequence) - num_resident + self._room.num_coming_dense(size, num_there)
         num_new = num_window if num_shared else num_window + self._host.num_sink_blocks
         return _Need(num_shared, num_own, num_released, num_new, num_spare, size)
 
     def _admitted_size(self, sequence: Sequence, num_shared: int, num_own: int) -> RunSize:
         """The run that a sequence is admitted with: its prompt's, and that of some output."""
         most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
-        num_blocks = self._host.most_run_tokens(most) // self._host.page_tokens
+        num_blocks = self._host_of(sequence).most_run_tokens(most) // self._host.page_tokens
         return RunSize(num_shared, num_own, num_blocks, self._profile(sequence).is_sampled)
 
     def _least_pages(self, need: _Need) -> int:
@@ -241,10 +241,13 @@ class DepositedPrompts:
     def _profile(self, sequence: Sequence) -> Profile:
         return self._profiles[sequence.request.attention_profile]
 
+    def _host_of(self, sequence: Sequence) -> HostCapacity:
+        return self._host.of(sequence.request.attention_profile)
+
     def _settled_end(self, sequence: Sequence) -> int:
         """Of a prompt's run, what is released when its prefill ends, where residence is fixed; and where what it may
         share ends.
         """
         if self._frontier.is_adaptive:
             return sequence.run_end
-        return self._host.settled_end(sequence.num_prompt_tokens, sequence.num_tokens)
+        return self._host_of(sequence).settled_end(sequence.num_prompt_tokens, sequence.num_tokens)

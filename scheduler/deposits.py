@@ -75,7 +75,7 @@ class Deposits:
         """
         if not self._profile(sequence).goes_down:
             return most
-        context, host = sequence.open_context, self._host
+        context, host = sequence.open_context, self._host_of(sequence)
         run_end = None if context is None else self._run_end(context)
         for ahead in range(1, most + 1):
             num_tokens = sequence.next_position + 1 + ahead
@@ -118,6 +118,9 @@ class Deposits:
     def _profile(self, sequence: Sequence) -> Profile:
         return self._profiles[sequence.request.attention_profile]
 
+    def _host_of(self, sequence: Sequence) -> HostCapacity:
+        return self._host.of(sequence.request.attention_profile)
+
     def _run_end(self, context: HostContext) -> int:
         return self._host.end_of_blocks(context.num_blocks)
 
@@ -126,11 +129,12 @@ class Deposits:
         if not self._profile(sequence).goes_down:
             return 0
         context = sequence.open_context
-        return self._host.deposit_end(sequence.next_position + 1, None if context is None else self._run_end(context))
+        run_end = None if context is None else self._run_end(context)
+        return self._host_of(sequence).deposit_end(sequence.next_position + 1, run_end)
 
     def _settles(self, sequence: Sequence, context: HostContext) -> bool:
         """Whether all that its context has written is settled at the next draw."""
-        return self._host.is_settled(sequence.next_position + 1, self._run_end(context))
+        return self._host_of(sequence).is_settled(sequence.next_position + 1, self._run_end(context))
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
         """Whether there is room for a context of so many blocks, which the sequence holds then."""
@@ -160,7 +164,7 @@ class Deposits:
         return goes_down and self._middle_end(sequence) > self._host.sink_tokens
 
     def _middle_end(self, sequence: Sequence) -> int:
-        host = self._host
+        host = self._host_of(sequence)
         num_tokens = sequence.next_position - host.window_tokens - host.sink_tokens
         return host.sink_tokens + num_tokens // host.lump_tokens * host.lump_tokens
 

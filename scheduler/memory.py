@@ -56,8 +56,21 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     if computed_rows != plan.computed_rows:
         plan = share_out(computed_rows=computed_rows)
         _, said = choose(computed_rows, *known, plan, find_expert_shares(architecture, plan), rates)
-    notes = [] if config.host is None else _say_kept(profiles, config.host, architecture, plan)
+    notes: list[str] = []
+    if config.host is not None:
+        plan = replace(plan, own_windows=_own_windows(profiles, config.host, architecture, plan))
+        notes = _say_kept(profiles, config.host, architecture, plan)
     return replace(plan, notes=(*plan.notes, *notes, *([] if said is None else [said])))
+
+
+def _own_windows(
+    profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan
+) -> dict[str, int]:
+    """By name, in whole pages, of profiles whose contexts go down and whose methods need more than `host` says."""
+    asked = {one.name: find_kept([one], host, architecture).window_tokens for one in profiles if one.goes_down}
+    pages = {name: -(-tokens // plan.page_tokens) for name, tokens in asked.items()}
+    whole = {name: count * plan.page_tokens for name, count in pages.items()}
+    return {name: tokens for name, tokens in whole.items() if tokens > plan.window_tokens}
 
 
 def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan) -> list[str]:
@@ -69,14 +82,20 @@ def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Archi
         for part in profile.parts
         if part.method.keeps is not None
     ]
-    for key in ("sink_tokens", "window_tokens"):
-        needs = [(*who, getattr(one, key)) for *who, one in kept]
-        profile, method, most = max(needs, key=itemgetter(2), default=("", "", 0))
-        if most > getattr(host, key):
-            notes.append(
-                f"host.{key}: {getattr(plan, key):,} in place of {getattr(host, key):,}: {method!r} of the profile "
-                f"{profile!r} needs {most:,}"
-            )
+    needs = [(profile, method, one.sink_tokens) for profile, method, one in kept]
+    profile, method, most = max(needs, key=itemgetter(2), default=("", "", 0))
+    if most > host.sink_tokens:
+        notes.append(
+            f"host.sink_tokens: {plan.sink_tokens:,} in place of {host.sink_tokens:,}: {method!r} of the profile "
+            f"{profile!r} needs {most:,}"
+        )
+    for name, window in plan.own_windows.items():
+        method = max((one for one in kept if one[0] == name), key=lambda one: one[2].window_tokens)[1]
+        note = f"profiles.{name}: a window of {window:,} tokens in place of {plan.window_tokens:,}: {method!r} needs it"
+        resident = plan.resident_tokens_of(name)
+        if resident > plan.resident_tokens:
+            note += f", and contexts of up to {resident:,}, not {plan.resident_tokens:,}, stay on the device"
+        notes.append(note)
     if plan.resident_tokens - host.resident_tokens >= plan.page_tokens:
         notes.append(
             f"host.resident_tokens: {plan.resident_tokens:,} in place of {host.resident_tokens:,}: "
@@ -110,7 +129,8 @@ def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> N
 def find_host_demand(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> HostDemand:
     """What the planned deployment's host tier asks for."""
     assert config.host is not None
-    kept = Kept(plan.sink_tokens, plan.window_tokens, plan.dense_layers)
+    longest_window = max([plan.window_tokens, *plan.own_windows.values()])
+    kept = Kept(plan.sink_tokens, longest_window, plan.dense_layers)
     max_running = config.scheduler.max_running
     return resolve_host(config.host, kept, architecture, plan.page_tokens, plan.dtype_bytes, max_running, plan.kv)
 

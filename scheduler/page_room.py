@@ -64,16 +64,15 @@ class PageRoom:
         assert self._frontier is not None
         num_there = context.num_blocks if self._frontier.is_adaptive else context.num_released
         num_dense = self.num_coming_dense(context.size, num_there - context.size.num_shared)
-        return self.most_window_pages - (len(sequence.pages) - num_there) + num_dense
+        return self.most_window_pages(sequence) - (len(sequence.pages) - num_there) + num_dense
 
-    @property
-    def most_window_pages(self) -> int:
-        """What one keeps in resident pages that has written all it may: where residence is fixed, also while the last
+    def most_window_pages(self, sequence: Sequence) -> int:
+        """What it keeps in resident pages once it has written all it may: where residence is fixed, also while the last
         of it settles.
         """
-        host = self._capacity.host
-        assert host is not None
+        assert self._capacity.host is not None
         assert self._frontier is not None
+        host = self._capacity.host.of(sequence.request.attention_profile)
         settling = 0 if self._frontier.is_adaptive else self._capacity.pages_for(SETTLING_TOKENS)
         return (host.sink_tokens + host.window_tokens + host.lump_tokens) // host.page_tokens + settling
 

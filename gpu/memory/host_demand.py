@@ -25,9 +25,10 @@ ROW_BYTES = {"bfloat16": 2, "int8": 1}
 
 @dataclass(frozen=True, slots=True)
 class HostDemand:
-    """One model's host tier. `kept`: what stays on the device, of which the layers are not all of the model's;
-    `window_layers`: of these, those that have no pages, since their windows are kept by themselves; `kv`: how pages
-    hold rows, None: in the dtype that computes. excludes: a method takes blocks of a run off the host.
+    """One model's host tier. `kept`: the most that stays on the device, of which the layers are not all of the model's;
+    of a profile whose methods need no more, the window is as `config` has it. `window_layers`: of the layers, those
+    that have no pages, since their windows are kept by themselves; `kv`: how pages hold rows, None: in the dtype that
+    computes. excludes: a method takes blocks of a run off the host.
     """
 
     shape: Architecture
@@ -53,9 +54,22 @@ class HostDemand:
         return self._whole_pages(self.kept.window_tokens)
 
     @property
+    def least_window_tokens(self) -> int:
+        """Of profiles whose methods need no more than the `host` section says."""
+        return self._whole_pages(self.config.window_tokens)
+
+    @property
     def resident_tokens(self) -> int:
         """A context up to this stays on the device, whole; a longer one has at least a lump to send down."""
-        smallest = self.sink_tokens + self.window_tokens + LUMP_TOKENS
+        return self._resident_beside(self.window_tokens)
+
+    @property
+    def least_resident_tokens(self) -> int:
+        """Likewise, of those profiles."""
+        return self._resident_beside(self.least_window_tokens)
+
+    def _resident_beside(self, window_tokens: int) -> int:
+        smallest = self.sink_tokens + window_tokens + LUMP_TOKENS
         return max(self._whole_pages(self.config.resident_tokens), smallest)
 
     @property
@@ -158,10 +172,10 @@ class HostDemand:
         return max(one, num_sequences * self.running_tokens(context))
 
     def deposited_tokens(self, context: int) -> int:
-        """How many tokens of a context of this length are down, at most."""
-        if context <= self.resident_tokens:
+        """How many tokens of a context of this length are down, at most: of profiles with the shortest window."""
+        if context <= self.least_resident_tokens:
             return 0
-        return self._whole_pages(context) - self.sink_tokens - self.window_tokens
+        return self._whole_pages(context) - self.sink_tokens - self.least_window_tokens
 
     @property
     def _layout(self) -> PageLayout:

@@ -6,7 +6,7 @@ they hold the longest context; with a host tier, `gpu.memory.host_shares` says w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gpu.config import GpuConfig
@@ -54,7 +54,8 @@ class MemoryPlan:
 
     `kv`: how pages hold rows. `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense
     (`gpu.kv.layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
-    and all of it up to `resident_tokens`; `lump_tokens` go down at once. Without one these are 0. `num_rings`: of the
+    and all of it up to `resident_tokens`; `lump_tokens` go down at once. Without one these are 0. `own_windows`: by
+    name, of profiles whose methods need longer windows (`scheduler.memory`). `num_rings`: of the
     methods that keep some, by what profiles name them (`gpu.profiles.ProfilePart`). `num_windows` of `window_pages`
     pages and `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of
     each are beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and
@@ -94,10 +95,16 @@ class MemoryPlan:
     computed_rows: int = 0
     documents_bytes: int = 0
     is_packed: bool = True
+    own_windows: dict[str, int] = field(default_factory=dict)
 
     @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    def resident_tokens_of(self, profile: str) -> int:
+        """A context of that profile up to this stays on the device, whole."""
+        window = self.own_windows.get(profile, self.window_tokens)
+        return max(self.resident_tokens, self.sink_tokens + window + self.lump_tokens)
 
     def used_bytes(self, place: Place) -> int:
         return sum(item.bytes for item in self.items if item.place == place)
@@ -206,8 +213,8 @@ def plan_memory(
         num_pages=shares.num_pages,
         dense_layers=tier.dense_layers if tier else (),
         sink_tokens=tier.sink_tokens if tier else 0,
-        window_tokens=tier.window_tokens if tier else 0,
-        resident_tokens=tier.resident_tokens if tier else 0,
+        window_tokens=tier.least_window_tokens if tier else 0,
+        resident_tokens=tier.least_resident_tokens if tier else 0,
         lump_tokens=LUMP_TOKENS if tier else 0,
         residency=host.residency if host else "fixed",
         num_rings={state.part: state.count or 0 for state in demand.states if state.is_ring},
