@@ -1,4 +1,4 @@
-"""What a context keeps on the device is its own profile's matter: another one that needs more changes nothing for it."""
+"""What a context keeps on the device is its own profile's matter: another that needs more changes nothing for it."""
 
 from pathlib import Path
 
