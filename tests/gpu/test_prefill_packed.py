@@ -13,7 +13,7 @@ from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, StepResult
 from tests.gpu.reference_model import NUM_LAYERS, Pages, document_prompt, layer_units, reference_runner
-from tests.tolerances import ATTENTION_BF16_ATOL, BF16_LOGPROB_ATOL
+from tests.tolerances import ATTENTION_BF16_ATOL, BF16_LOGPROB_ATOL, CHUNKING_LOGPROB_ATOL
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(1, 1), (5, 5), (1, 77), (64, 64), (33, 130), (200, 1031), (16, 16)]  # (tokens, context) of each prompt
@@ -94,22 +94,44 @@ def test_a_prompt_that_began_with_others_may_end_alone(monkeypatch: pytest.Monke
         tokens = launch(runner, StepPlan(page_writes=writes, new_jobs=[job], units=units)).tokens
         return [token.token_id for token in tokens]
 
-    def packed_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing,
-                         scale: float, window: int | None = None) -> torch.Tensor:  # fmt: skip
-        assert window is None
-        queries, keys = (begins.tolist() for begins in (packing.query_begins, packing.key_begins))
-        outs = []
-        for at in range(len(queries) - 1):
-            own = slice(queries[at], queries[at + 1])
-            rows = [one[keys[at] : keys[at + 1]].transpose(0, 1) for one in (key, value)]
-            outs.append(prefill_attention_reference(query[own], *rows, scale).out)
-        return torch.cat(outs).to(query.dtype)
-
     alone = drawn(90)
     monkeypatch.setattr(gpu.prefill.unit_attention, "has_flash", lambda query: True)
     monkeypatch.setattr(gpu.prefill.unit_attention, "packed_prefill_attention", packed_reference)
     assert drawn(70) == drawn(90) == alone
     assert len(alone) == 2
+
+
+def test_prompts_behind_those_that_are_cut_out_are_packed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first unit is of as many tokens as the last one before, which was of other prompts."""
+    monkeypatch.setattr(gpu.prefill.unit_attention, "has_flash", lambda query: True)
+    monkeypatch.setattr(gpu.prefill.unit_attention, "packed_prefill_attention", packed_reference)
+    asks = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
+    prompts = [
+        PrefillPrompt(slot, document_prompt(n, n)[:n], 0, n, asks, "exact") for slot, n in enumerate((40, 50, 30, 60))
+    ]
+    told = []
+    for num_units in (0, 1):  # before the first two prompts leave
+        runner = reference_runner("float32", "cpu", max_running=4, num_pages=40, max_context_tokens=256)
+        pages = Pages(runner)
+        writes = [pages.take(prompt.slot, len(prompt.token_ids) + 1) for prompt in prompts]
+        whole, rest = PrefillJob(1, prompts), PrefillJob(1, prompts[2:])
+        launch(runner, StepPlan(page_writes=writes, new_jobs=[whole], units=layer_units(whole, 70)[:num_units]))
+        told.append(launch(runner, StepPlan(released_slots=[0, 1], units=layer_units(rest, 70))))
+    for slot in (2, 3):
+        wanted, got = ([entry.logprob for entry in one.prompt_logprobs[slot]] for one in told)
+        np.testing.assert_allclose(got, wanted, atol=CHUNKING_LOGPROB_ATOL, rtol=0)
+
+
+def packed_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing,
+                     scale: float, window: int | None = None) -> torch.Tensor:  # fmt: skip
+    assert window is None
+    queries, keys = (begins.tolist() for begins in (packing.query_begins, packing.key_begins))
+    outs = []
+    for at in range(len(queries) - 1):
+        own = slice(queries[at], queries[at + 1])
+        rows = [one[keys[at] : keys[at + 1]].transpose(0, 1) for one in (key, value)]
+        outs.append(prefill_attention_reference(query[own], *rows, scale).out)
+    return torch.cat(outs).to(query.dtype)
 
 
 def prompt_logprobs() -> dict[int, np.ndarray]:

@@ -12,9 +12,9 @@ from gpu.model.architecture import read_architecture
 from gpu.prefill.windows import Own
 from gpu.runner import Runner
 from gpu.sampling.params import SamplingParams
-from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowBranch, WindowWrite
+from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, StepPlan, WindowBranch, WindowWrite
 from tests.gpu.family_checkpoints import PAGE_TOKENS, checkpoint, draw_prompt, load
-from tests.gpu.reference_model import units_without
+from tests.gpu.reference_model import layer_units, units_without
 from tests.gpu.test_families import off
 from tests.tolerances import FAMILY_LOGITS
 
@@ -54,14 +54,14 @@ class Stand:
                       for index, slot in enumerate(prompts)]  # fmt: skip
         job = PrefillJob(0, [PrefillPrompt(slot, prompt, begin, len(prompt), GREEDY, "exact", branch=branch)
                              for slot, prompt in prompts.items()])  # fmt: skip
-        units = [
-            PrefillUnit(0, layer, first, min(first + cut, job.num_tokens))
-            for layer in range(self.runner.architecture.num_layers)
-            for first in range(0, job.num_tokens, cut)
-        ]
+        num_layers = self.runner.architecture.num_layers
+        units = layer_units(job, cut, num_layers)
         if leaving is not None:
             slot, num_units = leaving
             first_units, units = units[:num_units], units_without(job, units[num_units:], slot)
+            if job.prompts[0].slot == slot and units[0].layer == 0 and first_units[-1].end <= len(prompts[slot]):
+                rest = PrefillJob(0, job.prompts[1:])  # of which nothing is computed
+                units = layer_units(rest, cut, num_layers)
             plan = StepPlan(page_writes=writes, window_writes=windows, new_jobs=[job], units=first_units)
             self.runner.launch(plan).collect()
             plan = StepPlan(released_slots=[slot], units=units)
@@ -89,9 +89,10 @@ def test_prompts_that_are_packed_and_cut_anywhere_are_as_if_all_were_kept(cut: i
     assert all(is_right(stand, slot, prompt) for slot, prompt in prompts.items())
 
 
-@pytest.mark.parametrize("num_units", [2, 5, 8])
-def test_a_prompt_that_is_cut_out_leaves_the_others_their_windows(num_units: int) -> None:
-    stand, prompts = Stand(), {0: draw_prompt(29), 1: draw_prompt(137)}
+@pytest.mark.parametrize(("length", "num_units"), [(29, 2), (29, 5), (29, 8), (60, 1)])
+def test_a_prompt_that_is_cut_out_leaves_the_others_their_windows(length: int, num_units: int) -> None:
+    """In the last case the next unit is of as many tokens as the last one before, which was of the other prompt."""
+    stand, prompts = Stand(), {0: draw_prompt(length), 1: draw_prompt(137)}
     stand.prefill(prompts, 50, 0, [own(0), own(1)], leaving=(0, num_units))
     assert stand.logits.keys() == {1}
     assert is_right(stand, 1, prompts[1])
