@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,3 +219,21 @@ def plan_of(shape: Architecture, instruction_sets: tuple[str, ...]):
         shape, GpuConfig(device="cpu", dtype="float32"), host=None, kept=None, states=(), max_running=4,
         chunk_tokens=256, max_context_tokens=512, max_hidden_tokens=None, machine=machine,
     )  # fmt: skip
+
+
+def test_a_product_reads_no_source_file_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources are hashed for numba's cache, once a process: not with every product, of which a token takes hundreds."""
+    packed, _ = draw(FEW_BITS[0], 64, 256, torch.float32)
+    x = torch.randn(2, 256)
+    first = packed_product(x, packed), widen_packed(packed)
+    num_read = 0
+
+    def read(path: Path) -> bytes:
+        nonlocal num_read
+        num_read += 1
+        return path.open("rb").read()
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    again = packed_product(x, packed), widen_packed(packed)
+    assert num_read == 0
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))

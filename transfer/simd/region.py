@@ -5,6 +5,7 @@ microseconds. It refuses to know the work. Invariant: code in numba's cache on d
 width that it was made from: `version` stands for both. The first of its threads always comes; the others may not.
 """
 
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +25,12 @@ from transfer.simd.threads import start_threads
 start_threads()
 
 
+@cache
 def version(*modules: ModuleType) -> int:
-    """A number that stands for the sources of modules, which numba's cache does not look at, and for the vectors."""
+    """Return a number that stands for the vectors and for the sources of modules, which numba's cache does not look at.
+
+    Files are read once a process: the code that was imported is of the sources as they were.
+    """
     text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return int.from_bytes(sha256(text + SIMD.encode()).digest()[:4])
 
