@@ -11,7 +11,7 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import msgspec
 import zmq
@@ -31,24 +31,36 @@ class EngineGone(Exception):
     """The engine process cannot be reached."""
 
 
+class EngineStartError(Exception):
+    """The engine process cannot be given sockets; the message is one line."""
+
+
 class EngineProcess:
     """`start`, `send`, iterate `messages` until the process is gone, then `close`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str], start_json: bytes) -> None:
-        self._folder = tempfile.mkdtemp(prefix="tandem-")
-        self._requests: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        self._replies: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        self._addresses = [f"ipc://{self._folder}/{name}" for name in ("requests", "replies")]
-        for socket, address in zip((self._requests, self._replies), self._addresses, strict=True):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.bind(address)
-        self._command = [*command, *self._addresses, str(os.getpid())]
+        """Make the folder and the sockets; `close` removes them. Raises EngineStartError, and then none is left."""
         self._start_json = start_json
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._process: Process | None = None
+        with ExitStack() as made:
+            try:
+                self._folder = tempfile.mkdtemp(prefix="tandem-")
+                made.callback(self.remove_folder)
+                addresses = [f"ipc://{self._folder}/{name}" for name in ("requests", "replies")]
+                self._requests, self._replies = (
+                    _bind(context, kind, address, made)
+                    for kind, address in zip((zmq.PUSH, zmq.PULL), addresses, strict=True)
+                )
+            except (OSError, zmq.ZMQError) as error:
+                reason = " ".join(str(error).split())
+                raise EngineStartError(
+                    f"engine: its sockets cannot be made ({reason}); set TMPDIR to a folder that can be written to and "
+                    "has a short path"
+                ) from None
+            self._made = made.pop_all()
+        self._command = [*command, *addresses, str(os.getpid())]
 
     @property
     def pid(self) -> int | None:
@@ -125,9 +137,19 @@ class EngineProcess:
                 os.kill(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        self._requests.close()
-        self._replies.close()
-        self.remove_folder()
+        """Close the sockets and remove their folder."""
+        self._made.close()
 
     def remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _bind(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, made: ExitStack) -> "zmq.Socket[bytes]":
+    """Return a socket that listens at the address, without a bound on what it queues; `made` closes it."""
+    socket = context.socket(kind)
+    made.callback(socket.close)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(address)
+    return socket

@@ -35,7 +35,7 @@ from scheduler.messages import (
 from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid, queue_full, too_long, unavailable
 from server.config import Deployment
-from server.engine import EngineGone, EngineProcess
+from server.engine import EngineGone, EngineProcess, EngineStartError
 from server.mailbox import EngineLost, Mailbox
 from server.metrics import Metrics
 
@@ -184,7 +184,12 @@ class Supervisor:
         self._lost = _DIED
         self._ready_since_s = None
         self._lives += 1
-        engine = self._engine = EngineProcess(self._context, self._command, self._start_json)
+        try:
+            engine = self._engine = EngineProcess(self._context, self._command, self._start_json)
+        except EngineStartError as error:
+            self._lose_everything()
+            logs.warning("engine_ended", reason=str(error), life=self._lives)
+            return str(error)
         failed: str | None = None
         watch = asyncio.create_task(self._end_silence(engine))
         began_s = time.monotonic()
