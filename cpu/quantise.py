@@ -8,6 +8,8 @@ with bf16 rows. Bytes moved: the rows twice, for the maximum and for the roundin
 import numba
 import numpy as np
 
+import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
+
 _LARGEST = np.float32(127.0)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
 from gpu.kernels.head_norm import HeadNorms, head_norm
 from gpu.kernels.paged_decode_attention import MAXIMA_CELLS, Reading
 from transfer.partial import Partial

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
 from gpu.kernels.arguments import check, runs_on_triton
 
 GAMMA, MIX_A, MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's constants

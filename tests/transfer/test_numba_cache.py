@@ -1,0 +1,80 @@
+"""A cache that cannot be written costs one line, and what is compiled runs all the same."""
+
+import errno
+import logging
+import re
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numba
+import pytest
+from numba.core import caching
+
+from transfer.simd import numba_cache
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("cpu", "gpu", "scheduler", "transfer")
+SOURCE = """import numba
+
+@numba.njit(cache=True)
+def add(x):
+    return x + 1
+
+@numba.cfunc("int64(int64)", cache=True)
+def double(x):
+    return 2 * x
+"""
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail)
+
+
+def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_index", fail)
+
+
+def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", fail)
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_load_index", fail)
+
+
+@pytest.mark.parametrize("breaks", [no_folder, no_index, no_code, unreadable])
+def test_whatever_the_cache_fails_at_code_is_compiled_and_one_line_says_so(
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(numba_cache, "_is_told", False)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    name = f"compiled_{breaks.__name__}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    breaks(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        module = import_module(name)
+        assert (module.add(1), module.add(1.5), module.double.ctypes(4)) == (2, 2.5, 8)
+    (line,) = [record.getMessage() for record in caplog.records if "numba" in record.getMessage()]
+    assert "\n" not in line
+    assert "No space left" in line or "no folder can be written" in line
+
+
+def test_every_module_that_caches_code_is_one_that_goes_on_without() -> None:
+    caching_modules = [
+        path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "cache=True" in path.read_text()
+    ]
+    assert len(caching_modules) > 5
+    for path in caching_modules:
+        if path.parent.name != "simd":
+            assert re.search(r"^(from|import) (transfer\.simd|cpu\.)", path.read_text(), re.MULTILINE), path
