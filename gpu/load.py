@@ -3,6 +3,7 @@
 It refuses to decide sizes: the memory plan does. The invariant: what cannot be served stops here with one line.
 """
 
+import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,11 +114,12 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
 
 @contextmanager
 def shortage_in_one_line() -> Iterator[None]:
-    """Torch's ways of saying that memory has run out become a ModelError: another program may hold what was planned."""
+    """Raise ModelError where torch or the system says that memory ran out: other programs may hold what was planned."""
     try:
         yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+    except (OSError, RuntimeError) as error:
+        is_short = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+        if not is_short and not (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             raise
         raise ModelError(
             "gpu.memory_limit_gib: memory ran out while loading, though the plan keeps to the limit; end what else "

@@ -26,6 +26,7 @@ from gpu.host.slot_exchange import SlotExchange
 from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.kernels.kv_rows import stored_dtype
 from gpu.kernels.paged_decode_attention import workspace_for
+from gpu.kv.commitment import Commitment
 from gpu.kv.layout import KvFormat
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import NO_WINDOWS, WindowShape
@@ -179,6 +180,16 @@ class Runner:
             experts = open_exchanges(weights, architecture, most, device, open_experts, num_lanes)
         self._experts = experts
         self.decode_steps = DecodeSteps(loop, asking, self._lanes.stream(Lane.HOST), experts)
+
+    @property
+    def page_memory(self) -> Commitment | None:
+        """How KV pages come to be there; None: all are, as on a GPU, whose graphs hold their addresses."""
+        return self.pool.commitment if self.device.type == "cpu" else None
+
+    @property
+    def window_memory(self) -> Commitment | None:
+        """Likewise, of windows."""
+        return self.pool.windows.commitment if self.device.type == "cpu" else None
 
     @property
     def num_prefill_jobs(self) -> int:

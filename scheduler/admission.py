@@ -92,6 +92,7 @@ class Admission:
         self._rings = rings
         self._documents = documents
         self._next_job_id = 0
+        self._refused: Sequence | None = None
 
     def queue(self, sequences: list[Sequence]) -> None:
         """All of these or none. Raises QueueFullError."""
@@ -124,6 +125,11 @@ class Admission:
         """Contexts that those left which gave way: they will begin with them."""
         return [sequence.left for sequence in self.waiting if sequence.left is not None]
 
+    def take_refused(self) -> Sequence | None:
+        """The one in front, if the last round found that the host refuses it memory though nobody else holds any."""
+        refused, self._refused = self._refused, None
+        return refused
+
     def admit(self, holding: list[Sequence]) -> tuple[list[PrefillJob], list[PageWrite]]:
         """Take from the queue, in order, what fits beside those that hold pages; what does not fit may be passed by
         what does, a bounded number of times. Short prompts admitted together share a job."""
@@ -146,8 +152,10 @@ class Admission:
             if self._rings.lacks(sequence):
                 continue  # one that leaves gives its ring back, whoever goes first
             if self._residence.windows.lacks():
+                self._refuse(sequence, this)
                 break  # as it does its window, which all need
             start, is_waiting = None, False
+            self._residence.pages.is_refused = False
             if sequence.run_end:
                 start = self._try_down(sequence, this)
             else:
@@ -163,13 +171,22 @@ class Admission:
                     break
                 continue
             passed.append((sequence, this.num_admitted))
+            if self._residence.pages.is_refused:
+                self._refuse(sequence, this)
             if not is_waiting and sequence.num_bypassed > _MOST_BYPASSES:
                 break
         for sequence, num_before in passed:
             sequence.num_bypassed += this.num_admitted - num_before
+        if this.num_admitted:
+            self._refused = None
         batches = this.batches.jobs
         writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for batch in batches for sequence, _ in batch]
         return [self._start_job(batch) for batch in batches], writes
+
+    def _refuse(self, sequence: Sequence, this: _Round) -> None:
+        """It waits for who gives memory back, unless there is nobody: then it is the first one that gets none."""
+        if not this.has_others and not self._prefill.jobs and self._refused is None:
+            self._refused = sequence
 
     def compute_chunks(self) -> list[PrefillJob]:
         """A job of chunks that those wait for who are in front, or of some to store: where there is nothing to do, or

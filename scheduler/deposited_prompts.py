@@ -178,6 +178,7 @@ class DepositedPrompts:
         if not self._frontier.is_adaptive:
             return need.num_released
         num_own, frontier = need.num_own, self._frontier
+        self._pages.reach(num_own + num_other)
         idle = [one for one in frontier.yielding() if not one.is_held]
         frontier.yield_pages(num_own + num_other, [one for one in idle if one is not source])
         if source is not None and num_own + num_other > self._pages.num_available:

@@ -249,6 +249,7 @@ class Engine:
         if self._num_in_flight(lane) >= self.most_in_flight or lane in self._undrawn:
             return None
         plan = self.scheduler.schedule(self._runner.is_ready, lane)
+        self._told += self.scheduler.take_refused()
         if plan.is_empty:
             return None
         if plan.is_fenced or plan.released_slots:

@@ -116,6 +116,8 @@ def load_engine(
         Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
         runner.most_rows,
         runner.reads,
+        runner.page_memory,
+        runner.window_memory,
     )
     if plan.device == "cuda":
         with _told(on_progress, "rehearsal"):

@@ -216,6 +216,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     pooled: bytes | None = None  # float32 in this host's byte order: what the request's `pooling` asked for
     finish_reason: str | None = None
     error: str | None = None  # with finish_reason error
+    may_retry: bool = False  # after an error: what was short then may be there later
     num_cached_tokens: int = 0
     reused_tokens: int = 0  # of chunks that were stored before, whose keys and values stay as they were, at least
     recomputed_tokens: int = 0  # of chunks, computed again with the prompt; which, the device alone knows

@@ -31,6 +31,7 @@ class PageRoom:
         """Whether there may be so many: what the host has given up, and idle contexts gone but `kept`. It is certain
         where nothing is shared.
         """
+        self._pages.reach(num_pages)
         num_short = num_pages - self._pages.num_available
         if num_short <= 0:
             return True
@@ -41,6 +42,7 @@ class PageRoom:
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
         """Whether so many are free. What the host has gives way to that, and then idle contexts, but not `kept`."""
+        self._pages.reach(num_pages)
         if self._contexts is None or self._frontier is None:
             return num_pages <= self._pages.num_available
         if self._frontier.is_adaptive and num_pages > self._pages.num_available and self._frontier.num_yielding:

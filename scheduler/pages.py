@@ -1,15 +1,17 @@
 """Who holds which KV page, and which pages hold a known prefix. Knows ids and hashes; never sees a tensor.
 
-A page is held by sequences (counted), or free. A free page whose content is published under a block hash stays findable
-until it is needed for something else: least recently used first. Invariants: every page is in exactly one of held,
-`idle` (free, published) and `blank` (free, content unknown); a block is published only as long as the block before it
-is, so how many blocks of a prompt are known is found without looking at each.
+A page is held by sequences (counted), or free. A free page whose content is published under a block hash stays
+findable until it is needed for something else: least recently used first. Where the host gives memory as it is asked
+(`Memory`), a page that is not there yet is asked for before a known prefix is given up. Invariants: every page that is
+there is in exactly one of held, `idle` (free, published) and `blank` (free, content unknown); a block is published only
+as long as the block before it is, so how many blocks of a prompt are known is found without looking at each.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 
@@ -59,18 +61,45 @@ class Front:
     page_ids: list[int]
 
 
+class Memory(Protocol):
+    """How pages, or windows, come to be there on a host that gives memory as it is asked.
+
+    commit(begin, end): whether those of these numbers are there from now on. `lump`: how many are worth asking for.
+    """
+
+    @property
+    def lump(self) -> int: ...
+
+    def commit(self, begin: int, end: int) -> bool: ...
+
+
+def commit_more(memory: Memory, num_there: int, num_all: int, counts: Sequence[int]) -> int:
+    """Return how many of `num_all` are there once the first of these counts that can be had is, beside `num_there`."""
+    for count in counts:
+        end = min(num_all, num_there + count)
+        if num_there < end and memory.commit(num_there, end):
+            return end
+    return num_there
+
+
 _NO_FRONT = Front(np.zeros(0, np.int64), [])
 
 
 class PagePool:
-    """Allocation and the prefix cache over page ids `[first_page, first_page + num_pages)`."""
+    """Allocation and the prefix cache over page ids `[first_page, first_page + num_pages)`. memory: how these come
+    to be there, the first ones first; None: all are. `is_refused`: fewer came than were asked for last.
+    """
 
-    def __init__(self, first_page: int, num_pages: int, prefix_cache: bool) -> None:
+    def __init__(self, first_page: int, num_pages: int, prefix_cache: bool,
+                 memory: Memory | None = None) -> None:  # fmt: skip
         self.num_pages = num_pages
+        self.is_refused = False
+        self._memory = memory
+        self._num_there = num_pages if memory is None else 0
         self.prefix_cache = prefix_cache
         self._first_page = first_page
         self._holders = np.zeros(num_pages, np.int32)
-        self._blank: deque[int] = deque(range(first_page, first_page + num_pages))
+        self._blank: deque[int] = deque(range(first_page, first_page + self._num_there))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -86,7 +115,7 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        return self.num_pages - self.num_available
+        return self._num_there - self.num_available
 
     @property
     def num_idle(self) -> int:
@@ -94,6 +123,18 @@ class PagePool:
 
     def num_holders(self, page: int) -> int:
         return int(self._holders[page - self._first_page])
+
+    def reach(self, count: int) -> None:
+        """Have so many free pages, as far as the host gives memory; those with a known prefix are the last to count."""
+        self.is_refused = False
+        num_short = count - len(self._blank)
+        if self._memory is None or num_short <= 0:
+            return
+        before, first = self._num_there, self._first_page
+        counts = max(num_short, self._memory.lump), num_short, count - self.num_available
+        self._num_there = commit_more(self._memory, before, self.num_pages, counts)
+        self._blank.extend(range(first + before, first + self._num_there))
+        self.is_refused = self.num_available < count and self._num_there < self.num_pages
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages of unknown content, held once. The caller has checked `num_available`."""

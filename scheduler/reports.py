@@ -70,13 +70,14 @@ def join_deltas(last: Delta, told: list[Delta]) -> list[Delta]:
     return [joined, *told[1:]]
 
 
-def make_failure(sequence: Sequence, why: str) -> Delta:
-    """The message for a sequence that cannot go on."""
+def make_failure(sequence: Sequence, why: str, may_retry: bool = False) -> Delta:
+    """Return the message for a sequence that cannot go on; `may_retry`: another try may succeed."""
     return Delta(
         request_id=sequence.request_id,
         token_ids=[],
         finish_reason="error",
         error=why,
+        may_retry=may_retry,
         num_cached_tokens=sequence.num_cached_tokens,
     )
 

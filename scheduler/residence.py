@@ -19,7 +19,7 @@ from scheduler.growing_back import GrowingBack
 from scheduler.host_context import HostContext
 from scheduler.host_contexts import HostContexts
 from scheduler.page_room import PageRoom
-from scheduler.pages import PagePool
+from scheduler.pages import Memory, PagePool
 from scheduler.prefix_cache import PrefixCache
 from scheduler.residence_counts import ResidenceCounts
 from scheduler.sequence import Sequence
@@ -30,17 +30,20 @@ Shortage = Literal["pages", "host"]
 
 class Residence:
     """`profiles`: those that are served, by name; `model_key` names the model in prefix hashes. `contexts`, `frontier`:
-    None where every context stays on the device.
+    None where every context stays on the device. page_memory, window_memory: how these come to be there; None: all are.
     """
 
     def __init__(
-        self, capacity: Capacity, prefix_cache: bool, model_key: bytes, profiles: Mapping[str, Profile]
-    ) -> None:
+        self, capacity: Capacity, prefix_cache: bool, model_key: bytes, profiles: Mapping[str, Profile],
+        page_memory: Memory | None = None, window_memory: Memory | None = None,
+    ) -> None:  # fmt: skip
         page_tokens = capacity.page_tokens
         self._capacity = capacity
         self._profiles = profiles
-        self.pages = PagePool(0, capacity.num_pages, prefix_cache)
-        self.windows = Windows(capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache)
+        self.pages = PagePool(0, capacity.num_pages, prefix_cache, page_memory)
+        self.windows = Windows(
+            capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache, window_memory
+        )
         self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key, profiles)
         self.contexts: HostContexts | None = None
         self.frontier: Frontier | None = None
@@ -142,6 +145,7 @@ class Residence:
         """How many tokens, at most that many, may follow the next draw's in its step, with what is free: that leaves
         `num_spare` pages, and nobody gives way.
         """
+        self.pages.reach(num_spare + most // self._capacity.page_tokens + 1)
         num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
         most = min(most, num_pages * self._capacity.page_tokens - sequence.next_cell - 1)
         if self.windows.count:

@@ -7,6 +7,7 @@ works in plan order.
 Invariant: who draws in a plan has pages for the token that it feeds, whatever else the plan takes.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
@@ -43,8 +44,9 @@ from scheduler.lanes import Lanes, rows_of
 from scheduler.late_rows import IsReady, LateRows, Row
 from scheduler.launched import DepositedRun, LaunchedPlan, deposited_run
 from scheduler.messages import Delta, ExpertStats, FetchStats, HostStats, Progress, ReuseStats, Stats
+from scheduler.pages import Memory
 from scheduler.prefill_queue import JobInProgress, PrefillQueue
-from scheduler.reports import make_progress
+from scheduler.reports import make_failure, make_progress
 from scheduler.residence import Residence
 from scheduler.results import Results
 from scheduler.rings import Rings
@@ -52,12 +54,17 @@ from scheduler.roster import Roster
 from scheduler.sequence import Sequence, State
 from scheduler.token_gap import TokenGap
 
+NO_MEMORY = "KV pages: the host has no memory left for this request; try again later, or lower gpu.kv_cache_gib"
+
+log = logging.getLogger(__name__)
+
 
 class Scheduler:
     """`profiles`: the attention profiles that requests may name; `model_key` names the model; `lanes`: the device's.
     `documents`: their chunks, or None: prompts are computed whole. `constraints`: what draws are held to; None: no
     grammars. `most_rows`: of a decode step in which tokens come that need no draw; None: `max_running`. `reads`: of
-    decode steps on the device; None: of plain weights and rows of two bytes.
+    decode steps on the device; None: of plain weights and rows of two bytes. `page_memory`, `window_memory`: how KV
+    pages and windows come to be there; None: all are.
     """
 
     def __init__(
@@ -72,13 +79,15 @@ class Scheduler:
         constraints: Constraints | None = None,
         most_rows: int | None = None,
         reads: StepReads | None = None,
+        page_memory: Memory | None = None,
+        window_memory: Memory | None = None,
     ) -> None:
         self._config = config
         self._profiles = profiles
         self._num_layers = architecture.num_layers
         self._costs = CostModel(architecture)
         self._prefill = PrefillQueue(config.prefill, architecture.num_layers, self._costs)
-        self.residence = Residence(capacity, config.prefix_cache, model_key, profiles)
+        self.residence = Residence(capacity, config.prefix_cache, model_key, profiles, page_memory, window_memory)
         self.pages = self.residence.pages
         self.prefixes = self.residence.prefixes
         self.rings = Rings(capacity.num_rings, profiles, capacity.page_tokens)
@@ -93,6 +102,7 @@ class Scheduler:
         self._reads = reads or StepReads(architecture, 2, False, "bfloat16", architecture.num_layers)
         self._grouping = Grouping(self._reads, self._costs.decode_seconds)
         self.roster = Roster(self.residence, self.rings, self._admission, self._prefill, self._lanes, documents)
+        self._refused: list[Delta] = []
         self._launched: dict[Lane, deque[LaunchedPlan]] = {lane: deque() for lane in self._lanes.all}
         self._gap = TokenGap(config, self._costs)
         self._late = LateRows()
@@ -215,6 +225,11 @@ class Scheduler:
         launched = LaunchedPlan(slots, drawn, numbers, rows, load, num_known, plan.units, contexts, runs, fetches)
         self._launched[plan.lane].append(launched)
 
+    def take_refused(self) -> list[Delta]:
+        """What those are told, since the last call, whom the host refused memory for while nobody else had any."""
+        refused, self._refused = self._refused, []
+        return refused
+
     def masks(self, lane: Lane = Lane.DEVICE) -> dict[int, np.ndarray] | None:
         """What slots of a lane's newest launched plan may draw, by slot, as `Runner.draw` takes it. None: a row's mask
         depends on a draw whose result is not in.
@@ -280,6 +295,11 @@ class Scheduler:
         if lane is not Lane.DEVICE:
             return [], []
         jobs, writes = self._admission.admit(list(self.roster.holding()))
+        refused = self._admission.take_refused()
+        if refused is not None:
+            log.warning("refused request=%s reason=%s", refused.request_id, NO_MEMORY)
+            self._refused.append(make_failure(refused, NO_MEMORY, may_retry=True))
+            self.roster.retire(refused)
         return jobs + self._admission.compute_chunks(), writes
 
     def _grow_back(self, lane: Lane, is_ready: IsReady) -> list[Fetch]:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from gpu.step import WindowBranch, WindowWrite
+from scheduler.pages import Memory, commit_more
 from scheduler.sequence import Sequence
 
 _SPOILT = 1 << 62  # cells that were written: none that a prefix ends with is left
@@ -41,15 +42,19 @@ class _Kept:
 
 class Windows:
     """count: windows; 0: there are none, and nothing is held or refused. spare_tokens: cells of a window beyond what a
-    layer sees: so far behind the last cell may a prefix end that it still has.
+    layer sees: so far behind the last cell may a prefix end that it still has. memory: how windows come to be
+    there, the first ones first; None: all are.
     """
 
-    def __init__(self, count: int, spare_tokens: int, page_tokens: int, keeps: bool) -> None:
+    def __init__(self, count: int, spare_tokens: int, page_tokens: int, keeps: bool,
+                 memory: Memory | None = None) -> None:  # fmt: skip
         self.count = count
+        self._memory = memory
+        self._num_there = count if memory is None else 0
         self._spare_tokens = spare_tokens
         self._page_tokens = page_tokens
         self._keeps = keeps
-        self._free = list(range(count - 1, -1, -1))
+        self._free = list(range(self._num_there - 1, -1, -1))
         self._kept: OrderedDict[int, _Kept] = OrderedDict()  # last used last
         self._written = [0] * count  # cells that a window, or what it was copied from, ever had
         self._roots: dict[int, bytes] = {}  # of the windows that are held: of the first block, where there was one
@@ -63,6 +68,7 @@ class Windows:
 
     def lacks(self) -> bool:
         """Whether one that needs a window finds none."""
+        self._reach()
         return bool(self.count) and not self.num_free
 
     def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
@@ -105,6 +111,7 @@ class Windows:
         end, is_long = num_seen_blocks * self._page_tokens, num_seen_blocks - num_blocks >= _LONG_BRANCH_BLOCKS
         written = max(end, 0 if source is None else self._written[source])
         kept = self._kept_ends(sequence, written, num_seen_blocks)
+        self._reach()
         is_coming = sequence.hashes[num_seen_blocks - 1] in self._coming
         if kept is None or is_coming or not (self._free or (is_long and len(self._kept) > 1)):
             return
@@ -129,7 +136,10 @@ class Windows:
     def keep_prompt(self, sequence: Sequence) -> None:
         """Its prompt is computed by the plan under way: a copy is kept behind that, if there is room for one."""
         self._end_branch(sequence, True)
-        if sequence.window is None or not self._keeps or not self.num_free:
+        if sequence.window is None or not self._keeps:
+            return
+        self._reach()
+        if not self.num_free:
             return
         kept = self._ends_of(sequence, sequence.num_tokens)
         if kept is not None:
@@ -169,6 +179,13 @@ class Windows:
         """What was given and copied since the last call, in order."""
         writes, self._writes = self._writes, []
         return writes
+
+    def _reach(self) -> None:
+        """Have a free window, as far as the host gives memory for one."""
+        if self._memory is not None and not self._free:
+            before = self._num_there
+            self._num_there = commit_more(self._memory, before, self.count, (1,))
+            self._free += range(before, self._num_there)
 
     def _take_one(self) -> int:
         return self._free.pop() if self._free else self._kept.popitem(last=False)[0]

@@ -255,6 +255,9 @@ class Generation:
         choice = self.choices[index]
         if delta.finish_reason == "error":
             self._end(delta.request_id, "error", forget=True)
+            if delta.may_retry:
+                retry_s = self._service.settings.retry_after_seconds
+                raise unavailable(delta.error or "engine: out of memory", "out_of_memory", retry_s)
             raise internal(delta.error or "the engine could not go on with this request")
         before = choice.num_tokens
         piece = choice.feed(delta)

@@ -27,6 +27,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 _INTERLEAVE = 3  # MPOL_INTERLEAVE
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _LONG_BITS = 64
+_MAP_NORESERVE = 0x4000  # Linux's numbers; Python names neither
+_MADV_POPULATE_WRITE = 23
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,32 @@ def map_pages(num_bytes: int) -> Pages:
     pages = pages[begin : begin + num_bytes]
     pages[::_TOUCH_BYTES] = 0
     return pages
+
+
+def reserve_pages(num_bytes: int) -> Pages:
+    """Return addresses that read as zeros and have no memory yet: `populate` takes it, or a first write.
+
+    Raises OSError where even addresses are refused.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    pages: Pages = np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), np.uint8)
+    return pages
+
+
+def populate(address: int, num_bytes: int) -> bool:
+    """Take the memory of reserved addresses now, and return whether the system gave it.
+
+    Before Linux 5.14, which cannot be asked, it comes with the first write, and this returns True.
+    """
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    system = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t(address + num_bytes - begin)
+    if not system.madvise(ctypes.c_void_p(begin), size, _MADV_POPULATE_WRITE):
+        return True
+    code = ctypes.get_errno()
+    if code not in (errno.EINVAL, errno.ENOMEM, errno.EFAULT):
+        raise OSError(code, os.strerror(code))
+    return code == errno.EINVAL
 
 
 def ask_huge_pages(address: int, num_bytes: int) -> None:

@@ -20,6 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 GIB = 2**30
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+_CGROUP_MEMORY = (  # of version 2 and of version 1: the limit, what is taken, and what of that is given up when asked
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 INSTRUCTION_SET_PREFIXES = ("avx2", "avx512", "avx_vnni", "amx", "fma", "f16c", "asimd", "sve")
 
 
@@ -164,6 +168,18 @@ def cgroup_memory_limits(membership: Path) -> list[int]:
             if text.isdigit():
                 limits.append(int(text))
     return limits
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its cgroup and the ones above it."""
+    free = [psutil.virtual_memory().available]
+    for folder in _cgroup_folders(Path("/proc/self/cgroup"), "memory"):
+        for limit, used, cached in _CGROUP_MEMORY:
+            most, taken = _read(folder / limit), _read(folder / used)
+            if most.isdigit() and taken.isdigit():
+                stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+                free.append(int(most) - int(taken) + int(stat.get(cached, 0)))
+    return max(0, min(free))
 
 
 def cpu_quota(membership: Path) -> float | None:

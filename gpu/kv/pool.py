@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gpu.kernels.gather_pages import gather_pages
 from gpu.kernels.kv_rows import poison, stored_dtype, width_of, write_rows
+from gpu.kv.commitment import Commitment, allocate
 from gpu.kv.layout import KvFormat, PageLayout
-from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape, allocate
+from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape
 from gpu.model.architecture import Architecture
 from gpu.step import PageWrite, Release, Restore, TablePlace
 from gpu.upload import upload
@@ -48,6 +49,7 @@ class KvPool:
         self.max_pages = -(-max_context_tokens // page_tokens)
         self.device = device
         self.arenas = [allocate((len(layers) * num_pages, *page_shape), stored, device) for _ in range(2)]
+        self.commitment = Commitment([arena.view(len(layers), num_pages, *page_shape) for arena in self.arenas])
         self.windows = Windows(windows, page_shape, max_slots, self.max_pages, stored, device)
         self.key_pages, self.value_pages = (
             self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=True)

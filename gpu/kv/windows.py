@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.kv.commitment import Commitment, allocate
 from gpu.step import WindowWrite
 from gpu.upload import upload
 
@@ -41,6 +42,7 @@ class Windows:
         self.device = device
         size = (len(shape.layers), shape.count, shape.num_pages, *page_shape)
         self.arenas = [allocate(size, dtype, device) for _ in range(2)]
+        self.commitment = Commitment(self.arenas)
         self._ring = torch.arange(max_pages if shape.layers else 0, device=device) % shape.num_pages
         self.page_table = self._ring.int().repeat(max_slots, 1)
 
@@ -71,8 +73,3 @@ class Windows:
         if given:
             slots, windows = upload(np.array(given, np.int64).T.copy(), self.device).unbind(0)
             self.page_table[slots] = (windows[:, None] * self.shape.num_pages + self._ring).int()
-
-
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that is really there: a host hands out pages at their first write, and could refuse one in mid-service."""
-    return torch.empty(shape, dtype=dtype, device=device).zero_()

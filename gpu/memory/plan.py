@@ -109,6 +109,15 @@ class MemoryPlan:
     def used_bytes(self, place: Place) -> int:
         return sum(item.bytes for item in self.items if item.place == place)
 
+    def start_bytes(self, place: Place) -> int:
+        """Return how much of that is held before any request comes, at most: on the CPU device pages and windows come
+        with requests, and so does host memory for what goes down.
+        """
+        later = self.host_limit_bytes if place == "host" else 0
+        if place == "host" and self.device == "cpu":
+            later += self.kv_bytes
+        return self.used_bytes(place) - later
+
 
 def plan_memory(
     architecture: Architecture,

@@ -21,7 +21,11 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
     memory = plan.memory
     items = [{"name": item.name, "place": item.place, "bytes": item.bytes, "note": item.note} for item in memory.items]
     places = {
-        place: {"limit_bytes": limit, "used_bytes": memory.used_bytes(place)}
+        place: {
+            "limit_bytes": limit,
+            "used_bytes": memory.used_bytes(place),
+            "start_bytes": memory.start_bytes(place),
+        }
         for place, limit in memory.limit_bytes.items()
     }
     return {
@@ -130,6 +134,13 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
     console.print(yaml.safe_dump(dump_deployment(plan.deployment), sort_keys=False), highlight=False, markup=False)
     for place, limit in plan.memory.limit_bytes.items():
         console.print(_tabulate(plan, place, limit))
+        start = plan.memory.start_bytes(place)
+        if start < plan.memory.used_bytes(place):
+            console.print(
+                f"held at the start: {start / GIB:.2f} GiB at most; the rest comes with requests, up to the limit of "
+                f"{limit / GIB:.2f} GiB",
+                highlight=False,
+            )
     print_token(plan, console)
     host = describe_host(plan)
     if host is not None:

@@ -13,6 +13,7 @@ from scheduler.capacity import Capacity, QueueFullError, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.messages import Delta, EngineRequest, pack_tokens
+from scheduler.pages import Memory
 from scheduler.scheduler import Scheduler
 from tests.scheduler.page_runner import PageRunner, expected_output
 from tests.scheduler.window_model import TokenWindows
@@ -38,6 +39,8 @@ def make_engine(
     runner: PageRunner | None = None,
     num_windows: int = 0,
     jump_forward: bool = True,
+    page_memory: Memory | None = None,
+    window_memory: Memory | None = None,
 ) -> tuple[Engine, PageRunner]:
     prefill = PrefillConfig(
         chunk_tokens=chunk_tokens, max_jobs=max_jobs, oldest_share=oldest_share, max_hidden_tokens=max_hidden_tokens
@@ -51,7 +54,9 @@ def make_engine(
         jump_forward=jump_forward,
     )
     capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, num_windows, SPARE)
-    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES)
+    scheduler = Scheduler(
+        config, SHAPE, capacity, b"model", PROFILES, page_memory=page_memory, window_memory=window_memory
+    )
     runner = runner or PageRunner(SHAPE.num_layers, PAGE)
     if num_windows:
         runner.windows = TokenWindows(num_windows, WINDOW + SPARE, WINDOW)

@@ -228,3 +228,16 @@ def test_a_prompt_and_its_answer_fill_the_context_and_no_more(prompt: int, asked
         assert refused.value.code == "context_length_exceeded"
     else:
         assert completion_max_tokens(service, body, Prompt([7] * prompt, "", 0), LIMITS) == gets
+
+
+@pytest.mark.parametrize(("may_retry", "status", "code"), [(False, 500, "internal_error"), (True, 503, "out_of_memory")])
+async def test_a_request_that_memory_is_refused_is_told_to_come_again(
+    tokenizer: Tokenizer, may_retry: bool, status: int, code: str
+) -> None:
+    call = Call(tokenizer, [[1, 2, 3]])
+    await call.submit()
+    with pytest.raises(ApiError) as raised:
+        await call.feed(0, [], "error", error="KV pages: no memory", may_retry=may_retry)
+    assert (raised.value.status, raised.value.code, raised.value.message) == (status, code, "KV pages: no memory")
+    assert ("retry-after" in raised.value.headers) == may_retry
+    assert call.engine.forgotten == [([f"{call.generation.id}-0"], True)]

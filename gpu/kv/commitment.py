@@ -1,0 +1,47 @@
+"""Memory of KV pages and windows: on a GPU all of it from the start, on the CPU device row by row as it is asked for.
+
+On the CPU arenas are addresses alone, and rows of them are committed when a request needs them: what is refused then is
+a count and no page fault that ends the process. Rows stay committed, so memory is what was used at once at most. It
+refuses to know who needs rows. Invariant: a row that is committed has its memory; one that is not reads as zeros.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from transfer.host_pages import populate, reserve_pages
+from transfer.machine import available_memory
+
+SPARE_BYTES = 256 * 2**20  # that nothing here takes: for what steps allocate, and for other programs
+LUMP_BYTES = 64 * 2**20  # worth a look at what is free
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, whose memory is there on a GPU and only reserved on the CPU. Raises OSError if it is refused."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(reserve_pages(num_bytes)).view(dtype).view(shape)
+
+
+class Commitment:
+    """arenas: `[layers, rows, ...]`, as `allocate` makes them. available: bytes that may still be taken."""
+
+    def __init__(self, arenas: Sequence[Tensor], available: Callable[[], int] = available_memory) -> None:
+        self._layers = [layer for arena in arenas for layer in arena]
+        self._available = available
+
+    @property
+    def lump(self) -> int:
+        """Rows that are worth committing at once, at least."""
+        row_bytes = sum(layer[0].nbytes for layer in self._layers if len(layer))
+        return max(1, LUMP_BYTES // row_bytes) if row_bytes else 1
+
+    def commit(self, begin: int, end: int) -> bool:
+        """Have the memory of rows `[begin, end)` of all layers; False: the host has too little left, or refuses it."""
+        rows = [layer[begin:end] for layer in self._layers]
+        if sum(one.nbytes for one in rows) + SPARE_BYTES > self._available():
+            return False
+        return all(populate(one.data_ptr(), one.nbytes) for one in rows if one.nbytes)
