@@ -170,9 +170,9 @@ class Admission:
                 if not self.free_slots or len(this.batches.jobs) >= most_jobs:
                     break
                 continue
-            passed.append((sequence, this.num_admitted))
             if self._residence.pages.is_refused:
                 self._refuse(sequence, this)
+            passed.append((sequence, this.num_admitted))
             if not is_waiting and sequence.num_bypassed > _MOST_BYPASSES:
                 break
         for sequence, num_before in passed:

@@ -230,7 +230,9 @@ def test_a_prompt_and_its_answer_fill_the_context_and_no_more(prompt: int, asked
         assert completion_max_tokens(service, body, Prompt([7] * prompt, "", 0), LIMITS) == gets
 
 
-@pytest.mark.parametrize(("may_retry", "status", "code"), [(False, 500, "internal_error"), (True, 503, "out_of_memory")])
+@pytest.mark.parametrize(
+    ("may_retry", "status", "code"), [(False, 500, "internal_error"), (True, 503, "out_of_memory")]
+)
 async def test_a_request_that_memory_is_refused_is_told_to_come_again(
     tokenizer: Tokenizer, may_retry: bool, status: int, code: str
 ) -> None:
