@@ -4,13 +4,14 @@
 uses the same two. Raises ApiError 400 for tools and forms that cannot be kept.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.api_error import UNSUPPORTED_GRAMMAR, invalid
 from server.bodies import ChatBody
 from server.conversation import Conversation
-from server.message.call_grammar import HeldArguments, HeldCalls, write_answer
+from server.message.call_grammar import HeldArguments, HeldCalls, HeldValue, write_answer, write_free_answer
 from server.message.formats import AnswerFormat, HeldForm, Tags, hold_format
 from server.message.reader import MessageReader
 from server.message.tools import Tools
@@ -59,12 +60,15 @@ def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], Me
 
 
 async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Prompt) -> str:
-    """The grammar of an answer that must call, or has a form that `body` asks for; "" where nothing is held.
+    """The grammar of an answer that must call, has a form that `body` asks for, or may call a strict tool; "" where
+    nothing is held.
 
-    A form holds what follows the reasoning; an answer that may call instead is calls, or has the form.
+    A form holds what follows the reasoning; an answer that may call instead is calls, or has the form. With neither,
+    words are free, and a call among them is held where the model's form of calls is one that a schema can hold.
     """
     form = "" if use.names else await hold_to_form(service, body)  # a call that must come is no answer in a form
-    if not use.names and not form:
+    is_free = not use.names and not form
+    if is_free and not (use.strict and use.tools):
         return ""
     answer_format = _format_of(service, use)
     reader = read_with(service, use, prompt)()
@@ -72,20 +76,31 @@ async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Pr
         return form
     reader.feed("x", False)  # until something follows it, a mark at the prompt's end may be a longer one
     reasoning, is_reasoning = answer_format.reasoning, reader.is_reasoning
-    param = "tools" if use.names else "structured_outputs" if body.structured_outputs is not None else "response_format"
+    held = answer_format.held
+    if is_free and (held is None or held.arguments == "text" or (is_reasoning and reasoning is None)):
+        return ""
+    param = (
+        "tools"
+        if use.names or is_free
+        else "structured_outputs"
+        if body.structured_outputs is not None
+        else "response_format"
+    )
     if is_reasoning and reasoning is None:
         raise invalid(param, "this model's reasoning ends with no text that a grammar can write", UNSUPPORTED_GRAMMAR)
     if use.tools is None and reasoning is None:
         return form
-    if use.tools is not None and answer_format.held is None:
+    if use.tools is not None and held is None:
         why = "this model's calls have no marks that a grammar can write; send tool_choice 'none' or 'required'"
         raise invalid(param, f"beside tools: {why}", UNSUPPORTED_GRAMMAR)
 
     def compile_grammar() -> str:
         calls = None
         if use.tools is not None:
-            assert answer_format.held is not None
-            calls = HeldCalls(_held_tools(use, answer_format.held), answer_format.held, use.most_calls != 1)
+            assert held is not None
+            calls = HeldCalls(_held_tools(use, held), held, use.most_calls != 1)
+            if is_free:
+                return lark_grammar(param, write_free_answer(calls, reasoning, is_reasoning, service.tokenizer))
         text = write_answer(calls, bool(form), reasoning, is_reasoning, service.tokenizer)
         of_all = param if use.tools is None else "tools"  # the form has passed by itself
         return grammar_with_form(of_all, text, form) if form else lark_grammar(of_all, text)
@@ -103,13 +118,36 @@ def _held_tools(use: ToolUse, held: HeldForm) -> list[tuple[str, HeldArguments]]
         name, parameters = tool["function"]["name"], {"type": "object"} | tool["function"]["parameters"]
         if use.names and name not in use.names:
             continue
-        term = ""
+        param = f"tools[{i}].function.parameters"
+        is_kept = use.names or name in use.strict
         if held.arguments == "json":
-            is_kept = use.names or name in use.strict
-            term = schema_in_lark(f"tools[{i}].function.parameters", parameters) if is_kept else any_object
-        keys = tuple(parameters.get("properties") or ()) if isinstance(held.arguments, Tags) else ()
-        tools.append((name, HeldArguments(term, keys)))
+            term = schema_in_lark(param, parameters) if is_kept else any_object
+            tools.append((name, HeldArguments(term, (), ())))
+        elif isinstance(held.arguments, Tags):
+            keys = tuple(parameters.get("properties") or ())
+            tools.append((name, HeldArguments("", keys, _held_values(param, name, use.tools, keys) if is_kept else ())))
+        else:
+            tools.append((name, HeldArguments("", (), ())))
     return tools
+
+
+def _held_values(param: str, name: str, tools: Tools | None, keys: tuple[str, ...]) -> tuple[HeldValue, ...]:
+    """What the values of a strict tool are between tags: JSON that the schema of each accepts, one of its texts, or any
+    text. Raises ApiError 400.
+    """
+    assert tools is not None
+    root = tools.parameters[name]
+    required = root.get("required") or ()
+    values = []
+    for key in keys:
+        schema, kinds, term = root["properties"][key], tools.kinds(name, key), ""
+        if kinds.types and "string" not in kinds.types:
+            above = {where: root[where] for where in ("$defs", "definitions") if where in root}
+            term = schema_in_lark(f"{param}.properties.{key}", above | schema)
+        elif kinds.types == {"string"} and kinds.texts:
+            term = "(" + " | ".join(map(json.dumps, sorted(kinds.texts))) + ")"
+        values.append(HeldValue(key, term, key in required))
+    return tuple(values)
 
 
 def _format_of(service: Service, use: ToolUse) -> AnswerFormat | None:

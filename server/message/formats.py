@@ -32,7 +32,9 @@ class Tags:
 class HeldForm:
     """How a grammar has the model write calls: what stands before, between and behind them all; before the arguments of
     one, with `{name}` for its tool, each text a token of its own where it is JSON; and behind them. `arguments`: JSON
-    that a schema accepts, or tags, or any text up to the tail.
+    that a schema accepts, or tags, or any text up to the tail. Among words, `opens` is a pattern of all that begins a
+    call, with `{names}` for the tools'; `mark` what a call then begins with, empty where that is its head, behind
+    what the pattern `before` matches.
     """
 
     begin: str
@@ -41,6 +43,9 @@ class HeldForm:
     head: tuple[str, ...]
     arguments: Literal["json", "text"] | Tags
     tail: str
+    opens: str
+    mark: str
+    before: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,7 @@ def _held_as(calls: Tree) -> HeldForm | None:
         return _HELD["hermes"]
     begin, end = calls.get("open"), calls.get("close")
     if isinstance(begin, str) and isinstance(end, str):
-        return HeldForm("", "\n", "", (begin,), "text", end)
+        return HeldForm("", "\n", "", (begin,), "text", end, "", "", "")
     return None
 
 
@@ -238,21 +243,35 @@ _MARKS = {
 }
 
 _HELD = {
-    "hermes": HeldForm("", "\n", "", ("<tool_call>\n", *_json_head("arguments")), "json", "}\n</tool_call>"),
-    "llama3_json": HeldForm("", "; ", "", _json_head("parameters"), "json", "}"),
+    "hermes": HeldForm(
+        "", "\n", "", ("<tool_call>\n", *_json_head("arguments")), "json", "}\n</tool_call>",
+        "<tool_call>", "<tool_call>", "",
+    ),
+    "llama3_json": HeldForm(
+        "", "; ", "", _json_head("parameters"), "json", "}",
+        r'\{\s{0,16}("type"\s*:\s*"function"\s*,\s*)?("function"\s*:\s*\{\s*)?"name"\s*:\s*"({names})"', "", "",
+    ),
     "qwen3_xml": HeldForm(
         "", "\n", "", ("<tool_call>\n<function={name}>\n",),
         Tags("<parameter=", ">\n", "\n</parameter>\n"), "</function>\n</tool_call>",
+        "(<tool_call>|<function=)", "<tool_call>", "",
     ),
-    "mistral": HeldForm("", "", "", ("[TOOL_CALLS]{name}[ARGS]",), "json", ""),
-    "mistral_json": HeldForm("[TOOL_CALLS][", ", ", "]", _json_head("arguments"), "json", "}"),
+    "mistral": HeldForm(
+        "", "", "", ("[TOOL_CALLS]{name}[ARGS]",), "json", "", r"\[TOOL_CALLS\]", "[TOOL_CALLS]", ""
+    ),
+    "mistral_json": HeldForm(
+        "[TOOL_CALLS][", ", ", "]", _json_head("arguments"), "json", "}", r"\[TOOL_CALLS\]", "[TOOL_CALLS]", ""
+    ),
     "glm": HeldForm(
         "", "\n", "", ("<tool_call>{name}\n",),
         Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"), "</tool_call>",
+        "<tool_call>", "<tool_call>", "",
     ),
-    "glm4": HeldForm("", "\n", "", ("{name}\n",), "json", ""),
-    "gemma": HeldForm("", "", "", ("<|tool_call>call:{name}{",), "text", "}<tool_call|>"),
-    "older_gemma": HeldForm("", "", "", ("<start_function_call>call:{name}{",), "text", "}<end_function_call>"),
+    "glm4": HeldForm("", "\n", "", ("{name}\n",), "json", "", r"\n({names})[ \t]{0,16}\n", "", "\n"),
+    "gemma": HeldForm("", "", "", ("<|tool_call>call:{name}{",), "text", "}<tool_call|>", "", "", ""),
+    "older_gemma": HeldForm(
+        "", "", "", ("<start_function_call>call:{name}{",), "text", "}<end_function_call>", "", "", ""
+    ),
 }  # fmt: skip
 _OLDER_GEMMA = "<start_function_call>"
 

@@ -145,18 +145,15 @@ class TagScanner:
         """Whether another argument or the region's end is at `at`, behind white space; None: it may yet come there."""
         at = _SPACE.match(text, at).end()
         if at == len(text):
-            return None if ends.more else True
-        is_open = ends.more or ends.is_cut
+            return True if ends == OVER else None
         found = [
-            pattern.match(text, at, partial=is_open)
+            pattern.match(text, at, partial=ends != OVER)
             for pattern in (self._form.opening, self._closes)
             if pattern is not None
         ]
-        if any(match is not None and not match.partial for match in found):
+        if any(match and not match.partial and not (ends.more and match.end() == len(text)) for match in found):
             return True
-        if any(match is not None for match in found):
-            return True if ends.is_cut else None
-        return False
+        return None if any(found) else False
 
 
 def split_tags(form: TagForm, text: str) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ _PYTHONS = {"True": True, "False": False, "None": None}  # as models that have r
 
 
 @dataclass(slots=True)
-class _Kinds:
+class Kinds:
     """What a schema allows: names of types, and texts that are values as they are."""
 
     types: set[str] = field(default_factory=set)
@@ -27,18 +27,19 @@ class Tools:
 
     def argument(self, name: str, key: str, value: Any) -> Any:
         """A value that came as text, as the type that the tool's schema gives it; others as they are."""
-        kinds = self._kinds(name, key)
+        kinds = self.kinds(name, key)
         if isinstance(value, list):
             return value if "array" in kinds.types else [_typed(item, kinds) for item in value]
         return _typed(value, kinds)
 
     def begin_argument(self, name: str, key: str, text: str) -> str:
         """The JSON of a value whose text a limit cut: as far as it came."""
-        types = self._kinds(name, key).types
+        types = self.kinds(name, key).types
         return encode_json(text)[:-1] if not types or "string" in types else text.strip()
 
-    def _kinds(self, name: str, key: str) -> _Kinds:
-        found = _Kinds()
+    def kinds(self, name: str, key: str) -> Kinds:
+        """What the tool's schema allows as an argument."""
+        found = Kinds()
         root = self.parameters.get(name, {})
         properties = root.get("properties")
         if isinstance(properties, dict):
@@ -46,7 +47,7 @@ class Tools:
         return found
 
 
-def _gather(schema: Any, root: Mapping[str, Any], found: _Kinds, seen: set[str]) -> None:
+def _gather(schema: Any, root: Mapping[str, Any], found: Kinds, seen: set[str]) -> None:
     """Add what a schema allows, by its type or, without one, by its values and the keywords of a type."""
     if not isinstance(schema, dict):
         return
@@ -83,7 +84,7 @@ def _find(reference: str, root: Any) -> Any:
     return at
 
 
-def _typed(value: Any, kinds: _Kinds) -> Any:
+def _typed(value: Any, kinds: Kinds) -> Any:
     """The value that a text spells, if it is of one of the types; else the text."""
     if not isinstance(value, str) or value in kinds.texts:
         return value

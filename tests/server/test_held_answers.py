@@ -26,6 +26,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+IN_TAGS = SCHEMA | {"$defs": {"city": {"type": "string"}}}  # texts between tags are as long as they like
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 ADA = '{"name": "Ada", "age": 36}'
 # The sign of each template, and a call in its form.
@@ -104,6 +105,74 @@ async def test_arguments_are_held_to_their_schema_where_that_is_strict() -> None
         grammar, _ = await hold_form(Service("<tool_call>"), tools=[{"type": "function", "function": function}])
         assert allows(grammar, CALLS["<tool_call>"])
         assert allows(grammar, wrong) is not strict
+
+
+def strict(*others: str) -> list[dict[str, Any]]:
+    """The weather's arguments hold, of others none."""
+    function = TOOLS[0]["function"] | {"strict": True}
+    return [{"type": "function", "function": one} for one in (function, *({"name": name} for name in others))]
+
+
+HELD = [source for source in CALLS if not CALLS[source].startswith(("<|tool_call>", "<start_function_call>"))]
+
+
+@pytest.mark.parametrize("source", [*HELD, "<|observation|>"])
+async def test_a_strict_tool_is_held_to_its_schema_wherever_a_call_of_it_begins(source: str) -> None:
+    grammar, make_reader = await hold(Service(source), tools=strict("clock"), tool_choice="auto")
+    call = CALLS.get(source, '\nweather\n{"city": "Rome", "days": 2}')
+    clock = call.replace("weather", "clock")
+    for text in ("", "Yes, {it} <is> [so].", f"So: {call}", f"{call}\nand {call}{clock} well.", '{"name": "Ada"}'):
+        assert allows(grammar, text), text
+    for wrong in (call.replace("2", "9"), call.replace("days", "years"), call.replace("weather", "wether")):
+        if wrong != call.replace("weather", "wether") or source not in ("<|observation|>", HELD[1]):
+            assert not allows(grammar, f"So: {wrong}", is_whole=False), wrong
+    assert not allows(grammar, f"So: {call[:-12]}"), "a call that begins must end"
+    answer = read(make_reader(), f"So: {call}\nand {call}")
+    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [
+        ("weather", {"city": "Rome", "days": 2})
+    ] * 2
+
+
+async def test_calls_of_a_list_are_held_among_words_too() -> None:
+    call = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+    grammar, _ = await hold(Service("[TOOL_CALLS]"), tools=strict(), tool_choice="auto")
+    assert allows(grammar, f"So: [TOOL_CALLS][{call}, {call}]")
+    assert not allows(grammar, f"So: [TOOL_CALLS][{call.replace('2', '9')}", is_whole=False)
+
+
+async def test_nothing_is_held_where_no_tool_is_strict_or_calls_are_of_a_form_that_no_schema_holds() -> None:
+    for source, tools in (("<tool_call>", TOOLS), ("<|tool_call>", strict()), ("<start_function_call>", strict())):
+        assert (await hold(Service(source), tools=tools, tool_choice="auto"))[0] == ""
+    assert (await hold(Service("<tool_call>"), tools=strict(), tool_choice="none"))[0] == ""
+
+
+async def test_reasoning_before_a_strict_call_is_free_and_may_stay_open() -> None:
+    call, wrong = CALLS["<tool_call>"], CALLS["<tool_call>"].replace("2", "9")
+    service = Service("<tool_call> </think>")
+    grammar, _ = await hold(service, tools=strict(), tool_choice="auto")
+    for text in (call, "No.", f"<think>hm {wrong}</think>\n\n{call} so"):
+        assert allows(grammar, text), text
+    assert not allows(grammar, f"<think>hm</think>\n{wrong}", is_whole=False)
+    grammar, _ = await hold(service, "<|assistant|>\n<think>\n", tools=strict(), tool_choice="auto")
+    for text in ("hm", f"hm {wrong}", f"hm</think>\n{call}", "hm</think> No."):
+        assert allows(grammar, text), text
+    assert not allows(grammar, f"hm</think>\n{wrong}", is_whole=False)
+
+
+@pytest.mark.parametrize("source", ["<tool_call></think>", "[ARGS][THINK]", "<function="])
+async def test_whatever_is_drawn_of_free_words_has_calls_that_are_valid(source: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_model(tmp_path / "m", "", ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"]), REFERENCE)
+    grammar, make_reader = await hold(Service(source, tokenizer), tools=strict(), tool_choice="auto")
+    begins = {"<function=": CALLS["<function="].split("2\n")[0], "[ARGS][THINK]": "[TOOL_CALLS]"}
+    drawer = Drawer(tokenizer, grammar, 3)
+    begin = "Words.\n" + begins.get(source, "<tool_call>")
+    answers = [answer for _ in range(12) if (answer := drawer.read_answer(make_reader(), begin)) is not None]
+    assert answers
+    for answer in answers:
+        assert answer.content.startswith("Words.")
+        assert answer.calls
+        for call in answer.calls:
+            jsonschema.validate(json.loads(call.arguments), SCHEMA if source != "<function=" else IN_TAGS)
 
 
 async def test_many_tools_that_are_not_strict_take_little_room() -> None:
@@ -232,7 +301,9 @@ async def test_whatever_is_drawn_is_read_as_calls_or_is_valid(source: str, tmp_p
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     grammar, make_reader = await hold_form(Service(source, tokenizer), tools=strict)
     drawer = Drawer(tokenizer, grammar, 7)
-    called = '{"name": "weather", "parameters": ' if "parameters" in source else ""  # of all names, one is a tool's
+    # Of all names, one is a tool's; and what is between tags takes long to draw.
+    city = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+    called = {"<arg_key>": city, '"parameters": </think>': '{"name": "weather", "parameters": '}.get(source, "")
     drawn = [drawer.read_answer(make_reader(), called if i % 2 else "") for i in range(30)]
     answers = [answer for answer in drawn if answer is not None]
     assert {bool(answer.calls) for answer in answers} == {True, False}
@@ -243,5 +314,4 @@ async def test_whatever_is_drawn_is_read_as_calls_or_is_valid(source: str, tmp_p
         assert answer.content == ""
         for call in answer.calls:
             assert call.name == "weather"
-            if source != "<arg_key>":
-                jsonschema.validate(json.loads(call.arguments), SCHEMA)
+            jsonschema.validate(json.loads(call.arguments), SCHEMA if source != "<arg_key>" else IN_TAGS)
