@@ -1,13 +1,15 @@
 """Small chunks with known bytes, the folder that they go to, and a death at any of the calls that write. No torch."""
 
+import errno
 import hashlib
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from transfer.chunks.folder import ChunkFolder
 from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, name_chunk
+from transfer.chunks.room import locked
 
 MODEL, OTHER_MODEL = "0" * 31 + "a", "0" * 31 + "b"
 SHAPE = ChunkShape(num_layers=2, num_kv_heads=2, dim=8, rows="bfloat16")
@@ -119,6 +121,24 @@ def fail_at(when: int, code: int) -> Callable[[], None]:
     return break_calls(strike)
 
 
+@contextmanager
+def fill_disk(root: Path, budget: int) -> Iterator[None]:
+    """A disk that has no room for more than so many bytes of files below `root`."""
+
+    def strike(number: int, name: str, call: Callable[..., object], arguments: tuple[object, ...]) -> object:
+        if name == "posix_fallocate":
+            held = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+            if held + int(str(arguments[2])) > budget:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call(*arguments)
+
+    undo = break_calls(strike)
+    try:
+        yield
+    finally:
+        undo()
+
+
 def kill_everywhere(root: Path) -> int:
     """Kill a writer at every call, before and in it; returns how many kills. Raises AssertionError for a wrong one."""
     kills = 0
@@ -150,6 +170,6 @@ def share(root: Path, seed: int, rounds: int) -> None:
             store(folder, number)
         else:
             folder.delete(key_of(number))
-        with folder._locked():
+        with locked(folder.root):
             assert folder.bytes_held() <= 3 * FILE_BYTES
     assert folder.counts["set_aside"] == folder.counts["refused"] == 0

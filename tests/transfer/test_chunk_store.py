@@ -428,12 +428,12 @@ def test_a_layer_that_is_lost_while_it_is_read_is_told_and_the_chunk_stored_agai
     assert store.bytes_in_memory == 0
 
 
-def test_a_full_disk_leaves_memory_and_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_leaves_memory_and_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path, 1)
     put(store, 1)
 
     def refuse(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert not put(store, 2)

@@ -5,20 +5,19 @@ Invariants: what has a chunk's name is a whole file, or one that its reader find
 below the limit, with those that are being written; to give up a file never hurts who has it open. No torch.
 
 Room is reserved under the folder's lock, as a file of full size that its writer keeps locked: what a dead writer left
-is told by its free lock. A file's time is its last use, so the order survives restarts and is one for all processes.
+is told by its free lock. Where the disk itself has no room, files are given up as they are for the limit. A file's time
+is its last use, so the order survives restarts and is one for all processes.
 """
 
 import errno
 import fcntl
 import logging
 import os
-import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
@@ -33,23 +32,19 @@ from transfer.chunks.format import (
     read_header,
     write_header,
 )
-
-LOCK_SECONDS = 5.0  # for a process that looks for room; one that stands still is not waited for
-_POLL_SECONDS = 0.005
-_OURS = re.compile(r"[0-9a-f]{64}\.(kv|bad|[0-9a-f]{8}\.part)")
-_MODEL = re.compile(r"[0-9a-f]{32}")
+from transfer.chunks.room import (
+    BAD,
+    MODEL,
+    PART,
+    locked,
+    oldest_first,
+    remove_abandoned,
+    scan,
+    too_many_set_aside,
+    write_with_room,
+)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A file of ours; those set aside go first, then the ones that were used longest ago."""
-
-    is_whole: bool
-    used_ns: int
-    num_bytes: int
-    path: Path
 
 
 class ChunkFolder:
@@ -58,7 +53,7 @@ class ChunkFolder:
     def __init__(self, root: Path, model: str, shape: ChunkShape, limit_bytes: int) -> None:
         """`model`: the digest of its weights. `limit_bytes`: of the files of all models. A folder that cannot be made
         or written is told of, and nothing is found or stored."""
-        assert _MODEL.fullmatch(model), "a model is 32 hexadecimal digits"
+        assert MODEL.fullmatch(model), "a model is 32 hexadecimal digits"
         self.root, self.model, self.shape, self.limit_bytes = root, model, shape, limit_bytes
         self.counts: Counter[str] = Counter()  # stored, refused, evicted, set_aside
         self._folder = root / model
@@ -66,7 +61,7 @@ class ChunkFolder:
         self._lock = Lock()  # of the counts
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._locked():
+            with locked(root):
                 self._make_room(0)
         except OSError as error:
             self._refuse(error)
@@ -103,17 +98,8 @@ class ChunkFolder:
             if path.exists():
                 self.touch(key)
                 return True
-            with self._locked():
-                part, descriptor = self._reserve(key)
-            try:
-                self._write(descriptor, key, layers)
-                with self._locked():  # who counts files meets this one under one name
-                    os.rename(part, path)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
-            finally:
-                os.close(descriptor)
+            size = self.shape.file_bytes(key.num_tokens)
+            self._count_evicted(write_with_room(self.root, size, lambda: self._store(key, layers)))
         except OSError as error:
             self._refuse(error)
             return False
@@ -122,19 +108,24 @@ class ChunkFolder:
         return True
 
     def delete(self, key: ChunkKey) -> None:
-        """No process finds the chunk any more; those that read it go on."""
+        """No process finds the chunk any more, damaged or not; those that read it go on."""
+        path = self._path(key)
         try:
-            self._path(key).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            path.with_suffix(BAD).unlink(missing_ok=True)
         except OSError as error:
             log.warning("chunk_not_deleted name=%s error=%s", key.name, error)
 
     def set_aside(self, key: ChunkKey, reason: str) -> None:
-        """Nobody finds this file again; it stays to be looked at, until its room is needed."""
+        """Nobody finds this file again; it stays to be looked at, until its room is needed or MOST_SET_ASIDE others are
+        set aside."""
         path = self._path(key)
         self._count("set_aside")
-        log.warning("chunk_set_aside path=%s reason=%s", path.with_suffix(".bad"), reason)
+        log.warning("chunk_set_aside path=%s reason=%s", path.with_suffix(BAD), reason)
         try:
-            path.rename(path.with_suffix(".bad"))
+            path.rename(path.with_suffix(BAD))
+            for old in too_many_set_aside(scan(self.root)):
+                old.path.unlink(missing_ok=True)
         except FileNotFoundError:
             return  # another process did, or gave it up
         except OSError as error:
@@ -142,11 +133,16 @@ class ChunkFolder:
 
     def bytes_held(self) -> int:
         """Of the files of all models."""
-        return sum(found.num_bytes for found in self._scan())
+        return sum(found.num_bytes for found in scan(self.root))
 
     def _count(self, what: str) -> None:
         with self._lock:
             self.counts[what] += 1
+
+    def _count_evicted(self, num_files: int) -> None:
+        if num_files:
+            with self._lock:
+                self.counts["evicted"] += num_files
 
     def _path(self, key: ChunkKey) -> Path:
         return self._folder / f"{key.name}.kv"
@@ -159,6 +155,20 @@ class ChunkFolder:
         if size != wanted:
             raise ChunkError(f"it has {size:,} bytes, wanted {wanted:,}")
         return checksums
+
+    def _store(self, key: ChunkKey, layers: Sequence[memoryview]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)  # the disk was full, or not there, when this began
+        with locked(self.root):
+            part, descriptor = self._reserve(key)
+        try:
+            self._write(descriptor, key, layers)
+            with locked(self.root):  # who counts files meets this one under one name
+                os.rename(part, self._path(key))
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
 
     def _reserve(self, key: ChunkKey) -> tuple[Path, int]:
         """A file of full size that stands for what is being written. The folder's lock is held."""
@@ -188,54 +198,23 @@ class ChunkFolder:
         os.fsync(descriptor)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Give up files until so many bytes fit below the limit. Raises OSError (EDQUOT) where they cannot."""
-        found = sorted(self._scan(), key=lambda one: (one.is_whole, one.used_ns))
-        parts = [one for one in found if one.path.suffix == ".part" and not _remove_abandoned(one.path)]
-        found = [one for one in found if one.path.suffix != ".part"]
+        """Give up files until so many bytes fit below the limit. Raises OSError (EFBIG) where they cannot."""
+        found = oldest_first(self.root)
+        parts = [one for one in found if one.path.suffix == PART and not remove_abandoned(one.path)]
+        found = [one for one in found if one.path.suffix != PART]
         room = self.limit_bytes - num_bytes - sum(one.num_bytes for one in parts)
         if num_bytes and room < 0:
             raise OSError(
-                errno.EDQUOT,
+                errno.EFBIG,
                 f"a chunk of {num_bytes:,} bytes, and what is being written are above the limit, {self.limit_bytes:,}",
             )
+        spare = too_many_set_aside(found)
         held = sum(one.num_bytes for one in found)
         for one in found:
-            if held <= room:
-                break
-            one.path.unlink(missing_ok=True)
-            held -= one.num_bytes
-            self._count("evicted")
-
-    def _scan(self) -> Iterator[_Found]:
-        """Every file of ours, of whatever model. It costs a call of the system a file, small beside writing a chunk."""
-        for folder in self.root.iterdir():
-            if not _MODEL.fullmatch(folder.name) or not folder.is_dir():
-                continue
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if _OURS.fullmatch(entry.name):
-                        with suppress(FileNotFoundError):
-                            state = entry.stat(follow_symlinks=False)
-                            is_whole = not entry.name.endswith(".bad")
-                            yield _Found(is_whole, state.st_mtime_ns, state.st_size, Path(entry.path))
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The folder's lock. Raises OSError (EAGAIN) where another process keeps it for LOCK_SECONDS."""
-        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            ends = time.monotonic() + LOCK_SECONDS
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > ends:
-                        raise
-                    time.sleep(_POLL_SECONDS)
-            yield
-        finally:
-            os.close(descriptor)  # and the lock with it
+            if held > room or one in spare:
+                one.path.unlink(missing_ok=True)
+                held -= one.num_bytes
+                self._count("evicted")
 
     def _refuse(self, error: OSError) -> None:
         """Said once, until a chunk is stored again."""
@@ -251,19 +230,3 @@ class ChunkFolder:
 def _mark_used(file: int | Path) -> None:
     now = time.time_ns()
     os.utime(file, ns=(now, now))
-
-
-def _remove_abandoned(part: Path) -> bool:
-    """Whether nobody writes this file any more; then it goes. The folder's lock is held, so none is about to begin."""
-    try:
-        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        part.unlink(missing_ok=True)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True

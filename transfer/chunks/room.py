@@ -1,0 +1,119 @@
+"""The files of a folder of chunks, of all models, and room on its disk.
+
+Knows names, sizes and times, not what files hold. Invariants: files are counted and given up under the folder's lock;
+what is being written is never given up; of damaged files, set aside to be looked at, there are a few at most. No torch.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_SET_ASIDE = 4  # damaged files that stay to be looked at
+LOCK_SECONDS = 5.0  # for a process that looks for room; one that stands still is not waited for
+_POLL_SECONDS = 0.005
+_OURS = re.compile(r"[0-9a-f]{64}\.(kv|bad|[0-9a-f]{8}\.part)")
+MODEL = re.compile(r"[0-9a-f]{32}")
+BAD, PART = ".bad", ".part"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file of ours; those set aside go first, then the ones that were used longest ago."""
+
+    is_whole: bool
+    used_ns: int
+    num_bytes: int
+    path: Path
+
+
+def write_with_room(root: Path, num_bytes: int, write: Callable[[], None]) -> int:
+    """Write so many bytes to the disk of `root`; returns how many chunks' files were given up for it.
+
+    Where the disk is full, files that take as much are given up, and it is tried once more: who else fills it would
+    fill it again. `write` leaves nothing when it raises. Raises its OSError.
+    """
+    try:
+        write()
+        return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not (num_files := give_up(root, num_bytes)):
+            raise
+    write()
+    return num_files
+
+
+def give_up(root: Path, num_bytes: int) -> int:
+    """Remove files below `root` of so many bytes, if there are as many; returns how many files. Raises OSError."""
+    num_files = 0
+    with locked(root):
+        found = [one for one in oldest_first(root) if one.path.suffix != PART or remove_abandoned(one.path)]
+        for one in found:
+            if num_bytes <= 0:
+                break
+            one.path.unlink(missing_ok=True)
+            num_files, num_bytes = num_files + 1, num_bytes - one.num_bytes
+    return num_files
+
+
+def oldest_first(root: Path) -> list[Found]:
+    return sorted(scan(root), key=lambda one: (one.is_whole, one.used_ns))
+
+
+def too_many_set_aside(found: Iterable[Found]) -> list[Found]:
+    bad = sorted((one for one in found if not one.is_whole), key=lambda one: one.used_ns)
+    return bad[:-MOST_SET_ASIDE]
+
+
+def scan(root: Path) -> Iterator[Found]:
+    """Every file of ours, of whatever model. It costs a call of the system a file, small beside writing a chunk."""
+    for folder in root.iterdir():
+        if not MODEL.fullmatch(folder.name) or not folder.is_dir():
+            continue
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if _OURS.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):
+                        state = entry.stat(follow_symlinks=False)
+                        is_whole = not entry.name.endswith(BAD)
+                        yield Found(is_whole, state.st_mtime_ns, state.st_size, Path(entry.path))
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """The folder's lock. Raises OSError (EAGAIN) where another process keeps it for LOCK_SECONDS."""
+    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        ends = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends:
+                    raise
+                time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)  # and the lock with it
+
+
+def remove_abandoned(part: Path) -> bool:
+    """Whether nobody writes this file any more; then it goes. The folder's lock is held, so none is about to begin."""
+    try:
+        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        part.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
