@@ -20,7 +20,17 @@ import zmq
 
 from scheduler.capacity import TooLargeError
 from scheduler.constraints import GrammarError
-from scheduler.messages import Cancel, EngineRequest, FromEngine, Refused, Shutdown, StoreChunks, Submit, ToEngine
+from scheduler.messages import (
+    Cancel,
+    DropChunks,
+    EngineRequest,
+    FromEngine,
+    Refused,
+    Shutdown,
+    StoreChunks,
+    Submit,
+    ToEngine,
+)
 from scheduler.sequence import Sequence
 
 _POLL_MS = 100
@@ -39,7 +49,7 @@ class Prepared:
     sequences: list[Sequence]
 
 
-Arrival = Prepared | Refused | Cancel | Shutdown | StoreChunks
+Arrival = Prepared | Refused | Cancel | Shutdown | StoreChunks | DropChunks
 
 
 class Connection:

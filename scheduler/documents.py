@@ -17,15 +17,16 @@ from gpu.profiles import Profile
 from gpu.sampling.params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusionPlan, PlacedChunk, PrefillJob, PrefillPrompt
 from scheduler.capacity import TooLargeError
-from scheduler.messages import ChunksStored, ChunkStats, EngineRequest, StoreChunks
+from scheduler.messages import ChunksStored, ChunkStats, DropChunks, EngineRequest, StoreChunks
 from scheduler.prefill_queue import JobInProgress
 from scheduler.sequence import MOST_OVERTAKEN, Sequence
-from transfer.chunks.format import ChunkKey, name_chunk
+from transfer.chunks.format import ChunkKey, name_chunk, name_digest
 from transfer.chunks.library import ChunkLibrary
 from transfer.chunks.store import ChunkStore
 
 _NOT_STORED = "the disk has no room or refused (documents.folder, documents.disk_limit_gib), see the server's log"
 _NOT_KEPT = "keys and values could not be kept (in 8 bits, those that are not finite cannot), see the server's log"
+_DROPPED = "the document was deleted meanwhile"
 _MOST_LOOKED_FOR = 64  # chunks at a turn of the loop, on the disk
 
 
@@ -54,6 +55,7 @@ class _Computing:
     entry: JobInProgress
     num_bytes: int
     storing: list[_Storing] = field(default_factory=list)
+    is_dropped: bool = False  # since it was planned; it is deleted once it is written
 
 
 class Documents:
@@ -255,6 +257,7 @@ class Documents:
             known = self._computing.get(one.key.name)
             if known is not None:
                 known.storing.append(one.storing)
+                known.is_dropped = False
             elif (written := self._library.find_written(one.key)) is not None:
                 self._writing.append((written, one.storing))
             elif self._library.has(one.key):
@@ -278,6 +281,22 @@ class Documents:
             self._settle(storing)
         self._settle(storing)
 
+    def drop(self, message: DropChunks) -> None:
+        """No document has these chunks: they are not stored any more, and those that are leave the store."""
+        names = set()
+        for chunk in message.chunks:
+            kv_key = self._salted(chunk.salt)
+            key = name_digest(chunk.tokens, chunk.num_tokens, self._library.store.folder.shape, kv_key)
+            names.add(key.name)
+            if key.name in self._computing:
+                self._computing[key.name].is_dropped = True
+            self._library.store.delete(key)
+        dropped = [one for one in self._to_store if one.key.name in names]
+        self._to_store = deque(one for one in self._to_store if one.key.name not in names)
+        for one in dropped:
+            one.storing.reason = _DROPPED
+            self._settle(one.storing)
+
     def take_stored(self) -> list[ChunksStored]:
         """Since the last call."""
         stored, self._stored = self._stored, []
@@ -287,6 +306,8 @@ class Documents:
         """What has become of chunks that were computed, and of those that were written."""
         for key, written in self._library.take_done():
             known = self._computing.pop(key.name, None)
+            if known is not None and known.is_dropped:
+                self._library.store.delete(key)
             for storing in known.storing if known is not None else ():
                 if written is None:
                     storing.reason = _NOT_KEPT
@@ -312,7 +333,10 @@ class Documents:
             )  # fmt: skip
 
     def _name(self, token_ids: np.ndarray, salt: str) -> ChunkKey:
-        return name_chunk(token_ids, self._library.store.folder.shape, f"{self._kv_key}:{salt}")
+        return name_chunk(token_ids, self._library.store.folder.shape, self._salted(salt))
+
+    def _salted(self, salt: str) -> str:
+        return f"{self._kv_key}:{salt}"
 
 
 def _prompt_of(key: ChunkKey, token_ids: np.ndarray) -> PrefillPrompt:

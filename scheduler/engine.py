@@ -26,6 +26,7 @@ from scheduler.decode_reads import DecodeReads
 from scheduler.messages import (
     ChunksStored,
     Delta,
+    DropChunks,
     EngineRequest,
     ExpertStats,
     FetchStats,
@@ -99,6 +100,10 @@ class Engine:
             self._refused.append(ChunksStored(message.request_id, 0, 0, _NO_STORE))
         else:
             self.scheduler.documents.store(message)
+
+    def drop_chunks(self, message: DropChunks) -> None:
+        if self.scheduler.documents is not None:
+            self.scheduler.documents.drop(message)
 
     def take_stored(self) -> list[ChunksStored]:
         """Answers to `store_chunks` since the last call."""

@@ -31,6 +31,7 @@ from scheduler.messages import (
     Accepted,
     Cancel,
     Delta,
+    DropChunks,
     Failed,
     Loading,
     Outputs,
@@ -77,9 +78,12 @@ class Loop:
             for stored in self._engine.take_stored():
                 self._connection.send(stored)
 
-    def _handle(self, message: Prepared | Refused | Cancel | StoreChunks) -> None:
+    def _handle(self, message: Prepared | Refused | Cancel | StoreChunks | DropChunks) -> None:
         if isinstance(message, StoreChunks):
             self._engine.store_chunks(message)
+            return
+        if isinstance(message, DropChunks):
+            self._engine.drop_chunks(message)
             return
         if isinstance(message, Cancel):
             self._engine.cancel(message.request_ids)

@@ -134,7 +134,21 @@ class StoreChunks(msgspec.Struct, frozen=True, tag=True):
     salt: str
 
 
-ToEngine = Submit | Cancel | Shutdown | StoreChunks
+class NamedChunk(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk of documents, of whatever model. `tokens`: `digest_tokens`; `salt` as in `ChunkSpan`."""
+
+    tokens: str
+    num_tokens: int
+    salt: str
+
+
+class DropChunks(msgspec.Struct, frozen=True, tag=True):
+    """No document has these chunks any more: they leave the store. Who reads them goes on."""
+
+    chunks: list[NamedChunk]
+
+
+ToEngine = Submit | Cancel | Shutdown | StoreChunks | DropChunks
 
 
 # --- engine -> API process -------------------------------------------------------------------------------------------

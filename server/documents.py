@@ -8,14 +8,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.messages import Fusion
+from scheduler.messages import Fusion, NamedChunk
 from server import logs
 from server.api_error import ApiError, invalid, too_long
 from server.bodies import FusionChoice, InlineDocument
-from server.chunker import Chunker
+from server.chunker import Chunker, Chunks
 from server.config import ConfigError, Deployment
 from server.registry import Document, DocumentRegistry, RegistryError, RegistryFull, TextsTooLarge
 from server.tokenizer import Tokenizer
+from transfer.chunks.format import digest_tokens
 from transfer.config import DocumentsConfig
 
 DOCUMENTS_OFF = "this deployment takes no documents; its configuration needs the section `documents`"
@@ -87,15 +88,24 @@ async def find_texts(
     return texts
 
 
-async def store_inline(documents: Documents, owner: str, given: Sequence[str | InlineDocument]) -> None:
-    """Leave a chat's own texts in the registry, until others need the room."""
-    for one in given:
-        if isinstance(one, InlineDocument):
-            try:
-                await documents.registry.add(owner, one.title or "", one.text, is_kept=False)
-            except (RegistryFull, RegistryError) as error:
-                logs.warning("document_not_stored", reason=str(error))
-                return
+async def note_use(
+    documents: Documents, owner: str, given: Sequence[str | InlineDocument], cut: Sequence[Chunks], salt: str
+) -> None:
+    """Leave a chat's own texts in the registry, until others need the room, and note the chunks of all of them."""
+    for one, chunks in zip(given, cut, strict=True):
+        named = name_chunks(chunks, salt)
+        try:
+            if isinstance(one, InlineDocument):
+                await documents.registry.add(owner, one.title or "", one.text, False, named)
+            else:
+                await documents.registry.note_chunks(owner, one, named)
+        except (RegistryFull, RegistryError) as error:
+            logs.warning("document_not_stored", reason=str(error))
+            return
+
+
+def name_chunks(chunks: Chunks, salt: str) -> list[NamedChunk]:
+    return [NamedChunk(digest_tokens(chunk), len(chunk), salt) for chunk in chunks]
 
 
 def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None, num_layers: int) -> Fusion | None:

@@ -79,7 +79,7 @@ class Generation:
         self._service = service
         self._body = body
         self._limits = limits
-        self._cache_salt = join_salts(cache_salt, body.cache_salt)
+        self.cache_salt = join_salts(cache_salt, body.cache_salt)
         num_choices = len(jobs) * self.num_each
         stops = body.stop_strings()
         keeps_stop, min_tokens = bool(body.include_stop_str_in_output), body.min_tokens or 0
@@ -217,9 +217,9 @@ class Generation:
                     min_tokens=body.min_tokens or 0,
                     attention_profile=profile,
                     arrival_s=self._arrival_s,
-                    cache_salt=self._cache_salt,
+                    cache_salt=self.cache_salt,
                     priority=body.priority or 0,
-                    chunks=[ChunkSpan(*span, self._cache_salt) for span in job.prompt.chunks] if job.fusion else [],
+                    chunks=[ChunkSpan(*span, self.cache_salt) for span in job.prompt.chunks] if job.fusion else [],
                     fusion=job.fusion,
                     grammar=job.grammar,
                     allowed_token_ids=allowed,

@@ -7,7 +7,7 @@ from gpu.profiles import why_unknown
 from scheduler.messages import Ready
 from server.api_error import ApiError, invalid, too_long
 from server.bodies import MAX_VARIABLES, WHOLE_CONTEXT, ChatBody, CompletionBody, GenerationBody
-from server.chunker import count_tokens
+from server.chunker import Chunks, count_tokens
 from server.conversation import Conversation
 from server.document_prompt import ChunkedPrompt, PlacedDocument, encode_pieces, render_documents
 from server.documents import Documents, GivenText
@@ -26,13 +26,15 @@ _DEFAULT_COMPLETION_TOKENS = 16
 class Prompt:
     """`text` is what `echo` repeats; its first `num_added` tokens (BOS) are not part of it.
 
-    `chunks`: the half-open ranges of tokens that are documents' chunks. `end`: a chat's last text.
+    `chunks`: the half-open ranges of tokens that are documents' chunks, `documents` each document's chunks. `end`: a
+    chat's last text.
     """
 
     token_ids: list[int]
     text: str
     num_added: int
     chunks: tuple[tuple[int, int], ...] = ()
+    documents: tuple[Chunks, ...] = ()
     end: str = ""
 
 
@@ -148,7 +150,7 @@ async def document_prompt(
     """A chat with documents, where the template puts them. Raises ApiError 400."""
     template, control_tokens, tokenizer = _template(service), service.control_tokens, service.tokenizer
 
-    def encode() -> ChunkedPrompt:
+    def encode() -> tuple[ChunkedPrompt, list[Chunks]]:
         placed = []
         left = context
         for given in texts:
@@ -157,16 +159,17 @@ async def document_prompt(
             if left < 0:
                 raise TooManyTokens(context - left)
             placed.append(PlacedDocument(given.title, chunks))
-        return encode_pieces(rendered, tokenizer, control_tokens, placed, context)
+        encoded = encode_pieces(rendered, tokenizer, control_tokens, placed, context)
+        return encoded, [one.chunks for one in placed]
 
     titles = [given.title for given in texts]
     rendered = await service.texts.render(render_documents, template, control_tokens, conversation, titles)
     size = INLINE_CHARS + conversation.num_chars + sum(len(given.text) for given in texts)
     try:
-        prompt = await service.texts.run(size, encode)
+        prompt, cut = await service.texts.run(size, encode)
     except TooManyTokens as error:
         raise _too_long("documents", f"with the messages at least {error.num_tokens}", context) from None
-    return Prompt(prompt.token_ids, "", 0, tuple(prompt.chunks), prompt.end)
+    return Prompt(prompt.token_ids, "", 0, tuple(prompt.chunks), tuple(cut), prompt.end)
 
 
 def spell(tokenizer: Tokenizer, token_ids: list[int]) -> str:

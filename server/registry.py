@@ -1,9 +1,10 @@
 """The documents that clients have left here: their texts on disk, by the API key that made each.
 
-It refuses to know tokens, models and HTTP. A document is named by its owner, title and text, so one that is left twice
-is one. Invariants: an owner finds their own alone; a document that was kept is found by every process that shares the
-file, also after a restart, until it is deleted; what came with a prompt is given up for others, the least recently used
-first; the event loop never waits for the disk.
+It refuses to know models and HTTP, and of tokens knows the names of chunks. A document is named by its owner, title and
+text, so one that is left twice is one. Invariants: an owner finds their own alone; a document that was kept is found by
+every process that shares the file, also after a restart, until it is deleted; what came with a prompt is given up for
+others, the least recently used first; a full disk has room for texts as long as it holds chunks; the event loop never
+waits for the disk.
 """
 
 import asyncio
@@ -12,20 +13,22 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from scheduler.messages import NamedChunk
 from server import logs
+from transfer.chunks.room import give_up
 
 R = TypeVar("R")
 
 DOCUMENT_ID = "^doc-[0-9a-f]{32}$"
 
-_VERSION = 1
+_VERSION = 2  # 1 had no chunks
 _LOCK_SECONDS = 5.0  # another process's turn
 _LOOK_SECONDS = 0.01
 _USED_SECONDS = 60.0  # a use is noted at most this often
@@ -43,7 +46,22 @@ CREATE TABLE IF NOT EXISTS documents (
     text BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS sizes ON documents (owner, is_kept, used, num_bytes);
+CREATE TABLE IF NOT EXISTS chunks (
+    number INTEGER NOT NULL REFERENCES documents ON DELETE CASCADE,
+    tokens BLOB NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    salt TEXT NOT NULL,
+    PRIMARY KEY (number, tokens, salt)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS names ON chunks (tokens, salt);
 """
+_UNNAMED = """
+SELECT tokens, num_tokens, salt FROM chunks AS mine WHERE number = ? AND NOT EXISTS (
+    SELECT 1 FROM chunks WHERE tokens = mine.tokens AND salt = mine.salt AND number <> mine.number
+)
+"""
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+_ROOM_BYTES = 4 * 2**20  # of the log, beside the text
 _ENTRY = "id, title, content_hash, num_bytes, created"
 
 
@@ -103,44 +121,75 @@ class DocumentRegistry:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._file = sqlite3.connect(path, timeout=_LOCK_SECONDS, check_same_thread=False, isolation_level=None)
-            _log_ahead(self._file)
-            self._file.execute("PRAGMA synchronous=NORMAL")  # a cut of power takes the last ones, and nothing else
-            version = self._file.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, _VERSION):
-                raise RegistryError(f"{path} is of version {version}, wanted {_VERSION}; name another folder")
-            if version == 0:  # else nothing is written: a full disk opens
-                self._file.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+            self._with_room(0, self._open)
 
-    async def add(self, owner: str, title: str, text: str, is_kept: bool) -> DocumentEntry:
-        """The document, as it is from now on. is_kept: until it is deleted. Raises RegistryFull and RegistryError."""
-        return await self._run(lambda: self._add(owner, title, text, is_kept))
+    def _open(self) -> None:
+        version = self._file.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            self._file.execute("PRAGMA auto_vacuum=FULL")  # what is deleted leaves the disk
+        _log_ahead(self._file)
+        self._file.execute("PRAGMA synchronous=NORMAL")  # a cut of power takes the last ones, and nothing else
+        self._file.execute("PRAGMA foreign_keys=1")
+        version = self._file.execute("PRAGMA user_version").fetchone()[0]  # another process may have made it by now
+        if version not in (0, 1, _VERSION):
+            raise RegistryError(f"{self._path} is of version {version}, wanted {_VERSION}; name another folder")
+        if version != _VERSION:  # else nothing is written: a full disk opens
+            with self._writing():
+                for statement in _SCHEMA.split(";"):
+                    self._file.execute(statement)
+                self._file.execute(f"PRAGMA user_version={_VERSION}")
+
+    async def add(
+        self, owner: str, title: str, text: str, is_kept: bool, chunks: Sequence[NamedChunk]
+    ) -> DocumentEntry:
+        """The document, as it is from now on, with these chunks beside those that it has. is_kept: until it is deleted.
+
+        Raises RegistryFull and RegistryError.
+        """
+        return await self._run(3 * len(text), lambda: self._add(owner, title, text, is_kept, chunks))
+
+    async def note_chunks(self, owner: str, document_id: str, chunks: Sequence[NamedChunk]) -> None:
+        """The document, if the owner has it, has these chunks, too. Raises RegistryError."""
+        await self._run(0, lambda: self._note_chunks(owner, document_id, chunks))
 
     async def find(self, owner: str, ids: list[str], most_bytes: int) -> dict[str, Document]:
         """Those of the ids that are the owner's. Raises TextsTooLarge, before a text is read, and RegistryError."""
-        return await self._run(lambda: self._find(owner, ids, most_bytes))
+        return await self._run(0, lambda: self._find(owner, ids, most_bytes))
 
     async def page(self, owner: str, after: str | None, limit: int) -> list[DocumentEntry] | None:
         """The owner's, oldest first, behind the one named; None if that is not theirs. Raises RegistryError."""
-        return await self._run(lambda: self._page(owner, after, limit))
+        return await self._run(0, lambda: self._page(owner, after, limit))
 
-    async def delete(self, owner: str, document_id: str) -> bool:
-        """Whether the owner had it. Raises RegistryError."""
-        return await self._run(lambda: self._delete(owner, document_id))
+    async def delete(self, owner: str, document_id: str) -> list[NamedChunk] | None:
+        """Chunks that no document has any more; None if the owner had no such document. Raises RegistryError."""
+        return await self._run(0, lambda: self._delete(owner, document_id))
 
     async def count(self) -> int:
         """Documents of all owners. Raises RegistryError."""
-        return await self._run(lambda: int(self._file.execute("SELECT count(*) FROM documents").fetchone()[0]))
+        return await self._run(0, lambda: int(self._file.execute("SELECT count(*) FROM documents").fetchone()[0]))
 
     def close(self) -> None:
         self._thread.shutdown()
         self._file.close()
 
-    async def _run(self, work: Callable[[], R]) -> R:
+    async def _run(self, num_bytes: int, work: Callable[[], R]) -> R:
+        """num_bytes: that it writes, beside a few."""
+
         def told() -> R:
             with self._told():
-                return work()
+                return self._with_room(num_bytes, work)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, told)
+
+    def _with_room(self, num_bytes: int, work: Callable[[], R]) -> R:
+        """`work` leaves nothing when it raises. On a full disk chunks make room, and it is done once more."""
+        try:
+            return work()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode not in _FULL or not give_up(self._path.parent, _ROOM_BYTES + num_bytes):
+                raise
+        logs.warning("chunks_given_up", reason="the disk was full", wanted_bytes=_ROOM_BYTES + num_bytes)
+        return work()
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -161,7 +210,7 @@ class DocumentRegistry:
                 self._file.execute("ROLLBACK")
             raise
 
-    def _add(self, owner: str, title: str, text: str, is_kept: bool) -> DocumentEntry:
+    def _add(self, owner: str, title: str, text: str, is_kept: bool, chunks: Sequence[NamedChunk]) -> DocumentEntry:
         encoded, now = text.encode(), time.time()
         document_id = name_document(owner, title, text)
         with self._writing():
@@ -174,6 +223,7 @@ class DocumentRegistry:
                         "UPDATE documents SET used = ?, is_kept = max(is_kept, ?) WHERE id = ?",
                         (now, is_kept, document_id),
                     )
+                self._insert_chunks(owner, document_id, chunks)
                 return DocumentEntry(*known)
             self._make_room(owner, len(encoded))
             entry = DocumentEntry(document_id, title, hashlib.sha256(encoded).hexdigest(), len(encoded), now)
@@ -181,7 +231,26 @@ class DocumentRegistry:
                 f"INSERT INTO documents ({_ENTRY}, owner, used, is_kept, text) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (entry.id, title, entry.content_hash, entry.num_bytes, now, owner, now, is_kept, encoded),
             )
+            self._insert_chunks(owner, document_id, chunks)
             return entry
+
+    def _note_chunks(self, owner: str, document_id: str, chunks: Sequence[NamedChunk]) -> None:
+        """Chunks that a document has under one salt are noted together, so that the first tells of all."""
+        if not chunks:
+            return
+        known = (
+            "SELECT 1 FROM chunks JOIN documents USING (number) WHERE owner = ? AND id = ? AND tokens = ? AND salt = ?"
+        )
+        first = (owner, document_id, bytes.fromhex(chunks[0].tokens), chunks[0].salt)
+        if self._file.execute(known, first).fetchone() is None:
+            with self._writing():
+                self._insert_chunks(owner, document_id, chunks)
+
+    def _insert_chunks(self, owner: str, document_id: str, chunks: Sequence[NamedChunk]) -> None:
+        self._file.executemany(
+            "INSERT OR IGNORE INTO chunks SELECT number, ?, ?, ? FROM documents WHERE owner = ? AND id = ?",
+            [(bytes.fromhex(one.tokens), one.num_tokens, one.salt, owner, document_id) for one in chunks],
+        )
 
     def _make_room(self, owner: str, num_bytes: int) -> None:
         """For one more. What is not kept goes, if there is room then. Raises RegistryFull; then nothing has changed."""
@@ -241,10 +310,17 @@ class DocumentRegistry:
         query = f"SELECT {_ENTRY} FROM documents WHERE owner = ? AND number > ? ORDER BY number LIMIT ?"
         return [DocumentEntry(*row) for row in self._file.execute(query, (owner, number, limit))]
 
-    def _delete(self, owner: str, document_id: str) -> bool:
+    def _delete(self, owner: str, document_id: str) -> list[NamedChunk] | None:
         with self._writing():
-            query = "DELETE FROM documents WHERE owner = ? AND id = ?"
-            return self._file.execute(query, (owner, document_id)).rowcount > 0
+            query = "SELECT number FROM documents WHERE owner = ? AND id = ?"
+            number = self._file.execute(query, (owner, document_id)).fetchone()
+            if number is None:
+                return None
+            unnamed = self._file.execute(_UNNAMED, number).fetchall()
+            self._file.execute("DELETE FROM documents WHERE number = ?", number)
+        with suppress(sqlite3.Error):  # the file shrinks another time
+            self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return [NamedChunk(tokens.hex(), num_tokens, salt) for tokens, num_tokens, salt in unnamed]
 
 
 def name_document(owner: str, title: str, text: str) -> str:

@@ -1,7 +1,7 @@
 """`/v1/documents`: texts that are left here once, by an API key, and named in its chats from then on.
 
 A new one is cut into chunks, whose keys and values the engine computes and stores behind requests. A document that is
-deleted is named no more; chunks stay until the store needs their room, since others may have them too.
+deleted is named no more, and those of its chunks that no other has leave the store.
 """
 
 import sys
@@ -16,7 +16,7 @@ from server.bodies import DocumentBody
 from server.body_reader import read_body
 from server.chat_message import Message, check_messages, message_text
 from server.chunker import Chunks, count_tokens
-from server.documents import DOCUMENTS_OFF, Documents, unknown_document
+from server.documents import DOCUMENTS_OFF, Documents, name_chunks, unknown_document
 from server.registry import DocumentEntry
 from server.service import Service, join_salts, service_of
 from server.text_pool import INLINE_CHARS
@@ -41,9 +41,10 @@ async def add_document(request: Request) -> Response:
         chunks = await _cut(service, documents, text, limits)
     if not chunks:
         raise invalid("text", "empty; wanted at least one token")
-    entry = await documents.registry.add(request.state.document_owner, body.title or "", text, is_kept=True)
-    await count_documents(service)
     salt = join_salts(request.state.cache_salt, body.cache_salt)
+    named = name_chunks(chunks, salt)
+    entry = await documents.registry.add(request.state.document_owner, body.title or "", text, True, named)
+    await count_documents(service)
     storing = service.supervisor.store_chunks([chunk.tobytes() for chunk in chunks], salt)
     stored = await storing if body.wait is not False else None
     if isinstance(stored, ApiError):
@@ -78,8 +79,10 @@ async def show_document(request: Request, document_id: str) -> Response:
 async def delete_document(request: Request, document_id: str) -> Response:
     service = service_of(request)
     documents = _documents_of(service)
-    if not await documents.registry.delete(request.state.document_owner, document_id):
+    unnamed = await documents.registry.delete(request.state.document_owner, document_id)
+    if unnamed is None:
         raise unknown_document("document_id", document_id)
+    service.supervisor.drop_chunks(unnamed)  # before anything is awaited: who leaves the text again comes after
     await count_documents(service)
     return _json({"id": document_id, "object": "document.deleted", "deleted": True})
 

@@ -8,7 +8,7 @@ from server.api_error import invalid
 from server.bodies import ChatBody, CompletionBody, GenerationBody, check_chat, check_completion
 from server.body_reader import read_body
 from server.conversation import read_conversation
-from server.documents import DOCUMENTS_OFF, choose_fusion, find_texts, store_inline
+from server.documents import DOCUMENTS_OFF, choose_fusion, find_texts, note_use
 from server.generation import Disconnected, Generation, Job, collect
 from server.prompts import (
     chat_max_tokens,
@@ -107,7 +107,8 @@ async def _keep_documents(service: Service, body: ChatBody, generation: Generati
     service.metrics.document_chats.inc()
     service.metrics.document_tokens.inc(sum(end - begin for begin, end in generation.jobs[0].prompt.chunks))
     try:
-        await store_inline(service.documents, owner, body.documents)
+        prompt = generation.jobs[0].prompt
+        await note_use(service.documents, owner, body.documents, prompt.documents, generation.cache_salt)
     except BaseException:
         generation.close()
         raise

@@ -21,9 +21,11 @@ from scheduler.messages import (
     Accepted,
     Cancel,
     ChunksStored,
+    DropChunks,
     EngineRequest,
     Failed,
     Loading,
+    NamedChunk,
     Outputs,
     Pulse,
     Ready,
@@ -355,6 +357,15 @@ class Supervisor:
         self._storing[request_id] = answer
         answer.add_done_callback(lambda _: self._storing.pop(request_id, None))
         return answer
+
+    def drop_chunks(self, chunks: list[NamedChunk]) -> None:
+        """No document has these chunks. Without an engine they stay until the store needs their room."""
+        if self._engine is None or not chunks:
+            return
+        try:
+            self._engine.send(DropChunks(chunks))
+        except EngineGone:
+            logs.warning("chunks_not_dropped", chunks=len(chunks), reason="there is no engine")
 
     def _end_storing(self, stored: ChunksStored) -> None:
         self._metrics.chunks_stored.inc(stored.num_stored)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from gpu.pooling import Pooling
@@ -23,6 +24,7 @@ from scheduler.messages import (
     Cancel,
     ChunksStored,
     Delta,
+    DropChunks,
     EngineRequest,
     Failed,
     FromEngine,
@@ -41,6 +43,7 @@ from scheduler.messages import (
     pack_tokens,
 )
 from scheduler.pulse import PulseThread
+from transfer.chunks.format import digest_tokens
 
 VOCAB = 8192
 CONTEXT = 16384
@@ -133,7 +136,15 @@ class FakeEngine:
                     self.handle(message)
             self.step()
 
-    def handle(self, message: Submit | Cancel | StoreChunks) -> None:
+    def handle(self, message: Submit | Cancel | StoreChunks | DropChunks) -> None:
+        if isinstance(message, DropChunks):
+            gone = {(chunk.tokens, chunk.salt) for chunk in message.chunks}
+            self.stored = {
+                (salt, chunk)
+                for salt, chunk in self.stored
+                if (digest_tokens(np.frombuffer(chunk, np.int32)), salt) not in gone
+            }
+            return
         if isinstance(message, StoreChunks):
             self.store(message)
             return

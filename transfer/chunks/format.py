@@ -68,9 +68,18 @@ def name_chunk(token_ids: Sequence[int] | np.ndarray, shape: ChunkShape, kv_key:
     """The key of a chunk of at least one token. `kv_key`: all else that its KV depends on, beside the weights: the type
     that computes, the method that attends, whose secret it is."""
     assert len(token_ids), "a chunk has tokens"
-    tokens = _hash(np.asarray(token_ids, "<i8").tobytes())
+    return name_digest(digest_tokens(token_ids), len(token_ids), shape, kv_key)
+
+
+def digest_tokens(token_ids: Sequence[int] | np.ndarray) -> str:
+    """What a chunk of any model and salt has of its tokens: 64 hexadecimal digits."""
+    return _hash(np.asarray(token_ids, "<i8").tobytes())
+
+
+def name_digest(tokens: str, num_tokens: int, shape: ChunkShape, kv_key: str) -> ChunkKey:
+    """The key of a chunk whose tokens have that digest."""
     content = json.dumps([VERSION, asdict(shape), kv_key, tokens])
-    return ChunkKey(_hash(content.encode("utf-8", "surrogatepass")), len(token_ids), tokens)
+    return ChunkKey(_hash(content.encode("utf-8", "surrogatepass")), num_tokens, tokens)
 
 
 def checksum(layer: memoryview) -> str:
