@@ -77,6 +77,7 @@ class Documents:
         self._num_overtaken = 0  # requests that began before what is to be stored
         self._writing: list[tuple[Future[bool], _Storing]] = []
         self._stored: list[ChunksStored] = []
+        self._dropping: dict[str, Future[None]] = {}  # what is still found, and will not be
 
     @property
     def store_of_chunks(self) -> ChunkStore:
@@ -258,6 +259,8 @@ class Documents:
             if known is not None:
                 known.storing.append(one.storing)
                 known.is_dropped = False
+            elif self._is_dropping(one.key):
+                return one
             elif (written := self._library.find_written(one.key)) is not None:
                 self._writing.append((written, one.storing))
             elif self._library.has(one.key):
@@ -266,6 +269,10 @@ class Documents:
             else:
                 return one
         return None
+
+    def _is_dropping(self, key: ChunkKey) -> bool:
+        self._dropping = {name: gone for name, gone in self._dropping.items() if not gone.done()}
+        return key.name in self._dropping
 
     # --- chunks to store ----------------------------------------------------------------------------------------------
 
@@ -290,7 +297,7 @@ class Documents:
             names.add(key.name)
             if key.name in self._computing:
                 self._computing[key.name].is_dropped = True
-            self._library.store.delete(key)
+            self._dropping[key.name] = self._library.store.delete(key)
         dropped = [one for one in self._to_store if one.key.name in names]
         self._to_store = deque(one for one in self._to_store if one.key.name not in names)
         for one in dropped:

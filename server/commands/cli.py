@@ -36,7 +36,8 @@ from transfer.measured import measured_path
 from transfer.rates import find_rates, keep_rates, with_rates
 
 WORLD_ERRORS = (
-    documents.AddError, ChatError, ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError,
+    documents.DocumentsError, ChatError,
+    ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError,
 )  # fmt: skip
 
 SUMMARY = "Serve long-context language models from one GPU and the memory of its host."

@@ -1,14 +1,18 @@
-"""`tandem documents`: files as documents of a running server, from the terminal.
+"""`tandem documents`: documents of a running server, from the terminal: files are added, and what is there is listed
+and deleted.
 
 Knows HTTP and the terminal, nothing of the engine. A file that was added before is the same document, so an addition
 that was interrupted is simply run again. One file's fault does not keep the others out; a server that is gone does.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import httpx
 import typer
@@ -18,11 +22,19 @@ from server.commands.chat import CONNECT_SECONDS, check_key, describe_refusal
 from server.commands.work_bar import WorkBar
 from server.server_url import find_root
 
+Url = Annotated[str, typer.Option(help="the server, with or without http:// and /v1")]
+Key = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer key, whose they are")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+_ROUTE = "/v1/documents"
+_PAGE = 1000
+_ANSWER_SECONDS = 60.0
+_CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], " ")  # of a title: a terminal would obey them
+
 app = typer.Typer(no_args_is_help=True, help="Documents of a running server.")
 
 
-class AddError(Exception):
-    """A server that cannot be talked to, or files that were not added; the message is one line."""
+class DocumentsError(Exception):
+    """A server that cannot be talked to, or documents that were not added or deleted; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +46,15 @@ class Added:
     fault: str
 
 
-@app.callback()
-def take_no_options() -> None:
-    """Makes a group of what would be one command."""
-
-
 @app.command()
 def add(
     files: Annotated[list[Path], typer.Argument(help="text files, UTF-8; each becomes a document, its name the title")],
-    url: Annotated[str, typer.Option(help="the server, with or without http:// and /v1")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer key, whose they are")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
     at_once: Annotated[int, typer.Option(min=1, max=64, help="files on their way at a time")] = 4,
 ) -> None:
     """Store files as documents, and their keys and values ahead of the chats that name them; prints their ids."""
-    check_key(api_key)
-    try:
-        root = find_root(url)
-    except ValueError as error:
-        raise AddError(f"--url: {error}") from None
+    root = _root_of(url, api_key)
     notes = Console(stderr=True)
     added: list[Added] = []
     with WorkBar("files", notes) as bar:
@@ -75,17 +78,90 @@ def add(
     for reason in sorted(filter(None, reasons)):
         notes.print(f"not all chunks were stored: {reason}", style="yellow", markup=False, highlight=False)
     if len(made) < len(files):
-        raise AddError(f"documents: {len(files) - len(made)} of {len(files)} files were not added")
+        raise DocumentsError(f"documents: {len(files) - len(made)} of {len(files)} files were not added")
+
+
+@app.command("list")
+def list_documents(url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """List the key's documents, oldest first: id, time, bytes of text, title."""
+    root = _root_of(url, api_key)
+    with _client(root, api_key) as client:
+        for entry in find_documents(client):
+            made = datetime.fromtimestamp(entry["created"]).isoformat(" ", "seconds")
+            title = entry["title"].translate(_CONTROLS)
+            typer.echo(f"{entry['id']}  {made}  {entry['num_bytes']:>12,}  {title}".rstrip())
+
+
+@app.command()
+def delete(
+    ids: Annotated[list[str] | None, typer.Argument(help="doc-..., as `list` prints them")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="all of the key's documents")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+) -> None:
+    """Delete documents, and what is stored of them alone; prints the ids of those that are gone."""
+    if bool(ids) == everything:
+        raise DocumentsError("documents: name the ids to delete, or --all, and not both")
+    root = _root_of(url, api_key)
+    notes, num_left = Console(stderr=True), 0
+    with _client(root, api_key) as client:
+        named = [entry["id"] for entry in find_documents(client)] if everything else list(dict.fromkeys(ids or []))
+        for document_id in named:
+            response = client.delete(f"{_ROUTE}/{quote(document_id, safe='')}")
+            if response.status_code == 200:
+                typer.echo(document_id)
+            elif not (everything and response.status_code == 404):  # else somebody else has deleted it
+                fault = describe_refusal(response.status_code, response.text)
+                notes.print(f"{document_id}: {fault}", style="red", markup=False, highlight=False)
+                num_left += 1
+    if num_left:
+        raise DocumentsError(f"documents: {num_left} of {len(named)} were not deleted")
+
+
+def find_documents(client: httpx.Client) -> list[dict[str, Any]]:
+    """All of the key's. Raises DocumentsError, and httpx.HTTPError."""
+    found: list[dict[str, Any]] = []
+    while True:
+        after = {"after": found[-1]["id"]} if found else {}
+        response = client.get(_ROUTE, params={"limit": _PAGE, **after})
+        if response.status_code != 200:
+            raise DocumentsError(f"documents: {describe_refusal(response.status_code, response.text)}")
+        page = response.json()
+        found += page["data"]
+        if not page["has_more"]:
+            return found
+
+
+def _root_of(url: str, api_key: str | None) -> str:
+    check_key(api_key)
+    try:
+        return find_root(url)
+    except ValueError as error:
+        raise DocumentsError(f"--url: {error}") from None
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+@contextmanager
+def _client(root: str, api_key: str | None) -> Iterator[httpx.Client]:
+    """Raises DocumentsError where the server does not answer."""
+    timeout = httpx.Timeout(_ANSWER_SECONDS, connect=CONNECT_SECONDS)
+    try:
+        with httpx.Client(base_url=root, headers=_headers(api_key), timeout=timeout) as client:
+            yield client
+    except (httpx.HTTPError, ValueError) as error:
+        raise DocumentsError(f"documents: {root} does not answer ({error or type(error).__name__})") from None
 
 
 async def add_files(
     root: str, api_key: str | None, files: Sequence[Path], at_once: int, tell: Callable[[Added], None]
 ) -> None:
-    """`tell` is called as each file is done with. Raises AddError if there is no server any more."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    """`tell` is called as each file is done with. Raises DocumentsError if there is no server any more."""
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # chunks are computed behind all requests
     room = asyncio.Semaphore(at_once)
-    async with httpx.AsyncClient(base_url=root, headers=headers, timeout=timeout) as client:
+    async with httpx.AsyncClient(base_url=root, headers=_headers(api_key), timeout=timeout) as client:
 
         async def add_in_room(path: Path) -> Added:
             async with room:
@@ -96,7 +172,7 @@ async def add_files(
             for task in asyncio.as_completed(tasks):
                 tell(await task)
         except httpx.HTTPError as error:
-            raise AddError(f"documents: {root} does not answer ({error or type(error).__name__})") from None
+            raise DocumentsError(f"documents: {root} does not answer ({error or type(error).__name__})") from None
         finally:
             for unfinished in tasks:
                 unfinished.cancel()
@@ -109,7 +185,7 @@ async def add_file(client: httpx.AsyncClient, path: Path) -> Added:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark that is no text
     except (OSError, UnicodeDecodeError) as error:
         return Added(path, None, f"cannot be read as text: {error}")
-    response = await client.post("/v1/documents", json={"title": path.name, "text": text})
+    response = await client.post(_ROUTE, json={"title": path.name, "text": text})
     if response.status_code != 200:
         return Added(path, None, describe_refusal(response.status_code, response.text))
     return Added(path, response.json(), "")

@@ -26,9 +26,19 @@ from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.load import chunk_kv_key, load_engine
 from scheduler.memory import plan_engine
-from scheduler.messages import ChunkSpan, ChunksStored, Delta, EngineRequest, Fusion, StoreChunks, pack_tokens
+from scheduler.messages import (
+    ChunkSpan,
+    ChunksStored,
+    Delta,
+    DropChunks,
+    EngineRequest,
+    Fusion,
+    NamedChunk,
+    StoreChunks,
+    pack_tokens,
+)
 from tests.tolerances import EVICTED_LITTLE, FUSED_LOGIT_ATOL
-from transfer.chunks.format import ChunkKey
+from transfer.chunks.format import ChunkKey, digest_tokens
 from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import probe_machine
 
@@ -426,6 +436,44 @@ def test_chunks_are_stored_behind_requests_and_answered_once(engine: Engine) -> 
     assert answers == {"t": (1, 3), "u": (1, 0), "v": (0, 0), "w": (0, 0)}
     assert "a chunk of 97 tokens; wanted 1 to 96" in next(one.reason for one in STORED if one.request_id == "w")
     assert serve(engine, ask("b", A3))[-1].reused_tokens > 0
+
+
+def named(number: int, salt: str = "") -> NamedChunk:
+    return NamedChunk(digest_tokens(CHUNKS[number]), len(CHUNKS[number]), salt)
+
+
+def test_chunks_that_no_document_has_leave_the_store_and_others_stay(engine: Engine) -> None:
+    STORED.clear()
+    documents = engine.scheduler.documents
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    run(engine)
+    engine.drop_chunks(DropChunks([named(0), named(1, "of another key")]))
+    engine.store_chunks(StoreChunks("t", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    run(engine)
+    assert (STORED[1].num_stored, STORED[1].num_known) == (1, 2)
+    answer = text(serve(engine, ask("before", A3, max_tokens=4)))
+    engine.submit([ask("a", A3, max_tokens=4)])
+    begun = engine.step()
+    engine.drop_chunks(DropChunks([named(number) for number in range(3)]))  # in use
+    assert text([*begun, *run(engine)["a"]]) == answer
+    documents._library.store.delete(documents._name(CHUNKS[0], "")).result()
+    assert list(documents._library.store.folder.root.rglob("*.kv")) == []
+    assert text(serve(engine, ask("b", A3, max_tokens=4))) == answer
+
+
+def test_what_is_dropped_before_it_is_computed_or_written_is_not_stored(engine: Engine) -> None:
+    STORED.clear()
+    store = engine.scheduler.documents._library.store
+    engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
+    engine.drop_chunks(DropChunks([named(0)]))
+    engine.step()
+    engine.drop_chunks(DropChunks([named(1)]))
+    engine.store_chunks(StoreChunks("t", [pack_tokens(CHUNKS[2])], ""))
+    run(engine)
+    store.delete(engine.scheduler.documents._name(CHUNKS[0], "")).result()
+    left = {path.stem for path in store.folder.root.rglob("*.kv")}
+    assert left == {engine.scheduler.documents._name(CHUNKS[2], "").name}
+    assert "deleted meanwhile" in next(one.reason for one in STORED if one.request_id == "s")
 
 
 def test_without_room_on_the_disk_prompts_are_served_on(tmp_path: Path) -> None:

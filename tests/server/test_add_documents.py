@@ -1,5 +1,6 @@
-"""`tandem documents add`: files become documents of a running server, each by itself."""
+"""`tandem documents`: files become documents of a running server, each by itself, which are listed and deleted."""
 
+import asyncio
 import json
 import sys
 import threading
@@ -46,7 +47,11 @@ def scripted() -> Iterator[ThreadingHTTPServer]:
 
 
 def run_add(monkeypatch, capsys, *words: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["tandem", "documents", "add", *map(str, words)])
+    return run_documents(monkeypatch, capsys, "add", *words)
+
+
+def run_documents(monkeypatch, capsys, *words: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["tandem", "documents", *map(str, words)])
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit) as ended:
         main()
@@ -118,3 +123,64 @@ async def test_files_that_are_added_again_are_the_same_documents(tmp_path, monke
         assert " 0 chunks stored" in told[1][2]
         listed = (await live.http.get("/v1/documents")).json()["data"]
         assert sorted(entry["title"] for entry in listed) == ["0.txt", "1.txt"]
+
+
+async def test_documents_are_listed_and_deleted_by_id_and_all(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("server.commands.documents._PAGE", 2)
+    paths = write_files(tmp_path, "one", "two", "three", "four")
+    deployment = with_documents(make_deployment(api_keys=["k", "another"]), tmp_path / "documents")
+    async with running_server(deployment, fake_command()) as running:
+        port = running.url.rpartition(":")[2]
+
+        async def tell(*words: object, key: str = "k") -> tuple[int, str, str]:
+            given = [*words, "--url", f"127.0.0.1:{port}", "--api-key", key]
+            return await asyncio.to_thread(run_documents, monkeypatch, capsys, *given)
+
+        assert (await tell("list"))[:2] == (0, "")
+        _, added, _ = await tell("add", *paths, "--at-once", 1)
+        ids = [line.split()[0] for line in added.splitlines()]
+        await running.http.post(
+            "/v1/documents", json={"text": "five", "title": "a\x1b[31m"}, headers={"authorization": "Bearer k"}
+        )
+        code, out, _ = await tell("list")
+        lines = out.splitlines()
+        assert code == 0
+        assert [line.split()[0] for line in lines[:4]] == ids
+        assert [line.split()[-1] for line in lines[:4]] == [path.name for path in paths]
+        assert lines[2].split()[3] == "5"
+        assert lines[4].endswith("  a [31m")
+        assert (await tell("list", key="another"))[1] == ""
+        code, out, err = await tell("delete", ids[1], "doc-x/../y", ids[1])
+        assert (code, out) == (1, f"{ids[1]}\n")
+        assert "doc-x/../y: 404" in err
+        assert "documents: 1 of 2 were not deleted" in err
+        code, _, err = await tell("delete", ids[0], key="another")
+        assert code == 1
+        assert f"{ids[0]}: 404: " in err
+        code, out, _ = await tell("delete", "--all")
+        assert code == 0
+        assert out.splitlines()[:3] == [ids[0], ids[2], ids[3]]
+        assert (await tell("list"))[:2] == (0, "")
+        assert (await tell("delete", "--all"))[:2] == (0, "")
+        code, _, err = await tell("list", key="unknown")
+        assert code == 1
+        assert "documents: 401: " in err
+
+
+@pytest.mark.parametrize("words", [["delete"], ["delete", "doc-1", "--all"]])
+def test_what_to_delete_is_said_in_one_way(words, monkeypatch, capsys) -> None:
+    code, out, err = run_documents(monkeypatch, capsys, *words)
+    assert (code, out) == (1, "")
+    assert "name the ids to delete, or --all, and not both" in err
+
+
+@pytest.mark.parametrize("words", [["list"], ["delete", "doc-1"], ["delete", "--all"]])
+async def test_a_server_without_documents_or_that_is_not_there_is_told_of(words, monkeypatch, capsys) -> None:
+    code, _, err = run_documents(monkeypatch, capsys, *words, "--url", "127.0.0.1:9")
+    assert code == 1
+    assert "documents: http://127.0.0.1:9 does not answer" in err
+    async with running_server(make_deployment(), fake_command()) as running:
+        url = ["--url", running.url]
+        code, _, err = await asyncio.to_thread(run_documents, monkeypatch, capsys, *words, *url)
+        assert code == 1
+        assert "404: documents: this deployment takes no documents" in err

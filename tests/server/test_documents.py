@@ -84,6 +84,23 @@ async def test_a_document_is_stored_with_its_chunks_and_found_listed_and_deleted
     assert await docs.metric("tandem_documents") == 1
 
 
+async def test_deleting_drops_the_chunks_that_no_other_document_has(docs) -> None:
+    made = await add(docs, text=TEXT)
+    same = await add(docs, text=TEXT, title="of another name")
+    salted = await add(docs, text=TEXT, cache_salt="s")
+    await chat(docs, [{"text": OTHER}, made["id"]], cache_salt="of the chat")
+    assert (same["num_known"], salted["num_stored"]) == (made["num_chunks"], made["num_chunks"])
+    await docs.http.delete(f"{DOCUMENTS}/{made['id']}")
+    assert (await add(docs, text=TEXT, title="third"))["num_stored"] == 0, "another document has them"
+    listed = (await docs.http.get(DOCUMENTS)).json()["data"]
+    for entry in listed:
+        await docs.http.delete(f"{DOCUMENTS}/{entry['id']}")
+    for body in ({"text": TEXT}, {"text": TEXT, "cache_salt": "s"}, {"text": TEXT, "cache_salt": "of the chat"}):
+        again = await add(docs, **body)
+        assert (again["num_stored"], again["num_known"]) == (made["num_chunks"], 0)
+    assert (await add(docs, text=OTHER, cache_salt="of the chat"))["num_known"] == 0
+
+
 async def test_a_chat_carries_the_ids_of_its_documents_chunks_and_where_they_stand(docs, tokenizer) -> None:
     noted = note_requests(docs)
     made = await add(docs, text=TEXT, title="Boats")
