@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from gpu.config import Composition, MethodChoice
 from gpu.methods.kept import Kept, join_kept
-from gpu.methods.method import Method, MethodState, Slot
+from gpu.methods.method import BlockFetch, Method, MethodState, Slot
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.step import DENSE
@@ -73,6 +73,13 @@ class Profile:
     def ring_part(self) -> ProfilePart | None:
         """The part of whose state a running sequence holds a ring; profiles that have the same part share its rings."""
         return next((part for part in self.parts if part.method.rings is not None), None)
+
+    @property
+    def block_fetch(self) -> BlockFetch | None:
+        """What it reads of predicted blocks that are fetched from host memory; None: it predicts nothing."""
+        part = self.ring_part
+        fetches = None if part is None or part.method.rings is None else part.method.rings.fetches
+        return None if part is None or fetches is None else fetches(part.settings)
 
     @property
     def goes_down(self) -> bool:

@@ -1,8 +1,10 @@
 """Where a deployment could have its contexts, and what a token would take there: one placement held against another.
 
 Three are planned, each with a memory plan of its own: all on the device; device and host, where the CPU reads all that
-went down; device and host, where it reads a sample. What a step takes is bytes over rates, one after the other, as the
-floors of `tandem bench long` are: hops, launches and what overlaps are not in it. It allocates and measures nothing.
+went down; device and host, where it reads a sample. A fourth is the default profile's, if that fetches blocks that it
+predicts: these are read on the device, and the CPU reads nothing of the rest, or a sample. What a step takes is bytes
+over rates, one after the other, as the floors of `tandem bench long` are: hops, launches and what overlaps are not in
+it. It allocates and measures nothing.
 """
 
 from collections.abc import Sequence
@@ -14,9 +16,10 @@ from gpu.memory.demand import PlanError
 from gpu.memory.expert_shares import most_experts
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.plan import MemoryPlan
+from gpu.methods.method import BlockFetch
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
-from gpu.profiles import Profile, ProfileError
+from gpu.profiles import Profile, ProfileError, ProfilePart
 from scheduler.capacity import host_capacity
 from scheduler.expert_choice import ExpertTimes, find_times
 from scheduler.memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
@@ -27,12 +30,17 @@ from transfer.config import HostConfig
 from transfer.rates import Rates
 from transfer.tier_shape import TierShape
 
-Name = Literal["device", "offloaded", "sampled"]
+Name = Literal["device", "offloaded", "sampled", "predicted", "predicted+sampled"]
 WORDS: dict[Name, str] = {
     "device": "all on the device",
     "offloaded": "device and host, exact",
     "sampled": "device and host, sampled",
+    "predicted": "predicted blocks, the rest dropped",
+    "predicted+sampled": "predicted blocks, the rest sampled",
 }
+ALWAYS: tuple[Name, ...] = ("device", "offloaded", "sampled")
+EXACT: tuple[Name, ...] = ("device", "offloaded")
+SAMPLING: tuple[Name, ...] = ("sampled", "predicted+sampled")
 BATCHES = (1, 2, 4, 8, 16)  # of those, what fits anywhere
 PAYS = 1.1  # tokens/s of sampling over those of reading all: for less, nobody should give up what it leaves out
 
@@ -45,7 +53,7 @@ BIT_AGREEMENT = 0.5257
 class StepEstimate:
     """One of `batch` rows, each with a whole context. down_tokens: of each, read on the host. Milliseconds by what they
     are for; `experts_ms`: of those in host memory that the rows take, over the link, or on the CPU if it computes them;
-    `link_ms`: queries and partials.
+    `link_ms`: queries and partials; `fetch_ms`: predicted blocks, if each prediction chooses other ones.
     """
 
     batch: int
@@ -55,11 +63,12 @@ class StepEstimate:
     device_kv_ms: float
     link_ms: float
     host_ms: float
+    fetch_ms: float = 0.0
 
     @property
     def ms(self) -> float:
         """What each of its rows waits for a token."""
-        return self.weights_ms + self.experts_ms + self.device_kv_ms + self.link_ms + self.host_ms
+        return self.weights_ms + self.experts_ms + self.device_kv_ms + self.link_ms + self.host_ms + self.fetch_ms
 
     @property
     def tokens_s(self) -> float:
@@ -112,7 +121,7 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     share = expected_share(sampled.bits_per_table, sampled.num_tables)
     taken = _name_of(plan.profiles[deployment.scheduler.default_profile])
     found = []
-    for name in WORDS:
+    for name in (*ALWAYS, *(() if taken in ALWAYS else (taken,))):
         try:
             found.append(_place(_plan_for(name, taken, deployment, plan), batches, share, rates))
         except (PlanError, ProfileError) as error:
@@ -176,13 +185,15 @@ def expected_share(bits_per_table: int, num_tables: int) -> float:
 def _name_of(profile: Profile) -> Name:
     if not profile.goes_down:
         return "device"
+    if profile.block_fetch is not None:
+        return "predicted+sampled" if profile.is_sampled else "predicted"
     return "sampled" if profile.is_sampled else "offloaded"
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A deployment as it would be with one placement, its memory, and the length of its contexts. tier, demand: None
-    where the host is not used.
+    """A deployment as it would be with one placement, its memory, and the length of its contexts. fetches: the part
+    that fetches predicted blocks, if one does. tier, demand: None where the host is not used.
     """
 
     name: Name
@@ -190,6 +201,7 @@ class _Planned:
     memory: MemoryPlan
     architecture: Architecture
     context: int
+    fetches: ProfilePart | None
 
     @property
     def tier(self) -> TierShape | None:
@@ -204,14 +216,17 @@ def _plan_for(name: Name, taken: Name, deployment: Deployment, plan: ResolvedPla
     """The taken one is the deployment as it is. Raises PlanError and ProfileError where a placement cannot be had."""
     context = plan.memory.max_context_tokens
     if name == taken:
-        return _Planned(name, plan.deployment, plan.memory, plan.architecture, context)
+        fetches = plan.profiles[deployment.scheduler.default_profile].ring_part if name not in ALWAYS else None
+        return _Planned(name, plan.deployment, plan.memory, plan.architecture, context, fetches)
     scheduler = deployment.scheduler.model_copy(update={"max_context_tokens": context})
     host: HostConfig | None = deployment.host or HostConfig()
     profiles = deployment.profiles
     if name == "device":
         host, profiles = None, _without_host(profiles)
     config = deployment.model_copy(update={"host": host, "profiles": profiles, "scheduler": scheduler})
-    return _Planned(name, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context)
+    return _Planned(
+        name, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context, None
+    )
 
 
 def _without_host(profiles: Profiles) -> Profiles:
@@ -241,9 +256,11 @@ def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
     blocks = -(-demand.running_tokens(context) // memory.page_tokens) + demand.dense_blocks(down)
     in_pages = memory.num_pages // (blocks if down else pages)
     capacity = host_capacity(memory, tier)
-    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, planned.name == "sampled", False) if down else 0
+    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, planned.name in SAMPLING, False) if down else 0
     in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
     most = min(running, in_pages, in_host)
+    if planned.fetches is not None:
+        most = min(most, memory.num_rings[str(planned.fetches)])
     return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
 
 
@@ -261,12 +278,21 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEsti
         times = find_times(find_expert_shares(architecture, memory), rates, memory.threads)
         experts_ms = _experts_ms(moved, times, batch)
     products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
-    link_ms = host_ms = 0.0
+    link_ms = host_ms = fetch_ms = 0.0
+    read_tokens = 0  # of what is down, on the device
     if tier is not None and demand is not None and down:
         if is_cuda:
             link_ms = batch * len(tier.layers) * demand.asked_row_bytes / rates.of["host_to_device_gb_s"] / 1e6
-        if planned.name == "sampled":
-            rows = batch * share * down * len(tier.layers) * tier.num_heads
+        fetch = _find_fetch(planned)
+        if fetch is not None:
+            read_tokens = min(fetch.budget_tokens, down)
+            gb_s = rates.of["host_to_device_gb_s" if is_cuda else "host_stream_gb_s"]
+            rows = batch * fetch.most_fetched_tokens(down) * moved.host_rows_of_token
+            fetch_ms = rows * moved.host_row / gb_s / 1e6
+        if fetch is not None and planned.name == "predicted":
+            rows, host_gb_s = 0.0, rates.of["host_stream_gb_s"]
+        elif planned.name in SAMPLING:
+            rows = batch * share * (down - read_tokens) * len(tier.layers) * tier.num_heads
             host_gb_s = rates.of["host_random_rows_gb_s"]
         else:
             rows, host_gb_s = batch * down * moved.host_rows_of_token, rates.of["host_stream_gb_s"]
@@ -276,19 +302,29 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEsti
         down,
         max(moved.weights(batch) / device_gb_s / 1e6, products_ms),
         experts_ms,
-        batch * moved.device_kv(context, down) / device_gb_s / 1e6,
+        batch * moved.device_kv(context, down - read_tokens) / device_gb_s / 1e6,
         link_ms,
         host_ms,
+        fetch_ms,
     )
 
 
+def _find_fetch(planned: _Planned) -> BlockFetch | None:
+    """What a long context has fetched; None where nothing is, and for one that is too short for predictions."""
+    part = planned.fetches
+    if part is None or part.method.rings is None or part.method.rings.fetches is None:
+        return None
+    is_short = planned.context < part.method.rings.least_tokens(part.settings)
+    return None if is_short else part.method.rings.fetches(part.settings)
+
+
 def _find_best(placements: Sequence[Placement]) -> Name | None:
-    """The fastest at one context; one that keeps less must pay for it."""
+    """The fastest at one context; one that reads less must pay for it beside one that reads all."""
     best: Placement | None = None
     for placement in placements:
         if placement.first is None:
             continue
-        gain = PAYS if placement.name == "sampled" else 1.0
+        gain = PAYS if placement.name not in EXACT and (best is None or best.name in EXACT) else 1.0
         if best is None or best.first is None or best.first.ms > gain * placement.first.ms:
             best = placement
     return None if best is None else best.name
@@ -320,7 +356,8 @@ def _explain(placements: Sequence[Placement], taken: Name, best: Name | None, co
 
 def _judge_sampling(placements: Sequence[Placement]) -> str:
     """For which batches it gives more tokens/s than the best that reads all, at as many contexts or fewer."""
-    *exact, sampled = placements
+    exact = [placement for placement in placements if placement.name in EXACT]
+    sampled = next(placement for placement in placements if placement.name == "sampled")
     if sampled.first is None:
         return "sampling: cannot be had here"
     pays: list[str] = []

@@ -22,20 +22,41 @@ class NoSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockFetch:
+    """What a KV head reads of a long context's middle in blocks that are fetched from host memory: `budget_tokens`, all
+    of them other ones every `every_steps` steps at most; and the keys of one in `looked_blocks` blocks in each step, or
+    of none where that is 0.
+    """
+
+    budget_tokens: int
+    every_steps: int
+    looked_blocks: int
+
+    def most_fetched_tokens(self, down_tokens: int) -> float:
+        """Return how many tokens' keys and values a KV head fetches a step, at most, of so many in host memory."""
+        looked = down_tokens / self.looked_blocks / 2 if self.looked_blocks else 0.0  # keys are half of a token
+        return min(self.budget_tokens, down_tokens) / self.every_steps + looked
+
+
+@dataclass(frozen=True, slots=True)
 class RingUse:
     """Of a method whose state is too large for all that may run: who has one holds a **ring**, and one that finds none
     free waits in admission. count: rings there are, by settings, None: what memory bears; least_tokens: a shorter
     prompt and answer together does without one, and so without the method. num_rows: rows of one KV head in a ring,
     stored as in pages, beside the method's `slot_bytes`; work_bytes: what its steps and prompts pass through, by
-    settings, model and the most sequences that run. excludes: it takes blocks of a run off the host, so asks have bits
-    for all blocks.
+    settings, model and the most sequences that run. fetches: it reads blocks of a run in the host's place, by settings.
     """
 
     count: Callable[[Any], int | None]
     least_tokens: Callable[[Any], int]
     num_rows: Callable[[Any, Architecture], int]
     work_bytes: Callable[[Any, Architecture, int], int]
-    excludes: bool
+    fetches: Callable[[Any], BlockFetch] | None
+
+    @property
+    def excludes(self) -> bool:
+        """Whether it takes blocks of a run off the host, so that asks have bits for all blocks."""
+        return self.fetches is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,4 +77,6 @@ def _parts(step: StepEstimate) -> str:
     parts = f"weights {step.weights_ms:.1f}, {experts}KV on the device {step.device_kv_ms:.1f}"
     if not step.down_tokens:
         return parts
+    if step.fetch_ms:
+        parts += f", predicted blocks fetched {step.fetch_ms:.1f} at most"
     return f"{parts}, link {step.link_ms:.2f}, host {step.host_ms:.1f} of {step.down_tokens:,} tokens"

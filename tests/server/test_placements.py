@@ -12,7 +12,7 @@ from rich.console import Console
 
 from server.commands.placements_page import describe_comparison, print_comparison
 from server.config import Deployment, load_deployment
-from server.placements import PAYS, WORDS, Comparison, Name, compare_placements, expected_share
+from server.placements import ALWAYS, PAYS, WORDS, Comparison, Name, compare_placements, expected_share
 from server.plan import resolve_plan
 from tests.tolerances import PLACEMENT_MS
 from transfer.machine import load_machine
@@ -62,7 +62,7 @@ def test_an_8b_shape_over_round_rates_is_what_a_pencil_says(rows: str, row_bytes
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14_336 + 2 * 4096
     weights_ms = 2 * (32 * layer + 128_256 * 4096 + 4096) / 1e9
     layer_token = 2 * 8 * 128 * 2
-    device, exact, sampled = (found.get(name).first for name in WORDS)
+    device, exact, sampled = (found.get(name).first for name in ALWAYS)
     assert device is not None
     assert exact is not None
     assert sampled is not None
@@ -105,7 +105,7 @@ def test_more_tables_and_fewer_bits_read_more(bits: int, tables: int) -> None:
 
 
 @settings(max_examples=20)
-@given(pages=st.integers(100, 8000), more=st.integers(1, 190), name=st.sampled_from(list(WORDS)))
+@given(pages=st.integers(100, 8000), more=st.integers(1, 190), name=st.sampled_from(ALWAYS))
 def test_a_longer_context_is_never_faster(pages: int, more: int, name: Any) -> None:
     shorter, longer = (compare(eight_b(context=16 * count)).get(name).first for count in (pages, pages + more))
     assert shorter is not None
@@ -118,7 +118,7 @@ def test_a_longer_context_is_never_faster(pages: int, more: int, name: Any) -> N
 def test_a_faster_part_makes_nothing_slower_and_fewer_bits_of_rows_neither(rate: str, times: float) -> None:
     plain, faster = compare(eight_b()), compare(eight_b(), ROUND | {rate: ROUND[rate] * times})
     coded = compare(eight_b(rows="int8"))
-    for name in WORDS:
+    for name in ALWAYS:
         for before, after, fewer in zip(*(one.get(name).steps for one in (plain, faster, coded)), strict=False):
             if before is not None and after is not None and fewer is not None:
                 assert after.ms <= before.ms
@@ -132,7 +132,7 @@ def test_more_contexts_take_longer_each_and_there_are_as_many_as_fit(residency: 
         steps = [step for step in placement.steps if step is not None]
         assert [step.ms for step in steps] == sorted(step.ms for step in steps)
         assert [batch for batch in found.batches if batch <= placement.most_contexts] == [one.batch for one in steps]
-    device, exact, sampled = (found.get(name).most_contexts for name in WORDS)
+    device, exact, sampled = (found.get(name).most_contexts for name in ALWAYS)
     assert 1 <= device < sampled < exact, "rows without hash tables leave room for more"
 
 
@@ -365,7 +365,7 @@ def test_the_docs_have_the_plans_of_both_deployments() -> None:
     rates = find_rates(machine, NOWHERE)
     found = compare_placements(small, resolve_plan(small, machine), rates)
     device, exact, sampled = (
-        [None if step is None else f"{step.ms:,.1f}" for step in found.get(name).steps] for name in WORDS
+        [None if step is None else f"{step.ms:,.1f}" for step in found.get(name).steps] for name in ALWAYS
     )
     assert f"reads all of its 128K there, {device[0]} ms a token, and sampling would not pay" in page_text
     assert f"two such contexts are {sampled[1]} ms a step sampled, {exact[1]} exact" in page_text
@@ -373,5 +373,73 @@ def test_the_docs_have_the_plans_of_both_deployments() -> None:
     assert "batch 2" in found.sampling
     assert "sampling pays" not in found.sampling
     found = compare_placements(large, resolve_plan(large, machine), rates)
-    exact, sampled = ([f"{step.ms:,.1f}" for step in found.get(name).steps if step] for name in list(WORDS)[1:])
+    exact, sampled = ([f"{step.ms:,.1f}" for step in found.get(name).steps if step] for name in ALWAYS[1:])
     assert f"the host's memory {exact[0]} ms a token with all of it read, {sampled[0]} sampled" in page_text
+
+
+PREDICTED = {"weights": "predictor.safetensors", "rings": 16}
+KINDS = {
+    "exact": ("device", None), "offloaded": ("offloaded", None), "sampled": ("sampled", None),
+    "reused": ("device", {"reuse": "mac"}), "reused-sample": ("sampled", {"reuse": "mac", "host": "sampled"}),
+    "thinned": ("offloaded", {"prefill": "momo", "host": "offloaded"}),
+    "blocks": ("predicted", {"host": {"method": "predicted", **PREDICTED}}),
+    "blocks-and-sample": ("predicted+sampled", {"host": {"method": "predicted+sampled", **PREDICTED}}),
+}  # fmt: skip
+
+
+def compare_default(name: str, context: int = CONTEXT, **settings: int) -> Comparison:
+    """With that one of KINDS as the profile of requests that name none."""
+    tree = eight_b(context)
+    tree["scheduler"] |= {"default_profile": name, "max_running": 2}
+    composition = KINDS[name][1]
+    if composition is not None:
+        tree["profiles"] = {name: composition}
+        if settings:
+            tree["profiles"][name] = {"host": composition["host"] | settings}
+    return compare(tree)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_default_profile_is_priced_as_what_it_reads(name: str) -> None:
+    kind, _ = KINDS[name]
+    found = compare_default(name)
+    assert found.taken == kind
+    assert [placement.name for placement in found.placements] == list(dict.fromkeys([*ALWAYS, kind]))
+    step = found.get(found.taken).first
+    assert step is not None
+    read = 2048 if kind.startswith("predicted") else 0
+    layer_token, row = 2 * 8 * 128 * 2, 512
+    layers = 29 if read else 30  # that go down: two are dense in the reference deployment, of predictions one more
+    down = step.down_tokens
+    whole_ms = (CONTEXT * 32 - (down - read) * layers) * layer_token / 1e9
+    assert step.device_kv_ms == pytest.approx(whole_ms, rel=PLACEMENT_MS)
+    fetched = read / 4 + down / 256 / 2 if read else 0
+    assert step.fetch_ms == pytest.approx(layers * 8 * fetched * row / 10 / 1e6, rel=PLACEMENT_MS)
+    host_ms = {
+        "device": 0.0,
+        "offloaded": down * layers * 8 * row / 50 / 1e6,
+        "sampled": found.share_read * down * layers * 32 * row / 25 / 1e6,
+        "predicted": 0.0,
+        "predicted+sampled": found.share_read * (down - 2048) * layers * 32 * row / 25 / 1e6,
+    }[kind]
+    assert step.host_ms == pytest.approx(host_ms, rel=PLACEMENT_MS)
+    assert (step.link_ms > 0) == (kind != "device")
+    page = io.StringIO()
+    print_comparison(found, Console(width=400, file=page))
+    assert f"{WORDS[found.taken]} (taken)" in page.getvalue()
+    assert ("predicted blocks fetched" in page.getvalue()) == bool(read)
+
+
+def test_a_context_that_is_too_short_for_predictions_is_read_as_without() -> None:
+    for name, other in (("blocks", "offloaded"), ("blocks-and-sample", "sampled")):
+        found = compare_default(name, context=4096, min_context_tokens=5000)
+        step, plain = found.get(found.taken).first, found.get(other).first  # type: ignore[arg-type]
+        assert step is not None
+        assert plain is not None
+        assert (step.fetch_ms, step.host_ms, step.device_kv_ms) == (0, plain.host_ms, plain.device_kv_ms)
+
+
+def test_no_more_contexts_predict_than_there_are_rings() -> None:
+    found = compare_default("blocks", rings=1)
+    assert found.get("predicted").most_contexts == 1
+    assert found.get("predicted").steps[1:] == (None,) * (len(found.batches) - 1)

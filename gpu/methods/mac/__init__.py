@@ -63,7 +63,7 @@ METHOD = Method(
     },
     kv_host={},
     slot_bytes=ring_bytes,
-    rings=RingUse(count_rings, least_tokens, no_bytes, no_work_bytes, excludes=False),
+    rings=RingUse(count_rings, least_tokens, no_bytes, no_work_bytes, fetches=None),
     refuses={"predicted": "a head that reuses reads no blocks, so what predicts them would see too few"},
     why_impossible=possible,
     reading=None,

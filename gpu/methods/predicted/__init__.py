@@ -11,7 +11,7 @@ from typing import Any
 
 from gpu.methods.deposit_keys import DEPOSIT_KEYS
 from gpu.methods.kept import Kept, join_kept, keep_as_set
-from gpu.methods.method import Method, RingUse, any_token, possible
+from gpu.methods.method import BlockFetch, Method, RingUse, any_token, possible
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
@@ -92,7 +92,11 @@ def least_tokens(settings: Any) -> int:
     return settings.min_context_tokens
 
 
-RINGS = RingUse(count_rings, least_tokens, slot_rows, work_bytes, excludes=True)
+def block_fetch(settings: Any) -> BlockFetch:
+    return BlockFetch(settings.budget_tokens, settings.predict_every, settings.calibration)
+
+
+RINGS = RingUse(count_rings, least_tokens, slot_rows, work_bytes, block_fetch)
 
 METHOD = Method(
     name="predicted",
