@@ -27,8 +27,7 @@ from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from bench.rows import Row, Timing, announce, measure, require, summarise
 from gpu.fusion.choice import choose, question_scores
 from gpu.fusion.plan import VANILLA
-from gpu.load import load_architecture
-from gpu.model.architecture import Architecture
+from gpu.model.architecture import Architecture, load_architecture
 from gpu.profiles import get_profile, resolve_profiles
 from gpu.sampling.params import SamplingParams
 from scheduler.engine import Engine

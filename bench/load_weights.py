@@ -32,7 +32,7 @@ from gpu.model.checkpoint import load_weights as load
 from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded
 from gpu.model.places import wanted_tensors
-from gpu.model.safetensors_folder import INDEX_FILE
+from gpu.model.safetensors_index import INDEX_FILE
 from gpu.model.shapes import named_config
 from transfer.host_pages import map_pages
 

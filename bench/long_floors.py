@@ -13,10 +13,10 @@ import torch
 from bench.attend_rate import measure_attend_rate
 from bench.rates import measure_device_rates, measure_host_matmul
 from cpu.rates import GIB, default_gib, measure_host_rates, measure_read_rate
-from gpu.load import DTYPES, load_architecture
+from gpu.load import DTYPES
 from gpu.memory.host_demand import CODE_BYTES
 from gpu.memory.plan import MemoryPlan
-from gpu.model.architecture import Architecture
+from gpu.model.architecture import Architecture, load_architecture
 from gpu.model.matrix_formats import step_weight_bytes
 from gpu.profiles import Profile
 from scheduler.capacity import HostCapacity, host_capacity

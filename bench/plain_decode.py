@@ -80,16 +80,17 @@ class PlainDecode:
             hidden = hidden * torch.tensor(self.architecture.embedding_scale, dtype=hidden.dtype)
         for index, layer in enumerate(self.weights.layers):
             spec = self._specs[index]
-            attended = F.linear(self._attend(index, layer, self._norm(hidden, layer.attention_norm)), layer.output)
+            attended = self._attend(index, layer, self._norm(hidden, layer.attention_norm))
+            attended = F.linear(attended, layer.output, layer.output_bias)
             hidden = hidden + self._norm(attended, layer.attention_post_norm)
             normed = self._norm(hidden, layer.mlp_norm)
             if layer.experts is not None and spec.experts is not None:
                 hidden = hidden + _mix(normed, layer.experts, spec.experts)
                 continue
             gate_up, down = layer.mlp
-            gate, up = F.linear(normed, gate_up).chunk(2, 1)
+            gate, up = F.linear(normed, gate_up, layer.gate_up_bias).chunk(2, 1)
             gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-            hidden = hidden + self._norm(F.linear(gate * up, down), layer.mlp_post_norm)
+            hidden = hidden + self._norm(F.linear(gate * up, down, layer.down_bias), layer.mlp_post_norm)
         normed = self._norm(hidden, self.weights.final_norm)
         self.tokens.copy_(F.linear(normed, self.weights.logits).argmax(1))
         self.position.add_(1)

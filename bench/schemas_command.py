@@ -16,7 +16,7 @@ def schemas(
     """Compile a suite of JSON schemas: which keywords are refused, and whether what masks allow is valid."""
     from bench.schemas import Writer, examine_suite
     from gpu.config import ModelConfig
-    from gpu.load import load_architecture
+    from gpu.model.architecture import load_architecture
     from scheduler.constraints import read_tokens
 
     console = Console()

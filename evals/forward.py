@@ -132,7 +132,7 @@ class ReferenceDecoder:
     def _finish(self, hidden: torch.Tensor, out: torch.Tensor, layer: int) -> torch.Tensor:
         """The rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`."""
         weights, eps = self.weights.layers[layer], self.architecture.rms_norm_eps
-        output = functional.linear(out.flatten(2), weights.output)
+        output = functional.linear(out.flatten(2), weights.output, weights.output_bias)
         if weights.attention_post_norm is not None:
             output = rms_norm(output, weights.attention_post_norm, eps)
         hidden = hidden + output
@@ -140,10 +140,10 @@ class ReferenceDecoder:
         if weights.experts is not None and spec.experts is not None:
             return hidden + _mix(normed.flatten(0, 1), weights.experts, spec.experts).view_as(hidden)
         gate_up, down = weights.mlp
-        gate, up = functional.linear(normed, gate_up).chunk(2, dim=-1)
+        gate, up = functional.linear(normed, gate_up, weights.gate_up_bias).chunk(2, dim=-1)
         is_silu = spec.activation == "silu"
         gate = functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")
-        product = functional.linear(gate * up, down)
+        product = functional.linear(gate * up, down, weights.down_bias)
         if weights.mlp_post_norm is not None:
             product = rms_norm(product, weights.mlp_post_norm, eps)
         return hidden + product

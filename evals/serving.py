@@ -15,11 +15,10 @@ import torch
 
 from evals.meter import Fractions, reused_layers, served_fractions
 from gpu.config import GpuConfig, ModelConfig
-from gpu.load import load_architecture
 from gpu.memory.host_demand import LUMP_TOKENS
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
-from gpu.model.architecture import Architecture, read_architecture
+from gpu.model.architecture import Architecture, load_architecture, read_architecture
 from gpu.profiles import Profile, find_kept, resolve_profiles
 from gpu.sampling.params import SamplingParams
 from scheduler.capacity import QueueFullError, TooLargeError, bytes_of_run

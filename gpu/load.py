@@ -14,11 +14,9 @@ import torch
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.paged_decode_attention import DECODED_DIMS
 from gpu.kv.windows import NO_WINDOWS, WindowShape
-from gpu.model.architecture import Architecture, ModelError, read_architecture, shape_with_rope
+from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.model.checkpoint import load_weights
-from gpu.model.humming_formats import multiplied
 from gpu.model.humming_matrix import prepare, require_products
-from gpu.model.matrix_formats import rounded
 from gpu.model.weights import Weights, random_weights
 from gpu.profiles import ProfilePart
 from gpu.runner import Runner
@@ -38,16 +36,6 @@ class LoadedModel:
 
     architecture: Architecture
     weights: Weights
-
-
-def load_architecture(model: ModelConfig) -> Architecture:
-    """The shape that a model configuration names. Raises ModelError."""
-    if model.path is not None:
-        shape = read_architecture(model.path, model.rope, model.ignore_config_keys)
-    else:
-        assert model.random_weights is not None
-        shape = shape_with_rope(model.random_weights, model.rope)
-    return multiplied(rounded(shape, model.weights, "model.weights"), model.products, "model.products")
 
 
 def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,

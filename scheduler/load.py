@@ -18,9 +18,9 @@ from cpu.experts import HostExperts
 from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
-from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_architecture, load_runner
+from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
-from gpu.model.architecture import Architecture, ModelError
+from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.model.rope import rope_key
 from gpu.model.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
 from gpu.profiles import get_profile, resolve_profiles, served_parts

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from gpu.config import Composition, MethodChoice, ModelConfig
 from gpu.methods.method import Slot
 from gpu.methods.registry import list_methods
+from gpu.model.gguf.folder import model_path, name_gguf_files
 from scheduler.config import EngineConfig
 from transfer.nearest_name import nearest_name
 from transfer.settings import Settings
@@ -114,11 +115,14 @@ def deployment_is_derived(path: Path) -> bool:
 def load_deployment(path: Path) -> Deployment:
     """Read a YAML file; of a model's folder or GGUF file, the deployment that leaves all else to the machine.
 
-    Relative paths in a file are relative to its folder. Raises ConfigError with one line.
+    Relative paths in a file are relative to its folder. A folder that holds one GGUF file and no config.json is that
+    file. Raises ConfigError with one line.
     """
+    path = model_path(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"config: {path} has no config.json; wanted a YAML file or a model's Hugging Face folder")
+            wanted = f"wanted a YAML file or a model's Hugging Face folder{name_gguf_files(path)}"
+            raise ConfigError(f"config: {path} has no config.json; {wanted}")
         return Deployment(model=ModelConfig(path=path.resolve()))
     if path.suffix == ".gguf":
         return Deployment(model=ModelConfig(path=path.absolute()))  # a link's own name says how many parts there are
@@ -260,6 +264,7 @@ def _anchor(deployment: Deployment, folder: Path) -> Deployment:
     model = deployment.model
     paths = {key: getattr(model, key) for key in ("path", "tokenizer", "chat_template")}
     anchored = {key: folder / path for key, path in paths.items() if path is not None}
+    anchored |= {key: model_path(anchored[key]) for key in ("path", "tokenizer") if key in anchored}
     server, documents = deployment.server, deployment.documents
     files = {key: getattr(server, key) for key in ("api_keys_file", "tls_certificate", "tls_key", "tls_client_ca")}
     server = server.model_copy(update={key: folder / path for key, path in files.items() if path is not None})

@@ -4,24 +4,43 @@ It refuses to know what any family's keys mean: `gpu.model.families` does. Invar
 refused by name, unless `ignore_config_keys` says that nothing hangs on it.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpu.config import ModelConfig
 from gpu.model.end_tokens import end_token_ids
-from gpu.model.family import parse_config
+from gpu.model.family import families, parse_config
 from gpu.model.gguf.config import as_config
 from gpu.model.gguf.file import is_gguf, read_gguf
+from gpu.model.gguf.folder import name_gguf_files
 from gpu.model.gguf.tensors import find_quantisation
+from gpu.model.humming_formats import multiplied
 from gpu.model.json_files import read_object
+from gpu.model.matrix_formats import rounded
+from gpu.model.safetensors_index import find_names
 from gpu.model.shapes import NAMED_SHAPES, named_config, named_shape
 from gpu.model.spec import ROPE_TYPES, Architecture, LayerSpec, ModelError, RopeScaling
 
 __all__ = [
-    "NAMED_SHAPES", "ROPE_TYPES", "Architecture", "LayerSpec", "ModelError", "RopeScaling", "named_shape",
-    "parse_architecture", "read_architecture", "shape_with_rope",
+    "NAMED_SHAPES", "ROPE_TYPES", "Architecture", "LayerSpec", "ModelError", "RopeScaling", "load_architecture",
+    "named_shape", "parse_architecture", "read_architecture",
+    "shape_with_rope",
 ]  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+def load_architecture(model: ModelConfig) -> Architecture:
+    """Return the shape that a model configuration names, rounded and multiplied as it says. Raises ModelError."""
+    if model.path is not None:
+        shape = read_architecture(model.path, model.rope, model.ignore_config_keys)
+    else:
+        assert model.random_weights is not None
+        shape = shape_with_rope(model.random_weights, model.rope)
+    return multiplied(rounded(shape, model.weights, "model.weights"), model.products, "model.products")
 
 
 def read_architecture(
@@ -37,9 +56,22 @@ def read_architecture(
     path = folder / "config.json"
     config = read_object(path)
     if config is None:
-        raise ModelError(f"model: {path} is missing; give a Hugging Face folder with config.json")
+        wanted = f"give a Hugging Face folder with config.json{name_gguf_files(folder)}"
+        raise ModelError(f"model: {path} is missing; {wanted}")
     shape = parse_architecture(config, folder.resolve().name, str(path), rope, ignored_keys)
+    if shape.tied_embeddings and (own := _own_output_matrix(folder, shape)):
+        log.warning("weights event=not_tied folder=%s tensor=%s reason='config.json ties it'", folder, own)
+        shape = replace(shape, tied_embeddings=False)
     return replace(shape, eos_token_ids=end_token_ids(folder))
+
+
+def _own_output_matrix(folder: Path, shape: Architecture) -> str | None:
+    """Return the name of a tensor of an output matrix that the folder's weights have, or None.
+
+    Such a matrix is used although `config.json` says `tie_word_embeddings`, as transformers does.
+    """
+    family = families()[shape.family]
+    return next((name for name in find_names(folder) if (family.canonical(name) or "").startswith("lm_head.")), None)
 
 
 def shape_with_rope(name: str, rope: Mapping[str, Any] | None) -> Architecture:
@@ -49,7 +81,7 @@ def shape_with_rope(name: str, rope: Mapping[str, Any] | None) -> Architecture:
 
 def _read_gguf(path: Path, rope: Mapping[str, Any] | None, ignored_keys: Sequence[str]) -> Architecture:
     file = read_gguf(path)
-    shape = parse_architecture(as_config(file), file.name, str(path), rope, ignored_keys)
+    shape = parse_config(as_config(file), file.name, str(path), ignored_keys, rope, has_other_code=True)
     return replace(shape, eos_token_ids=end_token_ids(path), quantisation=find_quantisation(file, shape))
 
 

@@ -76,10 +76,12 @@ def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, d
 
 def check_checkpoint(folder: Path, architecture: Architecture) -> Source:
     """Read the headers of a checkpoint's files, and no weights. Raises ModelError for a file that is missing or broken,
-    and for a tensor that is missing, extra or of another shape or type than the architecture's.
+    and for a tensor that is missing, extra or of another shape or type than the architecture's. `tandem plan` asks it, and
+    loading begins with it.
     """
     source = open_source(folder, architecture)
     _check_tensors(source, wanted_tensors(architecture), architecture)
+    _find_scales(source, architecture)
     return source
 
 
@@ -196,9 +198,8 @@ def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
 
 
 def _is_passed_over(name: str, architecture: Architecture) -> bool:
-    """Tensors of old checkpoints that repeat what is known: RoPE frequencies, and an output matrix that is tied; and
-    scales of a KV cache in a quantised one: here rows of 8 bits have scales of their own.
+    """Tell whether a tensor is one that repeats what is known: RoPE frequencies of old checkpoints, and scales of a KV
+    cache in a quantised one, since rows of 8 bits have scales of their own here.
     """
     is_kv_scale = architecture.quantisation is not None and _KV_SCALE.search(name) is not None
-    is_tied = name == "lm_head.weight" and architecture.tied_embeddings
-    return name.endswith("rotary_emb.inv_freq") or is_tied or is_kv_scale
+    return name.endswith("rotary_emb.inv_freq") or is_kv_scale

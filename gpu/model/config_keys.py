@@ -1,23 +1,30 @@
 """The keys of one `config.json`, as a family reads them. No torch.
 
-It refuses to know families. Invariant: every key is read, listed as harmless, empty, or refused by name: what is not
-understood is never passed over.
+It refuses to know families. Invariant: every key is read, harmless (listed so, or unknown to the code that computes the
+model), empty, or refused by name.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gpu.model.end_tokens import as_ids
+from gpu.model.library_keys import read_library_keys
 from gpu.model.spec import ModelError
 
-# What decoding does not depend on: how a model was trained, saved and is run by others.
+# What decoding does not depend on, although transformers names it: how a model was trained, saved and is run.
 HARMLESS = frozenset(
     (
-        "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
-        "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id",
-        "id2label", "initializer_range", "label2id", "max_sequence_length", "model_type", "output_attentions",
-        "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "task_specific_params",
-        "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+        "_attn_implementation", "_name_or_path", "attention_dropout", "auto_map", "initializer_range",
+        "max_sequence_length", "model_type", "task_specific_params", "tokenizer_class", "unsloth_fixed",
+        "unsloth_version",
+    )
+)  # fmt: skip
+# What configurations of transformers 4 had beside the keys of 5, for other heads, training and bookkeeping.
+_OLDER = frozenset(
+    (
+        "_attn_implementation_autoset", "add_cross_attention", "cross_attention_hidden_size", "finetuning_task",
+        "gradient_checkpointing", "is_decoder", "prefix", "pruned_heads", "tf_legacy_loss", "tie_encoder_decoder",
+        "torchscript", "use_bfloat16",
     )
 )  # fmt: skip
 
@@ -67,10 +74,15 @@ class ConfigKeys:
     def token_ids(self, key: str) -> tuple[int, ...]:
         return as_ids(self._config.get(key))
 
-    def refuse_unread(self, harmless: Collection[str], ignored: Sequence[str]) -> None:
-        """Raises ModelError for the first key that is neither read, harmless, empty nor `ignored`."""
+    def refuse_unread(self, named: Collection[str] | None, harmless: Collection[str], ignored: Sequence[str]) -> None:
+        """Raises ModelError for the first key that is neither read, harmless, empty nor `ignored`.
+
+        named: the keys that transformers' code for the model names: any other one is harmless; None: the model may be
+        computed by other code, and only what is known to be harmless is.
+        """
+        passed = {*self._read, *HARMLESS, *_OLDER, *read_library_keys()["own"], *harmless, *ignored}
         for key, value in self._config.items():
-            if key in self._read or key in HARMLESS or key in harmless or key in ignored or value is None:
+            if key in passed or value is None or (named is not None and key not in named):
                 continue
             raise ModelError(
                 f"model: {self.source}: {key} is {_short(value)}, and nothing here knows what that means; if the model "

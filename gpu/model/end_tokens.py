@@ -10,6 +10,7 @@ from gpu.model.gguf.file import is_gguf
 from gpu.model.gguf.tokens import gguf_end_token_ids
 from gpu.model.json_files import read_object
 from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
+from gpu.model.tokenizer_settings import read_tokenizer_settings
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
@@ -30,7 +31,7 @@ def as_ids(value: Any) -> tuple[int, ...]:
 
 
 def _tokenizers_own(folder: Path) -> set[int]:
-    settings = read_object(folder / "tokenizer_config.json") or {}
+    settings = read_tokenizer_settings(folder)
     text = settings.get("eos_token")
     text = text.get("content") if isinstance(text, dict) else text
     known, added = {}, settings.get("added_tokens_decoder")

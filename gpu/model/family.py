@@ -13,6 +13,7 @@ from typing import Any
 import gpu.model.families
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope, rotary_share, with_rope
+from gpu.model.library_keys import read_library_keys
 from gpu.model.quantisation import parse_quantisation, without_quantisation
 from gpu.model.spec import Architecture, LayerSpec, ModelError
 
@@ -33,6 +34,8 @@ QKV_BIASES = {
     "self_attn.k_proj.bias": "key_bias",
     "self_attn.v_proj.bias": "value_bias",
 }
+OUTPUT_BIAS = {"self_attn.o_proj.bias": "output_bias"}
+MLP_BIASES = {"mlp.gate_proj.bias": "gate_bias", "mlp.up_proj.bias": "up_bias", "mlp.down_proj.bias": "down_bias"}
 # As LAYER_TENSORS, of a layer with experts, each of which has a gate, an up and a down of its own.
 EACH = "*"
 EXPERT_TENSORS = {
@@ -94,17 +97,19 @@ def find_family(model_type: object, source: str) -> Family:
 
 def parse_config(
     config: dict[str, Any], name: str, source: str, ignored_keys: Sequence[str],
-    rope: Mapping[str, Any] | None = None,
+    rope: Mapping[str, Any] | None = None, has_other_code: bool = False,
 ) -> Architecture:  # fmt: skip
     """An Architecture of a configuration that `source` names in errors. rope: `model.rope`, in place of its scaling;
-    ignored_keys: those that mean nothing here. Raises ModelError for what is not served.
+    ignored_keys: those that mean nothing here; has_other_code: it is not transformers that knows its keys, as it is not
+    where `auto_map` names code in the folder. Raises ModelError for what is not served.
     """
     family = find_family(config.get("model_type"), source)
     quantisation = parse_quantisation(config, source)
+    named = None if "auto_map" in config or has_other_code else read_library_keys()["named"][config["model_type"]]
     config = without_quantisation(family.unwrap(config))
     keys = ConfigKeys(config if rope is None else with_rope(config, rope), family.defaults, source)
     shape = family.parse(keys, name)
-    keys.refuse_unread(family.harmless, ignored_keys)
+    keys.refuse_unread(named, family.harmless, ignored_keys)
     return replace(shape, family=family.name, quantisation=quantisation)
 
 

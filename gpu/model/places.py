@@ -177,6 +177,12 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
             places["query" + suffix] = Place(rows[:query], None if heads is None else heads[:query])
             places["key" + suffix] = Place(rows[query : query + key], None if heads is None else heads[:key])
             places["value" + suffix] = Place(rows[query + key :])
+    for name, bias in layer.biases.items():
+        begin = 0
+        places.setdefault(name + "_bias", Place(bias))
+        for what, rows in matrix_parts(a, spec, name) if name != "qkv" else ():
+            places[what + "_bias"] = Place(bias[begin : begin + rows])
+            begin += rows
     if layer.query_norm is not None and layer.key_norm is not None:
         places["query_norm"] = Place(layer.query_norm, order, offset, a.query_gain)
         places["key_norm"] = Place(layer.key_norm, order, offset)

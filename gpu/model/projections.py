@@ -11,6 +11,7 @@ from gpu.host.expert_exchange import ExpertExchange
 from gpu.kernels.head_norm import HeadNorms
 from gpu.kernels.packed import Stored
 from gpu.kernels.rms_norm import rms_norm, rms_norm_add
+from gpu.kernels.swiglu import swiglu
 from gpu.model.experts import ExpertMlp
 from gpu.model.host_experts import tensors_of
 from gpu.model.matrix import Matrix, as_matrix
@@ -25,7 +26,7 @@ class Projections:
     """Hidden states `[tokens, hidden]` in and out; results are new tensors.
 
     One kernel launch for each method but `mlp` (two; of experts see `gpu.model.experts`) and `logits` (two), and one
-    more for each norm behind a product.
+    more for each norm behind a product and each bias but that of `qkv`.
     """
 
     def __init__(self, weights: Weights, architecture: Architecture) -> None:
@@ -70,8 +71,9 @@ class Projections:
 
     def output(self, layer: int, attended: Tensor, hidden: Tensor) -> Tensor:
         """Attention's output, `[tokens, heads * dim]` of any float type, projected and added to `hidden`."""
-        post_norm = self.weights.layers[layer].attention_post_norm
-        return self._add(attended, self._matrices[layer]["output"], post_norm, hidden)
+        weights = self.weights.layers[layer]
+        matrix = self._matrices[layer]["output"]
+        return self._add(attended, matrix, weights.output_bias, weights.attention_post_norm, hidden)
 
     def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None,
             exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
@@ -82,8 +84,12 @@ class Projections:
         if experts is not None:
             return experts(hidden, weights.mlp_norm, self.eps, slots, exchange)
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
-        product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, self._activations[layer])
-        return self._add(product, down, weights.mlp_post_norm, hidden)
+        activation, bias = self._activations[layer], weights.gate_up_bias
+        if bias is None:
+            product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, activation)
+        else:
+            product = swiglu(gate_up.norm_linear(hidden, weights.mlp_norm, self.eps, bias), activation)
+        return self._add(product, down, weights.down_bias, weights.mlp_post_norm, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and logits, float32 `[tokens, vocab]`."""
@@ -92,10 +98,13 @@ class Projections:
     def final_norm(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weights.final_norm, self.eps)
 
-    def _add(self, x: Tensor, matrix: Matrix, post_norm: Tensor | None, hidden: Tensor) -> Tensor:
+    def _add(
+        self, x: Tensor, matrix: Matrix, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor
+    ) -> Tensor:  # fmt: skip
         if post_norm is None:
-            return matrix.linear(x, hidden)
-        return rms_norm_add(matrix.linear(x), post_norm, self.eps, hidden)
+            return matrix.linear(x, hidden if bias is None else hidden + bias)
+        product = matrix.linear(x)
+        return rms_norm_add(product if bias is None else product.add_(bias), post_norm, self.eps, hidden)
 
 
 def _format_of(stored: Stored) -> tuple[object, ...]:

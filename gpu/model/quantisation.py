@@ -12,6 +12,8 @@ from gpu.model.matrix_format import Kind, MatrixFormat, Quantisation
 from gpu.model.spec import ModelError
 
 _KEYS = ("quantization_config", "compression_config")
+_MLX_KEY = "quantization"  # beside which MLX writes its quantization_config, which names no method
+_INSTEAD = "fetch the plain checkpoint and set model.weights to int4, int8 or fp8, or take an AWQ, GPTQ or GGUF file"
 # How others run a checkpoint, and how it was made.
 _HARMLESS = frozenset(
     (
@@ -84,6 +86,8 @@ class _Keys:
 
 def parse_quantisation(config: Mapping[str, Any], source: str) -> Quantisation | None:
     """Of a whole `config.json`, which `source` names in errors; None where it has no such part. Raises ModelError."""
+    if isinstance(config.get(_MLX_KEY), dict):
+        raise ModelError(f"model: {source}: {_MLX_KEY}: an MLX checkpoint, which is not served; {_INSTEAD}")
     found = [(key, config[key]) for key in _KEYS if config.get(key) is not None]
     if not found:
         text = config.get("text_config")
@@ -93,6 +97,8 @@ def parse_quantisation(config: Mapping[str, Any], source: str) -> Quantisation |
         raise ModelError(f"model: {source}: {key} is {value!r}; wanted a mapping")
     keys = _Keys(value, f"{source}: {key}")
     method = value.get("quant_method") or ("compressed-tensors" if "config_groups" in value else None)
+    if method == "bitsandbytes" or (method is None and ("load_in_4bit" in value or "load_in_8bit" in value)):
+        raise ModelError(f"model: {source}: {key}: a bitsandbytes checkpoint, which is not served; {_INSTEAD}")
     if method not in _METHODS:
         raise keys.refused("quant_method", method, f"served: {', '.join(map(repr, _METHODS))}")
     keys.get("quant_method")

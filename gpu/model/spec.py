@@ -49,13 +49,16 @@ class Experts:
 class LayerSpec:
     """What a layer computes beside two norms, projections, rotary attention and a gated MLP.
 
-    qkv_bias: added to queries, keys and values; qk_norm: RMSNorm of each query and key head before the rotation;
+    qkv_bias: added to queries, keys and values; output_bias: to attention's output; mlp_bias: to gate, up and what
+    comes down; qk_norm: RMSNorm of each query and key head before the rotation;
     post_norms: of attention's and the MLP's outputs, before they are added. activation: of the gate. window_tokens: a
     token sees itself and those before it, so many together; None: all. rope: its own frequencies, None: the model's.
     experts: in place of the one MLP, None: that.
     """
 
     qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
     activation: Activation = "silu"
@@ -156,7 +159,9 @@ class Architecture:
         if spec.experts is not None:
             router = self.hidden * spec.experts.num_experts
             mlp = router + 3 * self.hidden * spec.experts.intermediate * count(spec.experts)
-        vectors = spec.qkv_bias * qkv + spec.qk_norm * 2 * self.dim + (2 + 2 * spec.post_norms) * self.hidden
+        norms = spec.qk_norm * 2 * self.dim + (2 + 2 * spec.post_norms) * self.hidden
+        biases = spec.qkv_bias * qkv + (spec.output_bias + spec.mlp_bias) * self.hidden
+        vectors = norms + biases + spec.mlp_bias * 2 * self.intermediate
         return self.hidden * (qkv + self.dim * self.num_heads) + mlp + vectors
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:

@@ -10,19 +10,20 @@ from tokenizers import Tokenizer as Vocabulary
 
 from gpu.model.gguf.file import is_gguf
 from gpu.model.gguf.tokens import read_gguf_vocabulary
-from gpu.model.json_files import read_object
 from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
 from gpu.model.sentencepiece_vocabulary import build_vocabulary
 from gpu.model.spec import ModelError
+from gpu.model.tokenizer_settings import read_tokenizer_settings
 
 
 def read_vocabulary(folder: Path) -> tuple[Vocabulary, dict[str, Any]]:
-    """Of tokenizer.json, or else of sentencepiece's tokenizer.model, and the settings of tokenizer_config.json. Raises
-    ModelError if there is neither, or one is broken. Of a GGUF file, both from its metadata.
+    """Return the vocabulary of tokenizer.json, or else of sentencepiece's tokenizer.model, and the settings that
+    `read_tokenizer_settings` finds; of a GGUF file, both from its metadata. Raises ModelError if there is neither, or
+    one is broken.
     """
     if is_gguf(folder):
         return read_gguf_vocabulary(folder)
-    settings = dict(read_object(folder / "tokenizer_config.json") or {})
+    settings = read_tokenizer_settings(folder)
     path = folder / "tokenizer.json"
     if path.is_file():
         return _read(path), settings

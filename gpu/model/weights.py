@@ -58,9 +58,9 @@ class ExpertWeights:
 class LayerWeights:
     """attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`; output `[hidden, heads * dim]`;
     gate_up `[2 * intermediate, hidden]`, gate first; down `[hidden, intermediate]`; or, in place of these two, experts.
-    Where the layer's spec has them: qkv_bias, of qkv's rows; query_norm, key_norm `[dim]`; attention_post_norm,
-    mlp_post_norm `[hidden]`. Norms that a checkpoint stores less one are float32: what they lack of one would be
-    rounded away.
+    Where the layer's spec has them: qkv_bias, output_bias, gate_up_bias and down_bias, of the matrix's rows;
+    query_norm, key_norm `[dim]`; attention_post_norm, mlp_post_norm `[hidden]`. Norms that a checkpoint stores less one
+    are float32: what they lack of one would be rounded away.
     """
 
     attention_norm: Tensor
@@ -71,6 +71,9 @@ class LayerWeights:
     down: Held | None = None
     experts: ExpertWeights | None = None
     qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     attention_post_norm: Tensor | None = None
@@ -83,6 +86,12 @@ class LayerWeights:
         held = {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down,
                 "experts_gate_up": experts and experts.gate_up, "experts_down": experts and experts.down}  # fmt: skip
         return {name: matrix for name, matrix in held.items() if matrix is not None}
+
+    @property
+    def biases(self) -> dict[str, Tensor]:
+        """By the names of their matrices, of those that have one."""
+        held = {"qkv": self.qkv_bias, "output": self.output_bias, "gate_up": self.gate_up_bias, "down": self.down_bias}
+        return {name: bias for name, bias in held.items() if bias is not None}
 
     def stacks(self, name: str) -> list[Held]:
         """A matrix, and behind it those of its rows that lie in host memory."""
@@ -200,8 +209,8 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
         for norm in (layer.attention_post_norm, layer.mlp_post_norm):
             if norm is not None:
                 norm.fill_(residual_scale)
-        if layer.qkv_bias is not None:
-            layer.qkv_bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
+        for bias in layer.biases.values():
+            bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
         draw(layer.qkv, 1.0)
         draw(layer.output, residual_scale)
         gate_up, down = ("gate_up", "down") if layer.experts is None else OF_EXPERTS
@@ -309,6 +318,9 @@ def allocate_weights(
             if router is None
             else ExpertWeights(router, made["experts_gate_up"], made["experts_down"], host),
             qkv_bias=empty(width) if spec.qkv_bias else None,
+            output_bias=empty(a.hidden) if spec.output_bias else None,
+            gate_up_bias=empty(2 * a.intermediate) if spec.mlp_bias else None,
+            down_bias=empty(a.hidden) if spec.mlp_bias else None,
             query_norm=norm(a.dim) if spec.qk_norm else None,
             key_norm=norm(a.dim) if spec.qk_norm else None,
             attention_post_norm=norm(a.hidden) if spec.post_norms else None,

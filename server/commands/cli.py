@@ -25,7 +25,7 @@ from server.commands.chat import ChatError, Conversation, ask, check_key, find_m
 from server.commands.doctor import DoctorError, as_rows, examine, measure_rates, print_findings, print_rates
 from server.commands.placements_page import describe_comparison, print_comparison
 from server.commands.plan_page import describe_plan, dump_deployment, print_plan
-from server.commands.servable import require_servable, require_settings
+from server.commands.servable import require_servable, require_settings, require_tensors
 from server.commands.work_bar import WorkBar
 from server.config import ConfigError, Deployment, deployment_is_derived, load_deployment
 from server.placements import compare_placements
@@ -136,6 +136,7 @@ def plan(
         require_settings(resolved.deployment)
     else:
         require_servable(resolved.deployment)
+        require_tensors(deployment.model)
     comparison = compare_placements(deployment, resolved, find_rates(resolved.machine, measured_path()))
     if as_json:
         print(json.dumps(describe_plan(resolved) | {"placements": describe_comparison(comparison)}, indent=2))

@@ -1,21 +1,25 @@
 """What must hold before a deployment is served, and is therefore asked by `tandem plan` too: one list of refusals.
 
-Looks at settings, at which files there are and which packages; loads no weights. The memory's own refusals are
+Looks at settings, files' headers and packages; loads no weights. The memory's own refusals are
 `plan.py`'s.
 """
 
-import json
+import subprocess
+import sys
 from pathlib import Path
 
+from gpu.config import ModelConfig
 from gpu.model.architecture import ModelError
 from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.model.humming_formats import require_installed
+from gpu.model.safetensors_index import find_files
 from gpu.profiles import ProfileError, get_profile, resolve_profiles
 from server.config import ConfigError, Deployment
 from server.documents import check_documents
 from server.service import load_parts, require_tls
 
-_INDEX = "model.safetensors.index.json"
+TENSOR_CHECK = (sys.executable, "-m", "gpu.model.tensor_check")
+TENSORS_REFUSED = 3  # its status, `gpu.model.tensor_check.REFUSED`
 
 
 def require_servable(deployment: Deployment) -> None:
@@ -59,26 +63,23 @@ def require_settings(deployment: Deployment) -> None:
 
 
 def require_weights(folder: Path) -> None:
-    """Raises ModelError unless the files are there that hold the weights; what is in them, loading finds, but of a GGUF
-    file, whose header is read here.
-    """
+    """Raises ModelError unless the files are there that hold the weights, each of them whole by its header."""
     if is_gguf(folder):
         read_gguf(folder)
+    else:
+        find_files(folder)
+
+
+def require_tensors(model: ModelConfig) -> None:
+    """Raises ModelError unless the files' headers list the tensors that the model's configuration asks for.
+
+    The check is the one that loading begins with. It needs torch, so a process of its own makes it.
+    """
+    if model.path is None:
         return
-    index = folder / _INDEX
-    if not index.is_file():
-        if not any(folder.glob("*.safetensors")):
-            gguf = sorted(folder.glob("*.gguf"))
-            instead = f"; name the file, as {gguf[0]}" if gguf else ""
-            raise ModelError(
-                f"model: {folder} has no *.safetensors; wanted a Hugging Face folder with its weights, or a GGUF file"
-                f"{instead}"
-            )
-        return
-    try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"model: {index} cannot be read ({error or type(error).__name__})") from None
-    missing = sorted(str(name) for name in files if not (folder / str(name)).is_file())
-    if missing:
-        raise ModelError(f"model: {folder / missing[0]} is missing; {_INDEX} lists it ({len(missing)} are missing)")
+    asked = subprocess.run(TENSOR_CHECK, input=model.model_dump_json(), capture_output=True, text=True, check=False)
+    if asked.returncode == TENSORS_REFUSED:
+        raise ModelError(asked.stdout.strip())
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
+        raise ModelError(f"model: the tensors of {model.path} could not be checked ({last})")

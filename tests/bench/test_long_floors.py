@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.long_floors import LongFloors
-from gpu.load import load_architecture
+from gpu.model.architecture import load_architecture
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import host_capacity
 from scheduler.memory import find_tier_shape, plan_engine

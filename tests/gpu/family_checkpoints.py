@@ -53,6 +53,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
                "hidden_act": "silu", "rope_scaling": None, "architectures": ["LlamaForCausalLM"]},
     "llama3": {"model_type": "llama", "head_dim": 64, "rope_theta": 500_000.0, "rope_scaling": LLAMA3,
                "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+    "llama with biases": {"model_type": "llama", "head_dim": 64, "rope_theta": 10_000.0, "attention_bias": True,
+                          "mlp_bias": True},
     "mistral": {"model_type": "mistral", "head_dim": 64, "rope_theta": 10_000.0, "sliding_window": 64},
     "ministral": {"model_type": "ministral", "head_dim": 32, "rope_theta": 10_000.0, "sliding_window": 48,
                   "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},

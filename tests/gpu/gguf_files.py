@@ -139,7 +139,7 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
             stored = stored + 1
         if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
             heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
-            stored = stored.reshape(heads, 2, -1, stored.shape[-1]).swapaxes(1, 2).reshape(stored.shape)
+            stored = stored.reshape(heads, 2, -1, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
         block_type = None if kind in ("F32", "F16") else getattr(gguf.GGMLQuantizationType, kind)
         whole = {theirs: stored}
         if one_each and array.ndim == 3:

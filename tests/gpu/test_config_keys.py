@@ -4,20 +4,31 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer as Vocabulary
+from transformers import AutoModelForCausalLM
 
 from gpu.config import ModelConfig
-from gpu.load import load_architecture
 from gpu.memory.demand import PlanError
 from gpu.memory.host_shares import resolve_host
 from gpu.methods.kept import keep_as_set
-from gpu.model.architecture import Architecture, LayerSpec, ModelError, named_shape, parse_architecture
+from gpu.model.architecture import (
+    Architecture,
+    LayerSpec,
+    ModelError,
+    load_architecture,
+    named_shape,
+    parse_architecture,
+)
 from gpu.model.end_tokens import end_token_ids
 from gpu.model.family import families
+from gpu.model.library_keys import find_library_keys, read_library_keys
 from gpu.model.spec import RopeScaling
+from server.config import ConfigError
 from server.tokenizer import Tokenizer
-from tests.gpu.family_checkpoints import CONFIGS, SIZES
+from tests.gpu.family_checkpoints import CONFIGS, SIZES, checkpoint, draw_prompt
 from tests.gpu.reference_model import FOLDER
 from transfer.config import HostConfig
 
@@ -28,45 +39,57 @@ def parse(config: dict, **more) -> Architecture:
     return parse_architecture(config, "test", "config.json", **more)
 
 
+# That a folder's own code computes the model, which may read any key.
+OWN_CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+
 # What computes something else, and what the refusal says of it.
 MEANING = [
-    ("llama2", {"attention_bias": True}, "attention_bias is True; served: False"),
-    ("llama2", {"mlp_bias": True}, "mlp_bias is True; served: False"),
+    ("llama2", {"attention_bias": 1}, "attention_bias is 1; wanted true or false"),
+    ("llama2", {"per_layer_config": {"1": {"mlp_bias": True}}}, "per_layer_config is .*, and nothing here knows"),
+    ("llama2", {"is_causal": False}, "is_causal is False, and nothing here knows"),
     ("llama2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; served: 1.0"),
     ("llama2", {"sliding_window": 4096}, "sliding_window is 4096, and nothing here knows"),
-    ("llama2", {"num_local_experts": 8}, "num_local_experts is 8, and nothing here knows"),
-    ("llama2", {"logit_scale": 0.5}, "logit_scale is 0.5, and nothing here knows"),
+    ("llama2", {"num_local_experts": 8} | OWN_CODE, "num_local_experts is 8, and nothing here knows"),
+    ("llama2", {"logit_scale": 0.5} | OWN_CODE, "logit_scale is 0.5, and nothing here knows"),
     ("llama2", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope scaling 'mrope'; served: default, "),
     ("llama2", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "'linear' has beta; known: factor"),
     ("llama2", {"rope_condense_ratio": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, "8 beside rope scaling"),
     ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None; served: 'awq'"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is .*; served: None"),
-    ("mistral", {"num_experts": 8}, "num_experts is 8, and nothing here knows"),
+    ("mistral", {"num_experts": 8} | OWN_CODE, "num_experts is 8, and nothing here knows"),
     ("ministral", {"layer_types": ["linear_attention"] * 3}, "layer_types is .*; wanted 3 of 'sliding_attention'"),
     ("qwen2", {"use_sliding_window": 1}, "use_sliding_window is 1; wanted true or false"),
-    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config is .*nothing here"),
+    (
+        "qwen2",
+        {"dual_chunk_attention_config": {"chunk_size": 8}} | OWN_CODE,
+        "dual_chunk_attention_config is .*nothing",
+    ),
     ("qwen2", {"use_mrope": True}, "use_mrope is True; served: False"),
     ("qwen3", {"attention_bias": True}, "attention_bias is True; served: False"),
-    ("qwen3", {"num_experts": 128}, "num_experts is 128, and nothing here knows"),
+    ("qwen3", {"num_experts": 128} | OWN_CODE, "num_experts is 128, and nothing here knows"),
     ("qwen3_moe", {"attention_bias": True}, "attention_bias is True; served: False"),
     ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers is .3.; wanted numbers of layers from 0 to 2"),
     ("qwen3_moe", {"mlp_only_layers": "none"}, "mlp_only_layers is 'none'; wanted numbers of layers"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; wanted at most 8, which is how many experts"),
     ("qwen3_moe", {"num_local_experts": 16}, "num_experts is 8, num_local_experts is 16; wanted one number"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; wanted a positive int"),
-    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64, and nothing here"),
+    (
+        "qwen3_moe",
+        {"shared_expert_intermediate_size": 64} | OWN_CODE,
+        "shared_expert_intermediate_size is 64, and",
+    ),
     ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0; wanted a positive int"),
     ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     ("phi3", {"lm_head_bias": True}, "lm_head_bias is True; served: False"),
     ("phi3", {"full_attn_mod": 2}, "full_attn_mod is 2; served: 1"),
-    ("phi3", {"blocksparse_block_size": 64}, "blocksparse_block_size is 64, and nothing here knows"),
-    ("glm4", {"rope_ratio": 500}, "rope_ratio is 500, and nothing here knows"),
+    ("phi3", {"blocksparse_block_size": 64} | OWN_CODE, "blocksparse_block_size is 64, and nothing here knows"),
+    ("glm4", {"rope_ratio": 500} | OWN_CODE, "rope_ratio is 500, and nothing here knows"),
     ("glm4", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; wanted a share of a head"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; served: None"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; served: None"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; served: False"),
-    ("gemma3", {"altup_num_inputs": 4}, "altup_num_inputs is 4, and nothing here knows"),
+    ("gemma3", {"altup_num_inputs": 4} | OWN_CODE, "altup_num_inputs is 4, and nothing here knows"),
 ]
 
 
@@ -98,13 +121,77 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_family_refuses_what_only_others_know(name: str) -> None:
+def test_every_family_refuses_what_only_others_know_where_a_folder_has_code_of_its_own(name: str) -> None:
     for key, value in FOREIGN.items():
         if key in ("num_experts", "num_local_experts") and parse(BASE[name]).layer_pattern[0].experts is not None:
             continue
+        if key == "mlp_bias" and BASE[name]["model_type"] == "llama":
+            continue
         with pytest.raises(ModelError, match=rf"^model: config\.json: .*{key}") as caught:
-            parse(BASE[name] | {key: value})
+            parse(BASE[name] | {key: value} | OWN_CODE)
         assert "\n" not in str(caught.value)
+
+
+# What transformers wrote or writes into files for heads, generation and training, and what tools leave there.
+BOOKKEEPING = {
+    "_attn_implementation_autoset": True, "_commit_hash": "0123", "is_decoder": True, "is_encoder_decoder": False,
+    "do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "max_length": 20, "num_beams": 1,
+    "repetition_penalty": 1.1, "num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}, "torchscript": False,
+    "pruned_heads": {"0": [1]}, "gradient_checkpointing": True, "finetuning_task": "none", "for_llm_compressor": True,
+    "mergekit": {"merge_method": "slerp"}, "tie_encoder_decoder": False, "remove_invalid_values": False,
+    "suppress_tokens": [1], "output_scores": False, "chunk_size_feed_forward": 0, "problem_type": "regression",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bookkeeping_of_the_library_changes_nothing(name: str) -> None:
+    assert parse(BASE[name] | BOOKKEEPING) == parse(BASE[name])
+
+
+@pytest.mark.parametrize("name", sorted({config["model_type"]: name for name, config in CONFIGS.items()}.values()))
+def test_keys_that_pass_change_nothing_that_transformers_computes(name: str, tmp_path: Path) -> None:
+    known, passing = checkpoint(name), dict(BOOKKEEPING)
+    for key, value in FOREIGN.items():
+        try:
+            shape = parse(BASE[name] | {key: value})
+        except ModelError:
+            continue
+        if shape == parse(BASE[name]):
+            passing[key] = value
+    assert len(passing) > len(BOOKKEEPING), "the comparison is of some"
+    for file in known.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(BASE[name] | passing))
+    prompt = draw_prompt(40)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0]
+    assert torch.equal(logits, known.logits(prompt))
+
+
+def test_the_kept_keys_are_those_of_the_transformers_that_is_installed() -> None:
+    assert find_library_keys(list(families())) == read_library_keys()
+
+
+@pytest.mark.parametrize("key", ["sliding_window", "layer_types", "is_causal", "per_layer_config", "rope_scaling"])
+def test_what_code_that_all_models_share_asks_for_is_harmless_to_none(key: str) -> None:
+    keys = read_library_keys()
+    assert key not in keys["own"]
+    assert all(key in named for named in keys["named"].values())
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "a bitsandbytes checkpoint"),
+        ({"quantization_config": {"load_in_8bit": True, "load_in_4bit": False}}, "a bitsandbytes checkpoint"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "an MLX checkpoint"),
+        ({key: {"group_size": 64, "bits": 4} for key in ("quantization_config", "quantization")}, "an MLX checkpoint"),
+    ],
+)
+def test_checkpoints_of_other_libraries_are_refused_by_name(part: dict, words: str) -> None:
+    with pytest.raises(ModelError, match=rf"^model: config\.json: quantiz.*{words}.*; fetch the plain .*GGUF file$"):
+        parse(BASE["llama2"] | part)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3", "gemma2", "phi", "chatglm", None, 7])
@@ -117,12 +204,13 @@ def test_other_families_are_refused_with_those_that_are_served(model_type: objec
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_persons_word_overrules_a_refusal_and_nothing_else(name: str, tmp_path: Path) -> None:
-    unknown = BASE[name] | {"made_up": 3}
+    own = BASE[name] | OWN_CODE
+    unknown = own | {"made_up": 3}
     (tmp_path / "config.json").write_text(json.dumps(unknown))
     with pytest.raises(ModelError, match=r"made_up is 3, .*name it in model\.ignore_config_keys"):
         load_architecture(ModelConfig(path=tmp_path))
     overruled = load_architecture(ModelConfig(path=tmp_path, ignore_config_keys=("made_up",)))
-    (tmp_path / "config.json").write_text(json.dumps(BASE[name]))
+    (tmp_path / "config.json").write_text(json.dumps(own))
     assert overruled == load_architecture(ModelConfig(path=tmp_path))
 
 
@@ -271,3 +359,24 @@ def test_heads_that_the_host_does_not_read_are_refused_when_it_is_planned(name: 
         PlanError, match=rf"^host\.rows: .* 64, 96, 128, 256, up to 16 .*heads of {words} a KV head: leave out"
     ):
         resolve_host(HostConfig(), keep_as_set(None, HostConfig(), shape), shape, 16, 2, 8)
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_tokens_that_the_tokenizers_settings_lack_are_those_of_the_special_tokens_map(
+    as_object: bool, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((FOLDER / name).read_bytes())
+    vocabulary = Vocabulary.from_file(str(FOLDER / "tokenizer.json"))
+    first, second, third = (vocabulary.id_to_token(number) for number in (5, 6, 7))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": first, "eos_token": None}))
+    tokens = {"bos_token": second, "eos_token": third, "additional_special_tokens": [second]}
+    if as_object:
+        tokens |= {name: {"content": tokens[name], "special": True} for name in ("bos_token", "eos_token")}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    special = Tokenizer(tmp_path, tmp_path).special_tokens
+    assert (special["bos_token"], special["eos_token"]) == (first, third)
+    assert "additional_special_tokens" not in special
+    (tmp_path / "special_tokens_map.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"special_tokens_map\.json holds list; wanted a JSON object"):
+        Tokenizer(tmp_path, tmp_path)

@@ -139,7 +139,7 @@ def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, files) -
 
 
 FAMILIES = {
-    "llama3": {}, "mistral": {}, "qwen2 with yarn": {}, "qwen3": {}, "phi3": {}, "glm4": {},
+    "llama3": {}, "llama with biases": {}, "mistral": {}, "qwen2 with yarn": {}, "qwen3": {}, "phi3": {}, "glm4": {},
     "gemma3": {"query_pre_attn_scalar": 256},
 }  # fmt: skip
 

@@ -15,10 +15,10 @@ import torch
 from bench.decode_loop import decode
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kernels.packed import Packed
-from gpu.load import load_architecture, load_runner
+from gpu.load import load_runner
 from gpu.memory.plan import PlanError, plan_memory
 from gpu.model import humming_formats, humming_matrix, matrix_format
-from gpu.model.architecture import named_shape, read_architecture
+from gpu.model.architecture import load_architecture, named_shape, read_architecture
 from gpu.model.checkpoint import load_weights
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.humming_formats import describe_own, laying_out_bytes, multiplied

@@ -79,6 +79,17 @@ def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, folders)
     assert len(set(tokens)) > 2
 
 
+@pytest.mark.parametrize("name", ["awq", "compressed-w8a8", "fp8-blocks"])
+def test_biases_of_all_projections_are_added_to_products_of_few_bits(name: str, tmp_path: Path) -> None:
+    config, draw = FORMATS[name]
+    plain = write(checkpoint("llama with biases").folder, tmp_path / "model", config, draw)
+    prompt = np.random.default_rng(1).integers(0, 320, 40).astype(np.int32)
+    (tokens, logits), (others, wanted) = (generate(load(one), prompt, 6) for one in (tmp_path / "model", plain))
+    assert tokens == others
+    assert float((logits - wanted).abs().max() / wanted.std()) < COMPILED_LOGITS_FLOAT32
+    assert_bytes(tmp_path / "model", packed(tmp_path / "model"))
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq-order", "fp8-blocks"])
 def test_the_compiled_step_decodes_what_the_file_holds(name: str, tmp_path: Path) -> None:
     config, draw = FORMATS[name]
@@ -92,7 +103,7 @@ def test_the_compiled_step_decodes_what_the_file_holds(name: str, tmp_path: Path
     assert float((logits - wanted).abs().max() / wanted.std()) < COMPILED_LOGITS_FLOAT32
 
 
-@pytest.mark.parametrize("family", ["phi3", "glm4", "qwen2", "gemma3"])
+@pytest.mark.parametrize("family", ["phi3", "glm4", "qwen2", "gemma3", "llama with biases"])
 @pytest.mark.parametrize("name", ["gptq_v2", "fp8-blocks", "compressed-w8a8"])
 def test_other_families_rows_are_put_in_order_and_keep_their_biases(family: str, name: str, tmp_path: Path) -> None:
     """Fused projections, heads that are rotated in part, prefixes of names."""
@@ -103,8 +114,8 @@ def test_other_families_rows_are_put_in_order_and_keep_their_biases(family: str,
     for ours, theirs in zip(got.layers, wanted.layers, strict=True):
         for matrix in MATRICES:
             assert torch.equal(as_matrix(getattr(ours, matrix)).unpack(), getattr(theirs, matrix)), matrix
-        assert (ours.qkv_bias is None) == (theirs.qkv_bias is None)
-        assert ours.qkv_bias is None or torch.equal(ours.qkv_bias, theirs.qkv_bias)
+        assert ours.biases.keys() == theirs.biases.keys()
+        assert all(torch.equal(bias, theirs.biases[matrix]) for matrix, bias in ours.biases.items())
 
 
 def test_modules_that_are_left_alone_are_plain_and_so_is_what_is_said_of_their_bytes(tmp_path: Path) -> None:
@@ -206,7 +217,7 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("awq", {"version": "gemv"}, r"quantization_config\.version is 'gemv'; served: 'gemm'"),
     ("awq", {"bits": 3}, r"\.bits is 3; served: 4"),
     ("awq", {"group_size": 12}, r"group_size is 12; served: -1 and multiples of 8"),
-    ("awq", {"quant_method": "bitsandbytes"}, r"quant_method is 'bitsandbytes'; served: 'awq', 'gptq', 'fp8'"),
+    ("awq", {"quant_method": "hqq"}, r"quant_method is 'hqq'; served: 'awq', 'gptq', 'fp8'"),
     ("awq", {"mystery": 1}, r"mystery is 1, and nothing here knows what that means"),
     ("gptq", {"bits": 2}, r"\.bits is 2; served: 4, 8"),
     ("gptq", {"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'; served: 'gptq', 'gptq_v2'"),

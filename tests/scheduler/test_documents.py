@@ -13,9 +13,8 @@ from msgspec import structs
 
 from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.in_flight import InFlight
-from gpu.load import load_architecture
 from gpu.methods.momo.prefill import Momo
-from gpu.model.architecture import NAMED_SHAPES, named_shape
+from gpu.model.architecture import NAMED_SHAPES, load_architecture, named_shape
 from gpu.model.spec import RopeScaling
 from gpu.prefill.query import Attended, PrefillQuery
 from gpu.profiles import resolve_profiles

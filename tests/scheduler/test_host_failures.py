@@ -17,8 +17,8 @@ import cpu.tier
 from cpu.decode_step import StepAttention
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LaunchedStep
-from gpu.load import load_architecture
 from gpu.memory.plan import MemoryPlan
+from gpu.model.architecture import load_architecture
 from gpu.model.decoder import Decoder
 from gpu.sampling.params import SamplingParams
 from gpu.step import DecodeGroup, Lane

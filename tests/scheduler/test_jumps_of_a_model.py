@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.load import load_architecture
+from gpu.model.architecture import load_architecture
 from gpu.sampling.params import SamplingParams
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine

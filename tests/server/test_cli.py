@@ -14,8 +14,12 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
+from gpu.config import ModelConfig
+from gpu.model.architecture import ModelError
 from gpu.model.humming_formats import VERSION
+from gpu.model.tensor_check import check_model
 from gpu.profiles import ProfileError
 from server.commands.cli import main, override_address, require_free_port
 from server.commands.servable import require_servable
@@ -38,9 +42,10 @@ RunTandem = Callable[..., Ended]
 
 @pytest.fixture
 def tandem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunTandem:
-    """The program in this process: starting one takes seconds."""
+    """The program in this process, and what it would start another one for: starting one takes seconds."""
 
     def run(*arguments: object) -> Ended:
+        monkeypatch.setattr("server.commands.cli.require_tensors", check_model)
         monkeypatch.setattr(sys, "argv", ["tandem", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -107,7 +112,7 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
 
     bare = folder / "bare"
     shutil.copytree(reference["path"], bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    yield made({"model": {"path": bare}}), "has no *.safetensors"
+    yield made({"model": {"path": bare}}), "has neither model.safetensors nor model.safetensors.index.json"
     (bare / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     yield made({"model": {"path": bare}}), "model-1.safetensors is missing"
     template = folder / "template.jinja"
@@ -200,6 +205,20 @@ def test_plan_refuses_what_serve_refuses_with_the_same_words(tmp_path: Path, tan
         assert (planned.returncode, served.returncode) == (1, 1), words
         assert words in planned.stderr
         assert planned.stderr == served.stderr
+
+
+def test_plan_has_another_process_look_at_the_tensors(tmp_path: Path) -> None:
+    """And tells what that one says, as loading would."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEPLOY / "models" / "reference", folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][1:].clone()
+    save_file(tensors, folder / "model.safetensors")
+    done = subprocess.run([*TANDEM, "plan", folder], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    with pytest.raises(ModelError, match=r"tensor model\.norm\.weight is \[383\]; wanted \[384\]") as refused:
+        check_model(ModelConfig(path=folder))
+    assert done.stderr == f"error: {refused.value}\n"
 
 
 def test_plan_and_serve_name_the_library_that_multiplies_where_it_is_not_installed(

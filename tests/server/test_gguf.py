@@ -259,7 +259,7 @@ def test_a_vocabulary_that_disagrees_is_told_in_one_line(name: str, tmp_path: Pa
 def test_a_folder_that_holds_a_file_is_told_to_name_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((REFERENCE / "config.json").read_text())
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"has no \*\.safetensors.*; name the file, as .*some\.gguf"):
+    with pytest.raises(ModelError, match=r"has neither model\.safetensors .*; name the file, as .*some\.gguf"):
         require_servable(Deployment(model=ModelConfig(path=tmp_path)))
     with pytest.raises(ModelError, match=r"absent\.gguf cannot be read"):
         read_architecture(tmp_path / "absent.gguf")

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from gpu.config import Composition, ModelConfig
-from gpu.load import load_architecture
 from gpu.memory.plan import PlanError
-from gpu.model.architecture import ModelError, named_shape
+from gpu.model.architecture import ModelError, load_architecture, named_shape
 from server.commands.plan_page import describe_plan, print_plan
 from server.config import Deployment, load_deployment
 from server.plan import ResolvedPlan, find_architecture, resolve_plan

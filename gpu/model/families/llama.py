@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 from gpu.model.config_keys import ConfigKeys
-from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
+from gpu.model.family import LAYER_TENSORS, MLP_BIASES, OUTPUT_BIAS, QKV_BIASES, Family, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
 
 
 def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.only("hidden_act", "silu")
-    keys.only("attention_bias", False)
-    keys.only("mlp_bias", False)
-    shape = parse_sizes(keys, name, (LayerSpec(),))
+    has_bias = keys.flag("attention_bias")
+    spec = LayerSpec(qkv_bias=has_bias, output_bias=has_bias, mlp_bias=keys.flag("mlp_bias"))
+    shape = parse_sizes(keys, name, (spec,))
     ratio = keys.optional("rope_condense_ratio", float)
     if ratio is None:
         return shape
@@ -23,10 +23,20 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     return replace(shape, rope=rope, max_context_tokens=int(shape.max_context_tokens * ratio))
 
 
+def tensors(shape: Architecture) -> dict[str, str]:
+    spec = shape.layer_pattern[0]
+    return (
+        LAYER_TENSORS
+        | (QKV_BIASES if spec.qkv_bias else {})
+        | (OUTPUT_BIAS if spec.output_bias else {})
+        | (MLP_BIASES if spec.mlp_bias else {})
+    )
+
+
 FAMILY = Family(
     model_types=("llama",),
     parse=parse,
-    tensors=lambda shape: LAYER_TENSORS,
+    tensors=tensors,
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
     harmless=frozenset({"pretraining_tp"}),  # how products are cut, not what they are
 )

@@ -151,8 +151,10 @@ def as_config(file: GgufFile) -> dict[str, Any]:
         is_large = config.get("num_hidden_layers") == _GEMMA3_27B_LAYERS
         scalar = config["hidden_size"] // config["num_attention_heads"] if is_large else config["head_dim"]
         config["query_pre_attn_scalar"] = scalar
-    if MODEL_TYPES[name] == "glm4":
+    if config["model_type"] in ("glm4", "llama"):
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if config["model_type"] == "llama":
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     return config | keys.left()
 
 

@@ -82,6 +82,12 @@ def read_gguf(path: Path) -> GgufFile:
         ) from None
 
 
+def part_number(path: Path) -> int:
+    """Return which part of a split file it is by its name, from 1 on; 1 for a file that is whole."""
+    named = _PART.fullmatch(path.name)
+    return 1 if named is None else int(named[2])
+
+
 def part_paths(path: Path) -> tuple[Path, ...]:
     """All parts of a split file, by the name of its first. Raises ModelError for another one, and if one is missing."""
     named = _PART.fullmatch(path.name)

@@ -22,7 +22,7 @@ from gpu.model.gguf.tensors import checkpoint_names, stored_names
 from gpu.model.spec import Architecture
 
 _PERMUTED = "llama"  # of `general.architecture`
-_QUERY, _KEY = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
+_QUERY, _KEY = "self_attn.q_proj", "self_attn.k_proj"
 
 
 class GgufSource:
@@ -56,7 +56,8 @@ class GgufSource:
     def _change(self, name: str) -> Callable[[Tensor], Tensor | Blocks] | None:
         """What makes the checkpoint's of a tensor whose bytes are as they stand in the file; None: it is the same."""
         tensor, a = self._tensors[name], self._architecture
-        heads = {_QUERY: a.num_heads, _KEY: a.num_kv_heads}.get(name.split(".", 3)[-1]) if self._is_permuted else None
+        module = name.split(".", 3)[-1].rsplit(".", 1)[0]  # its bias is in the same order
+        heads = {_QUERY: a.num_heads, _KEY: a.num_kv_heads}.get(module) if self._is_permuted else None
         order = None
         if heads is not None:
             order = torch.arange(heads * a.dim).view(heads, a.dim // 2, 2).transpose(1, 2).flatten()
