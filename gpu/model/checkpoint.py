@@ -76,8 +76,8 @@ def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, d
 
 def check_checkpoint(folder: Path, architecture: Architecture) -> Source:
     """Read the headers of a checkpoint's files, and no weights. Raises ModelError for a file that is missing or broken,
-    and for a tensor that is missing, extra or of another shape or type than the architecture's. `tandem plan` asks it, and
-    loading begins with it.
+    and for a tensor that is missing, extra or of another shape or type than the architecture's. Loading begins
+    with it, and `tandem plan` asks it.
     """
     source = open_source(folder, architecture)
     _check_tensors(source, wanted_tensors(architecture), architecture)
