@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from pydantic_core import from_json
 
 from scheduler.messages import Progress
 from server.api_error import ApiError
@@ -55,7 +56,7 @@ class MessageShape:
         if answer.content or not (answer.reasoning or answer.calls):
             blocks.append({"type": "text", "text": answer.content})
         for call in answer.calls:
-            given = read_arguments(call.arguments)
+            given = _read_input(call.arguments)
             blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": given})
         return _encode(self._message(blocks, gathered[0][-1].piece.finish_reason))
 
@@ -117,6 +118,15 @@ class MessageShape:
             "cache_read_input_tokens": generation.num_cached_tokens,
             "output_tokens": generation.num_generated_tokens,
         }
+
+
+def _read_input(arguments: str) -> Tree:
+    """A call's arguments; of those that a limit cut, as far as they came."""
+    try:
+        given = from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
+    except ValueError:
+        given = None
+    return given if isinstance(given, dict) else read_arguments(arguments)
 
 
 def _events(events: Iterable[Tree]) -> bytes:

@@ -122,6 +122,25 @@ async def test_calls_of_tools_are_blocks_and_are_answered(hermes):
     assert counted.input_tokens == answered.usage.input_tokens + answered.usage.cache_read_input_tokens
 
 
+async def test_a_call_that_max_tokens_cuts_is_a_block_with_the_input_so_far_whole_and_streamed(hermes):
+    asking, script = hermes
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
+    call = CALL.replace("東京", "a city with a long name " * 3)
+    num_inputs = 0
+    for max_tokens in range(1, 60, 6):
+        script.add(call, call)
+        given = await ask(asking, **asked, max_tokens=max_tokens)
+        async with asking.messages.stream(**asked, max_tokens=max_tokens) as stream:
+            final = await stream.get_final_message()
+        assert given.stop_reason == final.stop_reason == "max_tokens"
+        assert not any(block.text for message in (given, final) for block in message.content if block.type == "text")
+        own, streamed = ([block.input for block in one.content if block.type == "tool_use"] for one in (given, final))
+        assert len(own) == len(streamed)
+        assert all(one | some == one for one, some in zip(own, streamed, strict=True)), "a client drops an open text"
+        num_inputs += any("city" in one for one in own)
+    assert num_inputs > 2
+
+
 async def test_a_tool_that_must_be_called_is_offered_with_the_words_of_chats(hermes):
     asking, script = hermes
     script.add(CALL)
