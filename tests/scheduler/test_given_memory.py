@@ -4,11 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu.kv.commitment import SPARE_BYTES
 from gpu.step import StepPlan
 from scheduler.engine import Engine
+from scheduler.load import load_engine
 from scheduler.messages import Delta
 from scheduler.scheduler import NO_MEMORY
 from tests.scheduler.page_runner import PageRunner
+from tests.scheduler.test_memory import DEPLOYMENT, plan_on
 from tests.scheduler.test_scheduler import PAGE, check_output, drain, make_engine, make_request, prompt_of
 
 
@@ -154,3 +157,26 @@ def test_everybody_is_served_whole_or_told_to_come_again(
         else:
             check_output(request, told)
     assert engine.scheduler.pages.num_held == 0
+
+
+def test_an_engine_on_the_cpu_lives_through_memory_that_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven pages at most: the one that wants ten is told so, and of two that want four each the second waits."""
+    engine, _ = load_engine(DEPLOYMENT, plan_on("laptop"), lambda *_: None)
+    pages, memory = engine.scheduler.pages, engine._runner.page_memory
+    assert memory is not None
+    pool = engine._runner.pool
+    page_bytes = sum(arena.nbytes for arena in pool.arenas) // pool.num_pages
+    monkeypatch.setattr(memory, "_available", lambda: SPARE_BYTES + (7 - pages._num_there) * page_bytes)
+    requests = [make_request(name, prompt_of(length, salt), 12) for name, length, salt in
+                (("large", 150, 0), ("first", 45, 1), ("second", 45, 2))]  # fmt: skip
+    engine.submit(requests)
+    deltas = drain(engine)
+    engine.submit([again := make_request("again", prompt_of(45, 1), 12)])
+    deltas |= drain(engine)
+    assert_refused(deltas["large"])
+    for name in ("first", "second", again.request_id):
+        assert deltas[name][-1].finish_reason == "length"
+        assert sum(len(delta.token_ids) for delta in deltas[name]) == 12
+    assert [delta.token_ids for delta in deltas["first"]] == [delta.token_ids for delta in deltas["again"]]
+    assert pages._num_there == 7
+    engine.shutdown()
