@@ -101,10 +101,10 @@ class Projections:
     def _add(
         self, x: Tensor, matrix: Matrix, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor
     ) -> Tensor:  # fmt: skip
-        if post_norm is None:
-            return matrix.linear(x, hidden if bias is None else hidden + bias)
-        product = matrix.linear(x)
-        return rms_norm_add(product if bias is None else product.add_(bias), post_norm, self.eps, hidden)
+        product = matrix.linear(x, hidden if post_norm is None else None)
+        if bias is not None:
+            product.add_(bias)
+        return product if post_norm is None else rms_norm_add(product, post_norm, self.eps, hidden)
 
 
 def _format_of(stored: Stored) -> tuple[object, ...]:

@@ -128,8 +128,9 @@ def test_the_compiled_step_serves_layers_of_a_llama_alone_and_agrees_where_it_do
     served = ["tiny"] if named_shape("tiny-phi3").dim % COLUMN_BLOCK else ["tiny", "tiny-phi3"]  # vectors of 16 or 8
     assert [name for name in TINY if serves(named_shape(name), torch.float32, CPU)] == served
     plain = named_shape("tiny")
-    for change in ({"qkv_bias": True}, {"qk_norm": True}, {"post_norms": True}, {"activation": "gelu_tanh"},
-                   {"window_tokens": 64}, {"rope": plain.rope}):  # fmt: skip
+    for change in ({"qkv_bias": True}, {"output_bias": True}, {"mlp_bias": True}, {"qk_norm": True},
+                   {"post_norms": True}, {"activation": "gelu_tanh"}, {"window_tokens": 64},
+                   {"rope": plain.rope}):  # fmt: skip
         assert not serves(replace(plain, layer_pattern=(LayerSpec(**change),)), torch.float32, CPU)
     assert not serves(replace(plain, embedding_scale=2.0), torch.float32, CPU)
 

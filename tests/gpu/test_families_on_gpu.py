@@ -1,6 +1,6 @@
 """Tiny models of every family on the GPU: float32 text as the CPU has it, bf16 text as plain torch has it."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -8,13 +8,18 @@ import torch
 from bench.decode_loop import build_runner, decode
 from bench.engine import MIN_AGREEMENT, draw_prompts
 from bench.plain_decode import PlainDecode
-from gpu.model.architecture import named_shape
-from gpu.model.weights import ExpertWeights, LayerWeights, Weights, random_weights
+from gpu.model.architecture import LayerSpec, named_shape
+from gpu.model.matrix_formats import rounded
+from gpu.model.weights import ExpertWeights, LayerWeights, Weights, random_weights, unpacked
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAMES = ("tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-phi3", "tiny-glm4", "tiny-gemma3", "tiny-qwen3-moe",
          "tiny-mixtral")  # fmt: skip
+BIASED = LayerSpec(qkv_bias=True, output_bias=True, mlp_bias=True)
+SHAPES = {name: named_shape(name) for name in NAMES} | {
+    "tiny with biases": replace(named_shape("tiny"), layer_pattern=(BIASED,))
+}
 PROMPT_TOKENS, STEPS = 200, 12  # beyond the windows
 
 
@@ -46,9 +51,9 @@ def parts_of(weights: Weights) -> list[torch.Tensor]:
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_texts_on_the_gpu_are_those_of_the_cpu_and_of_plain_torch(name: str) -> None:
-    shape, context = named_shape(name), PROMPT_TOKENS + STEPS + 2
+    shape, context = SHAPES[name], PROMPT_TOKENS + STEPS + 2
     weights = random_weights(shape, 5, torch.float32, CPU, lambda fraction: None)
     prompts = draw_prompts(2, PROMPT_TOKENS, shape.vocab_size)
     wanted = decode(build_runner(shape, weights, 2, context, torch.float32, CPU), prompts, STEPS).tokens
@@ -58,3 +63,13 @@ def test_texts_on_the_gpu_are_those_of_the_cpu_and_of_plain_torch(name: str) -> 
         if dtype == torch.float32:
             assert (tokens == wanted).mean() >= MIN_AGREEMENT[dtype] - 1 / tokens.size  # one near-tie
         assert PlainDecode(shape, own, 2, context, CUDA).follow(prompts, tokens) >= MIN_AGREEMENT[dtype]
+
+
+@pytest.mark.parametrize("asked", ["int4", "int8", "fp8"])
+def test_biases_are_added_to_products_of_few_bits_on_the_gpu(asked: str) -> None:
+    shape, context = rounded(SHAPES["tiny with biases"], asked, "weights"), PROMPT_TOKENS + STEPS + 2
+    weights = random_weights(shape, 5, torch.bfloat16, CUDA, lambda fraction: None)
+    prompts = draw_prompts(2, PROMPT_TOKENS, shape.vocab_size)
+    tokens = decode(build_runner(shape, weights, 2, context, torch.bfloat16, CUDA), prompts, STEPS).tokens
+    plain = unpacked(Weights(weights.embedding, list(weights.layers), weights.final_norm, weights.logits))
+    assert PlainDecode(shape, plain, 2, context, CUDA).follow(prompts, tokens) >= MIN_AGREEMENT[torch.bfloat16]
