@@ -5,7 +5,10 @@ The reference model in float32, so that what is read whole from host memory says
 
 import json
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.end_to_end.server_process import START_SECONDS, ServerProcess, running_server
+from tests.end_to_end.server_process import REPOSITORY, START_SECONDS, ServerProcess, running_server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 
@@ -150,3 +153,58 @@ def test_a_server_ends_on_sigterm_and_its_engine_with_it(tmp_path: Path) -> None
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=30) == 0
         wait_until(lambda: not psutil.pid_exists(engine.pid), RELEASE_SECONDS)
+
+
+SHAPE = "llama-3.1-8b"
+PROMPT_LENGTHS = (512, 16_384, 98_304)
+NEAR = 0.03  # of what is compared: an 8B's prefill differs by 1 % between two runs of one server
+
+
+@pytest.mark.long
+@pytest.mark.timeout(560)
+def test_the_benchmark_times_prompts_as_the_server_answers_them(tmp_path: Path) -> None:
+    """`tandem bench engine --prompts` of an 8B, what the server's engine says of its prefills, and first tokens."""
+    folder = REPOSITORY / "deploy" / "models" / "reference"
+    changes = {
+        "model": {"path": None, "random_weights": SHAPE, "tokenizer": str(folder), "name": "timed"},
+        "gpu": {"device": "cuda", "dtype": "bfloat16", "kv_cache_gib": 16.0, "graph_batch_sizes": [1]},
+        "scheduler": {"max_context_tokens": max(PROMPT_LENGTHS) + 16, "prefix_cache": False},
+    }
+    with running_server(tmp_path, changes) as server:
+        served = {length: time_prompts(server, length) for length in PROMPT_LENGTHS}
+    told = tmp_path / "rows.json"
+    lengths = ",".join(map(str, PROMPT_LENGTHS))
+    command = [sys.executable, "-m", "server.commands", "bench", "engine", "--random-weights", SHAPE, "--batch", "1",
+               "--steps", "16", "--rounds", "3", "--prompts", lengths, "--json", str(told)]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    benched = [row["ms"] / 1e3 for row in json.loads(told.read_text()) if row["name"] == "prefill"]
+    lines = [
+        f"{length:>7,} tokens: bench {bench_s:.4f} s, engine {engine_s:.4f} ({bench_s / engine_s:.3f}), first token "
+        f"over HTTP {http_s:.4f} ({bench_s / http_s:.3f})"
+        for (length, (engine_s, http_s)), bench_s in zip(served.items(), benched, strict=True)
+    ]
+    print("\n" + "\n".join(lines))
+    for (length, (engine_s, http_s)), bench_s in zip(served.items(), benched, strict=True):
+        assert abs(bench_s / engine_s - 1) <= NEAR, lines
+        assert length < 1000 or abs(bench_s / http_s - 1) <= NEAR, lines
+
+
+def time_prompts(server: ServerProcess, length: int) -> tuple[float, float]:
+    """Return the medians of five prompts of random tokens: what the engine says of the prefill, and the first token
+    over HTTP, in seconds.
+    """
+    draw, engine, first_token = random.Random(length), [], []
+    for _ in range(6):
+        before = server.metric("tandem_prefill_seconds_sum")
+        body = {"prompt": [draw.randrange(3, 8000) for _ in range(length)], "max_tokens": 2, "temperature": 0,
+                "ignore_eos": True, "stream": True}  # fmt: skip
+        began = time.perf_counter()
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ASK_SECONDS) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if line.startswith("data: {"))
+            first_token.append(time.perf_counter() - began)
+            assert list(lines)[-2] == "data: [DONE]"
+        engine.append(server.metric("tandem_prefill_seconds_sum") - before)
+    return sorted(engine[1:])[2], sorted(first_token[1:])[2]
