@@ -56,6 +56,16 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
+class NoRoom(ApiError):
+    """400: the prompt fits, but with the answer that was asked for it is longer than the context."""
+
+    def __init__(self, param: str, num_prompt: int, num_asked: int, context: int) -> None:
+        what = f"{num_prompt} tokens of prompt and {num_asked} of answer are {num_prompt + num_asked}"
+        message = f"{param}: {what}, the context has {context}"
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.sizes = f"{num_prompt} + {num_asked} > {context}"
+
+
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
     """400: the field `param` has a value that cannot be served. The message opens with the field's name."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)

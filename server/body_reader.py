@@ -55,9 +55,10 @@ from server.known_fields import (
 )
 from server.known_other_fields import COUNT_TOKENS, MESSAGES, RESPONSES
 from server.literals import literals_at
-from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
+from server.other_bodies import CountTokensBody, MessagesBody, OtherBody, ResponsesBody
 from server.text_pool import TextPool
 from server.tools import Custom, Function, NamedFunction, NamedTool, Tool
+from server.unknown_variants import replace_unknown
 from server.vector_bodies import EmbeddingsBody, RankedText, RerankBody
 
 _INLINE_BYTES = 64 * 1024  # of a body that is decoded at once: milliseconds, whatever it holds
@@ -115,18 +116,30 @@ async def read_body(
             room.take(len(piece))
             raw += piece
         size = len(raw) if len(raw) > _INLINE_BYTES else 0
-        return await texts.run(size, decode_body, bytes(raw), wanted, settings.unknown_fields == "refuse")
+        ignored = None if refuses_unknown(settings, wanted) else request.state.ignored
+        return await texts.run(size, decode_body, bytes(raw), wanted, ignored)
     finally:
         room.give(len(raw))
 
 
-def decode_body(raw: bytes, wanted: type[Body], refuse_unknown: bool) -> Body:
-    """The struct of a JSON text whose fields are all known, or all used. Raises ApiError 400."""
+def refuses_unknown(settings: ServerConfig, wanted: type[msgspec.Struct]) -> bool:
+    """Return whether a field of this body that no table has is an error. Vendors add fields to the bodies of
+    `OtherBody` with each release of their own clients; elsewhere such a field is a typing error.
+    """
+    if settings.unknown_fields == "auto":
+        return not issubclass(wanted, OtherBody)
+    return settings.unknown_fields == "refuse"
+
+
+def decode_body(raw: bytes, wanted: type[Body], ignored: list[str] | None) -> Body:
+    """Return the struct of a JSON text. What is unknown in it is added to `ignored`, and an error if that is None.
+    Raises ApiError 400.
+    """
     check_json_size(raw)
     try:
-        nested = FIELDS[wanted].look(raw, "", refuse_unknown)
-        body = _decode_typed(raw, wanted)
-        look_into(nested, refuse_unknown)
+        nested = FIELDS[wanted].look(raw, "", ignored)
+        body = _decode_typed(raw, wanted, ignored)
+        look_into(nested, ignored)
         return body
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
@@ -155,15 +168,21 @@ def _name_literals(what: str, wanted: type, path: str) -> str:
     return f"got {got}, wanted {', '.join(others) + ' or ' if others else ''}{last}"
 
 
-def _decode_typed(raw: bytes, wanted: type[Body]) -> Body:
+def _decode_typed(raw: bytes, wanted: type[Body], ignored: list[str] | None) -> Body:
     """Decode into the struct; where an integer is wanted, 16.0 is one (JSON knows one kind of number)."""
     try:
         return msgspec.json.decode(raw, type=wanted)
     except msgspec.ValidationError as error:
-        if "got `float`" not in str(error):
-            raise
-        tree = _with_integers(msgspec.json.decode(raw))
-        return msgspec.convert(tree, type=wanted)
+        tree, fault = msgspec.json.decode(raw), error
+    if ignored is not None and issubclass(wanted, OtherBody):
+        try:
+            tree = replace_unknown(tree, ignored)
+            return msgspec.convert(tree, type=wanted)
+        except msgspec.ValidationError as error:
+            fault = error
+    if "got `float`" not in str(fault):
+        raise fault
+    return msgspec.convert(_with_integers(tree), type=wanted)
 
 
 def _with_integers(tree: Any) -> Any:

@@ -42,7 +42,7 @@ class BodyLimits:
     """What bodies may say to this server; `profiles` of attention is empty and the last two None until it is ready."""
 
     model_ids: tuple[str, ...]
-    refuses_unknown: bool
+    refusing: frozenset[type]  # whose unknown fields are errors
     min_prompt_chars: int  # 0 if an empty text has a token: a BOS
     max_tokenize_items: int  # characters or ids
     max_sequences: int
@@ -59,7 +59,7 @@ def complete_schemas(components: Tree, limits: BodyLimits) -> None:
     for struct, table in FIELDS.items():
         schema = components[struct.__name__]
         schema["properties"] |= {name: _of_fate(fate) for name, fate in table.fates.items() if _is_beside(fate)}
-        if limits.refuses_unknown:
+        if struct in limits.refusing:
             schema["additionalProperties"] = False
         for name, keywords in (*_bounds_of_all(limits).items(), *_bounds_of(struct, limits).items()):
             if name in table.fates and not _is_beside(table.fates[name]):

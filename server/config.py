@@ -55,8 +55,10 @@ class ServerConfig(Settings):
     header_seconds: float = Field(10.0, gt=0, description="for a request's headers, and for a first one to begin")
     body_seconds: float = Field(60.0, gt=0, description="for a request's body")
     stall_seconds: float = Field(120.0, gt=0, description="a client that takes nothing for so long is let go")
-    unknown_fields: Literal["refuse", "ignore"] = Field(
-        "refuse", description="a request's field that no table has: a 400 that names the nearest one, or dropped"
+    unknown_fields: Literal["auto", "refuse", "ignore"] = Field(
+        "auto",
+        description="a request's field that no table has: a 400 that names the nearest one, or ignored and named in "
+        "the header x-tandem-ignored; auto: ignored on /v1/messages and /v1/responses, refused elsewhere",
     )
     generation_defaults: Literal["model", "openai"] = Field(
         "model", description="sampling where a request says nothing: the model's generation_config.json, or OpenAI's"

@@ -8,6 +8,7 @@ are sent.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from server.api_error import ApiError, invalid
 from transfer.nearest_name import nearest_name
 
 _LONGEST_NEUTRAL = 64  # bytes; a longer value is none of the neutral ones, and is refused unread
+MOST_IGNORED = 64  # unknown fields of a body that are named
 _LONGEST_NAME = 64  # characters of an unknown field's name that a message repeats
 _UNKNOWN = "Object contains unknown field `"  # what msgspec says, and then the name and a "`"
 _decode = msgspec.json.decode
@@ -66,19 +68,26 @@ class Fields:
         self._strict = msgspec.defstruct(f"Strict{name}", known, forbid_unknown_fields=True)
         self._lenient = msgspec.defstruct(f"Lenient{name}", known)
 
-    def look(self, raw: bytes | Raw, path: str, strict: bool) -> list[Found]:
-        """Check the names and neutral values of one object. Returns what is nested in it.
+    def look(self, raw: bytes | Raw, path: str, ignored: list[str] | None) -> list[Found]:
+        """Check the names and neutral values of one object. Returns what is nested in it; unknown names are added to
+        `ignored`.
 
-        Raises ApiError 400 that names the field: unknown (if `strict`), or refused. Raises msgspec's errors for JSON
-        that is broken or no object.
+        Raises ApiError 400 that names the field: unknown (if `ignored` is None), or refused. Raises msgspec's errors
+        for JSON that is broken or no object.
         """
         try:
-            scan = _decode(raw, type=self._strict if strict else self._lenient)
+            scan = _decode(raw, type=self._strict)
         except msgspec.ValidationError as error:
             what = str(error)
             if not what.startswith(_UNKNOWN):
                 raise
-            raise self._unknown(path, what[len(_UNKNOWN) : -1]) from None
+            if ignored is None:
+                raise self._unknown(path, what[len(_UNKNOWN) : -1]) from None
+            scan = _decode(raw, type=self._lenient)
+            unknown = (name for name in _decode(raw, type=dict[str, Raw]) if name not in self.fates)
+            ignored += [
+                _join(path, name[:_LONGEST_NAME]) for name in islice(unknown, max(0, MOST_IGNORED - len(ignored)))
+            ]
         found = []
         for name, fate in self.fates.items():
             value = getattr(scan, name)
@@ -99,7 +108,7 @@ class Fields:
 Fate = Served | Free | Neutral | Fields | Each
 
 
-def look_into(found: list[Found], strict: bool) -> None:
+def look_into(found: list[Found], ignored: list[str] | None) -> None:
     """Check everything nested in what `Fields.look` returned. Raises ApiError 400."""
     pending = list(found)
     while pending:
@@ -107,7 +116,7 @@ def look_into(found: list[Found], strict: bool) -> None:
         first = bytes(memoryview(one.raw)[:1])
         if isinstance(one.inside, Fields):
             if first == b"{":
-                pending += one.inside.look(one.raw, one.path, strict)
+                pending += one.inside.look(one.raw, one.path, ignored)
         elif first == b"[":
             for i, item in enumerate(_decode(one.raw, type=list[Raw])):
                 pending.append(Found(f"{one.path}[{i}]", item, one.inside.item))

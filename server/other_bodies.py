@@ -115,7 +115,7 @@ Block = TextBlock | ThinkingBlock | CallBlock | ResultBlock
 
 
 class Turn(msgspec.Struct, kw_only=True):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 from gpu.profiles import why_unknown
 from scheduler.messages import Ready
-from server.api_error import ApiError, invalid, too_long
+from server.api_error import ApiError, NoRoom, invalid, too_long
 from server.bodies import MAX_VARIABLES, WHOLE_CONTEXT, ChatBody, CompletionBody, GenerationBody
 from server.chunker import Chunks, count_tokens
 from server.conversation import Conversation
@@ -255,9 +255,7 @@ def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None
     if asked is None:
         return min(default, context - length)
     if length + asked > context:
-        raise too_long(
-            field, f"{length} tokens of prompt and {asked} of answer are {length + asked}, the context has {context}"
-        )
+        raise NoRoom(field, length, asked, context)
     return asked
 
 

@@ -20,6 +20,10 @@ OPEN_PATHS = frozenset({"/health", "/live", "/version", "/metrics", "/openapi.js
 
 MESSAGES_PATH = "/v1/messages"  # and what is below it: whose clients send `x-api-key`
 
+IGNORED_HEADER = "x-tandem-ignored"
+_LONGEST_HEADER = 1024  # characters
+_MOST_LOGGED = 1000
+
 _SANE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
@@ -29,6 +33,7 @@ class RequestScope:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        self._logged: set[tuple[str, str]] = set()  # routes and their fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,19 +48,23 @@ class RequestScope:
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         began_s = time.monotonic()
         status = 0
+        ignored: list[str] = []  # filled while the body is read
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = request_id
+                if ignored:
+                    sent[IGNORED_HEADER] = self._tell_ignored(scope["path"], ignored)
             await send(message)
 
         counted = scope["path"] not in OPEN_PATHS
         self._service.num_open += counted
         try:
             salt, owner = self._admit(scope["path"], headers)
-            inner.setdefault("state", {}).update(cache_salt=salt, document_owner=owner)
+            inner.setdefault("state", {}).update(cache_salt=salt, document_owner=owner, ignored=ignored)
             await self._app(inner, receive, send_with_id)
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, send_with_id)
@@ -72,6 +81,16 @@ class RequestScope:
             level = logs.info if counted else logs.debug
             level("http", method=scope["method"], path=scope["path"], status=status, ms=milliseconds)
             logs.request_id.reset(token)
+
+    def _tell_ignored(self, path: str, ignored: list[str]) -> str:
+        """Return the header's value, and log each field of a route the first time that it comes."""
+        for field in ignored:
+            known = (path, re.sub(r"\[\d+\]", "[]", field))
+            if known not in self._logged and len(self._logged) < _MOST_LOGGED:
+                self._logged.add(known)
+                logs.info("ignored_field", path=path, field=known[1])
+        names = (ascii(field)[1:-1] for field in ignored)
+        return ", ".join(names)[:_LONGEST_HEADER]
 
     def _admit(self, path: str, headers: Headers) -> tuple[str, str]:
         """The salt of the prefixes that the request may meet, and whose documents. Raises ApiError 401 or 503."""

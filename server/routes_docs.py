@@ -5,6 +5,7 @@ from functools import cache
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from server.body_reader import FIELDS, refuses_unknown
 from server.body_schemas import BodyLimits
 from server.openapi import build_document
 from server.openapi_page import write_page
@@ -27,7 +28,7 @@ def _of(service: Service) -> tuple[bytes, str]:
     settings, ready = service.settings, service.supervisor.limits
     limits = BodyLimits(
         model_ids=tuple(service.model_ids),
-        refuses_unknown=settings.unknown_fields == "refuse",
+        refusing=frozenset(body for body in FIELDS if refuses_unknown(settings, body)),
         min_prompt_chars=0 if service.tokenizer.encode("", add_special_tokens=True) else 1,
         max_tokenize_items=service.max_tokenize_items,
         max_sequences=service.max_sequences,

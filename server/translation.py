@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from server.api_error import ApiError, invalid
+from server.api_error import ApiError, NoRoom, invalid
 from server.bodies import ChatBody
 from server.chat_message import CalledFunction, Message, MessageCall, Part, join_texts, message_text
 from server.form import JsonSchema, ResponseFormat
@@ -71,6 +71,12 @@ class Translation:
                 raise
             renamed = self._rename(error.param)
             message = renamed + error.message.removeprefix(error.param)
+            if isinstance(error, NoRoom) and self.names is _MESSAGES_NAMES:
+                # Anthropic's words: its clients read the numbers and ask again for less.
+                message = (
+                    f"input length and `max_tokens` exceed context limit: {error.sizes}, "
+                    "decrease input length or `max_tokens` and try again"
+                )
             raise ApiError(error.status, message, param=renamed, code=error.code, headers=error.headers) from None
 
     def _rename(self, param: str) -> str:

@@ -1,6 +1,7 @@
 """Every field of a request is known: served, free of effect, accepted where it asks for nothing, or refused by name."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ BODIES = [pytest.param(body, FIELDS[body], id=body.__name__) for body in LEAST]
 
 
 def decode(wanted: type[msgspec.Struct], tree: dict[str, Any], refuse_unknown: bool = True) -> Any:
-    return decode_body(json.dumps(LEAST[wanted] | tree).encode(), wanted, refuse_unknown)
+    return decode_body(json.dumps(LEAST[wanted] | tree).encode(), wanted, None if refuse_unknown else [])
 
 
 def refusal(wanted: type[msgspec.Struct], tree: dict[str, Any]) -> ApiError:
@@ -98,7 +99,7 @@ def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_
 )  # fmt: skip
 def test_a_refusal_says_what_came_and_what_is_wanted_on_one_line(sent: bytes, told: str) -> None:
     with pytest.raises(ApiError) as refused:
-        decode_body(b'{"prompt": "a", %s}' % sent, CompletionBody, refuse_unknown=True)
+        decode_body(b'{"prompt": "a", %s}' % sent, CompletionBody, ignored=None)
     assert refused.value.message == told
     assert refused.value.param == told.partition(":")[0]
 
@@ -109,7 +110,7 @@ def test_a_missing_field_of_an_object_inside_is_named() -> None:
             b'{"model": "m", "max_tokens": 1, "messages": [%s], "output_config": {"format": {"type": "json_schema"}}}'
             % b'{"role": "user", "content": "Hi"}',
             MessagesBody,
-            refuse_unknown=True,
+            ignored=None,
         )
     assert refused.value.param == "output_config.format.schema"
 
@@ -149,7 +150,7 @@ def test_an_unknown_field_is_named_with_the_nearest_known_one(
 
 def test_a_misspelt_needed_field_is_named_before_the_missing_one() -> None:
     with pytest.raises(ApiError, match=r"^promt: unknown field; the nearest known one is 'prompt'$"):
-        decode_body(b'{"promt": "a"}', CompletionBody, refuse_unknown=True)
+        decode_body(b'{"promt": "a"}', CompletionBody, ignored=None)
 
 
 NESTED = [
@@ -288,6 +289,55 @@ async def test_usage_goes_with_each_chunk_when_asked() -> None:
         assert set(await counts(include_usage=False, continuous_usage_stats=True)) == {None}
 
 
+MESSAGE = {"model": "reference", "max_tokens": 4, "messages": HI}
+
+
+async def test_vendors_own_routes_take_fields_and_variants_that_nobody_knows_yet_and_name_them() -> None:
+    count = {key: value for key, value in MESSAGE.items() if key != "max_tokens"}
+    image = {"type": "image", "source": {"type": "base64", "data": ""}}
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    turns = [
+        *HI,
+        {"role": "system", "content": "Today is Friday."},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [image]}, image]},
+    ]
+    managed = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+    item = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    items = [{"type": "web_search_call", "id": "w"}, {"role": "user", "content": [{"type": "input_image"}]}]
+    codex = {"model": "reference", "max_output_tokens": 4, "input": "Hi"}
+    taken = [
+        ("/v1/messages", MESSAGE | managed, None),
+        ("/v1/messages", MESSAGE | {"no_such": 1}, "no_such"),
+        ("/v1/messages/count_tokens", count | {"no_such": {"a": 1}}, "no_such"),
+        ("/v1/messages", MESSAGE | {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        (
+            "/v1/messages",
+            MESSAGE | {"messages": turns},
+            "messages[2].content[0], messages[3].content[1], messages[3].content[0].content[0]",
+        ),
+        ("/v1/responses", codex | {"client_metadata": {"a": "b"}}, None),
+        ("/v1/responses", codex | {"no_such": 1}, "no_such"),
+        ("/v1/responses", codex | {"tools": [item, {"type": "namespace", "name": "n", "tools": [item]}]}, "tools[1]"),
+        ("/v1/responses", codex | {"input": items}, "input[0], input[1].content[0]"),
+    ]
+    async with running_server(make_deployment(), fake_command()) as live:
+        for path, body, names in taken:
+            answer = await live.http.post(path, json=body)
+            assert (answer.status_code, answer.headers.get("x-tandem-ignored")) == (200, names), answer.text
+        refused = await live.http.post("/v1/messages", json=MESSAGE | {"container": "x", "no_such": 1})
+        assert (refused.status_code, "container" in refused.text) == (400, True)
+        many = await live.http.post("/v1/messages", json=MESSAGE | {f"\u6771{'x' * 99}{i}": 1 for i in range(999)})
+        assert (many.status_code, len(many.headers["x-tandem-ignored"]) <= 1024) == (200, True)
+        long = await live.http.post("/v1/messages", json=MESSAGE | {"max_tokens": 32000})
+        words = r"input length and `max_tokens` exceed context limit: (\d+) \+ 32000 > (\d+), decrease input length or "
+        assert re.match(words, long.json()["error"]["message"]), long.text
+    async with running_server(make_deployment(unknown_fields="refuse"), fake_command()) as live:
+        for path, body, names in taken:
+            answer = await live.http.post(path, json=body)
+            assert answer.status_code == (200 if names is None else 400), answer.text
+
+
 async def test_unknown_fields_are_dropped_where_the_deployment_says_so() -> None:
     body = {"prompt": "one two", "temperature": 0, "no_such_field": {"a": [1]}, "stop": None, "n": None}
     async with running_server(make_deployment(unknown_fields="ignore"), fake_command()) as live:
@@ -316,7 +366,7 @@ async def test_unknown_fields_are_dropped_where_the_deployment_says_so() -> None
 )
 def test_a_body_that_is_not_json_is_told_what_is_wrong_with_it(raw: bytes, words: str) -> None:
     with pytest.raises(ApiError) as refused:
-        decode_body(raw, CompletionBody, refuse_unknown=True)
+        decode_body(raw, CompletionBody, ignored=None)
     assert words in refused.value.message
     assert "\n" not in refused.value.message
     for other in ("NaN", "surrogate"):

@@ -31,8 +31,8 @@ CALLED = {"id": "a", "type": "x", "function": {"name": "f", "arguments": "{}"}}
         ),
         (
             MessagesBody,
-            {"max_tokens": 1, "messages": [{"role": "system", "content": "a"}]},
-            "messages[0].role: got 'system', wanted 'assistant' or 'user'",
+            {"max_tokens": 1, "messages": [{"role": "tool", "content": "a"}]},
+            "messages[0].role: got 'tool', wanted 'assistant', 'system' or 'user'",
         ),
         (
             ResponsesBody,
@@ -49,7 +49,7 @@ CALLED = {"id": "a", "type": "x", "function": {"name": "f", "arguments": "{}"}}
 )
 def test_a_value_that_is_none_of_the_fields_is_refused_with_those_that_are(kind, body, message):
     with pytest.raises(ApiError) as refused:
-        decode_body(json.dumps(body).encode(), kind, True)
+        decode_body(json.dumps(body).encode(), kind, None)
     assert refused.value.message == message
     assert message.startswith(f"{refused.value.param}: ")
 

@@ -237,10 +237,9 @@ async def test_a_key_may_come_as_anthropics_clients_send_it_and_there_alone():
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 10**9}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages[0].content[0].type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
             "messages[0].content[0]",
@@ -262,7 +261,6 @@ async def test_a_key_may_come_as_anthropics_clients_send_it_and_there_alone():
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
-        ({"maxtokens": 5}, "maxtokens"),
         ({"messages": [{"role": "user", "content": "word " * 20000}]}, "messages"),
     ],
 )

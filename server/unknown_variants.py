@@ -1,0 +1,83 @@
+"""What is made of tools, content parts and items of types that `/v1/responses` and `/v1/messages` do not know.
+
+A tool of another type is not offered; a part or an item of another type becomes a text that names the type, so that
+one of them in a history does not fail every later request. Knows type names alone.
+"""
+
+from typing import Any
+
+from server.fields import MOST_IGNORED
+
+Tree = dict[str, Any]
+
+_BLOCKS = {"text", "thinking", "tool_use", "tool_result"}
+_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text"}
+_ITEMS = {None, "message", "function_call", "function_call_output", "reasoning", "item_reference"}
+
+
+def replace_unknown(tree: Any, ignored: list[str]) -> Any:
+    """A body's JSON with unknown tools left out and unknown parts replaced; where each stood is added to `ignored`."""
+    if not isinstance(tree, dict):
+        return tree
+    tree = dict(tree)
+    known_tools = {None, "custom"} if "messages" in tree else {"function"}
+    if isinstance(tree.get("tools"), list):
+        tree["tools"] = [
+            tool for i, tool in enumerate(tree["tools"]) if not _is_unknown(tool, known_tools, f"tools[{i}]", ignored)
+        ]
+    if "messages" in tree:
+        tree["system"] = _texts(tree.get("system"), {"text"}, "system", ignored)
+        tree["messages"] = _each(tree["messages"], "messages", _turn, ignored)
+    else:
+        tree["input"] = _each(tree.get("input"), "input", _item, ignored)
+    return tree
+
+
+def _each(trees: Any, at: str, read: Any, ignored: list[str]) -> Any:
+    if not isinstance(trees, list):
+        return trees
+    return [read(one, f"{at}[{i}]", ignored) if isinstance(one, dict) else one for i, one in enumerate(trees)]
+
+
+def _turn(turn: Tree, at: str, ignored: list[str]) -> Tree:
+    content = _texts(turn.get("content"), _BLOCKS, f"{at}.content", ignored)
+    if isinstance(content, list):
+        content = [
+            block | {"content": _texts(block.get("content"), {"text"}, f"{at}.content[{j}].content", ignored)}
+            if isinstance(block, dict) and block.get("type") == "tool_result"
+            else block
+            for j, block in enumerate(content)
+        ]
+    return turn | {"content": content}
+
+
+def _item(item: Tree, at: str, ignored: list[str]) -> Tree:
+    if _is_unknown(item, _ITEMS, at, ignored):
+        role = "assistant" if item["type"].endswith("_call") else "user"
+        return {"type": "message", "role": role, "content": _placeholder(item)}
+    return item | {
+        field: _texts(item[field], _PARTS, f"{at}.{field}", ignored) for field in ("content", "output") if field in item
+    }
+
+
+def _texts(parts: Any, known: set[str], at: str, ignored: list[str]) -> Any:
+    """A list of parts, with a text for each of an unknown type; any other value as it is."""
+    if not isinstance(parts, list):
+        return parts
+    return [
+        {"type": "text", "text": _placeholder(part)} if _is_unknown(part, known, f"{at}[{j}]", ignored) else part
+        for j, part in enumerate(parts)
+    ]
+
+
+def _is_unknown(tree: Any, known: Any, at: str, ignored: list[str]) -> bool:
+    kind = tree.get("type") if isinstance(tree, dict) else None
+    if not isinstance(kind, str) or kind in known:
+        return False
+    if len(ignored) < MOST_IGNORED:
+        ignored.append(at)
+    return True
+
+
+def _placeholder(tree: Tree) -> str:
+    return f"[{tree['type'][:64]} is not shown to this model]"
