@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from server.api_error import invalid
-from server.chat_message import Message, check_messages
+from server.chat_message import Message, check_messages, message_text
 from server.form import ResponseFormat, StructuredOutputs, check_form
 from server.ranges import MAX_TOP_LOGPROBS, RANGES, check_range, spell
 from server.tools import NamedTool, Tool, check_tools
@@ -114,6 +114,8 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -198,3 +200,15 @@ def check_chat(body: ChatBody) -> None:
     if len(body.documents or ()) > MAX_DOCUMENTS:
         raise invalid("documents", f"{len(body.documents or ())} documents, at most {MAX_DOCUMENTS} are allowed")
     check_messages(body.messages)
+    _check_continued(body)
+
+
+def _check_continued(body: ChatBody) -> None:
+    """An answer begins a turn of its own, or continues the last one: `add_generation_prompt` says the opposite."""
+    continues = bool(body.continue_final_message)
+    if continues == (body.add_generation_prompt is not False):
+        wanted = "false, with continue_final_message: true" if continues else "true, or continue_final_message: true"
+        raise invalid("add_generation_prompt", f"wanted {wanted}")
+    last = body.messages[-1]
+    if continues and (last.role != "assistant" or last.tool_calls or not message_text(last)):
+        raise invalid("continue_final_message", "wanted a last message that is the assistant's, a text without calls")

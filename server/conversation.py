@@ -20,11 +20,13 @@ Spell = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`tools`: what is offered, as OpenAI writes it. `variables`: what else the template is given."""
+    """`tools`: what is offered, as OpenAI writes it. `variables`: what else the template is given. `continues`: the
+    answer goes on with the last message."""
 
     messages: list[Message]
     tools: list[Tree] = field(default_factory=list)
     variables: Tree = field(default_factory=dict)
+    continues: bool = False
 
     def texts(self) -> Iterator[str]:
         """Every text of the client."""
@@ -51,7 +53,9 @@ def read_conversation(body: ChatBody) -> Conversation:
     if body.reasoning_effort is not None:
         reasons = body.reasoning_effort != "none"
         variables = {"reasoning_effort": body.reasoning_effort, "enable_thinking": reasons, "thinking": reasons}
-    return Conversation(body.messages, tools, variables | (body.chat_template_kwargs or {}))
+    return Conversation(
+        body.messages, tools, variables | (body.chat_template_kwargs or {}), bool(body.continue_final_message)
+    )
 
 
 def plain_tool(tool: Tool) -> Tree:

@@ -167,6 +167,7 @@ CHAT = Fields(
         "documents": Each(INLINE_DOCUMENT),
         "fusion": FUSION,
         "tool_choice": NAMED_TOOL,
+        **served("continue_final_message", "add_generation_prompt"),
         **served(
             "max_completion_tokens", "top_logprobs", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"
         ),
@@ -180,8 +181,7 @@ CHAT = Fields(
         **refused(_NO_REASONING, "reasoning", "thinking"),
         **refused("answers have one verbosity here", "verbosity", at=("medium",)),
         **refused(_OWN_TEMPLATE, "chat_template"),
-        **refused(_OWN_TEMPLATE, "add_generation_prompt", at=(True,)),
-        **refused(_OWN_TEMPLATE, "continue_final_message", "add_special_tokens", "echo", at=(False,)),
+        **refused(_OWN_TEMPLATE, "add_special_tokens", "echo", at=(False,)),
         **refused(_NOT_REPORTED, "return_prompt_text", at=(False,)),
     },
 )

@@ -5,12 +5,15 @@ takes is found out by rendering short chats; a chat is then written so that no m
 For a template that writes no tools, `default_tools.py` does.
 """
 
+import secrets
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
+
 from gpu.config import ModelConfig
 from server.api_error import ApiError, invalid
-from server.chat_message import CalledFunction, Message, MessageCall, Part
+from server.chat_message import CalledFunction, Message, MessageCall, Part, message_text
 from server.config import ConfigError
 from server.conversation import Conversation, Spell, Tree, plain_message, plain_tool, spell_tree
 from server.default_tools import write_calls, write_observations, write_results, write_tools
@@ -82,9 +85,23 @@ class ChatTemplate:
         if given.has_tools and self.for_tools is not None:
             return self.for_tools.render(given, spell, documents)
         try:
-            return self._write(self._adapt(given), spell, documents)
+            adapted = self._adapt(given)
+            return (
+                self._continue(adapted, spell, documents) if given.continues else self._write(adapted, spell, documents)
+            )
         except TemplateOverrun as error:
             raise invalid("messages", f"the chat template was stopped: on them it {error}") from None
+
+    def _continue(self, given: Conversation, spell: Spell, documents: list[dict[str, str]] | None) -> str:
+        """Return the prompt up to the end of the last message's text, without what the template ends a turn with."""
+        mark = f"zq{secrets.randbits(127):039d}"
+        last = given.messages[-1]
+        marked = structs.replace(last, content=message_text(last) + mark)
+        text = self._write(replace(given, messages=[*given.messages[:-1], marked]), spell, documents)
+        before, found, _ = text.rpartition(mark)
+        if not found:
+            raise invalid("messages", "the last one cannot be continued: the chat template does not write it as it is")
+        return before
 
     def _adapt(self, given: Conversation) -> Conversation:
         """The conversation in messages that the template takes."""
@@ -109,7 +126,7 @@ class ChatTemplate:
                 "messages": write_observations(plain) if self._takes_observations else plain,
                 "tools": spell_tree(given.tools, spell) or None,
                 "documents": documents,
-                "add_generation_prompt": True,
+                "add_generation_prompt": not given.continues,
             }
         )
         try:

@@ -214,6 +214,9 @@ def translate_messages(body: PromptBody) -> Translation:
         chat.reasoning_effort = "none" if body.thinking.type == "disabled" else config.effort or "medium"
     if config.format is not None:
         chat.response_format = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=config.format.schema))
+    last = messages[-1]
+    if last.role == "assistant" and not last.tool_calls and message_text(last):
+        chat.continue_final_message, chat.add_generation_prompt = True, False
     if isinstance(body, MessagesBody):
         chat.max_completion_tokens = body.max_tokens
         chat.stop = body.stop_sequences

@@ -286,3 +286,23 @@ def test_every_field_of_the_official_client_is_known():
 
     for params, fields in ((MessageCreateParamsStreaming, MESSAGES), (MessageCountTokensParams, COUNT_TOKENS)):
         assert params.__required_keys__ | params.__optional_keys__ <= set(fields.fates)
+
+
+async def test_a_last_turn_of_the_assistants_is_continued_on_both_routes(live):
+    begun = [*HI, {"role": "assistant", "content": "The capital"}]
+    whole = (await live.http.post("/v1/messages/count_tokens", json={"messages": HI})).json()["input_tokens"]
+    said = (await live.http.post("/v1/messages/count_tokens", json={"messages": begun})).json()["input_tokens"]
+    tokens = (await live.http.post("/tokenize", json={"prompt": "The capital", "add_special_tokens": False})).json()
+    assert said == whole + len(tokens["tokens"]), "neither an end of the turn nor a new one"
+    options = {"messages": begun, "max_tokens": 5, "temperature": 0}
+    own = (await live.http.post("/v1/messages", json=options)).json()["content"][0]["text"]
+    asked = options | {"continue_final_message": True, "add_generation_prompt": False}
+    chat = await live.http.post("/v1/chat/completions", json=asked)
+    assert chat.json()["choices"][0]["message"]["content"] == own
+    for wrong, param in (
+        ({"continue_final_message": True}, "add_generation_prompt"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        (asked | {"messages": HI}, "continue_final_message"),
+    ):
+        answer = await live.http.post("/v1/chat/completions", json=options | wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -63,6 +63,9 @@ POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messag
          "/tokenize", "/detokenize", "/v1/documents")  # fmt: skip
 # what compares two fields, or a field with the text of another, no schema can say: all that refuses what one allows
 UNSAID = (
+    r"^(add_generation_prompt|continue_final_message): ",
+    r"the last one cannot be continued",
+    r"^input length and `max_tokens` exceed context limit",
     r"^best_of: got .* wanted n ",
     r"^min_tokens: got .* more than the .* of max_tokens$",
     r"^max_tokens: differs from max_completion_tokens",

@@ -221,3 +221,18 @@ def test_a_missing_or_broken_tokenizer_stops_the_program_with_one_line(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read"):
         Tokenizer(tmp_path, None)
+
+
+# --- a last turn that is continued ------------------------------------------------------------------------------------
+
+
+def test_a_continued_turn_is_the_prompts_end_and_its_own_end_is_not_written(tokenizer):
+    template = load_template(ModelConfig(path=REFERENCE), tokenizer)
+    turns = [*TURN, Message(role="assistant", content="It is<|end|>")]
+    whole = template.render(turns, str)
+    text = template.render(Conversation(turns, continues=True), str)
+    assert text.endswith("<|assistant|>\nIt is<|end|>")
+    assert whole.startswith(text + "<|end|>")
+    deaf = ChatTemplate("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", {})
+    with pytest.raises(ApiError, match="cannot be continued"):
+        deaf.render(Conversation(turns, continues=True), str)
