@@ -174,8 +174,9 @@ def test_the_benchmark_times_prompts_as_the_server_answers_them(tmp_path: Path) 
         served = {length: time_prompts(server, length) for length in PROMPT_LENGTHS}
     told = tmp_path / "rows.json"
     lengths = ",".join(map(str, PROMPT_LENGTHS))
-    command = [sys.executable, "-m", "server.commands", "bench", "engine", "--random-weights", SHAPE, "--batch", "1",
-               "--steps", "16", "--rounds", "3", "--prompts", lengths, "--json", str(told)]  # fmt: skip
+    start = "import sys; from bench.cli import app; app(sys.argv[1:])"  # also where the project is not installed
+    command = [sys.executable, "-c", start, "engine", "--random-weights", SHAPE, "--batch", "1", "--steps", "16",
+               "--rounds", "3", "--prompts", lengths, "--json", str(told)]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
