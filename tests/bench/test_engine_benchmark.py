@@ -101,6 +101,7 @@ def test_prompts_are_timed_by_an_engine_that_is_loaded_as_a_server_loads_its_own
     monkeypatch.setattr(Runner, "warm_up", lambda runner, tokens: (warmed.append(tokens), real_warm(runner, tokens))[1])
     monkeypatch.setattr(Runner, "_launch", launch)
     told: list[float] = []
+    monkeypatch.setattr(bench.engine, "_MOST_PROMPTS", 4)
     real_ms = bench.engine._prefill_ms
     monkeypatch.setattr(bench.engine, "_prefill_ms", lambda *given: (told.append(real_ms(*given)), told[-1])[1])
     _, row = run_engine_benchmark(asked, Console(quiet=True))
