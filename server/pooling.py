@@ -3,13 +3,13 @@
 Knows no request. What a model does not suit is refused where it is asked for, with what to set.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpu.config import ModelConfig
 from gpu.model.gguf.file import is_gguf, read_gguf
+from gpu.model.json_files import read_object
 from gpu.model.spec import ModelError
 from gpu.pooling import Pooling, PoolingKind
 from server.config import ConfigError
@@ -54,12 +54,12 @@ def _read_kind(model: ModelConfig) -> PoolingKind | None:
     if model.path is not None and is_gguf(model.path):
         return _read_gguf_kind(model.path)
     path = None if model.path is None else model.path / _POOLING_FILE
-    if path is None or not path.is_file():
-        return "last"
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {path} cannot be read: {' '.join(str(error).split())}") from None
+        tree = None if path is None else read_object(path)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+    if tree is None:
+        return "last"
     modes = [mode for mode, is_on in tree.items() if mode.startswith("pooling_mode_") and is_on is True]
     return _KINDS.get(modes[0]) if len(modes) == 1 else None
 

@@ -4,12 +4,13 @@ asks, or as OpenAI does.
 `do_sample: false` there is the most likely token. Values are held to the ranges of a request's fields.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gpu.model.gguf.file import is_gguf, read_gguf
+from gpu.model.gguf.header import shown
+from gpu.model.json_files import read_object
 from gpu.model.spec import ModelError
 from server.api_error import ApiError
 from server.config import ConfigError, Deployment
@@ -41,14 +42,9 @@ def load_sampling_defaults(deployment: Deployment) -> SamplingDefaults:
 
 def read_sampling_defaults(path: Path) -> SamplingDefaults:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return SamplingDefaults()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"model: {path} holds {type(tree).__name__}; wanted an object")
-    return _defaults(path, tree)
+        return _defaults(path, read_object(path) or {})
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
 
 
 def read_gguf_defaults(path: Path) -> SamplingDefaults:
@@ -69,7 +65,7 @@ def _defaults(path: Path, tree: dict[str, Any]) -> SamplingDefaults:
 
 
 def _number(path: Path, name: str, value: object) -> float:
-    what = f"model: {path}: {name} is {value!r}; correct it, or set server.generation_defaults: openai"
+    what = f"model: {path}: {name} is {shown(value)}; correct it, or set server.generation_defaults: openai"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(what)
     try:

@@ -4,6 +4,7 @@ Its files are read by `gpu.model.vocabulary`; which tokens end a text says `gpu.
 request; the invariant is that `token_bytes` of a sequence, joined, is what its text is made of.
 """
 
+import re
 from pathlib import Path
 from threading import Lock
 
@@ -16,8 +17,7 @@ from gpu.model.vocabulary import read_vocabulary, token_text
 from server.config import ConfigError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-
-
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _PIECE_CHARS = 32_768  # of a long text, tokenised to count its tokens
 _LONG_CHARS_PER_TOKEN = 6  # a text with fewer for each token that it may have is not counted before it is tokenised
 
@@ -162,8 +162,8 @@ class Tokenizer:
                 return bytes(_BYTE_OF[char] for char in token)
             except KeyError:
                 return bytes(token.encode())
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
         return bytes(token.replace("▁", " ").encode())
 
     def _eos_ids(self, model_folder: Path) -> list[int]:

@@ -33,6 +33,7 @@ from gpu.model.weights import Progress, Weights, allocate_weights, served
 
 log = logging.getLogger(__name__)
 
+_MOST_WEIGHTS_PER_BYTE = 8  # more than any format has
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # of integers
 _SCALE_ENDS = (".scales", ".weight_scale")
 # Of a KV cache, as publishers of quantised files name them.
@@ -80,6 +81,7 @@ def check_checkpoint(folder: Path, architecture: Architecture) -> Source:
     with it, and `tandem plan` asks it.
     """
     source = open_source(folder, architecture)
+    _check_size(source, architecture)
     _check_tensors(source, wanted_tensors(architecture), architecture)
     _find_scales(source, architecture)
     return source
@@ -148,6 +150,18 @@ def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
         "weights folder=%s gib=%.2f seconds=%.1f gib_s=%.2f peak_rss_gib=%.2f",
         folder, num_bytes / 2**30, seconds, num_bytes / 2**30 / max(seconds, 1e-9), peak_bytes / 2**30,
     )  # fmt: skip
+
+
+def _check_size(source: Source, architecture: Architecture) -> None:
+    """Raises ModelError where the files cannot hold what the configuration asks for, before anything is made for each
+    of its heads and tensors.
+    """
+    num_bytes = sum(path.stat().st_size for path in source.files)
+    if architecture.num_weights > _MOST_WEIGHTS_PER_BYTE * num_bytes:
+        raise ModelError(
+            f"model: {source.listed_by}: {source.described_by} asks for {architecture.num_weights:,} weights; its "
+            f"files have {num_bytes:,} bytes"
+        )
 
 
 def _check_tensors(source: Source, wanted: dict[str, StoredTensor], architecture: Architecture) -> None:

@@ -4,6 +4,7 @@ It refuses to know families. Invariant: every key is read, harmless (listed so, 
 model), empty, or refused by name.
 """
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ _OLDER = frozenset(
     )
 )  # fmt: skip
 
+_MOST_INT = 2**31 - 1
+# Something is made for each of these before the files' tensors are looked at: a few times what any published model has.
+_MOST_OF = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts"), 1024)
+
 
 class ConfigKeys:
     """defaults: what absent keys of this family mean; source: names the file in errors."""
@@ -48,7 +53,10 @@ class ConfigKeys:
     def positive(self, key: str, kind: type) -> Any:
         value = self.get(key)
         if not _is_positive(value, kind):
-            raise ModelError(f"model: {self.source}: {key} is {value!r}; wanted a positive {kind.__name__}")
+            raise ModelError(f"model: {self.source}: {key} is {_short(value)}; wanted a positive {kind.__name__}")
+        most = sys.float_info.max if kind is float else _MOST_OF.get(key, _MOST_INT)
+        if value > most:
+            raise ModelError(f"model: {self.source}: {key} is {_short(value)}; wanted {most:,} at most")
         return value
 
     def optional(self, key: str, kind: type) -> Any:
@@ -72,7 +80,7 @@ class ConfigKeys:
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        return as_ids(self._config.get(key))
+        return as_ids(key, self._config.get(key), self.source)
 
     def refuse_unread(self, named: Collection[str] | None, harmless: Collection[str], ignored: Sequence[str]) -> None:
         """Raises ModelError for the first key that is neither read, harmless, empty nor `ignored`.

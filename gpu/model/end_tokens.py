@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu.model.gguf.file import is_gguf
+from gpu.model.gguf.header import shown
 from gpu.model.gguf.tokens import gguf_end_token_ids
 from gpu.model.json_files import read_object
 from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
+from gpu.model.spec import ModelError
 from gpu.model.tokenizer_settings import read_tokenizer_settings
 
 
@@ -21,13 +23,20 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
         return gguf_end_token_ids(folder)
     config = read_object(folder / "config.json") or {}
     trees = [config, config.get("text_config"), read_object(folder / "generation_config.json")]
-    ids = {token_id for tree in trees if isinstance(tree, dict) for token_id in as_ids(tree.get("eos_token_id"))}
+    objects = [tree for tree in trees if isinstance(tree, dict)]
+    ids = {token_id for tree in objects for token_id in as_ids("eos_token_id", tree.get("eos_token_id"), str(folder))}
     return tuple(sorted(ids | _tokenizers_own(folder)))
 
 
-def as_ids(value: Any) -> tuple[int, ...]:
-    """`eos_token_id`, which is a number, a list of them, or null."""
-    return tuple(value if isinstance(value, list) else [] if value is None else [value])
+def as_ids(key: str, value: Any, source: str) -> tuple[int, ...]:
+    """Return the ids of a key like `eos_token_id`, which is a number, a list of them, or null. source: names the file
+    in errors. Raises ModelError for anything else.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    wrong = [one for one in ids if type(one) is not int]
+    if wrong:
+        raise ModelError(f"model: {source}: {key} is {shown(wrong[0])}; wanted the id of a token, or a list of them")
+    return tuple(ids)
 
 
 def _tokenizers_own(folder: Path) -> set[int]:
@@ -39,6 +48,8 @@ def _tokenizers_own(folder: Path) -> set[int]:
         pieces = read_sentencepiece(folder / MODEL_FILE)
         known, text = dict(enumerate(pieces.texts)), text or pieces.text_of(pieces.eos_id)
     if isinstance(added, dict):
+        if not all(token_id.isdecimal() and isinstance(token, dict) for token_id, token in added.items()):
+            raise ModelError(f"model: {folder}: added_tokens_decoder: wanted an object, with its content, for each id")
         known |= {int(token_id): token.get("content") for token_id, token in added.items()}
     elif not known:
         tokens = (read_object(folder / "tokenizer.json") or {}).get("added_tokens") or []

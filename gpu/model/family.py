@@ -13,6 +13,7 @@ from typing import Any
 import gpu.model.families
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope, rotary_share, with_rope
+from gpu.model.gguf.header import shown
 from gpu.model.library_keys import read_library_keys
 from gpu.model.quantisation import parse_quantisation, without_quantisation
 from gpu.model.spec import Architecture, LayerSpec, ModelError
@@ -124,12 +125,17 @@ def parse_sizes(
     if heads % kv_heads:
         raise ModelError(f"model: {keys.source}: {heads} query heads over {kv_heads} KV heads; wanted a multiple")
     dim = keys.optional("head_dim", int) or hidden // heads
-    if dim % 2:
+    if dim < 2 or dim % 2:
         raise ModelError(f"model: {keys.source}: head_dim is {dim}; wanted an even number")
     rope, max_positions = parse_rope(keys) if "rope" not in more else (more["rope"], more["max_context_tokens"])
     share = rotary_share(keys)
     if share != 1 and not rotates_part:
         raise ModelError(f"model: {keys.source}: partial_rotary_factor is {share}; served: 1.0")
+    rotary = int(dim * share)
+    if share != 1 and (rotary < 2 or rotary % 2):
+        raise ModelError(
+            f"model: {keys.source}: partial_rotary_factor is {share}, {rotary} of a head's {dim}; wanted an even number"
+        )
     bos = keys.token_ids("bos_token_id")
     fields: dict[str, Any] = {
         "name": name,
@@ -147,7 +153,7 @@ def parse_sizes(
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": keys.token_ids("eos_token_id"),
         "layer_pattern": _period(tuple(layer_pattern)),
-        "rotary_dim": None if share == 1 else int(dim * share),
+        "rotary_dim": None if share == 1 else rotary,
     }
     return Architecture(**(fields | more))
 
@@ -170,7 +176,7 @@ def find_windows(
         known = ("sliding_attention", "full_attention")
         if not isinstance(types, list) or len(types) != len(is_window_layer) or any(t not in known for t in types):
             wanted = f"{len(is_window_layer)} of {', '.join(map(repr, known))}"
-            raise ModelError(f"model: {keys.source}: layer_types is {types!r}; wanted {wanted}")
+            raise ModelError(f"model: {keys.source}: layer_types is {shown(types)}; wanted {wanted}")
         is_window_layer = [one == known[0] for one in types]
     if window is None or window >= max_positions:
         return [None] * len(is_window_layer)

@@ -13,8 +13,10 @@ def read_object(path: Path) -> dict[str, Any] | None:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a number may be too long to read, and an object too deep
         raise ModelError(f"model: {path} is not valid JSON ({error})") from None
+    except OSError as error:
+        raise ModelError(f"model: {path} cannot be read ({error.strerror}); wanted a JSON object") from None
     if not isinstance(tree, dict):
         raise ModelError(f"model: {path} holds {type(tree).__name__}; wanted a JSON object")
     return tree

@@ -99,7 +99,7 @@ def parse_quantisation(config: Mapping[str, Any], source: str) -> Quantisation |
     method = value.get("quant_method") or ("compressed-tensors" if "config_groups" in value else None)
     if method == "bitsandbytes" or (method is None and ("load_in_4bit" in value or "load_in_8bit" in value)):
         raise ModelError(f"model: {source}: {key}: a bitsandbytes checkpoint, which is not served; {_INSTEAD}")
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise keys.refused("quant_method", method, f"served: {', '.join(map(repr, _METHODS))}")
     keys.get("quant_method")
     quantisation = _METHODS[method](keys)

@@ -3,12 +3,13 @@
 It refuses to know what tensors are. Invariant: a file that the index lists is there, whole, with what is listed of it.
 """
 
-import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from gpu.model.gguf.folder import name_gguf_files
+from gpu.model.gguf.header import shown
+from gpu.model.json_files import read_object
 from gpu.model.spec import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -50,13 +51,9 @@ def find_files(folder: Path) -> dict[Path, list[str]]:
 
 def _read_index(path: Path) -> dict[str, object]:
     """Return the name of a file for each tensor."""
-    try:
-        index = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"model: {path} is not valid JSON ({error})") from None
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = (read_object(path) or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"model: {path}: weight_map is {weight_map!r}; wanted tensor names to file names")
+        raise ModelError(f"model: {path}: weight_map is {shown(weight_map)}; wanted tensor names to file names")
     return weight_map
 
 

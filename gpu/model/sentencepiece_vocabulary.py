@@ -107,11 +107,19 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[int, AddedT
 
 def _frame(vocabulary: Vocabulary, settings: Mapping[str, Any]) -> None:
     """What stands before and behind a text that is encoded with special tokens."""
-    frame, ids = ["$A"], []
-    for key, name, absent, place in (("add_bos_token", "bos_token", True, 0), ("add_eos_token", "eos_token", False, 2)):
-        text = settings.get(name)
-        if text is not None and settings.get(key, absent):
-            frame.insert(place, text)
-            ids.append((text, vocabulary.token_to_id(text)))
-    if ids:
-        vocabulary.post_processor = processors.TemplateProcessing(single=" ".join(frame), special_tokens=ids)
+    begin = settings.get("bos_token") if settings.get("add_bos_token", True) else None
+    end = settings.get("eos_token") if settings.get("add_eos_token", False) else None
+    frame_texts(vocabulary, begin, end)
+
+
+def frame_texts(vocabulary: Vocabulary, begin: str | None, end: str | None) -> None:
+    """Put these tokens before and behind texts. They stand under names of our own: the template's syntax would cut a
+    token at a space or a colon.
+    """
+    named = {name: text for name, text in (("begin", begin), ("end", end)) if text is not None}
+    if named:
+        pieces = [name for name in ("begin", "$A", "end") if name in named or name == "$A"]
+        specials = [
+            {"id": name, "ids": [vocabulary.token_to_id(text)], "tokens": [text]} for name, text in named.items()
+        ]
+        vocabulary.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=specials)

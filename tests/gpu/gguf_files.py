@@ -266,9 +266,9 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
-        writer.add_uint32(key, value)
+        (writer.add_uint32 if value < 2**32 else writer.add_uint64)(key, value)
     elif isinstance(value, float):
-        writer.add_float32(key, value)
+        (writer.add_float64 if 1e38 < abs(value) < float("inf") else writer.add_float32)(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
     else:

@@ -181,13 +181,10 @@ def test_experts_with_tensors_of_their_own_are_those_of_one_for_all(family: str,
 def test_an_expert_too_many_or_too_few_is_told(tmp_path: Path) -> None:
     plain = checkpoint("mixtral").folder
     count = json.loads((plain / "config.json").read_text())["num_local_experts"]
-    for said, words in (
-        (count - 1, rf"experts\.{count - 1}\.w1\.weight is not one of"),
-        (count + 1, "ffn_gate_inp.weight is"),
-    ):
+    for said in (count - 1, count + 1):
         path = write(plain, tmp_path / f"{said}.gguf", all_of("Q8_0"), {"llama.expert_count": said}, one_each=True,
                      is_alone=True)  # fmt: skip
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError, match=f"expert_count is {said}; wanted {count}, of which the file has tensors"):
             packed(path)
 
 
@@ -382,7 +379,7 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, monkeypatch: py
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; served: 'llama', 'qwen2'"),
     "unknown key": ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, and nothing here knows what that means"),
-    "experts": ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok is 9; wanted at most 8"),
+    "experts": ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "llama.expert_count is 8; wanted 0, of which"),
     "value heads": ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; wanted as many as keys"),
     "no layers": ({"llama.block_count": None}, "num_hidden_layers is None; wanted a positive int"),
     "too many layers": ({"llama.block_count": 4}, "llama.block_count is 4; the file has tensors of 3 layers"),

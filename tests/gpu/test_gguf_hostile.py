@@ -310,6 +310,16 @@ ODD = {
     "tokens as a text": ({"tokenizer.ggml.tokens": "abc"}, "tokenizer.ggml.tokens is 'abc'; wanted a list of texts"),
     "a template that is none": ({"tokenizer.chat_template": 3}, "tokenizer.chat_template is 3; wanted a text"),
     "a named template": ({"tokenizer.chat_template.x": 5}, "tokenizer.chat_template.x is 5; wanted a text"),
+    "a part of no number": ({"split.no": "0"}, "split.no is '0'; wanted a whole number"),
+    "a list of parts": ({"split.count": [1, 1]}, "split.count is [1, 1]; wanted a whole number"),
+    "a long list of vocabularies": ({"llama.vocab_size": [8] * 1000}, "llama.vocab_size is [8, 8"),
+    "more than float32 holds": ({"llama.rope.freq_base": 1e300},
+                                "rope.freq_base is 1e+300; wanted a number that float32 holds"),
+    "heads without end": ({"llama.attention.head_count": 2**31 - 1, "llama.attention.head_count_kv": 1,
+                           "llama.attention.key_length": 16}, "its metadata asks for"),
+    "a width without end": ({"llama.feed_forward_length": 2**63 - 1},
+                            "intermediate_size is 9223372036854775807; wanted 2,147,483,647 at most"),
+    "merges of two lines": ({"tokenizer.ggml.merges": ["t a\nb"]}, "merges do not fit its tokens"),
     "cuts that are none": ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre is ['gpt-2']; wanted a text"),
 }  # fmt: skip
 
@@ -323,6 +333,38 @@ def test_values_of_the_wrong_kind_are_refused_by_their_key(name: str, tmp_path: 
         read_everything(path)
     assert words in str(refused.value), str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("count", [5, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_not_there_are_refused_at_once(family: str, count: int, tmp_path: Path) -> None:
+    plain = checkpoint(family).folder
+    prefix = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}[family]
+    changes = {f"{prefix}.expert_count": count, f"{prefix}.expert_used_count": 2}
+    path = write(plain, tmp_path / "model.gguf", lambda _: "F16", changes, is_alone=True)
+    began = time.monotonic()
+    with pytest.raises(ModelError, match=rf"expert_count is {count}; wanted \d+, of which the file has tensors"):
+        read_architecture(path)
+    assert time.monotonic() - began < MOST_SECONDS
+
+
+def test_half_a_pair_of_numbers_is_not_rotated(tmp_path: Path) -> None:
+    plain = checkpoint("glm4").folder
+    path = write(plain, tmp_path / "model.gguf", lambda _: "F16", {"glm4.rope.dimension_count": 1}, is_alone=True)
+    with pytest.raises(ModelError, match=r"partial_rotary_factor is .*; wanted an even number"):
+        read_architecture(path)
+
+
+@pytest.mark.parametrize("token", ["<s> x", "a:0", "$x", "$A"])
+@pytest.mark.parametrize("key", ["bos", "eos"])
+def test_a_begin_or_end_token_may_be_any_text(key: str, token: str, tmp_path: Path) -> None:
+    plain, words = checkpoint("llama2").folder, vocabulary(320)
+    words["tokenizer.ggml.tokens"][300] = token
+    words |= {f"tokenizer.ggml.add_{key}_token": True, f"tokenizer.ggml.{key}_token_id": 300}
+    path = write(plain, tmp_path / "model.gguf", lambda _: "F16", words, is_alone=True)
+    ids = read_vocabulary(path)[0].encode("the").ids
+    assert ids[0 if key == "bos" else -1] == 300
+    assert len(ids) == 2
 
 
 def test_equal_numbers_for_each_layer_are_one_number(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from gpu.config import ModelConfig
 from gpu.model.architecture import ModelError, load_architecture, read_architecture
-from gpu.model.checkpoint import load_weights
+from gpu.model.checkpoint import check_checkpoint, load_weights
 from gpu.model.matrix_formats import output_format, weight_bytes
 from gpu.model.tensor_check import check_model
 from gpu.model.weights import Weights
@@ -258,3 +258,38 @@ def test_of_weights_that_are_still_fetched_the_index_says_whether_a_matrix_is_ti
     assert not read_architecture(tmp_path).tied_embeddings
     (tmp_path / "model.safetensors.index.json").unlink()
     assert read_architecture(tmp_path).tied_embeddings
+
+
+ODD_KEYS = {
+    "layers without end": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; wanted 1,024 at most"),
+    "a size of thirty digits": ({"hidden_size": 10**30}, "hidden_size is 1000000000000000000000000000000; wanted 2,"),
+    "heads without end": ({"num_attention_heads": 2**30, "head_dim": 16}, "config.json asks for"),
+    "more heads than numbers": ({"num_attention_heads": 2**30}, "head_dim is 0; wanted an even number"),
+    "end tokens that are objects": ({"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}; wanted the id of a token"),
+    "a list of methods": ({"quantization_config": {"quant_method": ["gptq"]}}, "quant_method is ['gptq']; served:"),
+    "an epsilon without end": ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_KEYS)
+def test_odd_values_of_a_configuration_are_refused_in_one_line_at_once(name: str, tmp_path: Path) -> None:
+    changes, words = ODD_KEYS[name]
+    folder = shutil.copytree(checkpoint("llama2").folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError) as refused:
+        check_checkpoint(folder, read_architecture(folder))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+UNREADABLE = {"too deep": "[" * 100_000, "a number of 6,000 digits": '{"a": ' + "9" * 6000 + "}", "cut": "{"}
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_json_that_cannot_be_read_is_refused_by_its_file(file: str, content: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint("llama2").folder, tmp_path / "model")
+    (folder / file).write_text(UNREADABLE[content])
+    with pytest.raises(ModelError, match=f"{file} is not valid JSON"):
+        check_checkpoint(folder, read_architecture(folder))

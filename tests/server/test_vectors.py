@@ -213,7 +213,7 @@ def test_pooling_is_as_the_folder_says_unless_the_deployment_does(tmp_path, toke
     assert (kind is None) == ("set model.pooling" in found.why_not)
     assert vectors_of(tmp_path, tokenizer, pooling="mean").embedding.kind == "mean"
     (tmp_path / "1_Pooling" / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         vectors_of(tmp_path, tokenizer)
 
 

@@ -31,6 +31,8 @@ OUTPUT = "output.weight"
 # Tensors that say how tokens are rotated, read here and by no layer.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _OF_LAYER = re.compile(r"blk\.(\d{1,6})\.")
+_OF_EXPERT = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)\.(\d{1,6})\.weight")  # of one, as files had them first
+_OF_ALL_EXPERTS = "_exps.weight"
 _SIZES = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -68,6 +70,8 @@ class _Keys:
 
     def take(self, key: str, absent: Any = None) -> Any:
         value = self._left.pop(key, absent)
+        if isinstance(value, float) and abs(value) > float(np.finfo(np.float32).max):
+            raise self.refused(key, value, "a number that float32 holds")
         return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-5 as it was meant
 
     def word(self, key: str, absent: str) -> str:
@@ -77,11 +81,11 @@ class _Keys:
             raise self.refused(key, value, "a text")
         return value
 
-    def size(self, key: str) -> int | None:
-        """Return a count of 1 or more; None: the file does not say. Raises ModelError for anything else."""
+    def size(self, key: str, least: int) -> int | None:
+        """Return a count of `least` or more; None: the file does not say. Raises ModelError for anything else."""
         value = self.number(key)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise self.refused(key, value, "a whole number of 1 or more")
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise self.refused(key, value, f"a whole number of {least} or more")
         return value
 
     def number(self, key: str, absent: Any = None) -> Any:
@@ -134,8 +138,8 @@ def as_config(file: GgufFile) -> dict[str, Any]:
             f"model: {file.path}: tensor {EMBEDDING} is {list(file.tensors[EMBEDDING].shape)}; wanted rows and columns"
         )
     keys = _Keys(file, name)
-    config: dict[str, Any] = {ours: keys.size(theirs) for theirs, ours in _SIZES.items()}
-    config |= {"model_type": MODEL_TYPES[name]} | _experts(keys, name)
+    config: dict[str, Any] = {ours: keys.size(theirs, 1) for theirs, ours in _SIZES.items()}
+    config |= {"model_type": MODEL_TYPES[name]} | _experts(file, keys, name)
     config |= {
         "vocab_size": _vocab_size(file, keys),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
@@ -158,14 +162,25 @@ def as_config(file: GgufFile) -> dict[str, Any]:
     return config | keys.left()
 
 
-def _experts(keys: _Keys, name: str) -> dict[str, Any]:
-    """Of a mixture, with its model type; llama.cpp makes the weights of Qwen3's that are taken sum to 1."""
-    count = keys.number("expert_count", 0)
+def _count_experts(file: GgufFile) -> int:
+    """Return the experts that a layer has tensors of."""
+    stacked = [tensor.shape[0] for name, tensor in file.tensors.items() if name.endswith(_OF_ALL_EXPERTS)]
+    single = [int(found[1]) + 1 for name in file.tensors if (found := _OF_EXPERT.fullmatch(name))]
+    return max(stacked + single, default=0)
+
+
+def _experts(file: GgufFile, keys: _Keys, name: str) -> dict[str, Any]:
+    """Of a mixture, with its model type; llama.cpp makes the weights of Qwen3's that are taken sum to 1. As with
+    layers, more experts than the file has tensors of are refused before anything is made for each.
+    """
+    count = keys.size("expert_count", 0) or 0
     if bool(count) != (name in _MIXTURES) and name != "llama":
         wanted = "a positive number" if name in _MIXTURES else "0: of its mixtures of experts none is served"
         raise keys.refused("expert_count", count, wanted)
     if not count:
         return {}
+    if count != _count_experts(file):
+        raise keys.refused("expert_count", count, f"{_count_experts(file)}, of which the file has tensors")
     found = {"model_type": _MIXTURES[name], "num_experts_per_tok": _positive(keys, "expert_used_count")}
     if name == "llama":
         return found | {"num_local_experts": count}
@@ -173,10 +188,10 @@ def _experts(keys: _Keys, name: str) -> dict[str, Any]:
     return found | {"num_experts": count, "moe_intermediate_size": size, "norm_topk_prob": True}
 
 
-def _positive(keys: _Keys, key: str) -> Any:
-    value = keys.number(key)
-    if not value:
-        raise keys.refused(key, value, "a positive number")
+def _positive(keys: _Keys, key: str) -> int:
+    value = keys.size(key, 1)
+    if value is None:
+        raise keys.refused(key, value, "a whole number of 1 or more")
     return value
 
 
@@ -186,7 +201,7 @@ def _vocab_size(file: GgufFile, keys: _Keys) -> int:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if tokens is not None and not isinstance(tokens, list):
         raise ModelError(f"model: {file.path}: tokenizer.ggml.tokens is {shown(tokens)}; wanted a list of texts")
-    stated = keys.take("vocab_size", rows)
+    stated = keys.size("vocab_size", 1) or rows
     for what, count in ((f"{keys.prefix}vocab_size", stated), ("tokenizer.ggml.tokens", len(tokens or ()) or rows)):
         if count != rows:
             raise ModelError(f"model: {file.path}: {what} says {count} tokens, and {EMBEDDING} has {rows} rows")
@@ -195,10 +210,10 @@ def _vocab_size(file: GgufFile, keys: _Keys) -> int:
 
 def _heads(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = config.get("hidden_size") or 0, config.get("num_attention_heads") or 1
-    dim = keys.size("attention.key_length") or hidden // heads
+    dim = keys.size("attention.key_length", 1) or hidden // heads
     if not dim:
         raise keys.refused("attention.head_count", heads, f"at most as many as the hidden size, {hidden}")
-    value_dim = keys.size("attention.value_length") or dim
+    value_dim = keys.size("attention.value_length", 1) or dim
     if value_dim != dim:
         raise keys.refused("attention.value_length", value_dim, f"as many as keys have, {dim}")
     rotated = keys.number("rope.dimension_count", dim)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu.model.gguf.header import HeaderError, read_header
+from gpu.model.gguf.header import HeaderError, read_header, shown
 from gpu.model.spec import ModelError
 
 _NUMPY = {"F32": "<f4", "F16": "<f2"}
@@ -111,7 +111,7 @@ def _read(stamps: tuple[tuple[Path, int, int], ...]) -> GgufFile:
     tensors: dict[str, GgufTensor] = {}
     for number, (path, _, _) in enumerate(stamps):
         fields, found = _read_part(path)
-        said = fields.get("split.count", 0) or 1, fields.get("split.no", 0)
+        said = _part_field(path, fields, "split.count") or 1, _part_field(path, fields, "split.no")
         if said != (len(stamps), number):
             raise ModelError(
                 f"model: {path} says that it is part {said[1] + 1} of {said[0]}; by its name it is {number + 1} of "
@@ -123,6 +123,14 @@ def _read(stamps: tuple[tuple[Path, int, int], ...]) -> GgufFile:
                 raise ModelError(f"model: {path}: tensor {tensor.name} is in {tensors[tensor.name].path}, too")
             tensors[tensor.name] = tensor
     return GgufFile(tuple(path for path, _, _ in stamps), metadata, tensors)
+
+
+def _part_field(path: Path, fields: dict[str, Any], key: str) -> int:
+    """Return what a file says of the parts it is one of; 0: nothing. Raises ModelError for what is no number."""
+    value = fields.get(key, 0)
+    if type(value) is not int:
+        raise ModelError(f"model: {path}: {key} is {shown(value)}; wanted a whole number")
+    return value
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:

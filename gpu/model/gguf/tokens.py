@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
 
 from gpu.model.gguf.cuts import ALIASES, CUTS, WHOLE_FIRST
 from gpu.model.gguf.file import GgufFile, read_gguf
 from gpu.model.gguf.header import shown
 from gpu.model.sentencepiece_file import Kind, SentencepieceFile
-from gpu.model.sentencepiece_vocabulary import assemble_vocabulary
+from gpu.model.sentencepiece_vocabulary import assemble_vocabulary, frame_texts
 from gpu.model.spec import ModelError
 
 _GGML = "tokenizer.ggml."
@@ -162,7 +162,7 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[Kind], settings: 
     try:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=named in WHOLE_FIRST)
     except Exception as error:  # tokenizers raises bare Exception
-        raise ModelError(f"model: {file.path}: {_GGML}merges do not fit its tokens: {error}") from None
+        raise ModelError(f"model: {file.path}: {_GGML}merges do not fit its tokens: {shown(str(error))}") from None
     vocabulary = Vocabulary(model)
     if cuts == CUTS["qwen2"]:
         vocabulary.normalizer = normalizers.NFC()
@@ -177,12 +177,8 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[Kind], settings: 
     ]
     vocabulary.add_tokens(added)
     begins = settings.get("add_bos_token", named in WHOLE_FIRST)
-    frame = [settings[name] for name, is_there in (("bos_token", begins), ("eos_token", settings.get("add_eos_token")))
-             if is_there and name in settings]  # fmt: skip
-    if frame:
-        ends = [*frame[:1], "$A", *frame[1:]] if begins and "bos_token" in settings else ["$A", *frame]
-        ids = [(text, vocabulary.token_to_id(text)) for text in dict.fromkeys(frame)]
-        vocabulary.post_processor = processors.TemplateProcessing(single=" ".join(ends), special_tokens=ids)
+    end = settings.get("eos_token") if settings.get("add_eos_token") else None
+    frame_texts(vocabulary, settings.get("bos_token") if begins else None, end)
     return vocabulary
 
 
