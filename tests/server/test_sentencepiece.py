@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tokenizers import Tokenizer as Vocabulary
+from tokenizers import models
 
 from bench.load.tokens import load_tokenizer
 from gpu.model.end_tokens import end_token_ids
@@ -132,3 +134,10 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
         Tokenizer(tmp_path, None)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is missing, and so is tokenizer\.model"):
         Tokenizer(tmp_path / "none", None)
+
+
+@pytest.mark.parametrize(("token", "spelt"), [("<0x0A>", b"\n"), ("<0xZZ>", b"<0xZZ>"), ("<0x\x01D>", b"<0x\x01D>")])
+def test_only_byte_tokens_stand_for_a_byte(token: str, spelt: bytes, tmp_path: Path) -> None:
+    vocabulary = Vocabulary(models.BPE(vocab={token: 0, "a": 1}, merges=[]))
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path, None).token_bytes(0) == spelt
