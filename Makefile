@@ -35,8 +35,17 @@ test-gpu:
 CLIENTS := .venv-clients
 CLIENT_NAMES := $(patsubst tests/clients/%.txt,%,$(wildcard tests/clients/*.txt))
 
-test-clients: $(VENV)/installed-$(EXTRA)-test $(CLIENT_NAMES:%=$(CLIENTS)/%/installed)
-	$(BIN)/python -m tests.clients $(CLIENTS) $(CLIENT_NAMES)
+# The agents are npm's. Without npm they are left out, and the target says so and fails in the end.
+AGENTS := $(if $(shell command -v npm),$(CLIENTS)/agents/installed)
+
+test-clients: $(VENV)/installed-$(EXTRA)-test $(CLIENT_NAMES:%=$(CLIENTS)/%/installed) $(AGENTS)
+	$(BIN)/python -m tests.clients $(CLIENTS)
+
+$(CLIENTS)/agents/installed: tests/clients/agents.json
+	mkdir -p $(@D)
+	cp $< $(@D)/package.json
+	npm install --prefix $(@D) --ignore-scripts --no-audit --no-fund --no-package-lock --no-update-notifier
+	@touch $@
 
 $(CLIENTS)/%/installed: tests/clients/%.txt | $(VENV)/made
 	$(BIN)/python -m venv $(CLIENTS)/$*

@@ -1,8 +1,9 @@
 """Runs each client's program, with its own interpreter, against servers that this one starts.
 
-`python -m tests.clients ENVIRONMENTS [NAME ...]`, where each program has an environment of its own name. A program gets
-the addresses of the reference model and of the scripted one, and the file into which it writes what the scripted one is
-to say. Ends with 1 if one of them fails.
+`python -m tests.clients ENVIRONMENTS [NAME ...]`, where each program has an environment of its own name; those that
+drive an agent from npm share `agents`. A program gets the addresses of the reference model and of the scripted one, and the
+file into which it writes what the scripted one is to say. Ends with 1 if one of them fails, and else with 3 if the
+agents were left out because npm is not there.
 """
 
 import json
@@ -21,6 +22,9 @@ from tests.server.program import Program
 from tests.server.scripted_model import HERMES, make_model
 
 PROGRAMS = ("instructor_answers", "langchain_openai_agent", "litellm_calls", "pydantic_ai_agent")
+AGENT_PROGRAMS = ("claude_code", "codex")
+AGENT_CONTEXT = 200_000  # the agents' own instructions and tools take 30,000 tokens of the reference tokenizer's
+CLOSED_PROXY = "http://127.0.0.1:9"  # where requests for any other host end
 _SERVE = (
     "import sys, yaml; from pathlib import Path; from server import app; from server.config import Deployment\n"
     "from server.plan import resolve_plan; from transfer.machine import load_machine\n"
@@ -58,8 +62,12 @@ def main(environments: Path, names: list[str]) -> int:
     model = {"path": str(REFERENCE), "name": "scripted", "tokenizer": str(folder / "model")}
     script = folder / "script"
     script.write_text("")
-    scripted = Served({"model": model, "server": {"port": 0}}, fake_command(script=str(script)))
+    scripted = Served({"model": model, "server": {"port": 0}}, fake_command(script=str(script), context=AGENT_CONTEXT))
     real = Served({"model": {"path": str(REFERENCE), "name": "reference"}, "server": {"port": 0}}, [])
+    agents = environments / "agents" / "node_modules"
+    asked = names or [*PROGRAMS, *AGENT_PROGRAMS]
+    left_out = [name for name in asked if name in AGENT_PROGRAMS and not agents.is_dir()]
+    asked = [name for name in asked if name not in left_out]
     failed = []
     try:
         environment = {
@@ -69,11 +77,15 @@ def main(environments: Path, names: list[str]) -> int:
             "REFERENCE_URL": f"{wait_until_ready(real)}/v1",
             "SCRIPT": str(script),
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "AGENTS": str(agents.absolute()),
+            "HTTP_PROXY": CLOSED_PROXY,
+            "HTTPS_PROXY": CLOSED_PROXY,
+            "NO_PROXY": "127.0.0.1",
         }
-        for name in names or PROGRAMS:
+        for name in asked:
             begun = time.monotonic()
-            python = environments / name / "bin" / "python"
-            program = [str(python), str(Path(__file__).parent / f"{name}.py")]
+            python = sys.executable if name in AGENT_PROGRAMS else str(environments / name / "bin" / "python")
+            program = [python, str(Path(__file__).parent / f"{name}.py")]
             done = subprocess.run(program, env=environment, timeout=300)
             print(
                 f"{name}: {'ok' if done.returncode == 0 else 'FAILED'} in {time.monotonic() - begun:.1f} s", flush=True
@@ -84,7 +96,9 @@ def main(environments: Path, names: list[str]) -> int:
         for server in (scripted, real):
             server.process.terminate()
             server.end()
-    return 1 if failed else 0
+    if left_out:
+        print(f"{', '.join(left_out)}: LEFT OUT: they are installed by npm, which is not there", flush=True)
+    return 1 if failed else 3 if left_out else 0
 
 
 def wait_until_ready(server: Served) -> str:
