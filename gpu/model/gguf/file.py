@@ -6,14 +6,14 @@ anything of it is used.
 
 import mmap
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpu.model.gguf.header import HeaderError, read_header, shown
+from gpu.model.gguf.header import HeaderError, TensorHeader, read_header, shown
 from gpu.model.spec import ModelError
 
 _NUMPY = {"F32": "<f4", "F16": "<f2"}
@@ -21,15 +21,10 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """kind: ggml's name of its type; shape: of numbers, rows first; offset: of its first byte in the file."""
+class GgufTensor(TensorHeader):
+    """A tensor of the file `path`."""
 
-    name: str
-    kind: str
-    shape: tuple[int, ...]
     path: Path
-    offset: int
-    num_bytes: int
 
     def read_numbers(self) -> list[float]:
         """Return the numbers of a plain tensor. Raises ModelError for one of blocks, or one that is not finite."""
@@ -142,4 +137,4 @@ def _read_part(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
         raise ModelError(f"model: {path}: {error}") from None
     except ValueError:  # nothing can be mapped of an empty file
         raise ModelError(f"model: {path}: it is empty; wanted a GGUF file") from None
-    return metadata, [GgufTensor(one.name, one.kind, one.shape, path, one.offset, one.num_bytes) for one in tensors]
+    return metadata, [GgufTensor(*astuple(one), path) for one in tensors]
