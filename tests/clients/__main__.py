@@ -1,13 +1,15 @@
 """Runs each client's program, with its own interpreter, against servers that this one starts.
 
-`python -m tests.clients ENVIRONMENTS [NAME ...]`, where each program has an environment of its own name; those that
-drive an agent from npm share `agents`. A program gets the addresses of the reference model and of the scripted one, and the
-file into which it writes what the scripted one is to say. Ends with 1 if one of them fails, and else with 3 if the
-agents were left out because npm is not there.
+`python -m tests.clients ENVIRONMENTS [--record FOLDER] [NAME ...]`, where each program has an environment of its own
+name; those that drive an agent from npm share `agents`. A program gets the addresses of the reference model and of the
+scripted one, and the file into which it writes what the scripted one is to say. `--record` writes what each one sent.
+Ends with 1 if one of them fails, and else with 3 if the agents were left out because npm is not there.
 """
 
+import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,12 +19,18 @@ from pathlib import Path
 import yaml
 
 from server.tokenizer import Tokenizer
+from tests.clients.recorder import Recorder, write_bodies
 from tests.server.live_server import LAPTOP, REFERENCE, ROOT, fake_command
 from tests.server.program import Program
 from tests.server.scripted_model import HERMES, make_model
 
-PROGRAMS = ("instructor_answers", "langchain_openai_agent", "litellm_calls", "pydantic_ai_agent")
-AGENT_PROGRAMS = ("claude_code", "codex")
+PROGRAMS = {  # and the packages that they use
+    "instructor_answers": "instructor",
+    "langchain_openai_agent": "langchain-openai",
+    "litellm_calls": "litellm",
+    "pydantic_ai_agent": "pydantic-ai-slim",
+}
+AGENT_PROGRAMS = {"claude_code": "@anthropic-ai/claude-code", "codex": "@openai/codex"}
 AGENT_CONTEXT = 200_000  # the agents' own instructions and tools take 30,000 tokens of the reference tokenizer's
 CLOSED_PROXY = "http://127.0.0.1:9"  # where requests for any other host end
 _SERVE = (
@@ -55,7 +63,16 @@ def write_vocabulary(folder: Path) -> None:
     (folder / "characters.json").write_text(json.dumps(spelled))
 
 
-def main(environments: Path, names: list[str]) -> int:
+def version_of(name: str) -> str:
+    here = Path(__file__).parent
+    if name in AGENT_PROGRAMS:
+        return str(json.loads((here / "agents.json").read_text())["dependencies"][AGENT_PROGRAMS[name]])
+    found = re.search(rf"^{PROGRAMS[name]}==(\S+)", (here / f"{name}.txt").read_text(), re.MULTILINE)
+    assert found is not None, f"{name}.txt: no version of {PROGRAMS[name]}"
+    return found[1]
+
+
+def main(environments: Path, names: list[str], record: Path | None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="tandem-clients-"))
     make_model(folder / "model", HERMES)
     write_vocabulary(folder)
@@ -70,11 +87,14 @@ def main(environments: Path, names: list[str]) -> int:
     asked = [name for name in asked if name not in left_out]
     failed = []
     try:
+        urls = [scripted.ready(), wait_until_ready(real)]
+        recorders = [] if record is None else [Recorder(url) for url in urls]
+        scripted_url, reference_url = [recorder.url for recorder in recorders] or urls
         environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(folder),
-            "SCRIPTED_URL": f"{scripted.ready()}/v1",
-            "REFERENCE_URL": f"{wait_until_ready(real)}/v1",
+            "SCRIPTED_URL": f"{scripted_url}/v1",
+            "REFERENCE_URL": f"{reference_url}/v1",
             "SCRIPT": str(script),
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "AGENTS": str(agents.absolute()),
@@ -92,6 +112,9 @@ def main(environments: Path, names: list[str]) -> int:
             )
             if done.returncode:
                 failed.append(name)
+            elif record is not None:
+                requests = [request for recorder in recorders for request in recorder.take()]
+                write_bodies(record / f"{name}.json", version_of(name), requests)
     finally:
         for server in (scripted, real):
             server.process.terminate()
@@ -113,4 +136,9 @@ def wait_until_ready(server: Served) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("environments", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--record", type=Path, metavar="FOLDER")
+    given = parser.parse_args()
+    sys.exit(main(given.environments, given.names, given.record))

@@ -1,14 +1,11 @@
 """What a newcomer and their tools meet: defaults that the model asks for, other names, other programs' questions."""
 
 import asyncio
-import json
 import logging
 import re
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -202,26 +199,7 @@ async def test_a_remote_tokenizer_of_lm_eval_works_as_the_local_one(live: Runnin
     await asyncio.to_thread(use)
 
 
-# --- what clients send, as captured -----------------------------------------------------------------------------------
-
-CAPTURED = sorted((Path(__file__).parent / "client_bodies").glob("*.json"))
-
-
-@pytest.mark.parametrize("path", CAPTURED, ids=lambda path: path.stem)
-async def test_what_a_client_sent_is_served(live: Running, path: Path) -> None:
-    for request in json.loads(path.read_text())["requests"]:
-        answer: httpx.Response = await live.http.request(request["method"], request["path"], json=request["body"])
-        assert answer.status_code == 200, (request["body"], answer.text)
-
-
-def test_there_are_captures_of_every_client() -> None:
-    clients = {"guidellm", "langchain_openai", "litellm", "lm_eval", "openai", "pydantic_ai", "smg"}
-    assert {path.stem for path in CAPTURED} == clients
-    for path in CAPTURED:
-        capture = json.loads(path.read_text())
-        assert capture["client"] == path.stem
-        assert re.fullmatch(r"[0-9]+(\.[0-9]+)+", capture["version"])
-        assert date.fromisoformat(capture["captured"])
+# --- a slow start -----------------------------------------------------------------------------------------------------
 
 
 async def test_a_slow_start_says_so_again_and_again_and_is_ready_once(
