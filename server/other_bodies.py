@@ -40,14 +40,21 @@ class InputItem(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     call_id: CallId | None = None
+    namespace: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
 
 
+def name_in(namespace: str | None, name: str) -> str:
+    """Return the name by which a function of a namespace is offered to a model."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
 class ResponseTool(msgspec.Struct, kw_only=True):
     type: Literal["function"]
     name: str
+    namespace: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -15,7 +15,7 @@ from server.chat_message import CalledFunction, Message, MessageCall
 from server.choice import TIME_LIMIT
 from server.generation import Generation, Update
 from server.message.parts import CallArguments, CallBegun, Content, Part, Reasoning
-from server.other_bodies import ResponsesBody
+from server.other_bodies import ResponsesBody, ResponseTool, name_in
 
 Tree = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -25,8 +25,9 @@ _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reason
 class _Items:
     """What is said so far: `feed` and `finish` tell what changed, as events without their numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: list[ResponseTool]) -> None:
         self.items: list[Tree] = []
+        self._in_namespaces = {name_in(tool.namespace, tool.name): tool for tool in tools if tool.namespace is not None}
         self._open: Tree | None = None
         self._pieces: list[str] = []
 
@@ -37,7 +38,9 @@ class _Items:
             case Reasoning(text=text):
                 return self._say("reasoning", text)
             case CallBegun():
-                item = {"type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": ""}
+                tool = self._in_namespaces.get(part.name)
+                called = {"name": part.name} if tool is None else {"namespace": tool.namespace, "name": tool.name}
+                item = {"type": "function_call", "call_id": part.call_id, **called, "arguments": ""}
                 return self._close("completed") + self._begin("fc", item)
             case CallArguments(text=text):
                 self._pieces.append(text)
@@ -116,7 +119,7 @@ class ResponseShape:
         self._body = body
         self._model = model
         self._on_end = on_end
-        self._items = _Items()
+        self._items = _Items(body.tools or [])
         self._num_events = 0
         self._finish_reason: str | None = None
 
@@ -169,7 +172,9 @@ class ResponseShape:
         calls = []
         for item in self._items.items:
             if item["type"] == "function_call":
-                function = CalledFunction(name=item["name"], arguments=item["arguments"])
+                function = CalledFunction(
+                    name=name_in(item.get("namespace"), item["name"]), arguments=item["arguments"]
+                )
                 calls.append(MessageCall(id=item["call_id"], type="function", function=function))
             else:
                 texts[item["type"]] += item["content"][0]["text"]

@@ -28,6 +28,7 @@ from server.other_bodies import (
     ThinkingBlock,
     ToolNamed,
     Turn,
+    name_in,
 )
 from server.tools import Function, NamedFunction, NamedTool, Tool
 
@@ -117,7 +118,8 @@ def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translati
     chat.reasoning_effort = None if body.reasoning is None else body.reasoning.effort
     chat.tools = [
         Tool(type="function", function=Function(
-            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict))
+            name=name_in(tool.namespace, tool.name), description=tool.description, parameters=tool.parameters,
+            strict=tool.strict))
         for tool in body.tools or []
     ]  # fmt: skip
     choice = body.tool_choice
@@ -173,7 +175,7 @@ def _call_of(at: str, item: InputItem) -> MessageCall:
     for field in ("call_id", "name", "arguments"):
         if getattr(item, field) is None:
             raise invalid(f"{at}.{field}", "missing")
-    function = CalledFunction(name=item.name or "", arguments=item.arguments or "")
+    function = CalledFunction(name=name_in(item.namespace, item.name or ""), arguments=item.arguments or "")
     return MessageCall(id=item.call_id or "", type="function", function=function)
 
 

@@ -1,7 +1,7 @@
 """What is made of tools, content parts and items of types that `/v1/responses` and `/v1/messages` do not know.
 
-A tool of another type is not offered; a part or an item of another type becomes a text that names the type, so that
-one of them in a history does not fail every later request. Knows type names alone.
+The functions of a namespace are offered. A tool of another type is not; a part or an item of another type becomes a
+text that names the type, so that one of them in a history does not fail every later request. Knows type names alone.
 """
 
 from typing import Any
@@ -22,15 +22,29 @@ def replace_unknown(tree: Any, ignored: list[str]) -> Any:
     tree = dict(tree)
     known_tools = {None, "custom"} if "messages" in tree else {"function"}
     if isinstance(tree.get("tools"), list):
-        tree["tools"] = [
-            tool for i, tool in enumerate(tree["tools"]) if not _is_unknown(tool, known_tools, f"tools[{i}]", ignored)
-        ]
+        tools = [(f"tools[{i}]", tool) for i, tool in enumerate(tree["tools"])]
+        if "messages" not in tree:
+            tools = [inner for at, tool in tools for inner in _open_namespace(at, tool)]
+        tree["tools"] = [tool for at, tool in tools if not _is_unknown(tool, known_tools, at, ignored)]
     if "messages" in tree:
         tree["system"] = _texts(tree.get("system"), {"text"}, "system", ignored)
         tree["messages"] = _each(tree["messages"], "messages", _turn, ignored)
     else:
         tree["input"] = _each(tree.get("input"), "input", _item, ignored)
     return tree
+
+
+def _open_namespace(at: str, tool: Any) -> list[tuple[str, Any]]:
+    """The tools of a namespace, each with where it stood and the namespace's name; any other tool as it is."""
+    if not isinstance(tool, dict) or tool.get("type") != "namespace":
+        return [(at, tool)]
+    name, tools = tool.get("name"), tool.get("tools")
+    if not isinstance(name, str) or not isinstance(tools, list):
+        return [(at, tool)]
+    return [
+        (f"{at}.tools[{j}]", inner | {"namespace": name} if isinstance(inner, dict) else inner)
+        for j, inner in enumerate(tools)
+    ]
 
 
 def _each(trees: Any, at: str, read: Any, ignored: list[str]) -> Any:

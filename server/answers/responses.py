@@ -50,6 +50,7 @@ class ResponseItem(Answer):
     content: list[ResponsePart] | None = None
     summary: list[str] | None = None
     call_id: str | None = None
+    namespace: str | None = None
     name: str | None = None
     arguments: str | None = None
 

@@ -1,4 +1,4 @@
-"""Codex: runs three commands, each by a call of the model's, and ends with the model's text."""
+"""Codex: runs three commands and a tool of a namespace, each by a call of the model's, and ends with its text."""
 
 import json
 import os
@@ -40,14 +40,16 @@ with tempfile.TemporaryDirectory() as home:
         call("exec_command", cmd="printf 'forty-two\\n' > notes.txt"),
         f"Now I look at it. {call('exec_command', cmd='cat notes.txt')}",
         call("exec_command", cmd="wc -c < notes.txt > size"),
+        call("multi_agent_v1.close_agent", target="nobody"),
         "There are ten bytes.",
     )
     asked = ["exec", "--json", "--skip-git-repo-check", "--sandbox", "danger-full-access", "Write a note; count bytes."]
     done = subprocess.run(
-        ["node", PROGRAM, *asked], env=environment, cwd=project, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        ["node", PROGRAM, *asked], env=environment, cwd=project, stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "invalid agent id nobody" in done.stderr, done.stderr  # it found the tool in its namespace
     events = [json.loads(line) for line in done.stdout.splitlines()]
     items = [event["item"] for event in events if event["type"] == "item.completed"]
     commands = [item for item in items if item["type"] == "command_execution"]

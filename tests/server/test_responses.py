@@ -112,6 +112,31 @@ async def test_calls_of_tools_are_items_streamed_and_not(hermes):
     assert (done.arguments, done.name, done.output_index) == (call.arguments, "weather", 1)
 
 
+async def test_a_function_in_a_namespace_is_offered_and_called_by_both_names(hermes):
+    running, script = hermes
+    unseen = {"type": "web_search", "name": "weather"}
+    inner = [{"type": "namespace", "name": space, "tools": [*TOOLS, unseen]} for space in ("maps", "news")]
+    asked = {"model": "scripted", "input": "Weather?", "tools": [*TOOLS, *inner]}
+    in_namespace = CALL.replace('"weather"', '"news.weather"')
+    script.add(in_namespace, in_namespace, CALL, "It is fine.", "It is fine.")
+    answer = await running.http.post("/v1/responses", json=asked)
+    assert answer.headers["x-tandem-ignored"] == "tools[1].tools[1], tools[2].tools[1]"
+    (call,) = answer.json()["output"]
+    assert (call["namespace"], call["name"], json.loads(call["arguments"])) == ("news", "weather", {"city": "東京"})
+    streamed = await running.http.post("/v1/responses", json=asked | {"stream": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: ")]
+    (done,) = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert (done["namespace"], done["name"]) == ("news", "weather")
+    (plain,) = (await running.http.post("/v1/responses", json=asked)).json()["output"]
+    assert (plain.get("namespace"), plain["name"]) == (None, "weather")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "fine"}
+    history = [{"role": "user", "content": "Weather?"}, call, result]
+    sent = (await running.http.post("/v1/responses", json=asked | {"input": history})).json()
+    kept = {"previous_response_id": answer.json()["id"], "input": [result]}
+    followed = (await running.http.post("/v1/responses", json=asked | kept)).json()
+    assert sent["usage"]["input_tokens"] == followed["usage"]["input_tokens"]
+
+
 async def test_a_response_follows_another_and_answers_its_call(hermes, tokenizer):
     running, script = hermes
     script.add(CALL, "It is fine.")
