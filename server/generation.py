@@ -14,7 +14,7 @@ from gpu.pooling import Pooling
 from gpu.sampling.params import SamplingParams
 from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress, Ready, pack_tokens
 from server import logs
-from server.api_error import internal, invalid, time_up, unavailable
+from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, internal, invalid, time_up, unavailable
 from server.bodies import GenerationBody
 from server.choice import TIME_LIMIT, AnswerPiece, Choice
 from server.form import form_param
@@ -258,6 +258,8 @@ class Generation:
             if delta.may_retry:
                 retry_s = self._service.settings.retry_after_seconds
                 raise unavailable(delta.error or "engine: out of memory", "out_of_memory", retry_s)
+            if (delta.error or "").startswith("grammar: "):  # it would fail again: not for a client to retry
+                raise ApiError(400, delta.error or "", code=UNSUPPORTED_GRAMMAR)
             raise internal(delta.error or "the engine could not go on with this request")
         before = choice.num_tokens
         piece = choice.feed(delta)

@@ -84,6 +84,7 @@ def _form_by_vllm(param: str, form: StructuredOutputs) -> str:
 
 def schema_grammar(param: str, schema: object) -> str:
     """JSON that a schema accepts. Raises ApiError 400 that names the keyword which cannot be kept."""
+    schema = _drop_idle_names(schema)
     text = _write(param, schema)
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, overrides=_WRITTEN_AS)  # type: ignore[arg-type]
@@ -101,6 +102,7 @@ def object_grammar() -> str:
 def schema_in_lark(param: str, schema: object) -> str:
     """A term of a Lark grammar: JSON that a schema accepts. Raises as `schema_grammar` does."""
     schema_grammar(param, schema)
+    schema = _drop_idle_names(schema)
     return "%json " + json.dumps((schema if isinstance(schema, dict) else {}) | {_OWN_OPTIONS: _WRITTEN_AS})
 
 
@@ -147,6 +149,23 @@ def grammar_with_form(param: str, lark: str, form: str) -> str:
     grammar = json.dumps({"grammars": [{"lark_grammar": lark}, first | {"name": "form"}, *others]}, ensure_ascii=False)
     _require(param, grammar, str)
     return grammar
+
+
+def _drop_idle_names(schema: Any) -> Any:
+    """Return the schema without each `propertyNames` that every name is valid by, as zod writes one for a record."""
+    if isinstance(schema, list):
+        return [_drop_idle_names(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for keyword, value in schema.items():
+        if keyword == "propertyNames" and (value is True or value in ({}, {"type": "string"})):
+            continue
+        if keyword in _OF_NAMES and isinstance(value, dict):
+            kept[keyword] = {name: _drop_idle_names(one) for name, one in value.items()}
+        else:
+            kept[keyword] = value if keyword in _OF_VALUES else _drop_idle_names(value)
+    return kept
 
 
 def _write(param: str, schema: object) -> str:

@@ -26,9 +26,6 @@ TOO_LONG = "an answer longer than the context has room for"
 REFUSED = {
     # The prompt and max_tokens are more than the context; the client reads the numbers and asks for less.
     TOO_LONG: "exceed context limit",
-    # The grammar library has no names of properties by a schema.
-    "propertyNames of a record": "propertyNames: it cannot be kept token by token",
-    "propertyNames of a record, in a tool": "propertyNames: it cannot be kept token by token",
 }
 # As templates do that know their roles and have one place for what the system says.
 STRICT = (

@@ -51,6 +51,15 @@ def test_a_keyword_that_cannot_be_kept_is_refused_by_name(keyword):
     assert keyword in caught.value.message
 
 
+@pytest.mark.parametrize("names", [True, {}, {"type": "string"}])
+def test_names_of_properties_that_may_be_any_are_passed_over(names):
+    record = {"type": "object", "additionalProperties": {"type": "integer"}}
+    schema = {"type": "object", "properties": {"m": record | {"propertyNames": names}, "propertyNames": {}}}
+    plain = {"type": "object", "properties": {"m": record, "propertyNames": {}}}
+    assert schema_grammar("f", schema) == schema_grammar("f", plain)
+    assert schema_in_lark("f", schema) == schema_in_lark("f", plain)
+
+
 def test_a_property_or_a_value_may_be_called_what_a_refused_keyword_is():
     schema = {
         "type": "object",
