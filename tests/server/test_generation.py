@@ -243,3 +243,12 @@ async def test_a_request_that_memory_is_refused_is_told_to_come_again(
     assert (raised.value.status, raised.value.code, raised.value.message) == (status, code, "KV pages: no memory")
     assert ("retry-after" in raised.value.headers) == may_retry
     assert call.engine.forgotten == [([f"{call.generation.id}-0"], True)]
+
+
+async def test_an_answer_that_outgrows_its_grammar_is_its_requests_error(tokenizer: Tokenizer) -> None:
+    call = Call(tokenizer, [[1, 2, 3]])
+    await call.submit()
+    why = "grammar: the answer cannot go on (too complex)"
+    with pytest.raises(ApiError) as raised:
+        await call.feed(0, [], "error", error=why)
+    assert (raised.value.status, raised.value.code, raised.value.message) == (400, "unsupported_grammar", why)
