@@ -272,7 +272,8 @@ class Connection(HttpToolsProtocol):
             self._stall = None
 
     def _abort(self, why: str) -> None:
-        logs.info("aborted", why=why)
+        request_id = self.cycle.scope.get("request_id") if self.cycle is not None else None
+        logs.info("aborted", why=why, **({} if request_id is None else {"request_id": request_id}))
         self.transport.abort()
 
 

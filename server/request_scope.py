@@ -43,6 +43,7 @@ class RequestScope:
         request_id = headers.get("x-request-id", "")
         if not _SANE_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
+        scope["request_id"] = request_id  # for the connection's own log lines
         token = logs.request_id.set(request_id)
         # HEAD is GET without its body, which the HTTP server leaves out.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope

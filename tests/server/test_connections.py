@@ -3,13 +3,14 @@
 import asyncio
 import json
 import resource
+from contextvars import Context
 
 import httpx
 import psutil
 import pytest
 
 from server.app import http_config, most_connections
-from server.connection import MOST_HEADER_BYTES, MOST_HEADERS, MOST_PIPELINED, Limits
+from server.connection import MOST_HEADER_BYTES, MOST_HEADERS, MOST_PIPELINED, Connection, Limits
 from tests.server.live_server import Running, fake_command, make_app, make_deployment, running_server
 from tests.tolerances import CANCEL_S, DEADLINE_LATE_S, HEADER_FLOOD_BYTES
 
@@ -276,7 +277,10 @@ async def test_a_client_that_is_gone_is_told_from_one_that_only_has_no_more_to_s
         await live.until(is_idle, CANCEL_S)
 
 
-async def test_a_client_that_reads_nothing_is_let_go(caplog):
+async def test_a_client_that_reads_nothing_is_let_go(caplog, monkeypatch):
+    caplog.set_level("INFO", "tandem")
+    pause = Connection.pause_writing  # the transport may call it outside the request's context, as uvloop's does
+    monkeypatch.setattr(Connection, "pause_writing", lambda self: Context().run(pause, self))
     async with running_server(make_deployment(stall_seconds=0.3), fake_command()) as live:
         wire = await Wire.to(live)
         wire.writer.transport.pause_reading()
@@ -294,6 +298,9 @@ async def test_a_client_that_reads_nothing_is_let_go(caplog):
         wire.close()
         assert await is_well(live)
     assert "Traceback" not in caplog.text
+    aborted = [record.message for record in caplog.records if record.message.startswith("aborted")]
+    assert aborted
+    assert all("why=stalled" in line and "request_id=" in line for line in aborted)
 
 
 async def test_pipelined_requests_are_answered_in_order_up_to_a_number(live, wire):
