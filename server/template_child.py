@@ -91,12 +91,14 @@ def _answer(source: str, variables: dict[str, Any]) -> bytes:
 
 
 def _limit_memory(more_bytes: int | None) -> None:
-    """Let the process map so much more than it has; None: any amount."""
-    limit = resource.RLIM_INFINITY
+    """Let the process map so much more than it has; None: as much as it was started with leave to."""
+    limit = most = resource.getrlimit(resource.RLIMIT_AS)[1]
     if more_bytes is not None:
         with open("/proc/self/statm", encoding="ascii") as file:
             limit = int(file.read().split()[0]) * resource.getpagesize() + more_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        if most != resource.RLIM_INFINITY:
+            limit = min(limit, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
 def serve() -> None:

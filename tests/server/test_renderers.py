@@ -92,6 +92,19 @@ def test_a_child_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     assert pool._idle == []
 
 
+@pytest.mark.parametrize(("source", "answers"), [("{{ a }}", "x"), ("{{ 'a' * 10 ** 10 }}", GROWS)])
+def test_a_server_whose_own_memory_is_limited_renders_within_that(source: str, answers: str) -> None:
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))\n"
+        "from server.renderers import RENDERERS, TemplateOverrun\n"
+        "try: print([RENDERERS.render(sys.argv[1], {'a': 'x'}) for _ in range(2)][1])\n"
+        "except TemplateOverrun as error: print(error)"
+    )
+    command, root = [sys.executable, "-c", script, source], Path(__file__).parents[2]
+    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert told.stdout == answers + "\n"
+
+
 def test_a_long_chat_has_memory_as_it_needs() -> None:
     text = "wörter " * 2_000_000
     assert Renderers().render("{{ messages[0] | trim }}{{ messages | tojson }}", {"messages": [text]}).startswith("wör")
