@@ -314,7 +314,7 @@ class Documents:
         for key, written in self._library.take_done():
             known = self._computing.pop(key.name, None)
             if known is not None and known.is_dropped:
-                self._library.store.delete(key)
+                self._dropping[key.name] = self._library.store.delete(key)
             for storing in known.storing if known is not None else ():
                 if written is None:
                     storing.reason = _NOT_KEPT

@@ -475,6 +475,29 @@ def test_what_is_dropped_before_it_is_computed_or_written_is_not_stored(engine: 
     assert "deleted meanwhile" in next(one.reason for one in STORED if one.request_id == "s")
 
 
+def test_what_is_left_again_after_it_was_dropped_in_the_making_is_stored(engine: Engine) -> None:
+    """Also while the chunk that was dropped is still to be written, and then deleted."""
+    STORED.clear()
+    documents = engine.scheduler.documents
+    store, may_write = documents._library.store, threading.Event()
+    again = [pack_tokens(CHUNKS[0])]
+    engine.store_chunks(StoreChunks("s", again, ""))
+    engine.step()
+    assert documents._computing, "it is being computed"
+    engine.drop_chunks(DropChunks([named(0)]))
+    store.delete(documents._name(CHUNKS[1], "")).result()  # behind what was to be deleted
+    store._writer.submit(may_write.wait)
+    while documents._computing:
+        engine.step()
+    engine.store_chunks(StoreChunks("t", again, ""))
+    engine.step()
+    may_write.set()
+    run(engine)
+    store.delete(documents._name(CHUNKS[1], "")).result()  # behind all that is to be written
+    assert [one.num_stored for one in STORED if one.request_id == "t"] == [1]
+    assert [path.stem for path in store.folder.root.rglob("*.kv")] == [documents._name(CHUNKS[0], "").name]
+
+
 def test_without_room_on_the_disk_prompts_are_served_on(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, disk_limit_gib=1e-9, memory_limit_gib=0.0)
     other = make_engine(tmp_path / "other")
