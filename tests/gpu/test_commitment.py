@@ -1,5 +1,6 @@
 """KV memory of the CPU device: nothing is there before it is committed, and a refusal is an answer and no fault."""
 
+import ctypes
 import errno
 import mmap
 
@@ -82,6 +83,20 @@ def test_addresses_without_a_mapping_cannot_be_populated() -> None:
     pages = reserve_pages(4 * mmap.PAGESIZE)
     assert populate(pages.ctypes.data, pages.nbytes)
     assert not populate(1 << 60, mmap.PAGESIZE), f"the system says {errno.errorcode[errno.ENOMEM]}"
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EFAULT, errno.ENOMEM, errno.EPERM])
+def test_whatever_the_system_refuses_memory_with_is_an_answer(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine goes on without the pages that it asked for."""
+
+    class System:
+        def madvise(self, *_: object) -> int:
+            ctypes.set_errno(code)
+            return -1
+
+    arena = allocate((2, 10, 64), torch.uint8, CPU)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: System())
+    assert not Commitment([arena], lambda: PLENTY).commit(0, 5)
 
 
 def test_a_lump_is_worth_a_look_and_at_least_a_row() -> None:
