@@ -86,11 +86,11 @@ class Answers:
         """Nobody answers: the device does not wait, and nothing that is read is held."""
         for part in self.parts:
             part.exchange.slot.release()
-        try:
-            for part in self.parts:
+        for part in self.parts:
+            try:
                 part.asked.give_up()
-        except BaseException as fault:  # our own: `wait` raises it, and the thread goes on
-            error = fault
+            except BaseException as fault:  # our own: `wait` raises it; the other parts and the thread go on
+                error = fault
         self.end(error)
 
 

@@ -179,8 +179,9 @@ def test_a_listener_that_fails_ends_its_step_and_the_thread_goes_on() -> None:
 
 
 def test_a_step_whose_asks_cannot_be_given_up_ends_all_the_same() -> None:
+    """Those of its other part are: what they read of the host would be held for ever."""
     fixture = Fixture(fails={0: ExchangeError("row 0 of 2 has stamp 3 after 20 s")})
-    step = fixture.launch(1)
+    step = fixture.launch(2)
 
     def fail() -> None:
         raise ValueError("lease: ended twice")
@@ -189,6 +190,7 @@ def test_a_step_whose_asks_cannot_be_given_up_ends_all_the_same() -> None:
     fixture.tier.may_answer.release()
     with pytest.raises(ValueError, match="ended twice"):
         wait(step)
+    assert fixture.attentions[1].given_up == 1
     fixture.answering.recover()
     after = fixture.launch(1)
     fixture.tier.may_answer.release()
