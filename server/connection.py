@@ -127,6 +127,7 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._require_host()
         super().on_headers_complete()
         self._unread_bytes = 0
         self._move("body")
@@ -231,6 +232,12 @@ class Connection(HttpToolsProtocol):
         self._header_bytes += num_bytes
         if self._num_headers > MOST_HEADERS or self._header_bytes > MOST_HEADER_BYTES:
             self._stop_parser(headers_too_large(MOST_HEADERS, MOST_HEADER_BYTES))
+
+    def _require_host(self) -> None:
+        """RFC 9112, 3.2: HTTP/1.1 names its host once; HTTP/1.0 need not."""
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
+            self._stop_parser(malformed(f"{num_hosts} Host headers; HTTP/1.1 wants one"))
 
     def _stop_parser(self, fault: ApiError) -> None:
         self._fault = fault

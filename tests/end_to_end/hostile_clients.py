@@ -95,7 +95,7 @@ class Attack:
         await wire.read(65536)
 
     async def pipeline(self, wire: Wire) -> None:
-        await wire.send(*[b"GET /v1/models HTTP/1.1\r\n\r\n" * 500] * 20)
+        await wire.send(*[b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n" * 500] * 20)
         await wire.read(1 << 20)
 
     async def bad_json(self, wire: Wire) -> None:

@@ -25,8 +25,8 @@ MALFORMED = [
     b"nonsense\r\n\r\n",
     b"GET /health HTTP/9.9\r\n\r\n",
     b"GET /he alth HTTP/1.1\r\n\r\n",
-    b"GET http://[::1/health HTTP/1.1\r\n\r\n",
-    b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+    b"GET http://[::1/health HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n",
     b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
     b"GET /health HTTP/1.1\r\nx: a\x00b\r\n\r\n",
     HEAD + b"content-length: x\r\n\r\n",
@@ -100,6 +100,36 @@ async def test_malformed_http_is_a_400_with_an_error_object(live, caplog):
         wire.close()
     assert await is_well(live)
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nx-host: a\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nHost: a\r\n", 400),
+        (b"GET /health HTTP/1.0\r\nhost: a\r\nhost: b\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHOST: a\r\nconnection: close\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nhost:\r\nconnection: close\r\n", 200),
+        (b"GET /health HTTP/1.0\r\n", 200),
+    ],
+)
+async def test_http_1_1_names_its_host_once_and_http_1_0_need_not(live, wire, head, status):
+    await wire.send(head + b"\r\n")
+    if status == 400:
+        got, error = await wire.read_error()
+        assert (got, error["code"]) == (400, "malformed_request")
+        assert "Host header" in error["message"]
+    else:
+        assert (await wire.read()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_request_without_a_host_behind_another_one_is_refused_after_its_answer(live, wire):
+    await wire.send(WHOLE + b"GET /health HTTP/1.1\r\n\r\n")
+    answers = await wire.read()
+    assert answers.startswith(b"HTTP/1.1 200 ")
+    assert b"one two three" in answers
+    assert b"malformed_request" in answers[answers.index(b"HTTP/1.1 400 ") :]
 
 
 async def test_headers_of_any_size_or_number_are_refused_before_they_are_kept_or_keys_looked_at(caplog):
@@ -307,7 +337,7 @@ async def test_pipelined_requests_are_answered_in_order_up_to_a_number(live, wir
     await wire.send(WHOLE * (MOST_PIPELINED + 1))
     for _ in range(MOST_PIPELINED + 1):
         assert b"one two three" in await wire.reader.readuntil(b"}}}")
-    await wire.send(b"GET /version HTTP/1.1\r\n\r\n" * 5000)
+    await wire.send(b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n" * 5000)
     answers = await wire.read()
     assert 0 < answers.count(b"HTTP/1.1 200 OK") <= MOST_PIPELINED + 1
     assert b"HTTP/1.1 200 OK" not in answers.split(b"HTTP/1.1 400 Bad Request")[1], "the last one says why it ends"
