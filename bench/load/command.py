@@ -143,9 +143,10 @@ def _measure(plan: "LoadPlan", only_json: bool) -> "LoadResult":
 def _write(result: "LoadResult", json_file: Path | None, raw: Path | None, html: Path | None) -> None:
     from bench.load.row import make_row, write_raw
 
-    row = make_row(result)
-    if json_file is not None and json_file != _STDOUT:
-        json_file.write_text(json.dumps([row], indent=2) + "\n", encoding="utf-8")
+    if json_file == _STDOUT:
+        typer.echo(json.dumps([make_row(result)]))
+    elif json_file is not None:
+        json_file.write_text(json.dumps([make_row(result)], indent=2) + "\n", encoding="utf-8")
     if raw is not None:
         write_raw(raw, result)
     if html is not None:
@@ -155,7 +156,6 @@ def _write(result: "LoadResult", json_file: Path | None, raw: Path | None, html:
         title = f"Load test of {result.model}"
         settings = describe_settings(result.plan, result.model, result.counting)
         write_page(html, title, result.plan.shape, result.summary, result.records, settings, result.notes)
-    typer.echo(json.dumps([row]))
 
 
 def _pick_cache(warm: bool, cold: bool) -> Literal["warm", "cold", "as it comes"]:
