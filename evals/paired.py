@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.stats import beta
 
 LEVEL = 0.95
 EACH_LEVEL = 1 - (1 - LEVEL) / 2
@@ -55,6 +54,8 @@ class Paired:
 @lru_cache(maxsize=4096)
 def clopper_pearson(num_hits: int, num: int, level: float) -> tuple[float, float]:
     """The exact interval of a share of which num_hits of num were seen (Clopper and Pearson, 1934), in [0, 1]."""
+    from scipy.stats import beta  # half a second, which listing commands should not take
+
     tail = (1 - level) / 2
     low = beta.ppf(tail, num_hits, num - num_hits + 1) if num_hits else 0.0
     high = beta.ppf(1 - tail, num_hits + 1, num - num_hits) if num_hits < num else 1.0

@@ -1,44 +1,17 @@
 """The command `tandem`. Reads arguments, calls what does the work, and turns the world's errors into one line.
 
 Groups of other packages (`bench`, `eval`) are found through entry points, so that nothing here imports a package above
-it. Exit status: 0, 1 with `error: ...` on stderr, 2 for wrong arguments.
+it. Each command imports what does its work when it runs, so that `--version` and `--help` are quick. Exit status: 0, 1
+with `error: ...` on stderr, 2 for wrong arguments.
 """
 
 import json
-import os
-import socket
 import sys
-from importlib.metadata import entry_points, version
+from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
-from rich.console import Console
-
-from gpu.memory.plan import PlanError
-from gpu.model.architecture import ModelError
-from gpu.profiles import ProfileError
-from scheduler.messages import Loading
-from server.commands import documents
-from server.commands.chat import ChatError, Conversation, ask, check_key, find_model, hold_conversation, read_document
-from server.commands.doctor import DoctorError, as_rows, examine, measure_rates, print_findings, print_rates
-from server.commands.placements_page import describe_comparison, print_comparison
-from server.commands.plan_page import describe_plan, dump_deployment, print_plan
-from server.commands.servable import require_servable, require_settings, require_tensors
-from server.commands.work_bar import WorkBar
-from server.config import ConfigError, Deployment, deployment_is_derived, load_deployment
-from server.placements import compare_placements
-from server.plan import resolve_plan
-from server.server_url import find_root
-from transfer.machine import MachineError, load_machine, probe_machine
-from transfer.measured import measured_path
-from transfer.rates import find_rates, keep_rates, with_rates
-
-WORLD_ERRORS = (
-    documents.DocumentsError, ChatError,
-    ConfigError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError,
-)  # fmt: skip
 
 SUMMARY = "Serve long-context language models from one GPU and the memory of its host."
 app = typer.Typer(
@@ -46,7 +19,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(documents.app, name="documents")
 
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="the deployment's YAML file, or just a model's folder or GGUF file")
@@ -56,12 +28,30 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of ta
 
 def main() -> None:
     """Run the command line; the world's errors end it with one line and status 1."""
-    load_groups()
+    load_groups(sys.argv[1] if len(sys.argv) > 1 else "--help")
     try:
         app(prog_name="tandem")
-    except WORLD_ERRORS as error:
+    except SystemExit:  # before the errors below are imported
+        raise
+    except world_errors() as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def world_errors() -> tuple[type[Exception], ...]:
+    """Return the errors whose message is all that the user needs: what commands and the packages below them raise."""
+    from gpu.memory.plan import PlanError
+    from gpu.model.architecture import ModelError
+    from gpu.profiles import ProfileError
+    from server.commands.chat import ChatError
+    from server.commands.doctor import DoctorError
+    from server.commands.documents import DocumentsError
+    from server.config import ConfigError
+    from transfer.machine import MachineError
+
+    return (
+        ChatError, ConfigError, DocumentsError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError,
+    )  # fmt: skip
 
 
 def print_version(wanted: bool) -> None:
@@ -79,10 +69,18 @@ def take_options(
     """Options of the program itself; each does its work when it is read."""
 
 
-def load_groups() -> None:
-    """Add the groups of the packages above this one, once: whatever the entry points `tandem.commands` name."""
+def load_groups(first: str) -> None:
+    """Add the groups that the first argument may mean, once each: the group of that name, none where it is a command of
+    this file or `--version`, else all (`--help` lists them, and so does a name that nobody knows).
+
+    Groups of the packages above this one are whatever the entry points `tandem.commands` name.
+    """
+    documents = EntryPoint("documents", "server.commands.documents:app", "tandem.commands")
+    groups = [documents, *entry_points(group="tandem.commands")]
+    alone = {"--version", *(command.callback.__name__ for command in app.registered_commands if command.callback)}
+    wanted = [group for group in groups if group.name == first] or ([] if first in alone else groups)
     known = {group.name for group in app.registered_groups}
-    for group in entry_points(group="tandem.commands"):
+    for group in wanted:
         if group.name not in known:
             app.add_typer(group.load(), name=group.name)
 
@@ -97,7 +95,18 @@ def serve(
 
     Of a model's folder alone, the rest is derived, and printed as a file that can be changed.
     """
+    import yaml
+    from rich.console import Console
+
+    from scheduler.messages import Loading
     from server.app import serve as serve_deployment
+    from server.commands.address import override_address, require_free_port
+    from server.commands.plan_page import dump_deployment
+    from server.commands.servable import require_servable
+    from server.commands.work_bar import WorkBar
+    from server.config import deployment_is_derived, load_deployment
+    from server.plan import resolve_plan
+    from transfer.machine import probe_machine
 
     deployment = override_address(load_deployment(config), host, port)
     require_free_port(deployment.server.host, deployment.server.port)
@@ -129,6 +138,18 @@ def plan(
 
     Files are not asked for with `--machine`, nor while `model.shape` stands for a folder that is not there yet.
     """
+    from rich.console import Console
+
+    from server.commands.placements_page import describe_comparison, print_comparison
+    from server.commands.plan_page import describe_plan, print_plan
+    from server.commands.servable import require_servable, require_settings, require_tensors
+    from server.config import load_deployment
+    from server.placements import compare_placements
+    from server.plan import resolve_plan
+    from transfer.machine import load_machine, probe_machine
+    from transfer.measured import measured_path
+    from transfer.rates import find_rates
+
     deployment = load_deployment(config)
     resolved = resolve_plan(deployment, probe_machine() if machine is None else load_machine(machine))
     planned_ahead = deployment.model.path is not None and not deployment.model.path.exists()
@@ -153,6 +174,13 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what this machine has and whether the libraries fit it and each other."""
+    from rich.console import Console
+
+    from server.commands.doctor import as_rows, examine, measure_rates, print_findings, print_rates
+    from transfer.machine import probe_machine
+    from transfer.measured import measured_path
+    from transfer.rates import keep_rates, with_rates
+
     console = Console()
     machine = probe_machine()
     findings = examine(machine)
@@ -188,6 +216,19 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the most likely token")] = 0.0,
 ) -> None:
     """Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends."""
+    from rich.console import Console
+
+    from server.commands.chat import (
+        ChatError,
+        Conversation,
+        ask,
+        check_key,
+        find_model,
+        hold_conversation,
+        read_document,
+    )
+    from server.server_url import find_root
+
     check_key(api_key)
     try:
         root = find_root(url)
@@ -208,26 +249,3 @@ def chat(
         ask(conversation, once, document, console)
     else:
         hold_conversation(conversation, document, console)
-
-
-def override_address(deployment: Deployment, host: str | None, port: int | None) -> Deployment:
-    update = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
-    return deployment.model_copy(update={"server": deployment.server.model_copy(update=update)})
-
-
-def require_free_port(host: str, port: int) -> None:
-    """Raise ConfigError if nothing can listen there: before the model is loaded, not after."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except socket.gaierror as error:
-            raise ConfigError(
-                f"server.host: {host!r} is no address of this machine ({error.strerror}); give another --host"
-            ) from None
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise ConfigError(
-                f"server.port: cannot listen on {host}:{port} ({reason}); give another --port, or 0 for any free one"
-            ) from None

@@ -36,7 +36,7 @@ def run(file: Path, folder: Path, *parts: str) -> list[list[str]]:
 
 def parse(words: list[str]) -> None:
     """As the command line does, up to the command itself."""
-    load_groups()
+    load_groups("--help")
     command: Any = typer.main.get_command(app)
     context = None
     while hasattr(command, "resolve_command"):

@@ -21,7 +21,8 @@ from gpu.model.architecture import ModelError
 from gpu.model.humming_formats import VERSION
 from gpu.model.tensor_check import check_model
 from gpu.profiles import ProfileError
-from server.commands.cli import main, override_address, require_free_port
+from server.commands.address import override_address, require_free_port
+from server.commands.cli import app, load_groups, main
 from server.commands.servable import require_servable
 from server.config import ConfigError, Deployment, load_deployment
 from tests.gpu.humming_library import found_version
@@ -45,7 +46,7 @@ def tandem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     """The program in this process, and what it would start another one for: starting one takes seconds."""
 
     def run(*arguments: object) -> Ended:
-        monkeypatch.setattr("server.commands.cli.require_tensors", check_model)
+        monkeypatch.setattr("server.commands.servable.require_tensors", check_model)
         monkeypatch.setattr(sys, "argv", ["tandem", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -66,6 +67,39 @@ def test_the_programs_help_names_every_command_and_group() -> None:
 def test_the_version_is_told(tandem: RunTandem) -> None:
     done = tandem("--version")
     assert (done.returncode, done.stdout) == (0, f"tandem {version('tandem')}\n")
+
+
+@pytest.mark.parametrize(
+    ("argument", "heavy"),
+    [
+        (
+            "--version",
+            ["torch", "numpy", "scipy", "pydantic", "httpx", "fastapi", "uvicorn", "tokenizers", "matplotlib"],
+        ),
+        ("--help", ["torch", "triton", "numba", "scipy", "transformers", "fastapi", "matplotlib"]),
+    ],
+)
+def test_what_only_tells_of_the_program_imports_nothing_heavy(argument: str, heavy: list[str]) -> None:
+    code = (
+        "import atexit, sys; from server.commands.cli import main; "
+        f"atexit.register(lambda: print('loaded', [name for name in {heavy} if name in sys.modules])); main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+def test_a_command_loads_the_group_that_it_is_of_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(first: str) -> list[str | None]:
+        monkeypatch.setattr(app, "registered_groups", [])
+        load_groups(first)
+        return [group.name for group in app.registered_groups]
+
+    every = names("--help")
+    assert {"documents", "bench", "eval", "tune"} <= set(every)
+    assert [names(str(one)) for one in every] == [[one] for one in every]
+    assert [names(one) for one in ("serve", "plan", "doctor", "chat", "--version")] == [[]] * 5
+    assert names("bnech") == every
 
 
 def test_a_models_folder_is_a_deployment_of_its_own(tandem: RunTandem) -> None:
@@ -228,7 +262,7 @@ def test_plan_and_serve_name_the_library_that_multiplies_where_it_is_not_install
     card, path = DEPLOY / "machines" / "rtx4090.json", tmp_path / "deployment.yaml"
     model = {"path": str(DEPLOY / "models" / "reference"), "weights": "int4", "products": "humming"}
     path.write_text(json.dumps({"model": model}))
-    monkeypatch.setattr("server.commands.cli.probe_machine", lambda: load_machine(card))
+    monkeypatch.setattr("transfer.machine.probe_machine", lambda: load_machine(card))
     monkeypatch.setattr("gpu.model.humming_formats.version", found_version("none"))
     planned, served = tandem("plan", path), tandem("serve", path, "--port", 0)
     assert (planned.returncode, served.returncode) == (1, 1)
@@ -272,7 +306,7 @@ def test_doctor_keeps_what_it_measures_for_plans_here_and_elsewhere(
     tmp_path: Path, tandem: RunTandem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("server.commands.cli.measure_rates", lambda: {"host_stream_gb_s": 12.5})
+    monkeypatch.setattr("server.commands.doctor.measure_rates", lambda: {"host_stream_gb_s": 12.5})
     path = tmp_path / "here.json"
     assert "host stream" in tandem("doctor", "--measure", "--profile", path).stdout
     assert load_machine(path).rates == {"host_stream_gb_s": 12.5}
