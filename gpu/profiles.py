@@ -22,7 +22,7 @@ from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.step import DENSE
 from transfer.config import HostConfig
-from transfer.nearest_name import nearest_name
+from transfer.nearest_name import nearest_hint
 from transfer.settings import Settings
 
 UNCHANGED = "exact"
@@ -226,10 +226,7 @@ def _find_method(where: str, slot: Slot, name: str, methods: Mapping[str, Method
     if method is not None:
         raise ProfileError(f"{where}: method {name!r} fills the slot `{method.slot}`; write `{method.slot}: {name}`")
     known = [other.name for other in methods.values() if other.slot == slot]
-    raise ProfileError(
-        f"{where}: unknown method {name!r}; the nearest known one is {nearest_name(name, known)!r} (of "
-        f"{', '.join(known)})"
-    )
+    raise ProfileError(f"{where}: unknown method {name!r}{nearest_hint(name, known)} (of {', '.join(known)})")
 
 
 def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: HostConfig | None) -> Settings:
@@ -238,8 +235,8 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
     known = list(method.settings.model_fields)
     for key in given:
         if key not in known:
-            what = f"the nearest known one is {nearest_name(key, known)!r}" if known else "it has none"
-            raise ProfileError(f"{where}: unknown setting {key!r} of {method.name!r}; {what}")
+            what = nearest_hint(key, known) or f"; it has {', '.join(known) or 'none'}"
+            raise ProfileError(f"{where}: unknown setting {key!r} of {method.name!r}{what}")
     try:
         settings = method.settings.model_validate({**(shared.model_dump() if shared else {}), **given})
     except ValidationError as error:

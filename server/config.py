@@ -13,7 +13,7 @@ from gpu.methods.method import Slot
 from gpu.methods.registry import list_methods
 from gpu.model.gguf.folder import model_path, name_gguf_files
 from scheduler.config import EngineConfig
-from transfer.nearest_name import nearest_name
+from transfer.nearest_name import nearest_hint
 from transfer.settings import Settings
 
 MOST_TOLD = 8  # problems of a configuration, in one line
@@ -57,7 +57,7 @@ class ServerConfig(Settings):
     stall_seconds: float = Field(120.0, gt=0, description="a client that takes nothing for so long is let go")
     unknown_fields: Literal["auto", "refuse", "ignore"] = Field(
         "auto",
-        description="a request's field that no table has: a 400 that names the nearest one, or ignored and named in "
+        description="a request's field that no table has: a 400 that names a near one, or ignored and named in "
         "the header x-tandem-ignored; auto: ignored on /v1/messages and /v1/responses, refused elsewhere",
     )
     generation_defaults: Literal["model", "openai"] = Field(
@@ -170,8 +170,7 @@ def _problem(problem: dict[str, Any], text: str | None) -> str:
         return f"{key}: {problem['msg']}{_got(problem)}"
     if text is None or (len(loc) > 1 and loc[0] != "server"):
         known = () if text is None else _known_keys(loc[:-1])
-        nearest = f"; the nearest known one is {nearest_name(str(loc[-1]), known)!r}" if known else ""
-        return f"{key}: unknown key{nearest}"
+        return f"{key}: unknown key{nearest_hint(str(loc[-1]), known)}"
     return _unknown(loc, text)
 
 
@@ -231,8 +230,7 @@ def _what_to_write(key: str, what: str) -> str:
 def _unknown(loc: tuple[str, ...], text: str) -> str:
     """Where an API key may have slipped, an unknown key is told by its line and the nearest known one."""
     section, known = ("server", ServerConfig) if len(loc) > 1 else ("(top)", Deployment)
-    nearest = nearest_name(str(loc[-1]), tuple(known.model_fields))
-    return f"{section}: unknown key at line {_line_of(loc, text)}; the nearest known one is {nearest!r}"
+    return f"{section}: unknown key at line {_line_of(loc, text)}{nearest_hint(str(loc[-1]), known.model_fields)}"
 
 
 def _line_of(loc: tuple[str, ...], text: str) -> int:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from server.api_error import ApiError, invalid
-from transfer.nearest_name import nearest_name
+from transfer.nearest_name import nearest_hint
 
 _LONGEST_NEUTRAL = 64  # bytes; a longer value is none of the neutral ones, and is refused unread
 MOST_IGNORED = 64  # unknown fields of a body that are named
@@ -101,8 +101,8 @@ class Fields:
 
     def _unknown(self, path: str, name: str) -> ApiError:
         shown = name[:_LONGEST_NAME] if name[:_LONGEST_NAME].isprintable() else repr(name[:_LONGEST_NAME])
-        nearest = nearest_name(name[:_LONGEST_NAME], self.fates)
-        return invalid(_join(path, shown), f"unknown field; the nearest known one is {nearest!r}", "unknown_parameter")
+        nearest = nearest_hint(name[:_LONGEST_NAME], self.fates)
+        return invalid(_join(path, shown), f"unknown field{nearest}", "unknown_parameter")
 
 
 Fate = Served | Free | Neutral | Fields | Each

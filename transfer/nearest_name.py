@@ -1,14 +1,38 @@
-"""Which of the names that there are an unknown one may stand for."""
+"""Which known name was probably meant by one that nobody knows, and none where no known one is near."""
 
 from collections.abc import Iterable
 
-from rapidfuzz import fuzz, process
+from rapidfuzz import fuzz
+from rapidfuzz.distance import OSA
 
-_SLIP = 70  # of 100, how alike two names are of which one is the other with a letter or two amiss
+_LETTERS_A_SLIP = 4  # one letter amiss, or two that changed places, for each so many
+_LEAST_LETTERS = 3  # of fewer, nobody can tell what was meant
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Of the same letters, but for a slip; else one of which the name is a part. known: one at least."""
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name with the fewest letters amiss, else the most alike of those that share their words; None
+    where none is near.
+
+    Names share their words if each word of one begins a word of the other, and the known one is not a small part of
+    what was written: `limit` is near `memory_limit_gib`, and `n_predict` is not near `n`.
+    """
+    if len(name) < _LEAST_LETTERS:
+        return None
     names = list(known)
-    found = process.extractOne(name, names, scorer=fuzz.ratio, score_cutoff=_SLIP) or process.extractOne(name, names)
-    return str(found[0])
+    most = max(1, len(name) // _LETTERS_A_SLIP)
+    slips = [one for one in names if len(one) >= _LEAST_LETTERS and OSA.distance(name, one, score_cutoff=most) <= most]
+    if slips:
+        return min(slips, key=lambda one: OSA.distance(name, one))
+    parts = [one for one in names if _is_part(name, one) or (2 * len(one) >= len(name) and _is_part(one, name))]
+    return max(parts, key=lambda one: fuzz.ratio(name, one), default=None)
+
+
+def nearest_hint(name: str, known: Iterable[str]) -> str:
+    """Return `; the nearest known one is 'x'`, for the end of a message that the name is unknown; empty without one."""
+    nearest = nearest_name(name, known)
+    return "" if nearest is None else f"; the nearest known one is {nearest!r}"
+
+
+def _is_part(name: str, whole: str) -> bool:
+    words, others = ([word for word in one.split("_") if word] for one in (name, whole))
+    return bool(words) and all(any(other.startswith(word) for other in others) for word in words)

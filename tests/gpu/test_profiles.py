@@ -108,6 +108,11 @@ REFUSED = [
     ),
     (
         "x",
+        {"host": "quantised"},
+        "profiles.x.host: unknown method 'quantised' (of exact, offloaded, predicted, predicted+sampled, sampled)",
+    ),
+    (
+        "x",
         {"reuse": "mak"},
         "profiles.x.reuse: unknown method 'mak'; the nearest known one is 'mac' (of mac)",
     ),

@@ -346,7 +346,7 @@ def test_up_to_eight_faults_of_a_configuration_are_told_at_once(tmp_path: Path) 
         assert told in str(refused.value)
     assert " more" not in str(refused.value)
     path.write_text(f"model: {{random_weights: tiny}}\ngpu: {{{', '.join(f'unknown{i}: 1' for i in range(10))}}}\n")
-    with pytest.raises(ConfigError, match=r"gpu\.unknown7: unknown key; the nearest [^;]*; and 2 more$") as refused:
+    with pytest.raises(ConfigError, match=r"gpu\.unknown7: unknown key; and 2 more$") as refused:
         load_deployment(path)
     assert str(refused.value).count("unknown key") == 8
 

@@ -148,6 +148,11 @@ def test_an_unknown_field_is_named_with_the_nearest_known_one(
     assert error.message == f"{given}: unknown field; the nearest known one is {nearest!r}"
 
 
+@pytest.mark.parametrize("given", ["num_ctx", "keep_alive", "mirostat"])
+def test_an_unknown_field_that_is_near_no_known_one_is_named_alone(given: str) -> None:
+    assert refusal(ChatBody, {given: 1}).message == f"{given}: unknown field"
+
+
 def test_a_misspelt_needed_field_is_named_before_the_missing_one() -> None:
     with pytest.raises(ApiError, match=r"^promt: unknown field; the nearest known one is 'prompt'$"):
         decode_body(b'{"promt": "a"}', CompletionBody, ignored=None)
