@@ -29,7 +29,7 @@ from server.documents import DOCUMENTS_OFF
 from server.fields import Fate, Free, Neutral
 from server.form import FORMS, RESPONSE_FORMATS, JsonSchema, ResponseFormat, StructuredOutputs
 from server.other_bodies import MessagesBody, ResponsesBody
-from server.ranges import MAX_CHOICES, MAX_TOP_LOGPROBS, RANGES
+from server.ranges import INT64, MAX_CHOICES, MAX_TOP_LOGPROBS, RANGES
 from server.registry import DOCUMENT_ID
 from server.tools import MAX_TOOLS, TOOL_NAME, Function, Tool
 from server.vector_bodies import MAX_INPUTS, EmbeddingsBody, RerankBody
@@ -81,8 +81,7 @@ def _of_fate(fate: Fate) -> Tree:
 def _bounds_of_all(limits: BodyLimits) -> dict[str, Tree]:
     """Field -> keywords, for those that mean the same in each body that has them."""
     bounds: dict[str, Tree] = {
-        name: {"minimum" if is_closed else "exclusiveMinimum": least, "maximum": most}
-        for name, (least, most, is_closed) in RANGES.items()
+        name: {"format": "int64"} if allowed == INT64 else _between(*allowed) for name, allowed in RANGES.items()
     }
     if limits.max_context_tokens is not None:
         for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
@@ -97,6 +96,10 @@ def _bounds_of_all(limits: BodyLimits) -> dict[str, Tree]:
     bounds["bad_words"] = {"items": _BAD_WORD, "maxItems": MAX_BAD_WORDS}
     bounds["logit_bias"] = {"propertyNames": _TOKEN_KEY, "additionalProperties": _BIAS, "maxProperties": MAX_BIASES}
     return bounds
+
+
+def _between(least: float, most: float, is_closed: bool) -> Tree:
+    return {"minimum" if is_closed else "exclusiveMinimum": least, "maximum": most}
 
 
 def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:

@@ -50,6 +50,19 @@ _DOCUMENT_ID = {"type": "string", "pattern": DOCUMENT_ID}
 _PAGE = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE}
 _SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS}
 _TIME = {"name": TIME_HEADER, "in": "header", "schema": _SECONDS, "description": "as `max_seconds`; the least counts"}
+# What a page offers to send, in place of every field with a made-up value.
+EXAMPLES: dict[type, Tree] = {
+    CompletionBody: {"prompt": "Once upon a time", "max_tokens": 32},
+    ChatBody: {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
+    ResponsesBody: {"input": "Hello!", "max_output_tokens": 32},
+    MessagesBody: {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
+    CountTokensBody: {"messages": [{"role": "user", "content": "Hello!"}]},
+    EmbeddingsBody: {"input": ["Hello!"]},
+    RerankBody: {"query": "capital of France", "documents": ["Paris is in France.", "Cats sleep."]},
+    TokenizeBody: {"prompt": "Hello!"},
+    DetokenizeBody: {"tokens": [1, 2, 3]},
+    DocumentBody: {"text": "The meeting is on Tuesday."},
+}
 _OF_ANY = ("401", "404", "408", "431", "503")
 
 
@@ -154,7 +167,10 @@ def _posts(summary: str, body: type, answer: type, chunk: type | None, generates
         "summary": summary,
         "parameters": [_TIME] if generates else [],
         "operationId": body.__name__.removesuffix("Body").lower(),
-        "requestBody": {"required": True, "content": _content(body)},
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _refer(body), "example": EXAMPLES[body]}},
+        },
         "responses": {"200": {"description": "done", "content": whole}} | _errors(codes),
     }
 
@@ -169,7 +185,7 @@ def _of_messages(operation: Tree) -> Tree:
 
 def _event(chunk: type) -> Tree:
     """The chunk, or the error that ends a stream early, as JSON; `[DONE]` ends one that is whole."""
-    schemas = [{"$ref": _REF.format(name=kind.__name__)} for kind in (chunk, Error)]
+    schemas = [_refer(kind) for kind in (chunk, Error)]
     tree = {"contentMediaType": "application/json", "contentSchema": {"anyOf": schemas}}
     data = {"type": "string", "if": {"const": "[DONE]"}, "else": tree}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
@@ -187,4 +203,8 @@ def _errors(codes: Any) -> Tree:
 
 
 def _content(kind: type) -> Tree:
-    return {"application/json": {"schema": {"$ref": _REF.format(name=kind.__name__)}}}
+    return {"application/json": {"schema": _refer(kind)}}
+
+
+def _refer(kind: type) -> Tree:
+    return {"$ref": _REF.format(name=kind.__name__)}

@@ -1,6 +1,7 @@
 """Ranges of the numbers in request bodies, and how a refusal says them. Knows no body: a range is its field's name's.
 
-Invariant: a number has one range, whichever body it comes in, and `/openapi.json` says the same one.
+Invariant: a number has one range, whichever body it comes in, and `/openapi.json` says the same one (that of int64 by
+its name: a browser's numbers end before it).
 """
 
 from server.api_error import invalid
@@ -9,6 +10,7 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MOST_SECONDS = 10**6  # of a request
 
+INT64 = (-(2**63), 2**63 - 1, True)
 # field -> (least, most, whether the least itself is allowed)
 RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0, 2, True),
@@ -18,7 +20,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "repetition_penalty": (0.01, 10, True),  # less, and a float32 score divided by it is infinite
     "presence_penalty": (-2, 2, True),
     "frequency_penalty": (-2, 2, True),
-    "seed": (-(2**63), 2**63 - 1, True),
+    "seed": INT64,
     "n": (1, MAX_CHOICES, True),
     "max_tokens": (0, 2**31 - 1, True),
     "max_completion_tokens": (1, 2**31 - 1, True),

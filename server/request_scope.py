@@ -14,9 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import logs
 from server.api_error import ApiError, bad_key, internal, unavailable
+from server.docs_page import MEDIA_TYPES
 from server.service import Service
 
-OPEN_PATHS = frozenset({"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"})
+_PAGE_FILES = {f"/docs/{name}" for name in MEDIA_TYPES}
+OPEN_PATHS = frozenset({"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"}) | _PAGE_FILES
 
 MESSAGES_PATH = "/v1/messages"  # and what is below it: whose clients send `x-api-key`
 

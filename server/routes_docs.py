@@ -1,14 +1,14 @@
-"""`/openapi.json` and `/docs`, written when they change."""
+"""`/openapi.json`, written when it changes, and `/docs`, the page over it."""
 
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from server.body_reader import FIELDS, refuses_unknown
 from server.body_schemas import BodyLimits
+from server.docs_page import HEADERS, MEDIA_TYPES, PAGE, read_file
 from server.openapi import build_document
-from server.openapi_page import write_page
 from server.service import Service, service_of
 
 router = APIRouter()
@@ -16,15 +16,25 @@ router = APIRouter()
 
 @router.get("/openapi.json")
 async def openapi(request: Request) -> Response:
-    return Response(_of(service_of(request))[0], media_type="application/json")
+    return Response(_describe(service_of(request)), media_type="application/json")
 
 
 @router.get("/docs")
-async def docs(request: Request) -> Response:
-    return Response(_of(service_of(request))[1], media_type="text/html")
+async def docs() -> Response:
+    return Response(PAGE, media_type="text/html", headers=HEADERS)
 
 
-def _of(service: Service) -> tuple[bytes, str]:
+async def _send_file(name: str) -> Response:
+    return Response(_read_once(name), media_type=MEDIA_TYPES[name], headers=HEADERS)
+
+
+for _name in MEDIA_TYPES:
+    router.add_api_route(f"/docs/{_name}", partial(_send_file, _name))
+
+_read_once = cache(read_file)
+
+
+def _describe(service: Service) -> bytes:
     settings, ready = service.settings, service.supervisor.limits
     limits = BodyLimits(
         model_ids=tuple(service.model_ids),
@@ -43,6 +53,5 @@ def _of(service: Service) -> tuple[bytes, str]:
 
 
 @cache
-def _written(limits: BodyLimits, has_keys: bool) -> tuple[bytes, str]:
-    document = build_document(limits, has_keys)
-    return msgspec.json.encode(document), write_page(document)
+def _written(limits: BodyLimits, has_keys: bool) -> bytes:
+    return msgspec.json.encode(build_document(limits, has_keys))

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from html import escape
 from typing import Any
 
 import httpx
@@ -43,10 +42,10 @@ from server import (
 from server.answers.generation import ChatChunk, CompletionChunk
 from server.body_reader import FIELDS
 from server.body_schemas import BodyLimits
+from server.docs_page import MEDIA_TYPES
 from server.fields import Neutral
 from server.openapi import build_document
-from server.openapi_page import write_page
-from server.ranges import RANGES
+from server.ranges import INT64, RANGES
 from tests.server.program import Program
 
 CHECKS = [
@@ -67,6 +66,7 @@ UNSAID = (
     r"the last one cannot be continued",
     r"^input length and `max_tokens` exceed context limit",
     r"^best_of: got .* wanted n ",
+    r"^seed: got .* wanted from -9223372036854775808 to ",  # `format` narrows nothing
     r"^min_tokens: got .* more than the .* of max_tokens$",
     r"^max_tokens: differs from max_completion_tokens",
     r"^(n|prompt): .* sequences in one request",
@@ -254,26 +254,54 @@ def test_every_event_of_a_stream_is_in_the_document(url, path, chunk, own):
     assert any(choice.logprobs for event in chunks for choice in event.choices)
 
 
-def test_the_page_and_the_document_need_no_key_and_nothing_from_elsewhere(url):
-    page = httpx.get(f"{url}/docs")
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert "POST /v1/chat/completions" in page.text
-    assert "temperature" in page.text
-    assert "http://" not in page.text.replace(url, "")
-    assert "https://" not in page.text
+def test_the_page_and_its_files_are_served_without_a_key_and_name_no_other_host(url):
+    page, start = (httpx.get(f"{url}/{path}").text for path in ("docs", "docs/start.js"))
+    named = set(re.findall(r'(?:src|href|url)(?:=|: )"([^"]*)"', page + start))
+    assert named == {"openapi.json", *(f"docs/{name}" for name in MEDIA_TYPES)}
+    assert "//" not in page + start
+    for path in {"docs"} | named:
+        answer = httpx.get(f"{url}/{path}")
+        assert answer.status_code == 200
+        assert answer.content
+        if path != "openapi.json":
+            policy = [part.split() for part in answer.headers["content-security-policy"].split(";")]
+            assert policy[0] == ["default-src", "'none'"]
+            assert {source for part in policy for source in part[1:]} == {
+                "'none'", "'self'", "'unsafe-inline'", "data:",
+            }  # fmt: skip
+            assert ["script-src", "'self'"] in policy
+    styles = httpx.get(f"{url}/docs/swagger-ui.css").text
+    assert "@import" not in styles
+    assert set(re.findall(r"url\([\"']?([a-z]*:?)", styles)) == {"data:"}
+    assert httpx.get(f"{url}/docs/swagger-ui.js").status_code == 401
+
+
+def test_the_document_needs_no_key_and_says_what_does(url):
     document = httpx.get(f"{url}/openapi.json").json()
     assert document["security"] == [{"key": []}]
     assert "security" not in build_document(LIMITS, has_keys=False)
 
 
-def test_the_page_has_every_field_of_a_body_and_of_what_is_nested_in_one():
-    page = write_page(build_document(LIMITS, has_keys=False))
-    assert "<code>null</code> or <code>&quot;a&quot;</code> or <code>&quot;alias&quot;</code>" in page
-    for struct, table in FIELDS.items():
-        assert f'id="{struct.__name__}"' in page or struct.__name__.endswith("Body")
-        for name, fate in table.fates.items():
-            assert f"<code>{name}</code>" in page
-            assert not isinstance(fate, Neutral) or escape(fate.reason) in page
+def test_what_the_page_offers_to_send_is_allowed_and_served(url):
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    document = build_document(LIMITS, has_keys=False)
+    for path in POSTS:
+        content = paths[path]["post"]["requestBody"]["content"]["application/json"]
+        Draft202012Validator(document | content["schema"]).validate(content["example"])
+        answer = httpx.post(f"{url}{path}", json=content["example"], headers={"authorization": f"Bearer {KEY}"})
+        assert answer.is_success, answer.text
+
+
+def test_no_bound_of_the_document_is_beyond_what_a_browser_can_say():
+    def bounds(tree: Any) -> Iterator[float]:
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree if isinstance(tree, list) else ()):
+            if key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum") and not isinstance(value, dict):
+                yield value
+            yield from bounds(value)
+
+    document = build_document(LIMITS, has_keys=False)
+    assert max(abs(bound) for bound in bounds(document)) < 2**53
+    assert document["components"]["schemas"]["ChatBody"]["properties"]["seed"]["format"] == "int64"
 
 
 def test_the_document_has_every_route_of_the_application():
@@ -298,7 +326,8 @@ def test_the_document_has_every_route_of_the_application():
         for route in routes.router.routes
         for method in getattr(route, "methods", ())
     }
-    assert routes - described == {("/openapi.json", "get"), ("/docs", "get")}
+    files = {(f"/docs/{name}", "get") for name in MEDIA_TYPES}
+    assert routes - described == {("/openapi.json", "get"), ("/docs", "get")} | files
     assert described <= routes
 
 
@@ -314,7 +343,7 @@ def test_the_document_has_every_known_field_and_says_whether_there_may_be_others
             if isinstance(fate, Neutral):
                 assert schema["properties"][name] == {"enum": [None, *fate.values], "description": fate.reason}
         for name in set(RANGES) & set(struct.__struct_fields__):
-            assert "maximum" in schema["properties"][name]
+            assert "maximum" in schema["properties"][name] or RANGES[name] == INT64
 
 
 @pytest.mark.parametrize(

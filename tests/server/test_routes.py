@@ -10,7 +10,8 @@ from fastapi import FastAPI
 
 from tests.server.live_server import fake_command, make_app, make_deployment
 
-OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"}
+FILES = {f"/docs/{name}" for name in ("start.js", "swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")}
+OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"} | FILES
 GUARDED = {"/v1/documents", "/v1/documents/{document_id}", 
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}", "/tokenize", "/detokenize",
     "/tokenizer_info", "/server_info", "/v1/loads", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
