@@ -346,6 +346,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     pages_used: int  # held by requests
     pages_cached: int  # held by the prefix cache alone
     pages_total: int
+    pages_committed: int  # of all, those whose memory the host has given
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int

@@ -118,6 +118,11 @@ class PagePool:
         return self._num_there - self.num_available
 
     @property
+    def num_committed(self) -> int:
+        """Pages whose memory the host has given: all of them on a GPU."""
+        return self._num_there
+
+    @property
     def num_idle(self) -> int:
         return len(self._idle)
 

@@ -352,6 +352,7 @@ class Scheduler:
             pages_used=self.pages.num_held - num_idle_pages,
             pages_cached=self.pages.num_idle + num_idle_pages,
             pages_total=self.pages.num_pages,
+            pages_committed=self.pages.num_committed,
             prefix_queries_tokens=self.prefixes.queries_tokens,
             prefix_hits_tokens=self.prefixes.hits_tokens,
             preemptions=self.roster.num_preemptions,

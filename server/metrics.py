@@ -66,6 +66,7 @@ class Metrics:
         self.pages_used = self._gauge("tandem_pages_used", "KV pages held by requests")
         self.pages_cached = self._gauge("tandem_pages_cached", "KV pages held by the prefix cache alone")
         self.pages_capacity = self._gauge("tandem_pages_capacity", "KV pages in all")
+        self.pages_committed = self._gauge("tandem_pages_committed", "KV pages whose memory the host has given")
         self.engine_up = self._gauge("tandem_engine_up", "1 while the engine serves")
         self.prompt_tokens = self._counter("tandem_prompt_tokens", "tokens of accepted prompts")
         self.generated_tokens = self._counter("tandem_generated_tokens", "tokens generated")
@@ -181,6 +182,7 @@ class Metrics:
         self.pages_used.set(stats.pages_used)
         self.pages_cached.set(stats.pages_cached)
         self.pages_capacity.set(stats.pages_total)
+        self.pages_committed.set(stats.pages_committed)
         last = self._last
         self.prefix_queries.inc(stats.prefix_queries_tokens - (last.prefix_queries_tokens if last else 0))
         self.prefix_hits.inc(stats.prefix_hits_tokens - (last.prefix_hits_tokens if last else 0))
@@ -244,7 +246,7 @@ class Metrics:
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
         of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
         of_tokens = (self.host_tokens, self.host_tokens_released, self.host_tokens_resident)
-        for gauge in (*of_device, *of_host, *of_tokens, self.rings_free, self.chunks_memory):
+        for gauge in (*of_device, *of_host, *of_tokens, self.pages_committed, self.rings_free, self.chunks_memory):
             gauge.set(0)
 
     def text(self) -> bytes:

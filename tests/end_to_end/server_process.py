@@ -15,6 +15,7 @@ import psutil
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
+KV_CACHE_GIB = 0.5
 START_SECONDS = 200  # without numba's caches and with both cores busy it took 130
 
 
@@ -67,7 +68,7 @@ def running_server(folder: Path, changes: dict) -> Iterator[ServerProcess]:
     """Serve the reference model with `changes` merged over a small float32 configuration, section by section."""
     tree: dict = {
         "model": {"path": str(REPOSITORY / "deploy/models/reference"), "name": "reference"},
-        "gpu": {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.5, "threads": 1},
+        "gpu": {"device": "cpu", "dtype": "float32", "kv_cache_gib": KV_CACHE_GIB, "threads": 1},
         "server": {"port": free_port(), "drain_seconds": 5},
     }
     for section, values in changes.items():

@@ -18,7 +18,7 @@ REUSE = ReuseStats(
     kv_cells=[13, 14], whole_groups=[15, 16], stops=[17, 18], num_matching=[1, 0],
 )  # fmt: skip
 STATS = Stats(
-    num_running=1, num_prefilling=2, num_waiting=3, pages_used=4, pages_cached=5, pages_total=6,
+    num_running=1, num_prefilling=2, num_waiting=3, pages_used=4, pages_cached=5, pages_total=6, pages_committed=16,
     prefix_queries_tokens=7, prefix_hits_tokens=8, preemptions=9, steps=10, step_seconds=11.5, rings_free=36, host=HOST,
     reuse=REUSE,
     fetch=FetchStats(
@@ -29,7 +29,8 @@ STATS = Stats(
 )  # fmt: skip
 GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
-    "host_bytes_used": 21, "host_bytes_promised": 22, "host_contexts": 24, "host_tokens": 25, "host_segments": 26,
+    "pages_committed": 16, "host_bytes_used": 21, "host_bytes_promised": 22, "host_contexts": 24, "host_tokens": 25,
+    "host_segments": 26,
     "host_tokens_released": 20, "host_tokens_resident": 19,
     "reuse_rings_free": 36, "chunks_memory_bytes": 80,
 }  # fmt: skip
