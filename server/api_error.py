@@ -63,7 +63,20 @@ class NoRoom(ApiError):
         what = f"{num_prompt} tokens of prompt and {num_asked} of answer are {num_prompt + num_asked}"
         message = f"{param}: {what}, the context has {context}"
         super().__init__(400, message, param=param, code="context_length_exceeded")
-        self.sizes = f"{num_prompt} + {num_asked} > {context}"
+        self.anthropic_message = (
+            f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_asked} > {context}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+
+
+class PromptTooLong(ApiError):
+    """400: the prompt alone is longer than the context."""
+
+    def __init__(self, param: str, num_prompt: str, context: int) -> None:
+        """num_prompt: a number, or `at least` and a number."""
+        message = f"{param}: {num_prompt} tokens, the attention profile has room for {context} with the answer"
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.anthropic_message = f"prompt is too long: {num_prompt} tokens > {context} maximum"
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:

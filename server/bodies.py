@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from server.api_error import invalid
-from server.chat_message import Message, check_messages, message_text
+from server.chat_message import Message, check_messages
 from server.form import ResponseFormat, StructuredOutputs, check_form
 from server.ranges import MAX_TOP_LOGPROBS, RANGES, check_range, spell
 from server.tools import NamedTool, Tool, check_tools
@@ -123,6 +123,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -200,15 +202,16 @@ def check_chat(body: ChatBody) -> None:
     if len(body.documents or ()) > MAX_DOCUMENTS:
         raise invalid("documents", f"{len(body.documents or ())} documents, at most {MAX_DOCUMENTS} are allowed")
     check_messages(body.messages)
-    _check_continued(body)
+    if body.add_generation_prompt is False and not body.continue_final_message:
+        raise invalid("add_generation_prompt", "wanted true, or continue_final_message: true")
+    check_continued(body, body.messages)
 
 
-def _check_continued(body: ChatBody) -> None:
-    """An answer begins a turn of its own, or continues the last one: `add_generation_prompt` says the opposite."""
-    continues = bool(body.continue_final_message)
-    if continues == (body.add_generation_prompt is not False):
-        wanted = "false, with continue_final_message: true" if continues else "true, or continue_final_message: true"
-        raise invalid("add_generation_prompt", f"wanted {wanted}")
-    last = body.messages[-1]
-    if continues and (last.role != "assistant" or last.tool_calls or not message_text(last)):
+def check_continued(body: ChatBody | TokenizeBody, messages: list[Message]) -> None:
+    """A prompt that ends inside of the last message has no beginning of another one."""
+    if not body.continue_final_message:
+        return
+    if body.add_generation_prompt is not False:
+        raise invalid("add_generation_prompt", "wanted false, with continue_final_message: true")
+    if messages[-1].role != "assistant" or messages[-1].tool_calls:
         raise invalid("continue_final_message", "wanted a last message that is the assistant's, a text without calls")

@@ -21,12 +21,14 @@ Spell = Callable[[str], str]
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """`tools`: what is offered, as OpenAI writes it. `variables`: what else the template is given. `continues`: the
-    answer goes on with the last message."""
+    prompt ends inside of the last message, with its text, and an answer goes on there. `begins_answer`: else it ends
+    with the beginning of an answer's turn."""
 
     messages: list[Message]
     tools: list[Tree] = field(default_factory=list)
     variables: Tree = field(default_factory=dict)
     continues: bool = False
+    begins_answer: bool = True
 
     def texts(self) -> Iterator[str]:
         """Every text of the client."""
@@ -40,6 +42,11 @@ class Conversation:
     def has_tools(self) -> bool:
         """Whether tools are offered, or were called before."""
         return bool(self.tools) or any(message.tool_calls or message.role == "tool" for message in self.messages)
+
+    @property
+    def continued(self) -> str | None:
+        """The text that the answer goes on with, where it continues the last message."""
+        return message_text(self.messages[-1]) if self.continues else None
 
     @property
     def num_chars(self) -> int:

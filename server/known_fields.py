@@ -190,12 +190,10 @@ TOKENIZE = Fields(
     "Tokenize",
     {
         "messages": Each(MESSAGE),
-        **served("model", "prompt", "add_special_tokens"),
+        **served("model", "prompt", "add_special_tokens", "add_generation_prompt", "continue_final_message"),
         **refused(_NOT_REPORTED, "return_token_strs", "return_token_offsets", at=(False,)),
         **refused(_OWN_TEMPLATE, "chat_template"),
         **refused(_OWN_TEMPLATE, "chat_template_kwargs", at=({},)),
-        **refused(_OWN_TEMPLATE, "add_generation_prompt", at=(True,)),
-        **refused(_OWN_TEMPLATE, "continue_final_message", at=(False,)),
         **refused(_TEXT_ONLY, "mm_processor_kwargs", "media_io_kwargs", at=({},)),
         **refused(_NO_TOOLS, "tools", at=([],)),
     },

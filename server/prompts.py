@@ -5,7 +5,7 @@ from functools import partial
 
 from gpu.profiles import why_unknown
 from scheduler.messages import Ready
-from server.api_error import ApiError, NoRoom, invalid, too_long
+from server.api_error import NoRoom, PromptTooLong, invalid
 from server.bodies import MAX_VARIABLES, WHOLE_CONTEXT, ChatBody, CompletionBody, GenerationBody
 from server.chunker import Chunks, count_tokens
 from server.conversation import Conversation
@@ -84,7 +84,7 @@ async def completion_prompts(
             prompt = await encode_text(service, name, given, size, most)
         else:
             if len(given) > context and cut is None:
-                raise _too_long(name, str(len(given)), context)
+                raise PromptTooLong(name, str(len(given)), context)
             check_token_ids(name, given, limits.vocab_size)
             text = await service.texts.run(size, spell, service.tokenizer, given) if body.echo else ""
             prompt = Prompt(given, text, 0)
@@ -123,7 +123,7 @@ async def chat_prompt(service: Service, conversation: Conversation, context: int
         else:
             token_ids = await service.texts.run(size, control_tokens.encode, text, mark, context)
     except TooManyTokens as error:
-        raise _too_long("messages", f"at least {error.num_tokens}", context) from None
+        raise PromptTooLong("messages", f"at least {error.num_tokens}", context) from None
     if not token_ids:
         raise invalid("messages", "the chat template made an empty prompt of them")
     return Prompt(token_ids, "", 0, end=text[-END_CHARS:])
@@ -168,7 +168,7 @@ async def document_prompt(
     try:
         prompt, cut = await service.texts.run(size, encode)
     except TooManyTokens as error:
-        raise _too_long("documents", f"with the messages at least {error.num_tokens}", context) from None
+        raise PromptTooLong("documents", f"with the messages at least {error.num_tokens}", context) from None
     return Prompt(prompt.token_ids, "", 0, tuple(prompt.chunks), tuple(cut), prompt.end)
 
 
@@ -183,7 +183,7 @@ async def encode_text(service: Service, name: str, text: str, size: int, context
     try:
         token_ids = await service.texts.run(size, service.tokenizer.encode_within, text, True, context)
     except TooManyTokens as error:
-        raise _too_long(name, f"at least {error.num_tokens}", context) from None
+        raise PromptTooLong(name, f"at least {error.num_tokens}", context) from None
     return Prompt(token_ids, text, service.tokenizer.num_leading_specials(text, token_ids))
 
 
@@ -224,7 +224,7 @@ def chat_max_tokens(service: Service, body: ChatBody, prompt: Prompt, limits: Re
 def check_room(name: str, prompt: Prompt, context: int) -> None:
     """Raises ApiError 400 for a prompt that is too long even without an answer."""
     if len(prompt.token_ids) > context:
-        raise _too_long(name, str(len(prompt.token_ids)), context)
+        raise PromptTooLong(name, str(len(prompt.token_ids)), context)
 
 
 def context_of(body: GenerationBody, limits: Ready) -> int:
@@ -250,8 +250,8 @@ async def hold_to_form(service: Service, body: GenerationBody) -> str:
 def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None, default: int) -> int:
     """The output's limit; only a default is cut to what the context leaves. Raises ApiError 400 with both numbers."""
     length = len(prompt.token_ids)
-    if length > context or (length == context and asked != 0):
-        raise _too_long(name, str(length), context)
+    if length > context or (length == context and asked is None):
+        raise PromptTooLong(name, str(length), context)
     if asked is None:
         return min(default, context - length)
     if length + asked > context:
@@ -270,7 +270,3 @@ def _split(field: str, prompt: str | list[str | int | list[int]]) -> list[tuple[
     if isinstance(prompt[0], int):
         return [(field, prompt)]  # type: ignore[list-item]
     return [(f"{field}[{i}]", item) for i, item in enumerate(prompt)]  # type: ignore[misc]
-
-
-def _too_long(name: str, length: str, context: int) -> ApiError:
-    return too_long(name, f"{length} tokens, the attention profile has room for {context} with the answer")

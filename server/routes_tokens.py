@@ -4,7 +4,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from server.api_error import invalid
-from server.bodies import DetokenizeBody, TokenizeBody
+from server.bodies import DetokenizeBody, TokenizeBody, check_continued
 from server.body_reader import read_body
 from server.chat_message import check_messages
 from server.conversation import Conversation
@@ -26,11 +26,19 @@ async def tokenize(request: Request) -> Response:
         raise invalid("prompt", "give either prompt or messages, and not both")
     if body.messages is not None:
         check_messages(body.messages)
-        conversation = Conversation(body.messages)
+        check_continued(body, body.messages)
+        conversation = Conversation(
+            body.messages,
+            continues=bool(body.continue_final_message),
+            begins_answer=body.add_generation_prompt is not False,
+        )
         size = INLINE_CHARS + conversation.num_chars  # never inline, as there
         async with service.texts.aside(size):
             token_ids = (await chat_prompt(service, conversation, limits.max_context_tokens)).token_ids
     else:
+        if body.continue_final_message or body.add_generation_prompt is False:
+            name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
+            raise invalid(name, "only with messages")
         text = body.prompt or ""
         if len(text) > service.settings.max_tokenize_kib * 1024:
             most = service.settings.max_tokenize_kib

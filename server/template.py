@@ -126,7 +126,7 @@ class ChatTemplate:
                 "messages": write_observations(plain) if self._takes_observations else plain,
                 "tools": spell_tree(given.tools, spell) or None,
                 "documents": documents,
-                "add_generation_prompt": not given.continues,
+                "add_generation_prompt": given.begins_answer and not given.continues,
             }
         )
         try:

@@ -55,7 +55,7 @@ def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], Me
     answer_format = _format_of(service, use)
     if answer_format is None or not (use.tools or answer_format.reasoning or answer_format.is_own):
         return lambda: None
-    opening, tools = answer_format.template.opening(prompt.end), use.tools
+    opening, tools = answer_format.opening(prompt.end, use.conversation.continued), use.tools
     return lambda: MessageReader(answer_format, opening, tools, use.has_form and not use.names)
 
 

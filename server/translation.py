@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from server.api_error import ApiError, NoRoom, invalid
+from server.api_error import ApiError, NoRoom, PromptTooLong, invalid
 from server.bodies import ChatBody
 from server.chat_message import CalledFunction, Message, MessageCall, Part, join_texts, message_text
 from server.form import JsonSchema, ResponseFormat
@@ -72,12 +72,8 @@ class Translation:
                 raise
             renamed = self._rename(error.param)
             message = renamed + error.message.removeprefix(error.param)
-            if isinstance(error, NoRoom) and self.names is _MESSAGES_NAMES:
-                # Anthropic's words: its clients read the numbers and ask again for less.
-                message = (
-                    f"input length and `max_tokens` exceed context limit: {error.sizes}, "
-                    "decrease input length or `max_tokens` and try again"
-                )
+            if isinstance(error, NoRoom | PromptTooLong) and self.names is _MESSAGES_NAMES:
+                message = error.anthropic_message  # its clients read the numbers, and ask again for less
             raise ApiError(error.status, message, param=renamed, code=error.code, headers=error.headers) from None
 
     def _rename(self, param: str) -> str:
@@ -197,6 +193,10 @@ def translate_messages(body: PromptBody) -> Translation:
         read = _read_turn(f"messages[{i}]", turn)
         messages += [message for message, _ in read]
         origins += [at for _, at in read]
+    begun = messages[-1] if messages[-1].role == "assistant" and not messages[-1].tool_calls else None
+    if begun is not None and not (message_text(begun) or begun.reasoning_content):
+        begun = None  # an empty turn says nothing of the one that is asked for
+        del messages[-1], origins[-1]
     chat = _chat(body, messages)
     chat.tools = [
         Tool(type="function", function=Function(
@@ -216,8 +216,7 @@ def translate_messages(body: PromptBody) -> Translation:
         chat.reasoning_effort = "none" if body.thinking.type == "disabled" else config.effort or "medium"
     if config.format is not None:
         chat.response_format = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=config.format.schema))
-    last = messages[-1]
-    if last.role == "assistant" and not last.tool_calls and message_text(last):
+    if begun is not None and message_text(begun):
         chat.continue_final_message, chat.add_generation_prompt = True, False
     if isinstance(body, MessagesBody):
         chat.max_completion_tokens = body.max_tokens

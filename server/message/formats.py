@@ -66,6 +66,27 @@ class AnswerFormat:
     reasoning: Marks | None
     is_own: bool
 
+    def opening(self, prompt_end: str, continued: str | None) -> str:
+        """Return what of the answer the prompt has begun already: by the chat template, at the prompt's end, or in the
+        text of the turn that the answer continues, which counts as far as it leaves reasoning open."""
+        if continued is None:
+            return self.template.opening(prompt_end)
+        return next(filter(None, (_left_open(field, continued) for field in self.template.fields.values())), "")
+
+
+def _left_open(field: Field, text: str) -> str:
+    """Return the end of a text from where it opens this kind of reasoning and does not close it; "" if it does not."""
+    at = 0
+    while field.name in REASONING_FIELDS and field.opens is not None:
+        opened = field.opens.search(text, at)
+        if opened is None:
+            return ""
+        closed = None if field.closes is None else field.closes.search(text, opened.end())
+        if closed is None:
+            return text[opened.start() :]
+        at = max(closed.end(), at + 1)
+    return ""
+
 
 def choose_format(
     model: ModelConfig, template_source: str, renders_tools: bool, settings: Mapping[str, Any]

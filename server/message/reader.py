@@ -23,8 +23,9 @@ class MessageReader:
     """`feed` the text, then `finish` or `cut`. `is_done`: no more calls are wanted, and what follows is not read."""
 
     def __init__(self, answer_format: AnswerFormat, opening: str, tools: Tools | None, has_form: bool) -> None:
-        """opening: what of the answer the prompt holds already. tools: None, and calls are words. has_form: an answer
-        with words is held to a form, and all that follows the first of them is part of it."""
+        """opening: what of the answer the prompt holds already, which is read and not told. tools: None, and calls are
+        words. has_form: an answer with words is held to a form, and all that follows the first of them is part of it.
+        """
         template = answer_format.template
         fields = [field for field in template.fields.values() if tools is not None or field.name != _CALLS]
         self._regions = RegionReader(fields)
@@ -42,7 +43,11 @@ class MessageReader:
         self._content, self._reasoning = _Words(Content), _Words(Reasoning)
         self.num_calls = 0
         self.is_done = False
+        self._num_old = 0  # characters of the opening
         self.feed(opening, False)
+        self._num_old = self._num_fed
+        for words in (self._content, self._reasoning):
+            words.forget_held()
 
     @property
     def is_reasoning(self) -> bool:
@@ -159,8 +164,9 @@ class MessageReader:
             self._regions.open_no_more()
 
     def _visible(self, begin: int, end: int) -> str:
-        """The text without special tokens."""
+        """The text without special tokens, and without the opening."""
         pieces = []
+        begin = max(begin, self._num_old)
         for first, last in self._specials:
             if first >= end:
                 break
@@ -201,6 +207,9 @@ class _Words:
         if said:
             self._has_said = True
             parts.append(self._kind(said))
+
+    def forget_held(self) -> None:
+        self._held = ""
 
     def pass_region(self) -> None:
         self._is_fresh = self._is_behind = True

@@ -261,7 +261,6 @@ async def test_a_key_may_come_as_anthropics_clients_send_it_and_there_alone():
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
-        ({"messages": [{"role": "user", "content": "word " * 20000}]}, "messages"),
     ],
 )
 async def test_what_is_wrong_with_a_body_is_named(live, body, named):

@@ -64,7 +64,7 @@ POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messag
 UNSAID = (
     r"^(add_generation_prompt|continue_final_message): ",
     r"the last one cannot be continued",
-    r"^input length and `max_tokens` exceed context limit",
+    r"^input length and `max_tokens` exceed context limit|^prompt is too long: ",
     r"^best_of: got .* wanted n ",
     r"^seed: got .* wanted from -9223372036854775808 to ",  # `format` narrows nothing
     r"^min_tokens: got .* more than the .* of max_tokens$",
