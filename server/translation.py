@@ -194,7 +194,7 @@ def translate_messages(body: PromptBody) -> Translation:
         messages += [message for message, _ in read]
         origins += [at for _, at in read]
     begun = messages[-1] if messages[-1].role == "assistant" and not messages[-1].tool_calls else None
-    if begun is not None and not (message_text(begun) or begun.reasoning_content):
+    if begun is not None and len(messages) > 1 and not (message_text(begun) or begun.reasoning_content):
         begun = None  # an empty turn says nothing of the one that is asked for
         del messages[-1], origins[-1]
     chat = _chat(body, messages)

@@ -229,10 +229,7 @@ async def test_an_empty_last_turn_begins_an_answer_as_if_it_was_not_there(live: 
         with_it, without = [(await live.http.post("/v1/messages", json=body)).json() for body in bodies]
         assert (with_it["content"], with_it["usage"]) == (without["content"], without["usage"])
     alone = await live.http.post("/v1/messages", json={"messages": [messages[-1]], "max_tokens": 9})
-    assert (alone.status_code, alone.json()["error"]["message"]) == (
-        400,
-        "messages: empty; wanted at least one message",
-    )
+    assert alone.status_code == 200
     spaces = {"messages": begun(" \n"), "max_tokens": 9, "temperature": 0}
     said = (await live.http.post("/v1/messages", json=spaces)).json()["usage"]
     assert said["input_tokens"] == with_it["usage"]["input_tokens"] + len(

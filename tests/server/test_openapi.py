@@ -86,7 +86,7 @@ UNSAID = (
 LEAST_SHARE = {
     "/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/v1/responses": 0.75, "/v1/messages": 0.75,
     "/v1/messages/count_tokens": 0.75, "/v1/embeddings": 0.75, "/rerank": 0.75,
-    "/v1/rerank": 0.75, "/v2/rerank": 0.75, "/tokenize": 1.0, "/detokenize": 1.0, "/v1/documents": 1.0,
+    "/v1/rerank": 0.75, "/v2/rerank": 0.75, "/tokenize": 0.75, "/detokenize": 1.0, "/v1/documents": 1.0,
 }  # fmt: skip
 LIMITS = BodyLimits(
     model_ids=("a", "alias"),
