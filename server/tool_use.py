@@ -7,17 +7,29 @@ uses the same two. Raises ApiError 400 for tools and forms that cannot be kept.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from server.api_error import UNSUPPORTED_GRAMMAR, invalid
 from server.bodies import ChatBody
 from server.conversation import Conversation
-from server.message.call_grammar import HeldArguments, HeldCalls, HeldValue, write_answer, write_free_answer
-from server.message.formats import AnswerFormat, HeldForm, Tags, hold_format
+from server.message.call_grammar import (
+    MARKED_TEXT,
+    HeldArguments,
+    HeldCalls,
+    HeldValue,
+    speller,
+    write_answer,
+    write_free_answer,
+)
+from server.message.formats import AnswerFormat, HeldForm, Marked, Tags, hold_format
+from server.message.gemma_grammar import GemmaWriter, UnwrittenSchema
 from server.message.reader import MessageReader
 from server.message.tools import Tools
 from server.prompts import Prompt, hold_to_form
+from server.schema_fault import LEAVE_OUT
 from server.service import Service
-from server.structured import asks_form, grammar_with_form, lark_grammar, schema_in_lark
+from server.structured import asks_form, grammar_with_form, lark_grammar, schema_grammar, schema_in_lark
+from server.tokenizer import Tokenizer
 from server.tools import NamedTool
 
 
@@ -98,7 +110,7 @@ async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Pr
         calls = None
         if use.tools is not None:
             assert held is not None
-            calls = HeldCalls(_held_tools(use, held), held, use.most_calls != 1)
+            calls = HeldCalls(_held_tools(use, held, service.tokenizer), held, use.most_calls != 1)
             if is_free:
                 return lark_grammar(param, write_free_answer(calls, reasoning, is_reasoning, service.tokenizer))
         text = write_answer(calls, bool(form), reasoning, is_reasoning, service.tokenizer)
@@ -108,7 +120,7 @@ async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Pr
     return await service.texts.check(compile_grammar)
 
 
-def _held_tools(use: ToolUse, held: HeldForm) -> list[tuple[str, HeldArguments]]:
+def _held_tools(use: ToolUse, held: HeldForm, tokenizer: Tokenizer) -> list[tuple[str, HeldArguments]]:
     """Those that may be called. Their arguments are held to their schemas where one must be, or where that is strict;
     of the others they are any object. Raises ApiError 400.
     """
@@ -126,9 +138,25 @@ def _held_tools(use: ToolUse, held: HeldForm) -> list[tuple[str, HeldArguments]]
         elif isinstance(held.arguments, Tags):
             keys = tuple(parameters.get("properties") or ())
             tools.append((name, HeldArguments("", keys, _held_values(param, name, use.tools, keys) if is_kept else ())))
+        elif isinstance(held.arguments, Marked) and is_kept:
+            tools.append((name, _held_members(param, f"gemma_{i}", parameters, held.arguments.mark, tokenizer)))
         else:
             tools.append((name, HeldArguments("", (), ())))
     return tools
+
+
+def _held_members(
+    param: str, prefix: str, parameters: dict[str, Any], mark: str, tokenizer: Tokenizer
+) -> HeldArguments:
+    """Raises ApiError 400 for a schema that cannot be kept, in JSON or in Gemma's form."""
+    schema_grammar(param, parameters)
+    writer = GemmaWriter(parameters, prefix, speller(tokenizer), mark, MARKED_TEXT)
+    try:
+        term = writer.write_arguments()
+    except UnwrittenSchema as error:
+        why = f"{error.place}: it cannot be kept in this model's form of calls; {LEAVE_OUT}"
+        raise invalid(param, why, UNSUPPORTED_GRAMMAR) from None
+    return HeldArguments(term, (), (), tuple(writer.rules))
 
 
 def _held_values(param: str, name: str, tools: Tools | None, keys: tuple[str, ...]) -> tuple[HeldValue, ...]:

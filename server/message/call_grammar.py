@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 
 import regex
 
-from server.message.formats import HeldForm, Marks, Tags
+from server.message.formats import HeldForm, Marked, Marks, Tags
 from server.tokenizer import Tokenizer
 
 _SPACE = "WS: /[ \\n]{0,3}/"
+MARKED_TEXT = "marked"
+"""The rule of a text of Gemma's behind its first mark, and of the second."""
 _ANY_KEY = "/[^<>\\n]+/"
 
 
@@ -29,12 +31,14 @@ class HeldValue:
 
 @dataclass(frozen=True, slots=True)
 class HeldArguments:
-    """`term`: of Lark, where calls have JSON; `keys`: of arguments in tags, empty for any. `values`: all of them one by
-    one, in this order, where they are held; else none."""
+    """`term`: of Lark, where calls have JSON or Gemma's form, "" for any text; `rules`: those that it names. `keys`: of
+    arguments in tags, empty for any; `values`: all of them one by one, in this order, where they are held, else none.
+    """
 
     term: str
     keys: tuple[str, ...]
     values: tuple[HeldValue, ...]
+    rules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ def write_answer(
     calls: HeldCalls | None, has_form: bool, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer
 ) -> str:
     """is_reasoning: the prompt has begun it."""
-    spell = _speller(tokenizer)
+    spell = speller(tokenizer)
     rules = [] if calls is None else _write_calls(calls, spell)
     answer = " | ".join((["calls"] if calls is not None else []) + (["@form"] if has_form else []))
     if reasoning is None:
@@ -61,7 +65,7 @@ def write_answer(
 
 def write_free_answer(calls: HeldCalls, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer) -> str:
     """Words, and calls and reasoning among them wherever one begins. The last reasoning may stay open."""
-    spell = _speller(tokenizer)
+    spell = speller(tokenizer)
     held, names = calls.held, _group_names(calls)
     opens = held.opens.replace("{names}", "|".join(regex.escape(name) for name, _ in calls.tools))
     if reasoning is not None:
@@ -121,18 +125,21 @@ def _write_each(calls: HeldCalls, names: dict[HeldArguments, list[str]], spell: 
     """The rule `call`, and those that it needs."""
     held = calls.held
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(names)))]
-    is_text = held.arguments == "text"
+    takes_text = held.arguments == "text" or isinstance(held.arguments, Marked)
     for i, arguments in enumerate(names):
+        is_text = takes_text and not arguments.term
         head = " ".join(_name(text, names[arguments], spell) for text in held.head)
         rules.append(f"call_{i}: {head} " + ("rest" if is_text else f"arguments_{i} {spell(held.tail)}"))
         if isinstance(held.arguments, Tags):
             rules += _write_tags(i, held.arguments, arguments, spell)
         elif not is_text:
-            rules.append(f"arguments_{i}: {arguments.term}")
+            rules += [f"arguments_{i}: {arguments.term}", *arguments.rules]
     if isinstance(held.arguments, Tags):
         rules.append(_any_until("value", held.arguments.end, spell))
-    elif is_text:
+    elif takes_text:
         rules.append(_any_until("rest", held.tail, spell))
+    if isinstance(held.arguments, Marked):
+        rules.append(_any_until(MARKED_TEXT, held.arguments.mark, spell))
     return rules
 
 
@@ -169,7 +176,7 @@ def _any_until(rule: str, end: str, spell: Callable[[str], str]) -> str:
     return f"{rule}[lazy]: /(?s:.*){_in_slashes(regex.escape(end))}/"
 
 
-def _speller(tokenizer: Tokenizer) -> Callable[[str], str]:
+def speller(tokenizer: Tokenizer) -> Callable[[str], str]:
     """What gives a text as Lark has it, the special tokens in it by their ids; of an empty one nothing."""
     ids = {tokenizer.token_bytes(token_id).decode(): token_id for token_id in tokenizer.special_ids}
     texts = sorted(filter(None, ids), key=len, reverse=True)

@@ -29,19 +29,26 @@ class Tags:
 
 
 @dataclass(frozen=True, slots=True)
+class Marked:
+    """Arguments as Gemma writes them: JSON with keys as they are, and texts between two of `mark`."""
+
+    mark: str
+
+
+@dataclass(frozen=True, slots=True)
 class HeldForm:
     """How a grammar has the model write calls: what stands before, between and behind them all; before the arguments of
     one, with `{name}` for its tool, each text a token of its own where it is JSON; and behind them. `arguments`: JSON
-    that a schema accepts, or tags, or any text up to the tail. Among words, `opens` is a pattern of all that begins a
-    call, with `{names}` for the tools'; `mark` what a call then begins with, empty where that is its head, behind
-    what the pattern `before` matches.
+    that a schema accepts, tags, what is inside of Gemma's braces, or any text up to the tail. Among words, `opens` is a
+    pattern of all that begins a call, with `{names}` for the tools'; `mark` what a call then begins with, empty where
+    that is its head, behind what the pattern `before` matches.
     """
 
     begin: str
     between: str
     end: str
     head: tuple[str, ...]
-    arguments: Literal["json", "text"] | Tags
+    arguments: Literal["json", "text"] | Tags | Marked
     tail: str
     opens: str
     mark: str
@@ -263,6 +270,7 @@ _MARKS = {
     "gemma": Marks("<|channel>thought\n", "<channel|>"),
 }
 
+_GEMMA_OPENS = r"(<\|tool_call>|<start_function_call>)"
 _HELD = {
     "hermes": HeldForm(
         "", "\n", "", ("<tool_call>\n", *_json_head("arguments")), "json", "}\n</tool_call>",
@@ -289,9 +297,12 @@ _HELD = {
         "<tool_call>", "<tool_call>", "",
     ),
     "glm4": HeldForm("", "\n", "", ("{name}\n",), "json", "", r"\n({names})[ \t]{0,16}\n", "", "\n"),
-    "gemma": HeldForm("", "", "", ("<|tool_call>call:{name}{",), "text", "}<tool_call|>", "", "", ""),
+    "gemma": HeldForm(
+        "", "", "", ("<|tool_call>call:{name}{",), Marked('<|"|>'), "}<tool_call|>", _GEMMA_OPENS, "<|tool_call>", "",
+    ),
     "older_gemma": HeldForm(
-        "", "", "", ("<start_function_call>call:{name}{",), "text", "}<end_function_call>", "", "", ""
+        "", "", "", ("<start_function_call>call:{name}{",), Marked("<escape>"), "}<end_function_call>",
+        _GEMMA_OPENS, "<start_function_call>", "",
     ),
 }  # fmt: skip
 _OLDER_GEMMA = "<start_function_call>"

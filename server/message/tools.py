@@ -69,11 +69,11 @@ def _gather(schema: Any, root: Mapping[str, Any], found: Kinds, seen: set[str]) 
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in seen:
         seen.add(reference)
-        _gather(_find(reference, root), root, found, seen)
+        _gather(find_reference(reference, root), root, found, seen)
 
 
-def _find(reference: str, root: Any) -> Any:
-    """The schema at a JSON pointer of the same document; None if there is none."""
+def find_reference(reference: str, root: Any) -> Any:
+    """Return the schema at a JSON pointer of the same document; None if there is none."""
     at: Any = root if reference.startswith("#") else None
     for key in filter(None, unquote(reference[1:]).split("/")):
         key = key.replace("~1", "/").replace("~0", "~")

@@ -113,10 +113,7 @@ def strict(*others: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": one} for one in (function, *({"name": name} for name in others))]
 
 
-HELD = [source for source in CALLS if not CALLS[source].startswith(("<|tool_call>", "<start_function_call>"))]
-
-
-@pytest.mark.parametrize("source", [*HELD, "<|observation|>"])
+@pytest.mark.parametrize("source", [*CALLS, "<|observation|>"])
 async def test_a_strict_tool_is_held_to_its_schema_wherever_a_call_of_it_begins(source: str) -> None:
     grammar, make_reader = await hold(Service(source), tools=strict("clock"), tool_choice="auto")
     call = CALLS.get(source, '\nweather\n{"city": "Rome", "days": 2}')
@@ -124,7 +121,7 @@ async def test_a_strict_tool_is_held_to_its_schema_wherever_a_call_of_it_begins(
     for text in ("", "Yes, {it} <is> [so].", f"So: {call}", f"{call}\nand {call}{clock} well.", '{"name": "Ada"}'):
         assert allows(grammar, text), text
     for wrong in (call.replace("2", "9"), call.replace("days", "years"), call.replace("weather", "wether")):
-        if wrong != call.replace("weather", "wether") or source not in ("<|observation|>", HELD[1]):
+        if wrong != call.replace("weather", "wether") or source not in ("<|observation|>", [*CALLS][1]):
             assert not allows(grammar, f"So: {wrong}", is_whole=False), wrong
     assert not allows(grammar, f"So: {call[:-12]}"), "a call that begins must end"
     answer = read(make_reader(), f"So: {call}\nand {call}")
@@ -141,8 +138,10 @@ async def test_calls_of_a_list_are_held_among_words_too() -> None:
 
 
 async def test_nothing_is_held_where_no_tool_is_strict_or_calls_are_of_a_form_that_no_schema_holds() -> None:
-    for source, tools in (("<tool_call>", TOOLS), ("<|tool_call>", strict()), ("<start_function_call>", strict())):
-        assert (await hold(Service(source), tools=tools, tool_choice="auto"))[0] == ""
+    own = Service("")
+    own.answer_format = _own_format({"open": "<t>", "close": "</t>"})
+    for service, tools in ((Service("<tool_call>"), TOOLS), (Service("<|tool_call>"), TOOLS), (own, strict())):
+        assert (await hold(service, tools=tools, tool_choice="auto"))[0] == ""
     assert (await hold(Service("<tool_call>"), tools=strict(), tool_choice="none"))[0] == ""
 
 
