@@ -66,7 +66,8 @@ class GemmaWriter:
         if not known:
             return self._write_free_members(schema.get("additionalProperties", True), place)
         names = sorted(known, key=lambda name: (name.lower(), name))
-        first, after = [], ""  # after: what may follow a member
+        first: list[str] = []
+        after = ""  # what may follow a member
         for name in reversed(names):
             value = self._write_value(known[name], f"{place}/properties/{name}")
             key = name if _PLAIN_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False)
