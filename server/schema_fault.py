@@ -9,13 +9,15 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_OF_ONE = ("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else",
-           "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
-_OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+from llguidance import regex_to_lark
+
+from server.schema_formats import OWN_FORMATS
+from server.schema_places import OF_LISTS, OF_NAMES, OF_ONE, show, walk
+
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
-FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-_LONGEST = 80  # characters of a value, and of a name, that a message repeats
+FORMATS = tuple(
+    sorted(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid", *OWN_FORMATS))
+)
 LEAVE_OUT = "leave it out of the schema, or check it yourself"
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
@@ -43,7 +45,7 @@ def describe_schema_fault(schema: Any, why: str) -> str:
     unknown = _UNKNOWN_FORMAT.search(why)
     if unknown is not None:
         place = name_place(schema, "format", lambda value: value == unknown[1])
-        return f"{place}: got {_show(unknown[1])}, wanted one of {', '.join(FORMATS)}; {LEAVE_OUT}"
+        return f"{place}: got {show(unknown[1])}, wanted one of {', '.join(FORMATS)}; {LEAVE_OUT}"
     if _BAD_PATTERN.search(why) is not None:
         return _name_pattern(schema, why)
     if any(sign in why for sign in _OF_REFERENCES):
@@ -62,45 +64,25 @@ def name_place(schema: Any, keyword: str, is_meant: Callable[[Any], bool] = lamb
     """Where a keyword stands whose value is meant, as a pointer; the keyword alone if it stands in several places."""
     places = [
         f"{place}/{keyword}"
-        for place, one in _walk(schema)
+        for place, one in walk(schema)
         if isinstance(one, dict) and keyword in one and is_meant(one[keyword])
     ]
     return places[0] if len(places) == 1 else keyword
 
 
-def _walk(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Each schema in a schema, and what stands where one should, with its place; names of properties are no keywords,
-    and values no schemas."""
-    pending = [("#", schema)]
-    while pending:
-        place, one = pending.pop()
-        yield place, one
-        if not isinstance(one, dict):
-            continue
-        inside = []
-        for keyword, value in one.items():
-            if keyword in _OF_NAMES and isinstance(value, dict):
-                inside += [(f"{place}/{keyword}/{_show(name)[1:-1]}", each) for name, each in value.items()]
-            elif keyword in _OF_LISTS and isinstance(value, list):
-                inside += [(f"{place}/{keyword}/{i}", each) for i, each in enumerate(value)]
-            elif keyword in _OF_ONE:
-                inside.append((f"{place}/{keyword}", value))
-        pending += reversed(inside)
-
-
 def _find_misshapen(schema: Any) -> Iterator[str]:
     """Values that no draft gives a meaning, and numbers that have no room."""
-    for place, one in _walk(schema):
+    for place, one in walk(schema):
         if isinstance(one, bool):
             continue
         if not isinstance(one, dict):
-            yield f"{place}: got {_show(one)}, wanted a schema: an object, true or false"
+            yield f"{place}: got {show(one)}, wanted a schema: an object, true or false"
             continue
         for keyword, value in one.items():
             is_sound, wanted = _WANTED.get(keyword, (_is_any, ""))
             if not is_sound(value):
-                yield f"{place}/{keyword}: got {_show(value)}, wanted {wanted}"
-            elif keyword not in (*_OF_ONE, *_OF_LISTS, *_OF_NAMES) and _has_number_too_large(value):
+                yield f"{place}/{keyword}: got {show(value)}, wanted {wanted}"
+            elif keyword not in (*OF_ONE, *OF_LISTS, *OF_NAMES) and _has_number_too_large(value):
                 yield f"{place}/{keyword}: number out of range, wanted one that a float of 64 bits can be"
 
 
@@ -109,37 +91,35 @@ def describe_pattern_fault(pattern: str, why: str) -> str:
     found = _BAD_PATTERN.search(why)
     if found is None:
         return why
-    return f"got {_show(pattern)}, wanted a regular expression that can be kept token by token: {found['what']}"
+    return f"got {show(pattern)}, wanted a regular expression that can be kept token by token: {found['what']}"
 
 
 def _name_pattern(schema: Any, why: str) -> str:
-    """The pattern is the longest that the message repeats, without its whitespace."""
-    text, found = "".join(why.split()), []
-    for place, one in _walk(schema):
+    """The pattern is the longest that the message repeats, as llguidance reads it and without its whitespace."""
+    text, found = _squeeze(why), []
+    for place, one in walk(schema):
         if isinstance(one, dict):
             found += [(one["pattern"], f"{place}/pattern")] if isinstance(one.get("pattern"), str) else []
             found += [(name, f"{place}/patternProperties") for name in one.get("patternProperties") or ()]
-    repeated = [(pattern, place) for pattern, place in found if "".join(pattern.split()) in text]
+    repeated = [(pattern, place) for pattern, place in found if _squeeze(regex_to_lark(pattern, "dw")) in text]
     if not repeated:
         return f"pattern: {why}"
     pattern, place = max(repeated, key=lambda one: len(one[0]))
     return f"{place}: {describe_pattern_fault(pattern, why)}"
 
 
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
 def _describe_reference(schema: Any, why: str) -> str:
     for keyword in ("$ref", "$schema", "$id"):
-        for place, one in _walk(schema):
+        for place, one in walk(schema):
             value = one.get(keyword) if isinstance(one, dict) else None
             if isinstance(value, str) and value.lstrip("#") and value.lstrip("#") in why:
                 wanted = "a place in this schema" if keyword == "$ref" else "a draft's, or none"
-                return f"{place}/{keyword}: got {_show(value)}, wanted {wanted}"
+                return f"{place}/{keyword}: got {show(value)}, wanted {wanted}"
     return f"$ref: {why}"
-
-
-def _show(value: Any) -> str:
-    """On one line, as JSON."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _has_number_too_large(value: Any) -> bool:
@@ -187,7 +167,7 @@ _WANTED: dict[str, _Shape] = {
     ),
     "enum": (_is_list, "a list of at least one value"),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    **dict.fromkeys(_OF_NAMES, _NAMED),
+    **dict.fromkeys(OF_NAMES, _NAMED),
     **dict.fromkeys(("anyOf", "oneOf"), _ALTERNATIVES),
     **dict.fromkeys(("allOf", "prefixItems"), (lambda value: isinstance(value, list), "a list of schemas")),
     **dict.fromkeys(("pattern", "format", "$ref", "$id", "$schema"), _TEXT),

@@ -22,6 +22,8 @@ from server.grammar_checks import check_aside
 from server.json_fault import describe_fault
 from server.json_size import MOST_LEVELS, count_levels
 from server.schema_fault import LEAVE_OUT, describe_pattern_fault, describe_schema_fault, name_place
+from server.schema_places import show
+from server.schema_rewrite import rewrite_schema
 
 _WRITTEN_AS = {
     "item_separator": ", ",
@@ -84,8 +86,11 @@ def _form_by_vllm(param: str, form: StructuredOutputs) -> str:
 
 def schema_grammar(param: str, schema: object) -> str:
     """JSON that a schema accepts. Raises ApiError 400 that names the keyword which cannot be kept."""
-    schema = _drop_idle_names(schema)
-    text = _write(param, schema)
+    return _compile_schema(param, _rewrite(param, schema))
+
+
+def _compile_schema(param: str, schema: Any) -> str:
+    text = json.dumps({} if schema is True else schema, ensure_ascii=False)
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, overrides=_WRITTEN_AS)  # type: ignore[arg-type]
     except ValueError as error:  # a number that JSON may have, and llguidance's reader has no room for
@@ -101,9 +106,9 @@ def object_grammar() -> str:
 
 def schema_in_lark(param: str, schema: object) -> str:
     """A term of a Lark grammar: JSON that a schema accepts. Raises as `schema_grammar` does."""
-    schema_grammar(param, schema)
-    schema = _drop_idle_names(schema)
-    return "%json " + json.dumps((schema if isinstance(schema, dict) else {}) | {_OWN_OPTIONS: _WRITTEN_AS})
+    rewritten = _rewrite(param, schema)
+    _compile_schema(param, rewritten)
+    return "%json " + json.dumps(({} if rewritten is True else rewritten) | {_OWN_OPTIONS: _WRITTEN_AS})
 
 
 def regex_grammar(param: str, pattern: str) -> str:
@@ -151,41 +156,26 @@ def grammar_with_form(param: str, lark: str, form: str) -> str:
     return grammar
 
 
-def _drop_idle_names(schema: Any) -> Any:
-    """Return the schema without each `propertyNames` that every name is valid by, as zod writes one for a record."""
-    if isinstance(schema, list):
-        return [_drop_idle_names(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = {}
-    for keyword, value in schema.items():
-        if keyword == "propertyNames" and (value is True or value in ({}, {"type": "string"})):
-            continue
-        if keyword in _OF_NAMES and isinstance(value, dict):
-            kept[keyword] = {name: _drop_idle_names(one) for name, one in value.items()}
-        else:
-            kept[keyword] = value if keyword in _OF_VALUES else _drop_idle_names(value)
-    return kept
-
-
-def _write(param: str, schema: object) -> str:
-    """The schema as text. Raises ApiError 400 for one that is no schema, too long, or would be passed over in part."""
-    if schema is False or not isinstance(schema, dict | bool):
-        raise invalid(
-            param,
-            f"got {json.dumps(schema)[:80]}, wanted a JSON schema that something is valid by",
-            UNSUPPORTED_GRAMMAR,
-        )
-    for keyword in _find_keywords(param, schema):
-        why = _WHY.get(keyword, "it means nothing in drafts 6, 7, 2019-09 and 2020-12")
-        place = name_place(schema, keyword)
-        raise invalid(param, f"{place}: {why}; {LEAVE_OUT}", UNSUPPORTED_GRAMMAR)
-    try:
-        text = json.dumps({} if schema is True else schema, ensure_ascii=False, allow_nan=False)
-    except ValueError as error:
-        raise invalid(param, str(error), UNSUPPORTED_GRAMMAR) from None
-    _require_size(param, text)
-    return text
+def _rewrite(param: str, schema: object) -> Any:
+    """The schema as it is compiled. Raises ApiError 400 for one that is no schema, too long, or would be passed over in
+    part."""
+    rewritten = schema
+    if isinstance(schema, dict):
+        for keyword in _find_keywords(param, schema):
+            why = _WHY.get(keyword, "it means nothing in drafts 6, 7, 2019-09 and 2020-12")
+            raise invalid(param, f"{name_place(schema, keyword)}: {why}; {LEAVE_OUT}", UNSUPPORTED_GRAMMAR)
+        try:
+            _require_size(param, json.dumps(schema, ensure_ascii=False, allow_nan=False))
+        except ValueError as error:
+            raise invalid(param, str(error), UNSUPPORTED_GRAMMAR) from None
+        rewritten = rewrite_schema(schema)
+        if rewritten is False:
+            keyword = "not" if "not" in schema else "$ref"
+            raise invalid(param, f"#/{keyword}: nothing is valid by it", UNSUPPORTED_GRAMMAR)
+    if rewritten is False or not isinstance(rewritten, dict | bool):
+        wanted = "a JSON schema that something is valid by"
+        raise invalid(param, f"got {show(schema)}, wanted {wanted}", UNSUPPORTED_GRAMMAR)
+    return rewritten
 
 
 def _find_keywords(param: str, schema: Any) -> list[str]:

@@ -27,6 +27,7 @@ from server.message.reader import MessageReader
 from server.message.tools import Tools
 from server.prompts import Prompt, hold_to_form
 from server.schema_fault import LEAVE_OUT
+from server.schema_rewrite import allows_nothing, rewrite_schema
 from server.service import Service
 from server.structured import asks_form, grammar_with_form, lark_grammar, schema_grammar, schema_in_lark
 from server.tokenizer import Tokenizer
@@ -150,7 +151,7 @@ def _held_members(
 ) -> HeldArguments:
     """Raises ApiError 400 for a schema that cannot be kept, in JSON or in Gemma's form."""
     schema_grammar(param, parameters)
-    writer = GemmaWriter(parameters, prefix, speller(tokenizer), mark, MARKED_TEXT)
+    writer = GemmaWriter(rewrite_schema(parameters), prefix, speller(tokenizer), mark, MARKED_TEXT)
     try:
         term = writer.write_arguments()
     except UnwrittenSchema as error:
@@ -169,6 +170,8 @@ def _held_values(param: str, name: str, tools: Tools | None, keys: tuple[str, ..
     values = []
     for key in keys:
         schema, kinds, term = root["properties"][key], tools.kinds(name, key), ""
+        if allows_nothing(schema):
+            continue
         if kinds.types and "string" not in kinds.types:
             above = {where: root[where] for where in ("$defs", "definitions") if where in root}
             term = schema_in_lark(f"{param}.properties.{key}", above | schema)

@@ -11,7 +11,7 @@ from typing import Any
 
 import regex
 
-from server.message.tools import find_reference
+from server.schema_places import find_reference
 
 Schema = Mapping[str, Any]
 
@@ -60,8 +60,8 @@ class GemmaWriter:
 
     def _write_members(self, schema: Schema, place: str) -> str:
         """Return an expression of an object's inside."""
-        known = dict(schema.get("properties") or {})
         required = schema.get("required") or ()
+        known = {k: one for k, one in (schema.get("properties") or {}).items() if one is not False or k in required}
         known |= {name: {} for name in required if name not in known}
         if not known:
             return self._write_free_members(schema.get("additionalProperties", True), place)
@@ -136,7 +136,11 @@ class GemmaWriter:
         beside = set(schema) & {*_OF_TYPES, *_BOUNDS, *_ALTERNATIVES, "minItems", "maxItems"} - {several}
         if beside or (several == "allOf" and len(schema[several]) != 1):
             raise UnwrittenSchema(f"{place}/{several}")
-        terms = [self._write_value(one, f"{place}/{several}/{i}") for i, one in enumerate(schema[several])]
+        terms = [
+            self._write_value(one, f"{place}/{several}/{i}")
+            for i, one in enumerate(schema[several])
+            if one is not False or several == "allOf"
+        ]
         return self._add(" | ".join(terms))
 
     def _write_reference(self, reference: str, place: str) -> str:

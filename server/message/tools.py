@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
 from server.message.response_template import encode_json, load_json
+from server.schema_places import find_reference
 
 _PYTHONS = {"True": True, "False": False, "None": None}  # as models that have read much Python write them
 
@@ -70,18 +70,6 @@ def _gather(schema: Any, root: Mapping[str, Any], found: Kinds, seen: set[str]) 
     if isinstance(reference, str) and reference not in seen:
         seen.add(reference)
         _gather(find_reference(reference, root), root, found, seen)
-
-
-def find_reference(reference: str, root: Any) -> Any:
-    """Return the schema at a JSON pointer of the same document; None if there is none."""
-    at: Any = root if reference.startswith("#") else None
-    for key in filter(None, unquote(reference[1:]).split("/")):
-        key = key.replace("~1", "/").replace("~0", "~")
-        if isinstance(at, list):
-            at = at[int(key)] if key.isdecimal() and int(key) < len(at) else None
-        else:
-            at = at.get(key) if isinstance(at, Mapping) else None
-    return at
 
 
 def _typed(value: Any, kinds: Kinds) -> Any:

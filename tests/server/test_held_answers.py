@@ -130,6 +130,24 @@ async def test_a_strict_tool_is_held_to_its_schema_wherever_a_call_of_it_begins(
     ] * 2
 
 
+@pytest.mark.parametrize(
+    ("source", "end", "never"),
+    [
+        ("<tool_call>", "}}", ', "never": 1}}'),
+        ("<function=", "</function>", "<parameter=never>\n1\n</parameter>\n</function>"),
+        ("<|tool_call>", "}", ",never:1}"),
+    ],
+)
+async def test_a_schema_as_zod_writes_it_is_held_in_every_form_of_calls(source: str, end: str, never: str) -> None:
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    more = {"record": record, "never": {"not": {}}, "zero": {"anyOf": [{"const": 0}, {"not": {}}]}}
+    parameters = SCHEMA | {"properties": SCHEMA["properties"] | more}
+    function = {"name": "weather", "strict": True, "parameters": parameters}
+    grammar, _ = await hold(Service(source), tools=[{"type": "function", "function": function}], tool_choice="auto")
+    assert allows(grammar, CALLS[source])
+    assert not allows(grammar, CALLS[source].replace(end, never))
+
+
 async def test_calls_of_a_list_are_held_among_words_too() -> None:
     call = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
     grammar, _ = await hold(Service("[TOOL_CALLS]"), tools=strict(), tool_choice="auto")

@@ -42,8 +42,20 @@ FAULTS = [
     ({"$ref": "#nope"}, '#/$ref: got "#nope", wanted a place in this schema'),
     ({"$schema": "foo"}, '#/$schema: got "foo", wanted a draft\'s, or none'),
     (of("a", {"uniqueItems": True}), f"#/properties/a/uniqueItems: {NOT_KEPT}"),
-    (of("a\n", {"not": {}}), f"#/properties/a\\n/not: {NOT_KEPT}"),
-    ({"anyOf": [{"not": {}}, {"not": {}}]}, f"not: {NOT_KEPT}"),
+    (of("a\n", {"not": {"minLength": 2}}), f"#/properties/a\\n/not: {NOT_KEPT}"),
+    ({"anyOf": [{"not": {"type": "null"}}, {"not": {"const": 3}}]}, f"not: {NOT_KEPT}"),
+    ({"not": {}}, "#/not: nothing is valid by it"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}, "#/$ref: nothing is valid by it"),
+    (
+        {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]},
+        "nothing is valid by it: required property 'a' is unsatisfiable",
+    ),
+    (
+        of("a", {"pattern": r"\d(?=\d)"}),
+        rf'#/properties/a/pattern: got "\\d(?=\\d)", {PATTERN}: look-around, '
+        "including look-ahead and look-behind, is not supported",
+    ),
+    (of("a", {"propertyNames": {"pattern": "^a", "maxLength": 3}}), f"#/properties/a/propertyNames: {NOT_KEPT}"),
     ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "it allows no token"),
 ]
 
