@@ -60,6 +60,7 @@ lint: $(VENV)/installed-$(EXTRA)-test
 
 docs: install
 	$(BIN)/python -m server.commands.configuration_page > docs/CONFIGURATION.md
+	$(BIN)/python -m server.commands.fields_page docs/API.md
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build

@@ -1,6 +1,6 @@
 """Request bodies: their fields, types and limits. Knows no tokenizer, no model and no engine, and not who reads them.
 
-The structs have the fields that are served; what becomes of every other one is in `known_fields.py`. Invariant: a check
+The structs have the fields that are served; what becomes of every other one is in `field_table.py`. Invariant: a check
 needs nothing but the body, and names the field that it refuses.
 """
 
@@ -12,7 +12,7 @@ from server.api_error import invalid
 from server.chat_message import Message, check_messages
 from server.form import ResponseFormat, StructuredOutputs, check_form
 from server.ranges import MAX_TOP_LOGPROBS, RANGES, check_range, spell
-from server.tools import NamedTool, Tool, check_tools
+from server.tools import ChosenTool, Tool, check_tools
 from transfer.config import PolicyName
 
 MAX_DOCUMENTS = 1024  # of a chat
@@ -25,6 +25,7 @@ MAX_BIASES = 2**14
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 100
 MAX_VARIABLES = 64  # of a chat template
+ANY_SEED = -1  # as no seed: what other servers and their clients write for it
 WHOLE_CONTEXT = -1  # as truncate_prompt_tokens: what the context leaves beside the answer
 
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -75,6 +76,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     attention_profile: str | None = None
     cache_salt: CacheSalt | None = None
     return_progress: bool | None = None
+    return_token_ids: bool | None = None
 
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
@@ -84,6 +86,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     best_of: int | None = None
     echo: bool | None = None
+    skip_special_tokens: bool | None = None
     logprobs: int | None = None
 
 
@@ -110,12 +113,30 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required", "any"] | ChosenTool | None = None  # any: Mistral's "required"
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+
+    def offered_tools(self) -> list[Tool]:
+        """Return the tools that the model is told of: those that it may call."""
+        if self.tool_choice == "none":
+            return []
+        allowed = self.tool_choice.allowed_names if isinstance(self.tool_choice, ChosenTool) else None
+        tools = self.tools or []
+        return [
+            tool for tool in tools if allowed is None or (tool.function is not None and tool.function.name in allowed)
+        ]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer is at least one call."""
+        choice = self.tool_choice
+        if isinstance(choice, ChosenTool):
+            return choice.allowed_tools is None or choice.allowed_tools.mode == "required"
+        return choice in ("required", "any")
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -188,12 +209,12 @@ def check_completion(body: CompletionBody) -> None:
 
 
 def check_chat(body: ChatBody) -> None:
+    if body.max_tokens is not None and body.max_tokens < 1:
+        check_range("max_completion_tokens", body.max_tokens, name="max_tokens")
     check_generation(body)
     check_tools(body.tools or [], body.tool_choice)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
-    if body.max_tokens == 0:
-        raise invalid("max_tokens", "got 0, wanted at least 1")
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise invalid("max_tokens", "differs from max_completion_tokens; send one of the two")

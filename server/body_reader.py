@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from server import field_table
 from server.api_error import ApiError, invalid
 from server.bodies import (
     ChatBody,
@@ -28,36 +29,10 @@ from server.fields import Fields, look_into
 from server.form import JsonSchema, ResponseFormat, StructuredOutputs
 from server.json_fault import describe_fault
 from server.json_size import check_json_size
-from server.known_fields import (
-    CALLED_FUNCTION,
-    CHAT,
-    COMPLETION,
-    CUSTOM,
-    DETOKENIZE,
-    DOCUMENT,
-    EMBEDDINGS,
-    FUNCTION,
-    FUSION,
-    INLINE_DOCUMENT,
-    JSON_SCHEMA,
-    MESSAGE,
-    MESSAGE_CALL,
-    NAMED_FUNCTION,
-    NAMED_TOOL,
-    PART,
-    RANKED_TEXT,
-    RERANK,
-    RESPONSE_FORMAT,
-    STREAM_OPTIONS,
-    STRUCTURED_OUTPUTS,
-    TOKENIZE,
-    TOOL,
-)
-from server.known_other_fields import COUNT_TOKENS, MESSAGES, RESPONSES
 from server.literals import literals_at
 from server.other_bodies import CountTokensBody, MessagesBody, OtherBody, ResponsesBody
 from server.text_pool import TextPool
-from server.tools import Custom, Function, NamedFunction, NamedTool, Tool
+from server.tools import AllowedTools, ChosenTool, Custom, Function, NamedFunction, NamedTool, Tool
 from server.unknown_variants import replace_unknown
 from server.vector_bodies import EmbeddingsBody, RankedText, RerankBody
 
@@ -66,32 +41,34 @@ _INLINE_BYTES = 64 * 1024  # of a body that is decoded at once: milliseconds, wh
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 FIELDS: dict[type[msgspec.Struct], Fields] = {
-    CompletionBody: COMPLETION,
-    ChatBody: CHAT,
-    TokenizeBody: TOKENIZE,
-    DetokenizeBody: DETOKENIZE,
-    ResponsesBody: RESPONSES,
-    MessagesBody: MESSAGES,
-    CountTokensBody: COUNT_TOKENS,
-    EmbeddingsBody: EMBEDDINGS,
-    RerankBody: RERANK,
-    RankedText: RANKED_TEXT,
-    DocumentBody: DOCUMENT,
-    InlineDocument: INLINE_DOCUMENT,
-    FusionChoice: FUSION,
-    StreamOptions: STREAM_OPTIONS,
-    ResponseFormat: RESPONSE_FORMAT,
-    JsonSchema: JSON_SCHEMA,
-    StructuredOutputs: STRUCTURED_OUTPUTS,
-    Message: MESSAGE,
-    MessageCall: MESSAGE_CALL,
-    CalledFunction: CALLED_FUNCTION,
-    Part: PART,
-    NamedTool: NAMED_TOOL,
-    NamedFunction: NAMED_FUNCTION,
-    Tool: TOOL,
-    Function: FUNCTION,
-    Custom: CUSTOM,
+    CompletionBody: field_table.COMPLETION,
+    ChatBody: field_table.CHAT,
+    TokenizeBody: field_table.TOKENIZE,
+    DetokenizeBody: field_table.DETOKENIZE,
+    ResponsesBody: field_table.RESPONSES,
+    MessagesBody: field_table.MESSAGES,
+    CountTokensBody: field_table.COUNT_TOKENS,
+    EmbeddingsBody: field_table.EMBEDDINGS,
+    RerankBody: field_table.RERANK,
+    RankedText: field_table.RANKED_TEXT,
+    DocumentBody: field_table.DOCUMENT,
+    InlineDocument: field_table.INLINE_DOCUMENT,
+    FusionChoice: field_table.FUSION,
+    StreamOptions: field_table.STREAM_OPTIONS,
+    ResponseFormat: field_table.RESPONSE_FORMAT,
+    JsonSchema: field_table.JSON_SCHEMA,
+    StructuredOutputs: field_table.STRUCTURED_OUTPUTS,
+    Message: field_table.MESSAGE,
+    MessageCall: field_table.MESSAGE_CALL,
+    CalledFunction: field_table.CALLED_FUNCTION,
+    Part: field_table.PART,
+    ChosenTool: field_table.CHOSEN_TOOL,
+    AllowedTools: field_table.ALLOWED_TOOLS,
+    NamedTool: field_table.NAMED_TOOL,
+    NamedFunction: field_table.NAMED_FUNCTION,
+    Tool: field_table.TOOL,
+    Function: field_table.FUNCTION,
+    Custom: field_table.CUSTOM,
 }
 
 

@@ -26,12 +26,12 @@ from server.bodies import (
 from server.body_reader import FIELDS
 from server.chat_message import ROLE, Message, Part
 from server.documents import DOCUMENTS_OFF
-from server.fields import Fate, Free, Neutral
+from server.fields import Fate, Free, Neutral, Served
 from server.form import FORMS, RESPONSE_FORMATS, JsonSchema, ResponseFormat, StructuredOutputs
 from server.other_bodies import MessagesBody, ResponsesBody
 from server.ranges import INT64, MAX_CHOICES, MAX_TOP_LOGPROBS, RANGES
 from server.registry import DOCUMENT_ID
-from server.tools import MAX_TOOLS, TOOL_NAME, Function, Tool
+from server.tools import MAX_TOOLS, TOOL_NAME, AllowedTools, ChosenTool, Function, Tool
 from server.vector_bodies import MAX_INPUTS, EmbeddingsBody, RerankBody
 
 Tree = dict[str, Any]
@@ -59,6 +59,9 @@ def complete_schemas(components: Tree, limits: BodyLimits) -> None:
     for struct, table in FIELDS.items():
         schema = components[struct.__name__]
         schema["properties"] |= {name: _of_fate(fate) for name, fate in table.fates.items() if _is_beside(fate)}
+        for name, fate in table.fates.items():
+            if isinstance(fate, Served) and fate.what:
+                schema["properties"][name]["description"] = fate.what
         if struct in limits.refusing:
             schema["additionalProperties"] = False
         for name, keywords in (*_bounds_of_all(limits).items(), *_bounds_of(struct, limits).items()):
@@ -75,7 +78,8 @@ def _is_beside(fate: Fate) -> bool:
 def _of_fate(fate: Fate) -> Tree:
     if isinstance(fate, Neutral):
         return {"enum": [None, *fate.values], "description": fate.reason}
-    return {"description": "without effect"}
+    assert isinstance(fate, Free)
+    return {"description": f"without effect: {fate.reason}"}
 
 
 def _bounds_of_all(limits: BodyLimits) -> dict[str, Tree]:
@@ -112,13 +116,14 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
         },
         ChatBody: {
             "messages": {"minItems": 1},
-            "max_tokens": {"minimum": 1},
+            "max_tokens": {"minimum": RANGES["max_completion_tokens"][0]},
             "tools": {"maxItems": MAX_TOOLS},
             "chat_template_kwargs": {"maxProperties": MAX_VARIABLES},
             **_of_documents(limits),
         },
         Message: {"role": {"pattern": f"^{ROLE}$"}},
         Tool: {"type": {"enum": ["function"]}, "function": _refer_to(Function)},
+        AllowedTools: {"tools": {"minItems": 1}},
         Function: {"name": {"type": "string", "pattern": f"^{TOOL_NAME}$"}, "parameters": _PARAMETERS},
         Part: {"type": {"enum": ["text"]}, "text": {"type": "string"}},
         ResponseFormat: {"type": {"enum": list(RESPONSE_FORMATS)}},
@@ -215,11 +220,18 @@ _OF_SCHEMA = {
         },
     },
 }
+_OF_CHOICE = {
+    "oneOf": [
+        {"required": [one], "properties": {"type": {"const": one}, one: {"type": "object"}, other: _NULL}}
+        for one, other in (("function", "allowed_tools"), ("allowed_tools", "function"))
+    ]
+}
 _GIVEN = {name: {"not": _NULL} for name in FORMS} | {"json_object": {"const": True}}
 _ONE_FORM = {"oneOf": [{"required": [name], "properties": {name: _GIVEN[name]}} for name in FORMS]}
 _CONDITIONS: dict[type, Tree] = {
     ResponseFormat: _OF_SCHEMA,
     StructuredOutputs: _ONE_FORM,
+    ChosenTool: _OF_CHOICE,
     CompletionBody: {"allOf": [_STREAMED]},
     ChatBody: {
         "allOf": [

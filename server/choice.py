@@ -29,13 +29,15 @@ class TokenEntry:
 class AnswerPiece:
     """What became certain: text, the tokens that it is of, and at the end the finish reason.
 
-    `parts`: what the text is as a message, where a reader reads it; the text alone, where none does.
+    `parts`: what the text is as a message, where a reader reads it; the text alone, where none does. `token_ids`: those
+    that were counted, whether their text is certain or not.
     """
 
     text: str
     entries: list[TokenEntry]
     finish_reason: str | None
     parts: list[Part]
+    token_ids: list[int]
 
 
 class Choice:
@@ -55,12 +57,13 @@ class Choice:
         min_tokens: int,
         keeps_stop: bool,
         reader: MessageReader | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._reader = reader
         self._specials: deque[tuple[int, str]] = deque()  # where in the text, and how they are spelled
         self._num_read = 0
-        self._decoder = TextDecoder(tokenizer, skip_special_tokens=True)
+        self._decoder = TextDecoder(tokenizer, skip_special_tokens)
         self._matcher = StopMatcher(stops, keeps_stop) if stops else None
         self._keeps_stop = keeps_stop
         self._min_tokens = min_tokens
@@ -87,8 +90,10 @@ class Choice:
         text = ""
         parts: list[Part] = []
         last = len(delta.token_ids) - 1
+        token_ids: list[int] = []
         for i, token_id in enumerate(delta.token_ids):
             self.num_tokens += 1
+            token_ids.append(token_id)
             if delta.logprobs is not None:
                 self._pending.append(TokenEntry(token_id, delta.logprobs[i], self._num_chars))
             if i == last and delta.finish_reason == "stop" and not self._keeps_stop:
@@ -96,24 +101,25 @@ class Choice:
             self._note_special(token_id)
             text += self._advance(self._decoder.step(token_id), parts)
             if self.finish_reason is not None:
-                return self._end_early(text, parts)
+                return self._end_early(text, parts, token_ids)
         if delta.finish_reason is not None:
             text += self._advance(self._decoder.finish(), parts)
             if self.finish_reason is not None:
-                return self._end_early(text, parts)
+                return self._end_early(text, parts, token_ids)
             if self._matcher is not None:
                 left = self._matcher.finish()
                 self._read(left, parts)
                 text += left
             self._finish(delta.finish_reason, parts)
             entries, self._pending = self._pending, []
-            return AnswerPiece(text, entries, self.finish_reason, parts)
-        return AnswerPiece(text, self._entries_before(self._num_emitted()) if self._pending else [], None, parts)
+            return AnswerPiece(text, entries, self.finish_reason, parts, token_ids)
+        entries = self._entries_before(self._num_emitted()) if self._pending else []
+        return AnswerPiece(text, entries, None, parts, token_ids)
 
-    def _end_early(self, text: str, parts: list[Part]) -> AnswerPiece:
+    def _end_early(self, text: str, parts: list[Part], token_ids: list[int]) -> AnswerPiece:
         """A stop string or the reader has ended it."""
         self._finish("stop", parts)
-        return AnswerPiece(text, self._entries_before(self._num_emitted()), self.finish_reason, parts)
+        return AnswerPiece(text, self._entries_before(self._num_emitted()), self.finish_reason, parts, token_ids)
 
     def _finish(self, reason: str, parts: list[Part]) -> None:
         self.finish_reason = reason

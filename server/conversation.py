@@ -55,7 +55,7 @@ class Conversation:
 
 def read_conversation(body: ChatBody) -> Conversation:
     """What a chat's template is given; tools that must not be called are not offered."""
-    tools = [] if body.tool_choice == "none" else [plain_tool(tool) for tool in body.tools or []]
+    tools = [plain_tool(tool) for tool in body.offered_tools()]
     variables: Tree = {}
     if body.reasoning_effort is not None:
         reasons = body.reasoning_effort != "none"

@@ -1,7 +1,7 @@
 """What becomes of a field of a request, and the walk that checks a body against a table of them.
 
 A field is served (a body's struct has it), free of effect whatever it says, or accepted at the values that ask for
-nothing and refused by name at any other. What the table (`known_fields.py`) lacks is unknown. The walk looks at names
+nothing and refused by name at any other. What the table (`field_table.py`) lacks is unknown. The walk looks at names
 and small values; types are the structs' business. Invariant: what it keeps does not grow with the number of fields that
 are sent.
 """
@@ -26,12 +26,16 @@ _decode = msgspec.json.decode
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A body's struct has it."""
+    """A body's struct has it. `what` it does, where no API but this server's (or vLLM's) says so."""
+
+    what: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A label or a hint: whatever it says, the answer is the same."""
+    """Whatever it says, the answer is the same; `reason`: why."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,9 @@ class Fields:
         return found
 
     def _unknown(self, path: str, name: str) -> ApiError:
-        shown = name[:_LONGEST_NAME] if name[:_LONGEST_NAME].isprintable() else repr(name[:_LONGEST_NAME])
+        shown = name[:_LONGEST_NAME]
+        if not shown.strip() or not shown.isprintable():
+            shown = repr(shown)
         nearest = nearest_hint(name[:_LONGEST_NAME], self.fates)
         return invalid(_join(path, shown), f"unknown field{nearest}", "unknown_parameter")
 
@@ -150,8 +156,14 @@ def served(*names: str) -> dict[str, Fate]:
     return dict.fromkeys(names, Served())
 
 
-def free(*names: str) -> dict[str, Fate]:
-    return dict.fromkeys(names, Free())
+def does(what: str, *names: str) -> dict[str, Fate]:
+    """Return served fields, with what they do."""
+    return dict.fromkeys(names, Served(what))
+
+
+def free(reason: str, *names: str) -> dict[str, Fate]:
+    """Return fields without effect, and why they have none."""
+    return dict.fromkeys(names, Free(reason))
 
 
 def refused(reason: str, *names: str, at: tuple[object, ...] = ()) -> dict[str, Fate]:

@@ -15,7 +15,7 @@ from gpu.sampling.params import SamplingParams
 from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress, Ready, pack_tokens
 from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, internal, invalid, time_up, unavailable
-from server.bodies import GenerationBody
+from server.bodies import ANY_SEED, GenerationBody
 from server.choice import TIME_LIMIT, AnswerPiece, Choice
 from server.form import form_param
 from server.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
@@ -46,8 +46,8 @@ def _as_words() -> None:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A prompt, how much to generate from it, how its documents are computed (None: like all of it), what each answer
-    is held to (`server.structured`; "": nothing), what makes a reader of each, and what vector is made of the prompt
-    (None: none).
+    is held to (`server.structured`; "": nothing), what makes a reader of each, what vector is made of the prompt
+    (None: none), and whether special tokens have no text.
     """
 
     prompt: Prompt
@@ -56,6 +56,7 @@ class Job:
     grammar: str = ""
     read: Callable[[], MessageReader | None] = _as_words
     pooling: Pooling | None = None
+    skip_special_tokens: bool = True
 
 
 class Generation:
@@ -84,8 +85,9 @@ class Generation:
         stops = body.stop_strings()
         keeps_stop, min_tokens = bool(body.include_stop_str_in_output), body.min_tokens or 0
         self.choices = [
-            Choice(service.tokenizer, stops, min_tokens, keeps_stop, self.job_of(index).read())
-            for index in range(num_choices)
+            Choice(service.tokenizer, stops, min_tokens, keeps_stop, job.read(), job.skip_special_tokens)
+            for job in jobs
+            for _ in range(self.num_each)
         ]
         self._index = {f"{self.id}-{i}": i for i in range(num_choices)}
         self._open = set(self._index)
@@ -178,7 +180,7 @@ class Generation:
 
     def _requests(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> list[EngineRequest]:
         body, vocab_size, defaults = self._body, self._limits.vocab_size, self._service.sampling_defaults
-        seed = secrets.randbits(62) if body.seed is None else body.seed
+        seed = secrets.randbits(62) if body.seed in (None, ANY_SEED) else body.seed
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         check_token_ids("logit_bias", list(bias), vocab_size)
         own_stops = body.stop_token_ids or []

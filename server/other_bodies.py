@@ -34,9 +34,12 @@ class InputPart(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """A message, where `type` is left out; a call that was made, what came of one, or what the model thought."""
+    """A message, where `type` is left out; a call that was made, what came of one, what the model thought, or the `id`
+    of any of them in a response that is kept.
+    """
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] | None = None
+    id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     call_id: CallId | None = None
@@ -60,9 +63,20 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ToolNamed(msgspec.Struct, kw_only=True):
-    type: Literal["function"]
-    name: str
+class AllowedTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ToolNamed(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The function that is to be called, or those of `tools` that may be: of `mode` required, one of them must be."""
+
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AllowedTool] | None = None
 
 
 class TextFormat(msgspec.Struct, kw_only=True):

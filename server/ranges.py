@@ -31,11 +31,11 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 }
 
 
-def check_range(field: str, value: float) -> None:
-    """Raises ApiError 400 for a value that the field's range excludes."""
+def check_range(field: str, value: float, name: str | None = None) -> None:
+    """Raises ApiError 400 for a value that the field's range excludes; it names `name`, or else the field."""
     least, most, closed = RANGES[field]
     if not (least <= value <= most) or (value == least and not closed):
-        raise invalid(field, f"got {spell(value)}, wanted {describe_range(least, most, closed)}")
+        raise invalid(name or field, f"got {spell(value)}, wanted {describe_range(least, most, closed)}")
 
 
 def describe_range(least: float, most: float, closed: bool) -> str:

@@ -3,7 +3,6 @@
 An answer is one list of items, made of the same parts for both: a stream tells each step of it, and then all of it.
 """
 
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from server.choice import TIME_LIMIT
 from server.generation import Generation, Update
 from server.message.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from server.other_bodies import ResponsesBody, ResponseTool, name_in
+from server.response_items import output_item_id
 
 Tree = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -23,9 +23,13 @@ _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reason
 
 
 class _Items:
-    """What is said so far: `feed` and `finish` tell what changed, as events without their numbers."""
+    """What is said so far: `feed` and `finish` tell what changed, as events without their numbers.
 
-    def __init__(self, tools: list[ResponseTool]) -> None:
+    An item's id holds the response's, so that a later request can refer to it.
+    """
+
+    def __init__(self, response_id: str, tools: list[ResponseTool]) -> None:
+        self._response_id = response_id
         self.items: list[Tree] = []
         self._in_namespaces = {name_in(tool.namespace, tool.name): tool for tool in tools if tool.namespace is not None}
         self._open: Tree | None = None
@@ -66,7 +70,7 @@ class _Items:
         return [*events, self._of_item("response.content_part.added", content_index=0, part=_part(kind, ""))]
 
     def _begin(self, prefix: str, item: Tree) -> list[Tree]:
-        self._open = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item}
+        self._open = {"id": output_item_id(prefix, self._response_id, len(self.items)), "status": "in_progress", **item}
         self._pieces = []
         self.items.append(self._open)
         return [{"type": "response.output_item.added", "output_index": self._index, "item": dict(self._open)}]
@@ -119,7 +123,7 @@ class ResponseShape:
         self._body = body
         self._model = model
         self._on_end = on_end
-        self._items = _Items(body.tools or [])
+        self._items = _Items(generation.id, body.tools or [])
         self._num_events = 0
         self._finish_reason: str | None = None
 

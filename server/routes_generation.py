@@ -44,7 +44,11 @@ async def completions(request: Request) -> Response:
     check_num_sequences(service, len(body.prompt) if is_many else 1, body.n or 1)
     prompts = await completion_prompts(service, body, limits)
     grammar = await hold_to_form(service, body)
-    jobs = [Job(prompt, completion_max_tokens(service, body, prompt, limits), grammar=grammar) for prompt in prompts]
+    skips = body.skip_special_tokens is not False
+    jobs = [
+        Job(prompt, completion_max_tokens(service, body, prompt, limits), grammar=grammar, skip_special_tokens=skips)
+        for prompt in prompts
+    ]
     generation = start_generation(request, "cmpl", body, jobs, limits)
     shape = CompletionShape(generation, body, service.tokenizer, service.model_name)
     await generation.submit(body.logprobs, body.logprobs if body.echo else None, "prompt")

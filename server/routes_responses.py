@@ -7,8 +7,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from server.api_error import ApiError, invalid
-from server.chat_message import Message, message_text
-from server.response_shape import Tree
+from server.other_bodies import InputItem
+from server.response_items import Tree, find_kept_item, locate_item, write_items
 from server.response_store import KeptResponse
 from server.service import Service, service_of
 
@@ -65,34 +65,31 @@ def find_response(service: Service, owner: str, param: str, response_id: str) ->
     return found
 
 
-def write_items(response_id: str, messages: list[Message]) -> list[Tree]:
-    """Messages as items of a response, each with an id that it has in every list."""
-    items: list[Tree] = []
+def resolve_references(service: Service, owner: str, given: str | list[InputItem]) -> str | list[InputItem]:
+    """Return the input with items of kept responses in place of references to them. Raises ApiError 400 and 404."""
+    if isinstance(given, str):
+        return given
+    return [_resolve(service, owner, f"input[{i}].id", item) for i, item in enumerate(given)]
 
-    def add(prefix: str, item: Tree) -> None:
-        name = f"{prefix}_{response_id.removeprefix('resp-')}_{len(items)}"
-        items.append({"id": name, "status": "completed"} | item)
 
-    for message in messages:
-        text, is_own = message_text(message), message.role == "assistant"
-        if message.reasoning_content:
-            thought = {"type": "reasoning_text", "text": message.reasoning_content}
-            add("rs", {"type": "reasoning", "summary": [], "content": [thought]})
-        if message.role == "tool":
-            add("fco", {"type": "function_call_output", "call_id": message.tool_call_id, "output": text})
-        elif text or not (message.tool_calls or message.reasoning_content):
-            part: Tree = {"type": "output_text", "annotations": []} if is_own else {"type": "input_text"}
-            add("msg", {"type": "message", "role": message.role, "content": [part | {"text": text}]})
-        for call in message.tool_calls or []:
-            function = call.function
-            called = {"call_id": call.id, "name": function.name, "arguments": function.arguments}
-            add("fc", {"type": "function_call"} | called)
-    return items
+def _resolve(service: Service, owner: str, param: str, item: InputItem) -> InputItem:
+    if item.type != "item_reference":
+        return item
+    if item.id is None:
+        raise invalid(param, "missing; wanted the id of an item of a response that is kept")
+    place = locate_item(item.id)
+    kept = None if place is None else service.responses.find(owner, place.response_id)
+    found = None if place is None or kept is None else find_kept_item(kept, place)
+    if found is None:
+        raise _unknown(service, param, item.id)
+    return msgspec.convert(found, InputItem)
 
 
 def _unknown(service: Service, param: str, response_id: str) -> ApiError:
     seconds = service.settings.responses_seconds
-    what = f"{response_id[:80]!r} is not kept; a response is for {seconds:g} s (server.responses_seconds)"
+    what = (
+        f"{response_id[:80]!r} is not kept; a response and its items are for {seconds:g} s (server.responses_seconds)"
+    )
     return ApiError(404, f"{param}: {what}", param=param, code="response_not_found")
 
 

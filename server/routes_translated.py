@@ -13,7 +13,7 @@ from server.other_bodies import CountTokensBody, MessagesBody, ResponsesBody
 from server.prompts import chat_prompt, profile_of
 from server.response_shape import ResponseShape
 from server.routes_generation import chat_job, respond, start_generation
-from server.routes_responses import find_response
+from server.routes_responses import find_response, resolve_references
 from server.service import Service, service_of
 from server.translation import Translation, translate_messages, translate_response
 
@@ -26,6 +26,7 @@ async def responses(request: Request) -> Response:
     body = await read_body(request, ResponsesBody, service.body_room, service.texts, service.settings)
     service.check_model(body.model)
     earlier = _earlier(service, owner, body.previous_response_id)
+    body.input = resolve_references(service, owner, body.input)
     translated = translate_response(body, earlier)
 
     def keep(response_id: str, raw: bytes, answer: Message) -> None:

@@ -58,11 +58,20 @@ class _Frame:
         options = body.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
         self._counts_each = self._with_usage and options is not None and bool(options.continuous_usage_stats)
-        self._tail = b'],"usage":null}\n\n' if self._with_usage else b"]}\n\n"
+        self._tail = b',"usage":null}\n\n' if self._with_usage else b"}\n\n"
+        self.with_ids = bool(body.return_token_ids)
 
-    def chunk(self, choice: bytes) -> bytes:
-        tail = b'],"usage":' + _encode(self._usage()) + b"}\n\n" if self._counts_each else self._tail
-        return self._head + choice + tail
+    def chunk(self, choice: bytes, beside: bytes = b"") -> bytes:
+        """An event of one choice; `beside`: more fields of the event, each behind a comma."""
+        tail = b',"usage":' + _encode(self._usage()) + b"}\n\n" if self._counts_each else self._tail
+        return self._head + choice + b"]" + beside + tail
+
+    def ids(self, name: bytes, token_ids: list[int]) -> bytes:
+        """A field of token ids behind a comma, where they were asked for."""
+        return b',"%b":%b' % (name, _encode(token_ids)) if self.with_ids else b""
+
+    def prompt_ids(self, index: int) -> list[int]:
+        return self.generation.job_of(index).prompt.token_ids
 
     def progress_chunk(self, progress: Progress, seconds: float) -> bytes:
         report = {
@@ -85,7 +94,7 @@ class _Frame:
     def error(self, error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n"
 
-    def whole(self, choices: list[dict[str, Any]]) -> bytes:
+    def whole(self, choices: list[dict[str, Any]], beside: dict[str, Any] | None = None) -> bytes:
         generation = self.generation
         return _encode(
             {
@@ -95,6 +104,7 @@ class _Frame:
                 "model": self._model,
                 "choices": choices,
                 "usage": self._usage(),
+                **(beside or {}),
             }
         )
 
@@ -119,17 +129,23 @@ class CompletionShape:
         self._echo = bool(body.echo)
         self._with_logprobs = body.logprobs is not None
         self._echoed = [not body.echo] * len(generation.choices)
+        self._has_begun = [False] * len(generation.choices)
         self.progress_chunk = self._frame.progress_chunk
         self.begin, self.end, self.error = self._frame.begin, self._frame.end, self._frame.error
 
     def chunk(self, update: Update) -> bytes:
         text, entries = self._echo_once(update)
-        if not (text or entries or update.piece.finish_reason):
+        frame, index, piece = self._frame, update.index, update.piece
+        if not (text or entries or piece.finish_reason or (frame.with_ids and piece.token_ids)):
             return b""
         logprobs = _encode(self._logprobs(entries)) if self._with_logprobs else b"null"
-        return self._frame.chunk(
-            b'{"index":%d,"text":%b,"logprobs":%b,%b}'
-            % (update.index, _encode(text), logprobs, _FINISH[update.piece.finish_reason])
+        ids = frame.ids(b"token_ids", piece.token_ids)
+        if not self._has_begun[index]:
+            self._has_begun[index] = True
+            ids += frame.ids(b"prompt_token_ids", frame.prompt_ids(index))
+        return frame.chunk(
+            b'{"index":%d,"text":%b,"logprobs":%b,%b%b}'
+            % (index, _encode(text), logprobs, _FINISH[piece.finish_reason], ids)
         )
 
     def whole(self, gathered: Sequence[list[Update]]) -> bytes:
@@ -145,6 +161,8 @@ class CompletionShape:
                     **_finish(updates[-1]),
                 }
             )
+            if self._frame.with_ids:
+                choices[-1] |= {"token_ids": _ids(updates), "prompt_token_ids": self._frame.prompt_ids(index)}
         return self._frame.whole(choices)
 
     def _echo_once(self, update: Update) -> tuple[str, list[TokenEntry]]:
@@ -194,20 +212,24 @@ class ChatShape:
 
     def chunk(self, update: Update) -> bytes:
         index, piece = update.index, update.piece
-        events = b""
+        frame, events = self._frame, b""
         if not self._has_role[index]:
             self._has_role[index] = True
             delta = b'{"role":"assistant","content":""}'
-            events = self._frame.chunk(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta))
+            events = frame.chunk(
+                b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta),
+                frame.ids(b"prompt_token_ids", frame.prompt_ids(index)),
+            )
         deltas = [_delta(part) for part in piece.parts]
-        if not deltas and piece.entries:
+        if not deltas and (piece.entries or (frame.with_ids and piece.token_ids)):
             deltas = [b'{"content":""}']
         logprobs = _encode(self._logprobs(piece.entries)) if self._with_logprobs else b"null"
+        ids = frame.ids(b"token_ids", piece.token_ids)
         for delta in deltas:
-            events += self._frame.chunk(
-                b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}' % (index, delta, logprobs)
+            events += frame.chunk(
+                b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (index, delta, logprobs, ids)
             )
-            logprobs = b"null"
+            logprobs, ids = b"null", b""
         if piece.finish_reason is not None:
             events += self._frame.chunk(
                 b'{"index":%d,"delta":{},"logprobs":null,%b}' % (index, _FINISH[piece.finish_reason])
@@ -227,7 +249,10 @@ class ChatShape:
                     **_finish(updates[-1]),
                 }
             )
-        return self._frame.whole(choices)
+            if self._frame.with_ids:
+                choices[-1]["token_ids"] = _ids(updates)
+        beside = {"prompt_token_ids": self._frame.prompt_ids(0)} if self._frame.with_ids else None
+        return self._frame.whole(choices, beside)
 
     def _logprobs(self, entries: list[TokenEntry]) -> dict[str, Any]:
         content = []
@@ -271,6 +296,10 @@ def _message(answer: ReadAnswer) -> dict[str, Any]:
             for call in answer.calls
         ]
     return message
+
+
+def _ids(updates: list[Update]) -> list[int]:
+    return [token_id for update in updates for token_id in update.piece.token_ids]
 
 
 def _finish(last: Update) -> dict[str, Any]:

@@ -31,19 +31,21 @@ from server.schema_rewrite import allows_nothing, rewrite_schema
 from server.service import Service
 from server.structured import asks_form, grammar_with_form, lark_grammar, schema_grammar, schema_in_lark
 from server.tokenizer import Tokenizer
-from server.tools import NamedTool
+from server.tools import ChosenTool
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """`names`: of the tools that must be called, one of them at least; empty where none must be. `strict`: of those
-    whose schemas hold wherever an answer is held. `has_form`: an answer without calls is held to a form."""
+    whose schemas hold wherever an answer is held. `has_form`: an answer without calls is held to a form. `places`: of
+    each tool in the request's list, by its name."""
 
     conversation: Conversation
     names: tuple[str, ...]
     most_calls: int | None
     strict: frozenset[str]
     has_form: bool
+    places: dict[str, int]
 
     @property
     def tools(self) -> Tools | None:
@@ -53,14 +55,16 @@ class ToolUse:
 
 def choose_tools(body: ChatBody, conversation: Conversation) -> ToolUse:
     names: tuple[str, ...] = ()
-    if isinstance(body.tool_choice, NamedTool):
-        names = (body.tool_choice.function.name,)
-    elif body.tool_choice == "required":
+    called = body.tool_choice.called_name if isinstance(body.tool_choice, ChosenTool) else None
+    if called is not None:
+        names = (called,)
+    elif body.must_call:
         names = tuple(tool["function"]["name"] for tool in conversation.tools)
-    is_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
+    is_one = body.parallel_tool_calls is False or called is not None
     functions = [tool.function for tool in body.tools or [] if tool.function is not None]
     strict = frozenset(function.name or "" for function in functions if function.strict)
-    return ToolUse(conversation, names, 1 if is_one else None, strict, asks_form(body))
+    places = {tool.function.name or "": i for i, tool in enumerate(body.tools or []) if tool.function is not None}
+    return ToolUse(conversation, names, 1 if is_one else None, strict, asks_form(body), places)
 
 
 def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], MessageReader | None]:
@@ -127,11 +131,11 @@ def _held_tools(use: ToolUse, held: HeldForm, tokenizer: Tokenizer) -> list[tupl
     """
     tools = []
     any_object = schema_in_lark("tools", {"type": "object"})
-    for i, tool in enumerate(use.conversation.tools):
+    for tool in use.conversation.tools:
         name, parameters = tool["function"]["name"], {"type": "object"} | tool["function"]["parameters"]
         if use.names and name not in use.names:
             continue
-        param = f"tools[{i}].function.parameters"
+        param = f"tools[{use.places[name]}].function.parameters"
         is_kept = use.names or name in use.strict
         if held.arguments == "json":
             term = schema_in_lark(param, parameters) if is_kept else any_object

@@ -41,13 +41,34 @@ class NamedFunction(msgspec.Struct, kw_only=True):
 
 
 class NamedTool(msgspec.Struct, kw_only=True):
-    """The one tool that is to be called."""
-
     type: Literal["function"]
     function: NamedFunction
 
 
-def check_tools(tools: list[Tool], choice: str | NamedTool | None) -> None:
+class AllowedTools(msgspec.Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class ChosenTool(msgspec.Struct, kw_only=True):
+    """`tool_choice` as an object: the one function that is to be called, or those of `tools` that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @property
+    def called_name(self) -> str | None:
+        """The name of the function that must be called, if one must."""
+        return self.function.name if self.function is not None else None
+
+    @property
+    def allowed_names(self) -> set[str] | None:
+        """The names of the functions that may be called; None: all that are offered."""
+        return None if self.allowed_tools is None else {tool.function.name for tool in self.allowed_tools.tools}
+
+
+def check_tools(tools: list[Tool], choice: str | ChosenTool | None) -> None:
     """Raises ApiError 400 for what cannot be offered to a model or called."""
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"{len(tools)} tools, at most {MAX_TOOLS} are allowed")
@@ -67,7 +88,25 @@ def check_tools(tools: list[Tool], choice: str | NamedTool | None) -> None:
             raise invalid(f"tools[{i}].function.parameters.type", "wanted 'object': arguments have names")
         if not isinstance(parameters.get("properties", {}), dict):
             raise invalid(f"tools[{i}].function.parameters.properties", "wanted an object")
-    if choice == "required" and not tools:
-        raise invalid("tool_choice", "got 'required' without tools; send `tools`, or leave it out")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise invalid("tool_choice.function.name", f"got {choice.function.name!r}, which is none of `tools`")
+    if choice in ("required", "any") and not tools:
+        raise invalid("tool_choice", f"got {choice!r} without tools; send `tools`, or leave it out")
+    if isinstance(choice, ChosenTool):
+        _check_chosen(choice, names)
+
+
+def _check_chosen(choice: ChosenTool, names: set[str]) -> None:
+    wanted, other = ("function", "allowed_tools") if choice.type == "function" else ("allowed_tools", "function")
+    if getattr(choice, wanted) is None:
+        raise invalid(f"tool_choice.{wanted}", f"missing; wanted with type {choice.type!r}")
+    if getattr(choice, other) is not None:
+        raise invalid(f"tool_choice.{other}", f"wanted with type {other!r}, and with no other")
+    if choice.called_name is not None and choice.called_name not in names:
+        raise invalid("tool_choice.function.name", f"got {choice.called_name[:80]!r}, which is none of `tools`")
+    if choice.allowed_tools is None:
+        return
+    if not choice.allowed_tools.tools:
+        raise invalid("tool_choice.allowed_tools.tools", "empty; wanted at least one, or tool_choice 'none'")
+    for i, tool in enumerate(choice.allowed_tools.tools):
+        if tool.function.name not in names:
+            what = f"got {tool.function.name[:80]!r}, which is none of `tools`"
+            raise invalid(f"tool_choice.allowed_tools.tools[{i}].function.name", what)

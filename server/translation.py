@@ -30,11 +30,12 @@ from server.other_bodies import (
     Turn,
     name_in,
 )
-from server.tools import Function, NamedFunction, NamedTool, Tool
+from server.tools import AllowedTools, ChosenTool, Function, NamedFunction, NamedTool, Tool
 
 _RESPONSES_NAMES = [
     (r"^tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"^tool_choice\.function", "tool_choice"),
+    (r"^tool_choice\.allowed_tools\.tools(\[\d+\])?(\.function)?", r"tool_choice.tools\1"),
     (r"^max_(completion_)?tokens", "max_output_tokens"),
     (r"^response_format\.json_schema", "text.format"),
     (r"^response_format", "text.format"),
@@ -103,7 +104,9 @@ def _chat(body: OtherBody, messages: list[Message]) -> ChatBody:
 
 
 def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translation:
-    """`earlier`: what was said up to the response that this one follows. Raises ApiError 400."""
+    """`earlier`: what was said up to the response that this one follows; the body holds no reference to an item. Raises
+    ApiError 400.
+    """
     opening = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     messages, origins = _read_items(body.input)
     if not messages:
@@ -119,7 +122,7 @@ def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translati
         for tool in body.tools or []
     ]  # fmt: skip
     choice = body.tool_choice
-    chat.tool_choice = _named(choice.name) if isinstance(choice, ToolNamed) else choice
+    chat.tool_choice = _read_choice(choice) if isinstance(choice, ToolNamed) else choice
     form = None if body.text is None else body.text.format
     if form is not None:
         schema = None
@@ -128,6 +131,20 @@ def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translati
         chat.response_format = ResponseFormat(type=form.type, json_schema=schema)
     where = ["instructions"] * len(opening) + ["previous_response_id"] * len(earlier) + origins
     return Translation(chat, where, _RESPONSES_NAMES, messages)
+
+
+def _read_choice(choice: ToolNamed) -> ChosenTool:
+    """Raises ApiError 400. Tools of other types than functions are not offered, and so not allowed either."""
+    if choice.type == "function":
+        if choice.name is None:
+            raise invalid("tool_choice.name", "missing; wanted with type 'function'")
+        return _named(name_in(choice.namespace, choice.name))
+    for field in ("mode", "tools"):
+        if getattr(choice, field) is None:
+            raise invalid(f"tool_choice.{field}", "missing; wanted with type 'allowed_tools'")
+    names = [name_in(tool.namespace, tool.name or "") for tool in choice.tools or [] if tool.type == "function"]
+    tools = [NamedTool(type="function", function=NamedFunction(name=name)) for name in names]
+    return ChosenTool(type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode or "auto", tools=tools))
 
 
 def _read_items(given: str | list[InputItem]) -> tuple[list[Message], list[str]]:
@@ -260,5 +277,5 @@ def _read_turn(at: str, turn: Turn) -> list[tuple[Message, str]]:
     return found
 
 
-def _named(name: str) -> NamedTool:
-    return NamedTool(type="function", function=NamedFunction(name=name))
+def _named(name: str) -> ChosenTool:
+    return ChosenTool(type="function", function=NamedFunction(name=name))

@@ -35,11 +35,15 @@ class CompletionLogprobs(Answer):
 
 
 class CompletionChoice(Answer):
+    """The last two are there if `return_token_ids` is; of a stream, the prompt's come once."""
+
     index: Count
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: StopReason = None
+    token_ids: list[Count] | None = None
+    prompt_token_ids: list[Count] | None = None
 
 
 class Completion(Answer):
@@ -98,6 +102,7 @@ class ChatChoice(Answer):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     stop_reason: StopReason = None
+    token_ids: list[Count] | None = None
 
 
 class ChatCompletion(Answer):
@@ -107,6 +112,7 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[Count] | None = None
 
 
 class Progress(Answer):
@@ -156,6 +162,7 @@ class ChatChunkChoice(Answer):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     stop_reason: StopReason = None
+    token_ids: list[Count] | None = None
 
 
 class ChatChunk(Answer):
@@ -168,3 +175,4 @@ class ChatChunk(Answer):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_progress: Progress | None = None
+    prompt_token_ids: list[Count] | None = None

@@ -14,8 +14,7 @@ from openai.types import chat as openai_chat
 from server.api_error import ApiError
 from server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_chat, check_completion
 from server.body_reader import FIELDS, decode_body
-from server.fields import Each, Fields, Neutral, Served
-from server.known_fields import (
+from server.field_table import (
     CHAT,
     COMPLETION,
     CUSTOM,
@@ -27,6 +26,7 @@ from server.known_fields import (
     STREAM_OPTIONS,
     TOOL,
 )
+from server.fields import Each, Fields, Neutral, Served
 from server.other_bodies import MessagesBody
 from tests.server.live_server import fake_command, make_deployment, running_server
 
@@ -91,8 +91,8 @@ def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_
         (b'"guided_json": {"type":\n  "object"}',
          'guided_json: got {"type": "object"}, wanted none: send it as structured_outputs.json'),
         (b'"guided_regex": "a+"', 'guided_regex: got "a+", wanted none: send it as structured_outputs.regex'),
-        (b'"store": "%s"' % (b"x" * 100),
-         f'store: got "{"x" * 63}..., wanted none or false: nothing is stored by this server'),
+        (b'"use_beam_search": "%s"' % (b"x" * 100),
+         f'use_beam_search: got "{"x" * 63}..., wanted none or false: this way of decoding is not offered'),
         (b'"response_format": {"type": "json_object", "schema": {}}', "response_format.schema: got {}, wanted none: "
          "a schema is sent as json_schema.schema, with type 'json_schema'"),
     ],
@@ -118,13 +118,13 @@ def test_a_missing_field_of_an_object_inside_is_named() -> None:
 def test_zero_is_not_false_nor_one_true_but_one_is_one_in_any_spelling() -> None:
     decode(
         CompletionBody,
-        {"length_penalty": 1.0, "routed_experts_prompt_start": 0.0, "store": False, "skip_special_tokens": True},
+        {"length_penalty": 1.0, "routed_experts_prompt_start": 0.0, "watermarking": False, "add_special_tokens": True},
     )
     for name, value in (
-        ("store", 0),
+        ("watermarking", 0),
         ("routed_experts_prompt_start", False),
         ("length_penalty", True),
-        ("skip_special_tokens", 1),
+        ("add_special_tokens", 1),
     ):
         assert refusal(CompletionBody, {name: value}).code == "unsupported_value"
 

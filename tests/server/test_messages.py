@@ -281,7 +281,7 @@ def test_every_field_of_the_official_client_is_known():
     from anthropic.types.message_count_tokens_params import MessageCountTokensParams
     from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
-    from server.known_other_fields import COUNT_TOKENS, MESSAGES
+    from server.field_table import COUNT_TOKENS, MESSAGES
 
     for params, fields in ((MessageCreateParamsStreaming, MESSAGES), (MessageCountTokensParams, COUNT_TOKENS)):
         assert params.__required_keys__ | params.__optional_keys__ <= set(fields.fates)

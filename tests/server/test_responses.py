@@ -337,6 +337,6 @@ async def test_what_is_wrong_with_a_body_is_named(live, body, param):
 def test_every_field_of_the_official_client_is_known():
     from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as Params
 
-    from server.known_other_fields import RESPONSES
+    from server.field_table import RESPONSES
 
     assert Params.__required_keys__ | Params.__optional_keys__ <= set(RESPONSES.fates)
