@@ -135,7 +135,8 @@ def _held_tools(use: ToolUse, held: HeldForm, tokenizer: Tokenizer) -> list[tupl
         name, parameters = tool["function"]["name"], {"type": "object"} | tool["function"]["parameters"]
         if use.names and name not in use.names:
             continue
-        param = f"tools[{use.places[name]}].function.parameters"
+        place = use.places[name]
+        param = f"tools[{place}].function.parameters"
         is_kept = use.names or name in use.strict
         if held.arguments == "json":
             term = schema_in_lark(param, parameters) if is_kept else any_object
@@ -144,7 +145,7 @@ def _held_tools(use: ToolUse, held: HeldForm, tokenizer: Tokenizer) -> list[tupl
             keys = tuple(parameters.get("properties") or ())
             tools.append((name, HeldArguments("", keys, _held_values(param, name, use.tools, keys) if is_kept else ())))
         elif isinstance(held.arguments, Marked) and is_kept:
-            tools.append((name, _held_members(param, f"gemma_{i}", parameters, held.arguments.mark, tokenizer)))
+            tools.append((name, _held_members(param, f"gemma_{place}", parameters, held.arguments.mark, tokenizer)))
         else:
             tools.append((name, HeldArguments("", (), ())))
     return tools

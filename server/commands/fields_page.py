@@ -87,9 +87,9 @@ def _write_grouped(title: str, found: list[tuple[str, str, str]]) -> list[str]:
     for (path, text), routes in routes_of.items():
         paths_of.setdefault((text, tuple(routes)), []).append(path)
     lines = [f"| field | {title} | routes |", "|---|---|---|"]
-    for (text, routes), paths in paths_of.items():
+    for (text, where), paths in paths_of.items():
         names = ", ".join(f"`{path}`" for path in paths)
-        lines.append(f"| {names} | {text} | {', '.join(f'`{_shorten(route)}`' for route in routes)} |")
+        lines.append(f"| {names} | {text} | {', '.join(f'`{_shorten(route)}`' for route in where)} |")
     return [*lines, ""]
 
 
