@@ -65,7 +65,7 @@ def build_runner(
         device=device,
         windows=WindowShape(architecture.window_layers, max_batch, _num_pages(max(windows))) if windows else NO_WINDOWS,
     )
-    runner.warm_up(min(context, 128))
+    runner.warm_up(min(context, 128), lambda fraction: None)
     return runner
 
 

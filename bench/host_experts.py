@@ -247,7 +247,7 @@ class _Bench:
             max_hidden_tokens=plan.max_hidden_tokens, dtype=weights.embedding.dtype, device=self.device, tier=None,
             parts=(), open_experts=open_experts, computed_rows=MOST_COMPUTED_ROWS,
         )  # fmt: skip
-        runner.warm_up(min(self.benchmark.chunk_tokens, plan.max_context_tokens - 1))
+        runner.warm_up(min(self.benchmark.chunk_tokens, plan.max_context_tokens - 1), lambda fraction: None)
         runner.capture(served_graph_sizes(self.benchmark.batches), lambda fraction: None)
         for batch in self.benchmark.batches:
             yield self._decode_row(runner, batch, way)

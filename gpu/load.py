@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.cpu_device.step_kernel import COMPILED
 from gpu.kernels.paged_decode_attention import DECODED_DIMS
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture, ModelError, load_architecture
@@ -22,6 +23,7 @@ from gpu.profiles import ProfilePart
 from gpu.runner import Runner
 from transfer.chunks.library import ChunkLibrary
 from transfer.expert_exchange import OpenExperts
+from transfer.simd.compilation import told
 from transfer.tier import HostTier
 
 RANDOM_SEED = 20_240_901
@@ -47,7 +49,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
                 open_experts: OpenExperts | None = None, computed_rows: int = 0,
                 loaded: LoadedModel | None = None) -> Runner:  # fmt: skip
     """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "products" (of a library,
-    whose kernels are compiled), "kernels" and "graphs".
+    whose kernels are compiled), "kernels" (compiled at a machine's first start) and "graphs".
 
     `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
     tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
@@ -76,7 +78,8 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
     def weights_progress(fraction: float) -> None:
         on_progress("weights", fraction)
 
-    with shortage_in_one_line():
+    compiling = told(COMPILED, lambda fraction: on_progress("kernels", fraction))
+    with shortage_in_one_line(), compiling:
         if loaded is not None:
             weights = loaded.weights
         elif model.path is not None:
@@ -85,6 +88,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
             weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress, experts_on_card)
         most_tokens = max(chunk_tokens, max_running)
         prepare(weights.matrices, range(1, most_tokens + 1), lambda fraction: on_progress("products", fraction))
+        on_progress("kernels", 0.0)
         runner = Runner(
             architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens,
             max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
@@ -93,8 +97,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
             windows=WindowShape(architecture.window_layers, num_windows, window_pages) if num_windows else NO_WINDOWS,
             open_experts=open_experts, computed_rows=computed_rows,
         )  # fmt: skip
-        on_progress("kernels", 0.0)  # compiled once a machine, which may take a minute
-        runner.warm_up(chunk_tokens)
+        runner.warm_up(chunk_tokens, lambda fraction: on_progress("kernels", fraction))
         on_progress("kernels", 1.0)
         runner.capture(gpu.graph_batch_sizes, lambda fraction: on_progress("graphs", fraction))
     return runner

@@ -240,31 +240,39 @@ class Runner:
             self.decode_steps.capture(batch_sizes, on_progress)
 
     @torch.inference_mode()
-    def warm_up(self, chunk_tokens: int) -> None:
+    def warm_up(self, chunk_tokens: int, on_progress: Progress) -> None:
         """Choose prefill's kernel, have prefill methods attend to numbers that mean nothing, then run one prefill chunk
         and one decode step on pages nobody owns yet: kernels compile now, not in a request.
 
         With a tier, a small context of each kind goes down, is decoded and closed; with rings, each method fills and
-        matches one.
+        matches one. `on_progress(fraction)` is told of the steps of this on a GPU; on the CPU nearly all time goes to
+        functions that numba compiles, which `transfer.simd.compilation` tells of.
         """
+        steps = self._warm_up_steps(chunk_tokens)
+        for num_done, step in enumerate(steps, 1):
+            step()
+            if self.device.type == "cuda":
+                on_progress(num_done / (len(steps) + 1))
+
+    def _warm_up_steps(self, chunk_tokens: int) -> list[Callable[[], object]]:
         limits = self.limits
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
         gathered, heads = self._prefill.gathered, self.architecture.num_heads
         keys, values = gathered.keys.flatten(1, 2), gathered.values.flatten(1, 2)
-        self.dense.choose(keys, values, heads, chunk_tokens)
+        steps: list[Callable[[], object]] = [partial(self.dense.choose, keys, values, heads, chunk_tokens)]
         if self.device.type == "cuda":
-            warm_up_sides(self._sides.values(), keys, values, heads, chunk_tokens)
-            self._prefill.decoder.projections.warm_up(chunk_tokens)
-        self._prefill.warm_up_chunks()
-        decode = [DecodeGroup([0], [tokens - 1], [1])]
-        self._rehearse([tokens - 1], DENSE, [], [], decode)
-        for part in self._reusing:
-            self._rehearse([tokens - 1], DENSE, [], [], decode, [RingWrite(0, part, 0, False)])
+            steps += [
+                partial(warm_up_sides, self._sides.values(), keys, values, heads, chunk_tokens),
+                partial(self._prefill.decoder.projections.warm_up, chunk_tokens),
+            ]
+        steps.append(self._prefill.warm_up_chunks)
+        rehearse = partial(self._rehearse, [tokens - 1], DENSE, [], [], [DecodeGroup([0], [tokens - 1], [1])])
+        steps += [rehearse, *(partial(rehearse, [RingWrite(0, part, 0, False)]) for part in self._reusing)]
         if self._offload is not None:
             kinds = (False,) if self._offload.tier.shape.num_tables == 0 else (False, True)
-            for is_sampled in kinds:
-                self._warm_up_host(is_sampled)
+            steps += [partial(self._warm_up_host, is_sampled) for is_sampled in kinds]
+        return steps
 
     @torch.inference_mode()
     def time_prefill(self, lengths: Sequence[int], method: str) -> tuple[list[PrefillUnit], float]:

@@ -46,6 +46,7 @@ from transfer.tier import HostMemoryError
 
 log = logging.getLogger("engine")
 
+_OUR_LOGGERS = ("engine", "scheduler", "gpu", "cpu", "transfer")
 _STATS_SECONDS = 0.25
 _PROGRESS_SECONDS = 0.1
 _LOADING_STEP = 0.1
@@ -155,7 +156,9 @@ def _end_with_parent(parent_id: int, addresses: list[str]) -> None:
 
 def _read_start(text: str) -> EngineStart:
     start = EngineStart.model_validate_json(text)
-    logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    for name in _OUR_LOGGERS:  # numba's debug log is thousands of lines a function
+        logging.getLogger(name).setLevel(start.log_level.upper())
     return start
 
 

@@ -10,7 +10,7 @@ import resource
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from types import FrameType
 
@@ -22,7 +22,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from gpu.memory.plan import MemoryPlan
-from scheduler.messages import Loading
 from server import (
     logs,
     routes_discovery,
@@ -42,6 +41,7 @@ from server.grammar_checks import end_checks
 from server.registry import RegistryError, RegistryFull
 from server.request_scope import RequestScope, error_response
 from server.service import Service, build_service, require_tls
+from server.start_events import Listening, OnStart
 
 ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine_process")
 
@@ -55,22 +55,19 @@ _LAST_SENDS_S = 3  # uvicorn's own limit, behind ours
 _SHUT_DOWN = "the server shut down before this request was done"
 
 
-def _ignore(_: Loading) -> None:
-    return None
-
-
 def create_app(
     deployment: Deployment,
     memory: MemoryPlan,
     engine_command: Sequence[str] = ENGINE_COMMAND,
-    on_loading: Callable[[Loading], None] = _ignore,
+    on_start: OnStart | None = None,
 ) -> FastAPI:
     """The API of a deployment; its lifespan starts and ends the engine process, which allocates what `memory` says.
 
-    `engine_command` is called with two socket addresses and this process's id. `app.state.service` holds what the
-    routes share. Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read.
+    `engine_command` is called with two socket addresses and this process's id. `on_start` is told of the engine's first
+    start, in place of the log. `app.state.service` holds what the routes share. Raises ConfigError if the tokenizer,
+    the chat template, the keys or the documents cannot be read.
     """
-    service = build_service(deployment, memory, engine_command, on_loading)
+    service = build_service(deployment, memory, engine_command, on_start)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -124,31 +121,30 @@ def create_app(
     return app
 
 
-def serve(deployment: Deployment, memory: MemoryPlan, on_loading: Callable[[Loading], None] = _ignore) -> int:
-    """Serve until a signal, and return the exit code: 0 after a drain, 1 if it could not start (said in one line).
+def serve(deployment: Deployment, memory: MemoryPlan, on_start: OnStart | None = None) -> str | None:
+    """Serve until a signal. Returns None after a drain, or why it could not start or go on, in one line.
 
     The first SIGTERM or SIGINT drains: new requests get a 503, open ones have `drain_seconds` to finish. The second
-    one ends the program at once. Port 0 takes a free port; the log's `listening` line has the address.
+    one ends the program at once. Port 0 takes a free port. `on_start` is told of the address and of the stages of the
+    first start; without it the log is.
     """
     settings = deployment.server
     logs.configure(settings.log_level)
-    logs.info("configuration", deployment=deployment.model_dump_json(exclude={"server": {"api_keys", "api_keys_file"}}))
-    logs.info("memory", **describe_memory(memory))
+    logs.debug(
+        "configuration", deployment=deployment.model_dump_json(exclude={"server": {"api_keys", "api_keys_file"}})
+    )
+    logs.debug("memory", **describe_memory(memory))
     try:
-        app = create_app(deployment, memory, on_loading=on_loading)
+        app = create_app(deployment, memory, on_start=on_start)
         http = http_config(app)
         listener = _bind(settings.host, settings.port)
     except ConfigError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return 1
-    program = _Program(http, app.state.service)
+        return str(error)
+    program = _Program(http, app.state.service, on_start)
     gc.collect()
     gc.freeze()  # of what stands now nothing is ever garbage, and streams stand still while all of it is looked at
     program.run(sockets=[listener])
-    if program.failure is not None:
-        print(f"tandem: {program.failure}", file=sys.stderr)
-        return 1
-    return 0
+    return program.failure
 
 
 def describe_memory(plan: MemoryPlan) -> dict[str, object]:
@@ -220,8 +216,9 @@ def _finite(limit: int) -> int:
 class _Program(uvicorn.Server):
     """uvicorn, but a signal drains first, and a failed first start of the engine ends it."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, on_start: OnStart | None) -> None:
         super().__init__(config)
+        self._on_start = on_start
         self.failure: str | None = None
         self._service = service
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -233,7 +230,11 @@ class _Program(uvicorn.Server):
         self._tasks.append(self._loop.create_task(self._watch_engine()))
         host, port = (sockets or [])[0].getsockname()[:2]
         scheme = "https" if self.config.is_ssl else "http"
-        logs.info("listening", url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        if self._on_start is None:
+            logs.info("listening", url=url)
+        else:
+            self._on_start(_describe_address(url, self._service))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for task in self._tasks:
@@ -287,6 +288,11 @@ class _Program(uvicorn.Server):
         assert failure is not None
         self.failure = await asyncio.shield(failure)
         self.should_exit = True
+
+
+def _describe_address(url: str, service: Service) -> Listening:
+    path = "/v1/completions" if service.template is None else "/v1/chat/completions"
+    return Listening(url, path, service.model_name, needs_key=bool(service.key_digests))
 
 
 def _bind(host: str, port: int) -> socket.socket:

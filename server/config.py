@@ -30,7 +30,7 @@ class ConfigError(Exception):
 
 class ServerConfig(Settings):
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535, description="0: any free port, printed in the log")
+    port: int = Field(8000, ge=0, le=65535, description="0: any free port, printed at the start")
     tls_certificate: Path | None = Field(None, description="PEM file, with what it was signed by; given, it is HTTPS")
     tls_key: Path | None = Field(None, description="PEM file of the certificate's key; default: the same file")
     tls_client_ca: Path | None = Field(
@@ -107,11 +107,6 @@ class Deployment(EngineConfig):
     """Everything about one server. `tandem plan` prints it resolved against a machine."""
 
     server: ServerConfig = ServerConfig()
-
-
-def deployment_is_derived(path: Path) -> bool:
-    """Whether it is a model's folder or GGUF file, and no YAML file."""
-    return path.is_dir() or path.suffix == ".gguf"
 
 
 def load_deployment(path: Path) -> Deployment:

@@ -4,14 +4,13 @@ import hashlib
 import hmac
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.requests import Request
 
 from gpu.memory.plan import MemoryPlan
-from scheduler.messages import Loading
 from server.api_error import unknown_model
 from server.body_room import BodyRoom
 from server.config import ConfigError, Deployment, ServerConfig
@@ -22,6 +21,7 @@ from server.metrics import Metrics
 from server.pooling import Vectors, load_vectors
 from server.response_store import ResponseStore
 from server.sampling_defaults import SamplingDefaults, load_sampling_defaults
+from server.start_events import OnStart
 from server.supervisor import Supervisor
 from server.template import ChatTemplate, load_template
 from server.text_pool import TextPool
@@ -104,7 +104,7 @@ def build_service(
     deployment: Deployment,
     memory: MemoryPlan,
     engine_command: Sequence[str],
-    on_loading: Callable[[Loading], None],
+    on_start: OnStart | None,
 ) -> Service:
     """Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read."""
     server = deployment.server
@@ -120,7 +120,7 @@ def build_service(
         answer_format=parts.answer_format,
         sampling_defaults=parts.sampling_defaults,
         metrics=metrics,
-        supervisor=Supervisor(deployment, memory, engine_command, metrics, on_loading),
+        supervisor=Supervisor(deployment, memory, engine_command, metrics, on_start),
         model_name=model_name(deployment),
         key_digests=parts.key_digests,
         vectors=parts.vectors,

@@ -8,8 +8,9 @@ Invariant: every open mailbox gets either its requests' last deltas or one Engin
 
 import asyncio
 import itertools
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -40,6 +41,7 @@ from server.config import Deployment
 from server.engine import EngineGone, EngineProcess, EngineStartError
 from server.mailbox import EngineLost, Mailbox
 from server.metrics import Metrics
+from server.start_events import OnStart, Stage
 
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
@@ -60,14 +62,14 @@ class Supervisor:
         memory: MemoryPlan,
         command: Sequence[str],
         metrics: Metrics,
-        on_loading: Callable[[Loading], None],
+        on_start: OnStart | None,
     ) -> None:
         self._command = command
         start = EngineStart(config=deployment, memory=memory, log_level=deployment.server.log_level)
         self._start_json = start.model_dump_json().encode()  # of the deployment, an EngineConfig's fields: no server's
         self._settings = deployment.server
         self._metrics = metrics
-        self._on_loading = on_loading
+        self._on_start = on_start
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._engine: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
@@ -198,7 +200,8 @@ class Supervisor:
         teller = asyncio.create_task(self._keep_telling(began_s))
         try:
             await engine.start()
-            logs.info("engine_started", pid=engine.pid, life=self._lives)
+            self._tell_loading(began_s, is_new=False)
+            logs.debug("engine_started", pid=engine.pid, life=self._lives)
             async for message in engine.messages():
                 self._has_spoken = True
                 match message:
@@ -215,9 +218,7 @@ class Supervisor:
                     case Loading():
                         is_new = message.stage != self.loading.stage
                         self.loading = message
-                        self._on_loading(message)
-                        if is_new:
-                            self._tell_loading(began_s)
+                        self._tell_loading(began_s, is_new)
                     case Ready():
                         self._become_ready(message)
                     case Failed():
@@ -240,13 +241,23 @@ class Supervisor:
         return reason
 
     async def _keep_telling(self, began_s: float) -> None:
-        """A log line every few seconds until the engine is ready: a slow start is told from one that hangs."""
+        """Tell of the stage every few seconds until the engine is ready: a slow start is told from one that hangs."""
         while self.state == "loading":
             await asyncio.sleep(_TELL_LOADING_S)
             if self.state == "loading":
-                self._tell_loading(began_s)
+                self._tell_loading(began_s, is_new=True)
 
-    def _tell_loading(self, began_s: float) -> None:
+    def _shown_by(self) -> OnStart | None:
+        """Return who shows this start to a person; None: the log tells of it, as of every start but the first."""
+        return self._on_start if self._lives == 1 else None
+
+    def _tell_loading(self, began_s: float, is_new: bool) -> None:
+        """Report the stage to whoever shows the start. Else log it if `is_new`: begun, or not told lately."""
+        if (show := self._shown_by()) is not None:
+            show(Stage(self.loading.stage, self.loading.fraction))
+            return
+        if not is_new:
+            return
         percent = round(100 * self.loading.fraction)
         logs.info("loading", stage=self.loading.stage, percent=percent, seconds=round(time.monotonic() - began_s))
 
@@ -282,7 +293,10 @@ class Supervisor:
         self.quiet_seconds = 0.0
         self._metrics.engine_up.set(1)
         self._metrics.pages_capacity.set(ready.num_pages)
-        logs.info(
+        if (show := self._shown_by()) is not None:
+            show(ready)
+        logs.event(
+            logging.INFO if show is None else logging.DEBUG,
             "ready",
             device=ready.device,
             load_seconds=ready.load_seconds,

@@ -71,7 +71,7 @@ MODULES = {
     "tokenizers": "tokenizers", "transformers": "transformers", "fbgemm_gpu": "fbgemm-gpu-cpu", "pydantic": "pydantic",
     "msgspec": "msgspec", "zmq": "pyzmq", "fastapi": "fastapi", "starlette": "starlette", "uvicorn": "uvicorn",
     "httptools": "httptools", "uvloop": "uvloop", "httpx": "httpx", "jinja2": "jinja2", "psutil": "psutil",
-    "cpuinfo": "py-cpuinfo", "pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client", "rich": "rich",
+    "pynvml": "nvidia-ml-py", "prometheus_client": "prometheus-client", "rich": "rich",
     "typer": "typer", "yaml": "pyyaml", "packaging": "packaging", "aiohttp": "aiohttp",
     "matplotlib": "matplotlib", "rapidfuzz": "rapidfuzz", "xxhash": "xxhash",
 }  # fmt: skip

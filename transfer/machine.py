@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-import cpuinfo
 import psutil
 import pynvml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -75,17 +74,24 @@ class MachineProfile(_Record):
 
 @cache
 def probe_machine() -> MachineProfile:
-    """The machine under this process, probed once. Takes about a second (the instruction sets)."""
-    processor = cpuinfo.get_cpu_info()
+    """Return the machine under this process, probed once."""
+    processor = read_processor(Path("/proc/cpuinfo"))
     return MachineProfile(
         name=platform.node() or "unnamed",
         gpu=probe_gpu(),
-        cpu=str(processor.get("brand_raw", platform.machine())),
+        cpu=processor.get("model name", platform.machine()),
         physical_cores=count_physical_cores(),
-        instruction_sets=select_instruction_sets(processor.get("flags", [])),
+        instruction_sets=select_instruction_sets(processor.get("flags", processor.get("Features", "")).split()),
         numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         memory_bytes=min([psutil.virtual_memory().total, *cgroup_memory_limits(Path("/proc/self/cgroup"))]),
     )
+
+
+def read_processor(path: Path) -> dict[str, str]:
+    """Return what Linux says of the first processor, by its own names; empty where the file cannot be read."""
+    first = _read(path).split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def load_machine(path: Path) -> MachineProfile:

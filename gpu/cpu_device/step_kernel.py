@@ -151,6 +151,9 @@ def _together(work, threads, model, shape, rows, buffers, parts):
 
 _work = _compile(version(paged_attention, product, emission, exp, packed_rows, region, team, vectors))
 
+# What a first start compiles for a model, with all that these call.
+COMPILED = (_work, _together, product.multiply_rows, packed_rows.widen_row)
+
 
 class CompiledStep(Region):
     """The step for the types of one model. A run's `buffers.counters` are zero."""

@@ -146,7 +146,7 @@ def _settled(weights: Weights) -> Weights:
 def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
     """What was read, how fast, and the most memory that this process has held so far."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    log.info(
+    log.debug(
         "weights folder=%s gib=%.2f seconds=%.1f gib_s=%.2f peak_rss_gib=%.2f",
         folder, num_bytes / 2**30, seconds, num_bytes / 2**30 / max(seconds, 1e-9), peak_bytes / 2**30,
     )  # fmt: skip

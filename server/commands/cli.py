@@ -7,6 +7,7 @@ with `error: ...` on stderr, 2 for wrong arguments.
 
 import json
 import sys
+import time
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import Annotated
@@ -90,41 +91,45 @@ def serve(
     config: ConfigPath,
     host: Annotated[str | None, typer.Option(help="address to listen on, instead of the file's")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="port; 0: any free one")] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print the whole configuration as a file that can be served, and end")
+    ] = False,
 ) -> None:
     """Serve the model over the OpenAI API until Ctrl-C or SIGTERM.
 
-    Of a model's folder alone, the rest is derived, and printed as a file that can be changed.
+    What the file leaves out, or all but the model where only that is given, is derived from the machine.
     """
+    began_s = time.monotonic()
+    if not print_config:
+        print(f"tandem {version('tandem')}: {config}", flush=True)  # before the imports that take a second
     import yaml
     from rich.console import Console
 
-    from scheduler.messages import Loading
     from server.app import serve as serve_deployment
     from server.commands.address import override_address, require_free_port
     from server.commands.plan_page import dump_deployment
     from server.commands.servable import require_servable
-    from server.commands.work_bar import WorkBar
-    from server.config import deployment_is_derived, load_deployment
+    from server.commands.start_page import StartPage
+    from server.config import load_deployment
     from server.plan import resolve_plan
     from transfer.machine import probe_machine
 
     deployment = override_address(load_deployment(config), host, port)
+    if print_config:
+        resolved = resolve_plan(deployment, probe_machine())
+        print(f"# {config}, with what is derived from this machine")
+        print(yaml.safe_dump(dump_deployment(resolved.deployment), sort_keys=False), end="")
+        return
     require_free_port(deployment.server.host, deployment.server.port)
-    resolved = resolve_plan(deployment, probe_machine())
-    require_servable(resolved.deployment)
-    if deployment_is_derived(config):
-        print(f"# derived from {config} and this machine; saved as a file, `tandem serve FILE` takes it with changes")
-        print(yaml.safe_dump(dump_deployment(resolved.deployment), sort_keys=False), flush=True)
-    with WorkBar("%", Console(stderr=True)) as bar:
-
-        def show(loading: Loading) -> None:
-            if loading.fraction < 1:
-                bar.show(loading.stage, 100 * loading.fraction, 100)
-            else:
-                bar.close()
-
-        status = serve_deployment(resolved.deployment, resolved.memory, show)
-    raise typer.Exit(status)
+    with StartPage(Console(highlight=False), began_s) as page:
+        with page.stage("planning the memory"):
+            resolved = resolve_plan(deployment, probe_machine())
+        with page.stage("checking the model's files"):
+            require_servable(resolved.deployment)
+        failure = serve_deployment(resolved.deployment, resolved.memory, page.show)
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()

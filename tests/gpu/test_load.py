@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from gpu.load import shortage_in_one_line
+from gpu.config import GpuConfig, ModelConfig
+from gpu.cpu_device.step_kernel import COMPILED
+from gpu.load import load_runner, shortage_in_one_line
 from gpu.model.architecture import ModelError
+from transfer.simd.compilation import find_callees
 
 
 def ask_too_much_of_the_host() -> None:
@@ -28,3 +31,25 @@ def test_memory_that_runs_out_is_one_line_with_the_key_to_change(ask) -> None:
 def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="shapes"), shortage_in_one_line():
         raise RuntimeError("shapes do not match")
+
+
+def test_what_is_compiled_for_a_model_is_no_part_of_loading_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, float]] = []
+
+    def runner(*_: object, **__: object) -> None:
+        told.append(("made", 1.0))
+        raise ModelError("far enough")
+
+    monkeypatch.setattr("gpu.load.Runner", runner)
+    with pytest.raises(ModelError, match="far enough"):
+        load_runner(
+            ModelConfig(random_weights="tiny"), GpuConfig(device="cpu"), max_running=1, max_context_tokens=64,
+            chunk_tokens=16, max_hidden_tokens=64, num_pages=8, tier=None, parts=(),
+            on_progress=lambda *report: told.append(report),
+        )  # fmt: skip
+    assert told[-2:] == [("kernels", 0.0), ("made", 1.0)]
+
+
+def test_what_numba_compiles_for_a_model_is_told_of_function_by_function() -> None:
+    names = {one.__name__ for one in find_callees(*COMPILED)}
+    assert {"work", "multiply_rows", "attend", "project", "normalise"} <= names

@@ -17,6 +17,7 @@ from server.app import _bind, create_app, http_config
 from server.config import Deployment
 from server.plan import resolve_plan
 from server.service import Service
+from server.start_events import OnStart
 from transfer.config import DocumentsConfig
 from transfer.machine import load_machine
 
@@ -63,8 +64,8 @@ def plan_of(deployment: Deployment) -> MemoryPlan:
     return resolve_plan(deployment, load_machine(LAPTOP)).memory
 
 
-def make_app(deployment: Deployment, command: list[str]) -> FastAPI:
-    return create_app(deployment, plan_of(deployment), command)
+def make_app(deployment: Deployment, command: list[str], on_start: OnStart | None = None) -> FastAPI:
+    return create_app(deployment, plan_of(deployment), command, on_start)
 
 
 def make_deployment(**server: object) -> Deployment:
@@ -78,8 +79,10 @@ def with_documents(deployment: Deployment, folder: Path, **settings: object) -> 
 
 
 @asynccontextmanager
-async def running_server(deployment: Deployment, command: list[str], wait: bool = True) -> AsyncIterator[Running]:
-    app = make_app(deployment, command)
+async def running_server(
+    deployment: Deployment, command: list[str], wait: bool = True, on_start: OnStart | None = None
+) -> AsyncIterator[Running]:
+    app = make_app(deployment, command, on_start)
     listener = _bind("127.0.0.1", 0)
     server = uvicorn.Server(http_config(app))
     server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]

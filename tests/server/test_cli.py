@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -111,24 +110,28 @@ def test_a_models_folder_is_a_deployment_of_its_own(tandem: RunTandem) -> None:
     assert None not in (derived["gpu"]["device"], derived["gpu"]["kv_cache_gib"], derived["gpu"]["threads"])
 
 
-def test_serving_a_folder_prints_what_was_derived_as_a_file_that_serves_the_same(tmp_path: Path) -> None:
-    log, printed = tmp_path / "log", tmp_path / "derived.yaml"
-    with log.open("w") as errors, printed.open("w") as out:
-        command = [*TANDEM, "serve", str(DEPLOY / "models" / "reference"), "--port", "0"]
-        server = subprocess.Popen(command, stdout=out, stderr=errors, stdin=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + 100
-            while "listening url=" not in log.read_text():
-                assert server.poll() is None, log.read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-        finally:
-            server.terminate()
-            server.wait(60)
+def test_a_folders_whole_configuration_is_printed_as_a_file_that_serves_the_same(
+    tmp_path: Path, tandem: RunTandem
+) -> None:
+    folder = DEPLOY / "models" / "reference"
+    done = tandem("serve", folder, "--port", 8123, "--print-config")
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = tmp_path / "derived.yaml"
+    printed.write_text(done.stdout)
     derived = load_deployment(printed)
-    assert derived.model.path == DEPLOY / "models" / "reference"
+    assert (derived.model.path, derived.server.port) == (folder, 8123)
     assert derived.gpu.kv_cache_gib is not None
-    assert "derived from" in printed.read_text().splitlines()[0]
+    assert tandem("serve", printed, "--print-config").stdout.splitlines()[1:] == done.stdout.splitlines()[1:]
+
+
+def test_the_first_line_of_serve_waits_for_no_import() -> None:
+    script = "import sys; sys.modules['server.app'] = sys.modules['yaml'] = None; from server.commands import cli; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script} sys.argv = ['tandem', 'serve', 'some.yaml']; cli.main()"],
+        capture_output=True, text=True, cwd=DEPLOY.parent,
+    )  # fmt: skip
+    assert done.stdout == f"tandem {version('tandem')}: some.yaml\n"
+    assert "some.yaml is missing" not in done.stderr, "it came no further"
 
 
 def test_a_folder_that_is_no_model_is_one_line(tmp_path: Path, tandem: RunTandem) -> None:
@@ -390,7 +393,7 @@ def test_what_is_wrong_with_a_configuration_is_one_line(
     assert done.stderr.startswith("error: ")
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    assert done.stdout == ("" if command == "plan" else f"tandem {version('tandem')}: {path}\n")
 
 
 def test_a_missing_machine_profile_is_one_line(tmp_path: Path, tandem: RunTandem) -> None:

@@ -37,7 +37,7 @@ def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subp
     """Start it on a free port, with more sections if asked; returns the process and its address, once healthy."""
     tree = yaml.safe_load((ROOT / "deploy" / "laptop.yaml").read_text())
     tree["model"]["path"] = str(REFERENCE)
-    tree["server"] = {"port": 0}
+    tree["server"] = {"port": 0, "log_level": "debug"}
     tree |= sections or {}
     tree.setdefault("gpu", {}).update(kv_cache_gib=0.4, threads=1)
     config, log = folder / "laptop.yaml", folder / "server.log"
@@ -48,7 +48,7 @@ def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subp
     ends = time.monotonic() + START_SECONDS
     while time.monotonic() < ends:
         assert process.poll() is None, log.read_text()[-3000:]
-        found = [line.split("url=")[1].split()[0] for line in log.read_text().splitlines() if "listening url=" in line]
+        found = re.findall(r"listens at (\S+)", log.read_text())
         if found and httpx.get(f"{found[0]}/health").status_code == 200:
             return process, found[0]
         time.sleep(0.1)

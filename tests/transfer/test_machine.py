@@ -6,7 +6,14 @@ import pynvml
 import pytest
 
 from transfer import machine
-from transfer.machine import MachineError, MachineProfile, load_machine, probe_machine, select_instruction_sets
+from transfer.machine import (
+    MachineError,
+    MachineProfile,
+    load_machine,
+    probe_machine,
+    read_processor,
+    select_instruction_sets,
+)
 
 RECORDED = sorted((Path(__file__).parents[2] / "deploy" / "machines").glob("*.json"))
 
@@ -116,3 +123,14 @@ def test_a_cpu_quota_is_read_in_cores(
     (tmp_path / "cgroup").write_text("0::/\n")
     monkeypatch.setattr(machine, "CGROUP_ROOT", tmp_path)
     assert machine.cpu_quota(tmp_path / "cgroup") == wanted
+
+
+def test_a_processor_is_the_first_that_linux_lists_and_an_unreadable_list_is_none(tmp_path: Path) -> None:
+    listed = tmp_path / "cpuinfo"
+    listed.write_text(
+        "processor\t: 0\nmodel name\t: Fast: one\nflags\t\t: fma avx2\npower management:\n\n"
+        "processor\t: 1\nmodel name\t: Slow\nflags\t\t: sse\n"
+    )
+    found = read_processor(listed)
+    assert (found["model name"], found["flags"]) == ("Fast: one", "fma avx2")
+    assert read_processor(tmp_path / "none") == {}

@@ -1,0 +1,29 @@
+"""What happens while a server starts, for whoever shows it to a person."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler.messages import Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The API listens, though the model still loads. path: of a request that generates text; model: its name;
+    needs_key: whether a request wants a bearer key.
+    """
+
+    url: str
+    path: str
+    model: str
+    needs_key: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of the engine's start, by the engine's word for it, and how far it is, in [0, 1]."""
+
+    name: str
+    fraction: float
+
+
+OnStart = Callable[[Listening | Stage | Ready], None]
