@@ -37,6 +37,7 @@ _BEGUN = regex.compile(r'\s*(?=\{\s*["}])')
 _CUT_KEY = regex.compile(r"(?<=[{,]\s*)[\w.-]+\Z")
 _BETWEEN = regex.compile(r"[\s,;\[\]]*")
 _ARGUMENTS = ("arguments", "parameters")
+_WITHOUT_ARGUMENTS = {"name", "function", "type", "id", *_ARGUMENTS}  # members of a call that has none
 
 
 class CallReader(Protocol):
@@ -86,7 +87,10 @@ def read_calls(value: Any) -> list[tuple[str, Any]]:
     name = value.get("name") or value.get("function")
     if not isinstance(name, str) or not name:
         raise ValueError("wanted a name")
-    arguments: Any = next((value[key] for key in _ARGUMENTS if value.get(key) is not None), {})
+    arguments: Any = next((value[key] for key in _ARGUMENTS if value.get(key) is not None), None)
+    if arguments is None and not _WITHOUT_ARGUMENTS.issuperset(value):
+        raise ValueError(f"wanted one of {_ARGUMENTS}")
+    arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):
         arguments = load_json(arguments) if arguments.strip() else {}
     if not isinstance(arguments, dict):
@@ -124,7 +128,10 @@ class JsonCalls:
         return self.feed(text)
 
     def close(self, ended: Ended) -> list[Call]:
-        if self._state != "head" or self.broken:
+        if self.broken or self._state == "arguments":
+            return []
+        if self._state == "tail":
+            self.broken = not self._is_tail("" if ended == "by a limit" else "}" * self._depth, ended == "by a limit")
             return []
         if ended == "by a limit":
             return self._cut_head() if self._text.strip() or self._given is not None else []
@@ -207,12 +214,25 @@ class JsonCalls:
         end = self._scanner.find_end(text, 0)
         if self._state == "arguments":
             calls.append(("", text[:end]))
+        else:
+            self._text += text[:end]
         if end is None:
             return ""
-        is_tail = self._state == "arguments" and self._depth > 0
-        self._state = "tail" if is_tail else "head"
-        self._scanner, self._num_scanned = JsonScanner(self._depth if is_tail else 0), 0
+        self.broken = self._state == "tail" and not self._is_tail("", is_cut=False)
+        if not self.broken:
+            self._text = ""
+            is_tail = self._state == "arguments" and self._depth > 0
+            self._state = "tail" if is_tail else "head"
+            self._scanner, self._num_scanned = JsonScanner(self._depth if is_tail else 0), 0
         return text[end:]
+
+    def _is_tail(self, end: str, is_cut: bool) -> bool:
+        """Whether what stands behind the arguments in their object, and `end`, are members of it, and nothing else."""
+        try:
+            from_json('{"":' * self._depth + "0" + self._text + end, allow_partial=is_cut, allow_inf_nan=False)
+        except ValueError:
+            return False
+        return True
 
     def _knows(self, name: str) -> bool:
         return self._names is None or name in self._names

@@ -132,8 +132,12 @@ class MessageReader:
             self._say(self._visible(event.begin, event.end), parts)
             return
         ended: Ended = "by itself" if not event.is_cut else "by a limit" if self._is_cut else "with the answer"
-        if self._tell(calls.close(ended), parts) and not self._give_back(calls, event.end, parts):
+        if not self._tell(calls.close(ended), parts):
+            return
+        if not self._give_back(calls, event.end, parts):
             self._content.pass_region()
+        elif self._has_calls:
+            self._say(self._visible(event.begin, event.end), parts)
 
     def _give_back(self, calls: CallReader, end: int, parts: list[Part]) -> bool:
         """Whether the region up to `end` is no call, or none behind those that it had: then it is words."""

@@ -226,6 +226,74 @@ def test_whatever_a_model_writes_it_is_read_alike_in_any_pieces(
         assert told(read(name, pieces, is_cut)) == whole
 
 
+ONE = [("f", {"text": "x", "n": 5})]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_word_that_stands_anywhere_in_a_call_is_told(name: str) -> None:
+    call = write(name, ONE)
+    for at in range(len(call) + 1):
+        text = f"{call[:at]}JUNK{call[at:]} Bye"
+        content, reasoning, calls = told(read(name, [text], False))
+        assert "JUNK" in content + str(calls), text
+        assert reasoning == ""
+        assert content.endswith("Bye") or calls[-1][1].endswith("Bye"), text
+        assert told(read(name, list(text), False)) == (content, reasoning, calls), text
+
+
+BESIDE = [
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"n": 5}} {"no": 1 </tool_call> Bye',
+        '{"no": 1 </tool_call> Bye',
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 5} a}</tool_call> Bye', "a}</tool_call> Bye"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 5} a</tool_call> Bye', "a</tool_call> Bye"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 5}, "id": "a"}</tool_call> Bye', "Bye"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 5}, "id": "a"</tool_call> Bye', "Bye"),
+    ("hermes", '<tool_call>{"function": {"name": "f", "arguments": {"n": 5}, "x": 1}}</tool_call> Bye', "Bye"),
+    ("hermes", '<tool_call>{"function": {"name": "f", "arguments": {"n": 5}} a}</tool_call>', "} a}</tool_call>"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 5}}}</tool_call></tool_call>', "}</tool_call></tool_call>"),
+    ("llama3_json", '{"name": "f", "parameters": {"n": 5} Bye', "Bye"),
+    ("llama3_json", '{"name": "f", "parameters": {"n": 5}}}; {"no": 1}', '}; {"no": 1}'),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 5}[TOOL_CALLS] {"a": 1}', '[TOOL_CALLS] {"a": 1}'),
+    ("mistral_json", '[TOOL_CALLS][{"name": "f", "arguments": {"n": 5}}, {"no": 1}] Bye', '{"no": 1}] Bye'),
+    ("glm4", 'f\n{"n": 5}}\nother\n{} Bye', "}\nother\n{} Bye"),
+    ("gemma", "<|tool_call>call:f{n:5} a<tool_call|><tool_call|> Bye", "a<tool_call|><tool_call|> Bye"),
+    ("qwen3_xml", "<function=f>\n<parameter=n>\n5\n</parameter>\n</function>a\n</tool_call>", "a\n</tool_call>"),
+    ("glm", "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>a</tool_call> Bye", "a</tool_call> Bye"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), BESIDE)
+def test_what_stands_beside_a_call_is_told_as_it_is(name: str, text: str, wanted: str) -> None:
+    assert told(read(name, [text], False)) == (wanted, "", [("f", '{"n": 5}')])
+    assert told(read(name, list(text), False)) == (wanted, "", [("f", '{"n": 5}')])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral_json"])
+def test_an_object_without_arguments_is_a_call_only_if_it_says_nothing_else(name: str) -> None:
+    around = {"hermes": "<tool_call>{}</tool_call>", "llama3_json": "{}", "mistral_json": "[TOOL_CALLS][{}]"}[name]
+    for said, is_call in (
+        ({"name": "f"}, True),
+        ({"name": "f", "id": "a"}, True),
+        ({"name": "f", "input": {"n": 5}}, False),
+        ({"name": "f", "description": "of a tool"}, False),
+    ):
+        text = around.replace("{}", dump(said))
+        assert told(read(name, [text], False)) == (("", "", [("f", "{}")]) if is_call else (text, "", []))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_inside_of_reasoning_that_does_not_end_is_reasoning(name: str) -> None:
+    text = f"I see: {write(name, ONE)} so"
+    for pieces in ([f"<think>{text}"], list(f"<think>{text}"), ["<think>", *text]):
+        for is_cut in (False, True):
+            assert told(read(name, pieces, is_cut)) == ("", text, [])
+    token_ids = TOKENIZER.encode(f"<think>{text}", False)
+    assert answer_of(name, [token_ids]) == answer_of(name, [[one] for one in token_ids]) == (("", text, []), "length")
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_of_any_number_of_tokens_is_told_alike_whole_and_streamed(name: str) -> None:
     calls = [("f", {"text": 'use </tool_call> and "<tool_call>" é東', "n": 5}), ("get-it", {"tree": {"a": [""]}})]
