@@ -76,7 +76,7 @@ UNSAID = (
     r"^messages\[\d+\]\.tool_call_id: .* no message before it has a call",
     r"^tools\[\d+\]\.function\.name: got .* a second time",
     r"^tools\[\d+\]\.function\.parameters: ",  # of a tool that must be called, as a grammar
-    r"^tool_choice\.function\.name: .* none of `tools`",
+    r"^tool_choice\.(allowed_tools\.tools\[\d+\]\.)?function\.name: .* none of `tools`",
     r"^truncate_prompt_tokens: a prompt with documents",
     r"^dimensions: got .* an embedding of this model has",
     r"the attention profile has room for|the context has",
@@ -194,7 +194,7 @@ def name_what_is_there(url: str, document: dict[str, Any]) -> None:
     for path in (RESPONSE, INPUT_ITEMS):
         for operation in document["paths"][path].values():
             operation["parameters"][0]["schema"] = {"enum": [answer["id"]]}
-    item = f"msg_{answer['id'].removeprefix('resp-')}_0"
+    item = f"msg_{answer['id'].removeprefix('resp-')}_in_0"
     document["paths"][INPUT_ITEMS]["get"]["parameters"][-1]["schema"] = {"enum": [item]}
     schemas = document["components"]["schemas"]  # no drawn name would be another's, and no id a call's
     schemas["Message"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
