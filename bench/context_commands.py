@@ -107,7 +107,7 @@ def documents(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `documents` section")],
     lengths: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "6144,16384,32768",
     policies: Annotated[str, typer.Option(help="names with spaces between; settings as a3:select_layer=5")] =
-        "a3:select_layer=5 a3 cacheblend legolink pie",
+        "a3:select_layer=5,seam_tokens=1 a3 cacheblend legolink pie",
     places: Annotated[str, typer.Option(help="where chunks are: memory, memory again (once a prompt has read them "
                                         "from files), page cache, disk")] = "memory,page cache,disk",
     ratio: Annotated[float, typer.Option(min=0, max=1, help="of all tokens, computed again")] = 0.15,

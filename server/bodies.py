@@ -17,6 +17,7 @@ from transfer.config import PolicyName
 
 MAX_DOCUMENTS = 1024  # of a chat
 MAX_TITLE_CHARS = 1024
+MOST_SEAM_TOKENS = 2**16  # of a chunk, none of which has more tokens
 MOST_LAYERS = 2**16  # of a model, more than any has; how many this one has, its engine says
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
@@ -103,6 +104,7 @@ class FusionChoice(msgspec.Struct, kw_only=True):
     policy: PolicyName | None = None
     ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     select_layer: Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)] | None = None
+    seam_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_SEAM_TOKENS)] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):

@@ -112,7 +112,7 @@ def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None, num_laye
     """How a prompt with documents is computed; None: as one without. Raises ApiError 400 for a layer that the model has
     not.
     """
-    policy, ratio, select_layer = config.policy, config.ratio, config.select_layer
+    policy, ratio, select_layer, seam_tokens = config.policy, config.ratio, config.select_layer, config.seam_tokens
     if choice is not None:
         if choice.select_layer is not None and choice.select_layer >= num_layers:
             raise invalid(
@@ -120,13 +120,14 @@ def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None, num_laye
             )
         policy, select_layer = choice.policy or policy, choice.select_layer or select_layer
         ratio = ratio if choice.ratio is None else choice.ratio
+        seam_tokens = seam_tokens if choice.seam_tokens is None else choice.seam_tokens
     if policy == "vanilla":
         return None
     return Fusion(
         policy=policy,
         ratio=ratio,
         select_layer=select_layer,
-        seam_tokens=config.seam_tokens,
+        seam_tokens=seam_tokens,
         keep_tokens=config.keep_tokens,
     )
 

@@ -197,7 +197,7 @@ COMPLETION = Fields(
 
 INLINE_DOCUMENT = Fields("InlineDocument", served("title", "text"))
 
-FUSION = Fields("Fusion", served("policy", "ratio", "select_layer"))
+FUSION = Fields("Fusion", served("policy", "ratio", "select_layer", "seam_tokens"))
 
 CHAT = Fields(
     "Chat",

@@ -97,7 +97,13 @@ class DocumentsConfig(Settings):
         "(requests may say another). Both papers choose in 1, where the reference model's question does not look at "
         "what it asks for yet",
     )
-    seam_tokens: int = Field(0, ge=0, description="first ones of a chunk, always computed again and counted to `ratio`")
+    seam_tokens: int = Field(
+        1,
+        ge=0,
+        description="first tokens of each chunk that are always computed again, of `a3`, `cacheblend` and `random`; "
+        "counted to `ratio` (requests may say another). The first token of a chunk that was computed alone draws "
+        "attention as the first token of a text does; 0, as in the paper, leaves it as it was",
+    )
     keep_tokens: int = Field(
         0,
         ge=0,

@@ -68,17 +68,20 @@ def plan_fused(
 ) -> FusionPlan | None:
     """The plan of a prompt's tokens `[begin, num_tokens)`, or None where all of them are computed as ever.
 
-    ratio: of all prompt tokens (the paper's r), so many of chunks are computed again. keep_tokens: that are left once
-    the prompt is done (A3's extension; its C), text in front of the first chunk and behind the last one always among
-    them; 0: all. chunks: ascending, disjoint, behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the
-    sequence gave way: it is text, and asks nothing. windows: of the model's layers; the layer that looks attends to
-    everything. Raises UnknownPolicyError.
+    ratio: of all prompt tokens (the paper's r), so many of chunks are computed again. seam_tokens: at the front of each
+    chunk, computed again whatever the ratio is, and counted to it. keep_tokens: that are left once the prompt is done
+    (A3's extension; its C), text in front of the first chunk and behind the last one always among them; 0: all. chunks:
+    ascending, disjoint, behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the sequence gave way: it is
+    text, and asks nothing. windows: of the model's layers; the layer that looks attends to everything. Raises
+    UnknownPolicyError.
     """
     policy = get_policy(name)
     if name == VANILLA or not chunks:
         return None
-    num_kept = sum(end - first for first, end in kept_spans(chunks, num_tokens))
-    num_chosen = min(num_kept, round(ratio * num_prompt_tokens)) if policy.chooses else 0
+    sizes = [end - first for first, end in kept_spans(chunks, num_tokens)]
+    num_kept = sum(sizes)
+    num_seam = sum(min(seam_tokens, size) for size in sizes) if policy.looks else 0
+    num_chosen = max(num_seam, min(num_kept, round(ratio * num_prompt_tokens))) if policy.chooses else 0
     question_begin = min(chunks[-1].end, num_prompt_tokens - 1)
     num_always = chunks[0].begin + num_tokens - question_begin
     return FusionPlan(

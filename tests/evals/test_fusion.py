@@ -274,8 +274,8 @@ def test_the_default_is_what_the_published_rows_say() -> None:
     assert sorted(row["length"] for row in found) == [2048, 4096, 16384]
     for row in found:
         (fusion,) = parse_fusions(row["policy"], [RATIO])
-        assert (fusion.policy, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens) == (
-            config.policy, config.select_layer, config.seam_tokens, config.keep_tokens
+        assert (fusion.policy, fusion.select_layer, fusion.keep_tokens) == (
+            config.policy, config.select_layer, config.keep_tokens
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from gpu.fusion.plan import plan_fused
 from gpu.kv.pool import KvPool
 from gpu.model.decoder import Decoder
 from gpu.model.rope import rope_tables
+from gpu.model.weights import Weights
 from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
 from gpu.sampling.params import SamplingParams
@@ -26,23 +27,29 @@ from transfer.chunks.store import open_chunks
 from transfer.config import DocumentsConfig
 
 PAGE, PAGES, CONTEXT = 16, 40, 520
+SINK_QUERY, SINK_SIZE = 2.0, 50.0
 GREEDY = SamplingParams(temperature=0.0)
 WINDOWS: list[int | None] = [None] * SHAPE.num_layers
 
 
 @dataclass
 class FusionStand:
-    """rows: as chunks are kept. Every page is NaN until written."""
+    """rows: as chunks are kept. has_sinks: the first token of a text draws attention, as in pretrained models. Every
+    page is NaN until written.
+    """
 
     folder: Path
     rows: str = "float32"
     memory_gib: float = 1.0
     shape: object = SHAPE
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         self.pool = KvPool(SHAPE, PAGES, (), PAGE, 3, CONTEXT, torch.float32, torch.device("cpu"))
         self.pool.poison()
         self.weights = sharp_weights(torch.float32, torch.device("cpu"))
+        if self.has_sinks:
+            add_sinks(self.weights)
         self.decoder = Decoder(self.shape, self.weights, self.pool, CONTEXT)
         self.sampler = KeepsLogits(3, SHAPE.vocab_size, torch.device("cpu"))
         self.chunk_shape = ChunkShape(SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.dim, self.rows)
@@ -101,6 +108,40 @@ def units_of(job: PrefillJob, unit_tokens: int) -> list[Unit]:
     ]
 
 
+CONSTANT, SIGN, MEAN, SINK = range(4)
+"""Hidden dimensions of a model with sinks: 1; 1 for even token ids and -1 for odd ones; the mean of SIGN over what a
+token sees; large where that mean is 1 or -1, as it is of a text's first token (and of the second one only if it has the
+same sign).
+"""
+SEEN = slice(4, 20)
+"""Dimensions that attention writes to and only the logits read, so that keys and values follow from tokens and SINK."""
+
+
+def add_sinks(weights: Weights) -> None:
+    """Make the first token of a text an attention sink in all layers behind the first: layer 0 averages SIGN, its MLP
+    tells the mean of one token from that of several, and a query head of each layer behind it looks for what that left.
+    """
+    dim, units = SHAPE.dim, SHAPE.intermediate
+    key, value = SHAPE.num_heads * dim, (SHAPE.num_heads + SHAPE.num_kv_heads) * dim
+    weights.embedding[:, :4] = 0.0
+    weights.embedding[:, CONSTANT] = 1.0
+    weights.embedding[:, SIGN] = 1.0 - 2.0 * (torch.arange(SHAPE.vocab_size) % 2)
+    for layer in weights.layers:
+        layer.qkv[:, : SEEN.stop] = layer.gate_up[:, : SEEN.stop] = layer.down[: SEEN.stop] = 0.0
+        layer.output[: SEEN.start] = layer.output[SEEN.stop :] = layer.output[:, dim:] = 0.0
+        layer.qkv[:dim] = layer.qkv[key : key + dim] = 0.0  # attention of head 0 is flat, but for sinks
+        layer.qkv[dim - 1, CONSTANT], layer.qkv[key + dim - 1, SINK] = SINK_QUERY, 1.0  # positions turn these least
+    first = weights.layers[0]
+    first.qkv[value], first.qkv[value, SIGN] = 0.0, 1.0
+    first.output.zero_()
+    first.output[MEAN, 0] = 1.0
+    for unit, sign in enumerate((1.0, -1.0)):
+        first.gate_up[[unit, units + unit]] = 0.0
+        first.gate_up[unit, MEAN], first.gate_up[unit, CONSTANT] = 20.0 * sign, -14.0  # opens at a mean of 0.7
+        first.gate_up[units + unit, CONSTANT] = 1.0
+        first.down[:, unit], first.down[SINK, unit] = 0.0, SINK_SIZE
+
+
 def draw(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, SHAPE.vocab_size, count, dtype=np.int32)
 
@@ -145,6 +186,7 @@ class Oracle:
         place = local if policy == "full_reuse" else at
         looks = policy in ("a3", "cacheblend", "random")
         count = min(int(document.sum()), round(ratio * n)) if policy not in ("pie", "full_reuse") else 0
+        count = max(count, sum(min(seam_tokens, end - begin) for begin, end in spans) if looks else 0)
         chosen = np.zeros(n, bool) if looks else self.ends(spans, document, count) if count else np.zeros(n, bool)
         hidden = self.embed(ids)
         for layer in range(SHAPE.num_layers):

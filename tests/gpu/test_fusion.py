@@ -103,6 +103,36 @@ def test_seams_are_chosen_first_and_charged_to_the_ratio(stand: FusionStand) -> 
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
 
 
+@pytest.mark.parametrize("unit_tokens", [23, 500])
+@pytest.mark.parametrize("seam_tokens", [1, 4, 36])  # one chunk has 33 tokens
+def test_seams_alone_are_computed_again_where_the_ratio_is_0(
+    stand: FusionStand, seam_tokens: int, unit_tokens: int
+) -> None:
+    wanted, chosen = Oracle(stand).fuse(TOKENS, SPANS, "a3", 0.0, 1, seam_tokens=seam_tokens)
+    firsts = [token for begin, end in SPANS for token in range(begin, min(begin + seam_tokens, end))]
+    assert chosen.tolist() == firsts
+    prompt = stand.prompt(TOKENS, SPANS, "a3", 0.0, 1, seam_tokens=seam_tokens)
+    assert prompt.fused is not None
+    assert prompt.fused.num_chosen == len(firsts)
+    np.testing.assert_allclose(stand.serve(prompt, unit_tokens), wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
+    other, _ = Oracle(stand).fuse(TOKENS, SPANS, "a3", 0.0, 1, seam_tokens=seam_tokens + 1)
+    assert np.abs(wanted - other).max() > 10 * FUSED_LOGIT_ATOL, "a token more would be seen"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15])
+@pytest.mark.parametrize("policy", ["a3", "random"])
+def test_one_seam_token_mends_what_a_chunks_own_sink_does(tmp_path: Path, policy: str, ratio: float) -> None:
+    """Of a model whose first token draws attention: each chunk brings such a token, in the middle of the prompt."""
+    stand, ids = FusionStand(tmp_path, has_sinks=True), TOKENS // 2 * 2 + np.arange(160, dtype=np.int32) % 2
+    stand.capture([ids[begin:end] for begin, end in SPANS], 50)
+    whole = stand.serve(stand.prompt(ids, [], "vanilla", 0.0), 500)
+    errors = [
+        np.abs(stand.serve(stand.prompt(ids, SPANS, policy, ratio, 1, seam_tokens=seam), 500) - whole).max()
+        for seam in (0, 1)
+    ]
+    assert errors[0] > 5 * errors[1]
+
+
 def test_every_policy_that_may_be_said_is_known() -> None:
     assert set(POLICIES) == set(get_args(PolicyName))
 

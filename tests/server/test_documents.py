@@ -116,6 +116,10 @@ async def test_a_chat_carries_the_ids_of_its_documents_chunks_and_where_they_sta
     for layer in (1, 11):  # the paper's, and the last one
         await chat(docs, [made["id"]], fusion={"select_layer": layer})
         assert (noted[-1].fusion.policy, noted[-1].fusion.select_layer) == ("a3", layer)
+    assert request.fusion.seam_tokens == 1
+    for seam_tokens in (0, 4):
+        await chat(docs, [made["id"]], fusion={"seam_tokens": seam_tokens})
+        assert noted[-1].fusion.seam_tokens == seam_tokens
     text = tokenizer.decode(prompt, False)
     assert text.startswith("<|begin_of_text|><|user|>\nDocument 1\nThe mayor")
     assert f"\n\nDocument 2: Boats\n{TEXT}\n\nHi<|end|>" in text
@@ -256,6 +260,9 @@ REFUSED = [
     (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"rate": 1}}, "fusion.rate"),
     (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"select_layer": 0}}, "fusion.select_layer"),
     (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"select_layer": 12}}, "fusion.select_layer"),
+    (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"seam_tokens": -1}}, "fusion.seam_tokens"),
+    (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"seam_tokens": 1.5}}, "fusion.seam_tokens"),
+    (CHAT, {"messages": HI, "documents": [{"text": "a"}], "fusion": {"seam_tokens": 2**17}}, "fusion.seam_tokens"),
 ]
 
 
