@@ -140,7 +140,7 @@ def selection_rows(
 
 def time_unit(prompt: Prompt, begin: int, settings: MomoSettings, device: torch.device) -> dict[str, float]:
     """Milliseconds of one unit: `momo` whole, its parts, and `dense ...`."""
-    query, side = prompt.unit(begin), Momo(settings, Dense())
+    query, side = prompt.unit(begin), Momo(settings.model_copy(update={"dense_layers": 0}), Dense())
     size, block, scale = settings.query_block, settings.key_block, query.scale
 
     def ms(call: Callable[[], object]) -> float:

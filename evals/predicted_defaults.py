@@ -6,9 +6,10 @@ It refuses to know methods and torch. The method `predicted` itself (`evals.meth
 from gpu.methods.predicted.settings import SERVED
 
 HISTORY, SINK, WINDOW = SERVED["history"], SERVED["sink_tokens"], SERVED["local_tokens"]
-EVERY, ROTATE = SERVED["predict_every"], SERVED["calibration"]
+EVERY, ROTATE = SERVED["predict_every"], SERVED["look_stride_blocks"]
 UNREAD = "last"  # a block that is not read keeps what it had
 NEVER = 1_000_000  # steps between calibrations of everything: a share is looked at in each step
+CALIBRATE = SERVED["calibrate_every"] or NEVER
 METHOD = (
-    f"history={HISTORY},every={EVERY},rotate={ROTATE},calibrate={NEVER},unread={UNREAD},sink={SINK},window={WINDOW}"
+    f"history={HISTORY},every={EVERY},rotate={ROTATE},calibrate={CALIBRATE},unread={UNREAD},sink={SINK},window={WINDOW}"
 )

@@ -263,7 +263,15 @@ class Runner:
         steps: list[Callable[[], object]] = [partial(self.dense.choose, keys, values, heads, chunk_tokens)]
         if self.device.type == "cuda":
             steps += [
-                partial(warm_up_sides, self._sides.values(), keys, values, heads, chunk_tokens),
+                partial(
+                    warm_up_sides,
+                    self._sides.values(),
+                    keys,
+                    values,
+                    heads,
+                    chunk_tokens,
+                    self.architecture.num_layers - 1,
+                ),  # fmt: skip
                 partial(self._prefill.decoder.projections.warm_up, chunk_tokens),
             ]
         steps.append(self._prefill.warm_up_chunks)

@@ -2,7 +2,8 @@
 
 Three are planned, each with a memory plan of its own: all on the device; device and host, where the CPU reads all that
 went down; device and host, where it reads a sample. A fourth is the default profile's, if that fetches blocks that it
-predicts: these are read on the device, and the CPU reads nothing of the rest, or a sample. What a step takes is bytes
+predicts: these are read on the device, and the CPU reads nothing of the rest, or a sample, or all of it in one step of
+`calibrate_every`. What a step takes is bytes
 over rates, one after the other, as the floors of `tandem bench long` are: hops, launches and what overlaps are not in
 it. It allocates and measures nothing.
 """
@@ -290,7 +291,8 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEsti
             rows = batch * fetch.most_fetched_tokens(down) * moved.host_rows_of_token
             fetch_ms = rows * moved.host_row / gb_s / 1e6
         if fetch is not None and planned.name == "predicted":
-            rows, host_gb_s = 0.0, rates.of["host_stream_gb_s"]
+            rows = fetch.full_share * batch * (down - read_tokens) * moved.host_rows_of_token
+            host_gb_s = rates.of["host_stream_gb_s"]
         elif planned.name in SAMPLING:
             rows = batch * share * (down - read_tokens) * len(tier.layers) * tier.num_heads
             host_gb_s = rates.of["host_random_rows_gb_s"]

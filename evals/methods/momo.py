@@ -37,7 +37,7 @@ class Momo(PrefillMethod):
     @property
     def served(self) -> MomoSettings:
         """The settings that serve it."""
-        given = self.model_dump(include=set(MomoSettings.model_fields) - {"k", "dense_until_tokens"})
+        given = self.model_dump(include=set(MomoSettings.model_fields) - {"k", "dense_until_tokens", "dense_layers"})
         k = DEFAULT_K[self.selection] if self.k is None else self.k
         return MomoSettings(**given, k=k, dense_until_tokens=self.dense_until)
 

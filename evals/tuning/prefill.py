@@ -30,7 +30,8 @@ def measure_depths(
     keys, values = (torch.randn(shape.num_kv_heads, longest, shape.dim, device=device, dtype=dtype) for _ in range(2))
     dense = Dense()
     dense.choose(keys, values, shape.num_heads, unit_tokens)
-    sides = {"dense_ms": dense, "momo_ms": Momo(settings.model_copy(update={"dense_until_tokens": 0}), dense)}
+    sparse = settings.model_copy(update={"dense_until_tokens": 0, "dense_layers": 0})
+    sides = {"dense_ms": dense, "momo_ms": Momo(sparse, dense)}
     rows = []
     for depth in depths:
         end = depth + unit_tokens

@@ -24,17 +24,24 @@ class NoSettings(Settings):
 @dataclass(frozen=True, slots=True)
 class BlockFetch:
     """What a KV head reads of a long context's middle in blocks that are fetched from host memory: `budget_tokens`, all
-    of them other ones every `every_steps` steps at most; and the keys of one in `looked_blocks` blocks in each step, or
-    of none where that is 0.
+    of them other ones every `every_steps` steps at most; the keys of one in `looked_blocks` blocks in each step, or of
+    none where that is 0; and those of all blocks in one step of `full_every_steps`, or in none where that is 0.
     """
 
     budget_tokens: int
     every_steps: int
     looked_blocks: int
+    full_every_steps: int
+
+    @property
+    def full_share(self) -> float:
+        """Of steps, those that attend to everything."""
+        return 1 / self.full_every_steps if self.full_every_steps else 0.0
 
     def most_fetched_tokens(self, down_tokens: int) -> float:
         """Return how many tokens' keys and values a KV head fetches a step, at most, of so many in host memory."""
-        looked = down_tokens / self.looked_blocks / 2 if self.looked_blocks else 0.0  # keys are half of a token
+        share = (1 / self.looked_blocks if self.looked_blocks else 0.0) * (1 - self.full_share) + self.full_share
+        looked = share * down_tokens / 2  # keys are half of a token
         return min(self.budget_tokens, down_tokens) / self.every_steps + looked
 
 

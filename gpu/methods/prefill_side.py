@@ -48,11 +48,12 @@ def make_prefill_sides(parts: Sequence[ProfilePart], site: Site, dense: PrefillS
 
 
 def warm_up_sides(
-    sides: Iterable[PrefillSide], keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int
+    sides: Iterable[PrefillSide], keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int, layer: int
 ) -> None:
     """Have each attend to a unit that is its own, where the context goes so far: kernels compile now, not in a prompt.
 
-    keys, values: `[kv_heads, context, dim]`, strided as prefill's own buffers are, which they may be: overwritten.
+    layer: one that no method leaves to dense prefill, such as the model's last. keys, values: `[kv_heads, context,
+    dim]`, strided as prefill's own buffers are, which they may be: overwritten.
     """
     context, dim = keys.shape[1:]
     for side in sides:
@@ -64,5 +65,5 @@ def warm_up_sides(
         own = keys[:, :end].normal_(), values[:, :end].normal_()
         query = torch.randn(tokens, num_heads, dim, dtype=keys.dtype, device=keys.device)
         positions = torch.arange(begin, end, device=keys.device)
-        state = side.make_state(0, begin, end)
-        side.attend(PrefillQuery(0, query, query, *own, positions, begin, end, dim**-0.5, state))
+        state = side.make_state(layer, begin, end)
+        side.attend(PrefillQuery(layer, query, query, *own, positions, begin, end, dim**-0.5, state))

@@ -275,7 +275,7 @@ def test_commands_begin_with_what_serves_and_the_method_with_the_papers_settings
     served = PredictedSettings(weights=Path("unread"))
     method = parse_method(f"predicted:weights=unread,budget=512,{METHOD}")
     assert isinstance(method, Predicted)
-    names = {"history": "history", "predict_every": "every", "calibration": "rotate", "sink_tokens": "sink"}
+    names = {"history": "history", "predict_every": "every", "look_stride_blocks": "rotate", "sink_tokens": "sink"}
     for name, own in {**names, "local_tokens": "window"}.items():
         assert getattr(method, own) == getattr(served, name), name
     assert (method.unread, method.calibrate > 10_000) == ("last", True)

@@ -1,17 +1,19 @@
 """MOMO among prefill methods: which query blocks are dense, and the same KV however prompts are cut and shared."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
 from gpu.config import Composition, MethodChoice
+from gpu.methods.device_side import Site
 from gpu.methods.momo import METHOD
 from gpu.methods.momo.attend import sparse_attention
-from gpu.methods.momo.prefill import Momo
+from gpu.methods.momo.prefill import Momo, make_prefill_side
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.prefill_side import warm_up_sides
+from gpu.model.architecture import ModelError, named_shape
 from gpu.prefill.attention import prefill_attention_reference
 from gpu.prefill.dense import Dense
 from gpu.prefill.query import PrefillQuery
@@ -24,6 +26,7 @@ from tests.gpu.test_prefill_host import units_of
 from tests.gpu.test_prefill_methods import SPY, by_spy, draw_tokens
 from tests.tolerances import CHUNKING_LOGPROB_ATOL, HOST_LOGIT_BFLOAT16_ATOL, MOMO_FLOAT32
 
+SHAPE = named_shape("tiny")
 SETTINGS = MomoSettings(gamma=4, key_block=16, query_block=32, k=2, k_trim=4, dense_until_tokens=72)
 DENSE_SETTINGS = SETTINGS.model_copy(update={"dense_until_tokens": 10**6})
 
@@ -36,8 +39,8 @@ class Prompt:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def ask(self, settings: MomoSettings, begin: int, end: int) -> torch.Tensor:
-        found = Momo(settings, Dense()).attend(self.piece(begin, end))
+    def ask(self, settings: MomoSettings, begin: int, end: int, layer: int = 0) -> torch.Tensor:
+        found = Momo(settings, Dense()).attend(replace(self.piece(begin, end), layer=layer))
         assert found.lse is None
         return found.out
 
@@ -78,6 +81,23 @@ def test_the_first_and_the_last_query_blocks_are_dense(tokens: int, dense: list[
     assert prompt.is_dense(prompt.ask(SETTINGS, 0, tokens), 0) == dense
 
 
+@pytest.mark.parametrize("dense_layers", [0, 1, 3])
+def test_the_first_layers_are_dense(dense_layers: int) -> None:
+    prompt, settings = make_prompt(200), SETTINGS.model_copy(update={"dense_layers": dense_layers})
+    is_dense = [all(prompt.is_dense(prompt.ask(settings, 0, 200, layer), 0)) for layer in range(4)]
+    assert is_dense == [layer < dense_layers for layer in range(4)]
+
+
+def test_as_many_dense_layers_as_the_model_has_are_refused() -> None:
+    site = Site(SHAPE, None, 0, 1, torch.float32, torch.float32, torch.device("cpu"))
+    make_prefill_side(SETTINGS.model_copy(update={"dense_layers": SHAPE.num_layers - 1}), site, Dense())
+    few = f"dense_layers is {SHAPE.num_layers}; the model has {SHAPE.num_layers} layers: wanted fewer"
+    with pytest.raises(ModelError, match=few):
+        make_prefill_side(SETTINGS.model_copy(update={"dense_layers": SHAPE.num_layers}), site, Dense())
+    with pytest.raises(ProfileError, match="dense_layers"):
+        resolve_profiles({"fast": momo(dense_layers=-1)}, None)
+
+
 def test_units_and_prefixes_change_nothing() -> None:
     prompt = make_prompt(200)
     whole = prompt.ask(SETTINGS, 0, 200)
@@ -103,8 +123,8 @@ def test_warming_up_goes_through_sparse_query_blocks(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("gpu.methods.momo.prefill.sparse_attention", record)
     room = torch.full((2, 2, 200, 64), torch.nan)
-    sides = [Momo(SETTINGS, Dense()), Momo(DENSE_SETTINGS, Dense())]
-    warm_up_sides(sides, *room.unbind(), 4, 64)
+    sides = [Momo(SETTINGS.model_copy(update={"dense_layers": 1}), Dense()), Momo(DENSE_SETTINGS, Dense())]
+    warm_up_sides(sides, *room.unbind(), 4, 64, 1)
     assert begins == [(96, 32, 160)]
 
 
@@ -168,11 +188,12 @@ def momo(**settings: object) -> Composition:
 
 
 def test_profiles_of_it_share_kv_only_where_all_that_shapes_it_is_the_same() -> None:
-    named = {"fast": momo(), "same": momo(gamma=16), "wider": momo(k_trim=128), "later": momo(dense_until_tokens=32768)}
+    named = {"fast": momo(), "same": momo(gamma=16), "wider": momo(k_trim=128), "later": momo(dense_until_tokens=32768),
+             "lower": momo(dense_layers=2)}  # fmt: skip
     profiles = resolve_profiles(named, None)
     keys = {name: profile.kv_key for name, profile in profiles.items()}
     assert keys["fast"] == keys["same"]
-    assert len({keys[name] for name in ("exact", "fast", "wider", "later")}) == 4
+    assert len({keys[name] for name in ("exact", "fast", "wider", "later", "lower")}) == 5
     assert profiles["fast"].align_tokens == MomoSettings().query_block
     assert set(METHOD.kv_settings.values()) == set(MomoSettings.model_fields)
     with pytest.raises(ProfileError, match="k_trim is 2; wanted more than a query block's own 2"):

@@ -21,6 +21,7 @@ from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
+from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.turns import NEVER
 from gpu.profiles import ProfilePart, resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
@@ -34,7 +35,7 @@ from transfer.places import COLUMNS, KEY_SCALE, VALUE_ROW_BYTES
 
 WEIGHTS = Path(__file__).parents[2] / "deploy" / "predictors" / "reference.safetensors"
 WIDE = {"weights": str(WEIGHTS), "budget_tokens": 512, "min_context_tokens": 0, "local_tokens": 32, "history": 8}
-NARROW = WIDE | {"budget_tokens": 64, "calibration": 4}
+NARROW = WIDE | {"budget_tokens": 64, "look_stride_blocks": 4}
 PROMPT = document_prompt(300, 1)
 PAGE = BLOCK = 16
 
@@ -293,7 +294,7 @@ def test_rows_without_a_ring_share_the_step_and_are_exact(method: str) -> None:
 
 
 def test_only_the_difference_crosses_the_link() -> None:
-    twins = PredictedTwins(NARROW | {"calibration": 0})
+    twins = PredictedTwins(NARROW | {"look_stride_blocks": 0})
     twins.prefill_down(0, PROMPT)
     fetched, before, kept = 0, torch.full_like(twins.ids(0), EMPTY), 0
     for _ in range(10):
@@ -308,18 +309,67 @@ def test_only_the_difference_crosses_the_link() -> None:
     assert counts.looked_blocks == 0
 
 
+# --- steps that attend to everything ----------------------------------------------------------------------------------
+
+
+def test_where_every_step_calibrates_the_logits_are_the_exact_profiles() -> None:
+    """With room for a few blocks only, the host reads all the others; nothing is dropped, and all of it is noted."""
+    twins = PredictedTwins(NARROW | {"calibrate_every": 1}, check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 12)
+    counts = twins.side.fetch_counts()
+    assert counts.hole_tokens > counts.read_tokens > 0
+    assert counts.dropped_tokens == 0
+
+
+def test_one_step_of_so_many_calibrates() -> None:
+    twins = PredictedTwins(NARROW | {"calibrate_every": 3, "look_stride_blocks": 0}, check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    dropped, looked, full = 0, 0, []
+    for _ in range(7):
+        cell = twins.sequences[0].num_tokens
+        assert not twins.step([0]).failures
+        counts = twins.side.fetch_counts()
+        full.append(counts.looked_blocks > looked)
+        assert full[-1] == (cell % 3 == 0), "the keys of all blocks are looked at"
+        assert full[-1] == (counts.dropped_tokens == dropped), "and nothing is dropped"
+        dropped, looked = counts.dropped_tokens, counts.looked_blocks
+    assert full.count(True) >= 2
+
+
+def test_what_a_sample_says_of_the_rest_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that calibrates has the host read all the rest, and then its mass counts, or a sample, and then not."""
+    noted = {}
+    for method in ("predicted", "predicted+sampled"):
+        for every in (0, 1):
+            twins, lses = PredictedTwins(NARROW | {"calibrate_every": every}, method), []
+            twins.prefill_down(0, PROMPT)
+
+            def note(history: torch.Tensor, maxima: torch.Tensor, near_lse: torch.Tensor, *more: Any,
+                     lses: list[torch.Tensor] = lses) -> torch.Tensor:  # fmt: skip
+                lses.append(near_lse.clone())
+                return note_step(history, maxima, near_lse, *more)
+
+            monkeypatch.setattr("gpu.methods.predicted.device.note_step", note)
+            twins.step([0])
+            noted[method, every] = lses[0]
+    assert torch.equal(noted["predicted+sampled", 1], noted["predicted+sampled", 0])
+    assert bool((noted["predicted", 1] > noted["predicted", 0]).all())
+
+
 # --- histories --------------------------------------------------------------------------------------------------------
 
 
-def test_what_decode_leaves_in_a_history_is_what_a_prompt_of_the_same_tokens_leaves() -> None:
+@pytest.mark.parametrize("settings", [WIDE, NARROW | {"calibrate_every": 1}])
+def test_what_decode_leaves_in_a_history_is_what_a_prompt_of_the_same_tokens_leaves(settings: dict[str, Any]) -> None:
     """Where all of a context is read, wherever it lies; a code of eight an octave may round the other way."""
-    twins = PredictedTwins(WIDE)
+    twins = PredictedTwins(settings)
     twins.prefill_down(0, PROMPT)
     tokens = list(PROMPT)
     for _ in range(12):
         tokens.append(int(twins.exact._last_tokens[0]))
         check_steps(twins, [0], 1)
-    fresh = PredictedTwins(WIDE)
+    fresh = PredictedTwins(settings)
     fresh.prefill([np.array(tokens, np.int32)])
     got, wanted = (one.side.blocks.history[:, :NUM_KV_HEADS].int() for one in (twins, fresh))
     used = [cell % twins.side.settings.num_rows for cell in range(len(tokens) - 8, len(tokens))]

@@ -149,6 +149,16 @@ REFUSED = [
         "150}; what 'sampled' keeps in host memory is of one kind for all profiles: set host.sampled to what this one "
         "asks",
     ),
+    (
+        "x",
+        {"host": {"method": "predicted", "weights": "w", "calibration": 64}},
+        "profiles.x.host: 'calibration' of 'predicted' is called 'look_stride_blocks' now; write that",
+    ),
+    (
+        "x",
+        {"host": {"method": "predicted", "weights": "w", "calibrate_every": -1}},
+        "profiles.x.host.calibrate_every: Input should be greater than or equal to 0 (got -1)",
+    ),
 ]
 
 

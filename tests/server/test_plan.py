@@ -179,6 +179,29 @@ def test_what_a_method_keeps_beyond_what_was_asked_for_is_noted_with_the_profile
     assert notes({"resident_tokens": 0}, deep=deep) == [front, lump]
 
 
+@pytest.mark.parametrize(
+    ("machine", "profile", "is_slower"),
+    [
+        ("laptop", {"host": "sampled"}, True),
+        ("laptop", {"host": {"method": "predicted", "weights": "predictor.safetensors"}}, True),
+        ("laptop", {"prefill": "momo"}, True),
+        ("laptop", {"host": "offloaded"}, False),
+        ("rtx4090", {"host": "sampled"}, False),
+    ],
+)
+def test_profiles_that_gain_nothing_on_the_cpu_device_are_named(machine: str, profile: dict, is_slower: bool) -> None:
+    tree = {
+        "model": {"random_weights": "tiny"}, "profiles": {"own": profile},
+        "host": {"memory_limit_gib": 0.1}, "scheduler": {"max_running": 2, "max_context_tokens": 16_384},
+    }  # fmt: skip
+    plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / f"{machine}.json"))
+    (told, *more) = [note for note in plan.notes if "a demonstration, not a gain" in note] or [""]
+    assert not more
+    assert ("own" in told.split(":")[0].removeprefix("profiles ").split(", ")) == is_slower
+    assert ("exact" not in told.split(":")[0])
+    assert ("sampled" in told) == (machine == "laptop")
+
+
 def test_api_keys_are_counted_and_not_shown() -> None:
     tree = {"model": {"random_weights": "tiny"}, "server": {"api_keys": ["secret-1", "secret-2"]}}
     plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "laptop.json"))

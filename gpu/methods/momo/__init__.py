@@ -28,6 +28,7 @@ METHOD = Method(
         "exact": "k_exact",
         "trim": "k_trim",
         "dense": "dense_until_tokens",
+        "layers": "dense_layers",
     },
     kv_host={},
     slot_bytes=no_bytes,

@@ -1,9 +1,10 @@
 """MOMO's side of prefill: which queries of a unit are dense and which are sparse.
 
-It refuses to know pages, units and jobs. Query blocks that begin below `dense_until_tokens`, and the prompt's last one,
-attend to everything, as dense prefill does; all between go through `gpu.methods.momo.attend`. Invariant: to which of
-them a query block belongs depends on its position and on where the prompt ends. Results do not depend, bit for bit on
-a GPU, on where units end for sparse query blocks; for dense ones, as much as dense prefill's.
+It refuses to know pages, units and jobs. The first `dense_layers` layers are dense. In the others, query blocks that
+begin below `dense_until_tokens`, and the prompt's last one, attend to everything, as dense prefill does; all between go
+through `gpu.methods.momo.attend`. Invariant: whether a query block is dense depends on its layer, its position and
+where the prompt ends. Results do not depend, bit for bit on a GPU, on where units end for sparse query blocks; for
+dense ones, as much as dense prefill's.
 """
 
 from dataclasses import replace
@@ -20,8 +21,12 @@ from gpu.prefill.query import Attended, PrefillQuery
 
 
 def make_prefill_side(settings: MomoSettings, site: Site, dense: PrefillSide) -> PrefillSide:
-    """Raises ModelError for heads that its kernels do not take: a query block's rows are on chip, whole."""
-    dim = site.architecture.dim
+    """Raises ModelError for heads that its kernels do not take (a query block's rows are on chip, whole), and where all
+    of the model's layers would be dense.
+    """
+    dim, layers = site.architecture.dim, site.architecture.num_layers
+    if settings.dense_layers >= layers:
+        raise ModelError(f"momo: dense_layers is {settings.dense_layers}; the model has {layers} layers: wanted fewer")
     if site.device.type == "cuda" and dim not in CONFIGS:
         served = ", ".join(map(str, CONFIGS))
         raise ModelError(f"momo: heads of {dim}; on a GPU served: {served}: take `prefill: momo` out of the profiles")
@@ -51,6 +56,8 @@ class Momo(PrefillSide):
         assert end % size == 0 or end == query.num_prompt_tokens, f"momo: a unit ends at {end} of a prompt"
         sparse_begin = min(max(begin, self.first_own_token()), end)
         sparse_end = max(sparse_begin, min(end, last_block))
+        if query.layer < self.settings.dense_layers:
+            sparse_begin = sparse_end = end
         outs = []
         for first, last, is_sparse in (
             (begin, sparse_begin, False),

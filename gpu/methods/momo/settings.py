@@ -41,6 +41,7 @@ class MomoSettings(Settings):
     k_trim: int = Field(64, ge=1, description="key blocks that a query block reads at most, its own and the first "
                         "among them")  # fmt: skip
     dense_until_tokens: int = Field(16384, ge=0, description="queries before it read everything, in every prompt")
+    dense_layers: int = Field(0, ge=0, description="first layers, in which every query reads everything")
 
     @model_validator(mode="before")
     @classmethod

@@ -29,7 +29,8 @@ KV_SETTINGS = {
     "budget": "budget_tokens",
     "history": "history",
     "every": "predict_every",
-    "looks": "calibration",
+    "looks": "look_stride_blocks",
+    "full": "calibrate_every",
     "sink": "sink_tokens",
     "local": "local_tokens",
     "exempt": "exempt_layers",
@@ -72,7 +73,8 @@ def work_bytes(settings: PredictedSettings, architecture: Architecture, max_runn
     """
     shape, blocks, context = architecture, most_blocks(architecture), architecture.max_context_tokens
     row = shape.num_heads * FLOAT_BYTES * (blocks + settings.num_slots + 4 * shape.dim)
-    looks = -(-blocks // settings.calibration) if settings.calibration else 0
+    stride = 1 if settings.calibrate_every else settings.look_stride_blocks
+    looks = -(-blocks // stride) if stride else 0
     row += shape.num_kv_heads * (4 * FLOAT_BYTES * blocks + ID_BYTES * (7 * settings.num_slots + looks))
     prompt = FLOAT_BYTES * context * (shape.dim + 4 * shape.group * PROMPT_ROWS)
     return max_running * row + prompt
@@ -93,7 +95,9 @@ def least_tokens(settings: Any) -> int:
 
 
 def block_fetch(settings: Any) -> BlockFetch:
-    return BlockFetch(settings.budget_tokens, settings.predict_every, settings.calibration)
+    return BlockFetch(
+        settings.budget_tokens, settings.predict_every, settings.look_stride_blocks, settings.calibrate_every
+    )
 
 
 RINGS = RingUse(count_rings, least_tokens, slot_rows, work_bytes, block_fetch)

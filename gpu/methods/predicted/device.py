@@ -13,7 +13,7 @@ nothing, or all of its blocks would be there in time.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,7 +28,7 @@ from gpu.methods.device_side import FetchCounts, LayerReads, Lent, RingSide, Sit
 from gpu.methods.predicted.blocks import EMPTY, Blocks, new_blocks
 from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
-from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
+from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, WHOLE, list_blocks
 from gpu.methods.predicted.noting import Fetched, note_step
 from gpu.methods.predicted.prompt import note_prompt
 from gpu.methods.predicted.settings import PredictedSettings
@@ -50,10 +50,14 @@ CHAINS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Of the rows of a step. choices: of the layers, which take them in turn, none where nothing is asked."""
+    """Of the rows of a step. choices: of the layers, which take them in turn, none where nothing is asked. full,
+    partial: int32 `[rows]`, rings of rows that attend to everything in this step, and of those that do not; -1: others.
+    """
 
     of_rings: RingRows
     choices: Sequence[Choice]
+    full: Tensor
+    partial: Tensor
 
 
 def make_ring_side(settings: PredictedSettings, site: Site, num_rings: int) -> RingSide:
@@ -180,6 +184,9 @@ class Predicted(RingSide):
         reads.kept[self] = listed
         reads.excluded = listed.excluded if reads.excluded is None else reads.excluded | listed.excluded
         reads.wanted = own.of_rings.wanted if reads.wanted is None else reads.wanted & own.of_rings.wanted
+        if self.settings.calibrate_every:
+            rest = (rows.holes[1] - rows.holes[0]) * self._kv_heads - listed.tokens.view(rows.num_rows, -1).sum(1)
+            self._counts[place, WHOLE].add_(torch.where(own.full >= 0, rest, 0).sum())
 
     def read(self, reads: LayerReads, on_device: Reading) -> None:
         listed, place = reads.kept.get(self), self._places.get(reads.layer)
@@ -205,19 +212,26 @@ class Predicted(RingSide):
             return
         assert reads.maxima is not None, "predicted: what is resident tells its maxima"
         own, layer, fetched, rows = self._of_rows[reads.rows], self._layers[place], reads.kept.get(self), reads.rows
+        near_lse = on_device.near.lse
+        if self.settings.calibrate_every and reads.asks:
+            (answer,) = filled[len(reads.fetched) :]  # of rows that asked for all the rest, exact
+            whole_lse = torch.logaddexp(near_lse, answer.lse.to(near_lse.device, non_blocking=True))
+            near_lse = torch.where(self._samples, near_lse, whole_lse)
         lse = note_step(
-            layer.history, reads.maxima, on_device.near.lse, fetched, own.of_rings.rings, rows.cells, rows.holes,
+            layer.history, reads.maxima, near_lse, fetched, own.of_rings.rings, rows.cells, rows.holes,
             self._first_block, self._kv_heads,
         )  # fmt: skip
         if not own.choices or not reads.asks:
             return
         self._used.extend((reads.query, lse))
-        counts, every = self._counts[place], self.settings.calibration
+        counts, stride = self._counts[place], self.settings.look_stride_blocks
+        looks = [(own.partial, stride)] if stride else []
+        looks += [(own.full, 1)] if self.settings.calibrate_every else []
         with self._aside(place):
-            if every:
+            for rings, every in looks:
                 look_at_blocks(
-                    layer.history, reads.query, lse, layer.bits, layer.lies, own.of_rings.rings, rows.cells, rows.holes,
-                    every, self._dim**-0.5, self._is_int8, counts,
+                    layer.history, reads.query, lse, layer.bits, layer.lies, rings, rows.cells, rows.holes, every,
+                    self._dim**-0.5, self._is_int8, counts,
                 )  # fmt: skip
             late = Lateness(self._open_parts, layer.bits, counts) if self.settings.leaves_late else None
             self._choose(layer, own.choices[place % len(own.choices)], counts, late)
@@ -239,9 +253,10 @@ class Predicted(RingSide):
         fetched = reads.kept.get(self)
         if fetched is None:
             return {}
-        rings, holes = self._of_rows[reads.rows].of_rings.rings, reads.rows.holes
-        tokens = fetched.listed.tokens.view(len(rings), -1).repeat_interleave(self._group, 1)
-        hole = torch.where((rings >= 0)[:, None], (holes[1] - holes[0])[:, None] - tokens, 0)
+        holes = reads.rows.holes
+        tokens = fetched.listed.tokens.view(reads.rows.num_rows, -1).repeat_interleave(self._group, 1)
+        is_partial = (self._of_rows[reads.rows].partial >= 0)[:, None]
+        hole = torch.where(is_partial, (holes[1] - holes[0])[:, None] - tokens, 0)
         return {Owner.FETCHED: tokens, Owner.DROPPED: torch.zeros_like(hole) if self._is_sampled else hole}
 
     def end_step(self) -> None:
@@ -249,7 +264,7 @@ class Predicted(RingSide):
 
     def fetch_counts(self) -> FetchCounts:
         sums = self._told.sum(0).tolist()
-        dropped = 0 if self._is_sampled else sums[HOLE] - sums[READ]
+        dropped = 0 if self._is_sampled else sums[HOLE] - sums[READ] - sums[WHOLE]
         return FetchCounts(sums[HOLE], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE])
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -271,8 +286,16 @@ class Predicted(RingSide):
     def _look_up(self, rows: StepRows, asks: bool) -> _Rows:
         heads = self._kv_heads * self._group
         if not asks:
-            return _Rows(find_rings(rows, self._ring_of_slot, self._samples, heads), ())
-        return _Rows(*self.turns.of_rows(rows, self._ring_of_slot, self._samples, heads))
+            own, choices = find_rings(rows, self._ring_of_slot, self._samples, heads), ()
+        else:
+            own, choices = self.turns.of_rows(rows, self._ring_of_slot, self._samples, heads)
+        every = self.settings.calibrate_every
+        if not every:
+            return _Rows(own, choices, own.rings, own.rings)
+        is_full = rows.cells % every == 0
+        wanted = own.wanted | is_full[:, None].to(torch.uint8)
+        full, partial = torch.where(is_full, own.rings, -1), torch.where(is_full, -1, own.rings)
+        return _Rows(replace(own, wanted=wanted), choices, full, partial)
 
     def _choose(self, layer: Blocks, choice: Choice, counts: Tensor, late: Lateness | None) -> None:
         scores = self._score(layer, choice)

@@ -299,9 +299,12 @@ def _look_kernel(
     history, query, lse, bits, lies, rings, cells, holes, counts, lists, num_rows, place_stride, row_stride,
     query_stride, steps, words, every, most, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    INT8: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
+    INT8: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """most: looks of a KV head in a step. lists: of all looks, as in `_fetch_kernel`."""
+    every_row = tl.arange(0, ROWS)
+    if tl.max(tl.load(rings + every_row, mask=every_row < num_rows, other=-1), 0) < 0:
+        return
     all_looks = num_rows * KV_HEADS * most
     mine = lists + tl.program_id(0) * tl.cdiv(all_looks, tl.num_programs(0))
     listed = 0
@@ -415,5 +418,5 @@ def look_at_blocks(
         history, query, lse.contiguous(), bits, lies, rings, cells, holes, counts, lists, rows, history.stride(0),
         history.stride(1), query.stride(0), history.shape[1], bits.shape[1], every, most, scale,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
-        INT8=is_int8, CHUNK=CHUNK, ITEMS=LOOKS_AT_ONCE, num_warps=WARPS,
+        INT8=is_int8, CHUNK=CHUNK, ITEMS=LOOKS_AT_ONCE, ROWS=triton.next_power_of_2(rows), num_warps=WARPS,
     )  # fmt: skip

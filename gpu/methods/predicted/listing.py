@@ -15,8 +15,8 @@ from gpu.kernels.arguments import check, runs_on_triton
 from gpu.methods.predicted.blocks import EMPTY
 from transfer.tier_shape import BLOCK_TOKENS
 
-HOLE, READ, FETCHED, LOOKED, LATE = range(5)  # of counts: tokens by KV head, and blocks
-NUM_COUNTS = 5
+HOLE, READ, FETCHED, LOOKED, LATE, WHOLE = range(6)  # of counts: tokens by KV head, and blocks
+NUM_COUNTS = 6
 
 _BLOCK, _HOLE, _READ = tl.constexpr(BLOCK_TOKENS), tl.constexpr(HOLE), tl.constexpr(READ)
 
