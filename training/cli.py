@@ -41,7 +41,7 @@ def group() -> None:
 
 @app.command()
 def predictor(
-    model: Annotated[Path, typer.Option("--model", help="Hugging Face folder of the model")],
+    model: Annotated[Path, typer.Option("--model", help="Hugging Face folder of the model, or GGUF file")],
     out: Annotated[Path, typer.Option("--out", help="the .safetensors to write; a report goes beside it (.json)")],
     text: Annotated[list[Path], typer.Option("--text", help="UTF-8 text, repeatable; default: generated prose")] = [],  # noqa: B006
     tasks: Annotated[str, typer.Option("--tasks", help="of the reference model's own, commas between: prompts with "

@@ -198,7 +198,7 @@ def test_profiles_that_gain_nothing_on_the_cpu_device_are_named(machine: str, pr
     (told, *more) = [note for note in plan.notes if "a demonstration, not a gain" in note] or [""]
     assert not more
     assert ("own" in told.split(":")[0].removeprefix("profiles ").split(", ")) == is_slower
-    assert ("exact" not in told.split(":")[0])
+    assert "exact" not in told.split(":")[0]
     assert ("sampled" in told) == (machine == "laptop")
 
 

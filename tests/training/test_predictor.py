@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from evals.forward import load_decoder
 from evals.methods.method import PromptLayer
 from gpu.predictor.network import PredictorNetwork, load_network
+from tests.gpu.gguf_files import vocabulary, write
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import HISTORY_FLOAT32
 from training.cli import app
@@ -125,10 +126,13 @@ def test_losses_are_over_a_rows_own_blocks() -> None:
     assert float(loss_of("mass", scores, follows, widths)) == pytest.approx(sum(crosses) / 2, rel=1e-5)
 
 
-def test_the_command_writes_a_predictor_and_its_report(tmp_path) -> None:
-    out = tmp_path / "made" / "predictor.safetensors"
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_the_command_writes_a_predictor_and_its_report(kind: str, tmp_path) -> None:
+    out, model = tmp_path / "made" / "predictor.safetensors", FOLDER
+    if kind == "gguf":
+        model = write(FOLDER, tmp_path / "model.gguf", lambda _: "F32", vocabulary(FOLDER), is_alone=True)
     settings = {"lengths": 180, "texts": 2, "targets": 4, "history": 8, "epochs": 2, "per-epoch": 2, "batch": 4}
-    command = ["predictor", "--model", str(FOLDER), "--out", str(out), "--device", "cpu"]
+    command = ["predictor", "--model", str(model), "--out", str(out), "--device", "cpu"]
     command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
@@ -139,7 +143,7 @@ def test_the_command_writes_a_predictor_and_its_report(tmp_path) -> None:
     assert report["best"]["recovery"] == max(epoch["recovery"] for epoch in report["epochs"])
     assert (report["tracks"], report["held_out_tracks"]) == (20, 20)
     assert json.loads(done.stdout.splitlines()[-1])["out"] == str(out)
-    for place, wrong in ((4, "x.pth"), (2, "none"), (8, "many")):
+    for place, wrong in ((4, "x.pth"), (2, "none"), (8, "many"), (8, "180,99999")):
         refused = CliRunner().invoke(app, [*command[:place], wrong, *command[place + 1 :]])
         assert refused.exit_code == 1
         assert refused.stderr.startswith("error: ")

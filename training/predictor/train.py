@@ -17,6 +17,7 @@ from rich.console import Console
 
 from evals.fidelity import text_prompts
 from evals.forward import load_decoder
+from evals.run import load_tokenizer
 from evals.samples import Sample
 from evals.tasks.haystack import TextSource
 from evals.tasks.reference import REFERENCE_TASKS, generate_reference
@@ -59,13 +60,11 @@ def read_prompts(model: Path, plan: TextPlan) -> dict[tuple[int, str], list[list
 
     Raises ValueError for an unknown task or too little text, or OSError.
     """
-    from transformers import AutoTokenizer
-
     for task in plan.tasks:
         if task not in REFERENCE_TASKS:
             raise ValueError(f"--tasks: unknown {task!r}; known: {', '.join(REFERENCE_TASKS)}")
     source = TextSource(narrated, plan.files, {})
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     prompts = {}
     for length in plan.lengths:
         seed = 1000 * plan.seed + length
@@ -160,6 +159,9 @@ class Texts:
 def capture_texts(model: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device: str) -> Texts:
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     decoder = load_decoder(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
+    longest, room = max(plan.lengths), decoder.architecture.max_context_tokens
+    if longest > room:
+        raise ValueError(f"--lengths: {longest} tokens; {decoder.architecture.name} has {room} positions")
     prompts = read_prompts(model, plan)
     tracks: dict[tuple[int, str], list[list[Track]]] = {}
     num_layers = decoder.architecture.num_layers
