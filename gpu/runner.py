@@ -259,19 +259,12 @@ class Runner:
         longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
         gathered, heads = self._prefill.gathered, self.architecture.num_heads
+        last_layer = self.architecture.num_layers - 1
         keys, values = gathered.keys.flatten(1, 2), gathered.values.flatten(1, 2)
         steps: list[Callable[[], object]] = [partial(self.dense.choose, keys, values, heads, chunk_tokens)]
         if self.device.type == "cuda":
             steps += [
-                partial(
-                    warm_up_sides,
-                    self._sides.values(),
-                    keys,
-                    values,
-                    heads,
-                    chunk_tokens,
-                    self.architecture.num_layers - 1,
-                ),  # fmt: skip
+                partial(warm_up_sides, self._sides.values(), keys, values, heads, chunk_tokens, last_layer),
                 partial(self._prefill.decoder.projections.warm_up, chunk_tokens),
             ]
         steps.append(self._prefill.warm_up_chunks)
