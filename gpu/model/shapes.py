@@ -69,6 +69,7 @@ def _longrope(pairs: int) -> dict[str, Any]:
 
 _CONFIGS = {
     "tiny": _llama(256, 512, 4, 4, 2, 1024, 262_144, 500_000.0),
+    "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49_152, 8192, 100_000.0, tie_word_embeddings=True),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, 128_256, 131_072, 500_000.0),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, 128_256, 131_072, 500_000.0, tie_word_embeddings=True),
     "llama-3.1-8b": _llama(4096, 14_336, 32, 32, 8, 128_256, 131_072, 500_000.0),

@@ -288,7 +288,7 @@ def test_plan_prints_json_for_a_machine_that_is_elsewhere(tandem: RunTandem) -> 
 
 
 def test_plan_prints_tables_for_this_machine(tandem: RunTandem) -> None:
-    done = tandem("plan", DEPLOY / "laptop.yaml")
+    done = tandem("plan", DEPLOY / "reference.yaml")
     assert done.returncode == 0, done.stderr
     assert "KV pages" in done.stdout
     assert "max_context_tokens: 16384" in done.stdout
@@ -302,7 +302,7 @@ def test_doctor_writes_a_profile_that_plan_reads(tmp_path: Path, tandem: RunTand
     assert tree["machine"] == json.loads(path.read_text())
     assert {finding["verdict"] for finding in tree["findings"]} <= {"good", "note", "bad"}
     assert load_machine(path).physical_cores >= 1
-    assert tandem("plan", DEPLOY / "laptop.yaml", "--machine", path).returncode == 0
+    assert tandem("plan", DEPLOY / "reference.yaml", "--machine", path).returncode == 0
 
 
 def test_doctor_keeps_what_it_measures_for_plans_here_and_elsewhere(
@@ -314,10 +314,10 @@ def test_doctor_keeps_what_it_measures_for_plans_here_and_elsewhere(
     assert "host stream" in tandem("doctor", "--measure", "--profile", path).stdout
     assert load_machine(path).rates == {"host_stream_gb_s": 12.5}
     measured = {"rate": 12.5, "source": "measured"}
-    here = json.loads(tandem("plan", DEPLOY / "laptop.yaml", "--json").stdout)
+    here = json.loads(tandem("plan", DEPLOY / "reference.yaml", "--json").stdout)
     assert here["placements"]["rates"]["host_stream_gb_s"] == measured
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    there = json.loads(tandem("plan", DEPLOY / "laptop.yaml", "--machine", path, "--json").stdout)
+    there = json.loads(tandem("plan", DEPLOY / "reference.yaml", "--machine", path, "--json").stdout)
     assert there["placements"]["rates"]["host_stream_gb_s"] == measured | {"source": "profile"}
 
 
@@ -397,14 +397,14 @@ def test_what_is_wrong_with_a_configuration_is_one_line(
 
 
 def test_a_missing_machine_profile_is_one_line(tmp_path: Path, tandem: RunTandem) -> None:
-    done = tandem("plan", DEPLOY / "laptop.yaml", "--machine", tmp_path / "no.json")
+    done = tandem("plan", DEPLOY / "reference.yaml", "--machine", tmp_path / "no.json")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "tandem doctor --profile" in done.stderr
 
 
 def test_wrong_arguments_are_status_2(tandem: RunTandem) -> None:
     assert tandem("plan").returncode == 2
-    assert tandem("serve", DEPLOY / "laptop.yaml", "--port", "banana").returncode == 2
+    assert tandem("serve", DEPLOY / "reference.yaml", "--port", "banana").returncode == 2
 
 
 def test_a_taken_port_is_one_line_before_anything_is_loaded(tandem: RunTandem) -> None:
@@ -412,7 +412,7 @@ def test_a_taken_port_is_one_line_before_anything_is_loaded(tandem: RunTandem) -
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        done = tandem("serve", DEPLOY / "laptop.yaml", "--port", port)
+        done = tandem("serve", DEPLOY / "reference.yaml", "--port", port)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert f"127.0.0.1:{port}" in done.stderr
 

@@ -35,12 +35,12 @@ CHAT = [{"role": "user", "content": f"{DOCUMENT}\n\n{QUESTION}"}]
 
 def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subprocess.Popen, str]:
     """Start it on a free port, with more sections if asked; returns the process and its address, once healthy."""
-    tree = yaml.safe_load((ROOT / "deploy" / "laptop.yaml").read_text())
+    tree = yaml.safe_load((ROOT / "deploy" / "reference.yaml").read_text())
     tree["model"]["path"] = str(REFERENCE)
     tree["server"] = {"port": 0, "log_level": "debug"}
     tree |= sections or {}
     tree.setdefault("gpu", {}).update(kv_cache_gib=0.4, threads=1)
-    config, log = folder / "laptop.yaml", folder / "server.log"
+    config, log = folder / "deployment.yaml", folder / "server.log"
     config.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "server.commands", "serve", str(config)]
     with log.open("w") as sink:

@@ -220,7 +220,7 @@ def test_layers_with_a_window_read_no_more_than_it() -> None:
 
 
 def test_a_cpu_device_has_no_link() -> None:
-    deployment = load_deployment(DEPLOY / "laptop.yaml")
+    deployment = load_deployment(DEPLOY / "reference.yaml")
     machine = load_machine(DEPLOY / "machines" / "laptop.json")
     found = compare_placements(deployment, resolve_plan(deployment, machine), find_rates(machine, NOWHERE))
     steps = [step for placement in found.placements for step in placement.steps if step is not None]

@@ -17,8 +17,8 @@ from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-PAIRS = [("laptop", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"), ("rtx4090-30b-a3b", "rtx4090"),
-         ("a100", "a100-80g")]  # fmt: skip
+PAIRS = [("laptop", "laptop"), ("reference", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"),
+         ("rtx4090-30b-a3b", "rtx4090"), ("a100", "a100-80g")]  # fmt: skip
 
 
 def plan_recorded(config: str, machine: str) -> ResolvedPlan:
@@ -96,7 +96,7 @@ def test_printing_names_every_item_and_note() -> None:
 
 
 def test_a_host_tier_is_described_with_the_bytes_of_a_token() -> None:
-    assert describe_plan(plan_recorded("laptop", "laptop"))["host"] is None
+    assert describe_plan(plan_recorded("reference", "laptop"))["host"] is None
     plan = plan_recorded("rtx4090", "rtx4090")
     host = describe_plan(plan)["host"]
     assert host["sampled_token_bytes"] > host["offloaded_token_bytes"] >= 30 * 8 * 2 * 128
