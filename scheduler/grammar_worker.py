@@ -1,11 +1,13 @@
 """A process that checks grammars, one after another, and is ended by the kernel where one takes too much.
 
-`python -m scheduler.grammar_worker SECONDS BYTES`: frames come on stdin and answers go to stdout, each four bytes of
-length (big-endian) and UTF-8. Refuses to know who asks. Invariants: a check that takes more than SECONDS of processor
-time ends the process by SIGPROF, whether anybody still listens or not; one that needs more than BYTES of memory beyond
-what the process begins with ends it as well; with its stdin, the process ends.
+`python -m scheduler.grammar_worker SECONDS BYTES`: questions come on stdin and answers go to stdout, each four bytes of
+length (big-endian) and UTF-8. A question is JSON: a grammar, and its lexemes that are tried alone. Refuses to know who
+asks. Invariants: a check that takes more than SECONDS of processor time ends the process by SIGPROF, whether anybody
+still listens or not; one that needs more than BYTES of memory beyond what the process begins with ends it as well; with
+its stdin, the process ends.
 """
 
+import json
 import resource
 import signal
 import struct
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from scheduler.grammar import check
+from scheduler.lexeme_trial import GROWS, Lexeme, grows
 
 HEAD = struct.Struct(">I")
 _PAGE_BYTES = resource.getpagesize()
@@ -34,6 +37,13 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
     stream.flush()
 
 
+def answer(question: bytes) -> str:
+    """Return why the grammar cannot be compiled, or which of its lexemes cannot be held; empty if all is well."""
+    grammar, lexemes = json.loads(question)
+    found = (f"{one.told}: {GROWS}" for one in (Lexeme(*lexeme) for lexeme in lexemes) if grows(one.grammar, one.text))
+    return check(grammar) or next(found, "")
+
+
 def bound_memory(more_bytes: int) -> None:
     """What an allocation beyond that fails by. No core is written of it."""
     begun = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
@@ -43,12 +53,11 @@ def bound_memory(more_bytes: int) -> None:
 
 def main() -> None:
     seconds, more_bytes = float(sys.argv[1]), int(sys.argv[2])
-    check('{"grammars":[{"lark_grammar":"start: /a/"}]}')  # what it needs for any
+    answer(b'["start: /a/", [["", "start: /a/", "a"]]]')  # what it needs for any
     bound_memory(more_bytes)
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        why = check(frame.decode("utf-8", "surrogatepass"))
-        write_frame(sys.stdout.buffer, why.encode("utf-8", "surrogatepass"))
+        write_frame(sys.stdout.buffer, answer(frame).encode("utf-8", "surrogatepass"))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,21 @@ the first question.
 """
 
 import hashlib
+import json
 import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from queue import LifoQueue
 from threading import Lock
 from typing import IO
 
 from scheduler.grammar import MOST_MEMORY_BYTES, MOST_SECONDS
 from scheduler.grammar_worker import HEAD
+from scheduler.lexeme_trial import Lexeme
 
 _PROCESSES = 2
 _PATIENCE = 8.0  # of a machine whose cores are busy: wall seconds for one of processor time, and ...
@@ -37,9 +40,10 @@ class GrammarChecks:
         self._lock = Lock()
         self._answers: OrderedDict[bytes, str] = OrderedDict()
 
-    def check(self, grammar: str) -> str:
-        """Why it cannot be compiled, or is not within what one may take; empty if it can. Any thread may ask."""
-        raw = grammar.encode("utf-8", "surrogatepass")
+    def check(self, grammar: str, lexemes: Sequence[Lexeme]) -> str:
+        """Return why it cannot be compiled, is not within what one may take, or which of the lexemes cannot be held;
+        empty if all is well. Any thread may ask."""
+        raw = json.dumps([grammar, lexemes]).encode()
         key = hashlib.blake2b(raw, digest_size=16).digest()
         with self._lock:
             if key in self._answers:
@@ -146,9 +150,9 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 _CHECKS = GrammarChecks(_PROCESSES, MOST_SECONDS, MOST_MEMORY_BYTES)
 
 
-def check_aside(grammar: str) -> str:
+def check_aside(grammar: str, lexemes: Sequence[Lexeme]) -> str:
     """`GrammarChecks.check`, by the processes that all requests share."""
-    return _CHECKS.check(grammar)
+    return _CHECKS.check(grammar, lexemes)
 
 
 def end_checks() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
+from scheduler.lexeme_trial import GROWS
 from server.schema_formats import OWN_FORMATS
 from server.schema_places import OF_LISTS, OF_NAMES, OF_ONE, show, walk
 
@@ -34,7 +35,9 @@ _OF_OTHERS = (
 
 
 def describe_schema_fault(schema: Any, why: str) -> str:
-    """One line about `schema`, of which llguidance said `why`."""
+    """One line about `schema`, of which llguidance said `why`, or a trial of its patterns."""
+    if why.endswith(GROWS):
+        return why
     unimplemented = _UNIMPLEMENTED.search(why)
     if unimplemented is not None:
         places = ", ".join(name_place(schema, keyword) for keyword in json.loads(unimplemented[1]))
@@ -91,7 +94,11 @@ def describe_pattern_fault(pattern: str, why: str) -> str:
     found = _BAD_PATTERN.search(why)
     if found is None:
         return why
-    return f"got {show(pattern)}, wanted a regular expression that can be kept token by token: {found['what']}"
+    return f"{refuse_pattern(pattern)}: {found['what']}"
+
+
+def refuse_pattern(pattern: str) -> str:
+    return f"got {show(pattern)}, wanted a regular expression that can be kept token by token"
 
 
 def _name_pattern(schema: Any, why: str) -> str:

@@ -15,12 +15,14 @@ import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from scheduler.grammar import MOST_BYTES
+from scheduler.lexeme_trial import Lexeme
 from server.api_error import UNSUPPORTED_GRAMMAR, invalid
 from server.bodies import GenerationBody
 from server.form import StructuredOutputs, form_param
 from server.grammar_checks import check_aside
 from server.json_fault import describe_fault
 from server.json_size import MOST_LEVELS, count_levels
+from server.lexemes import lark_lexemes, regex_lexemes, schema_lexemes
 from server.schema_fault import LEAVE_OUT, describe_pattern_fault, describe_schema_fault, name_place
 from server.schema_places import show
 from server.schema_rewrite import rewrite_schema
@@ -95,7 +97,7 @@ def _compile_schema(param: str, schema: Any) -> str:
         grammar = LLMatcher.grammar_from_json_schema(text, overrides=_WRITTEN_AS)  # type: ignore[arg-type]
     except ValueError as error:  # a number that JSON may have, and llguidance's reader has no room for
         raise invalid(param, describe_schema_fault(schema, " ".join(str(error).split())), UNSUPPORTED_GRAMMAR) from None
-    _require(param, grammar, partial(describe_schema_fault, schema))
+    _require(param, grammar, schema_lexemes(schema), partial(describe_schema_fault, schema))
     return grammar
 
 
@@ -115,7 +117,7 @@ def regex_grammar(param: str, pattern: str) -> str:
     """A text that a regular expression matches as a whole. Raises ApiError 400."""
     _require_size(param, pattern)
     grammar = LLMatcher.grammar_from_regex(pattern)
-    _require(param, grammar, partial(describe_pattern_fault, pattern))
+    _require(param, grammar, regex_lexemes(pattern), partial(describe_pattern_fault, pattern))
     return grammar
 
 
@@ -129,20 +131,27 @@ def choice_grammar(param: str, choices: Sequence[str]) -> str:
     text = "start: " + " | ".join(map(json.dumps, choices))
     _require_size(param, text)
     grammar = LLMatcher.grammar_from_lark(text)
-    _require(param, grammar, str)
+    _require(param, grammar, (), str)
     return grammar
 
 
 def lark_grammar(param: str, text: str) -> str:
-    """What a grammar in Lark's notation, or GBNF, accepts. Raises ApiError 400."""
+    """What a client's grammar in Lark's notation, or GBNF, accepts. Raises ApiError 400."""
     _require_size(param, text)
     try:
         grammar = grammar_from("grammar", text)
     except ValueError as error:
         why = " ".join(str(error).split())
         raise invalid(param, f"wanted a grammar in Lark's notation, or GBNF: {why}", UNSUPPORTED_GRAMMAR) from None
-    _require(param, grammar, str)
+    _require(param, grammar, lark_lexemes(grammar), str)
     return grammar
+
+
+def own_grammar(param: str, lark: str) -> str:
+    """A grammar of ours in Lark's notation, whose schemas have passed by themselves. Raises ApiError 400."""
+    _require_size(param, lark)
+    _require(param, lark, (), str)
+    return lark
 
 
 def grammar_with_form(param: str, lark: str, form: str) -> str:
@@ -152,7 +161,7 @@ def grammar_with_form(param: str, lark: str, form: str) -> str:
     _require_size(param, lark)
     first, *others = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
     grammar = json.dumps({"grammars": [{"lark_grammar": lark}, first | {"name": "form"}, *others]}, ensure_ascii=False)
-    _require(param, grammar, str)
+    _require(param, grammar, (), str)
     return grammar
 
 
@@ -215,8 +224,8 @@ def _require_size(param: str, text: str) -> None:
         raise invalid(param, f"{size} bytes, at most {MOST_BYTES} are compiled", UNSUPPORTED_GRAMMAR)
 
 
-def _require(param: str, grammar: str, describe: Callable[[str], str]) -> None:
-    """describe: what is told of why it does not compile."""
-    why = check_aside(grammar)
+def _require(param: str, grammar: str, lexemes: Sequence[Lexeme], describe: Callable[[str], str]) -> None:
+    """lexemes: are tried alone. describe: what is told of why it does not compile."""
+    why = check_aside(grammar, lexemes)
     if why:
         raise invalid(param, describe(why), UNSUPPORTED_GRAMMAR)

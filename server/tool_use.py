@@ -29,7 +29,7 @@ from server.prompts import Prompt, hold_to_form
 from server.schema_fault import LEAVE_OUT
 from server.schema_rewrite import allows_nothing, rewrite_schema
 from server.service import Service
-from server.structured import asks_form, grammar_with_form, lark_grammar, schema_grammar, schema_in_lark
+from server.structured import asks_form, grammar_with_form, own_grammar, schema_grammar, schema_in_lark
 from server.tokenizer import Tokenizer
 from server.tools import ChosenTool
 
@@ -117,10 +117,10 @@ async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Pr
             assert held is not None
             calls = HeldCalls(_held_tools(use, held, service.tokenizer), held, use.most_calls != 1)
             if is_free:
-                return lark_grammar(param, write_free_answer(calls, reasoning, is_reasoning, service.tokenizer))
+                return own_grammar(param, write_free_answer(calls, reasoning, is_reasoning, service.tokenizer))
         text = write_answer(calls, bool(form), reasoning, is_reasoning, service.tokenizer)
         of_all = param if use.tools is None else "tools"  # the form has passed by itself
-        return grammar_with_form(of_all, text, form) if form else lark_grammar(of_all, text)
+        return grammar_with_form(of_all, text, form) if form else own_grammar(of_all, text)
 
     return await service.texts.check(compile_grammar)
 

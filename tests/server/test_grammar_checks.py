@@ -49,7 +49,7 @@ def children() -> list[psutil.Process]:
 async def test_a_prompt_does_not_wait_for_grammars(live: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, begun = threading.Event(), threading.Semaphore(0)
 
-    def check_late(_: str) -> str:
+    def check_late(*_: object) -> str:
         begun.release()
         return "" if goes_on.wait(20) else "late"
 
@@ -68,24 +68,24 @@ async def test_a_prompt_does_not_wait_for_grammars(live: Running, monkeypatch: p
 
 def test_what_compiles_and_what_does_not_is_what_a_check_in_the_process_says() -> None:
     with checks() as made:
-        assert made.check(GOOD) == check(GOOD) == ""
-        assert made.check(BAD) == check(BAD) != ""
-        assert made.check("start: \ud800") == check("start: \ud800") != ""
+        assert made.check(GOOD, ()) == check(GOOD) == ""
+        assert made.check(BAD, ()) == check(BAD) != ""
+        assert made.check("start: \ud800", ()) == check("start: \ud800") != ""
 
 
 def test_one_that_takes_too_long_is_refused_with_the_bound_and_the_next_one_is_checked() -> None:
     with checks(0.05) as made:
         began = time.monotonic()
-        assert made.check(SLOW) == "takes more than 0.05 s to compile, the most that a grammar may; make it simpler"
+        assert made.check(SLOW, ()) == "takes more than 0.05 s to compile, the most that a grammar may; make it simpler"
         assert time.monotonic() - began < 20
-        assert made.check(GOOD) == ""
-        assert made.check(BAD) == check(BAD)
+        assert made.check(GOOD, ()) == ""
+        assert made.check(BAD, ()) == check(BAD)
 
 
 def test_one_that_takes_too_much_memory_is_refused_with_the_bound() -> None:
     with checks(memory_bytes=8 << 20) as made:
-        assert made.check(SLOW).startswith("takes more than 8 MiB to compile")
-        assert made.check(GOOD) == ""
+        assert made.check(SLOW, ()).startswith("takes more than 8 MiB to compile")
+        assert made.check(GOOD, ()) == ""
 
 
 def test_a_process_that_says_nothing_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,39 +97,39 @@ def test_a_process_that_says_nothing_is_killed(monkeypatch: pytest.MonkeyPatch) 
         made._slots.put(slow_start)
         os.kill(slow_start.pid, signal.SIGSTOP)
         began = time.monotonic()
-        assert "0.05 s" in made.check(GOOD)
+        assert "0.05 s" in made.check(GOOD, ())
         assert time.monotonic() - began < 20
         assert slow_start.poll() == -signal.SIGKILL
         monkeypatch.setattr(grammar_checks, "_START_SECONDS", 20.0)
-        assert made.check(GOOD) == ""  # a busy machine was no answer
+        assert made.check(GOOD, ()) == ""  # a busy machine was no answer
 
 
 def test_a_process_that_cannot_begin_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with checks() as made, monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
         for grammar in (GOOD, GOOD[:-1] + " " * (1 << 20) + GOOD[-1]):  # one that a pipe has room for, and one not
-            assert "or cannot be" in made.check(grammar)
+            assert "or cannot be" in made.check(grammar, ())
         patch.undo()
-        assert made.check(GOOD) == ""
+        assert made.check(GOOD, ()) == ""
 
 
 def test_an_answer_is_kept_and_processes_begin_with_the_first_question() -> None:
     with checks() as made:
         before = len(children())
-        assert made.check(GOOD) == ""
+        assert made.check(GOOD, ()) == ""
         (own,) = [one for one in children() if one.is_running()][before:]
         own.kill()
         own.wait(20)
-        assert made.check(GOOD) == ""
-        assert made.check(BAD) == check(BAD)  # by another process
+        assert made.check(GOOD, ()) == ""
+        assert made.check(BAD, ()) == check(BAD)  # by another process
 
 
 def test_a_slow_one_holds_up_no_more_than_its_own_process() -> None:
     with checks(num_processes=2) as made, ThreadPoolExecutor(2) as threads:
-        slow = threads.submit(made.check, SLOW)
+        slow = threads.submit(made.check, SLOW, ())
         while made._slots.qsize() == 2:
             time.sleep(0.001)
-        assert made.check(GOOD) == ""
+        assert made.check(GOOD, ()) == ""
         assert slow.result() == check(SLOW)
 
 
@@ -138,7 +138,7 @@ def test_a_check_outlives_nobody_that_asked_by_more_than_the_bound() -> None:
     command = [sys.executable, "-m", "scheduler.grammar_worker", "0.05", str(MANY_BYTES)]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert worker.stdin is not None
-    raw = SLOW.encode()
+    raw = json.dumps([SLOW, []]).encode()
     worker.stdin.write(HEAD.pack(len(raw)) + raw)
     worker.stdin.close()
     assert worker.wait(30) == -signal.SIGPROF
@@ -167,7 +167,7 @@ def test_grammars_that_take_long_together_are_each_within_the_bound() -> None:
     with checks(3 * took) as made:
         for number in range(6):
             schema = SLOW_SCHEMA | {"title": f"{number}"}
-            assert made.check(LLMatcher.grammar_from_json_schema(json.dumps(schema))) == ""
+            assert made.check(LLMatcher.grammar_from_json_schema(json.dumps(schema)), ()) == ""
 
 
 def _seconds_of(grammar: str) -> float:
