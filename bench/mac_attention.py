@@ -56,7 +56,7 @@ class Shape:
     def limits(self) -> Limits:
         distance2 = 2 * DIM * (1 - TAU) ** 2
         # the entry of gap K is the one that a step overwrites: with it, a replay would match itself
-        return Limits(SINK, self.band, distance2, self.capacity - 1, 4 * self.capacity, 0)
+        return Limits(SINK, self.band, distance2, self.capacity - 1, 4 * self.capacity, 0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,9 @@ def _sums(side: Mac) -> list[int]:
 
 
 def _part(settings: dict[str, object]) -> ProfilePart:
-    given = {"method": "mac", "min_context_tokens": 0, "stops_matching": False, **settings}
+    given = {
+        "method": "mac", "max_prefix_share": 1.0, "min_context_tokens": 0, "stops_matching": False, **settings
+    }  # fmt: skip
     part = resolve_profiles({"mac": Composition.model_validate({"reuse": given})}, None)["mac"].ring_part
     assert part is not None
     return part

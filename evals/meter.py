@@ -70,11 +70,13 @@ def reused_layers(before: ReuseStats, after: ReuseStats, group: int) -> dict[str
     acceptance: heads that found a match, of those that looked; skipped_fraction: cells that they took over, of all
     contexts, misses as 0; gap, age: positions back to the match and to the oldest part of its summary, of hits, NaN
     without any; whole_groups: KV heads of which every query head hit; kv_read: rows of KV read, once for a group of
-    query heads, over what the contexts hold.
+    query heads, over what the contexts hold; refused: heads to which no entry was near but ones whose prefixes held too
+    much of their own attention, of those that looked.
     """
+    names = ("tries", "hits", "refused", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups")
     seen = {
         name: [late - early for early, late in zip(getattr(before, name), getattr(after, name), strict=True)]
-        for name in ("tries", "hits", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups")
+        for name in names
     }
     if not any(seen["tries"]):
         return {}
@@ -90,6 +92,7 @@ def reused_layers(before: ReuseStats, after: ReuseStats, group: int) -> dict[str
         "age": share("ages", "hits", 1),
         "whole_groups": share("whole_groups", "tries", group),
         "kv_read": share("kv_cells", "context_cells", group),
+        "refused": share("refused", "tries", 1),
     }
 
 

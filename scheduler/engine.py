@@ -168,6 +168,7 @@ class Engine:
             ages=sum_up(one.ages for one in counts),
             kv_cells=sum_up(one.kv_cells for one in counts),
             whole_groups=sum_up(one.whole_groups for one in counts),
+            refused=sum_up(one.refused for one in counts),
             stops=sum_up(one.num_stops for one in counts),
             num_matching=sum_up(one.is_matching for one in counts),
         )

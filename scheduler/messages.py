@@ -289,6 +289,7 @@ class ReuseStats(msgspec.Struct, frozen=True, kw_only=True):
     ages: list[int]
     kv_cells: list[int]
     whole_groups: list[int]
+    refused: list[int]
     stops: list[int]  # how often a layer of a profile stopped matching, since it read more than it saved
     num_matching: list[int]  # profiles' settings by which the layer matches now
 

@@ -24,6 +24,7 @@ REUSE_COUNTERS = {
     "ages": "positions back to where the oldest part of what was taken over was read",
     "kv_cells": "cells that KV heads read on the device, once for all heads of a group",
     "whole_groups": "KV heads of which every query head found a match",
+    "refused": "query heads that found none but one whose prefix held too much of its own attention",
     "stops": "times that a layer stopped matching, since it read more than it saved",
 }
 MASK_COUNTERS = {

@@ -24,7 +24,7 @@ with open(sys.argv[1], encoding="utf-8") as file:
     (*_, line) = (line for line in file if line.startswith("{"))
 reuse = {
     "method": "mac", "layer_tau": json.loads(line)["rows"][-1]["layer_tau"], "stops_matching": False,
-    "min_context_tokens": 16384, "rings": 4 if float(sys.argv[2]) > 24 else 3,
+    "max_prefix_share": 1, "min_context_tokens": 16384, "rings": 4 if float(sys.argv[2]) > 24 else 3,
 }
 print(json.dumps({
     "model": {"random_weights": "llama-3.1-8b"},

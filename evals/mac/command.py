@@ -20,6 +20,8 @@ def mac(
     report: Annotated[bool, typer.Option("--report", help="write report.html and report.md there, too")] = False,
     lengths: Lengths = "4096,16384",
     taus: Annotated[str, typer.Option("--taus", help="thresholds, commas between")] = "0.3,0.45,0.6,0.75,0.9",
+    share: Annotated[float | None, typer.Option("--share", min=0.001, max=1, help="max_prefix_share of all of them; "
+                                                "1: as in the paper; default: as it is served")] = None,
     windows: Annotated[str, typer.Option("--windows", help="CAPACITY:BAND (the paper's K and r), commas between")] =
         "256:64,512:128,1024:256",
     over: Annotated[str, typer.Option("--over", help="what heads that miss read: exact, sampled or both, with a "
@@ -65,11 +67,14 @@ def mac(
         from evals.results import describe_run, machine_name, render_run
         from evals.session import exit_status, resolve_device
         from evals.tuning.command import parse_window
+        from gpu.methods.mac.settings import MacSettings
 
         on = resolve_device(device)
         on_cuda = on.startswith("cuda")
+        used_share = MacSettings().max_prefix_share if share is None else share
         settings = spread(
             parse_taus("--taus", taus),
+            used_share,
             [parse_window(window) for window in windows.split(",")],
             parse_overs(over, OVERS),
         )
@@ -80,7 +85,8 @@ def mac(
             error_steps, batch or (16 if on_cuda else 1),
         )  # fmt: skip
         found = run_all(asked, out, processes or (12 if on_cuda else 1), seconds)
-        given = [("--model", str(model)), ("--lengths", lengths), ("--taus", taus), ("--windows", windows),
+        given = [("--model", str(model)), ("--lengths", lengths), ("--taus", taus), ("--share", f"{used_share:g}"),
+                 ("--windows", windows),
                  ("--over", over), ("--samples", str(samples)), ("--forced-samples", str(forced_samples)),
                  ("--served-samples", str(served_samples)), *(("--text", path.name) for path in text)]  # fmt: skip
         command = shlex.join(["tandem", "eval", "mac", *(word for pair in given for word in pair)])

@@ -35,9 +35,12 @@ read apart."""
 
 @dataclass(frozen=True)
 class Setting:
-    """capacity, band: the paper's K and r. over: what becomes of a context, and so what a head that misses reads."""
+    """capacity, band: the paper's K and r. share: `max_prefix_share`, 1 in the paper. over: what becomes of a context,
+    and so what a head that misses reads.
+    """
 
     tau: float
+    share: float
     capacity: int
     band: int
     over: str
@@ -45,12 +48,12 @@ class Setting:
     @property
     def method(self) -> str:
         """In the reference decoder."""
-        text = f"mac:tau={self.tau:g},capacity={self.capacity},band={self.band}"
+        text = f"mac:tau={self.tau:g},max_prefix_share={self.share:g},capacity={self.capacity},band={self.band}"
         return text if self.over == "exact" else f"{text},over={self.over}"
 
     @property
     def profile(self) -> str:
-        return f"mac-{self.capacity}-{self.band}-{self.tau:g}-{self.over}"
+        return f"mac-{self.capacity}-{self.band}-{self.tau:g}-{self.share:g}-{self.over}"
 
     @property
     def served(self) -> str:
@@ -64,20 +67,23 @@ class Setting:
     def composition(self, rings: int) -> Composition:
         """rings: of requests that run at once."""
         reuse = {
-            "method": "mac", "tau": self.tau, "capacity": self.capacity, "band": self.band, "min_context_tokens": 0,
-            "stops_matching": False, "rings": rings,
+            "method": "mac", "tau": self.tau, "max_prefix_share": self.share, "capacity": self.capacity,
+            "band": self.band, "min_context_tokens": 0, "stops_matching": False, "rings": rings,
         }  # fmt: skip
         return Composition.model_validate({"reuse": reuse, "host": self.over})
 
     def told(self, is_served: bool) -> dict[str, Any]:
         """What a row says of it. `family`: settings that differ in their threshold alone, by the way that they ran."""
-        family = f"mac {self.capacity}:{self.band}" + ("" if self.over == "exact" else f" over {self.over}")
+        family = f"mac {self.capacity}:{self.band}" + ("" if self.share == 1 else f", share {self.share:g}")
+        family += "" if self.over == "exact" else f" over {self.over}"
         return {**asdict(self), "family": family + (", served" if is_served else "")}
 
 
-def spread(taus: Sequence[float], windows: Sequence[tuple[int, int]], overs: Sequence[str]) -> list[Setting]:
+def spread(
+    taus: Sequence[float], share: float, windows: Sequence[tuple[int, int]], overs: Sequence[str]
+) -> list[Setting]:
     """Every setting, those of one placement and window together."""
-    return [Setting(tau, *window, over) for over, window, tau in product(overs, windows, taus)]
+    return [Setting(tau, share, *window, over) for over, window, tau in product(overs, windows, taus)]
 
 
 def by_label(settings: Sequence[Setting]) -> dict[str, dict[str, Any]]:

@@ -189,6 +189,7 @@ def _run_errors(part: Part, asked: Asked, folder: Path, stop: Stop) -> Done:
         return Done(part.name, errors=json.loads(path.read_text())["errors"])
     decoder, tokenizer = _load(asked), load_tokenizer(asked.prompts.model)
     tau, capacity = min(one.tau for one in asked.settings), max(one.capacity for one in asked.settings)
+    share = max(one.share for one in asked.settings)
     rows: list[Row] = []
     with progress_bar(len(asked.lengths) * asked.error_steps, "figure 4, steps") as advance:
 
@@ -201,7 +202,7 @@ def _run_errors(part: Part, asked: Asked, folder: Path, stop: Stop) -> Done:
                 bands = [band for band in BANDS if band + capacity < length]
                 source = text_source(asked.prompts.text_files, {})
                 texts = text_prompts(tokenizer, source, length, asked.error_texts, asked.prompts.seed + ERRORS_SEED)
-                methods = [Mac(tau=tau, capacity=capacity, band=band) for band in bands]
+                methods = [Mac(tau=tau, max_prefix_share=share, capacity=capacity, band=band) for band in bands]
                 found = measure_errors(decoder, texts, asked.error_steps, methods, go_on)
                 rows += [{"length": length, "tau": tau, "capacity": capacity, **row} for row in found]
         except RunCut as cut:

@@ -28,18 +28,20 @@ def render_aims(rows: Sequence[Row]) -> list[str]:
 def render_layers(layers: Sequence[Row]) -> list[str]:
     """Markdown: what profiles reused, a line a setting and length, all layers together, and their range."""
     lines = [
-        "| length | over | K, r | tau | accepted | by layer | skipped | by layer | whole groups | KV rows read "
-        "| gap | age |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| length | over | K, r | tau | share | accepted | by layer | refused | skipped | by layer "
+        "| whole groups | KV rows read | gap | age |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in layers:
         if row["layer"] is not None:
             continue
         own = [one for one in layers if (one["method"], one["length"]) == (row["method"], row["length"])]
-        shown = [percent(row["acceptance"]), _range(own, "acceptance"), percent(row["skipped_fraction"]),
+        shown = [percent(row["acceptance"]), _range(own, "acceptance"), percent(row.get("refused")),
+                 percent(row["skipped_fraction"]),
                  _range(own, "skipped_fraction"), percent(row["whole_groups"]), percent(row["kv_read"]),
                  _positions(row["gap"]), _positions(row["age"])]  # fmt: skip
         place = f"{row['length']:,} | {row['over']} | {row['capacity']}, {row['band']} | {row['tau']:g}"
+        place += f" | {row.get('share', 1):g}"
         lines.append(f"| {place} | {' | '.join(shown)} |")
     return lines if len(lines) > 2 else []
 

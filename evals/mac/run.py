@@ -156,7 +156,7 @@ def make_all(asked: Asked, processes: int) -> Prompts:
 
 def pool_layers(records: Sequence[Record], told: dict[str, dict[str, Any]]) -> list[Row]:
     """What profiles reused, a row a setting, length and layer, and one of all layers (`layer` None): means over
-    tasks of `acceptance, skipped_fraction, gap, age, whole_groups, kv_read`; `tasks`: how many.
+    tasks of `acceptance, refused, skipped_fraction, gap, age, whole_groups, kv_read`; `tasks`: how many.
     """
     cells: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
     for record in records:

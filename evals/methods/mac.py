@@ -43,6 +43,7 @@ class Mac(DecodeMethod):
     name: ClassVar[str] = "mac"
     paper: ClassVar[str] = "MAC-Attention"
     tau: float = _DEFAULT.tau
+    max_prefix_share: float = _DEFAULT.max_prefix_share
     capacity: int = _DEFAULT.capacity
     band: int = _DEFAULT.band
     sink: int = _DEFAULT.sink_tokens
@@ -64,9 +65,9 @@ class Mac(DecodeMethod):
     def served(self) -> MacSettings:
         """The settings that serve it."""
         return MacSettings(
-            tau=self.tau, capacity=self.capacity, band=self.band, sink_tokens=self.sink, max_gap=self.max_gap,
-            max_age=self.max_age, seed_tokens=self.seed_tokens, summaries=self.summaries,
-            min_context_tokens=self.min_context, stops_matching=False,
+            tau=self.tau, max_prefix_share=self.max_prefix_share, capacity=self.capacity, band=self.band,
+            sink_tokens=self.sink, max_gap=self.max_gap, max_age=self.max_age, seed_tokens=self.seed_tokens,
+            summaries=self.summaries, min_context_tokens=self.min_context, stops_matching=False,
         )  # fmt: skip
 
     @property
@@ -80,7 +81,9 @@ class Mac(DecodeMethod):
     def limits(self, dim: int) -> Limits:
         served = self.served
         distance2 = 2 * dim * (1 - self.tau) ** 2
-        return Limits(self.sink, self.band, distance2, served.most_gap, self.max_age, self.min_context)
+        return Limits(
+            self.sink, self.band, distance2, served.most_gap, self.max_age, self.min_context, self.max_prefix_share
+        )
 
     def begin(self, prompt: PromptLayer) -> MacState:
         requests, heads, _, dim = prompt.queries.shape
@@ -104,7 +107,7 @@ class Mac(DecodeMethod):
                 dim**-0.5, None,
             )  # fmt: skip
             if num_seeds:
-                seed(ring, request, query, self.sink, self.band, num_seeds, attend)
+                seed(ring, request, query, self.limits(dim), num_seeds, attend)
         return MacState(
             ring,
             torch.arange(requests, dtype=torch.int32, device=device),

@@ -95,7 +95,8 @@ class ReuseCounts:
     """What reuse did since the start, by layer. tries: heads of rows that looked for a match; hits: that found one;
     context_cells: of all that looked; skipped_cells: that hits took over and did not read; gaps, ages: of hits,
     positions back to the match and to the oldest part of its summary; kv_cells: that KV heads read, once for their
-    query groups; whole_groups: KV heads of which every query head hit. is_matching: now; num_stops: how often the layer
+    query groups; whole_groups: KV heads of which every query head hit; refused: heads that missed though an entry was
+    near enough, since its prefix held too much of its own attention. is_matching: now; num_stops: how often the layer
     stopped; ring_bytes: read and written of rings by all that looked.
     """
 
@@ -107,6 +108,7 @@ class ReuseCounts:
     ages: list[int]
     kv_cells: list[int]
     whole_groups: list[int]
+    refused: list[int]
     is_matching: list[bool]
     num_stops: list[int]
     ring_bytes: list[int]

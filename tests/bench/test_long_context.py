@@ -368,7 +368,10 @@ def test_with_one_step_in_flight_the_engine_is_left_as_it_was():
 @pytest.mark.long
 def test_of_a_profile_that_reuses_it_is_told_how_many_heads_do_and_a_peer_that_samples_has_prompts_of_its_own():
     """A threshold of nothing matches every query; the window of a match stays on the device."""
-    reuse = {"method": "mac", "tau": 0.0, "capacity": 32, "band": 16, "min_context_tokens": 2304, "rings": 2}
+    reuse = {
+        "method": "mac", "tau": 0.0, "max_prefix_share": 1.0, "capacity": 32, "band": 16, "min_context_tokens": 2304,
+        "rings": 2,
+    }  # fmt: skip
     profiles = {"again": {"reuse": reuse | {"stops_matching": False}, "host": "sampled"}}
     deployment, printed = Deployment.model_validate(DEPLOYMENT | {"profiles": profiles}), io.StringIO()
     benchmark = LongContextBenchmark(2400, 2, (2,), 4, 0.0, ("again", "sampled"), 0, None, False, False)

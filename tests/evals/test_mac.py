@@ -21,7 +21,7 @@ from tests.evals.test_methods import GROUP, HEADS, KV_HEADS, LENGTHS, STEPS, Cas
 from tests.gpu.reference_model import FOLDER, document_prompt
 from tests.tolerances import METHOD_FLOAT32
 
-SMALL = "capacity=16,max_gap=8,band=4,sink=2,summaries=float32"
+SMALL = "capacity=16,max_gap=8,band=4,sink=2,summaries=float32,max_prefix_share=1"
 DIM = 8
 
 
@@ -77,7 +77,7 @@ def test_a_query_that_comes_again_takes_over_its_prefix_and_the_output_is_exact(
 def test_errors_are_of_heads_that_hit() -> None:
     decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
     text = document_prompt(120, 1).tolist()
-    some, same = (Mac(tau=tau, capacity=32, band=16, summaries="float32") for tau in (0.5, 0.99))
+    some, same = (Mac(tau=tau, max_prefix_share=1.0, capacity=32, band=16, summaries="float32") for tau in (0.5, 0.99))
     rows = measure_errors(decoder, [text], 4, [some], lambda: None)
     heads = 4 * decoder.architecture.num_layers * decoder.architecture.num_heads
     assert 0 < sum(row["hits"] for row in rows) < heads
@@ -118,11 +118,12 @@ def test_over_samples_heads_that_hit_read_none(monkeypatch: pytest.MonkeyPatch, 
 def test_over_samples_less_is_read_and_what_was_reused_is_told() -> None:
     decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
     prompt = document_prompt(500, 1).tolist()
+    small = "capacity=64,band=32,max_prefix_share=1"
     over = "over=sampled,bits_per_table=6,num_tables=20"
     labels = [
-        "capacity=64,band=32,tau=0.5",
-        f"capacity=64,band=32,tau=0.5,{over}",
-        f"capacity=64,band=32,tau=0.99,{over}",
+        f"{small},tau=0.5",
+        f"{small},tau=0.5,{over}",
+        f"{small},tau=0.99,{over}",
     ]
     batch = prefill_batch(decoder, [prompt[:400], prompt[:330]], 12, [method(label) for label in labels], None)
     forced = [prompt[400:412], prompt[330:342]]

@@ -34,11 +34,11 @@ from tests.evals.test_serving import MODEL
 from transfer.config import HostConfig
 
 TINY = ["mac", "--model", str(MODEL), "--device", "cpu", "--report", "--alone", "--lengths", "256", "--taus", "0.3",
-        "--windows", "32:16", "--over", "exact", "--tasks", "needle", "--long", "word_needle", "--tokens", "2",
-        "--samples", "1", "--forced-samples", "1", "--served-samples", "1", "--sampled-taus", "",
+        "--share", "1", "--windows", "32:16", "--over", "exact", "--tasks", "needle", "--long", "word_needle",
+        "--tokens", "2", "--samples", "1", "--forced-samples", "1", "--served-samples", "1", "--sampled-taus", "",
         "--error-steps", "2", "--error-texts", "1"]  # fmt: skip
-METHOD, SERVED = "mac:tau=0.3,capacity=32,band=16", "profile:mac-32-16-0.3-exact"
-SETTING = Setting(0.3, 32, 16, "exact")
+METHOD, SERVED = "mac:tau=0.3,max_prefix_share=1,capacity=32,band=16", "profile:mac-32-16-0.3-1-exact"
+SETTING = Setting(0.3, 1, 32, 16, "exact")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(arguments: list[str], words: 
 
 
 def test_a_settings_method_and_profile_agree_in_all_that_decides_an_answer() -> None:
-    for setting in spread((0.45, 0.9), ((256, 64), (1024, 256)), OVERS):
+    for setting in spread((0.45, 0.9), 0.2, ((256, 64), (1024, 256)), OVERS):
         method = parse_method(setting.method)
         assert isinstance(method, Mac)
         assert method.over == setting.over
@@ -158,12 +158,12 @@ def test_a_settings_method_and_profile_agree_in_all_that_decides_an_answer() -> 
         part = resolve_profiles(named, HostConfig())[setting.profile].ring_part
         assert part is not None
         assert part.settings.model_dump() | {"rings": None} == method.served.model_dump()
-    assert len(by_label(spread((0.3, 0.6), ((256, 64),), OVERS))) == 8
+    assert len(by_label(spread((0.3, 0.6), 1.0, ((256, 64),), OVERS))) == 8
     assert all(isinstance(parse_method(label), DecodeMethod) for label in BESIDE)
 
 
 def asked(**changes: Any) -> Asked:
-    settings = tuple(spread((0.3, 0.45), ((256, 64), (512, 128)), OVERS))
+    settings = tuple(spread((0.3, 0.45), 1.0, ((256, 64), (512, 128)), OVERS))
     same = {
         "prompts": PromptSettings(MODEL, "reference", 0, ()), "device": "cpu", "settings": settings, "beside": BESIDE,
         "lengths": (4096, 16_384), "tasks": ("needle",), "long": ("long_list",), "most": 64, "samples": 3,
@@ -212,11 +212,12 @@ def test_layers_say_shares_of_what_came_between() -> None:
     before = stats(tries=[8, 0], hits=[8, 0], context_cells=[800, 0], gaps=[80, 0])
     after = stats(
         tries=[24, 0], hits=[12, 0], context_cells=[2400, 0], skipped_cells=[320, 0], gaps=[100, 0], ages=[40, 0],
-        kv_cells=[300, 0], whole_groups=[1, 0],
+        kv_cells=[300, 0], whole_groups=[1, 0], refused=[2, 0],
     )  # fmt: skip
     found = reused_layers(before, after, group=4)
     assert {name: values[0] for name, values in found.items()} == {
         "acceptance": 0.25, "skipped_fraction": 0.2, "gap": 5.0, "age": 10.0, "whole_groups": 0.25, "kv_read": 0.75,
+        "refused": 0.125,
     }  # fmt: skip
     assert all(math.isnan(values[1]) for values in found.values())
     assert reused_layers(after, after, group=4) == {}
@@ -238,7 +239,7 @@ def test_layers_are_pooled_over_tasks_each_once_and_unknown_ones_are_left_out() 
 def test_errors_fall_as_the_band_grows_and_every_hit_is_in_one_octave() -> None:
     decoder = load_decoder(MODEL, torch.device("cpu"), torch.float32)
     text = torch.randint(8, 8000, (140,), generator=torch.Generator().manual_seed(3)).tolist()
-    methods = [Mac(tau=0.1, capacity=32, band=band, summaries="float32") for band in (1, 96)]
+    methods = [Mac(tau=0.1, capacity=32, band=band, summaries="float32", max_prefix_share=1.0) for band in (1, 96)]
     rows = measure_errors(decoder, [text], 3, methods, lambda: None)
     shape = decoder.architecture
     for band in (1, 96):

@@ -379,7 +379,10 @@ def test_a_method_with_the_whole_context_as_budget_equals_dense(name):
 def test_padding_and_neighbours_do_not_change_a_row(name):
     """Row 1 alone gives what it gives in a padded batch, except for the oracle's other draws, which stay finite."""
     settings = ",observe=4" if name == "snapkv" else ",rank=2" if name == "loki" else ""
-    given = {"sampled": "bits_per_table=2,num_tables=9,window=3", "mac": "capacity=16,band=4,tau=0.2"}
+    given = {
+        "sampled": "bits_per_table=2,num_tables=9,window=3",
+        "mac": "capacity=16,band=4,tau=0.2,max_prefix_share=1",
+    }
     read = given.get(name, f"budget=0.3{settings}")
     method = parse_method(f"{name}:{read}")
     assert all(result.out.isfinite().all() and result.lse.isfinite().all() for result in run(Case(12), method))

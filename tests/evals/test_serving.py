@@ -192,7 +192,8 @@ def test_tokens_are_known_by_texts_that_only_they_have() -> None:
 
 
 def test_a_profile_that_reuses_says_how_much_it_took_over() -> None:
-    reuse = {"method": "mac", "capacity": 64, "band": 32, "min_context_tokens": 0, "tau": 0.3, "rings": 2}
+    reuse = {"method": "mac", "capacity": 64, "band": 32, "min_context_tokens": 0, "tau": 0.3,
+             "max_prefix_share": 1.0, "rings": 2}  # fmt: skip
     profiles = {"mac": Composition.model_validate({"reuse": reuse})}
     settings = make_deployment(MODEL, "cpu", 700, None).model_copy(update={"profiles": profiles})
     prompt = torch.randint(8, 8000, (500,), generator=torch.Generator().manual_seed(0)).tolist()

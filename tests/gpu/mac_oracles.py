@@ -10,7 +10,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rule:
-    """What may be reused: the paper's K, r and tau, and how old a summary may be. sink: cells kept out of summaries."""
+    """What may be reused: the paper's K, r and tau, how old a summary may be, and the most of its own attention that it
+    held. sink: cells kept out of summaries.
+    """
 
     sink: int
     band: int
@@ -19,6 +21,7 @@ class Rule:
     max_gap: int
     max_age: int
     min_cells: int = 0
+    max_prefix_share: float = 1.0
 
     def threshold(self, dim: int) -> float:
         """Eq. (3): the distance below which two queries match."""
@@ -27,22 +30,26 @@ class Rule:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the prefix `[sink, p + 1 - band)` of one query."""
+    """Of the prefix `[sink, p + 1 - band)` of one query. share: of all that the query attended to."""
 
     query: np.ndarray
     mass: float
     weighted: np.ndarray
     origin: int
     is_sampled: bool
+    share: float
 
 
 @dataclass(frozen=True)
 class Step:
-    """matched: the cell whose summary is used, or None; read: cells that are attended to on the device."""
+    """matched: the cell whose summary is used, or None; is_refused: one was near enough, none of a small share; read:
+    cells that are attended to on the device.
+    """
 
     out: np.ndarray
     lse: float
     matched: int | None
+    is_refused: bool
     distance: float
     read: set[int]
     age: int
@@ -56,20 +63,25 @@ class Head:
     rule: Rule
     summaries: dict[int, Summary] = field(default_factory=dict)
 
-    def find(self, query: np.ndarray, m: int, released: int) -> tuple[int | None, float]:
-        """The nearest earlier query that may be reused, of equals the last; None if it is not near enough."""
-        nearest, least = None, np.inf
+    def find(self, query: np.ndarray, m: int, released: int) -> tuple[int | None, float, bool]:
+        """The nearest earlier query that may be reused, of equals the last; None if it is not near enough. Then: its
+        distance, and whether the share alone was in the way.
+        """
+        nearest, least, threshold, is_refused = None, np.inf, self.rule.threshold(len(query)), False
         if m + 1 < self.rule.min_cells:
-            return None, least
+            return None, least, False
         for p, summary in sorted(self.summaries.items()):
             end = p + 1 - self.rule.band
             is_near_in_time = m - p <= min(self.rule.max_gap, self.rule.capacity)
             if not is_near_in_time or m - summary.origin > self.rule.max_age or end <= self.rule.sink or end < released:
                 continue
             distance = float(np.linalg.norm(query - summary.query))
-            if distance <= least:
+            if summary.share > self.rule.max_prefix_share:
+                is_refused |= distance < threshold
+            elif distance <= least:
                 nearest, least = p, distance
-        return (nearest if least < self.rule.threshold(len(query)) else None), least
+        is_refused &= least >= threshold
+        return (nearest if least < threshold else None), threshold if is_refused else least, is_refused
 
     def step(
         self, query: np.ndarray, turned: np.ndarray, m: int, keys: np.ndarray, values: np.ndarray, scale: float,
@@ -83,12 +95,13 @@ class Head:
             weights = np.exp(keys[chosen] @ turned * scale)
             return float(weights.sum()), weights @ values[chosen]
 
-        matched, distance = self.find(query, m, hole[1]) if is_matching and cut > sink else (None, np.inf)
+        found = self.find(query, m, hole[1]) if is_matching and cut > sink else (None, np.inf, False)
+        matched, distance, is_refused = found
         everything = set(range(m + 1))
         if matched is None:
             read = everything - set(range(*hole))
             mass, weighted = summary_of(range(sink, max(sink, cut)))
-            prefix = Summary(query, mass, weighted, m, is_sampled and hole[0] < hole[1])
+            origin, of_sample = m, is_sampled and hole[0] < hole[1]
             near = summary_of(everything - set(range(sink, max(sink, cut))))
         else:
             reused = self.summaries[matched]
@@ -96,12 +109,13 @@ class Head:
             read = everything - set(range(sink, begin))
             middle = summary_of(range(begin, cut))  # the band and the tail, less what the next summary leaves out
             mass, weighted = reused.mass + middle[0], reused.weighted + middle[1]
-            prefix = Summary(query, mass, weighted, reused.origin, reused.is_sampled)
+            origin, of_sample = reused.origin, reused.is_sampled
             near = summary_of(everything - set(range(sink, cut)))
-        whole = prefix.mass + near[0]
+        whole = mass + near[0]
+        prefix = Summary(query, mass, weighted, origin, of_sample, mass / whole)
         out = (prefix.weighted + near[1]) / whole
         age = 0 if matched is None else m - prefix.origin
         if cut > sink:
             self.summaries[m] = prefix
         self.summaries = {p: kept for p, kept in self.summaries.items() if p > m - self.rule.capacity}
-        return Step(out, float(np.log(whole)), matched, distance, read, age, prefix)
+        return Step(out, float(np.log(whole)), matched, is_refused, distance, read, age, prefix)

@@ -84,7 +84,9 @@ class MacRows:
     def limits(self) -> Limits:
         rule = self.rule
         distance2 = rule.threshold(self.shape.dim) ** 2
-        return Limits(rule.sink, rule.band, distance2, rule.max_gap, rule.max_age, rule.min_cells)
+        return Limits(
+            rule.sink, rule.band, distance2, rule.max_gap, rule.max_age, rule.min_cells, rule.max_prefix_share
+        )
 
     def draw(self, cells: np.ndarray, repeats: np.ndarray, noise: float) -> Tensor:
         """Queries before the rotation, `[rows, heads, dim]`, such as bfloat16 holds, as a view of something wider."""
@@ -168,4 +170,5 @@ class MacRows:
             counts[Count.AGES] += sum(step.age for step in hits)
             counts[Count.READ] += sum(len(set.union(*(step.read for step in heads))) for heads in groups)
             counts[Count.WHOLE] += sum(all(step.matched is not None for step in heads) for heads in groups)
+            counts[Count.REFUSED] += sum(step.is_refused for step in heads)
         return counts

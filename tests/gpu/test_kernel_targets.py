@@ -362,7 +362,7 @@ def _mac(shape: Architecture, dtype: torch.dtype) -> None:
     query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
     ids, cells = torch.empty(2, dtype=torch.int32, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
     holes = torch.empty(3, 2, dtype=torch.int32, device="cuda")
-    limits = Limits(16, 256, 50.0, 1024, 4096, 1024)
+    limits = Limits(16, 256, 50.0, 1024, 4096, 1024, 0.5)
     flags = torch.empty(2, dtype=torch.uint8, device="cuda")
     is_matching, counts = ids.new_empty(1), torch.empty(NUM_COUNTS, dtype=torch.int64, device="cuda")
     out, lse = torch.empty(query.shape, device="cuda"), torch.empty(2, shape.num_heads, device="cuda")

@@ -1,5 +1,8 @@
 """MAC-Attention's match, spans, completion and rings against the float64 oracle, step by step."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -64,7 +67,8 @@ def check_entry(rows: MacRows, row: int, head: int, step, out: float, lse: float
         return
     prefix = step.prefix
     np.testing.assert_array_equal(wide(ring.queries[at]), prefix.query)
-    assert abs(float(ring.norms[at]) - prefix.query @ prefix.query) < MAC_DISTANCE2
+    sign = -1 if prefix.share > rows.rule.max_prefix_share else 1
+    assert abs(sign * float(ring.norms[at]) - prefix.query @ prefix.query) < MAC_DISTANCE2
     assert abs(float(ring.lses[at]) - np.log(prefix.mass)) < lse
     kept = prefix.weighted / prefix.mass
     rounding = MAC_SUMMARY_BFLOAT16 if ring.outs.dtype == torch.bfloat16 else 0
@@ -258,6 +262,32 @@ def test_one_cell_of_the_band_more_or_less_is_noticed(dtype, device):
         rows.rule = Rule(sink=4, band=band, capacity=16, tau=0.45, max_gap=16, max_age=40)
         with pytest.raises(AssertionError):
             check(rows.step(np.ones((1, 4), int)), rows, OUT[dtype], LSE[dtype])
+
+
+def test_an_entry_whose_prefix_held_too_much_is_refused_and_another_near_one_is_taken(dtype, device):
+    """The nearest query has often too large a share: the next one that is near enough is a hit, or none is."""
+    steps = 20
+    rows = MacRows(SMALL, replace(RULE, max_prefix_share=0.72), [50], steps, dtype, device)
+    generator = np.random.default_rng(3)
+    hits = run(rows, steps, lambda *_: int(generator.integers(1, 6)))
+    assert rows.counts[Count.REFUSED] > 10
+    assert hits > 10
+
+
+def test_a_query_of_zeros_is_refused_like_any_other(dtype, device):
+    rows = MacRows(SMALL, replace(RULE, max_prefix_share=0.5), [50], 4, dtype, device)
+    rows.generator = SimpleNamespace(standard_normal=np.zeros)
+    assert run(rows, 4, lambda *_: 0) == 0
+    assert rows.counts[Count.REFUSED] == 3 * 4
+
+
+@pytest.mark.parametrize("share", [0.69, 0.75, 1.0])
+def test_another_share_than_the_settings_is_noticed(share, dtype, device):
+    rows = MacRows(SMALL, replace(RULE, max_prefix_share=0.72), [50], 20, dtype, device)
+    rows.rule = replace(RULE, max_prefix_share=share)
+    generator = np.random.default_rng(3)
+    with pytest.raises(AssertionError):
+        run(rows, 20, lambda *_: int(generator.integers(1, 6)))
 
 
 def test_wrong_arguments_are_named(dtype, device):

@@ -55,6 +55,8 @@ def test_gap_and_seeds_are_the_whole_ring_unless_given() -> None:
         ({"layer_tau": {3: 1.0}}, "layer_tau: layer 3 has 1.0; wanted"),
         ({"layer_tau": {-1: 0.5}}, "layer_tau: layer -1 has 0.5; wanted"),
         ({"tau": 1.0}, "less than 1"),
+        ({"max_prefix_share": 0.0}, "greater than 0"),
+        ({"max_prefix_share": 1.5}, "less than or equal to 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_the_number(given: dict[str, Any], words: str) -> None:
@@ -81,8 +83,8 @@ def test_a_model_of_nothing_but_windows_is_refused_in_one_line() -> None:
 
 
 CHANGES = [
-    {"tau": 0.5}, {"capacity": 512}, {"band": 128}, {"sink_tokens": 8}, {"max_gap": 99}, {"max_age": 99},
-    {"seed_tokens": 99}, {"summaries": "float32"}, {"min_context_tokens": 1}, {"layer_tau": {1: 0.7}},
+    {"tau": 0.5}, {"max_prefix_share": 1.0}, {"capacity": 512}, {"band": 128}, {"sink_tokens": 8}, {"max_gap": 99},
+    {"max_age": 99}, {"seed_tokens": 99}, {"summaries": "float32"}, {"min_context_tokens": 1}, {"layer_tau": {1: 0.7}},
     {"stops_matching": False},
 ]  # fmt: skip
 

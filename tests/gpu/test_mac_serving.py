@@ -20,7 +20,10 @@ from tests.gpu.twin_runners import NUM_HEADS, NUM_LAYERS, Twins, check_steps, fu
 from tests.tolerances import HOP_LOGITS_FLOAT32, MAC_QUERY_RTOL, MAC_SUMMARY_ATOL, MAC_SUMMARY_STORED_ATOL
 from transfer.config import HostConfig
 
-SMALL = {"capacity": 32, "band": 16, "min_context_tokens": 0, "summaries": "float32", "stops_matching": False}
+SMALL = {
+    "capacity": 32, "band": 16, "max_prefix_share": 1.0, "min_context_tokens": 0, "summaries": "float32",
+    "stops_matching": False,
+}  # fmt: skip
 STRICT = SMALL | {"tau": 0.999, "layer_tau": {0: False}}  # the first layer's queries are those of equal tokens
 LOOSE = SMALL | {"tau": 0.0}
 PROMPT = document_prompt(300, 1)
@@ -99,6 +102,16 @@ def test_hits_are_near_what_exact_attention_gives_and_not_equal_to_it() -> None:
     assert max(far) > HOP_LOGITS_FLOAT32
 
 
+def test_heads_that_are_refused_read_everything_and_are_counted() -> None:
+    """Where no share is small enough every near match is refused, and what is left is exact attention."""
+    twins = MacTwins(LOOSE | {"max_prefix_share": 1e-6}, check_coverage=True)
+    twins.prefill([PROMPT])
+    check_steps(twins, [0], 12)
+    counts = twins.counts
+    assert sum(counts.hits) == 0
+    assert 0 < sum(counts.refused) <= sum(counts.tries)
+
+
 def test_known_tokens_of_a_row_without_a_ring_are_beside_one_that_holds_it() -> None:
     """Their ids stand where no slot's do."""
     twins = MacTwins(STRICT)
@@ -134,19 +147,21 @@ def test_a_step_in_which_no_row_holds_a_ring_goes_without_the_method(monkeypatch
 
 @pytest.mark.parametrize("goes_down", [False, True])
 def test_what_decode_leaves_in_a_ring_is_what_a_prompt_of_the_same_tokens_leaves(goes_down: bool) -> None:
-    """Queries, summaries and what is said of them: also where the hole is the host's, over a ring that wraps around."""
+    """Queries, summaries, refusals and what is said of them: also where the hole is the host's, over a full ring."""
     prompt = PROMPT if goes_down else document_prompt(90, 1)
-    twins = MacTwins(STRICT, window_tokens=64)
+    settings = STRICT | {"max_prefix_share": 0.5}
+    twins = MacTwins(settings, window_tokens=64)
     twins.prefill([prompt])
     tokens = list(prompt)
     for _ in range(40):
         tokens.append(int(twins.exact._last_tokens[0]))
         check_steps(twins, [0], 1)
     decoded = twins.entries(0)
-    fresh = MacTwins(STRICT)
+    fresh = MacTwins(settings)
     fresh.prefill([np.array(tokens, np.int32)])
     seeded = fresh.entries(0)
     assert decoded["norms"].isfinite().all()
+    assert 0 < (decoded["norms"] < 0).float().mean() < 1
     check_entries(decoded, seeded, MAC_SUMMARY_STORED_ATOL if goes_down else MAC_SUMMARY_ATOL)
     assert torch.equal(decoded["origins"], seeded["origins"])
     assert bool(twins.sequences[0].run_end) == goes_down

@@ -18,7 +18,10 @@ from tests.gpu.reference_model import shallow_model
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
 from transfer.config import HostConfig, SampledConfig
 
-MAC = {"method": "mac", "capacity": 48, "band": 16, "min_context_tokens": 0, "rings": 2, "max_age": 200}
+MAC = {
+    "method": "mac", "max_prefix_share": 1.0, "capacity": 48, "band": 16, "min_context_tokens": 0, "rings": 2,
+    "max_age": 200,
+}  # fmt: skip
 LOOSE = MAC | {"tau": 0.3}
 STRICT = MAC | {"tau": 0.999, "layer_tau": {0: "off"}, "stops_matching": False}
 MOMO = {"method": "momo", "dense_until_tokens": 128, "k_trim": 4, "k": 4}

@@ -15,7 +15,7 @@ HOST = HostStats(
 )  # fmt: skip
 REUSE = ReuseStats(
     tries=[1, 2], hits=[3, 4], context_cells=[5, 6], skipped_cells=[7, 8], gaps=[9, 10], ages=[11, 12],
-    kv_cells=[13, 14], whole_groups=[15, 16], stops=[17, 18], num_matching=[1, 0],
+    kv_cells=[13, 14], whole_groups=[15, 16], refused=[17, 18], stops=[19, 20], num_matching=[1, 0],
 )  # fmt: skip
 STATS = Stats(
     num_running=1, num_prefilling=2, num_waiting=3, pages_used=4, pages_cached=5, pages_total=6, pages_committed=16,
@@ -86,7 +86,8 @@ def test_an_engine_that_is_gone_holds_nothing() -> None:
 def test_what_is_reused_is_told_layer_by_layer_and_grows_over_engines() -> None:
     metrics = Metrics()
     metrics.take(STATS)
-    names = ("tries", "hits", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups", "stops")
+    names = ("tries", "hits", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups", "refused",
+             "stops")  # fmt: skip
     wanted = {f'reuse_{name}_total{{layer="{layer}"}}': 2 * number + 1 + layer
               for number, name in enumerate(names) for layer in range(2)}  # fmt: skip
     assert wanted.items() <= read(metrics).items()

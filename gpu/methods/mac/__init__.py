@@ -50,6 +50,7 @@ METHOD = Method(
     shared_key=None,
     kv_settings={
         "tau": "tau",
+        "share": "max_prefix_share",
         "k": "capacity",
         "r": "band",
         "sink": "sink_tokens",

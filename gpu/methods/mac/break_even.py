@@ -11,12 +11,14 @@ from torch import Tensor
 from gpu.methods.mac.match import NUM_COUNTS, Count
 
 WINDOW_STEPS = 256
+TABLE_COLUMNS = -(-(NUM_COUNTS + 2) // 2) * 2  # even: rows of all layers are aligned alike for kernels
 PAUSE_WINDOWS = 8  # that a layer which stopped does not match in
 
 
 class BreakEven:
-    """table: int64 `[layers, NUM_COUNTS + 2]`, in one piece, so that one copy tells the host all of it: counts, which
-    steps add to, `[layers, NUM_COUNTS]`; num_stops, `[layers]`; is_matching, int32 `[layers, 1]`, which steps read.
+    """table: int64 `[layers, TABLE_COLUMNS]`, in one piece, so that one copy tells the host all of it: counts, which
+    steps add to, `[layers, NUM_COUNTS]`; num_stops, `[layers]`; last, is_matching, int32 `[layers, 1]`, which steps
+    read.
 
     row_bytes: of a key and a value of one KV head; ring_bytes: that a query head reads to look for a match;
     entry_bytes: that it reads and writes of summaries; group: query heads to a KV head. is_asked: bool `[layers]`, of
@@ -28,7 +30,7 @@ class BreakEven:
         self, is_asked: Tensor, row_bytes: int, ring_bytes: int, entry_bytes: int, group: int, stops: bool
     ) -> None:
         layers, device = len(is_asked), is_asked.device
-        self.table = torch.zeros(layers, NUM_COUNTS + 2, dtype=torch.int64, device=device)
+        self.table = torch.zeros(layers, TABLE_COLUMNS, dtype=torch.int64, device=device)
         self.counts, self.num_stops = self.table[:, :NUM_COUNTS], self.table[:, NUM_COUNTS]
         self.is_matching = self.table.view(torch.int32)[:, -2:-1].fill_(1)
         self._is_asked, self._row_bytes, self._group, self._stops = is_asked, row_bytes, group, stops

@@ -3,7 +3,8 @@
     prefix = far + (hit: the entry's summary; miss: what the host filled)      whole = near + prefix
 
 The prefix is at once the summary of this cell, of `[sink, m + 1 - band)`: without subtraction, on hit and miss; it is
-appended to the ring with the query. It refuses to know KV and how a match is found. Invariants: an entry is read before
+appended to the ring with the query; where it held more than `max_prefix_share` of the whole, as an entry that nobody
+takes. It refuses to know KV and how a match is found. Invariants: an entry is read before
 it is written; a side without mass adds nothing, whatever its output holds. Bytes moved: 4 * dim for each of up to five
 sides of a (row, head), 2 * dim for the query, and the ring's entry, read and written.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from gpu.kernels.arguments import check, check_contiguous, runs_on_triton
 from gpu.methods.mac.match import Limits, Matched
-from gpu.methods.mac.rings import Ring
+from gpu.methods.mac.rings import LEAST_NORM, Ring
 from transfer.merge import merge_outputs_reference
 from transfer.partial import Partial
 
@@ -48,7 +49,8 @@ def complete_reference(
     is_sampled = torch.where(is_hit, ring.is_sampled[entries], is_asked.to(torch.uint8))
     rounded = query.to(torch.bfloat16)
     is_reusable = (cells + 1 - limits.band > limits.sink)[:, None] & prefix_lse.isfinite()
-    norms = torch.where(is_reusable, rounded.to(wide).square().sum(-1), torch.inf)
+    norms, is_refused = rounded.to(wide).square().sum(-1), prefix_lse - whole.lse > limits.max_log_share
+    norms = torch.where(is_reusable, torch.where(is_refused, -norms.clamp_min(LEAST_NORM), norms), torch.inf)
     own = rings >= 0
     place = rings[own].long()[:, None], heads, (cells[own] % capacity)[:, None]
     for kept, new in (
@@ -57,6 +59,9 @@ def complete_reference(
     ):  # fmt: skip
         kept[place] = new[own].to(kept.dtype)
     return whole
+
+
+_LEAST_NORM = tl.constexpr(LEAST_NORM)
 
 
 @triton.jit
@@ -76,6 +81,7 @@ def _add(out_a, lse_a, out_b, lse_b):
 def _complete_kernel(
     near_out, near_lse, far_out, far_lse, filled_out, filled_lse, query, entries, bounds, rings, cells, is_sampled_row,
     queries, norms, outs, lses, origins, is_sampled, out, lse, query_row, query_head, plane, sink, band,
+    max_log_share,
     HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -111,7 +117,9 @@ def _complete_kernel(
         to = first + cell % CAPACITY
         tl.debug_barrier()  # the entry may be the one that was read
         tl.store(queries + to * DIM + column, own, mask=is_column)
-        tl.store(norms + to, tl.where(is_reusable, tl.sum(wide * wide, 0), float("inf")))
+        norm, is_refused = tl.sum(wide * wide, 0), prefix_lse - whole_lse > max_log_share
+        norm = tl.where(is_refused, -tl.maximum(norm, _LEAST_NORM), norm)
+        tl.store(norms + to, tl.where(is_reusable, norm, float("inf")))
         tl.store(outs + to * DIM + column, prefix.to(outs.dtype.element_ty), mask=is_column)
         tl.store(lses + to, prefix_lse)
         tl.store(origins + to, tl.where(is_hit, origin, cell.to(tl.int32)))
@@ -169,7 +177,7 @@ def complete(
     lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
     _complete_kernel[(rows, heads)](
         *sides, query, matched.entries, matched.bounds, rings, cells, is_sampled_row, *own, out, lse, query.stride(0),
-        query.stride(1), rows * heads, limits.sink, limits.band,
+        query.stride(1), rows * heads, limits.sink, limits.band, limits.max_log_share,
         HEADS=heads, CAPACITY=capacity, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), FILLED=filled is not None,
         num_warps=1,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from gpu.methods.device_side import LayerReads, ReuseCounts, ReuseSide, Site
 from gpu.methods.mac import NUMBER_BYTES, QUERY_BYTES, entry_bytes
 from gpu.methods.mac.break_even import BreakEven
 from gpu.methods.mac.complete import complete
-from gpu.methods.mac.match import Count, Limits, Matched, match
+from gpu.methods.mac.match import NUM_COUNTS, Count, Limits, Matched, match
 from gpu.methods.mac.rings import Ring
 from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
@@ -104,9 +104,9 @@ class Mac(ReuseSide):
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
-        ring, settings = self._rings.get(query.layer), self.settings
+        ring = self._rings.get(query.layer)
         if ring is not None:
-            seed(ring, self._held[slot], query, self.sink, settings.band, settings.num_seeds, attend)
+            seed(ring, self._held[slot], query, self._limits[query.layer], self.settings.num_seeds, attend)
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Mac(ReuseSide):
         is_on = [layer in self._rings for layer in range(len(self._told))]
         is_matching = [on and bool(flag) for on, flag in zip(is_on, columns[-1], strict=True)]
         ring_bytes = [tries * self.break_even.try_bytes for tries in columns[Count.TRIES]]
-        return ReuseCounts(*columns[: len(Count)], is_matching, columns[-2], ring_bytes)
+        return ReuseCounts(*columns[:NUM_COUNTS], is_matching, columns[NUM_COUNTS], ring_bytes)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -170,8 +170,9 @@ class Mac(ReuseSide):
         settings = self.settings
         distance2 = 2 * dim * (1 - settings.tau_of(layer)) ** 2
         return Limits(
-            self.sink, settings.band, distance2, settings.most_gap, settings.max_age, settings.min_context_tokens
-        )
+            self.sink, settings.band, distance2, settings.most_gap, settings.max_age, settings.min_context_tokens,
+            settings.max_prefix_share,
+        )  # fmt: skip
 
     def _rows_of(self, reads: LayerReads) -> _RingRows:
         """Looked up in a step's first layer that matches: a captured step's rows change from replay to replay."""

@@ -7,12 +7,14 @@ youngest; nothing is taken whose prefix does not reach what was released. Bytes 
 ring that may be near enough in time, once a head; bounds and sums are small beside.
 
 On a GPU two kernels: a head's ring is cut over programs, each of which leaves its best candidate as one number, whose
-upper half is the distance and lower half the gap; the second finds the least, writes bounds and adds the counts.
+upper half is the distance and lower half the gap; the second finds the least, writes bounds and adds the counts. A near
+entry that is refused for its share has the threshold for its distance and a gap of 0: it comes behind every hit.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from math import inf, log
 
 import torch
 import triton
@@ -27,7 +29,8 @@ class Count(IntEnum):
     """Places of `counts`, sums over steps of what was tried: (row, head) of rows with a ring in a layer that matches.
 
     CELLS: of their contexts; SKIPPED: what hits left out; GAPS: of hits, m - p; AGES: m - origin; READ: cells that a KV
-    head read, of all that its group's heads read together; WHOLE: KV heads of which every head hit.
+    head read, of all that its group's heads read together; WHOLE: KV heads of which every head hit; REFUSED: tries
+    without a hit to which an entry was near enough whose prefix held too much of its own attention.
     """
 
     TRIES = 0
@@ -38,6 +41,7 @@ class Count(IntEnum):
     AGES = 5
     READ = 6
     WHOLE = 7
+    REFUSED = 8
 
 
 NUM_COUNTS = len(Count)
@@ -45,13 +49,14 @@ BLOCK_ENTRIES, MATCH_WARPS = 64, 2  # entries whose distances a program has at o
 PROGRAMS_PER_SM = 8
 LEAST_PROGRAMS = 24  # where there is no GPU, the interpreter runs each
 
-_TRIES, _HITS, _CELLS, _SKIPPED, _GAPS, _AGES, _READ, _WHOLE = (tl.constexpr(int(count)) for count in Count)
+_TRIES, _HITS, _CELLS, _SKIPPED, _GAPS, _AGES, _READ, _WHOLE, _REFUSED = (tl.constexpr(int(count)) for count in Count)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """sink: cells in front that no summary holds; band: r of the paper; max_distance2: (sqrt(2 dim) (1 - tau))^2, eq.
-    (3); max_gap: of m - p; max_age: of m - origin; min_cells: a context shorter than this matches nothing.
+    (3); max_gap: of m - p; max_age: of m - origin; min_cells: a context shorter than this matches nothing;
+    max_prefix_share: the most of its own attention that a reusable entry's prefix held, 1: any (as in the paper).
     """
 
     sink: int
@@ -60,13 +65,20 @@ class Limits:
     max_gap: int
     max_age: int
     min_cells: int
+    max_prefix_share: float
+
+    @property
+    def max_log_share(self) -> float:
+        """The bound of an entry's lse(prefix) - lse(whole), natural log; inf where every share is taken."""
+        return log(self.max_prefix_share) if self.max_prefix_share < 1 else inf
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
     """entries: int32 `[rows, heads]`, of the ring, -1 where nothing matches; distances2: float32 `[rows, heads]` of the
-    best candidate, inf: none; bounds: int32 `[3, rows, heads]`, of the attention to what is on the device; wanted:
-    uint8 `[rows, heads]`: whether the host is asked, as in the exchange slot.
+    best candidate, inf: none, and the threshold where a nearer one was refused for its share; bounds: int32 `[3, rows,
+    heads]`, of the attention to what is on the device; wanted: uint8 `[rows, heads]`: whether the host is asked, as in
+    the exchange slot.
     """
 
     entries: Tensor
@@ -92,6 +104,7 @@ def match_reference(
     is_tried = (rings >= 0) & (is_matching != 0) & (cells + 1 >= limits.min_cells) & (cut > limits.sink)
     own = rings.clamp_min(0).long()
     norms, origins = ring.norms[own], ring.origins[own].long()  # [rows, heads, capacity]
+    is_kept, norms = norms >= 0, norms.abs()
     gaps = (cells[:, None] - 1 - torch.arange(capacity, device=cells.device)) % capacity + 1  # [rows, capacity]
     prefix_ends = cells[:, None] - gaps + 1 - limits.band
     is_in_reach = is_tried[:, None] & (gaps <= limits.max_gap) & (gaps <= cells[:, None])
@@ -101,14 +114,18 @@ def match_reference(
     products = (ring.queries[own].to(wide) @ rounded[..., None])[..., 0]
     distances2 = (rounded.square().sum(-1, keepdim=True) + norms - 2 * products).clamp_min(0)
     distances2 = torch.where(is_candidate & (distances2 < torch.inf), distances2, torch.inf)
+    least_refused = torch.where(is_kept, torch.inf, distances2).amin(-1)
+    distances2 = torch.where(is_kept, distances2, torch.inf)
     nearest = distances2.amin(-1)
     gap = torch.where(distances2 == nearest[..., None], gaps[:, None], capacity + 1).amin(-1)  # the youngest
     is_hit = nearest < limits.max_distance2
+    is_refused = ~is_hit & (least_refused < limits.max_distance2)
+    nearest = torch.where(is_refused, limits.max_distance2, nearest)
     entries = torch.where(is_hit, (cells[:, None] - gap) % capacity, -1)
     bounds = _bounds_of(cells[:, None] - gap, is_hit, rings, cells, holes, limits)
     wanted = (~is_hit).to(torch.uint8)
     ages = cells[:, None] - origins.gather(2, entries.clamp_min(0)[..., None])[..., 0]
-    _add_counts(counts, is_tried, is_hit, bounds, cells, torch.where(is_hit, gap, 0), ages, kv_heads)
+    _add_counts(counts, is_tried, is_hit, is_refused, bounds, cells, torch.where(is_hit, gap, 0), ages, kv_heads)
     return Matched(entries.to(torch.int32), nearest.float(), bounds.to(torch.int32), wanted)
 
 
@@ -128,8 +145,8 @@ def _bounds_of(matched: Tensor, is_hit: Tensor, rings: Tensor, cells: Tensor, ho
 
 
 def _add_counts(
-    counts: Tensor, is_tried: Tensor, is_hit: Tensor, bounds: Tensor, cells: Tensor, gaps: Tensor, ages: Tensor,
-    kv_heads: int,
+    counts: Tensor, is_tried: Tensor, is_hit: Tensor, is_refused: Tensor, bounds: Tensor, cells: Tensor, gaps: Tensor,
+    ages: Tensor, kv_heads: int,
 ) -> None:  # fmt: skip
     rows, heads = is_hit.shape
     begin, end, cut = bounds
@@ -148,6 +165,7 @@ def _add_counts(
         Count.AGES: (ages * is_hit).sum(),
         Count.READ: (read * is_tried[:, None]).sum(),
         Count.WHOLE: groups.all(-1).sum(),
+        Count.REFUSED: is_refused.sum(),
     }
     counts += torch.stack([sums[count] for count in Count]).to(counts.dtype)
 
@@ -155,7 +173,7 @@ def _add_counts(
 @triton.jit
 def _match_kernel(
     query, queries, norms, origins, rings, cells, holes, is_matching, best, query_row, query_head, holes_plane,
-    sink, band, max_gap, max_age, min_cells, split_entries,
+    sink, band, max_distance2, max_gap, max_age, min_cells, split_entries,
     HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -185,9 +203,12 @@ def _match_kernel(
         from_queries = queries + (first + entry)[:, None] * DIM + column[None, :]
         rows = tl.load(from_queries, mask=is_in_reach[:, None] & is_column[None, :], other=0.0)
         product = tl.sum(rows.to(tl.float32) * own[None, :], 1)
-        distance2 = tl.maximum(own_norm + norm - 2.0 * product, 0.0)
+        is_kept = norm >= 0.0
+        distance2 = tl.maximum(own_norm + tl.abs(norm) - 2.0 * product, 0.0)
         is_candidate = is_in_reach & (cell - origin <= max_age) & (norm < float("inf")) & (distance2 < float("inf"))
-        packed = (distance2.to(tl.int32, bitcast=True).to(tl.int64) << 32) | gap.to(tl.int64)
+        is_candidate = is_candidate & (is_kept | (distance2 < max_distance2))
+        distance2 = tl.where(is_kept, distance2, max_distance2)  # behind all that hit, in front of all that do not
+        packed = (distance2.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tl.where(is_kept, gap, 0).to(tl.int64)
         least = tl.minimum(least, tl.where(is_candidate, packed, nothing))
     tl.store(to, tl.min(least, 0))
 
@@ -218,6 +239,7 @@ def _bounds_kernel(
     least = tl.min(packed, 1)
     distance2 = (least >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     is_hit = is_tried_head & (distance2 < max_distance2)
+    is_refused = is_tried_head & (least.to(tl.int32) == 0) & (distance2 < float("inf"))
     gap = tl.where(is_hit, least.to(tl.int32), 0)
     entry = tl.where(is_hit, (cell - gap) % CAPACITY, -1)
 
@@ -249,6 +271,7 @@ def _bounds_kernel(
         value += tl.where(count == _GAPS, tl.sum(gap, 0), 0)
         value += tl.where(count == _AGES, tl.sum(tl.where(is_hit, cell - origin, 0), 0), 0)
         value += tl.where(count == _READ, read, 0) + tl.where(count == _WHOLE, (hits == GROUP).to(tl.int32), 0)
+        value += tl.where(count == _REFUSED, tl.sum(is_refused.to(tl.int32), 0), 0)
         tl.atomic_add(counts + count, value.to(tl.int64), mask=value != 0, sem="relaxed")
 
 
@@ -306,8 +329,8 @@ def match(
     )
     _match_kernel[(rows, heads, splits)](
         query, ring.queries, ring.norms, ring.origins, rings, cells, holes, is_matching, best, query.stride(0),
-        query.stride(1), holes.stride(0), limits.sink, limits.band, limits.max_gap, limits.max_age, limits.min_cells,
-        split_entries,
+        query.stride(1), holes.stride(0), limits.sink, limits.band, limits.max_distance2, limits.max_gap,
+        limits.max_age, limits.min_cells, split_entries,
         HEADS=heads, CAPACITY=capacity, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), ENTRIES=BLOCK_ENTRIES,
         num_warps=MATCH_WARPS,
     )  # fmt: skip
@@ -317,6 +340,6 @@ def match(
         matched.wanted, counts, holes.stride(0), limits.sink, limits.band, limits.max_distance2, limits.min_cells,
         splits,
         HEADS=heads, GROUP=group, CAPACITY=capacity, NARROW=triton.next_power_of_2(group),
-        SPLITS=triton.next_power_of_2(splits), COUNTS=NUM_COUNTS, num_warps=1,
+        SPLITS=triton.next_power_of_2(splits), COUNTS=triton.next_power_of_2(NUM_COUNTS), num_warps=1,
     )  # fmt: skip
     return matched

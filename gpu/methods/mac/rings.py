@@ -1,20 +1,24 @@
 """One layer's rings: the last queries of each request, and what their prefixes summed to.
 
 It refuses to know requests, slots and thresholds. Invariant: entry i of a request that writes cell m belongs to cell
-m - d, d in [1, capacity] and (m - d) % capacity == i; what is empty or may not be reused has the norm inf.
+m - d, d in [1, capacity] and (m - d) % capacity == i; what is empty or may not be reused has the norm inf; a
+negative one says that the prefix held too much of the entry's own attention to stand for another's.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
+LEAST_NORM = 1e-30  # of a refused entry: its sign is seen, whatever its query
+
 
 @dataclass(frozen=True, slots=True)
 class Ring:
     """queries: bfloat16 `[rings, heads, capacity, dim]`, pre-RoPE; norms: float32 `[rings, heads, capacity]`, squared,
-    of the stored query; outs: float32 or bfloat16 `[rings, heads, capacity, dim]`, lses: float32 `[rings, heads,
-    capacity]`, natural log: of cells `[sink, p + 1 - band)` of the entry's cell p; origins: int32 `[rings, heads,
-    capacity]`, the cell at which the oldest part was computed; is_sampled: uint8, likewise shaped: whether it holds
+    of the stored query, negative: refused for its share; outs: float32 or bfloat16 `[rings, heads, capacity, dim]`,
+    lses: float32 `[rings, heads, capacity]`, natural log: of cells `[sink, p + 1 - band)` of the entry's cell p;
+    origins: int32 `[rings, heads, capacity]`, the cell at which the oldest part was computed; is_sampled: uint8,
+    likewise shaped: whether it holds
     sampled mass.
     """
 

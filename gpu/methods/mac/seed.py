@@ -6,10 +6,14 @@ It refuses to know units and pages. Invariant: an entry holds what dense attenti
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import torch
+from torch import Tensor
 
-from gpu.methods.mac.rings import Ring
+from gpu.methods.mac.match import Limits
+from gpu.methods.mac.rings import LEAST_NORM, Ring
+from gpu.prefill.attention import default_kernel, past_attention, windowed_attention
 from gpu.prefill.query import Attended, PrefillQuery
 
 
@@ -17,18 +21,18 @@ def seed(
     ring: Ring,
     number: int,
     query: PrefillQuery,
-    sink: int,
-    band: int,
+    limits: Limits,
     num_seeds: int,
     attend: Callable[[PrefillQuery], Attended],
 ) -> None:
     """Leave entries of the prompt's last `num_seeds` positions, as far as they are among the queries, in ring `number`.
 
     A summary's last cell is `band` behind its query's, so all of them together are causal attention that is shifted:
-    the queries are the last ones of a context `[sink, end - band)`. attend: with an lse. Asynchronous.
+    the queries are the last ones of a context `[sink, end - band)`. attend: with an lse. Where shares are limited, sink
+    and band, which a query saw beside its prefix, are summed too. Asynchronous.
     """
     assert query.begin is not None, "mac: positions of a prompt are consecutive"
-    end = query.begin + len(query.query)
+    sink, band, end = limits.sink, limits.band, query.begin + len(query.query)
     begin = max(query.begin, query.num_prompt_tokens - num_seeds, sink + band)
     if begin >= end:
         return
@@ -48,7 +52,11 @@ def seed(
     cells, lses = query.positions[own], summary.partial_lse.float().T
     entries = cells % ring.norms.shape[-1]
     queries = query.pre_rope_query[own].to(torch.bfloat16).transpose(0, 1)  # [heads, tokens, dim]
-    norms = torch.where(lses.isfinite(), queries.float().square().sum(-1), torch.inf)
+    norms = queries.float().square().sum(-1)
+    if limits.max_log_share < inf:
+        is_refused = _log_shares(query, own, end, lses, limits) > limits.max_log_share
+        norms = torch.where(is_refused, -norms.clamp_min(LEAST_NORM), norms)
+    norms = torch.where(lses.isfinite(), norms, torch.inf)
     for field, values in (
         (ring.queries, queries),
         (ring.norms, norms),
@@ -58,3 +66,17 @@ def seed(
         (ring.is_sampled, torch.zeros_like(lses)),
     ):
         field[number].index_copy_(1, entries, values.to(field.dtype))
+
+
+def _log_shares(query: PrefillQuery, own: slice, end: int, lses: Tensor, limits: Limits) -> Tensor:
+    """Return lse(prefix) - lse(whole) of the queries `own`, `[heads, tokens]`. end: of the context that the last sees;
+    lses: of their prefixes, likewise shaped.
+    """
+    asked, keys, values = query.query[own], query.keys[:, :end], query.values[:, :end]
+    sides = [windowed_attention(asked, keys, values, limits.band, query.scale)]
+    if limits.sink:
+        sink = slice(0, limits.sink)
+        kernel = default_kernel(asked)
+        sides.append(past_attention(asked, keys[:, sink], values[:, sink], query.scale, kernel))
+    whole = torch.stack([lses, *(side.partial_lse.float().T for side in sides)]).logsumexp(0)
+    return lses - whole

@@ -14,10 +14,13 @@ LayerTau = float | Literal["off"]
 
 
 class MacSettings(Settings):
-    """Paper: capacity = K, band = r, tau = τ of eq. (3)."""
+    """Paper: capacity = K, band = r, tau = τ of eq. (3); it takes any prefix (`max_prefix_share: 1`)."""
 
     tau: float = Field(0.45, ge=0, lt=1, description="how near a query must be to an earlier one, 1: the same; 0.45 "
                        "where a context is read, 0.75 where much is written")  # fmt: skip
+    max_prefix_share: float = Field(0.2, gt=0, le=1, description="an earlier query is taken over from only where what "
+                                    "would be taken held no more than this share of its attention; 1: any, as in the "
+                                    "paper")  # fmt: skip
     capacity: int = Field(1024, ge=16, le=8192, description="earlier queries that are looked at")
     band: int = Field(256, ge=1, le=4096, description="tokens in front of a match that are read again")
     sink_tokens: int = Field(4, ge=0, le=1024, description="in front, always read; where contexts go down, it is "
