@@ -365,14 +365,18 @@ def test_blocks_that_are_late_stand_in_no_slot_and_in_no_bit(device: str, open_p
     np.testing.assert_array_equal(came, (fresh == 1) & bool(open_parts))
 
 
-@pytest.mark.parametrize("blocks", [BLOCKS, 1200])
+@pytest.mark.parametrize(("blocks", "every", "rings"), [
+    (BLOCKS, 3, [2, -1, 0]), (1200, 3, [2, -1, 0]), (BLOCKS, 1, [2, -1, 0]), (BLOCKS, 1, [-1, -1, -1]),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_so_many_blocks_are_looked_at_but_those_that_stand_in_slots(device: str, kind: str, blocks: int) -> None:
+def test_every_so_many_blocks_are_looked_at_but_those_that_stand_in_slots(
+    device: str, kind: str, blocks: int, every: int, rings: list[int]
+) -> None:
     """blocks: of the longest context, of which a program looks through so many at once."""
-    rows, draw, every, steps = Rows(kind, device), np.random.default_rng(7), 3, 4
+    rows, draw, steps = Rows(kind, device), np.random.default_rng(7), 4
     assert (3 * KV_HEADS * blocks // every > CHUNK) == (blocks > BLOCKS)
-    ids, rings, cells = draw_ids(draw, 14), [2, -1, 0], [401, 7, 330]
+    ids, cells = draw_ids(draw, 14), [401, 7, 330]
     holes = np.array([[16, 0, 32], [16 + 16 * 13, 0, 32 + 16 * 4], [0, 0, 0]], np.int32)
     query = torch.tensor(
         draw.normal(size=(3, KV_HEADS * GROUP, DIM)) / (30 if rows.is_int8 else 1), dtype=torch.float32
@@ -396,6 +400,6 @@ def test_every_so_many_blocks_are_looked_at_but_those_that_stand_in_slots(device
                 tops = (query[row, group].double() @ keys.T).amax(1) * DIM**-0.5
                 wanted[place, cells[row] % steps, block] = code(float((tops - lse[row, group].double()).exp().max()))
                 looked += 1
-    assert int(counts[LOOKED]) == looked > 5
+    assert int(counts[LOOKED]) == looked
     assert np.abs(history.cpu().numpy().astype(int) - wanted).max() <= HISTORY_CODE
-    assert len(np.unique(wanted)) > 4
+    assert (looked > 5 and len(np.unique(wanted)) > 4) or max(rings) < 0
