@@ -266,9 +266,9 @@ def mass(
         from evals.options import parse_numbers
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
-        from evals.run import load_tokenizer
         from evals.session import progress_bar, resolve_device
         from evals.tasks.text import text_source
+        from evals.tokenizer import load_tokenizer
         from gpu.methods.momo.settings import MomoSettings
 
         on, sizes = resolve_device(device), parse_lengths(lengths)

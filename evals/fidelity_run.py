@@ -12,11 +12,11 @@ import torch
 from evals.fidelity import run_fidelity, text_prompts
 from evals.forward import ReferenceDecoder, load_decoder
 from evals.rows import Row
-from evals.run import load_tokenizer
 from evals.served_method import PREFIX, group_by_deployment
 from evals.serving import load_serving_engine
 from evals.session import progress_bar
 from evals.tasks.text import text_source
+from evals.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,9 +25,9 @@ from evals import metrics
 from evals.fusion_prompts import FusionPrompt
 from evals.paired import FEWEST_PROMPTS, paired_interval
 from evals.rows import Row
-from evals.run import load_tokenizer
 from evals.serving import make_deployment
 from evals.stopping import RunCut, Stop
+from evals.tokenizer import load_tokenizer
 from gpu.fusion.plan import VANILLA, get_policy
 from gpu.model.architecture import read_architecture
 from gpu.prefill.query import PrefillQuery

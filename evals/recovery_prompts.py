@@ -4,8 +4,9 @@ from pathlib import Path
 
 from evals.cells import Cell, PromptSettings
 from evals.fidelity import text_prompts
-from evals.run import load_tokenizer, make_prompts
+from evals.run import make_prompts
 from evals.tasks.text import text_source
+from evals.tokenizer import load_tokenizer
 
 TEXT = "text"
 

@@ -5,14 +5,12 @@ cell see the same prompts and share one prefill of each; a sample that fails is 
 a sample that the store already has is not run again.
 """
 
-import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from multiprocessing import get_context
-from pathlib import Path
 from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
@@ -35,8 +33,7 @@ from evals.tasks import CODE_VERSION, TASKS
 from evals.tasks.fitting import count_chat_tokens
 from evals.tasks.reference import user_turn
 from evals.tasks.text import text_source
-from gpu.model.gguf.file import is_gguf
-from gpu.model.vocabulary import read_vocabulary
+from evals.tokenizer import load_tokenizer
 
 AGREEMENT = "agreement"
 """Metric of forced cells: the share of full attention's own answer tokens that the method would have chosen too."""
@@ -49,21 +46,6 @@ SPECIAL_TOKENS = 2
 class Prompt:
     sample: Sample
     token_ids: np.ndarray
-
-
-def load_tokenizer(model: Path) -> Any:
-    """The Hugging Face tokenizer of a model folder, or of a GGUF file's vocabulary. It knows no longest text: texts are
-    tokenised before they are cut, of which transformers would warn.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if is_gguf(model):
-        vocabulary, settings = read_vocabulary(model)
-        names = {name: text for name, text in settings.items() if name.endswith("_token") and isinstance(text, str)}
-        return PreTrainedTokenizerFast(
-            tokenizer_object=vocabulary, chat_template=settings.get("chat_template"), **names
-        )  # fmt: skip
-    return AutoTokenizer.from_pretrained(model, model_max_length=sys.maxsize)
 
 
 def make_prompts(cell: Cell, settings: PromptSettings) -> list[Prompt]:

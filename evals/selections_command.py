@@ -34,10 +34,10 @@ def selections(
         from evals.forward import load_decoder
         from evals.methods.predicted import Predicted
         from evals.methods.registry import parse_method
-        from evals.run import load_tokenizer
         from evals.selections import record_selections, turnover
         from evals.session import resolve_device
         from evals.tasks.text import text_source
+        from evals.tokenizer import load_tokenizer
 
         on = resolve_device(device)
         decoder = load_decoder(model, torch.device(on), torch.bfloat16 if on.startswith("cuda") else torch.float32)

@@ -14,13 +14,14 @@ from typing import Any
 from evals.cells import Cell, PromptSettings
 from evals.clients import Endpoint, ProbeError, ask_all, probe
 from evals.metrics import score
-from evals.run import Prompt, is_chat, load_tokenizer, prompts_of
+from evals.run import Prompt, is_chat, prompts_of
 from evals.samples import Sample
 from evals.served_method import PREFIX
 from evals.serving import Ask, ServingEngine
 from evals.stopping import RunCut
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION
+from evals.tokenizer import load_tokenizer
 from gpu.model.architecture import Architecture
 from server.server_url import find_root
 

@@ -222,7 +222,8 @@ def _run_methods(cells: Sequence[Cell], settings: PromptSettings, how: InProcess
     import torch
 
     from evals.forward import load_decoder
-    from evals.run import load_tokenizer, prompts_of, run_cells
+    from evals.run import prompts_of, run_cells
+    from evals.tokenizer import load_tokenizer
 
     on_cuda = how.device.startswith("cuda")
     decoder = load_decoder(settings.model, torch.device(how.device), torch.bfloat16 if on_cuda else torch.float32)
@@ -241,9 +242,10 @@ def _run_profiles(
     how: InProcess,
     ledger: Ledger,
 ) -> None:
-    from evals.run import load_tokenizer, prompts_of
+    from evals.run import prompts_of
     from evals.served import run_profiles
     from evals.serving import load_serving_engine
+    from evals.tokenizer import load_tokenizer
     from gpu.model.architecture import read_architecture
 
     longest = max(cell.length_tokens for cell in cells)

@@ -22,7 +22,7 @@ from evals.mac.grid import Setting
 from evals.methods.mac import Mac
 from evals.report.document import write_document
 from evals.rows import Row
-from evals.run import Prompt, load_tokenizer, run_cells
+from evals.run import Prompt, run_cells
 from evals.served import run_profiles
 from evals.served_method import PREFIX
 from evals.serving import load_serving_engine, make_deployment
@@ -30,6 +30,7 @@ from evals.session import open_ledger, progress_bar
 from evals.stopping import RunCut, Stop, stopping
 from evals.store import Ledger, Record
 from evals.tasks.text import text_source
+from evals.tokenizer import load_tokenizer
 from gpu.model.architecture import read_architecture
 from server.config import Deployment
 from transfer.config import HostConfig

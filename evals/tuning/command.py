@@ -59,9 +59,9 @@ def lsh(
         from evals.methods.method import parse_layers
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
-        from evals.run import load_tokenizer
         from evals.session import progress_bar, resolve_device
         from evals.tasks.text import text_source
+        from evals.tokenizer import load_tokenizer
         from evals.tuning.grid import Resident, Setting
         from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
 
@@ -235,9 +235,9 @@ def mac(
         from evals.methods.mac import Mac
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
-        from evals.run import load_tokenizer
         from evals.session import progress_bar, resolve_device
         from evals.tasks.text import text_source
+        from evals.tokenizer import load_tokenizer
         from evals.tuning.mac import choose_taus, measure_layers
 
         folder = model if model.exists() else MODELS / model

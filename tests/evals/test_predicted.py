@@ -21,8 +21,8 @@ from evals.predicted_defaults import METHOD
 from evals.recovery import Ablation, labels_of, measure, pool, recovery_of
 from evals.recovery_command import recovery
 from evals.recovery_prompts import recovery_prompts
-from evals.run import load_tokenizer
 from evals.selections import turnover
+from evals.tokenizer import load_tokenizer
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.predictor.network import PredictorNetwork, load_network, save_network
 from tests.evals.test_methods import GROUP, HEADS, LENGTHS, STEPS, Case, best, check, run

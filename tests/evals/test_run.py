@@ -34,11 +34,12 @@ from evals.results import (
     replace_between_markers,
 )
 from evals.rows import depth_rows, summarize
-from evals.run import AGREEMENT, Prompt, load_tokenizer, make_prompts
+from evals.run import AGREEMENT, Prompt, make_prompts
 from evals.samples import Sample
 from evals.served import Server, named_methods
 from evals.session import InProcess, run, run_remotely
 from evals.store import Record
+from evals.tokenizer import load_tokenizer
 
 MODEL = Path("deploy/models/reference")
 SETTINGS = PromptSettings(MODEL, "reference", 0, ())

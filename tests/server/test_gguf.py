@@ -13,7 +13,7 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Regex, pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from evals.run import load_tokenizer as load_for_evals
+from evals.tokenizer import load_tokenizer as load_for_evals
 from gpu.config import ModelConfig
 from gpu.model.architecture import ModelError, read_architecture
 from gpu.model.end_tokens import end_token_ids

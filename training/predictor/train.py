@@ -17,11 +17,11 @@ from rich.console import Console
 
 from evals.fidelity import text_prompts
 from evals.forward import load_decoder
-from evals.run import load_tokenizer
 from evals.samples import Sample
 from evals.tasks.haystack import TextSource
 from evals.tasks.reference import REFERENCE_TASKS, generate_reference
 from evals.tasks.request import Request
+from evals.tokenizer import load_tokenizer
 from gpu.predictor.network import PredictorNetwork, save_network
 from training.predictor.capture import Cut, Track, Tracks, capture
 from training.predictor.fit import Epoch, Network, Recipe, fit
