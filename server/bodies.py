@@ -148,6 +148,17 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def as_chat(self) -> ChatBody:
+        """Return the chat that has this prompt, but for how it ends."""
+        return ChatBody(
+            messages=self.messages or [],
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            continue_final_message=self.continue_final_message,
+        )
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

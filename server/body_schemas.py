@@ -132,7 +132,12 @@ def _bounds_of(struct: type, limits: BodyLimits) -> dict[str, Tree]:
             "json": {"anyOf": [*_SCHEMAS, {"type": "string", "description": "a schema as text"}, _NULL]},
             "choice": {"items": {"type": "string", "minLength": 1}, "minItems": 1},
         },
-        TokenizeBody: {"prompt": {"maxLength": limits.max_tokenize_items}, "messages": {"minItems": 1}},
+        TokenizeBody: {
+            "prompt": {"maxLength": limits.max_tokenize_items},
+            "messages": {"minItems": 1},
+            "tools": {"maxItems": MAX_TOOLS},
+            "chat_template_kwargs": {"maxProperties": MAX_VARIABLES},
+        },
         DetokenizeBody: {"tokens": {"items": _token_id(limits), "maxItems": limits.max_tokenize_items}},
         DocumentBody: {"messages": {"minItems": 1}},
         EmbeddingsBody: {"input": {"anyOf": _prompts(limits, MAX_INPUTS)}, **_of_vectors(limits)},

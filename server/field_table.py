@@ -236,12 +236,12 @@ TOKENIZE = Fields(
     "Tokenize",
     {
         "messages": Each(MESSAGE),
+        "tools": Each(TOOL),
         **served("model", "prompt", "add_special_tokens", "add_generation_prompt", "continue_final_message"),
+        **served("chat_template_kwargs"),
         **refused(_NOT_REPORTED, "return_token_strs", "return_token_offsets", at=(False,)),
         **refused(_OWN_TEMPLATE, "chat_template"),
-        **refused(_OWN_TEMPLATE, "chat_template_kwargs", at=({},)),
         **refused(_TEXT_ONLY, "mm_processor_kwargs", "media_io_kwargs", at=({},)),
-        **refused(_NO_TOOLS, "tools", at=([],)),
     },
 )
 

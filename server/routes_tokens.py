@@ -1,5 +1,7 @@
 """`/tokenize` and `/detokenize`: what a text is in tokens, and back. A thread for long texts is left to prompts."""
 
+from dataclasses import replace
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
@@ -7,10 +9,11 @@ from server.api_error import invalid
 from server.bodies import DetokenizeBody, TokenizeBody, check_continued
 from server.body_reader import read_body
 from server.chat_message import check_messages
-from server.conversation import Conversation
-from server.prompts import chat_prompt, check_token_ids
+from server.conversation import read_conversation
+from server.prompts import chat_prompt, check_token_ids, check_variables
 from server.service import service_of
 from server.text_pool import INLINE_CHARS
+from server.tools import check_tools
 
 router = APIRouter()
 
@@ -26,19 +29,23 @@ async def tokenize(request: Request) -> Response:
         raise invalid("prompt", "give either prompt or messages, and not both")
     if body.messages is not None:
         check_messages(body.messages)
+        check_tools(body.tools or [], None)
         check_continued(body, body.messages)
-        conversation = Conversation(
-            body.messages,
-            continues=bool(body.continue_final_message),
-            begins_answer=body.add_generation_prompt is not False,
-        )
+        check_variables(service, body.chat_template_kwargs or {})
+        conversation = replace(read_conversation(body.as_chat()), begins_answer=body.add_generation_prompt is not False)
         size = INLINE_CHARS + conversation.num_chars  # never inline, as there
         async with service.texts.aside(size):
             token_ids = (await chat_prompt(service, conversation, limits.max_context_tokens)).token_ids
     else:
-        if body.continue_final_message or body.add_generation_prompt is False:
-            name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
-            raise invalid(name, "only with messages")
+        asked = {
+            "continue_final_message": body.continue_final_message,
+            "add_generation_prompt": body.add_generation_prompt is False,
+            "tools": body.tools,
+            "chat_template_kwargs": body.chat_template_kwargs,
+        }
+        of_messages = next((name for name, value in asked.items() if value), None)
+        if of_messages is not None:
+            raise invalid(of_messages, "only with messages")
         text = body.prompt or ""
         if len(text) > service.settings.max_tokenize_kib * 1024:
             most = service.settings.max_tokenize_kib

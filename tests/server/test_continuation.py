@@ -70,6 +70,13 @@ async def test_marks_in_what_others_say_open_no_reasoning() -> None:
     assert read(make_reader, [" opens."]) == (" opens.", "", [])
 
 
+async def test_what_a_turn_ends_with_is_not_told_again_when_it_turns_out_to_be_no_mark() -> None:
+    _, make_reader = await hold(
+        Service("</think>"), tool_choice="auto", messages=begun("<think>I write </"), **CONTINUED
+    )
+    assert read(make_reader, "b>.</think>Yes.") == ("Yes.", "b>.", [])
+
+
 @pytest.mark.parametrize("prefix", ["I look. ", "<think>\nhm\n</think>\n\nI look.\n", "<think>hm"])
 async def test_a_call_may_follow_and_must_where_one_is_required(prefix: str) -> None:
     rest = f"</think>{CALL}" if prefix.endswith("hm") else CALL
@@ -209,6 +216,25 @@ async def test_tokenize_and_count_tokens_make_the_prompt_of_the_chat(live: Runni
         assert len(tokens) < len(closed) < len(opened)
 
 
+async def test_tools_and_variables_are_in_the_prompt_that_tokenize_makes(hermes: Served) -> None:
+    running, script = hermes
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    bodies = [
+        {"messages": HI},
+        {"messages": HI, "tools": TOOLS},
+        {"messages": HI} | thinking,
+        {"messages": HI, "tools": TOOLS} | thinking,
+        {"messages": begun("It"), "tools": TOOLS} | CONTINUED,
+    ]
+    counts = []
+    for body in bodies:
+        script.add("x")
+        usage = (await running.http.post("/v1/chat/completions", json=body | {"max_tokens": 1})).json()["usage"]
+        counts.append(len(await tokens_of(running, **body)))
+        assert counts[-1] == usage["prompt_tokens"]
+    assert len(set(counts)) == len(counts)
+
+
 async def test_a_prompt_that_cannot_end_so_is_refused(live: Running) -> None:
     for body, param in (
         ({"messages": begun("It"), "continue_final_message": True}, "add_generation_prompt"),
@@ -217,6 +243,10 @@ async def test_a_prompt_that_cannot_end_so_is_refused(live: Running) -> None:
         ({"prompt": "a"} | CONTINUED, "continue_final_message"),
         ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
         ({"messages": HI, "continue_final_message": "yes"}, "continue_final_message"),
+        ({"prompt": "a", "tools": TOOLS}, "tools"),
+        ({"prompt": "a", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"messages": HI, "tools": [*TOOLS, *TOOLS]}, "tools[2].function.name"),
+        ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ):
         answer = await live.http.post("/tokenize", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body

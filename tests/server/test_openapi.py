@@ -62,7 +62,7 @@ POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messag
          "/tokenize", "/detokenize", "/v1/documents")  # fmt: skip
 # what compares two fields, or a field with the text of another, no schema can say: all that refuses what one allows
 UNSAID = (
-    r"^(add_generation_prompt|continue_final_message): ",
+    r"^(add_generation_prompt|continue_final_message): |^(tools|chat_template_kwargs): only with messages$",
     r"the last one cannot be continued",
     r"^input length and `max_tokens` exceed context limit|^prompt is too long: ",
     r"^best_of: got .* wanted n ",
@@ -86,7 +86,7 @@ UNSAID = (
 LEAST_SHARE = {
     "/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/v1/responses": 0.75, "/v1/messages": 0.75,
     "/v1/messages/count_tokens": 0.75, "/v1/embeddings": 0.75, "/rerank": 0.75,
-    "/v1/rerank": 0.75, "/v2/rerank": 0.75, "/tokenize": 0.75, "/detokenize": 1.0, "/v1/documents": 1.0,
+    "/v1/rerank": 0.75, "/v2/rerank": 0.75, "/tokenize": 0.6, "/detokenize": 1.0, "/v1/documents": 1.0,
 }  # fmt: skip
 LIMITS = BodyLimits(
     model_ids=("a", "alias"),
@@ -198,7 +198,8 @@ def name_what_is_there(url: str, document: dict[str, Any]) -> None:
     document["paths"][INPUT_ITEMS]["get"]["parameters"][-1]["schema"] = {"enum": [item]}
     schemas = document["components"]["schemas"]  # no drawn name would be another's, and no id a call's
     schemas["Message"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
-    schemas["ChatBody"]["properties"]["tools"]["maxItems"] = 1
+    for struct in ("ChatBody", "TokenizeBody"):
+        schemas[struct]["properties"]["tools"]["maxItems"] = 1
     for struct in ("Function", "NamedFunction"):
         schemas[struct]["properties"]["name"] = {"enum": ["f"]}
     schemas["InputItem"] = {
