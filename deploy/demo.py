@@ -139,8 +139,8 @@ def ask_about_page(url: str, model: str, console: Console) -> bool:
     verdicts = []
     for question in questions:
         console.print(f"\n[bold green]>[/] {question.text}")
-        conversation = Conversation(url, model, None, None, ANSWER_TOKENS, 0.0)
-        ask(conversation, question.text, page.read_text(), console)
+        conversation = Conversation(url, model, None, None, ANSWER_TOKENS, 0.0, document=page.read_text())
+        ask(conversation, question.text, console)
         verdicts.append(question.answer in conversation.messages[-1]["content"])
         says = f"[red]wrong[/]: the page says {question.answer}"
         console.print("[green]right[/]" if verdicts[-1] else says)

@@ -1,10 +1,13 @@
 """`tandem chat`: a conversation with a running server, in the terminal. Any OpenAI-compatible server will do.
 
 Knows HTTP and the terminal, nothing of the engine. Ctrl-C stops the answer (closing the stream frees its request on the
-server) and not the program; what had come of the answer stays in the conversation.
+server) and not the program; what had come of the answer stays in the conversation, and a question of whose answer
+nothing had come is taken back.
 """
 
 import json
+import readline  # noqa: F401 - gives `input` line editing, and earlier questions by the arrow keys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +15,6 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.markup import escape
 
 from server.commands.work_bar import WorkBar
 
@@ -25,7 +27,9 @@ class ChatError(Exception):
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages so far, and what every request of this conversation says."""
+    """Messages so far, and what every request of this conversation says. document: a text that goes with the next
+    question.
+    """
 
     url: str
     model: str
@@ -34,6 +38,7 @@ class Conversation:
     max_tokens: int | None
     temperature: float
     messages: list[dict[str, str]] = field(default_factory=list)
+    document: str | None = None
 
     def headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -57,7 +62,12 @@ def check_key(api_key: str | None) -> None:
 
 
 def find_model(url: str, api_key: str | None) -> str:
-    """The id of the first model that the server lists. Raises ChatError."""
+    """Return the id of the first model that the server lists. Raises ChatError."""
+    return str(list_models(url, api_key)[0]["id"])
+
+
+def list_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """Return the models that the server lists, at least one and each with an id. Raises ChatError."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=CONNECT_SECONDS)
@@ -66,9 +76,12 @@ def find_model(url: str, api_key: str | None) -> str:
     if response.status_code != 200:
         raise ChatError(f"chat: {url}/v1/models: {describe_refusal(response.status_code, response.text)}")
     try:
-        return str(response.json()["data"][0]["id"])
+        models = [model for model in response.json()["data"] if isinstance(model["id"], str)]
     except (ValueError, LookupError, TypeError):
-        raise ChatError(f"chat: {url}/v1/models lists no model; is it an OpenAI-compatible server?") from None
+        models = []
+    if not models:
+        raise ChatError(f"chat: {url}/v1/models lists no model; is it an OpenAI-compatible server?")
+    return models
 
 
 def describe_refusal(status: int, text: str) -> str:
@@ -107,10 +120,15 @@ def stream_events(conversation: Conversation) -> Iterator[dict[str, Any]]:
         raise ChatError(f"chat: {conversation.url} sent an event that is not JSON: {error}") from None
 
 
-def stream_answer(conversation: Conversation, console: Console) -> str:
-    """Ask for the next answer, print it as it comes and append it to the conversation. Ctrl-C ends it early."""
+def stream_answer(conversation: Conversation, console: Console) -> None:
+    """Ask for the next answer, print it as it comes and append it to the conversation, then what it took. Ctrl-C ends
+    it early; where nothing has come yet, the question is taken back.
+    """
     pieces: list[str] = []
     usage: dict[str, Any] = {}
+    began_s = time.monotonic()
+    first_s: float | None = None
+    is_stopped = False
     try:
         with WorkBar("tokens", console) as bar:
             for event in stream_events(conversation):
@@ -122,22 +140,33 @@ def stream_answer(conversation: Conversation, console: Console) -> str:
                     piece = choice.get("delta", {}).get("content")
                     if piece:
                         bar.close()
+                        first_s = first_s or time.monotonic() - began_s
                         pieces.append(piece)
                         console.out(piece, end="", highlight=False)
     except KeyboardInterrupt:
+        is_stopped = True
         console.print(" [yellow](stopped)[/]", end="")
     console.print()
-    answer = "".join(pieces)
-    conversation.messages.append({"role": "assistant", "content": answer})
+    if is_stopped and not pieces:
+        conversation.messages.pop()
+    else:
+        conversation.messages.append({"role": "assistant", "content": "".join(pieces)})
+    took = describe_answer(usage, first_s, time.monotonic() - began_s)
+    console.print(took, style="dim", highlight=False)
+
+
+def describe_answer(usage: dict[str, Any], first_s: float | None, seconds: float) -> str:
+    """Return one line of what an answer took: tokens, if the server counted them for us, and seconds."""
+    told = []
     if usage:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        console.print(
-            f"{usage['prompt_tokens']:,} tokens read ({cached:,} of them kept from before), "
+        told = [
+            f"{usage['prompt_tokens']:,} tokens read ({cached:,} of them kept from before)",
             f"{usage['completion_tokens']:,} written",
-            style="dim",
-            highlight=False,
-        )
-    return answer
+        ]
+    if first_s is not None:
+        told.append(f"{first_s:.1f} s to the first")
+    return ", ".join([*told, f"{seconds:.1f} s in all"])
 
 
 def read_document(path: Path) -> str:
@@ -147,33 +176,18 @@ def read_document(path: Path) -> str:
         raise ChatError(f"chat: {path} cannot be read as text: {error}") from None
 
 
-def hold_conversation(conversation: Conversation, document: str | None, console: Console) -> None:
-    """Questions from the terminal until Ctrl-D; the document goes with the first one that is answered."""
-    console.print(f"{conversation.model} at {conversation.url}. Ctrl-C stops an answer, Ctrl-D ends.", style="dim")
-    while True:
-        try:
-            question = console.input("[bold green]> [/]").strip()
-        except KeyboardInterrupt:
-            console.print("\nCtrl-D ends", style="dim")
-            continue
-        except EOFError:
-            console.print()
-            return
-        if not question:
-            continue
-        try:
-            ask(conversation, question, document, console)
-            document = None
-        except ChatError as error:
-            console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
-
-
-def ask(conversation: Conversation, question: str, document: str | None, console: Console) -> None:
-    """One question and its answer. A question that the server refused is taken back before ChatError goes on."""
+def ask(conversation: Conversation, question: str, console: Console) -> None:
+    """Print the answer to a question, which the document comes in front of if there is one. A question that the server
+    refused is taken back before ChatError goes on.
+    """
+    document = conversation.document
     content = question if document is None else f"{document}\n\n{question}"
     conversation.messages.append({"role": "user", "content": content})
+    num_asked = len(conversation.messages)
     try:
         stream_answer(conversation, console)
     except ChatError:
         conversation.messages.pop()
         raise
+    if len(conversation.messages) > num_asked:
+        conversation.document = None

@@ -220,7 +220,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 1024,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the most likely token")] = 0.0,
 ) -> None:
-    """Talk to a running server. Ctrl-C stops an answer, Ctrl-D ends."""
+    """Talk to a running server. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
     from rich.console import Console
 
     from server.commands.chat import (
@@ -229,9 +229,9 @@ def chat(
         ask,
         check_key,
         find_model,
-        hold_conversation,
         read_document,
     )
+    from server.commands.chat_prompt import hold_conversation
     from server.server_url import find_root
 
     check_key(api_key)
@@ -239,7 +239,6 @@ def chat(
         root = find_root(url)
     except ValueError as error:
         raise ChatError(f"--url: {error}") from None
-    document = None if file is None else read_document(file)
     conversation = Conversation(
         url=root,
         model=model or find_model(root, api_key),
@@ -248,9 +247,10 @@ def chat(
         max_tokens=max_tokens,
         temperature=temperature,
         messages=[] if system is None else [{"role": "system", "content": system}],
+        document=None if file is None else read_document(file),
     )
     console = Console()
     if once is not None:
-        ask(conversation, once, document, console)
+        ask(conversation, once, console)
     else:
-        hold_conversation(conversation, document, console)
+        hold_conversation(conversation, console)

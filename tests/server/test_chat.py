@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,10 +20,9 @@ from server.commands.chat import (
     ask,
     check_key,
     find_model,
-    hold_conversation,
     read_document,
-    stream_answer,
 )
+from server.commands.chat_prompt import hold_conversation, run_command
 from server.commands.cli import main
 
 
@@ -34,6 +34,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.scripts: list[Any] = []
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.profiles: list[str] | None = ["exact", "sampled"]
 
     @property
     def url(self) -> str:
@@ -47,7 +48,8 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def do_GET(self) -> None:
-        self._answer(200, {"data": [{"id": "first"}, {"id": "second"}]})
+        profiles = {} if self.server.profiles is None else {"attention_profiles": self.server.profiles}
+        self._answer(200, {"data": [{"id": "first"} | profiles, {"id": "second"}]})
 
     def do_POST(self) -> None:
         self.server.keys.append(self.headers.get("authorization"))
@@ -107,9 +109,10 @@ def test_an_answer_is_printed_as_it_comes_and_remembered(scripted: ScriptedServe
     scripted.scripts = [say("Hel", "lo [bold]")]
     conversation = converse_with(scripted)
     console, page = make_console()
-    ask(conversation, "hi", None, console)
+    ask(conversation, "hi", console)
     assert "Hello [bold]" in page.getvalue()
-    assert "4,000 tokens read (1,500 of them kept from before), 2 written" in page.getvalue()
+    took = r"4,000 tokens read \(1,500 of them kept from before\), 2 written, \d\.\d s to the first, \d\.\d s in all\n"
+    assert re.search(took, page.getvalue())
     assert conversation.messages == [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "Hello [bold]"},
@@ -118,10 +121,10 @@ def test_an_answer_is_printed_as_it_comes_and_remembered(scripted: ScriptedServe
 
 def test_a_request_carries_the_conversation_its_key_and_its_profile(scripted: ScriptedServer) -> None:
     scripted.scripts = [say("one"), say("two")]
-    conversation = converse_with(scripted, api_key="k", attention_profile="exact", max_tokens=9)
+    conversation = converse_with(scripted, api_key="k", attention_profile="exact", max_tokens=9, document="a document")
     console, _ = make_console()
-    ask(conversation, "first?", "a document", console)
-    ask(conversation, "second?", None, console)
+    ask(conversation, "first?", console)
+    ask(conversation, "second?", console)
     assert scripted.keys == ["Bearer k", "Bearer k"]
     last = scripted.bodies[-1]
     assert [message["content"] for message in last["messages"]] == ["a document\n\nfirst?", "one", "second?"]
@@ -133,7 +136,7 @@ def test_a_request_carries_the_conversation_its_key_and_its_profile(scripted: Sc
 def test_what_is_not_asked_for_is_not_sent(scripted: ScriptedServer) -> None:
     scripted.scripts = [say("one")]
     console, _ = make_console()
-    ask(converse_with(scripted), "q", None, console)
+    ask(converse_with(scripted), "q", console)
     assert not {"attention_profile", "max_tokens"} & set(scripted.bodies[0])
     assert scripted.keys == [None]
 
@@ -143,9 +146,9 @@ def test_a_refusal_is_one_line_and_the_question_is_taken_back(scripted: Scripted
     conversation = converse_with(scripted)
     console, _ = make_console()
     with pytest.raises(ChatError, match="429: the queue is full"):
-        ask(conversation, "q", None, console)
+        ask(conversation, "q", console)
     assert conversation.messages == []
-    ask(conversation, "q", None, console)
+    ask(conversation, "q", console)
     assert len(conversation.messages) == 2
 
 
@@ -153,7 +156,7 @@ def test_an_error_in_the_stream_is_an_error(scripted: ScriptedServer) -> None:
     scripted.scripts = [[{"choices": [{"delta": {"content": "a"}}]}, {"error": {"message": "the engine died"}}]]
     console, _ = make_console()
     with pytest.raises(ChatError, match="the engine died"):
-        ask(converse_with(scripted), "q", None, console)
+        ask(converse_with(scripted), "q", console)
 
 
 def test_a_server_that_is_not_there_is_one_line(scripted: ScriptedServer) -> None:
@@ -189,38 +192,109 @@ def test_an_address_needs_no_scheme_and_a_wrong_one_is_one_line(
     )
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("pieces", "kept"), [(("half ", "an"), ["q", "half an"]), ((), [])])
+def test_ctrl_c_stops_the_answer_and_keeps_what_came(
+    monkeypatch: pytest.MonkeyPatch, pieces: tuple[str, ...], kept: list[str]
+) -> None:
     def stream(_: Conversation) -> Iterator[dict[str, Any]]:
-        yield {"choices": [{"delta": {"content": "half an"}}]}
+        yield from ({"choices": [{"delta": {"content": piece}}]} for piece in pieces)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chat, "stream_events", stream)
-    conversation = Conversation("http://x", "m", None, None, None, 0.0)
+    conversation = Conversation("http://x", "m", None, None, None, 0.0, document="D")
     console, page = make_console()
-    assert stream_answer(conversation, console) == "half an"
+    ask(conversation, "q", console)
     assert "(stopped)" in page.getvalue()
-    assert conversation.messages[-1]["content"] == "half an"
+    assert "s in all" in page.getvalue()
+    assert [message["content"].removeprefix("D\n\n") for message in conversation.messages] == kept
+    assert conversation.document == (None if pieces else "D"), "what was not answered goes with the next question"
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> list[str | type[BaseException]]:
+    """Have these lines typed, one a prompt, and Ctrl-D; what is left of them is returned."""
+    typed: list[str | type[BaseException]] = [*lines, EOFError]
+
+    def read(prompt: str) -> str:
+        word = typed.pop(0)
+        if isinstance(word, str):
+            return word
+        raise word
+
+    monkeypatch.setattr("builtins.input", read)
+    return typed
 
 
 def test_a_conversation_goes_on_after_ctrl_c_and_errors_and_ends_with_ctrl_d(
     scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted.scripts = [(400, {"error": {"message": "too long"}}), say("yes")]
-    typed: list[str | type[BaseException]] = ["", KeyboardInterrupt, "bad", "good", EOFError]
-
-    def read(self: Console, *_: Any) -> str:
-        word = typed.pop(0)
-        if isinstance(word, str):
-            return word
-        raise word
-
-    monkeypatch.setattr(Console, "input", read)
+    left = type_in(monkeypatch, "", KeyboardInterrupt, "bad", "good")
     console, page = make_console()
-    hold_conversation(converse_with(scripted), "DOC", console)
-    assert typed == []
+    hold_conversation(converse_with(scripted, document="DOC"), console)
+    assert left == []
     assert "too long" in page.getvalue()
     assert "yes" in page.getvalue()
     assert scripted.bodies[-1]["messages"][0]["content"] == "DOC\n\ngood"
+
+
+def test_a_file_goes_with_the_next_question_alone(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "two words.txt").write_text("TEXT")
+    scripted.scripts = [say("one"), say("two")]
+    type_in(monkeypatch, f"/file {tmp_path}/two words.txt", "first?", "second?", "/file", "/file /no/such")
+    console, page = make_console()
+    hold_conversation(converse_with(scripted), console)
+    asked = [message["content"] for message in scripted.bodies[-1]["messages"]]
+    assert asked == ["TEXT\n\nfirst?", "one", "second?"]
+    assert "4 characters of" in page.getvalue()
+    assert "wanted a path" in page.getvalue()
+    assert "/no/such cannot be read as text" in page.getvalue()
+
+
+def test_clear_forgets_all_but_the_system_message(scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted.scripts = [say("one"), say("two")]
+    type_in(monkeypatch, "first?", "/clear", "second?")
+    conversation = converse_with(scripted, messages=[{"role": "system", "content": "be brief"}])
+    hold_conversation(conversation, make_console()[0])
+    assert [message["content"] for message in scripted.bodies[-1]["messages"]] == ["be brief", "second?"]
+    conversation.document = "left"
+    run_command("/clear", conversation, make_console()[0])
+    assert conversation.document is None
+
+
+def test_a_profile_is_chosen_of_those_that_the_server_has(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted.scripts = [say("one"), say("two")]
+    type_in(monkeypatch, "/profile", "first?", "/profile sampled", "second?", "/profile none-such")
+    console, page = make_console()
+    hold_conversation(converse_with(scripted), console)
+    assert [body.get("attention_profile") for body in scripted.bodies] == [None, "sampled"]
+    assert "profile: the default of the server; the server has exact, sampled" in page.getvalue()
+    assert "the server has no none-such; it has exact, sampled" in page.getvalue()
+
+
+def test_another_server_that_lists_no_profiles_takes_any(scripted: ScriptedServer) -> None:
+    scripted.profiles = None
+    conversation = converse_with(scripted)
+    run_command("/profile own", conversation, make_console()[0])
+    assert conversation.attention_profile == "own"
+
+
+def test_help_names_every_command_and_an_unknown_one_is_told_and_not_asked(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_in(monkeypatch, "/help", "/hepl me")
+    console, page = make_console()
+    hold_conversation(converse_with(scripted), console)
+    assert all(word in page.getvalue() for word in ("/help", "/clear", "/file PATH", "/profile NAME"))
+    assert "/hepl: there is no such command" in page.getvalue()
+    assert scripted.bodies == []
+    scripted.scripts = [say("a path")]
+    type_in(monkeypatch, " /hepl me")
+    hold_conversation(converse_with(scripted), console)
+    assert scripted.bodies[-1]["messages"][-1]["content"] == "/hepl me"
 
 
 def test_a_document_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
