@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope
 MODEL := deploy/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
 
 run:
-	@$(MAKE) --no-print-directory --jobs 2 install model
+	@$(MAKE) --silent --no-print-directory --jobs 2 install model
 	@$(BIN)/python deploy/demo.py
 
 model: | $(VENV)/made

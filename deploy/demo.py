@@ -16,7 +16,6 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from evals.tasks.reference import NUMBER_NEEDLE
 from server.commands.chat import ChatError, Conversation, ask
 from server.config import ConfigError, load_deployment
 
@@ -151,6 +150,8 @@ def choose_page(model: str) -> tuple[Path, tuple[Question, ...]]:
     """Return what is read and asked: for the reference model, the page with needles between its paragraphs."""
     if model != "reference":
         return PAGE, QUESTIONS
+    from evals.tasks.reference import NUMBER_NEEDLE  # takes a second to import
+
     paragraphs = PAGE.read_text().split("\n\n")
     for place, (key, number) in zip((3, 1), NEEDLES, strict=True):
         paragraphs.insert(place, NUMBER_NEEDLE.format(key, number))

@@ -99,29 +99,26 @@ def serve(
 
     What the file leaves out, or all but the model where only that is given, is derived from the machine.
     """
+    if print_config:
+        print_configuration(config, host, port)
+        return
     began_s = time.monotonic()
-    if not print_config:
-        print(f"tandem {version('tandem')}: {config}", flush=True)  # before the imports that take a second
-    import yaml
+    print(f"tandem {version('tandem')}: {config}", flush=True)  # before the imports, which take a second
     from rich.console import Console
 
-    from server.app import serve as serve_deployment
-    from server.commands.address import override_address, require_free_port
-    from server.commands.plan_page import dump_deployment
-    from server.commands.servable import require_servable
     from server.commands.start_page import StartPage
-    from server.config import load_deployment
-    from server.plan import resolve_plan
-    from transfer.machine import probe_machine
 
-    deployment = override_address(load_deployment(config), host, port)
-    if print_config:
-        resolved = resolve_plan(deployment, probe_machine())
-        print(f"# {config}, with what is derived from this machine")
-        print(yaml.safe_dump(dump_deployment(resolved.deployment), sort_keys=False), end="")
-        return
-    require_free_port(deployment.server.host, deployment.server.port)
     with StartPage(Console(highlight=False), began_s) as page:
+        with page.stage("reading the program and its configuration"):
+            from server.app import serve as serve_deployment
+            from server.commands.address import override_address, require_free_port
+            from server.commands.servable import require_servable
+            from server.config import load_deployment
+            from server.plan import resolve_plan
+            from transfer.machine import probe_machine
+
+            deployment = override_address(load_deployment(config), host, port)
+            require_free_port(deployment.server.host, deployment.server.port)
         with page.stage("planning the memory"):
             resolved = resolve_plan(deployment, probe_machine())
         with page.stage("checking the model's files"):
@@ -130,6 +127,21 @@ def serve(
     if failure is not None:
         print(f"error: {failure}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def print_configuration(config: Path, host: str | None, port: int | None) -> None:
+    """Print what would be served as YAML, with what is derived from this machine."""
+    import yaml
+
+    from server.commands.address import override_address
+    from server.commands.plan_page import dump_deployment
+    from server.config import load_deployment
+    from server.plan import resolve_plan
+    from transfer.machine import probe_machine
+
+    deployment = resolve_plan(override_address(load_deployment(config), host, port), probe_machine()).deployment
+    print(f"# {config}, with what is derived from this machine")
+    print(yaml.safe_dump(dump_deployment(deployment), sort_keys=False), end="")
 
 
 @app.command()
