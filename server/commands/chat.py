@@ -152,7 +152,7 @@ def stream_answer(conversation: Conversation, console: Console) -> None:
     else:
         conversation.messages.append({"role": "assistant", "content": "".join(pieces)})
     took = describe_answer(usage, first_s, time.monotonic() - began_s)
-    console.print(took, style="dim", highlight=False)
+    console.print(took, style="dim", highlight=False, soft_wrap=True)
 
 
 def describe_answer(usage: dict[str, Any], first_s: float | None, seconds: float) -> str:
