@@ -76,6 +76,7 @@ class Judged:
     along: list[float] = field(default_factory=list)
     distances: list[np.ndarray] = field(default_factory=list)
     recomputed: list[float] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
 
 
 def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[PolicyRun]:
@@ -154,6 +155,7 @@ def judge(
                 one.divergences.append(apart[0])
                 one.along.append(sum(apart) / len(apart))
                 one.recomputed.append(answer.recomputed / len(prompt.token_ids))
+                one.chunks.append(len(prompt.spans))
         took[length] = time.monotonic() - began
         yield judged
 
@@ -287,6 +289,8 @@ def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
                 **_mean_and_error("kl_along", "along_error", np.array(one.along)[own]),
                 "recomputed": float(np.mean(np.array(one.recomputed)[own])),
             }  # fmt: skip
+            if one.chunks:
+                row["chunks"] = float(np.mean(np.array(one.chunks)[own]))
             if len(own) >= FEWEST_PROMPTS and one is not exact:
                 gap = paired_interval(scores.tolist(), np.array(exact.scores)[own].tolist())
                 row |= {"difference": gap.mean, "difference_low": gap.low, "difference_high": gap.high}

@@ -1,28 +1,34 @@
-"""Tasks' prompts as documents' chunks in a new order: what fused prompts are judged on.
+"""Tasks' and datasets' prompts with their documents as chunks: what fused prompts are judged on.
 
-A task's document is cut as the server cuts documents, its chunks are shuffled, and all policies get the same token ids.
-It refuses to know policies. Invariant: answers fit the order in which the chunks come.
+A prompt is written as the model's chat template (or the reference model's own form) has it, its document is cut as the
+server cuts documents, and all policies get the same token ids. Chunks of generated tasks are shuffled; those of a
+dataset keep their order, on which its answers may depend. Knows no policies. Invariant: answers fit the order in which
+the chunks come.
 """
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from multiprocessing import get_context
-from pathlib import Path
 from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
 from evals.cells import Cell, PromptSettings
-from evals.run import make_prompts
+from evals.run import load_tokenizer, make_prompts, sent_text
 from evals.samples import Sample
-from evals.tasks.reference import NUM_VALUES, TURN_BEGIN, TURN_END, user_turn
+from evals.tasks.reference import NUM_VALUES
 from server.chunker import Chunker
 from server.tokenizer import Tokenizer
 
-DEFAULT_TASKS = ("many_needles", "several_values", "facts_one_hop", "facts_two_hops")
+DEFAULT_TASKS = {
+    "reference": ("many_needles", "several_values", "facts_one_hop", "facts_two_hops"),
+    "ruler": ("niah_single_2", "niah_multikey_1", "niah_multivalue", "vt"),
+}
+"""By the form of prompts."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,13 @@ class FusionPrompt:
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """Prompts of a length, of all tasks together, turn by turn."""
+    """Prompts of a length, of all tasks together, turn by turn. most_answer_tokens: of any answer; None: the task's."""
 
-    model: Path
+    settings: PromptSettings
     tasks: tuple[str, ...]
     num_prompts: int
     chunk_tokens: int
-    seed: int
+    most_answer_tokens: int | None
 
 
 def fusion_prompts(plan: PromptPlan, length_tokens: int) -> list[FusionPrompt]:
@@ -73,34 +79,47 @@ def prompts_ahead(
 
 
 def _in_turns(plan: PromptPlan, made: Sequence[list[FusionPrompt]]) -> list[FusionPrompt]:
-    return [prompt for turn in zip(*made, strict=True) for prompt in turn][: plan.num_prompts]
+    return [prompt for turn in zip_longest(*made) for prompt in turn if prompt is not None][: plan.num_prompts]
 
 
 def _prompts_of_task(plan: PromptPlan, task: str, length_tokens: int) -> list[FusionPrompt]:
-    tokenizer = Tokenizer(plan.model, None)
-    chunker = Chunker(tokenizer, plan.chunk_tokens)
-    each = -(-plan.num_prompts // len(plan.tasks))
-    settings = PromptSettings(plan.model, "reference", plan.seed, ())
-    made = make_prompts(Cell(task, length_tokens, each, ("full",), 0), settings)
-    return [shuffle_chunks(prompt.sample, tokenizer, chunker, length_tokens, plan.seed) for prompt in made]
+    settings = plan.settings
+    cut = Cut(settings, plan.chunk_tokens, task not in dict(settings.datasets), length_tokens)
+    made = make_prompts(Cell(task, length_tokens, -(-plan.num_prompts // len(plan.tasks)), ("full",), 0), settings)
+    most = plan.most_answer_tokens
+    prompts = [cut.prompt(prompt.sample) for prompt in made]
+    return [replace(one, max_new_tokens=min(one.max_new_tokens, most or one.max_new_tokens)) for one in prompts]
 
 
-def shuffle_chunks(
-    sample: Sample, tokenizer: Tokenizer, chunker: Chunker, most_tokens: int, seed: int
-) -> FusionPrompt:  # fmt: skip
-    document, _, question = user_turn(sample.prompt).rpartition("\n\n")
-    chunks = [list(chunk) for chunk in chunker.cut(document, most_tokens)]
-    random.Random(f"{seed}:{sample.task}:{sample.sample_id}").shuffle(chunks)
-    token_ids, spans = tokenizer.encode(TURN_BEGIN, False), []
-    for chunk in chunks:
-        spans.append((len(token_ids), len(token_ids) + len(chunk)))
-        token_ids += chunk
-    text = tokenizer.decode(token_ids, False)
-    token_ids += tokenizer.encode(f"\n\n{question}{TURN_END}", False)
-    answers = sample.answers
-    if sample.task in NUM_VALUES:  # in the order of their appearance
-        answers = [", ".join(sorted(answer.split(", "), key=text.find)) for answer in answers]
-    name = f"{sample.task}:{sample.sample_id}"
-    return FusionPrompt(
-        name, sample.task, token_ids, spans, answers, sample.metric, sample.max_new_tokens, sample.meta
-    )  # fmt: skip
+class Cut:
+    """Cuts documents of prompts of `length_tokens` at most. is_shuffled: whether chunks change their order."""
+
+    def __init__(self, settings: PromptSettings, chunk_tokens: int, is_shuffled: bool, length_tokens: int) -> None:
+        self._settings, self._is_shuffled, self._length_tokens = settings, is_shuffled, length_tokens
+        self._tokenizer, self._templates = Tokenizer(settings.model, None), load_tokenizer(settings.model)
+        self._chunker = Chunker(self._tokenizer, chunk_tokens)
+
+    def prompt(self, sample: Sample) -> FusionPrompt:
+        """Raises ValueError for a sample without a document, or a template that does not give it back as it was."""
+        text, adds_special = sent_text(sample, self._templates, self._settings.sent_as)
+        document = sample.document
+        if not document or document not in text:
+            why = "it has no document" if not document else "the chat template changes its document"
+            raise ValueError(f"task {sample.task}: {why}; name another with --tasks or --dataset")
+        before, _, after = text.partition(document)
+        chunks = [list(chunk) for chunk in self._chunker.cut(document, self._length_tokens)]
+        if self._is_shuffled:
+            random.Random(f"{self._settings.seed}:{sample.task}:{sample.sample_id}").shuffle(chunks)
+        token_ids, spans = self._tokenizer.encode(before, adds_special), []
+        for chunk in chunks:
+            spans.append((len(token_ids), len(token_ids) + len(chunk)))
+            token_ids += chunk
+        answers = sample.answers
+        if sample.task in NUM_VALUES:  # in the order of their appearance
+            order = self._tokenizer.decode(token_ids, False)
+            answers = [", ".join(sorted(answer.split(", "), key=order.find)) for answer in answers]
+        token_ids += self._tokenizer.encode_inside(after)
+        name = f"{sample.task}:{sample.sample_id}"
+        return FusionPrompt(
+            name, sample.task, token_ids, spans, answers, sample.metric, sample.max_new_tokens, sample.meta
+        )  # fmt: skip

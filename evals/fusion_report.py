@@ -21,7 +21,7 @@ def render_fusion(run: Mapping[str, Any]) -> str:
         own = [row for row in run["rows"] if row["length"] == length]
         lines += [
             "",
-            f"### {length:,} tokens, {own[0]['prompts']} prompts",
+            f"### {length:,} tokens, {own[0]['prompts']} prompts{_chunks(own[0])}",
             "",
             *render_policies(own),
             *render_distances(own, RATIO),
@@ -122,6 +122,11 @@ def _name_rows(rows: Sequence[Row]) -> str:
 
 def _with_error(value: float, error: float | None) -> str:
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+
+
+def _chunks(row: Row) -> str:
+    count = row.get("chunks")
+    return f" of {count:.1f} chunks" if count else ""
 
 
 def _score(row: Row) -> str:

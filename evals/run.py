@@ -74,14 +74,19 @@ def is_chat(sent_as: str, is_raw: bool, tokenizer: Any) -> bool:
 
 def encode(sample: Sample, tokenizer: Any, sent_as: str) -> np.ndarray:
     """Token ids int32 of a prompt: as a completion, or as the user's turn of the chat template."""
+    text, adds_special = sent_text(sample, tokenizer, sent_as)
+    return np.asarray(tokenizer.encode(text, add_special_tokens=adds_special), dtype=np.int32)
+
+
+def sent_text(sample: Sample, tokenizer: Any, sent_as: str) -> tuple[str, bool]:
+    """The whole text of a prompt as it is sent, and whether the tokenizer adds its special tokens to it."""
     is_raw = bool(sample.meta.get("raw"))
     if not is_chat(sent_as, is_raw, tokenizer):
-        return np.asarray(tokenizer.encode(sample.prompt, add_special_tokens=not is_raw), dtype=np.int32)
+        return sample.prompt, not is_raw
     prefix = sample.meta.get("answer_prefix", "")
     content = user_turn(sample.prompt) if is_raw else sample.prompt.removesuffix(prefix)
     turns = [{"role": "user", "content": content}]
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) + prefix.lstrip()
-    return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) + prefix.lstrip(), False
 
 
 def prompts_of(

@@ -18,6 +18,7 @@ class Sample:
     metric: a name of `evals.metrics.METRICS`. max_new_tokens: room for the answer, in tokens.
     length_tokens: the tokens of `prompt` as counted by the tokenizer that it was made for (0 for datasets read
     without one). depth: where the answer stands in the context, 0 (start) to 1 (end), or None where it has no place.
+    around: characters of the prompt in front of its document and behind it; None where no part is one document.
     meta: what the metric or a report wants beside, JSON values only.
     """
 
@@ -30,6 +31,14 @@ class Sample:
     length_tokens: int
     depth: float | None
     meta: dict[str, Any] = field(default_factory=dict)
+    around: tuple[int, int] | None = None
+
+    @property
+    def document(self) -> str | None:
+        """The part of the prompt that the question is about."""
+        if self.around is None:
+            return None
+        return self.prompt[self.around[0] : len(self.prompt) - self.around[1]]
 
     def to_json(self) -> dict[str, Any]:
         """The sample as a dict of JSON values."""

@@ -95,20 +95,21 @@ def read(name: str, path: Path) -> Iterator[Sample]:
     """The samples of a LongBench file; raises ValueError at a row without a published field."""
     dataset = DATASETS[name]
     for number, row in read_rows(path):
-        text = dataset.template.replace("{input}", "\0")
+        before, after = dataset.template.split("{context}")
+        after = after.replace("{input}", field(path, number, row, "input"))
         context = field(path, number, row, "context")
-        prompt = text.replace("{context}", context).replace("\0", field(path, number, row, "input"))
         classes = row.get("all_classes")
         if dataset.metric == "classification" and not classes:
             raise ValueError(f"{path}:{number}: no all_classes; {name} is scored by them")
         yield Sample(
             task=f"longbench/{name}",
             sample_id=str(row.get("_id", number)),
-            prompt=prompt,
+            prompt=before + context + after,
             answers=list(field(path, number, row, "answers")),
             metric=dataset.metric,
             max_new_tokens=dataset.max_new_tokens,
             length_tokens=0,
             depth=None,
             meta={"all_classes": classes or [], "first_line": dataset.first_line, "length_words": row.get("length")},
+            around=(len(before), len(after)),
         )

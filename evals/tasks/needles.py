@@ -132,6 +132,7 @@ def generate_needles(request: Request, index: int) -> Sample:
         max_new_tokens=MAX_NEW_TOKENS,
         depth=depths[0] if setting.num_values == setting.num_asked == 1 else None,
         meta={"answer_prefix": prefix, "keys": asked},
+        around=(before, after + prefix),
     )
 
 

@@ -100,12 +100,14 @@ def generate_question(request: Request, index: int) -> Sample:
     others = [document for document in range(len(documents)) if document not in needed]
     draw.shuffle(others)
     places = draw.getrandbits(32)
+    before, after = PROMPT.split("{document}")
+    around = before, after.format(question=question.text) + PREFIX
 
     def build(num_words: int) -> str:
         chosen = [documents[document] for document in question.documents] + filling(documents, others, num_words)
         order = sorted(range(len(chosen)), key=lambda number: random.Random(f"{places}-{number}").random())
         text = "\n\n".join(f"Document {place}:\n{chosen[number]}" for place, number in enumerate(order, start=1))
-        return PROMPT.format(document=text, question=question.text) + PREFIX
+        return text.join(around)
 
     return make_sample(
         request,
@@ -116,4 +118,5 @@ def generate_question(request: Request, index: int) -> Sample:
         max_new_tokens=MAX_NEW_TOKENS,
         depth=None,
         meta={"answer_prefix": PREFIX},
+        around=around,
     )

@@ -9,6 +9,7 @@ once, after a sentence end, and no other sentence shares its key.
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -212,6 +213,13 @@ REFERENCE_TASKS = (*PLANS, "continue", *COUNTED, *HARD_PLANS, *ONLY_NEEDLES)
 
 def generate_reference(request: Request, index: int) -> Sample:
     """One sample in the reference model's form, of its own tasks or of the one that is nearest to RULER's task."""
+    sample = make_reference(request, index)
+    behind = len(sample.prompt) - sample.prompt.rindex("\n\n")  # the question is the last paragraph
+    return replace(sample, around=(len(TURN_BEGIN), behind))
+
+
+def make_reference(request: Request, index: int) -> Sample:
+    """Likewise, without where its document stands."""
     task = OF_RULER.get(request.task, request.task)
     if task == "continue":
         return continue_passage(request, index)
@@ -233,6 +241,7 @@ def generate_reference(request: Request, index: int) -> Sample:
         max_new_tokens=max_new_tokens,
         depth=depth,
         meta=raw(task),
+        around=None,
     )
 
 
@@ -268,7 +277,7 @@ def needles_alone(request: Request, index: int, task: str) -> Sample:
         needles.insert(round(depth * num_others), NUMBER_NEEDLE.format(key, number))
         return turn(" ".join(needles), f"What is the special magic number for {key}?")
 
-    return make_sample(request, index, build, [number], "exact_match", 16, depth, raw(task))
+    return make_sample(request, index, build, [number], "exact_match", 16, depth, raw(task), None)
 
 
 def continue_passage(request: Request, index: int) -> Sample:
@@ -290,7 +299,8 @@ def continue_passage(request: Request, index: int) -> Sample:
     def build(amount: int) -> str:
         return turn(haystack.document(amount, []), f"Continue the passage that begins with: {opening(amount)}")
 
-    sample = make_sample(request, index, build, [""], METRICS["continue"], PASSAGE_WORDS * 3, depth, raw("continue"))
+    most = PASSAGE_WORDS * 3
+    sample = make_sample(request, index, build, [""], METRICS["continue"], most, depth, raw("continue"), None)
     begin = begin_of(sample.meta["filler"]) + OPENING_WORDS
     sample.answers[0] = " ".join(words[begin : begin + PASSAGE_WORDS])
     return sample
@@ -311,4 +321,4 @@ def common_words(request: Request, index: int, task: str) -> Sample:
         return turn(", ".join(shuffled(listed, seed)), question)
 
     answer = ", ".join(sorted(common))
-    return make_sample(request, index, build, [answer], "exact_match", 24, None, raw(task))
+    return make_sample(request, index, build, [answer], "exact_match", 24, None, raw(task), None)

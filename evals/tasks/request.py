@@ -54,8 +54,12 @@ def make_sample(
     max_new_tokens: int,
     depth: float | None,
     meta: dict[str, Any],
+    around: tuple[str, str] | None,
 ) -> Sample:
-    """Fits build to the request's length and returns the sample; raises ValueError where it cannot be fitted."""
+    """Fits build to the request's length and returns the sample; raises ValueError where it cannot be fitted.
+
+    around: what `build` puts in front of the document and behind it, if that does not depend on the amount.
+    """
     reserved = 0 if meta.get("raw") else count_chat_tokens(request.tokenizer)
     amount, prompt, num_tokens = fit(
         build,
@@ -83,4 +87,5 @@ def make_sample(
         length_tokens=num_tokens,
         depth=depth,
         meta=meta,
+        around=None if around is None else (len(around[0]), len(around[1])),
     )

@@ -54,13 +54,16 @@ def generate_tracing(request: Request, index: int) -> Sample:
         + " ".join(example_names)
         + "\n\n"
     )
+    before, after = PROMPT.split("{document}")
+    around = example + before, after.format(value=value) + prefix
     return make_sample(
         request,
         index,
-        build=lambda amount: example + PROMPT.format(document=hide(noise_lines(amount), inserts), value=value) + prefix,
+        build=lambda amount: hide(noise_lines(amount), inserts).join(around),
         answers=names,
         metric="string_match_all",
         max_new_tokens=MAX_NEW_TOKENS,
         depth=None,
         meta={"answer_prefix": prefix},
+        around=around,
     )

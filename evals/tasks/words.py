@@ -69,11 +69,13 @@ def generate_common(request: Request, index: int) -> Sample:
     others = list(islice(words, request.length_tokens))
     example = COMMON_PROMPT.format(document=listed(shuffled(shown * shown_often + seen * shown_seldom, seed)))
     example += COMMON_PREFIX + " " + listed(shown) + "\n"
+    before, after = COMMON_PROMPT.split("{document}")
+    around = example + before, after + COMMON_PREFIX
 
     def build(amount: int) -> str:
         full, rest = divmod(amount, seldom)
         chosen = common * often + others[:full] * seldom + others[full : full + 1] * rest
-        return example + COMMON_PROMPT.format(document=listed(shuffled(chosen, seed))) + COMMON_PREFIX
+        return listed(shuffled(chosen, seed)).join(around)
 
     return make_sample(
         request,
@@ -84,6 +86,7 @@ def generate_common(request: Request, index: int) -> Sample:
         max_new_tokens=COMMON_TOKENS,
         depth=None,
         meta={"answer_prefix": COMMON_PREFIX},
+        around=around,
     )
 
 
@@ -95,10 +98,12 @@ def generate_frequent(request: Request, index: int) -> Sample:
     vocabulary = list(islice(dict.fromkeys(islice(coded, 2 * num_ranks)), num_ranks))
     seed = draw.getrandbits(32)
     ranked = ["...", *vocabulary]
+    before, after = FREQUENT_PROMPT.split("{document}")
+    around = before, after + FREQUENT_PREFIX
 
     def build(amount: int) -> str:
         text = [word for rank, word in enumerate(ranked, start=1) for _ in range(int(amount * rank**-2 / ZETA_2))]
-        return FREQUENT_PROMPT.format(document=" ".join(shuffled(text, seed))) + FREQUENT_PREFIX
+        return " ".join(shuffled(text, seed)).join(around)
 
     return make_sample(
         request,
@@ -109,4 +114,5 @@ def generate_frequent(request: Request, index: int) -> Sample:
         max_new_tokens=FREQUENT_TOKENS,
         depth=None,
         meta={"answer_prefix": FREQUENT_PREFIX},
+        around=around,
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from evals.cells import PromptSettings
 from evals.cli import app
 from evals.fusion import (
     Answer,
@@ -37,7 +38,8 @@ from tests.tolerances import METHOD_FLOAT32
 from transfer.config import DocumentsConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
-PLAN = PromptPlan(REFERENCE, ("several_values",), 2, 64, 0)
+SETTINGS = PromptSettings(REFERENCE, "reference", 0, ())
+PLAN = PromptPlan(SETTINGS, ("several_values",), 2, 64, None)
 
 
 def told(logits: np.ndarray, num_top: int) -> Logprob:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from evals.cells import PromptSettings
 from evals.fusion import fusion_engine, judge, parse_policies
 from evals.fusion_prompts import PromptPlan, fusion_prompts
 from evals.stopping import Stop
@@ -24,7 +25,7 @@ TASKS = ("many_needles", "facts_one_hop")
 
 @pytest.mark.parametrize("rows", ["bfloat16", "int8"])
 def test_on_a_gpu_all_tokens_computed_again_are_dense_prefill_and_few_are_near_it(rows: str) -> None:
-    prompts = {3000: fusion_prompts(PromptPlan(FOLDER, TASKS, 6, 512, 0), 3000)}
+    prompts = {3000: fusion_prompts(PromptPlan(PromptSettings(FOLDER, "reference", 0, ()), TASKS, 6, 512, None), 3000)}
     runs = parse_policies(["a3", "cacheblend", "legolink", "full_reuse"], [0.15, 1.0])
     with fusion_engine(FOLDER, "cuda", 3100, rows, 512) as engine:
         *_, found = judge(engine, FOLDER, prompts, runs, 1, lambda: None, Stop(None), 2)
