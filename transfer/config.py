@@ -67,7 +67,7 @@ class HostConfig(Settings):
     sampled: SampledConfig = SampledConfig()
 
 
-PolicyName = Literal["a3", "cacheblend", "legolink", "random", "pie", "full_reuse", "vanilla"]
+PolicyName = Literal["a3", "cacheblend", "a3_change", "legolink", "random", "pie", "full_reuse", "vanilla"]
 
 
 class DocumentsConfig(Settings):
@@ -86,7 +86,8 @@ class DocumentsConfig(Settings):
     policy: PolicyName = Field(
         "a3",
         description="which tokens of a prompt are computed again where it reuses documents (requests may say another): "
-        "those that the question attends to (`a3`), whose values change most (`cacheblend`), the ends of chunks "
+        "those that the question attends to (`a3`), whose values change most (`cacheblend`), the most of both, one "
+        "times the other (`a3_change`), the ends of chunks "
         "(`legolink`), drawn ones (`random`), none (`pie`; `full_reuse`: positions neither), all (`vanilla`)",
     )
     ratio: float = Field(0.15, ge=0, le=1, description="of a prompt's tokens, computed again; requests may say another")

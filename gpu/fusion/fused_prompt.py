@@ -129,12 +129,13 @@ class FusedPrompt:
             self._decoder.enter(layer, hidden[own], positions[own], positions[own], slots[own], pages, see)
         if self.plan.policy == "random":
             scores = upload(draw_scores(self._token_ids), hidden.device)
-        elif self.plan.policy == "a3":
+        elif self.plan.policy in ("a3", "a3_change"):
             asked = slice(self.plan.question_begin - self.begin, self.plan.question_end - self.begin)
             query, _ = self._decoder.enter(
                 layer, hidden[asked], positions[asked], positions[asked], slots[asked], pages
             )  # fmt: skip
-            scores = question_scores(query, keys_of(), self.plan.question_begin, self._decoder.scale)
+            attention = question_scores(query, keys_of(), self.plan.question_begin, self._decoder.scale)
+            scores = attention * scores.sqrt() if self._policy.compares else attention
         return self._choose(scores)
 
     def _choose(self, scores: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class Policy:
 POLICIES: dict[PolicyName, Policy] = {
     "a3": Policy(chooses=True, looks=True),  # tokens that the question attends to most in one layer (A3, eq. 3)
     "cacheblend": Policy(chooses=True, looks=True, compares=True),  # whose values differ most from the stored ones
+    "a3_change": Policy(chooses=True, looks=True, compares=True),  # the most of both: attention times change of value
     "legolink": Policy(chooses=True),  # as many at the front of each chunk as at its end (EPIC)
     "random": Policy(chooses=True, looks=True),  # any tokens: the control of policies that look
     "pie": Policy(),  # stored keys and values at this prompt's positions, nothing computed again

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from evals.cells import PromptSettings
+from evals.cells import Cell, PromptSettings
 from evals.cli import app
 from evals.fusion import (
     Answer,
@@ -27,6 +27,8 @@ from evals.fusion import (
 )
 from evals.fusion_prompts import FusionPrompt, PromptPlan, fusion_prompts, prompts_ahead
 from evals.fusion_report import RATIO, least_diverging, render_distances, render_fusion, render_policies, shipped
+from evals.report.fusion_figure import draw_fusion
+from evals.run import make_prompts
 from evals.stopping import RunCut, Stop
 from gpu.prefill.query import PrefillQuery
 from scheduler.fusion_labels import UnknownLabelError, parse_fusions
@@ -120,6 +122,69 @@ def test_prompts_are_documents_in_an_order_of_their_own_whose_answers_fit_it(pro
     ends = [0, *(end for _, end in prompt.spans)]
     assert all(end <= begin for end, (begin, _) in zip(ends, prompt.spans, strict=False))
     assert sum(end - begin for begin, end in prompt.spans) > 0.8 * len(prompt.token_ids)
+
+
+CHAT = "{% for m in messages %}<|user|>\n{{ m.content | trim }}<|end|>{% endfor %}<|assistant|>"
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference model's tokenizer with a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    for path in REFERENCE.glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": CHAT}))
+    return folder
+
+
+@pytest.mark.parametrize("task", ["niah_multikey_1", "niah_multikey_2", "vt", "cwe", "fwe"])
+def test_rulers_prompts_are_the_models_own_turn_with_the_document_in_chunks(task: str, chat_model: Path) -> None:
+    settings = PromptSettings(chat_model, "ruler", 0, ())
+    (prompt,) = fusion_prompts(PromptPlan(settings, (task,), 1, 64, 9), 1200)
+    (made,), tokenizer = make_prompts(Cell(task, 1200, 1, ("full",), 0), settings), Tokenizer(chat_model, None)
+    sent, first, last = made.sample.prompt, prompt.spans[0][0], prompt.spans[-1][1]
+    before, after = (tokenizer.decode(ids, False) for ids in (prompt.token_ids[:first], prompt.token_ids[last:]))
+    question = made.sample.meta["answer_prefix"]
+    assert before.removeprefix("<|user|>\n").lstrip("\n") in sent
+    assert after.endswith(f"<|end|><|assistant|>{question.lstrip()}")
+    assert after.split("<|end|>")[0] in sent
+    chunks = sorted(tokenizer.decode(prompt.token_ids[begin:end], False) for begin, end in prompt.spans)
+    assert len("".join(chunks)) == len(made.sample.document or ""), "chunks are the document in another order"
+    assert prompt.max_new_tokens == 9
+
+
+def test_a_datasets_document_keeps_its_order_and_fewer_rows_are_fewer_prompts(chat_model: Path, tmp_path: Path) -> None:
+    context = " ".join(f"The boat of keeper {number} is painted once a year." for number in range(40))
+    row = {"input": "Who?", "context": context, "answers": ["x"], "all_classes": None, "length": 9, "_id": "7"}
+    file = tmp_path / "qasper.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    name = "longbench/qasper"
+    settings = PromptSettings(chat_model, "ruler", 0, (), (), ((name, file),))
+    prompts = fusion_prompts(PromptPlan(settings, (name, "niah_single_1"), 4, 64, None), 700)
+    assert [prompt.task for prompt in prompts] == [name, "niah_single_1", "niah_single_1"]
+    tokenizer, (first, *_) = Tokenizer(chat_model, None), prompts
+    text = tokenizer.decode(first.token_ids[first.spans[0][0] : first.spans[-1][1]], False)
+    assert text == context
+    assert tokenizer.decode(first.token_ids[first.spans[-1][1] :], False).startswith("\n\nQuestion: Who?\nAnswer:")
+
+
+def test_a_template_that_changes_the_document_is_told(chat_model: Path, tmp_path: Path) -> None:
+    for path in chat_model.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text().replace("| trim", "| upper"))
+    plan = PromptPlan(PromptSettings(tmp_path, "ruler", 0, ()), ("vt",), 1, 64, None)
+    with pytest.raises(ValueError, match="task vt: the chat template changes its document"):
+        fusion_prompts(plan, 1200)
+
+
+def test_the_picture_has_a_panel_a_length_and_a_line_a_policy() -> None:
+    judged = judged_of(["a3", "a3:seam_tokens=4", "pie"], [0.15, 0.3], [[0.1, 0.2]] * 5)
+    for one in judged:
+        one.chunks = [3, 3]
+    svg = draw_fusion(fusion_rows(judged, 512) + fusion_rows(judged, 1024))
+    assert svg.startswith("<svg")
+    for text in ("512 tokens, 3.0 chunks", "1,024 tokens, 3.0 chunks", "a3:seam_tokens=4", "pie", "0.05 nats"):
+        assert f"<!-- {text} -->" in svg
 
 
 def test_an_attention_map_is_a_softmax_over_what_a_query_sees() -> None:

@@ -184,7 +184,7 @@ class Oracle:
             document[begin:end] = True
         document[-1] = False
         place = local if policy == "full_reuse" else at
-        looks = policy in ("a3", "cacheblend", "random")
+        looks = policy in ("a3", "a3_change", "cacheblend", "random")
         count = min(int(document.sum()), round(ratio * n)) if policy not in ("pie", "full_reuse") else 0
         count = max(count, sum(min(seam_tokens, end - begin) for begin, end in spans) if looks else 0)
         chosen = np.zeros(n, bool) if looks else self.ends(spans, document, count) if count else np.zeros(n, bool)
@@ -222,11 +222,12 @@ class Oracle:
         return chosen
 
     def scores(self, policy, query, key, value, stored, spans, at):  # type: ignore[no-untyped-def]
+        change = ((value - stored) ** 2).sum((1, 2))
         if policy == "cacheblend":
-            return ((value - stored) ** 2).sum((1, 2))
+            return change
         question = at[min(spans[-1][1], len(at) - 1) :]
         _, weights = self.attend(self.rotate(query, at)[question], self.rotate(key, at), value, question)
-        return weights.sum((0, 1))
+        return weights.sum((0, 1)) * (change**0.5 if policy == "a3_change" else 1.0)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
         return self.weights.embedding.double().numpy()[ids]

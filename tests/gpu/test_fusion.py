@@ -36,7 +36,8 @@ def stand(tmp_path: Path) -> FusionStand:
 
 @pytest.mark.parametrize("unit_tokens", [23, 500])
 @pytest.mark.parametrize(
-    ("policy", "select_layer"), [("a3", 0), ("a3", 1), ("a3", 3), ("cacheblend", 1), ("cacheblend", 3)]
+    ("policy", "select_layer"),
+    [("a3", 0), ("a3", 1), ("a3", 3), ("a3_change", 1), ("a3_change", 3), ("cacheblend", 1), ("cacheblend", 3)],
 )  # values of layer 0 are those of the tokens alone: there is nothing to compare
 def test_policies_that_look_give_the_oracles_logits(
     stand: FusionStand, policy: str, select_layer: int, unit_tokens: int
@@ -71,7 +72,7 @@ def test_chunks_anywhere_give_the_oracles_logits_by_every_policy(edge: str, rati
     ids, spans = EDGES[edge]
     stand = FusionStand(tmp_path)
     stand.capture([ids[begin:end] for begin, end in spans], 50)
-    for policy in ("a3", "cacheblend", "random", "legolink", "pie", "full_reuse"):
+    for policy in ("a3", "a3_change", "cacheblend", "random", "legolink", "pie", "full_reuse"):
         wanted, _ = Oracle(stand).fuse(ids, spans, policy, ratio, 2)
         for keep_tokens in (0, 20):  # the first token is drawn before anything goes
             got = stand.serve(stand.prompt(ids, spans, policy, ratio, 2, keep_tokens=keep_tokens), 23)
@@ -140,7 +141,8 @@ def test_every_policy_that_may_be_said_is_known() -> None:
 def test_the_policies_are_told_apart_by_the_tolerance(stand: FusionStand) -> None:
     """The power of what is above: another policy, another layer, one token more or less."""
     oracle = Oracle(stand)
-    one = [oracle.fuse(TOKENS, SPANS, policy, 0.15)[0] for policy in ("a3", "cacheblend", "pie", "full_reuse")]
+    names = ("a3", "a3_change", "cacheblend", "pie", "full_reuse")
+    one = [oracle.fuse(TOKENS, SPANS, policy, 0.15)[0] for policy in names]
     one += [oracle.fuse(TOKENS, SPANS, "legolink", ratio)[0] for ratio in (0.15, 0.16)]
     one += [oracle.fuse(TOKENS, SPANS, "a3", 0.15, layer)[0] for layer in (0, 3)]
     for number, logits in enumerate(one):
@@ -148,7 +150,7 @@ def test_the_policies_are_told_apart_by_the_tolerance(stand: FusionStand) -> Non
             assert np.abs(logits - other).max() > 10 * FUSED_LOGIT_ATOL
 
 
-@pytest.mark.parametrize("policy", ["a3", "cacheblend", "random", "legolink"])
+@pytest.mark.parametrize("policy", ["a3", "a3_change", "cacheblend", "random", "legolink"])
 def test_all_tokens_computed_again_is_dense_prefill(stand: FusionStand, policy: str) -> None:
     wanted = stand.serve(stand.prompt(TOKENS, [], "vanilla", 0.0), 500)
     for unit_tokens in (23, 500):
