@@ -155,7 +155,7 @@ def test_rulers_prompts_are_the_models_own_turn_with_the_document_in_chunks(task
 
 
 def test_a_datasets_document_keeps_its_order_and_fewer_rows_are_fewer_prompts(chat_model: Path, tmp_path: Path) -> None:
-    context = " ".join(f"The boat of keeper {number} is painted once a year." for number in range(40))
+    context = " ".join(f"The boat of keeper {number} is painted once a year." for number in range(20))
     row = {"input": "Who?", "context": context, "answers": ["x"], "all_classes": None, "length": 9, "_id": "7"}
     file = tmp_path / "qasper.jsonl"
     file.write_text(json.dumps(row) + "\n")
