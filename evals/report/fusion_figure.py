@@ -6,6 +6,7 @@ A panel a length, a line a policy with its settings; what has no ratio is a leve
 from collections.abc import Sequence
 
 import matplotlib as mpl
+from matplotlib.figure import Figure
 
 from evals.report.figures import COLORS, GRID, INK, MARKERS, STYLE, new_figure, to_svg
 from evals.rows import Row
@@ -49,7 +50,7 @@ def line_of(row: Row) -> str:
     return f"{name}:{','.join(others)}" if others else str(name)
 
 
-def draw_labels(figure: mpl.figure.Figure, labels: Sequence[str]) -> None:
+def draw_labels(figure: Figure, labels: Sequence[str]) -> None:
     """Lines' colours and markers above the panels, and the aim's."""
     from matplotlib.lines import Line2D
 
