@@ -18,9 +18,10 @@ from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
 from evals.cells import Cell, PromptSettings
-from evals.run import load_tokenizer, make_prompts, sent_text
+from evals.run import make_prompts, sent_text
 from evals.samples import Sample
 from evals.tasks.reference import NUM_VALUES
+from evals.tokenizer import load_tokenizer
 from server.chunker import Chunker
 from server.tokenizer import Tokenizer
 
