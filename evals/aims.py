@@ -1,94 +1,206 @@
-"""Whether a method meets an aim: on every task that the aim names, at no more reads than it allows.
+"""Whether a default holds: its paired loss to full attention, pooled over all tasks that full attention can do.
 
-It knows rows as `evals.rows` makes them, no method. The invariant: what was not measured is never met. An interval
-that is not exact and not of the bootstrap (a row of before these were made) shows nothing.
+It knows rows as `evals.rows` makes them, no method. The rule:
+- Tasks on which full attention scores STRONG_SCORE or more are pooled, prompt by prompt. The mean loss is at most
+  MOST_LOST points, over FEWEST_PAIRS prompts or more, and the lower end of its 95 % interval is above LOWEST_END.
+- On weaker tasks, and those that were not answered freely, scores say little: there answers are compared token by token
+  (`--forced`), with a KL of MOST_KL nats at most.
+- Rows of a seed on which the settings were chosen, and cells in which the method did nothing, count for nothing.
+Invariant: what was not measured, or on too few prompts, is undecided and never holds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from evals.paired import SLACK_POINTS
-from evals.rows import BASELINES, Row, mean_known
+from evals.paired import FEWEST_PROMPTS, Paired, pooled_interval
+from evals.rows import BASELINES, FED, KL, PLACE, Row, mean_known
 from evals.tasks.reference import REFERENCE_TASKS
 
-MET, NOT_SHOWN, MISSED, NOT_MEASURED, NO_AIM = "met", "not shown", "missed", "not measured", "no aim"
-VERDICTS = (MET, NOT_SHOWN, MISSED, NOT_MEASURED, NO_AIM)
+MOST_LOST, LOWEST_END = 1.0, -2.0  # points
+FEWEST_PAIRS = 2_000
+STRONG_SCORE = 20.0
+MOST_KL = 0.01
+ROUNDING = 1e-9
+SAME_PROMPTS = tuple(name for name in PLACE if name != "metric")
+Place = tuple[tuple[str, Any], ...]
+"""Task, length, text and seed by name: what rows of the same prompts have in common."""
+
+HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
 
 
 @dataclass(frozen=True)
 class Aim:
-    """Within `points` of full attention on `tasks` of `length` tokens, wherever full attention scores `floor` points or
-    more, at a `most_read` share of the keys a head or fewer. methods: how the names begin that it is for."""
+    """What is judged. methods: how their names begin. tasks: that must have been measured; empty: those of full
+    attention's rows. length: of the rows that count, None: any. most_read: the largest share of keys a head that it may
+    score, None: any. chosen_on: seeds of prompts on which its settings were chosen.
+    """
 
-    points: float
-    tasks: tuple[str, ...]
-    length: int
-    most_read: float
-    floor: float
     methods: tuple[str, ...]
+    tasks: tuple[str, ...]
+    length: int | None
+    most_read: float | None
+    chosen_on: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """pooled: the paired difference over all prompts that count, None without any. tasks: that were pooled; weak: the
+    KL of weaker tasks. reasons: why it does not hold. left_out: cells that count for nothing, and why.
+    """
+
+    verdict: str
+    pooled: Paired | None
+    tasks: tuple[str, ...]
+    weak: dict[str, float]
+    reasons: tuple[str, ...]
+    left_out: dict[str, str]
 
 
 KNOWN_TASKS = tuple(task for task in REFERENCE_TASKS if task not in ("continue", "common_words", "long_list"))
-SAMPLED_AIM = Aim(2.0, KNOWN_TASKS, 16_384, 0.05, 50.0, ("sampled", "profile:sampled"))
-"""LSH sampling's, on every task of which the reference model knows half or more."""
+"""Of the reference model's, those that it can do."""
+
+SAMPLED_AIM = Aim(("sampled", "profile:sampled"), KNOWN_TASKS, 16_384, 0.05, ())
+"""LSH sampling's. Its settings are the paper's, or tuned on running text."""
 
 
-def judge(row: Row | None, exact: Row | None, aim: Aim) -> str:
-    """One task. row, exact: of the method and of full attention, None where it did not run.
+def judge(rows: Sequence[Row], method: str, aim: Aim) -> Judgement:
+    """Judge one method by its rows and full attention's, of any tasks, lengths, texts and seeds."""
+    own, exact = _by_place(rows, (method,), aim), _by_place(rows, BASELINES, aim)
+    pooled: Counter[float] = Counter()
+    tasks: list[str] = []
+    weak: dict[str, float] = {}
+    fails: list[str] = []
+    lacks: list[str] = []
+    unmeasured: list[str] = []
+    left_out: dict[str, str] = {}
+    for place, (full, _) in exact.items():
+        told = _told(place)
+        is_strong = full is not None and full["score"] >= STRONG_SCORE
+        free, fed = own.get(place, (None, None))
+        row = free if is_strong else fed
+        if dict(place)["seed"] in aim.chosen_on:
+            left_out[told] = "settings were chosen on its seed"
+        elif row is not None and row.get("applied") is False:
+            left_out[told] = "did not apply"
+        elif is_strong:
+            if (differences := differences_of(row)) is None:
+                unmeasured.append(told)
+            else:
+                pooled.update(differences)
+                tasks.append(str(dict(place)["task"]))
+        elif row is None or row.get(KL) is None:
+            lacks.append(f"no KL of the answers to {told}")
+        else:
+            weak[told] = row[KL]
+            if row[KL] > MOST_KL:
+                fails.append(f"KL {row[KL]:.4f} on {told}, at most {MOST_KL:g} is wanted")
+    unmeasured += sorted(set(aim.tasks) - {dict(place)["task"] for place in exact})
+    if unmeasured:
+        lacks.append(f"not measured: {', '.join(unmeasured)}")
+    found = pooled_interval(pooled) if pooled.total() >= FEWEST_PROMPTS else None
+    _judge_pooled(found, pooled.total(), fails, lacks)
+    _judge_reads([row for both in own.values() for row in both if row is not None], aim, fails, lacks)
+    verdict = FAILS if fails else UNDECIDED if lacks else HOLDS
+    return Judgement(verdict, found, tuple(dict.fromkeys(tasks)), weak, (*fails, *lacks), left_out)
 
-    MET: the interval's lower end is above -(points + 1). MISSED: all of the interval is at or below it. NOT_SHOWN: the
-    prompts are too few to say. NO_AIM: full attention scores under the floor.
+
+def _judge_pooled(found: Paired | None, num_pairs: int, fails: list[str], lacks: list[str]) -> None:
+    if found is None or num_pairs < FEWEST_PAIRS:
+        lacks.append(f"{num_pairs:,} pairs, {FEWEST_PAIRS:,} are wanted")
+    elif found.mean < -MOST_LOST - ROUNDING:
+        fails.append(f"loses {-found.mean:.2f} points, at most {MOST_LOST:g} is wanted")
+    elif found.low <= LOWEST_END:
+        lacks.append(f"the interval ends at {found.low:+.2f}, above {LOWEST_END:g} is wanted")
+
+
+def _judge_reads(own: Sequence[Row], aim: Aim, fails: list[str], lacks: list[str]) -> None:
+    if aim.most_read is None:
+        return
+    read = mean_known([row.get("head_fraction") for row in own])
+    if read is None:
+        lacks.append("what it reads is not known")
+    elif read > aim.most_read:
+        fails.append(f"reads {100 * read:.2f} % of the keys, at most {100 * aim.most_read:g} % are wanted")
+
+
+def _by_place(rows: Iterable[Row], methods: Sequence[str], aim: Aim) -> dict[Place, tuple[Row | None, Row | None]]:
+    """Return the row of free answers and that of answers compared token by token, of each task, length, text and seed;
+    of several methods, those of the first that has one.
     """
-    if exact is None:
-        return NOT_MEASURED
-    if exact["score"] < aim.floor:
-        return NO_AIM
-    if row is None or row["difference_low"] is None:
-        return NOT_MEASURED
-    bound = -(aim.points + SLACK_POINTS)
-    if row.get("interval") is None:
-        return NOT_SHOWN
-    if row["difference_low"] > bound:
-        return MET
-    return MISSED if row["difference_high"] <= bound else NOT_SHOWN
+    found: dict[Place, list[Row | None]] = {}
+    for method in methods:
+        for row in rows:
+            is_meant = not aim.tasks or row["task"] in aim.tasks
+            if row["method"] != method or not is_meant or aim.length not in (None, row["length"]):
+                continue
+            both = found.setdefault(tuple((name, row.get(name)) for name in SAME_PROMPTS), [None, None])
+            is_fed = row.get("metric") in FED
+            if both[is_fed] is None or (is_fed and both[is_fed].get(KL) is None):
+                both[is_fed] = row
+    return {place: (free, fed) for place, (free, fed) in found.items()}
 
 
-def judge_method(rows: Sequence[Row], method: str, aim: Aim) -> dict[str, str]:
-    """The verdict on each task that the aim names."""
-    here = [row for row in rows if row["length"] == aim.length]
-    own = {row["task"]: row for row in here if row["method"] == method}
-    exact: dict[str, Row] = {}
-    for baseline in BASELINES:
-        for row in here:
-            if row["method"] == baseline:
-                exact.setdefault(row["task"], row)
-    return {task: judge(own.get(task), exact.get(task), aim) for task in aim.tasks}
+def _told(place: Place) -> str:
+    of = dict(place)
+    return f"{of['task']} at {of['length']:,}" + (f", seed {of['seed']}" if of["seed"] is not None else "")
 
 
-def is_met(verdicts: Mapping[str, str], read: float | None, aim: Aim) -> bool:
-    """Whether all is shown: every task with an aim is met, one at least, at no more reads. read: None: not known."""
-    judged = [verdict for verdict in verdicts.values() if verdict != NO_AIM]
-    return bool(judged) and set(judged) == {MET} and read is not None and read <= aim.most_read
+def differences_of(row: Row | None) -> dict[float, int] | None:
+    """Paired differences in points with how many prompts have each; None where the row has none. Rows of before these
+    were kept have them where all scores are 0 or 1.
+    """
+    if row is None:
+        return None
+    if row.get("differences"):
+        return {float(value): int(count) for value, count in row["differences"]}
+    losses, gains = row.get("losses"), row.get("gains")
+    if losses is None or gains is None:
+        return None
+    return {-100.0: losses, 0.0: row["samples"] - losses - gains, 100.0: gains}
+
+
+def meant(rows: Iterable[Row], aim: Aim) -> list[str]:
+    """The methods of the rows that the aim is for, in their order."""
+    names = dict.fromkeys(row["method"] for row in rows if aim.length in (None, row["length"]))
+    return [name for name in names if name.startswith(aim.methods) and name not in BASELINES]
 
 
 def render_aim(rows: Sequence[Row], aim: Aim) -> list[str]:
-    """Markdown: a line for each method that the aim is for, with the tasks by verdict; empty where there is none."""
-    here = [row for row in rows if row["length"] == aim.length]
-    methods = [method for method in dict.fromkeys(row["method"] for row in here) if method.startswith(aim.methods)]
+    """Return Markdown: a line for each method that the aim is for, with what was pooled; empty where there is none."""
+    methods = meant(rows, aim)
     if not methods:
         return []
+    where = "" if aim.most_read is None else f", reading {100 * aim.most_read:g} % of the keys or fewer"
     lines = [
-        f"Within {aim.points:g} points of full attention at {100 * aim.most_read:g} % of the keys or fewer, on every "
-        f"task that full attention scores {aim.floor:g} on:",
+        f"A default holds where it loses {MOST_LOST:g} point at most{where}, over {FEWEST_PAIRS:,} prompts or more of "
+        f"all tasks that full attention scores {STRONG_SCORE:g} on, and the interval ends above {LOWEST_END:g}:",
         "",
-        "| method | keys scored | aim | " + " | ".join(VERDICTS) + " |",
-        "|---|---|---|" + "---|" * len(VERDICTS),
+        "| method | verdict | pairs | difference | tasks | why |",
+        "|---|---|---|---|---|---|",
     ]
     for method in methods:
-        verdicts = judge_method(rows, method, aim)
-        read = mean_known([row.get("head_fraction") for row in here if row["method"] == method])
-        told = [", ".join(task for task, found in verdicts.items() if found == verdict) for verdict in VERDICTS]
-        shown = "-" if read is None else f"{100 * read:.1f} %"
-        said = MET if is_met(verdicts, read, aim) else "not met"
-        lines.append(f"| `{method}` | {shown} | {said} | " + " | ".join(told) + " |")
+        lines.append(f"| `{method}` | " + " | ".join(told_of(judge(rows, method, aim))) + " |")
     return lines
+
+
+def told_of(found: Judgement) -> tuple[str, ...]:
+    """Return a judgement's verdict, pairs, difference, number of tasks and reasons as texts."""
+    pairs = "0" if found.pooled is None else f"{found.pooled.num_prompts:,}"
+    gap = (
+        "" if found.pooled is None else f"{found.pooled.mean:+.2f} ({found.pooled.low:+.2f} … {found.pooled.high:+.2f})"
+    )
+    left_out = [f"{why}: {', '.join(sorted(p for p, w in found.left_out.items() if w == why))}"
+                for why in dict.fromkeys(found.left_out.values())]  # fmt: skip
+    return found.verdict, pairs, gap, str(len(found.tasks)), "; ".join([*found.reasons, *left_out])
+
+
+def to_json(found: Judgement) -> dict[str, Any]:
+    """Return a judgement as JSON."""
+    pooled = found.pooled
+    told = None if pooled is None else [pooled.mean, pooled.low, pooled.high]
+    return {
+        "verdict": found.verdict, "pairs": 0 if pooled is None else pooled.num_prompts, "difference": told,
+        "tasks": list(found.tasks), "kl": found.weak, "reasons": list(found.reasons), "left_out": found.left_out,
+    }  # fmt: skip

@@ -6,6 +6,9 @@ from pathlib import Path
 CHRONICLE = "chronicle"
 """The generated text, as rows name it."""
 
+CHOOSING_SEED = 1_000
+"""Of texts on which settings are chosen, unless another is asked for; evaluations begin at 0."""
+
 SENT_AS = ("auto", "chat", "completion")
 
 
@@ -28,10 +31,10 @@ class Cell:
 class PromptSettings:
     """How prompts are made.
 
-    form: `reference` or `ruler`. text_files: haystacks; none: the chronicle. question_files: of RULER's `qa_1` and
-    `qa_2`. datasets: published benchmarks by name (`evals.datasets`), which then count as tasks. sent_as: `chat` or
-    `completion`; `auto` sends what holds a model's own special tokens as it is, and all else as chat where the
-    tokenizer has a template.
+    model: a Hugging Face folder or a GGUF file. form: `reference` or `ruler`. text_files: haystacks; none: the
+    chronicle. question_files: of RULER's `qa_1` and `qa_2`. datasets: published benchmarks by name (`evals.datasets`),
+    which then count as tasks. sent_as: `chat` or `completion`; `auto` sends what holds a model's own special tokens as
+    it is, and all else as chat where the tokenizer has a template.
     """
 
     model: Path

@@ -8,6 +8,7 @@ import typer
 
 from evals.errors_command import errors
 from evals.fusion_command import fusion
+from evals.judge_command import judge
 from evals.mac.command import mac
 from evals.options import (
     ApiKey,
@@ -48,8 +49,11 @@ SEEN_FROM_OUTSIDE = (
     "its most likely tokens and the rest as one. `generated`: tokens that its own decode steps chose."
 )
 
+DEFAULT_TASKS = {"reference": "needle", "ruler": "niah_single_2"}
+
 app = typer.Typer(no_args_is_help=True, help="Judge quality: what an attention method keeps and what it loses.")
 app.command()(results)
+app.command()(judge)
 app.command()(mac)
 app.command()(errors)
 app.command()(selections)
@@ -62,11 +66,13 @@ app.command()(recovery)
 def tasks(
     model: ModelFolder,
     method: Methods = ["full"],  # noqa: B006
-    names: Annotated[str | None, typer.Option("--tasks", help="names with commas between; default: needle, or the "
-                                              "datasets where some are given")] = None,
+    names: Annotated[str | None, typer.Option("--tasks", help="names with commas between; default: needle in the "
+                                              "reference form and niah_single_2 in RULER's, or the datasets where "
+                                              "some are given")] = None,
     lengths: Lengths = "4096",
     samples: Annotated[int, typer.Option("--samples", min=1, help="prompts a task and length")] = 32,
-    form: Annotated[str, typer.Option("--form", help="reference (the reference model's own) or ruler")] = "reference",
+    form: Annotated[str, typer.Option("--form", help="how prompts are worded: reference (for the reference "
+                                      "model), ruler (for any other) or auto, by the model's vocabulary")] = "auto",
     sent_as: Annotated[str, typer.Option("--as", help="chat, completion or auto")] = "auto",
     dataset: Annotated[list[str], typer.Option("--dataset", help="NAME=FILE, such as longbench/qasper=qasper.jsonl; "
                                                "also longbench_v2, infinitebench/NAME, gsm8k; repeatable")] = [],  # noqa: B006
@@ -95,6 +101,7 @@ def tasks(
     with one_line_errors():
         from evals.cells import Cell, PromptSettings
         from evals.datasets import DATASETS
+        from evals.run import form_of
         from evals.session import (
             InProcess,
             Outputs,
@@ -110,15 +117,16 @@ def tasks(
         from evals.tasks import RULER_TASKS
 
         files = parse_files("--dataset", dataset, list(DATASETS))
-        asked = names if names is not None else "" if files else "needle"
+        wording = form_of(model) if form == "auto" else form
+        asked = names if names is not None else "" if files else DEFAULT_TASKS[wording]
         chosen = [*parse_tasks(asked), *files]
         question_files = parse_files("--questions", questions, list(RULER_TASKS[-2:]))
-        settings = PromptSettings(model, form, seed, tuple(text), tuple(question_files.items()), tuple(files.items()),
-                                  sent_as)  # fmt: skip
+        settings = PromptSettings(model, wording, seed, tuple(text), tuple(question_files.items()),
+                                  tuple(files.items()), sent_as)  # fmt: skip
         sizes, deployment = parse_lengths(lengths), read_deployment(config, url)
         labels = tuple(dict.fromkeys(method))
         configuration = {
-            "model": str(model), "tasks": chosen, "lengths": sizes, "samples": samples, "form": form,
+            "model": str(model), "tasks": chosen, "lengths": sizes, "samples": samples, "form": wording,
             "sent_as": sent_as, "text": [path.name for path in text], "forced": forced, "seed": seed, "url": url,
             "config": str(config) if config is not None else None,
             "datasets": {name: str(path) for name, path in files.items()},
@@ -218,12 +226,13 @@ def print_fidelity(rows: list, layers: list, console: "Console") -> None:
     from evals.report.page import number_text
     from evals.report.table import percent
 
-    said = Table("length", "method", "failed", "agreement", "KL (nats)", "perplexity", "generated: agreement", "KL",
-                 "keys scored", "bytes read", "error a layer: mean", "worst")  # fmt: skip
+    said = Table("text", "length", "method", "failed", "agreement", "KL (nats)", "perplexity", "generated: agreement",
+                 "KL", "keys scored", "bytes read", "error a layer: mean", "worst")  # fmt: skip
     for row in rows:
-        errors = [one["error"] for one in layers if (one["length"], one["method"]) == (row["length"], row["method"])]
-        said.add_row(f"{row['length']:,}", row["method"], str(row.get("failures", 0)), percent(row["agreement"]),
-                     number_text(row["kl"], 4), number_text(row["perplexity"], 3),
+        place = [row[name] for name in ("text", "length", "method")]
+        errors = [one["error"] for one in layers if [one[name] for name in ("text", "length", "method")] == place]
+        said.add_row(row["text"], f"{row['length']:,}", row["method"], str(row.get("failures", 0)),
+                     percent(row["agreement"]), number_text(row["kl"], 4), number_text(row["perplexity"], 3),
                      percent(row.get("agreement_generated")), number_text(row.get("kl_generated"), 4),
                      percent(row["head_fraction"]), percent(row["bytes_fraction"]),
                      percent(sum(errors) / len(errors) if errors else None),
@@ -233,9 +242,9 @@ def print_fidelity(rows: list, layers: list, console: "Console") -> None:
         console.print(SEEN_FROM_OUTSIDE, highlight=False)
     if not layers:
         return
-    lost = Table("length", "method", "layer", "relative error", "mass kept")
+    lost = Table("text", "length", "method", "layer", "relative error", "mass kept")
     for row in layers:
-        lost.add_row(f"{row['length']:,}", row["method"], str(row["layer"]), f"{row['error']:.4f}",
+        lost.add_row(row["text"], f"{row['length']:,}", row["method"], str(row["layer"]), f"{row['error']:.4f}",
                      f"{100 * row['mass_kept']:.1f} %")  # fmt: skip
     console.print(lost)
 

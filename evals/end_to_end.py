@@ -17,18 +17,13 @@ from typing import Any
 import httpx
 import torch
 
-from evals.decode import decode_forced, prefill_batch
+from evals.distributions import NUM_TOP, divergence, full_logprobs
 from evals.forward import ReferenceDecoder
-from evals.methods.full import Full
 from evals.rows import FRACTIONS, Row, count_reasons
 from evals.served import DEFAULT, Server
 from evals.served_method import PREFIX
 from evals.serving import Ask, ServingEngine
 from server.tokenizer import Tokenizer
-
-NUM_TOP = 20
-LEAST_MASS = 1e-9
-"""Floor of the mass that a profile leaves to tokens that it did not list: logprobs carry no more digits."""
 
 Logprobs = list[tuple[float, dict[int, float]]]
 """For each token its logprob and those of the most likely tokens by id, natural logarithm."""
@@ -153,17 +148,6 @@ def compare_profile(
     }
 
 
-def full_logprobs(decoder: ReferenceDecoder, text: list[int], chosen: list[int], count: int) -> torch.Tensor:
-    """Full attention's log probabilities for the text's last `count` tokens and those chosen: float64 `[tokens, vocab]`
-    on the host."""
-    batch = prefill_batch(decoder, [text[:-count]], count + len(chosen), [Full()], None)
-    kept: list[torch.Tensor] = []
-    decode_forced(
-        batch, 0, [text[-count:] + chosen], None, lambda _, logits: kept.append(logits[0].double().log_softmax(-1))
-    )
-    return torch.stack(kept).cpu()
-
-
 def add_stretch(sums: list[Any], exact: torch.Tensor, tokens: Sequence[int], said: Logprobs) -> None:
     """Add tokens, agreeing ones, KL and negative log likelihood of one stretch of one text."""
     for row, _, (logprob, top) in zip(exact, tokens, said, strict=True):
@@ -171,12 +155,3 @@ def add_stretch(sums: list[Any], exact: torch.Tensor, tokens: Sequence[int], sai
         sums[1] += bool(top) and max(top, key=top.__getitem__) == int(row.argmax())
         sums[2] += divergence(row, top)
         sums[3] -= logprob
-
-
-def divergence(exact: torch.Tensor, top: dict[int, float]) -> float:
-    """KL(full || profile) in nats over the listed tokens and all others as one."""
-    listed = exact[list(top)].tolist()
-    total = sum(math.exp(full) * (full - mine) for full, mine in zip(listed, top.values(), strict=True))
-    full_rest = max(1 - sum(map(math.exp, listed)), 0.0)
-    rest = max(1 - sum(map(math.exp, top.values())), LEAST_MASS)
-    return total + (full_rest * (math.log(max(full_rest, LEAST_MASS)) - math.log(rest)) if full_rest else 0.0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from evals.decode import PrefilledBatch, decode_forced, prefill_batch
+from evals.distributions import TokenSums
 from evals.forward import ReferenceDecoder
 from evals.meter import Fractions
 from evals.methods.attention import attend_all
@@ -21,6 +22,9 @@ from evals.methods.method import DecodeMethod, MethodError, Step, StepResult
 from evals.methods.registry import parse_method
 from evals.rows import Row, mean_known
 from evals.tasks.haystack import TextSource
+
+CHARACTERS_A_TOKEN = 4
+"""What a passage is first read by; more is read where that is too little."""
 
 
 @dataclass(slots=True)
@@ -56,27 +60,6 @@ class LayerWatch:
             for layer, terms in enumerate(self._sums.terms.tolist())
             if terms
         ]
-
-
-class TokenSums:
-    """Agreement and divergence of next-token distributions from full attention's, summed over positions."""
-
-    def __init__(self, exact: list[torch.Tensor], forced: torch.Tensor) -> None:
-        self._exact, self._real = exact, forced >= 0
-        self.agree = torch.zeros((), device=forced.device, dtype=torch.float64)
-        self.divergence = torch.zeros((), device=forced.device, dtype=torch.float64)
-
-    def __call__(self, number: int, logits: torch.Tensor) -> None:
-        """KL(full || method) in nats, and whether the most likely tokens are the same."""
-        exact, real = self._exact[number], self._real[:, number]
-        mine = logits.double().log_softmax(-1)
-        divergence = (exact.exp() * (exact - mine)).sum(-1)
-        self.agree += ((exact.argmax(-1) == mine.argmax(-1)) & real).sum()
-        self.divergence += (divergence * real).sum()
-
-    def means(self) -> tuple[float, float]:
-        count = self._real.sum().item()
-        return self.agree.item() / count, self.divergence.item() / count
 
 
 def compare(
@@ -181,13 +164,20 @@ def spread_grid(label: str) -> list[str]:
 def text_prompts(
     tokenizer: Any, source: TextSource, length_tokens: int, num_prompts: int, seed: int
 ) -> list[list[int]]:
-    """Token ids of running text, `length_tokens` each, after the tokenizer's first token if it has one."""
+    """Return token ids of running text, `length_tokens` each, after the tokenizer's first token if it has one."""
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    prompts = []
-    for number in range(num_prompts):
-        text = " ".join(source.sentences(seed * 1_000_003 + number, 2 * length_tokens))
-        prompts.append((first + tokenizer.encode(text, add_special_tokens=False))[:length_tokens])
-    return prompts
+    count = length_tokens - len(first)
+    return [first + first_tokens(tokenizer, source, seed * 1_000_003 + number, count) for number in range(num_prompts)]
+
+
+def first_tokens(tokenizer: Any, source: TextSource, seed: int, count: int) -> list[int]:
+    """Return the first `count` token ids of a passage. Raises ValueError where the source holds too little."""
+    num_characters = CHARACTERS_A_TOKEN * count
+    while True:
+        ids = tokenizer.encode(source.passage(seed, num_characters), add_special_tokens=False)
+        if len(ids) >= count:
+            return ids[:count]
+        num_characters = num_characters * 3 // 2
 
 
 def run_fidelity(

@@ -3,12 +3,15 @@
 It ties `evals.fidelity` and `evals.end_to_end` to a model folder and a progress bar, and knows no measure.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from evals.cells import CHRONICLE
 from evals.fidelity import run_fidelity, text_prompts
 from evals.forward import ReferenceDecoder, load_decoder
 from evals.rows import Row
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
 
     from evals.served import Server
     from server.config import Deployment
+
+
+Cell = tuple[dict[str, Any], list[list[int]]]
+"""What rows say of a text and length, and the token ids of its texts."""
 
 
 @dataclass(frozen=True)
@@ -45,51 +52,59 @@ class FidelityRun:
 
 
 def run_comparisons(run: FidelityRun) -> dict[str, list[Row]]:
-    """`rows` of methods and profiles and `layers` of methods, each with its length."""
+    """Return `rows` of methods and profiles and `layers` of methods, each with its text and length. Files of text are
+    compared one by one, since a method that holds on a novel may not on code.
+    """
     dtype = torch.bfloat16 if run.device.startswith("cuda") else torch.float32
     decoder = load_decoder(run.model, torch.device(run.device), dtype)
     tokenizer = load_tokenizer(run.model)
     profiles = [label for label in run.labels if run.server is not None or label.startswith(PREFIX)]
     methods = [label for label in run.labels if label not in profiles]
-    found: dict[str, list[Row]] = {"rows": [], "layers": []}
+    cells: list[Cell] = []
+    for files, length in product([(path,) for path in run.text] or [()], run.lengths):
+        place = {"text": ",".join(path.name for path in files) or CHRONICLE, "length": length}
+        cells.append((place, text_prompts(tokenizer, text_source(files, {}), length, run.samples, run.seed)))
+    rows: list[Row] = []
+    layers: list[Row] = []
     steps = -(-run.samples // run.batch) + run.samples * len(profiles)
-    with progress_bar(len(run.lengths) * steps, "steps") as advance:
-        for length in run.lengths:
-            texts = text_prompts(tokenizer, text_source(run.text, {}), length, run.samples, run.seed)
-            pair = run_fidelity(decoder, texts, methods, run.forced, run.batch, advance)
-            for part, rows in zip(found, pair, strict=True):
-                found[part] += [{"length": length, **row} for row in rows]
-            rows = _compare_profiles(run, decoder, texts, profiles, advance)
-            found["rows"] += [{"length": length, **row} for row in rows]
-    return found
+    with progress_bar(len(cells) * steps, "steps") as advance:
+        for place, texts in cells:
+            own_rows, own_layers = run_fidelity(decoder, texts, methods, run.forced, run.batch, advance)
+            rows += [place | row for row in own_rows]
+            layers += [place | row for row in own_layers]
+        rows += _compare_profiles(run, decoder, cells, profiles, advance)
+    order = {label: number for number, label in enumerate(["full", *run.labels])}
+    places = [place for place, _ in cells]
+    rows.sort(key=lambda row: (places.index({name: row[name] for name in places[0]}), order[row["method"]]))
+    return {"rows": rows, "layers": layers}
 
 
 def _compare_profiles(
     run: FidelityRun,
     decoder: ReferenceDecoder,
-    texts: list[list[int]],
+    cells: Sequence[Cell],
     profiles: list[str],
     advance: "Callable[[], None]",
 ) -> list[Row]:
+    """Return a row for each profile and cell; each engine is loaded once for all cells."""
     from evals.end_to_end import compare_profile, engine_speaker, server_speaker
 
-    if not profiles:
-        return []
     if run.server is not None:
         names = {label: label.removeprefix(PREFIX) for label in profiles}
         return [
-            compare_profile(decoder, texts, label, {"attention_profile": name, "url": run.server.url},
-                            server_speaker(run.server, label, run.model), run.forced, advance)
+            place | compare_profile(decoder, texts, label, {"attention_profile": name, "url": run.server.url},
+                                    server_speaker(run.server, label, run.model), run.forced, advance)
             for label, name in names.items()
+            for place, texts in cells
         ]  # fmt: skip
-    rows: dict[str, Row] = {}
+    rows: list[Row] = []
     longest = max(run.lengths) + run.forced
     for deployment, members in group_by_deployment(profiles, run.deployment):
         with load_serving_engine(run.model, run.device, longest, deployment) as engine:
-            for label, name in members.items():
+            for (label, name), (place, texts) in product(members.items(), cells):
                 settings, before = {"attention_profile": name, **engine.settings_of(name)}, engine.reads()
                 speak = engine_speaker(engine, name)
                 row = compare_profile(decoder, texts, label, settings, speak, run.forced, advance)
                 fractions = engine.fractions(before, name)
-                rows[label] = row | (fractions.to_json() if fractions is not None else {})
-    return [rows[label] for label in profiles]
+                rows.append(place | row | (fractions.to_json() if fractions is not None else {}))
+    return rows

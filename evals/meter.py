@@ -13,6 +13,9 @@ from gpu.model.architecture import Architecture
 from scheduler.decode_reads import DecodeReads
 from scheduler.messages import ReuseStats
 
+LEAST_SPARED = 1e-6
+"""A smaller share of the keys is rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fractions:
@@ -26,6 +29,11 @@ class Fractions:
     bytes_all: float
     acceptance: float | None = None
     skipped: float | None = None
+
+    @property
+    def spares(self) -> bool:
+        """Whether anything was left out or taken over."""
+        return self.head_handled < 1 - LEAST_SPARED or bool(self.acceptance)
 
     def to_json(self) -> dict[str, float]:
         reads = {

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from server.config import Deployment
 
-ModelFolder = Annotated[Path, typer.Option("--model", help="Hugging Face folder of the model")]
+ModelFolder = Annotated[Path, typer.Option("--model", help="Hugging Face folder or GGUF file of the model")]
 Methods = Annotated[list[str], typer.Option("--method", help="NAME[:key=value,...], or profile:NAME for a serving "
                                             "profile end to end; repeat to compare")]  # fmt: skip
 Lengths = Annotated[str, typer.Option("--lengths", help="tokens of prompt and answer, commas between")]

@@ -1,4 +1,4 @@
-"""Differences over the same prompts, with their intervals: what 'within x points' means wherever it is said.
+"""Differences over the same prompts, with their intervals.
 
 It knows numbers only. Scores are per prompt in [0, 1]; differences are in points (per cent). The invariants: two lists
 are compared prompt by prompt, never by their means alone, so what prompts have in common cancels; an interval of scores
@@ -6,7 +6,7 @@ that are all 0 or 1 is exact: it covers the truth in at least 95 % of runs whate
 differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,11 +16,13 @@ LEVEL = 0.95
 EACH_LEVEL = 1 - (1 - LEVEL) / 2
 """Of losses and of gains, so that both intervals hold together in 95 % of runs (Bonferroni)."""
 
-SLACK_POINTS = 1.0
 NUM_RESAMPLES = 4000
 SEED = 0
 FEWEST_PROMPTS = 2
 ADVISED_PROMPTS = 400
+WHOLE = (-100.0, 0.0, 100.0)
+"""Differences of scores that are 0 or 1, in points."""
+
 EXACT, BOOTSTRAP = "exact", "bootstrap"
 
 
@@ -39,13 +41,6 @@ class Paired:
     kind: str
     losses: int | None
     gains: int | None
-
-    def within(self, points: float) -> bool:
-        """Whether the loss is shown to be less than `points + 1`: the interval's lower end is above -(points + 1).
-
-        A method that truly loses `points + 1` or more is said to be within in at most 2.5 % of runs.
-        """
-        return self.low > -(points + SLACK_POINTS)
 
     def __str__(self) -> str:
         return f"{self.mean:+.1f} ({self.low:+.1f} … {self.high:+.1f})"
@@ -96,18 +91,34 @@ def mean_interval(scores: Sequence[float]) -> Paired:
     return Paired(100 * hits / num, 100 * low, 100 * high, num, EXACT, None, None)
 
 
+def pooled_interval(differences: Mapping[float, int]) -> Paired:
+    """Return the mean of paired differences of any tasks together. differences: in points, and how many prompts have
+    each. Exact where all are -100, 0 or 100; else by bootstrap. Raises ValueError for fewer than two prompts.
+    """
+    num = sum(differences.values())
+    if num < FEWEST_PROMPTS:
+        raise ValueError(f"paired differences: {num} prompts, wanted at least {FEWEST_PROMPTS}")
+    if all(value in WHOLE for value in differences):
+        return interval_of_counts(differences.get(-100.0, 0), differences.get(100.0, 0), num)
+    return _bootstrap(*zip(*differences.items(), strict=True), interval_of_counts(0, 0, num))
+
+
 def bootstrap_interval(points: np.ndarray, unseen: Paired) -> Paired:
     """The mean of float64 [prompts] in points and its percentile bootstrap interval, of a fixed seed.
 
     Where all are equal resampling says nothing, and the interval is as wide as that of `unseen`, in which no prompt
     differs from the others. Where few differ it is narrower than it should be.
     """
-    mean, num = float(points.mean()), len(points)
-    if np.ptp(points) == 0:
+    return _bootstrap(*np.unique(points, return_counts=True), unseen)
+
+
+def _bootstrap(values: Sequence[float], counts: Sequence[int], unseen: Paired) -> Paired:
+    found, times = np.asarray(values, np.float64), np.asarray(counts)
+    num = int(times.sum())
+    mean = float(found @ times / num)
+    if np.ptp(found) == 0:
         return Paired(mean, mean + unseen.low, mean + unseen.high, num, BOOTSTRAP, None, None)
-    values, counts = np.unique(points, return_counts=True)
-    drawn = np.random.default_rng(SEED).multinomial(num, counts / num, size=NUM_RESAMPLES)
-    means = drawn @ values / num  # [resamples]
+    means = np.random.default_rng(SEED).multinomial(num, times / num, size=NUM_RESAMPLES) @ found / num  # [resamples]
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Paired(mean, float(low), float(high), num, BOOTSTRAP, None, None)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from evals.cells import Cell, PromptSettings
 from evals.fidelity import text_prompts
-from evals.run import make_prompts
+from evals.run import form_of, make_prompts
 from evals.tasks.text import text_source
 from evals.tokenizer import load_tokenizer
 
@@ -19,7 +19,7 @@ def recovery_prompts(
     if task == TEXT:
         return text_prompts(tokenizer, text_source(files, {}), length_tokens, num_prompts, seed)
     made = make_prompts(
-        Cell(task, length_tokens, num_prompts, ("full",), 0), PromptSettings(model, "reference", seed, files)
+        Cell(task, length_tokens, num_prompts, ("full",), 0), PromptSettings(model, form_of(model), seed, files)
     )
     answers = [tokenizer.encode(" ".join(one.sample.answers), add_special_tokens=False) for one in made]
     return [(one.token_ids.tolist() + answer)[-length_tokens:] for one, answer in zip(made, answers, strict=True)]

@@ -16,6 +16,7 @@ from typing import Any
 from evals.aims import SAMPLED_AIM, render_aim
 from evals.cells import CHRONICLE, Cell
 from evals.report.document import finite
+from evals.report.table import NOT_APPLIED
 from evals.rows import BASELINES, Row, column_of, mean_known
 
 DECODE = (
@@ -261,6 +262,8 @@ def _percent(rows: Any, field: str) -> str:
 def _cell(row: Row) -> str:
     """`99.5, -0.5 (-1.8 … +0.3)`; `99.5 (-0.5 ± 0.9)` where the interval is an older, normal one."""
     text = f"{row['score']:.1f}"
+    if row.get("applied") is False:
+        return f"{text}, {NOT_APPLIED}"
     if row["method"] not in BASELINES and row["difference"] is not None:
         low, high = row["difference_low"], row["difference_high"]
         if row.get("interval") is None:

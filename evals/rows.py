@@ -19,6 +19,15 @@ FRACTIONS = (
 )  # fmt: skip
 BASELINES = ("full", "profile:exact")
 """What rows are paired with: full attention in the reference decoder or, where that did not run, the engine's."""
+KL = "kl"
+"""Measured where answers are fed: KL(full attention || method) over the answer's tokens, in nats."""
+
+APPLIED = "applied"
+"""Measured: 1 where the method left anything out, moved, sampled or reused it; 0 where it read as full attention."""
+
+DIGITS = 6
+"""Of differences, by which equal ones are counted together."""
+
 NUM_DEPTHS = 10
 MOST_REASONS = 3
 
@@ -30,7 +39,9 @@ def summarize(records: Iterable[Record]) -> list[Row]:
 
     `score` is in points, 0 to 100, `low` to `high` its 95 % interval; `difference` (`difference_low` to `_high`) is
     paired with full attention on the same samples, None where it did not run; `losses` and `gains` are the prompts that
-    differ, where scores are 0 or 1, and `interval` says how the intervals were made (`evals.paired`). Fractions are
+    differ, where scores are 0 or 1, and `interval` says how the intervals were made (`evals.paired`); `differences`
+    are the paired ones in points with how many prompts have each, of which rows are pooled (`evals.aims`). `applied`
+    is false where the method did nothing in the whole cell, None where nothing is known of that. Fractions are
     means over samples, None where nothing is known of them (failures, a server). `reasons`: why samples failed, with
     counts.
     """
@@ -46,9 +57,12 @@ def summarize(records: Iterable[Record]) -> list[Row]:
     return [_row(members, exact.get(_place(members[0].cell), {})) for members in groups.values()]
 
 
+PLACE = ("task", "length", "metric", "text", "seed")
+
+
 def _place(cell: dict[str, Any]) -> str:
     """What rows that can be compared have in common."""
-    return json.dumps({key: cell.get(key) for key in ("task", "length", "metric", "text")}, sort_keys=True)
+    return json.dumps({key: cell.get(key) for key in PLACE}, sort_keys=True)
 
 
 FED = ("agreement", "token_accuracy")
@@ -65,6 +79,7 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
     both = [record for record in members if record.sample_id in exact]
     interval = mean_interval(scores) if len(scores) >= FEWEST_PROMPTS else None
     gap: Paired | None = None
+    points = [round(100 * (record.score - exact[record.sample_id]), DIGITS) for record in both]
     if len(both) >= FEWEST_PROMPTS:
         gap = paired_interval([record.score for record in both], [exact[record.sample_id] for record in both])
     return {
@@ -81,8 +96,16 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
         "losses": gap.losses if gap else None,
         "gains": gap.gains if gap else None,
         "interval": (gap or interval).kind if gap or interval else None,
+        "differences": sorted([value, count] for value, count in Counter(points).items()),
+        "applied": _applied(members),
+        KL: mean_known([record.measured.get(KL) for record in members]),
         **{name: mean_known([record.measured.get(name) for record in members]) for name in FRACTIONS},
     }
+
+
+def _applied(members: Sequence[Record]) -> bool | None:
+    told = [record.measured[APPLIED] for record in members if APPLIED in record.measured]
+    return any(told) if told and members[0].cell["method"] not in BASELINES else None
 
 
 def count_reasons(failures: Iterable[str | None]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from multiprocessing import get_context
+from pathlib import Path
 from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
@@ -19,21 +20,24 @@ import torch
 
 from evals import metrics
 from evals.cells import Cell, PromptSettings
-from evals.datasets import read as read_dataset
-from evals.datasets import shorten
+from evals.datasets import read_own, shorten
 from evals.decode import Decoded, PrefilledBatch, decode_forced, decode_greedy, prefill_batch
+from evals.distributions import TokenSums
 from evals.forward import ReferenceDecoder
 from evals.meter import Fractions
 from evals.methods.full import Full
 from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
 from evals.methods.registry import parse_method
+from evals.rows import APPLIED, KL
 from evals.samples import Sample
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION, TASKS
 from evals.tasks.fitting import count_chat_tokens
-from evals.tasks.reference import user_turn
+from evals.tasks.reference import SPECIAL_TOKENS_OF_FORM, user_turn
 from evals.tasks.text import text_source
 from evals.tokenizer import load_tokenizer
+from gpu.model.vocabulary import read_vocabulary
+from gpu.model.weights_digest import digest_weights, kept_path
 
 AGREEMENT = "agreement"
 """Metric of forced cells: the share of full attention's own answer tokens that the method would have chosen too."""
@@ -48,6 +52,22 @@ class Prompt:
     token_ids: np.ndarray
 
 
+def name_weights(model: Path) -> str:
+    """Return what records are filed under for a model: a digest of its weights, since a name may stay while they change
+    and two kinds of one model may have the same.
+    """
+    return digest_weights(model, kept_path())
+
+
+def form_of(model: Path) -> str:
+    """Return how prompts are worded for a model: `reference` where its vocabulary has that form's special tokens, else
+    `ruler`, by its own chat template.
+    """
+    vocabulary, _ = read_vocabulary(model)
+    has_all = all(vocabulary.token_to_id(token) is not None for token in SPECIAL_TOKENS_OF_FORM)
+    return "reference" if has_all else "ruler"
+
+
 def make_prompts(cell: Cell, settings: PromptSettings) -> list[Prompt]:
     """The prompts of a cell, tokenized. Runs in a process of its own when there are several cells.
 
@@ -58,7 +78,7 @@ def make_prompts(cell: Cell, settings: PromptSettings) -> list[Prompt]:
     if cell.task in files:
         as_chat = is_chat(settings.sent_as, False, tokenizer)
         room = cell.length_tokens - (count_chat_tokens(tokenizer) if as_chat else SPECIAL_TOKENS)
-        rows = read_dataset(cell.task, files[cell.task], cell.num_samples)
+        rows = read_own(cell.task, files[cell.task], cell.num_samples, settings.seed)
         samples = [shorten(sample, tokenizer, room) for sample in rows]
     else:
         source = text_source(settings.text_files, dict(settings.question_files))
@@ -119,8 +139,9 @@ def run_cells(
 
     batch_tokens: prompts that go together have at most so many tokens (one prompt always goes).
     """
+    model = name_weights(settings.model)
     for cell, made in prompts:
-        keys = _Keys(cell, settings, decoder.architecture.name)
+        keys = _Keys(cell, settings, model)
         wanted = {prompt.sample.sample_id: [keys.of(label, prompt.sample) for label in cell.methods] for prompt in made}
         for key in chain.from_iterable(wanted.values()):
             if key in ledger.done:
@@ -155,7 +176,7 @@ class _Keys:
         return sample_key(label, settings, sample, self.cell.length_tokens, self.prompts, self.model, CODE_VERSION)
 
     def record(
-        self, label: str, sample: Sample, text: str, score: float, reads: Fractions | None, failure: str | None
+        self, label: str, sample: Sample, text: str, score: float, measured: dict[str, float], failure: str | None
     ) -> Record:
         identity = {
             "method": label,
@@ -164,8 +185,8 @@ class _Keys:
             "length": self.cell.length_tokens,
             "metric": AGREEMENT if self.cell.forced_tokens else sample.metric,
             "text": self.prompts.text,
+            "seed": self.prompts.seed,
         }
-        measured = reads.to_json() if reads is not None else {}
         key = self.of(label, sample)
         return Record(key, identity, sample.sample_id, score, text, failure, sample.depth, measured)
 
@@ -195,7 +216,7 @@ def run_batch(
         for label in cell.methods:
             yield from run_batch(decoder, tokenizer, replace(cell, methods=(label,)), prompts, keys)
     else:
-        yield keys.record(cell.methods[0], prompts[0].sample, "", 0.0, None, reason)
+        yield keys.record(cell.methods[0], prompts[0].sample, "", 0.0, {}, reason)
 
 
 def _run_together(
@@ -207,32 +228,51 @@ def _run_together(
     room = decoder.architecture.max_context_tokens - max(map(len, ids))
     longest_answer = max(prompt.sample.max_new_tokens for prompt in prompts)
     tokens = min(cell.forced_tokens or longest_answer, room)
-    answers: list[list[int]] | None = None
+    fed: _Fed | None = None
     if decode or cell.forced_tokens:
         batch = prefill_batch(decoder, ids, tokens, [*(method for _, method in decode), Full()], None)
         if cell.forced_tokens:
-            answers = _answers(batch, len(decode), tokens)
+            fed = _fed(batch, len(decode), tokens)
         for which, (label, _) in enumerate(decode):
-            decoded = _decode(batch, which, tokens, answers)
-            yield from _score(tokenizer, keys, label, prompts, decoded, decoded.reads, answers)
+            decoded, sums = _decode(batch, which, tokens, fed)
+            yield from _score(tokenizer, keys, label, prompts, decoded, decoded.reads, fed, sums)
         del batch
     for label, method in methods:
         if isinstance(method, PrefillMethod):
             batch = prefill_batch(decoder, ids, tokens, [Full()], method)
-            decoded = _decode(batch, 0, tokens, answers)
-            yield from _score(tokenizer, keys, label, prompts, decoded, batch.prefill_reads or [], answers)
+            decoded, sums = _decode(batch, 0, tokens, fed)
+            yield from _score(tokenizer, keys, label, prompts, decoded, batch.prefill_reads or [], fed, sums)
 
 
-def _answers(batch: PrefilledBatch, full: int, tokens: int) -> list[list[int]]:
-    """Full attention's own answers; an empty one is its stop token."""
+@dataclass(frozen=True)
+class _Fed:
+    """Full attention's own answers, which are fed to every method, and its log probabilities at each of their tokens:
+    float32 `[requests, vocab]` a step.
+    """
+
+    answers: list[list[int]]
+    logprobs: list[torch.Tensor]
+
+    def sums(self, device: torch.device) -> TokenSums:
+        steps = len(self.logprobs)
+        rows = [row + [-1] * (steps - len(row)) for row in self.answers]
+        return TokenSums(self.logprobs, torch.tensor(rows, device=device))
+
+
+def _fed(batch: PrefilledBatch, full: int, tokens: int) -> _Fed:
+    """Full attention's answers; an empty one is its stop token."""
     stop = batch.decoder.architecture.eos_token_ids
-    return [row or [stop[0]] for row in decode_greedy(batch, full, tokens, frozenset(stop), None).tokens]
+    answers = [row or [stop[0]] for row in decode_greedy(batch, full, tokens, frozenset(stop), None).tokens]
+    logprobs: list[torch.Tensor] = []
+    decode_forced(batch, full, answers, None, lambda _, logits: logprobs.append(logits.log_softmax(-1)))
+    return _Fed(answers, logprobs)
 
 
-def _decode(batch: PrefilledBatch, which: int, tokens: int, answers: list[list[int]] | None) -> Decoded:
-    if answers is not None:
-        return decode_forced(batch, which, answers, None, None)
-    return decode_greedy(batch, which, tokens, frozenset(batch.decoder.architecture.eos_token_ids), None)
+def _decode(batch: PrefilledBatch, which: int, tokens: int, fed: _Fed | None) -> tuple[Decoded, TokenSums | None]:
+    if fed is not None:
+        sums = fed.sums(batch.decoder.device)
+        return decode_forced(batch, which, fed.answers, None, sums), sums
+    return decode_greedy(batch, which, tokens, frozenset(batch.decoder.architecture.eos_token_ids), None), None
 
 
 def _score(
@@ -242,13 +282,17 @@ def _score(
     prompts: Sequence[Prompt],
     decoded: Decoded,
     reads: Sequence[Fractions],
-    answers: list[list[int]] | None,
+    fed: _Fed | None,
+    sums: TokenSums | None,
 ) -> Iterator[Record]:
-    for row, (prompt, tokens, read) in enumerate(zip(prompts, decoded.tokens, reads, strict=True)):
+    divergences = sums.divergences() if sums is not None else [None] * len(prompts)
+    for row, (prompt, tokens, read, kl) in enumerate(zip(prompts, decoded.tokens, reads, divergences, strict=True)):
         sample = prompt.sample
         text = tokenizer.decode(tokens[: sample.max_new_tokens], skip_special_tokens=True)
-        if answers is not None:
-            value = sum(one == other for one, other in zip(tokens, answers[row], strict=True)) / len(answers[row])
+        measured = read.to_json() | {APPLIED: float(read.spares)} | ({KL: kl} if kl is not None else {})
+        if fed is not None:
+            wanted = fed.answers[row]
+            value = sum(one == other for one, other in zip(tokens, wanted, strict=True)) / len(wanted)
         else:
             value = metrics.score(sample.metric, text, sample.answers, sample.meta)
-        yield keys.record(label, sample, text, value, read, None)
+        yield keys.record(label, sample, text, value, measured, None)

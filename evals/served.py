@@ -6,18 +6,22 @@ known. Invariant: every sample that was tried ends as one record for each profil
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from evals.cells import Cell, PromptSettings
 from evals.clients import Endpoint, ProbeError, ask_all, probe
+from evals.distributions import NUM_TOP, divergence
 from evals.metrics import score
-from evals.run import Prompt, is_chat, prompts_of
+from evals.rows import APPLIED, KL
+from evals.run import AGREEMENT, Prompt, is_chat, name_weights, prompts_of
 from evals.samples import Sample
 from evals.served_method import PREFIX
-from evals.serving import Ask, ServingEngine
+from evals.serving import Answer, Ask, ServingEngine
 from evals.stopping import RunCut
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION
@@ -54,20 +58,40 @@ class Entry:
     model: str
 
     def key(self, sample: Sample) -> str:
-        length = self.cell.length_tokens
-        return sample_key(self.method, self.told, sample, length, self.prompts, self.model, CODE_VERSION)
+        length, told = self.cell.length_tokens, self.told
+        if self.cell.forced_tokens:
+            told = told | {"forced_tokens": self.cell.forced_tokens}
+        return sample_key(self.method, told, sample, length, self.prompts, self.model, CODE_VERSION)
 
     def record(self, sample: Sample, text: str, failure: str | None) -> Record:
+        """Return the record of a free answer, scored by its task, or of a failure."""
+        value = 0.0 if failure else score(sample.metric, text, sample.answers, sample.meta)
+        return self._record(sample, text, value, failure, {})
+
+    def record_compared(self, sample: Sample, text: str, answer: Answer, exact: torch.Tensor) -> Record:
+        """Return the record of an answer whose tokens are compared with full attention's distributions `[tokens,
+        vocab]` at their places: the share of most likely tokens that are the same, and the mean KL.
+        """
+        same = [
+            bool(one.top) and max(one.top, key=lambda pair: pair[1])[0] == int(row.argmax())
+            for one, row in zip(answer.logprobs, exact, strict=True)
+        ]
+        kl = [divergence(row, dict(one.top)) for one, row in zip(answer.logprobs, exact, strict=True)]
+        return self._record(sample, text, sum(same) / len(same), None, {KL: sum(kl) / len(kl)})
+
+    def _record(
+        self, sample: Sample, text: str, value: float, failure: str | None, measured: dict[str, float]
+    ) -> Record:
         identity = {
             "method": self.method,
             "settings": self.told,
             "task": self.cell.task,
             "length": self.cell.length_tokens,
-            "metric": sample.metric,
+            "metric": AGREEMENT if self.cell.forced_tokens else sample.metric,
             "text": self.prompts.text,
+            "seed": self.prompts.seed,
         }
-        value = 0.0 if failure else score(sample.metric, text, sample.answers, sample.meta)
-        return Record(self.key(sample), identity, sample.sample_id, value, text, failure, sample.depth, {})
+        return Record(self.key(sample), identity, sample.sample_id, value, text, failure, sample.depth, measured)
 
     def missing(self, made: Sequence[Prompt], ledger: Ledger) -> list[Prompt]:
         """The prompts without a record; those with one are reported to the ledger."""
@@ -78,6 +102,10 @@ class Entry:
         return [prompt for prompt, key in zip(made, keys, strict=True) if key not in ledger.done]
 
 
+Exact = Callable[[list[int], list[int]], torch.Tensor]
+"""A prompt and tokens behind it to full attention's log probabilities at these: float64 `[tokens, vocab]`."""
+
+
 def run_profiles(
     engine: ServingEngine,
     tokenizer: Any,
@@ -86,15 +114,19 @@ def run_profiles(
     profiles: Mapping[str, str],
     settings: PromptSettings,
     ledger: Ledger,
+    exact: Exact | None,
 ) -> None:
-    """Run cells in the engine. profiles: of their methods, by name."""
+    """Run cells in the engine. profiles: of their methods, by name. exact: what answers of cells with `forced_tokens`
+    are compared with; an engine chooses its own tokens, so these are fed to full attention, not the other way round.
+    """
+    model = name_weights(settings.model)
     for cell, made in prompts:
         for method in cell.methods:
             profile = profiles[method]
             told = {"attention_profile": profile, "engine": "in process", **engine.settings_of(profile)}
-            entry = Entry(method, told, cell, settings, shape.name)
+            entry = Entry(method, told, cell, settings, model)
             missing = entry.missing(made, ledger)
-            _answer_all(engine, tokenizer, profile, list(shape.eos_token_ids), entry, missing, ledger)
+            _answer_all(engine, tokenizer, profile, list(shape.eos_token_ids), entry, missing, ledger, exact)
         ledger.finished(cell)
 
 
@@ -106,26 +138,41 @@ def _answer_all(
     entry: Entry,
     missing: Sequence[Prompt],
     ledger: Ledger,
+    exact: Exact | None,
 ) -> None:
     """Answer prompts of one cell under one profile, and say of all of them what was read, also where the run is cut."""
+    if not missing:
+        return
+    forced = entry.cell.forced_tokens
+    assert not forced or exact is not None, "evals: answers are compared with full attention's"
     asks = [
-        Ask(str(number), prompt.token_ids.tolist(), prompt.sample.max_new_tokens, stop_ids, None)
+        Ask(str(number), prompt.token_ids.tolist(), forced or prompt.sample.max_new_tokens, stop_ids,
+            NUM_TOP if forced else None)
         for number, prompt in enumerate(missing)
-    ]
+    ]  # fmt: skip
     kept: list[Record] = []
     before, reused = engine.reads(), engine.reuse()
     try:
         for answer in engine.answer(asks, profile):
+            prompt = missing[int(answer.key)]
             text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-            kept.append(entry.record(missing[int(answer.key)].sample, text, answer.failure))
+            if forced and exact is not None and answer.failure is None:
+                fed = [*answer.token_ids, stop_ids[0]][: len(answer.logprobs)]  # a stop token has its logprobs, too
+                compared = exact(prompt.token_ids.tolist(), fed)
+                kept.append(entry.record_compared(prompt.sample, text, answer, compared))
+            else:
+                kept.append(entry.record(prompt.sample, text, answer.failure))
             ledger.keep(kept[-1])
             ledger.check()
     finally:
         fractions, layers = engine.fractions(before, profile), engine.layers(reused)
-        if fractions is not None:
-            for record in kept:
-                if record.failure is None:
-                    ledger.amend(replace(record, measured=fractions.to_json(), layers=layers))
+        longest = max(len(prompt.token_ids) for prompt in missing)
+        applied = engine.did_apply(before, profile, longest)
+        told = fractions.to_json() if fractions is not None else {}
+        told |= {APPLIED: float(applied)} if applied is not None else {}
+        for record in kept:
+            if told and record.failure is None:
+                ledger.amend(replace(record, measured=record.measured | told, layers=layers))
 
 
 def run_on_server(cells: Sequence[Cell], settings: PromptSettings, server: Server, ledger: Ledger) -> None:

@@ -86,13 +86,11 @@ class ServingEngine:
         torch.cuda.empty_cache()
 
     def settings_of(self, profile: str) -> dict[str, str]:
-        """What decides a profile's answers beside its name: of one that reads all of what is on the device, weights and
+        """Return what decides a profile's answers beside its name: its methods with their settings, and weights and
         rows that are rounded.
         """
         found = self._profiles[profile]
-        if found.goes_down:
-            return {"host": found.kv_key, **self._told}
-        return {**self._told} if found.ring_part is None else {"reuse": found.kv_key, **self._told}
+        return {"composition": found.composition, "kv_key": found.kv_key, **self._told}
 
     def reads(self) -> DecodeReads:
         """What was read so far, of all profiles."""
@@ -104,6 +102,21 @@ class ServingEngine:
         is_hosts = found.ring_part is None or found.ring_part.method.reading is not None
         layers = len(self._engine.host_layers) if found.goes_down and is_hosts else 0
         return served_fractions(self.reads() - before, self._shape, layers)
+
+    def did_apply(self, before: DecodeReads, profile: str, longest_tokens: int) -> bool | None:
+        """Return whether any method of the profile did something since `before`: one that samples left a key out, one
+        that moves KV to host memory moved some, one that reuses or predicts took over or dropped a row, or one of
+        prefill attended to a prompt of `longest_tokens`. None: the profile has no method but full attention.
+        """
+        found, reads = self._profiles[profile], self.reads() - before
+        did: list[bool] = []
+        if found.goes_down:
+            did.append(reads.host_tokens > reads.host_keys if found.is_sampled else reads.host_tokens > 0)
+        if found.ring_part is not None:
+            did.append(reads.hits > 0 or reads.dropped_rows > 0)
+        if (first := self._engine.first_own_token(found.prefill_method)) is not None:
+            did.append(longest_tokens > first + found.align_tokens)  # a prompt's last block is dense
+        return any(did) if did else None
 
     def reuse(self) -> ReuseStats | None:
         """What reuse did so far in each layer, of all profiles; None where no profile reuses."""

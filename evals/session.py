@@ -27,6 +27,9 @@ from evals.stopping import RunCut, Stop
 from evals.store import Ledger, Record, Store
 
 if TYPE_CHECKING:
+    import torch
+
+    from evals.forward import ReferenceDecoder
     from evals.served import Server
     from server.config import Deployment
 
@@ -219,19 +222,24 @@ def open_ledger(
 
 
 def _run_methods(cells: Sequence[Cell], settings: PromptSettings, how: InProcess, ledger: Ledger) -> None:
-    import torch
-
-    from evals.forward import load_decoder
     from evals.run import prompts_of, run_cells
     from evals.tokenizer import load_tokenizer
 
-    on_cuda = how.device.startswith("cuda")
-    decoder = load_decoder(settings.model, torch.device(how.device), torch.bfloat16 if on_cuda else torch.float32)
-    batch_tokens = BATCH_TOKENS["cuda" if on_cuda else "cpu"]
+    decoder = _load_decoder(settings, how.device)
+    batch_tokens = BATCH_TOKENS["cuda" if how.device.startswith("cuda") else "cpu"]
     if how.batch is not None:
         batch_tokens = how.batch * max(cell.length_tokens for cell in cells)
     with closing(prompts_of(cells, settings, how.workers)) as prompts:
         run_cells(decoder, load_tokenizer(settings.model), prompts, settings, batch_tokens, ledger)
+
+
+def _load_decoder(settings: PromptSettings, device: str) -> "ReferenceDecoder":
+    import torch
+
+    from evals.forward import load_decoder
+
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    return load_decoder(settings.model, torch.device(device), dtype)
 
 
 def _run_profiles(
@@ -242,19 +250,27 @@ def _run_profiles(
     how: InProcess,
     ledger: Ledger,
 ) -> None:
+    from evals.distributions import full_logprobs
     from evals.run import prompts_of
-    from evals.served import run_profiles
+    from evals.served import Exact, run_profiles
     from evals.serving import load_serving_engine
     from evals.tokenizer import load_tokenizer
     from gpu.model.architecture import read_architecture
 
     longest = max(cell.length_tokens for cell in cells)
     shape = read_architecture(settings.model)
+    exact: Exact | None = None
+    if any(cell.forced_tokens for cell in cells):
+        decoder = _load_decoder(settings, how.device)
+
+        def exact(prompt: list[int], tokens: list[int]) -> "torch.Tensor":
+            return full_logprobs(decoder, prompt, tokens, 1)[1:]
+
     with (
         closing(prompts_of(cells, settings, how.workers)) as prompts,
         load_serving_engine(settings.model, how.device, longest, deployment) as engine,
     ):
-        run_profiles(engine, load_tokenizer(settings.model), shape, prompts, profiles, settings, ledger)
+        run_profiles(engine, load_tokenizer(settings.model), shape, prompts, profiles, settings, ledger, exact)
 
 
 def leave_results(

@@ -213,6 +213,11 @@ class Runner:
         """Show what prompts attend to, for who measures; None: no more."""
         self._prefill.attention.watch = watch
 
+    def first_own_token(self, prefill_method: str) -> int | None:
+        """Return where the first unit begins that a method does not leave to dense prefill; None of dense prefill."""
+        side = self._sides.get(prefill_method)
+        return None if side is None else side.first_own_token()
+
     def reuse_counts(self) -> dict[str, ReuseCounts]:
         """What reuse did, by the part that plans name; waits for nothing."""
         return {name: side.counts() for name, side in self._reusing.items() if isinstance(side, ReuseSide)}

@@ -115,6 +115,10 @@ class Engine:
         """See `Runner.watch_prefill`."""
         self._runner.watch_prefill(watch)
 
+    def first_own_token(self, prefill_method: str) -> int | None:
+        """See `Runner.first_own_token`."""
+        return self._runner.first_own_token(prefill_method)
+
     def step(self) -> list[Delta]:
         """Launch each lane's next step if there is one, and report a finished one if there is one."""
         began = time.perf_counter()

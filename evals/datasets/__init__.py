@@ -41,6 +41,16 @@ def read(name: str, path: Path, num_samples: int | None) -> list[Sample]:
     return samples
 
 
+def read_own(name: str, path: Path, num_samples: int, seed: int) -> list[Sample]:
+    """Return num_samples samples of a seed: of one seed after another the file's next ones, and where it holds no more
+    the first again. So seeds have none in common as long as the file has enough.
+    """
+    with path.open(encoding="utf-8") as file:
+        num_rows = sum(bool(line.strip()) for line in file)
+    begin = seed % max(1, num_rows // num_samples) * num_samples
+    return read(name, path, begin + num_samples)[begin:]
+
+
 def shorten(sample: Sample, tokenizer: Any, limit_tokens: int) -> Sample:
     """The sample with its prompt's middle left out where prompt and answer exceed the limit, and its length counted.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from evals.datasets.rows import field, read_rows
+from evals.datasets.rows import field, read_rows, texts
 from evals.samples import Sample
 
 SHORT = "Reply with the answer alone, in as few words as you can."
@@ -105,7 +105,7 @@ def read(name: str, path: Path) -> Iterator[Sample]:
             task=f"longbench/{name}",
             sample_id=str(row.get("_id", number)),
             prompt=before + context + after,
-            answers=list(field(path, number, row, "answers")),
+            answers=texts(path, number, row, "answers"),
             metric=dataset.metric,
             max_new_tokens=dataset.max_new_tokens,
             length_tokens=0,

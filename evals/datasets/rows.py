@@ -27,3 +27,11 @@ def field(path: Path, number: int, row: dict[str, Any], *names: str) -> Any:
         if name in row:
             return row[name]
     raise ValueError(f"{path}:{number}: no field {' or '.join(names)}; the row has {', '.join(row)}")
+
+
+def texts(path: Path, number: int, row: dict[str, Any], name: str) -> list[str]:
+    """Return a field that is a list of texts, one or more. Raises ValueError for anything else."""
+    found = field(path, number, row, name)
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{path}:{number}: {name} is {found!r}; wanted a list of texts, one or more")
+    return found

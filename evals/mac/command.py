@@ -65,6 +65,7 @@ def mac(
         from evals.report.document import write_document, write_text
         from evals.report.table import open_console, print_table
         from evals.results import describe_run, machine_name, render_run
+        from evals.run import form_of
         from evals.session import exit_status, resolve_device
         from evals.tuning.command import parse_window
         from gpu.methods.mac.settings import MacSettings
@@ -79,7 +80,7 @@ def mac(
             parse_overs(over, OVERS),
         )
         asked = Asked(
-            PromptSettings(model, "reference", seed, tuple(text)), on, tuple(settings), () if alone else BESIDE,
+            PromptSettings(model, form_of(model), seed, tuple(text)), on, tuple(settings), () if alone else BESIDE,
             tuple(parse_lengths(lengths)), tuple(parse_tasks(tasks)), tuple(parse_tasks(long)), tokens, samples,
             forced_samples, served_samples, tuple(parse_taus("--sampled-taus", sampled_taus)), error_texts,
             error_steps, batch or (16 if on_cuda else 1),

@@ -17,7 +17,7 @@ from evals.meter import Fractions
 from evals.methods.full import Full
 from evals.methods.method import DecodeMethod
 from evals.methods.registry import parse_method
-from evals.run import AGREEMENT, Prompt
+from evals.run import AGREEMENT, Prompt, name_weights
 from evals.samples import Sample
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION
@@ -38,7 +38,7 @@ def run_forced(
 
     batch_tokens: prompts that go together have at most so many tokens (one prompt always goes).
     """
-    model = decoder.architecture.name
+    model = name_weights(settings.model)
     for cell, made in prompts:
         keys = {prompt.sample.sample_id: _keys(cell, prompt.sample, settings, model) for prompt in made}
         for key in (key for known in keys.values() for key in known.values() if key in ledger.done):
@@ -126,5 +126,6 @@ def _record(
         "length": cell.length_tokens,
         "metric": metric,
         "text": settings.text,
+        "seed": settings.seed,
     }
     return Record(key, identity, sample.sample_id, value, "", None, sample.depth, reads.to_json())

@@ -114,10 +114,9 @@ def parts_of(asked: Asked) -> list[Part]:
             threads = max(1, (os.cpu_count() or 1) // (2 * len(windows)))  # beside those of other parts
             parts.append(Part(f"served-{over}-{window[0]}-{window[1]}", "served", cells, (), own, threads))
     for place, labels in enumerate(_decoded(asked)):
-        free = _cells(asked, asked.tasks, asked.samples, ["full", *labels], 0)
-        forced = _cells(
-            asked, asked.long, asked.forced_samples, [*(["full"] if place == 0 else []), *labels], asked.most
-        )
+        own = [*(["full"] if place == 0 else []), *labels]  # full attention once, for all
+        free = _cells(asked, asked.tasks, asked.samples, own, 0)
+        forced = _cells(asked, asked.long, asked.forced_samples, own, asked.most)
         parts.append(Part(f"decoder-{place}", "decoder", tuple(free), tuple(forced)))
     if asked.error_steps:
         parts.append(Part("errors", "errors"))
@@ -163,7 +162,7 @@ def _run_served(part: Part, asked: Asked, prompts: Prompts, ledger: Ledger) -> N
     deployment = deployment_of(part.settings, model, asked.device, longest, part.threads)
     with load_serving_engine(model, asked.device, longest, deployment) as engine:
         shape, cells = read_architecture(model), _take(part.cells, prompts)
-        run_profiles(engine, load_tokenizer(model), shape, cells, profiles, asked.prompts, ledger)
+        run_profiles(engine, load_tokenizer(model), shape, cells, profiles, asked.prompts, ledger, None)
 
 
 def deployment_of(settings: Sequence[Setting], model: Path, device: str, longest: int, threads: int) -> Deployment:

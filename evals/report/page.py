@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from evals.paired import ADVISED_PROMPTS
 from evals.report.document import finite
 from evals.report.figures import depth_figure, layer_figure, quality_figure
-from evals.report.table import most_lost, percent, row_order, with_range
+from evals.report.table import NOT_APPLIED, most_lost, percent, row_order, with_range
 from evals.rows import BASELINES, column_of
 
 TEMPLATE = "page.html.j2"
@@ -51,7 +51,7 @@ def render_page(
     ordered = sorted((dict(row) for row in rows), key=row_order)
     tasks = sorted({row["task"] for row in rows})
     fewest = min((row["samples"] for row in rows), default=ADVISED_PROMPTS)
-    sizes = sorted({row.get("length", 0) for row in layers})
+    places = sorted({(row.get("length", 0), row.get("text", "")) for row in layers})
     return environment.get_template(TEMPLATE).render(
         title=title,
         rows=[shown_row(row, before) for row, before in zip(ordered, [None, *ordered], strict=False)],
@@ -71,11 +71,16 @@ def render_page(
         figures=figures or [],
         depths=[(task, svg) for task in tasks if (svg := depth_figure(records, task))],
         layers=[
-            (f"{length:,} tokens" if length else "", svg)
-            for length in sizes
-            if (svg := layer_figure([row for row in layers if row.get("length", 0) == length], f"layers-{length}"))
+            (", ".join([*([f"{length:,} tokens"] if length else []), *([text] if text else [])]), svg)
+            for number, (length, text) in enumerate(places)
+            if (
+                svg := layer_figure(
+                    [row for row in layers if (row.get("length", 0), row.get("text", "")) == (length, text)],
+                    f"layers-{number}",
+                )
+            )
         ],
-        fidelity=[dict(row) for row in fidelity],
+        fidelity=[{"text": "", **row} for row in fidelity],
         configuration=json.dumps(finite(configuration), indent=2, ensure_ascii=False),
         seeds=", ".join(f"{name} {seed}" for name, seed in seeds.items()),
     )
@@ -114,7 +119,9 @@ def shown_row(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, A
         "opens": opens,
         "task": place[0],
         "score_text": with_range(row["score"], row.get("low"), row.get("high"), ""),
-        "difference_text": with_range(row.get("difference"), row.get("difference_low"), high, "+"),
+        "difference_text": NOT_APPLIED
+        if row.get("applied") is False
+        else with_range(row.get("difference"), row.get("difference_low"), high, "+"),
         "worse": high is not None and high < 0,
         "full": row["method"] in BASELINES,
     }

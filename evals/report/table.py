@@ -14,6 +14,8 @@ from evals.rows import BASELINES, column_of
 
 METHOD_COLUMNS = 14
 PIPED_COLUMNS = 150
+NOT_APPLIED = "did not apply"
+"""In place of a difference, where the method did nothing in the whole cell."""
 
 
 def row_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -64,7 +66,9 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
                 str(row["samples"]),
                 f"[bold red]{failures}[/]" if failures else "0",
                 with_range(row["score"], row.get("low"), row.get("high"), ""),
-                with_range(row.get("difference"), row.get("difference_low"), row.get("difference_high"), "+"),
+                NOT_APPLIED
+                if row.get("applied") is False
+                else with_range(row.get("difference"), row.get("difference_low"), row.get("difference_high"), "+"),
                 percent(row.get("head_fraction")),
                 percent(row.get("bytes_fraction")),
             )

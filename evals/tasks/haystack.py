@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
+FEWEST_CHARACTERS_A_WORD = 2
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z])")
 
 
@@ -34,6 +35,11 @@ class TextSource:
         texts = [" ".join(path.read_text(encoding="utf-8").split()) for path in self.files]
         return [sentence for text in texts for sentence in SENTENCE_END.split(text) if sentence]
 
+    @cached_property
+    def _file_lines(self) -> list[str]:
+        texts = [path.read_text(encoding="utf-8") for path in self.files]
+        return [line for text in texts for line in (text if text.endswith("\n") else text + "\n").splitlines(True)]
+
     def sentences(self, seed: int, num_words: int) -> list[str]:
         """Sentences of at least num_words words in all. Raises ValueError where the text files hold fewer."""
         if not self.files:
@@ -47,6 +53,24 @@ class TextSource:
             if num_chosen >= num_words:
                 return chosen
         raise ValueError(f"text files: hold {num_chosen} words, wanted {num_words}; give more text or shorter lengths")
+
+    def passage(self, seed: int, num_characters: int) -> str:
+        """Return running text of at least num_characters, as it is written: of files, whole lines from one that the
+        seed picks, with their indents and line ends, so that code stays code. Raises ValueError where they hold less.
+        """
+        if not self.files:
+            return " ".join(self._told(seed, num_characters // FEWEST_CHARACTERS_A_WORD + 1))
+        lines = self._file_lines
+        begin = random.Random(f"text-{seed}").randrange(max(1, len(lines)))
+        chosen, num_chosen = [], 0
+        for line in lines[begin:] + lines[:begin]:
+            chosen.append(line)
+            num_chosen += len(line)
+            if num_chosen >= num_characters:
+                return "".join(chosen)
+        raise ValueError(
+            f"text files: hold {num_chosen} characters, wanted {num_characters}; give more text or shorter lengths"
+        )
 
     def _told(self, seed: int, num_words: int) -> list[str]:
         sentences, chosen, num_chosen = self.told(seed), [], 0

@@ -23,6 +23,8 @@ PROMPT = (
 )
 PREFIX = " Answer:"
 MAX_NEW_TOKENS = 32
+NUM_SEEDS = 8
+"""Whose questions are apart, so that settings are not scored on the questions that they were chosen on."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,20 @@ def filling(documents: list[str], others: list[int], num_words: int) -> list[str
     return texts
 
 
+def own_questions(questions: list[Question], seed: int) -> list[Question]:
+    """Return the questions of a seed: two seeds have none in common, unless they are equal modulo NUM_SEEDS."""
+    return questions[seed % NUM_SEEDS :: NUM_SEEDS] or questions
+
+
 def generate_question(request: Request, index: int) -> Sample:
-    """One sample of `qa_1` or `qa_2`: question `index` of the file, in the file's order, from the seed onwards."""
+    """One sample of `qa_1` or `qa_2`: question `index` of the seed's own, in the file's order."""
     path = request.source.questions.get(request.task)
     if path is None:
         raise ValueError(f"task {request.task}: no question file; give one in SQuAD's or HotpotQA's format")
     questions, documents = read_questions(path)
     draw = request.random(index)
-    question = questions[(request.seed + index) % len(questions)]
+    own = own_questions(questions, request.seed)
+    question = own[index % len(own)]
     needed = set(question.documents)
     others = [document for document in range(len(documents)) if document not in needed]
     draw.shuffle(others)

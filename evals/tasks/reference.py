@@ -22,6 +22,7 @@ from evals.tasks.words import shuffled, words_of
 
 TURN_BEGIN = "<|begin_of_text|><|user|>\n"
 TURN_END = "<|end|><|assistant|>\n"
+SPECIAL_TOKENS_OF_FORM = ("<|begin_of_text|>", "<|user|>", "<|end|>", "<|assistant|>")
 NUMBER_NEEDLE = "The special magic number for {} is {}."
 WORD_NEEDLE = "The special magic word for {} is {}."
 NUM_DISTRACTORS = 11

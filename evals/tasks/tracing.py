@@ -42,7 +42,7 @@ def generate_tracing(request: Request, index: int) -> Sample:
     """One sample of `vt`."""
     draw = request.random(index)
     distinct = Distinct(draw, KEY_WORDS)
-    example_value, value = (str(draw.randint(10_000, 99_999)) for _ in range(2))
+    example_value, value = map(str, draw.sample(range(10_000, 100_000), 2))
     example_names, example_links = chain(distinct, 3, example_value)
     names, links = chain(distinct, 5, value)
     example_inserts = list(zip(ascending(draw, len(links)), example_links, strict=True))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evals.cells import CHOOSING_SEED
 from evals.options import Device, Json, Seed, Text, one_line_errors, parse_numbers
 from evals.rows import Row
 
@@ -25,7 +26,7 @@ def group() -> None:
 
 @app.command()
 def lsh(
-    model: Annotated[Path, typer.Option("--model", help="Hugging Face folder, or its name in deploy/models")],
+    model: Annotated[Path, typer.Option("--model", help="folder, its name in deploy/models, or GGUF file")],
     budget: Annotated[float, typer.Option(min=1e-5, max=1, help="share of the deposited keys that a query head may "
                                           "read")] = 0.02,
     memory_gib: Annotated[float | None, typer.Option(min=0, help="hash tables of one context, at most")] = None,
@@ -38,7 +39,7 @@ def lsh(
         "75,100,120,150,200,300",
     dense_layers: Annotated[str, typer.Option(help="layers read in full: ids, ranges and half joined by +")] = "0+half",
     text: Text = [],  # noqa: B006
-    seed: Seed = 0,
+    seed: Seed = CHOOSING_SEED,
     device: Device = "auto",
     json_path: Json = None,
     write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="a new deployment's file, which samples "
@@ -210,7 +211,7 @@ def print_depths(rows: list[Row], console: "Console") -> None:
 
 @app.command()
 def mac(
-    model: Annotated[Path, typer.Option("--model", help="Hugging Face folder, or its name in deploy/models")],
+    model: Annotated[Path, typer.Option("--model", help="folder, its name in deploy/models, or GGUF file")],
     taus: Annotated[str, typer.Option("--taus", help="thresholds, commas between")] = "0.3,0.45,0.6,0.75,0.9",
     windows: Annotated[str, typer.Option("--windows", help="CAPACITY:BAND (the paper's K and r), commas between; the "
                                          "proposal is of the first")] = "1024:256",
@@ -218,7 +219,7 @@ def mac(
     context: Annotated[int, typer.Option(min=256, help="tokens of the text that is measured")] = 4096,
     steps: Annotated[int, typer.Option(min=8, help="of these, tokens at its end that are decoded")] = 256,
     text: Text = [],  # noqa: B006
-    seed: Seed = 0,
+    seed: Seed = CHOOSING_SEED,
     device: Device = "auto",
     json_path: Json = None,
 ) -> None:  # fmt: skip

@@ -20,6 +20,7 @@ from evals.paired import (
     interval_of_counts,
     mean_interval,
     paired_interval,
+    pooled_interval,
 )
 from tests.tolerances import COVERAGE_95, COVERAGE_EXACT, FALSE_VERDICTS, MASS_LEFT_OUT, VERDICT_POWER
 
@@ -47,6 +48,11 @@ def chances(losing: float, gaining: float, num: int) -> list[tuple[int, int, flo
 @cache
 def interval(losses: int, gains: int, num: int) -> Paired:
     return interval_of_counts(losses, gains, num)
+
+
+def within(found: Paired, points: float) -> bool:
+    """Whether a loss of points + 1 is ruled out, as the tables of before pooling said it."""
+    return found.low > -(points + 1)
 
 
 def normal_low(losses: int, gains: int, num: int) -> float:
@@ -81,7 +87,7 @@ def test_a_loss_at_the_bound_passes_in_no_more_runs_than_is_said(points: float, 
     passed = sum(
         chance
         for losses, gains, chance in chances(losing, gaining, NUM_PROMPTS)
-        if interval(losses, gains, NUM_PROMPTS).within(points)
+        if within(interval(losses, gains, NUM_PROMPTS), points)
     )
     assert passed < FALSE_VERDICTS
 
@@ -100,7 +106,7 @@ def test_no_loss_passes_as_within_one() -> None:
     passed = sum(
         chance
         for losses, gains, chance in chances(0.001, 0.0, NUM_PROMPTS)
-        if interval(losses, gains, NUM_PROMPTS).within(1.0)
+        if within(interval(losses, gains, NUM_PROMPTS), 1.0)
     )
     assert passed > VERDICT_POWER
 
@@ -118,8 +124,8 @@ def test_three_losses_of_400_are_two_and_a_half_points_at_most() -> None:
     """By hand: 0.0125 = P(3 or fewer of 400 lost) at 2.45 %."""
     found = interval_of_counts(3, 0, NUM_PROMPTS)
     assert binom.cdf(3, NUM_PROMPTS, -found.low / 100) == pytest.approx(0.0125, rel=1e-6)
-    assert not found.within(1.0)
-    assert found.within(2.0)
+    assert not within(found, 1.0)
+    assert within(found, 2.0)
 
 
 def test_a_score_by_itself_has_the_exact_interval_of_its_share() -> None:
@@ -140,8 +146,8 @@ def test_pairing_cancels_what_prompts_have_in_common() -> None:
 def test_equal_scores_are_no_proof_of_equality() -> None:
     few, many = paired_interval([1.0] * 20, [1.0] * 20), paired_interval([0.5] * 400, [0.5] * 400)
     assert few.mean == many.mean == 0
-    assert not few.within(1.0)
-    assert many.within(1.0)
+    assert not within(few, 1.0)
+    assert within(many, 1.0)
     assert (few.kind, many.kind) == (EXACT, BOOTSTRAP)
     assert many.low == interval_of_counts(0, 0, 400).low
 
@@ -157,9 +163,17 @@ def test_the_bootstrap_covers_the_true_difference_of_fractional_scores_and_no_ot
     assert (COVERAGE_95[0] < covered < COVERAGE_95[1]) == covers
 
 
-def test_the_verdict_is_the_lower_end_alone() -> None:
-    assert Paired(-1.0, -1.9, -0.1, 400, EXACT, 4, 0).within(1.0)
-    assert not Paired(1.0, -2.1, 4.1, 400, EXACT, 4, 8).within(1.0)
+@pytest.mark.parametrize("values", [(0.0, 1.0), (0.0, 0.25, 0.5, 1.0)])
+def test_counted_differences_have_the_interval_of_the_scores_that_they_were_counted_of(
+    values: tuple[float, ...],
+) -> None:
+    draw = np.random.default_rng(5)
+    method, exact = draw.choice(values, 500), draw.choice(values, 500)
+    points, counts = np.unique(100 * (method - exact), return_counts=True)
+    wanted = paired_interval(method.tolist(), exact.tolist())
+    assert pooled_interval(dict(zip(points.tolist(), counts.tolist(), strict=True))) == wanted
+    with pytest.raises(ValueError, match="1 prompts"):
+        pooled_interval({0.0: 1})
 
 
 def test_lists_that_do_not_pair_are_refused() -> None:

@@ -104,9 +104,9 @@ def test_answers_of_methods_are_scored_by_their_tasks_metric() -> None:
     read = Fractions(0.1, 0.2, 0.3, 0.4)
     decoded = Decoded([[ord("1"), ord("2"), ord("9")], [ord("3"), ord("5")]], [read, read], [])
     keys = evals.run._Keys(Cell("needle", 256, 2, ("full",), 0), SETTINGS, "model")
-    records = list(evals.run._score(Texts(), keys, "full", prompts, decoded, decoded.reads, None))
+    records = list(evals.run._score(Texts(), keys, "full", prompts, decoded, decoded.reads, None, None))
     assert [(one.prediction, one.score) for one in records] == [("12", 1.0), ("35", 0.0)]
-    assert records[0].measured == read.to_json()
+    assert records[0].measured == read.to_json() | {"applied": 1.0}
 
 
 def test_forced_cells_score_agreement_with_full_attention() -> None:

@@ -1,6 +1,7 @@
 """Cells under serving profiles: which engine runs what, answers scored and counted, what a run that is cut keeps."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from evals.cells import Cell
+from evals.distributions import NUM_TOP
 from evals.meter import Fractions
 from evals.results import render_table
 from evals.rows import FRACTIONS, summarize
-from evals.run import Prompt
+from evals.run import AGREEMENT, Prompt
 from evals.samples import Sample
 from evals.served import run_profiles
 from evals.served_method import group_by_deployment, served_method
@@ -24,6 +27,7 @@ from evals.stopping import RunCut
 from evals.store import Ledger, Record
 from gpu.config import Composition, ModelConfig
 from gpu.profiles import ProfileError, resolve_profiles
+from scheduler.messages import Logprob
 from server.config import Deployment
 from tests.evals.test_run import MODEL, SETTINGS
 from tests.gpu.toy_method import add_toy
@@ -49,6 +53,7 @@ class FakeEngine:
 
     answers: list[str]
     asked: list[tuple[str, list[int]]] = field(default_factory=list)
+    applied: bool | None = True
 
     def settings_of(self, profile: str) -> dict[str, str]:
         return {"host": "settings"}
@@ -58,6 +63,10 @@ class FakeEngine:
 
     def fractions(self, before: str, profile: str) -> Fractions | None:
         return READ if before == "before" else None
+
+    def did_apply(self, before: str, profile: str, longest_tokens: int) -> bool | None:
+        assert longest_tokens == 1
+        return self.applied
 
     def reuse(self) -> str:
         return "reused before"
@@ -97,7 +106,7 @@ def answer_cell(ledger: Ledger, count: int) -> FakeEngine:
     engine: Any = FakeEngine(answers)
     cell = Cell("needle", 256, count, ("profile:x",), 0)
     shape: Any = SHAPE
-    run_profiles(engine, Texts(), shape, [(cell, prompts)], {"profile:x": "x"}, SETTINGS, ledger)
+    run_profiles(engine, Texts(), shape, [(cell, prompts)], {"profile:x": "x"}, SETTINGS, ledger, None)
     return engine
 
 
@@ -115,11 +124,45 @@ def test_answers_are_scored_and_failures_counted_with_what_was_read() -> None:
     assert [one.measured for one in records.values() if one.failure] == [{}], "nothing is known of a failure"
 
 
+def test_answers_that_are_compared_say_their_kl_from_full_attention() -> None:
+    """Three tokens, the last of them a stop token; full attention parts with the profile at the second."""
+
+    class Choosing(FakeEngine):
+        def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
+            assert [(ask.max_new_tokens, ask.num_top) for ask in asks] == [(16, NUM_TOP)]
+            said = [Logprob(math.log(0.5), [(token, math.log(0.5)), (3, math.log(0.5))]) for token in (7, 8, 1)]
+            yield Answer(asks[0].key, token_ids=[7, 8], logprobs=said)
+
+    fed: list[list[int]] = []
+
+    def exact(prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        fed.append(tokens)
+        shares = torch.full((3, 10), 1e-30, dtype=torch.float64)
+        shares[0, 7], shares[1, 3], shares[2, 1] = 1, 1, 1
+        return shares.log()
+
+    records: dict[str, Record] = {}
+    prompts = [Prompt(Sample("vt", "0", "prompt", ["x"], "string_match_all", 8, 4, None), np.array([5], np.int32))]
+    engine, shape = Choosing([]), SHAPE
+    for _ in range(2):
+        cell = Cell("vt", 256, 1, ("profile:x",), 16)
+        arguments: Any = (engine, Texts(), shape, [(cell, prompts)], {"profile:x": "x"}, SETTINGS,
+                          make_ledger(records), exact)  # fmt: skip
+        run_profiles(*arguments)
+    (record,) = records.values()
+    assert fed == [[7, 8, 1]], "once: the record is kept"
+    assert record.cell["metric"] == AGREEMENT
+    assert record.score == pytest.approx(2 / 3), "the first of two that are level is said to be the likeliest"
+    assert record.measured["kl"] == pytest.approx(math.log(2), abs=1e-6)
+    (row,) = summarize([record])
+    assert row["kl"] == record.measured["kl"]
+
+
 def test_a_cell_that_is_cut_keeps_its_answers_and_what_they_read() -> None:
     records: dict[str, Record] = {}
     with pytest.raises(RunCut):
         answer_cell(make_ledger(records, cut_after=2), 4)
-    assert [one.measured for one in records.values()] == [READ.to_json()] * 2
+    assert [one.measured for one in records.values()] == [READ.to_json() | {"applied": 1.0}] * 2
     assert [one.layers for one in records.values()] == [LAYERS] * 2
     engine = answer_cell(make_ledger(records), 4)
     assert len(engine.asked) == 2, "those that were answered are not asked again"

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from evals.cells import Cell, PromptSettings
 from evals.cli import app
-from evals.end_to_end import Said, compare_profile, divergence, ids_of_texts
+from evals.distributions import divergence
+from evals.end_to_end import Said, compare_profile, ids_of_texts
 from evals.forward import load_decoder
 from evals.meter import Fractions
 from evals.rows import FRACTIONS, summarize
@@ -75,8 +76,8 @@ def test_profiles_of_the_host_tier_run_where_the_deployment_has_one(tmp_path: Pa
     assert offloaded["difference"] == 0, "all of it is read"
     records = [json.loads(line) for line in (tmp_path / "store" / "records.jsonl").read_text().splitlines()]
     told = {record["cell"]["method"]: record["cell"]["settings"] for record in records}
-    assert "host" not in told["profile:exact"], "its KV stays on the device"
-    assert "bits=4 tables=40" in told["profile:sampled"]["host"], "another deployment is another record"
+    assert told["profile:exact"]["composition"] == "host: exact", "the same in every deployment"
+    assert "bits=4 tables=40" in told["profile:sampled"]["kv_key"], "another deployment is another record"
 
 
 def test_fidelity_sees_profiles_of_the_host_tier(tmp_path: Path, config: Path) -> None:
@@ -202,7 +203,7 @@ def test_a_profile_that_reuses_says_how_much_it_took_over() -> None:
         (answer,) = engine.answer([Ask("one", prompt, 40, [], None)], "mac")
         assert answer.failure is None
         reads, found = engine.reads() - before, engine.fractions(before, "mac")
-        assert engine.settings_of("mac")["reuse"].startswith("mac tau=0.3")
+        assert engine.settings_of("mac")["kv_key"].startswith("mac tau=0.3")
     assert reads.tries == 12 * 8 * 39
     assert found is not None
     assert found.acceptance is not None
@@ -220,5 +221,6 @@ def test_weights_and_rows_are_those_of_the_deployment_and_are_said() -> None:
             (answer,) = engine.answer([Ask("one", prompt, 4, [], 0)], "exact")
             found.append([logprob.logprob for logprob in answer.prompt_logprobs + answer.logprobs])
             told.append(engine.settings_of("exact"))
-    assert told == [{}, {"weights": "int4"}, {"kv": "int8"}]
+    exact = {"composition": "host: exact", "kv_key": "exact"}
+    assert told == [exact, exact | {"weights": "int4"}, exact | {"kv": "int8"}]
     assert all(max(abs(a - b) for a, b in zip(found[0], other, strict=True)) > 1e-3 for other in found[1:])

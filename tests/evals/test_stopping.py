@@ -73,7 +73,7 @@ def test_a_run_that_is_cut_keeps_what_is_finished_and_says_what_is_missing(
 ) -> None:
     """Asked before each batch of two; the last case ends before it is cut."""
     monkeypatch.setattr(evals.run, "run_batch", lambda _, __, cell, prompts, keys: [
-        keys.record(cell.methods[0], prompt.sample, "7", 1.0, None, None) for prompt in prompts
+        keys.record(cell.methods[0], prompt.sample, "7", 1.0, {}, None) for prompt in prompts
     ])  # fmt: skip
     decoder: Any = SimpleNamespace(architecture=SimpleNamespace(name="model"))
     made, stop = [make_cell("needle"), make_cell("word_needle")], AfterChecks(checks)

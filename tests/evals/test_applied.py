@@ -1,0 +1,130 @@
+"""What a profile did is told by the engine's own counts, and what decides its answers is in its records' keys."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.mac.grid import spread
+from evals.mac.parts import Asked, parts_of
+from evals.meter import Fractions
+from evals.results import render_table
+from evals.rows import summarize
+from evals.run import name_weights
+from evals.serving import ServingEngine
+from evals.store import Record
+from gpu.config import Composition
+from gpu.profiles import resolve_profiles
+from scheduler.decode_reads import DecodeReads
+from tests.evals.test_run import SETTINGS
+from tests.gpu.family_checkpoints import checkpoint
+from transfer.config import HostConfig
+
+NAMED = {
+    "reusing": {"reuse": "mac"},
+    "sparse": {"prefill": {"method": "momo", "dense_until_tokens": 1000}},
+    "reusing-sampled": {"reuse": "mac", "host": "sampled"},
+}
+NOTHING = DecodeReads(1000, 0, 0, 0)
+
+
+class Counts:
+    """An engine that has read so much."""
+
+    def __init__(self, reads: DecodeReads) -> None:
+        self._reads = reads
+
+    def decode_reads(self) -> DecodeReads:
+        return self._reads
+
+    def first_own_token(self, prefill_method: str) -> int | None:
+        return 1024 if "momo" in prefill_method else None
+
+
+def engine_of(named: dict[str, Any], host: HostConfig | None, reads: DecodeReads) -> ServingEngine:
+    compositions = {name: Composition.model_validate(tree) for name, tree in named.items()}
+    engine: Any = Counts(reads)
+    shape: Any = None
+    return ServingEngine(engine, shape, resolve_profiles(compositions, host), 1, {})
+
+
+@pytest.mark.parametrize(
+    ("profile", "reads", "tokens", "wanted"),
+    [
+        ("exact", {}, 9000, None),
+        ("offloaded", {}, 9000, False),  # all of it stayed on the device
+        ("offloaded", {"host_tokens": 800, "host_keys": 800}, 9000, True),
+        ("sampled", {}, 9000, False),
+        ("sampled", {"host_tokens": 800, "host_keys": 800}, 9000, False),  # deposited, but no tables yet
+        ("sampled", {"host_tokens": 800, "host_keys": 799}, 9000, True),
+        ("reusing", {}, 9000, False),
+        ("reusing", {"tries": 50}, 9000, False),  # it looked, and found nothing
+        ("reusing", {"tries": 50, "hits": 1}, 9000, True),
+        ("reusing-sampled", {"host_tokens": 8, "host_keys": 8, "tries": 5}, 9000, False),
+        ("reusing-sampled", {"host_tokens": 8, "host_keys": 8, "tries": 5, "hits": 1}, 9000, True),
+        ("sparse", {}, 1152, False),  # the last block of 128 is dense
+        ("sparse", {}, 1153, True),
+    ],
+)
+def test_a_profile_applied_where_it_did_something(
+    profile: str, reads: dict[str, int], tokens: int, wanted: bool | None
+) -> None:
+    counted = {"context_tokens": 2000, "host_tokens": 0, "host_keys": 0, "host_bytes": 0} | reads
+    engine = engine_of(NAMED, HostConfig(), DecodeReads(**counted))
+    assert engine.did_apply(NOTHING, profile, tokens) is wanted
+
+
+def test_a_method_of_the_decoder_applied_where_it_spared_anything() -> None:
+    assert not Fractions(1.0, 1.0, 1.0, 1.0).spares
+    assert not Fractions(1.0 - 1e-7, 1.0, 1.0, 1.0).spares, "rounding"
+    assert not Fractions(float("nan"), float("nan"), 1.0, 1.0).spares, "it handled no layer"
+    assert Fractions(0.99, 1.2, 1.0, 1.1).spares
+    assert Fractions(1.0, 1.0, 1.0, 1.0, acceptance=0.1, skipped=0.0).spares
+
+
+def test_a_table_says_that_a_method_did_not_apply() -> None:
+    cell = {"settings": {}, "task": "needle", "length": 512, "metric": "exact_match"}
+    records = [
+        Record(f"{method}{number}", cell | {"method": method}, str(number), 1.0, "", None, None, {"applied": applied})
+        for method, applied in (("full", 0.0), ("mac", 0.0), ("quest", 1.0))
+        for number in range(3)
+    ]
+    lines = render_table(summarize(records))
+    told = [next(line for line in lines if f"`{name}`" in line) for name in ("full", "mac", "quest")]
+    assert ["did not apply" in line for line in told] == [False, True, False]
+
+
+def test_exact_is_the_same_record_in_every_deployment_and_other_settings_are_another() -> None:
+    bare, full = engine_of({}, None, NOTHING), engine_of(NAMED, HostConfig(), NOTHING)
+    assert bare.settings_of("exact") == full.settings_of("exact")
+    changes: list[tuple[str, dict[str, Any], HostConfig]] = [
+        ("sparse", {"sparse": {"prefill": {"method": "momo", "dense_until_tokens": 2000}}}, HostConfig()),
+        ("reusing", {"reusing": {"reuse": {"method": "mac", "tau": 0.6}}}, HostConfig()),
+        ("sampled", {}, HostConfig(resident_tokens=16)),
+    ]
+    for name, changed, host in changes:
+        other = engine_of(NAMED | changed, host, NOTHING)
+        assert other.settings_of(name) != full.settings_of(name), name
+
+
+def test_records_are_filed_by_the_weights_and_not_by_their_name(tmp_path: Path) -> None:
+    one, other = tmp_path / "one" / "model", tmp_path / "other" / "model"
+    for folder in (one, other):
+        shutil.copytree(checkpoint("llama2").folder, folder)
+    assert name_weights(one) == name_weights(other)
+    content = bytearray((other / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (other / "model.safetensors").write_bytes(content)
+    assert name_weights(one) != name_weights(other)
+
+
+def test_full_attention_runs_once_beside_any_number_of_groups_of_methods() -> None:
+    asked = Asked(SETTINGS, "cpu", tuple(spread([0.3, 0.45, 0.6], 1.0, [(64, 16), (32, 16)], ["exact", "sampled"])),
+                  ("topk:budget=0.1", *(f"quest:budget={budget}" for budget in range(64, 84))), (256, 512),
+                  ("needle", "word_needle"), ("list",), 16, 2, 2, 2, (0.3, 0.45), 0, 0, 1)  # fmt: skip
+    parts = [part for part in parts_of(asked) if part.kind == "decoder"]
+    assert len(parts) > 2
+    for cells in ([cell for part in parts for cell in part.cells], [cell for part in parts for cell in part.forced]):
+        places = [(cell.task, cell.length_tokens) for cell in cells if "full" in cell.methods]
+        assert len(places) == len(set(places)) == len({(cell.task, cell.length_tokens) for cell in cells})
