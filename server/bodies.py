@@ -222,7 +222,7 @@ def check_completion(body: CompletionBody) -> None:
 
 
 def check_chat(body: ChatBody) -> None:
-    if body.max_tokens is not None and body.max_tokens < 1:
+    if body.max_tokens is not None:
         check_range("max_completion_tokens", body.max_tokens, name="max_tokens")
     check_generation(body)
     check_tools(body.tools or [], body.tool_choice)

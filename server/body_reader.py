@@ -156,7 +156,7 @@ def _decode_typed(raw: bytes, wanted: type[Body], ignored: list[str] | None) -> 
         tree, fault = msgspec.json.decode(raw), error
     if ignored is not None and issubclass(wanted, OtherBody):
         try:
-            tree = replace_unknown(tree, ignored)
+            tree = replace_unknown(tree, issubclass(wanted, ResponsesBody), ignored)
             return msgspec.convert(tree, type=wanted)
         except msgspec.ValidationError as error:
             fault = error

@@ -184,6 +184,6 @@ class CountTokensBody(PromptBody, kw_only=True):
 
 
 class MessagesBody(PromptBody, kw_only=True):
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    max_tokens: int
     stop_sequences: list[str] | None = None
     top_k: int | None = None

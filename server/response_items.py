@@ -37,13 +37,10 @@ def locate_item(item_id: str) -> ItemPlace | None:
     return None if found is None else ItemPlace(f"resp-{found[1]}", found[2] == "out", int(found[3]))
 
 
-def find_kept_item(kept: KeptResponse, place: ItemPlace) -> Tree | None:
-    """Return the item at a place of its response; None if the response has fewer."""
-    if place.is_output:
-        items = msgspec.json.decode(kept.response)["output"]
-    else:
-        items = write_items(place.response_id, kept.messages[:-1])
-    return items[place.number] if place.number < len(items) else None
+def list_kept_items(kept: KeptResponse, response_id: str, is_output: bool) -> list[bytes]:
+    """Return the items of a response's output, or of what was said before it, each as JSON."""
+    items = msgspec.json.decode(kept.response)["output"] if is_output else write_items(response_id, kept.messages[:-1])
+    return [msgspec.json.encode(item) for item in items]
 
 
 def write_items(response_id: str, messages: list[Message]) -> list[Tree]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from scheduler.messages import Progress
-from server.api_error import ApiError
+from server.api_error import REQUEST_TYPE, SERVER_TYPE, ApiError
 from server.chat_message import CalledFunction, Message, MessageCall
 from server.choice import TIME_LIMIT
 from server.generation import Generation, Update
@@ -142,7 +142,8 @@ class ResponseShape:
         return self._events([{"type": f"response.{status}", "response": self._response(status)}])
 
     def error(self, error: ApiError) -> bytes:
-        failed = self._response("failed") | {"error": {"code": "server_error", "message": error.message}}
+        code = SERVER_TYPE if error.status >= 500 else error.code or REQUEST_TYPE
+        failed = self._response("failed") | {"error": {"code": code, "message": error.message}}
         return self._events([{"type": "response.failed", "response": failed}])
 
     def whole(self, gathered: Sequence[list[Update]]) -> bytes:

@@ -3,12 +3,14 @@
 Knows no engine. A response that is not whole yet is not there.
 """
 
+from functools import cache
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from server.api_error import ApiError, invalid
 from server.other_bodies import InputItem
-from server.response_items import Tree, find_kept_item, locate_item, write_items
+from server.response_items import Tree, list_kept_items, locate_item, write_items
 from server.response_store import KeptResponse
 from server.service import Service, service_of
 
@@ -66,23 +68,37 @@ def find_response(service: Service, owner: str, param: str, response_id: str) ->
 
 
 def resolve_references(service: Service, owner: str, given: str | list[InputItem]) -> str | list[InputItem]:
-    """Return the input with items of kept responses in place of references to them. Raises ApiError 400 and 404."""
+    """Return the input with items of kept responses in place of references to them. They may have as many bytes as a
+    body, and each response is read once. Raises ApiError 400, 404 and 413.
+    """
     if isinstance(given, str):
         return given
-    return [_resolve(service, owner, f"input[{i}].id", item) for i, item in enumerate(given)]
 
+    @cache
+    def read_items(response_id: str, is_output: bool) -> list[bytes]:
+        kept = service.responses.find(owner, response_id)
+        return [] if kept is None else list_kept_items(kept, response_id, is_output)
 
-def _resolve(service: Service, owner: str, param: str, item: InputItem) -> InputItem:
-    if item.type != "item_reference":
-        return item
-    if item.id is None:
-        raise invalid(param, "missing; wanted the id of an item of a response that is kept")
-    place = locate_item(item.id)
-    kept = None if place is None else service.responses.find(owner, place.response_id)
-    found = None if place is None or kept is None else find_kept_item(kept, place)
-    if found is None:
-        raise _unknown(service, param, item.id)
-    return msgspec.convert(found, InputItem)
+    left_bytes = service.settings.max_body_mib * 2**20
+    resolved = []
+    for i, item in enumerate(given):
+        if item.type != "item_reference":
+            resolved.append(item)
+            continue
+        param = f"input[{i}].id"
+        if item.id is None:
+            raise invalid(param, "missing; wanted the id of an item of a response that is kept")
+        place = locate_item(item.id)
+        items = [] if place is None else read_items(place.response_id, place.is_output)
+        if place is None or place.number >= len(items):
+            raise _unknown(service, param, item.id)
+        left_bytes -= len(items[place.number])
+        if left_bytes < 0:
+            most = f"{service.settings.max_body_mib:g} MiB (server.max_body_mib)"
+            what = f"input: larger than {most}, with the items that it refers to"
+            raise ApiError(413, what, param="input", code="body_too_large")
+        resolved.append(msgspec.json.decode(items[place.number], type=InputItem))
+    return resolved
 
 
 def _unknown(service: Service, param: str, response_id: str) -> ApiError:

@@ -15,23 +15,26 @@ _PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text"}
 _ITEMS = {None, "message", "function_call", "function_call_output", "reasoning", "item_reference"}
 
 
-def replace_unknown(tree: Any, ignored: list[str]) -> Any:
-    """A body's JSON with unknown tools left out and unknown parts replaced; where each stood is added to `ignored`."""
+def replace_unknown(tree: Any, is_response: bool, ignored: list[str]) -> Any:
+    """Return a body's JSON with unknown tools left out and unknown parts replaced; where each stood is added to
+    `ignored`. is_response: the body is one of `/v1/responses`, else of `/v1/messages` or its count route."""
     if not isinstance(tree, dict):
         return tree
     tree = dict(tree)
-    known_tools = {None, "custom"} if "messages" in tree else {"function"}
+    known_tools = {"function"} if is_response else {None, "custom"}
     if isinstance(tree.get("tools"), list):
         tools = [(f"tools[{i}]", tool) for i, tool in enumerate(tree["tools"])]
-        if "messages" not in tree:
+        if is_response:
             tools = [inner for at, tool in tools for inner in _open_namespace(at, tool)]
         tree["tools"] = [tool for at, tool in tools if not _is_unknown(tool, known_tools, at, ignored)]
-    if "messages" in tree:
-        tree["system"] = _texts(tree.get("system"), {"text"}, "system", ignored)
-        tree["messages"] = _each(tree["messages"], "messages", _turn, ignored)
+    if is_response:
+        places = {"input": _each(tree.get("input"), "input", _item, ignored)}
     else:
-        tree["input"] = _each(tree.get("input"), "input", _item, ignored)
-    return tree
+        places = {
+            "system": _texts(tree.get("system"), {"text"}, "system", ignored),
+            "messages": _each(tree.get("messages"), "messages", _turn, ignored),
+        }
+    return tree | {name: value for name, value in places.items() if name in tree}
 
 
 def _open_namespace(at: str, tool: Any) -> list[tuple[str, Any]]:

@@ -29,7 +29,7 @@ class IncompleteDetails(Answer):
 
 
 class ResponseError(Answer):
-    code: Literal["server_error"]
+    code: str
     message: str
 
 

@@ -325,6 +325,21 @@ async def test_vendors_own_routes_take_fields_and_variants_that_nobody_knows_yet
         ("/v1/responses", codex | {"no_such": 1}, "no_such"),
         ("/v1/responses", codex | {"tools": [item, {"type": "web_search", "name": "f"}]}, "tools[1]"),
         ("/v1/responses", codex | {"input": items}, "input[0], input[1].content[0]"),
+        (
+            "/v1/responses",
+            codex
+            | {
+                "messages": [],
+                "tools": [item, {"type": "web_search"}],
+                "tool_choice": {"type": "function", "name": "f"},
+            },
+            "messages, tools[1]",
+        ),
+        (
+            "/v1/messages",
+            MESSAGE | {"input": [{"type": "a"}], "tools": [{"type": "b", "name": "b"}]},
+            "input, tools[0]",
+        ),
     ]
     async with running_server(make_deployment(), fake_command()) as live:
         for path, body, names in taken:

@@ -1,5 +1,6 @@
 """What a body asks for is what the engine is told, choice by choice; what comes back is counted once."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,13 +9,15 @@ import pytest
 import server.generation
 from gpu.sampling.params import SamplingParams
 from scheduler.messages import Delta, EngineRequest, Ready
-from server.api_error import ApiError
+from server.api_error import ApiError, internal
 from server.bodies import CompletionBody
 from server.form import ResponseFormat, StructuredOutputs
 from server.generation import Generation, Job, Update
 from server.mailbox import Mailbox
 from server.metrics import Metrics
+from server.other_bodies import ResponsesBody
 from server.prompts import Prompt, completion_max_tokens
+from server.response_shape import ResponseShape
 from server.sampling_defaults import SamplingDefaults
 from server.tokenizer import Tokenizer
 from tests.server.live_server import make_deployment
@@ -252,3 +255,10 @@ async def test_an_answer_that_outgrows_its_grammar_is_its_requests_error(tokeniz
     with pytest.raises(ApiError) as raised:
         await call.feed(0, [], "error", error=why)
     assert (raised.value.status, raised.value.code, raised.value.message) == (400, "unsupported_grammar", why)
+    shape = ResponseShape(call.generation, ResponsesBody(input="a"), "m", lambda *_: None)
+    for error, code in ((raised.value, "unsupported_grammar"), (internal("x"), "server_error")):
+        told = json.loads(shape.error(error).partition(b"data: ")[2])
+        assert (told["type"], told["response"]["error"]) == (
+            "response.failed",
+            {"code": code, "message": error.message},
+        )

@@ -3,19 +3,26 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from server.api_error import ApiError
+from server.chat_message import Message
 from server.commands.fields_page import BEGIN, END, replace_tables, write_tables
 from server.field_table import ROUTES
 from server.fields import Free, Neutral
+from server.other_bodies import InputItem
+from server.response_store import KeptResponse
+from server.routes_responses import resolve_references
 from server.tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE, Running
 from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "API.md"
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
@@ -71,13 +78,22 @@ async def test_a_seed_of_minus_one_draws_anew_and_any_other_repeats(live: Runnin
     assert len({await draw(-1) for _ in range(4)}) > 1
 
 
-async def test_a_number_of_tokens_that_is_too_small_is_told_in_one_wording(live: Running) -> None:
-    for path, body, least in ((CHAT, {"messages": HI}, 1), (COMPLETION, {"prompt": "a"}, 0)):
-        for value in (-1, least - 1):
-            told = await refusal(live, path, **body, max_tokens=value)
-            assert told == (400, f"max_tokens: got {value}, wanted from {least} to 2147483647")
-    told = await refusal(live, CHAT, messages=HI, max_completion_tokens=0)
-    assert told == (400, "max_completion_tokens: got 0, wanted from 1 to 2147483647")
+@pytest.mark.parametrize(
+    ("path", "body", "field", "least"),
+    [
+        (CHAT, {"messages": HI}, "max_tokens", 1),
+        (CHAT, {"messages": HI}, "max_completion_tokens", 1),
+        (COMPLETION, {"prompt": "a"}, "max_tokens", 0),
+        (RESPONSES, {"input": "a"}, "max_output_tokens", 1),
+        (MESSAGES, {"messages": HI}, "max_tokens", 1),
+    ],
+)
+async def test_a_number_of_tokens_out_of_range_is_told_in_one_wording(
+    live: Running, path: str, body: Any, field: str, least: int
+) -> None:
+    for value in (-1, least - 1, 2**31, 2**70):
+        told = await refusal(live, path, **body, **{field: value})
+        assert told == (400, f"{field}: got {value}, wanted from {least} to 2147483647")
 
 
 async def test_storing_a_chat_has_no_effect(live: Running) -> None:
@@ -216,6 +232,28 @@ async def test_an_item_is_referred_to_by_its_id_while_its_response_is_kept(herme
     private = await post(live, RESPONSES, input="How are you?", store=False)
     reference = {"type": "item_reference", "id": private["output"][0]["id"]}
     assert (await refusal(live, RESPONSES, input=[reference, asked]))[0] == 404
+
+
+def test_a_kept_response_is_read_once_however_many_items_refer_to_it_and_they_are_no_larger_than_a_body() -> None:
+    told = [Message(role="user", content="x" * 1000), Message(role="assistant", content="y")]
+    output = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y"}]}
+    kept = KeptResponse(json.dumps({"output": [output]}).encode(), told)
+    looked_up: list[tuple[str, str]] = []
+
+    def find(*key: str) -> KeptResponse:
+        looked_up.append(key)
+        return kept
+
+    service: Any = SimpleNamespace(
+        responses=SimpleNamespace(find=find), settings=SimpleNamespace(max_body_mib=0.01, responses_seconds=1)
+    )
+    said, asked = (InputItem(type="item_reference", id=f"msg_{'0' * 32}_{side}_0") for side in ("out", "in"))
+    items = resolve_references(service, "me", [asked, *[said] * 50])
+    assert isinstance(items, list)
+    assert ([item.role for item in items], len(looked_up)) == (["user", *["assistant"] * 50], 2)
+    with pytest.raises(ApiError) as refused:
+        resolve_references(service, "me", [asked] * 11)
+    assert (refused.value.status, refused.value.param) == (413, "input")
 
 
 def test_the_reference_model_has_special_tokens(tokenizer: Tokenizer) -> None:
