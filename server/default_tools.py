@@ -23,6 +23,8 @@ or several in a row, as a message of the user:
     </tool_response>
 """
 
+from dataclasses import replace
+
 import msgspec
 
 from server.chat_message import Message, message_text
@@ -42,7 +44,7 @@ def write_tools(conversation: Conversation, takes_system: bool) -> Conversation:
     if conversation.tools:
         tools = "\n".join(map(encode_json, conversation.tools))
         messages = _introduce(_INTRODUCTION.format(tools=tools), messages, takes_system)
-    return Conversation(messages, [], conversation.variables)
+    return replace(conversation, messages=messages, tools=[])
 
 
 def write_results(messages: list[Message]) -> list[Message]:
@@ -84,10 +86,11 @@ def write_observations(messages: list[Tree]) -> list[Tree]:
 
 def _introduce(text: str, messages: list[Message], takes_system: bool) -> list[Message]:
     first = messages[0]
-    if first.role == "system" or not takes_system:
-        before, after = (text, message_text(first)) if first.role == "user" else (message_text(first), text)
-        return [Message(role=first.role, name=first.name, content=f"{before}\n\n{after}"), *messages[1:]]
-    return [Message(role="system", content=text), *messages]
+    if first.role == "system":
+        return [msgspec.structs.replace(first, content=f"{message_text(first)}\n\n{text}"), *messages[1:]]
+    if first.role == "user" and not takes_system:
+        return [msgspec.structs.replace(first, content=f"{text}\n\n{message_text(first)}"), *messages[1:]]
+    return [Message(role="system" if takes_system else "user", content=text), *messages]
 
 
 def _as_user(results: list[str]) -> list[Message]:

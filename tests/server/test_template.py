@@ -236,3 +236,22 @@ def test_a_continued_turn_is_the_prompts_end_and_its_own_end_is_not_written(toke
     deaf = ChatTemplate("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", {})
     with pytest.raises(ApiError, match="cannot be continued"):
         deaf.render(Conversation(turns, continues=True), str)
+
+
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ONE_TURN = "{% if messages[0].role == 'system' %}{{ raise_exception('No system.') }}{% endif %}" + PLAIN
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("source", [PLAIN, ONE_TURN])
+def test_a_prompt_ends_alike_with_tools_that_the_template_does_not_write(source):
+    template = ChatTemplate(source, {})
+    whole = template.render(Conversation(TURN, [TOOL], begins_answer=False), str)
+    assert whole.endswith("Hi<end>")
+    assert template.render(Conversation(TURN, [TOOL]), str) == whole + "[assistant]"
+    begun = [Message(role="assistant", content="It is")]
+    text = template.render(Conversation(begun, [TOOL], continues=True), str)
+    assert text.endswith("<end>[assistant]It is"), "the tools stand before what is continued"
