@@ -1,9 +1,11 @@
 """What is made of tools, content parts and items of types that `/v1/responses` and `/v1/messages` do not know.
 
 The functions of a namespace are offered. A tool of another type is not; a part or an item of another type becomes a
-text that names the type, so that one of them in a history does not fail every later request. Knows type names alone.
+text that names the type, so that one of them in a history does not fail every later request; the output of such a call
+is what the user says. Knows type names alone.
 """
 
+from functools import partial
 from typing import Any
 
 from server.fields import MOST_IGNORED
@@ -28,7 +30,8 @@ def replace_unknown(tree: Any, is_response: bool, ignored: list[str]) -> Any:
             tools = [inner for at, tool in tools for inner in _open_namespace(at, tool)]
         tree["tools"] = [tool for at, tool in tools if not _is_unknown(tool, known_tools, at, ignored)]
     if is_response:
-        places = {"input": _each(tree.get("input"), "input", _item, ignored)}
+        given = tree.get("input")
+        places = {"input": _each(given, "input", partial(_item, lost_calls=_unknown_calls(given)), ignored)}
     else:
         places = {
             "system": _texts(tree.get("system"), {"text"}, "system", ignored),
@@ -68,13 +71,25 @@ def _turn(turn: Tree, at: str, ignored: list[str]) -> Tree:
     return turn | {"content": content}
 
 
-def _item(item: Tree, at: str, ignored: list[str]) -> Tree:
+def _unknown_calls(items: Any) -> set[str]:
+    """Return the ids of calls that are told as a placeholder, such as a `local_shell_call`'s."""
+    unknown = [
+        item.get("call_id") for item in (items if isinstance(items, list) else ()) if _is_unknown(item, _ITEMS, "", [])
+    ]
+    return {call_id for call_id in unknown if isinstance(call_id, str)}
+
+
+def _item(item: Tree, at: str, ignored: list[str], lost_calls: set[str]) -> Tree:
     if _is_unknown(item, _ITEMS, at, ignored):
         role = "assistant" if item["type"].endswith("_call") else "user"
         return {"type": "message", "role": role, "content": _placeholder(item)}
-    return item | {
+    read = item | {
         field: _texts(item[field], _PARTS, f"{at}.{field}", ignored) for field in ("content", "output") if field in item
     }
+    call_id = item.get("call_id")
+    if item.get("type") == "function_call_output" and isinstance(call_id, str) and call_id in lost_calls:
+        return {"type": "message", "role": "user", "content": read.get("output")}
+    return read
 
 
 def _texts(parts: Any, known: set[str], at: str, ignored: list[str]) -> Any:

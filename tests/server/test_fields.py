@@ -310,6 +310,10 @@ async def test_vendors_own_routes_take_fields_and_variants_that_nobody_knows_yet
     managed = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
     item = {"type": "function", "name": "f", "parameters": {"type": "object"}}
     items = [{"type": "web_search_call", "id": "w"}, {"role": "user", "content": [{"type": "input_image"}]}]
+    shell = [  # its output has the type of a function's
+        {"type": "local_shell_call", "call_id": "a", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]},
+    ]
     codex = {"model": "reference", "max_output_tokens": 4, "input": "Hi"}
     taken = [
         ("/v1/messages", MESSAGE | managed, None),
@@ -325,6 +329,7 @@ async def test_vendors_own_routes_take_fields_and_variants_that_nobody_knows_yet
         ("/v1/responses", codex | {"no_such": 1}, "no_such"),
         ("/v1/responses", codex | {"tools": [item, {"type": "web_search", "name": "f"}]}, "tools[1]"),
         ("/v1/responses", codex | {"input": items}, "input[0], input[1].content[0]"),
+        ("/v1/responses", codex | {"input": shell}, "input[0], input[1].output[0]"),
         (
             "/v1/responses",
             codex
