@@ -98,7 +98,9 @@ def test_prompts_are_timed_by_an_engine_that_is_loaded_as_a_server_loads_its_own
         return real_plan(runner, plan)
 
     monkeypatch.setattr(bench.engine, "load_engine", load)
-    monkeypatch.setattr(Runner, "warm_up", lambda runner, tokens: (warmed.append(tokens), real_warm(runner, tokens))[1])
+    monkeypatch.setattr(
+        Runner, "warm_up", lambda runner, tokens, *rest: (warmed.append(tokens), real_warm(runner, tokens, *rest))[1]
+    )
     monkeypatch.setattr(Runner, "_launch", launch)
     told: list[float] = []
     monkeypatch.setattr(bench.engine, "_MOST_PROMPTS", 4)

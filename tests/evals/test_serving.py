@@ -151,7 +151,7 @@ def test_fidelity_sees_a_profile_from_outside_in_process_and_on_a_server(tmp_pat
     inside = CliRunner().invoke(app, [*both, "--method", "topk:budget=0.2", "--json", str(out), "--html", str(page)])
     assert inside.exit_code == 0, inside.output
     document = json.loads(out.read_text())
-    assert [row["method"] for row in document["rows"]] == ["full", "topk:budget=0.2", "profile:exact"]
+    assert [row["method"] for row in document["rows"]] == ["full", "profile:exact", "topk:budget=0.2"]
     assert {row["method"] for row in document["layers"]} == {"topk:budget=0.2"}
     assert "Error a layer" in page.read_text()
     assert "Beside full attention" in page.read_text()
@@ -159,7 +159,7 @@ def test_fidelity_sees_a_profile_from_outside_in_process_and_on_a_server(tmp_pat
         server.wait_until_healthy()
         outside = CliRunner().invoke(app, [*both, "--url", f"{server.url}/v1", "--json", str(out)])
     assert outside.exit_code == 0, outside.output
-    full, profile = document["rows"][0], document["rows"][2]
+    full, profile, _ = document["rows"]
     for row in (profile, json.loads(out.read_text())["rows"][1]):
         assert (row["agreement"], row["agreement_generated"], row["failures"]) == (1.0, 1.0, 0)
         assert row["perplexity"] == pytest.approx(full["perplexity"], rel=METHOD_FLOAT32)

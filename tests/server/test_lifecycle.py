@@ -426,7 +426,7 @@ def test_an_engine_that_cannot_start_ends_the_program_with_one_line(engine, said
     program = Program(engine)
     code, errors = program.end()
     assert code == 1
-    assert errors.strip().splitlines()[-1].startswith(f"tandem: {said}")
+    assert errors.strip().splitlines()[-1].startswith(said)
     assert "Traceback" not in errors
 
 
@@ -439,9 +439,7 @@ def test_engines_that_fail_one_after_the_other_end_the_program(tmp_path):
     code, errors = program.end()
     assert code == 1
     last = errors.strip().splitlines()[-1]
-    assert last == (
-        "tandem: engine: 2 failed in a row (server.max_engine_failures), the last one: engine: exited with code 3"
-    )
+    assert last == ("engine: 2 failed in a row (server.max_engine_failures), the last one: engine: exited with code 3")
 
 
 async def test_a_keeper_that_fails_itself_ends_the_program(live, monkeypatch):
@@ -459,5 +457,5 @@ def test_a_port_in_use_ends_the_program_with_one_line():
     code, errors = Program({}, port=port).end()
     first.process.send_signal(signal.SIGTERM)
     assert code == 1
-    assert f"tandem: server: cannot listen on 127.0.0.1:{port}" in errors.strip().splitlines()[-1]
+    assert f"server: cannot listen on 127.0.0.1:{port}" in errors.strip().splitlines()[-1]
     assert first.end()[0] == 0

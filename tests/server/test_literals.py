@@ -18,7 +18,11 @@ CALLED = {"id": "a", "type": "x", "function": {"name": "f", "arguments": "{}"}}
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        (ChatBody, SAID | {"tool_choice": "maybe"}, "tool_choice: got 'maybe', wanted 'auto', 'none' or 'required'"),
+        (
+            ChatBody,
+            SAID | {"tool_choice": "maybe"},
+            "tool_choice: got 'maybe', wanted 'any', 'auto', 'none' or 'required'",
+        ),
         (
             ChatBody,
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALLED]}]},
