@@ -32,7 +32,7 @@ ANSWER_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, and what a right answer says."""
+    """Hold a question, and words that a right answer has."""
 
     text: str
     answer: str

@@ -21,9 +21,11 @@ from evals.options import (
     Lengths,
     Methods,
     ModelFolder,
+    Questions,
     Resume,
     Seconds,
     Seed,
+    SentAs,
     ServedModel,
     Text,
     Url,
@@ -73,11 +75,10 @@ def tasks(
     samples: Annotated[int, typer.Option("--samples", min=1, help="prompts a task and length")] = 32,
     form: Annotated[str, typer.Option("--form", help="how prompts are worded: reference (for the reference "
                                       "model), ruler (for any other) or auto, by the model's vocabulary")] = "auto",
-    sent_as: Annotated[str, typer.Option("--as", help="chat, completion or auto")] = "auto",
+    sent_as: SentAs = "auto",
     dataset: Annotated[list[str], typer.Option("--dataset", help="NAME=FILE, such as longbench/qasper=qasper.jsonl; "
                                                "also longbench_v2, infinitebench/NAME, gsm8k; repeatable")] = [],  # noqa: B006
-    questions: Annotated[list[str], typer.Option("--questions", help="qa_1=FILE (SQuAD's format) or qa_2=FILE "
-                                                 "(HotpotQA's)")] = [],  # noqa: B006
+    questions: Questions = [],  # noqa: B006
     text: Text = [],  # noqa: B006
     forced: Annotated[int, typer.Option("--forced", min=0, help="feed so many tokens of full attention's answer and "
                                         "score the agreement with them; 0: free answers")] = 0,

@@ -13,8 +13,10 @@ from evals.options import (
     Device,
     Json,
     Lengths,
+    Questions,
     Seconds,
     Seed,
+    SentAs,
     Text,
     one_line_errors,
     parse_files,
@@ -38,11 +40,10 @@ def fusion(
     names: Annotated[str, typer.Option("--tasks", help="names with commas; default: several of the form, or the "
                                        "datasets where some are given")] = "",
     form: Annotated[str, typer.Option("--form", help="reference (the reference model's own) or ruler")] = "reference",
-    sent_as: Annotated[str, typer.Option("--as", help="chat, completion or auto")] = "auto",
+    sent_as: SentAs = "auto",
     dataset: Annotated[list[str], typer.Option("--dataset", help="NAME=FILE, such as longbench/qasper=qasper.jsonl; "
                                                "repeatable")] = [],  # noqa: B006
-    questions: Annotated[list[str], typer.Option("--questions", help="qa_1=FILE (SQuAD's format) or qa_2=FILE "
-                                                 "(HotpotQA's)")] = [],  # noqa: B006
+    questions: Questions = [],  # noqa: B006
     text: Text = [],  # noqa: B006
     answer: Annotated[int | None, typer.Option("--answer", min=1, help="tokens of an answer at most; default: the "
                                                "task's own")] = None,

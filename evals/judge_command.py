@@ -1,4 +1,4 @@
-"""`tandem eval judge`: whether defaults hold, by the rows that runs of `tandem eval tasks` left as JSON."""
+"""Run `tandem eval judge`: say whether defaults hold, by the rows that runs of `tandem eval tasks` left as JSON."""
 
 import json
 from fnmatch import fnmatchcase

@@ -23,6 +23,9 @@ Text = Annotated[
     list[Path],
     typer.Option("--text", help="UTF-8 text around the needles; rows name the file, no more; default: generated text"),
 ]
+SentAs = Annotated[str, typer.Option("--as", help="chat, completion or auto")]
+Questions = Annotated[list[str], typer.Option("--questions", help="qa_1=FILE (SQuAD's format) or qa_2=FILE "
+                                              "(HotpotQA's)")]  # fmt: skip
 Batch = Annotated[int | None, typer.Option("--batch", help="prompts of the longest length that go together")]
 Resume = Annotated[Path | None, typer.Option("--resume", help="folder that keeps finished samples")]
 Seconds = Annotated[float | None, typer.Option("--seconds", min=0, help="end after so long, between two samples or "

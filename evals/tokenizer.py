@@ -1,4 +1,4 @@
-"""The tokenizer of a model: a Hugging Face folder's, or that of a GGUF file's vocabulary. Knows no text and no task."""
+"""Load the tokenizer of a model, from a Hugging Face folder or from the vocabulary of a GGUF file."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,8 @@ from gpu.model.vocabulary import read_vocabulary
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The Hugging Face tokenizer of a model folder, or of a GGUF file's vocabulary. It knows no longest text: texts are
-    tokenised before they are cut, of which transformers would warn.
+    """Return the Hugging Face tokenizer of a model folder, or of a GGUF file's vocabulary. It sets no longest
+    text, since texts are tokenised before they are cut, of which transformers would warn.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

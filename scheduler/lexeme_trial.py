@@ -1,4 +1,4 @@
-"""Whether a regular expression grows, as a text goes on, beyond what masks can hold: tried on a few texts.
+"""Try on a few texts whether a regular expression outgrows, as a text goes on, what masks can hold.
 
 llguidance makes an automaton's states as a text reaches them, and gives up where one step takes too long or there are
 too many. How many there may be is not known beforehand: counts inside of counts may take their product, or nearly

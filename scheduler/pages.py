@@ -119,7 +119,7 @@ class PagePool:
 
     @property
     def num_committed(self) -> int:
-        """Pages whose memory the host has given: all of them on a GPU."""
+        """Return the number of pages whose memory the host has given, which is all of them on a GPU."""
         return self._num_there
 
     @property

@@ -1,4 +1,4 @@
-"""The table of every field of every request, by route, and what becomes of each: data, read by `fields.py`.
+"""List every field of every request by route, and say what becomes of each: data, which `fields.py` reads.
 
 Served fields are those of the structs that `body_reader.py` decodes, to the name; a test compares them. A field without
 effect and a refused one have a reason. `/openapi.json` and the tables of `docs/API.md` are made from it.

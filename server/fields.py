@@ -26,14 +26,14 @@ _decode = msgspec.json.decode
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A body's struct has it. `what` it does, where no API but this server's (or vLLM's) says so."""
+    """Mark a field that a body's struct has. `what`: what it does, where it is this server's or vLLM's own."""
 
     what: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Whatever it says, the answer is the same; `reason`: why."""
+    """Mark a field that is accepted and changes nothing, whatever it says. `reason`: why it changes nothing."""
 
     reason: str
 

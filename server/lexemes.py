@@ -1,4 +1,4 @@
-"""The regular expressions that a client's form has, each with a grammar of it alone, to be tried."""
+"""Find the regular expressions of a client's form, and write a grammar of each alone, so that it can be tried."""
 
 import json
 import re

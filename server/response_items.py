@@ -1,4 +1,4 @@
-"""Items of responses: their ids, and what was said up to a response as a list of them.
+"""Name and find the items of responses, and write what was said before a response as a list of items.
 
 An id holds its response's, and whether it is of the response's output or of what was said before, so that a later
 request can refer to it while the response is kept.
@@ -19,7 +19,7 @@ _ITEM_ID = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{32})_(out|in)_([0-9]{1,6})")
 
 @dataclass(frozen=True, slots=True)
 class ItemPlace:
-    """The item with this number of a response's output, or of what was said before it."""
+    """Point at an item by its number in a response's output, or in what was said before the response."""
 
     response_id: str
     is_output: bool

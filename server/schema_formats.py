@@ -1,4 +1,4 @@
-"""Formats of texts that llguidance does not know and a pattern can say: those that zod and OpenAI's helpers write.
+"""Say by a pattern the formats that llguidance does not know: those that zod and OpenAI's helpers write.
 
 A pattern that zod puts beside a format of its own is the one here, character by character, so it is not held twice.
 """

@@ -1,4 +1,4 @@
-"""Where the schemas in a JSON schema stand, and what its references name."""
+"""Walk the schemas inside a JSON schema with their places, and find what its references name."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Rewrites a JSON schema, as clients' libraries generate it, in the keywords that llguidance can hold an answer to.
+"""Rewrite a JSON schema, as clients' libraries generate it, in the keywords that llguidance can hold an answer to.
 
 Zod, zod-to-json-schema and pydantic write what is meant by one of those keywords with another one. What no rule here
 knows stays as it is. Invariant: what is valid by the rewritten schema is valid by the one that came.

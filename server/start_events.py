@@ -1,4 +1,4 @@
-"""What happens while a server starts, for whoever shows it to a person."""
+"""Define the events of a start, for whoever shows them to a person."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

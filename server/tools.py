@@ -51,7 +51,7 @@ class AllowedTools(msgspec.Struct, kw_only=True):
 
 
 class ChosenTool(msgspec.Struct, kw_only=True):
-    """`tool_choice` as an object: the one function that is to be called, or those of `tools` that may be."""
+    """Hold `tool_choice` as an object: the one function that must be called, or those of `tools` that may be called."""
 
     type: Literal["function", "allowed_tools"]
     function: NamedFunction | None = None

@@ -1,4 +1,4 @@
-"""The picture of `tandem eval fusion`: KL along the answer against the share of tokens that is computed again.
+"""Draw the picture of `tandem eval fusion`: KL along the answer against the share of tokens that is computed again.
 
 A panel a length, a line a policy with its settings; what has no ratio is a level line. Knows rows, no runs.
 """
@@ -16,7 +16,7 @@ AIM = 0.05
 
 
 def draw_fusion(rows: Sequence[Row]) -> str:
-    """An `<svg>` element of rows of all tasks."""
+    """Return the rows of all tasks as an `<svg>` element."""
     known = [row for row in rows if row["task"] == "all" and row["policy"] != "vanilla" and row["kl_along"]]
     lengths, labels = sorted({row["length"] for row in known}), list(dict.fromkeys(line_of(row) for row in known))
     with mpl.rc_context(STYLE):

@@ -35,7 +35,7 @@ class CompletionLogprobs(Answer):
 
 
 class CompletionChoice(Answer):
-    """The last two are there if `return_token_ids` is; of a stream, the prompt's come once."""
+    """Describe one choice. The last two fields come if `return_token_ids` is true; a stream tells the prompt's once."""
 
     index: Count
     text: str

@@ -1,4 +1,4 @@
-"""The address that `tandem serve` listens on: the options that replace the file's, and whether it is free."""
+"""Choose the address that `tandem serve` listens on, from the file and the options, and check that it is free."""
 
 import os
 import socket

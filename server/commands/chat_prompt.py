@@ -1,4 +1,4 @@
-"""The prompt of `tandem chat`: questions, and commands that begin with a slash."""
+"""Read questions, and commands that begin with a slash, at the prompt of `tandem chat`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ def replace_tables(page: str) -> str:
 
 
 def _all_rows() -> Iterator[tuple[str, str, Fate]]:
-    """Each field of each route by its path, `messages[].content[].text`."""
+    """Yield the route, the path (`messages[].content[].text`) and the fate of every field."""
     for route, fields in ROUTES.items():
         for path, fate in _walk(fields, ""):
             yield route, path, fate
@@ -79,7 +79,7 @@ def _write_refused(rows: list[tuple[str, str, Fate]]) -> list[str]:
 
 
 def _write_grouped(title: str, found: list[tuple[str, str, str]]) -> list[str]:
-    """A table of (path, text, route), one row for the same text on the same routes."""
+    """Return the lines of a table of (path, text, route), with one row for fields that share text and routes."""
     routes_of: dict[tuple[str, str], list[str]] = {}
     for path, text, route in found:
         routes_of.setdefault((path, text), []).append(route)

@@ -1,4 +1,4 @@
-"""What `tandem serve` prints while it starts: a line for each stage with its seconds, and at the end a request to try.
+"""Print what `tandem serve` does while it starts: a line for each stage with its seconds, and last a request to try.
 
 On a terminal the stage under way has a line of its own that moves; elsewhere a line every few seconds says how far it
 is. Knows nothing of how a server starts.
@@ -38,7 +38,9 @@ _WIDTH = 44
 
 
 class StartPage:
-    """`stage` for what the caller does itself, `show` for what the server reports; leaving it ends the moving line."""
+    """Print the stages of a start. Use `stage` for work of the caller and `show` for what the server reports. Leaving
+    the context ends the moving line.
+    """
 
     def __init__(self, console: Console, began_s: float) -> None:
         """`began_s`: when the start began, by `time.monotonic`."""

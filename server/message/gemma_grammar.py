@@ -1,4 +1,4 @@
-"""Arguments of a call in Gemma's form as rules of a grammar: `{key:value}`, keys without quotes, texts between marks.
+"""Write the arguments of a call in Gemma's form as rules of a grammar: `{key:value}`, texts between marks.
 
 Otherwise it is JSON without white space. Properties come sorted by name, as the model's template shows them. What is
 held: types, `properties`, `required`, `items` and their number, `enum`, `const`, alternatives, references and the

@@ -1,17 +1,25 @@
-"""Fixtures: a live server on the fake engine, and the reference tokenizer."""
+"""Fixtures: a live server on the fake engine, one that calls tools as its script says, and the reference tokenizer."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from server.tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE, Running, fake_command, make_deployment, running_server
+from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
 
 
 @pytest.fixture
 async def live() -> AsyncIterator[Running]:
     async with running_server(make_deployment(), fake_command()) as running:
         yield running
+
+
+@pytest.fixture
+async def hermes(tmp_path: Path) -> AsyncIterator[tuple[Running, Script]]:
+    async with scripted_server(tmp_path, make_model(tmp_path / "model", HERMES)) as served:
+        yield served
 
 
 @pytest.fixture(scope="session")

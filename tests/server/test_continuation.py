@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from server.message.parts import join_parts
 from tests.server.grammar_texts import allows
 from tests.server.live_server import Running, fake_command, make_deployment, running_server, with_documents
-from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
+from tests.server.scripted_model import Script
 from tests.server.test_held_answers import ADA, CALLS, FORM
 from tests.server.test_held_calls import TOOLS, Service, hold
 from tests.server.test_message_reader import own_format
@@ -27,12 +26,6 @@ REASONING = {
     "<|tool_call><|channel>": ("<|channel>thought\n", "<channel|>"),
 }
 Served = tuple[Running, Script]
-
-
-@pytest.fixture
-async def hermes(tmp_path: Path) -> AsyncIterator[Served]:
-    async with scripted_server(tmp_path, make_model(tmp_path / "model", HERMES)) as served:
-        yield served
 
 
 def begun(text: str) -> list[dict[str, str]]:

@@ -1,8 +1,6 @@
 """`/v1/responses`, asked by the official client: text, tools, reasoning, events, and what follows an earlier one."""
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,7 +11,7 @@ from server import response_store
 from server.chat_message import Message
 from server.response_store import ResponseStore
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
-from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
+from tests.server.scripted_model import Script
 
 PROMPT = "The café on the 5th street, 東京, is open."
 Served = tuple[Running, Script]
@@ -27,12 +25,6 @@ TOOLS = [
     }
 ]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "東京"}}\n</tool_call>'
-
-
-@pytest.fixture
-async def hermes(tmp_path: Path) -> AsyncIterator[Served]:
-    async with scripted_server(tmp_path, make_model(tmp_path / "model", HERMES)) as served:
-        yield served
 
 
 def respond(live: Running, **options: Any):

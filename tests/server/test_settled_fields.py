@@ -1,7 +1,6 @@
 """Fields that clients send often and whose meaning had to be chosen; `docs/API.md` says what each does."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,8 @@ from server.other_bodies import InputItem
 from server.response_store import KeptResponse
 from server.routes_responses import resolve_references
 from server.tokenizer import Tokenizer
-from tests.server.live_server import REFERENCE, Running
-from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
+from tests.server.live_server import Running
+from tests.server.scripted_model import Script
 
 PAGE = Path(__file__).parents[2] / "docs" / "API.md"
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -30,12 +29,6 @@ TOOLS = [
 ]
 CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 Served = tuple[Running, Script]
-
-
-@pytest.fixture
-async def hermes(tmp_path: Path) -> AsyncIterator[Served]:
-    async with scripted_server(tmp_path, make_model(tmp_path / "model", HERMES)) as served:
-        yield served
 
 
 async def post(live: Running, path: str, **body: Any) -> Any:
@@ -254,8 +247,3 @@ def test_a_kept_response_is_read_once_however_many_items_refer_to_it_and_they_ar
     with pytest.raises(ApiError) as refused:
         resolve_references(service, "me", [asked] * 11)
     assert (refused.value.status, refused.value.param) == (413, "input")
-
-
-def test_the_reference_model_has_special_tokens(tokenizer: Tokenizer) -> None:
-    assert REFERENCE.is_dir()
-    assert tokenizer.special_ids - set(tokenizer.eos_ids)

@@ -1,7 +1,6 @@
 """Tools and reasoning, asked for by the official client, against a model that says what is written down."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pydantic
 import pytest
 
 from tests.server.live_server import REFERENCE, Running
-from tests.server.scripted_model import HERMES, MISTRAL, Script, make_model, scripted_server
+from tests.server.scripted_model import MISTRAL, Script, make_model, scripted_server
 
 HI = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
@@ -26,12 +25,6 @@ TOOLS = [WEATHER, CLOCK]
 ARGUMENTS = '{"city": "東京, {\\"x\\"}"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 Served = tuple[Running, Script]
-
-
-@pytest.fixture
-async def hermes(tmp_path: Path) -> AsyncIterator[Served]:
-    async with scripted_server(tmp_path, make_model(tmp_path / "model", HERMES)) as served:
-        yield served
 
 
 async def chat(served: Served, says: str, **options: Any) -> Any:
