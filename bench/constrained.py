@@ -20,7 +20,7 @@ from rich.console import Console
 from bench.rates import device_name
 from bench.rows import Row, require
 from gpu.model.architecture import load_architecture
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.constraints import Constraints, read_tokens
 from scheduler.engine import Engine
 from scheduler.grammar import bytes_alone

@@ -15,10 +15,10 @@ from gpu.config import GpuConfig
 from gpu.in_flight import InFlight
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture
-from gpu.model.weights import Weights
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
+from gpu.weights.weights import Weights
 
 PAGE_TOKENS = 16
 PROFILE = "exact"

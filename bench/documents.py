@@ -29,7 +29,7 @@ from gpu.fusion.choice import choose, question_scores
 from gpu.fusion.plan import VANILLA
 from gpu.model.architecture import Architecture, load_architecture
 from gpu.profiles import get_profile, resolve_profiles
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.engine import Engine
 from scheduler.fusion_labels import UnknownLabelError, parse_fusions
 from scheduler.load import load_engine

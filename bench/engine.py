@@ -31,19 +31,19 @@ from bench.plain_decode import PlainDecode
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from bench.rows import Row, announce, measure, require, summarise
 from cpu.rates import measure_host_rates, measure_read_rate
+from gpu.batching.captured_steps import StepKind
 from gpu.config import GpuConfig, ModelConfig
-from gpu.decode.ladder import StepKind
 from gpu.decode.steps import Batch
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel
 from gpu.model.architecture import Architecture, named_shape, read_architecture
-from gpu.model.checkpoint import load_weights
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.humming_formats import multiplied
-from gpu.model.humming_matrix import prepare, require_products
 from gpu.model.matrix_formats import rounded, step_weight_bytes
-from gpu.model.weights import Weights, random_weights, unpacked
 from gpu.runner import Runner
+from gpu.weights.checkpoint import load_weights
+from gpu.weights.humming_matrix import prepare, require_products
+from gpu.weights.weights import Weights, random_weights, unpacked
 from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.load import load_engine
 from scheduler.memory import plan_engine

@@ -20,7 +20,7 @@ from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, require, summarise
 from gpu.decode.capture import capture
 from gpu.decode.steps import LAUNCHES_BLOCK
-from gpu.host.slot_exchange import SlotExchange
+from gpu.exchange.device_slots import SlotExchange
 from gpu.methods.sampled.encode import arrange, encode_queries
 from gpu.methods.sampled.projections import draw_projections
 from transfer.exchange import wait

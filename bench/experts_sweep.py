@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from bench.gpu_kernels_sweep import graph_us, measured_bytes_per_s, relative_error
-from gpu.kernels import expert_rows, expert_tiles, routing
-from gpu.kernels.experts_reference import experts_reference
-from gpu.kernels.packed import Packed
-from gpu.model import experts as mlp
+from gpu.layers import expert_mlp as mlp
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.shapes import NAMED_SHAPES
 from gpu.model.spec import Experts
-from gpu.model.weights import ExpertWeights, allocate_packed, draw_packed
+from gpu.operations.experts import expert_rows, expert_tiles, routing
+from gpu.operations.experts.experts_reference import experts_reference
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.weights.weights import ExpertWeights, allocate_packed, draw_packed
 
 SHAPE = "qwen3-30b-a3b"
 DRAWS = 8  # sets of tokens that calls take in turn

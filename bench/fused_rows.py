@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require
-from gpu.kernels.fused_rows import TAIL_BYTES, fuse_rows, widen_rows
+from gpu.operations.kv.fused_rows import TAIL_BYTES, fuse_rows, widen_rows
 
 KV_HEADS, DIM = 8, 128
 HALF_STEP = 0.51  # of a row's scale

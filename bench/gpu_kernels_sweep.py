@@ -18,11 +18,11 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from gpu.kernels import linear as gemv
-from gpu.kernels import paged_decode_attention as paged
-from gpu.kernels.rms_norm import rms_norm, rms_norm_add
-from gpu.kernels.rope_kv_write import rope_kv_write
-from gpu.kernels.swiglu import swiglu
+from gpu.operations.decode_attention import paged_decode_attention as paged
+from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.operations.linear import plain_linear as gemv
+from gpu.operations.rms_norm import rms_norm, rms_norm_add
+from gpu.operations.swiglu import swiglu
 from transfer.merge import merge_outputs
 
 COLD_BYTES = 256 * 2**20  # several times the L2 of an H200 (60 MB)

@@ -30,19 +30,19 @@ from cpu.expert_rates import measure_core_rates
 from cpu.experts import HostExperts
 from cpu.rates import measure_host_rates
 from gpu.config import GpuConfig
-from gpu.host.expert_exchange import ExpertExchange
+from gpu.exchange.device_experts import ExpertExchange
+from gpu.layers.computed_experts import open_exchanges
+from gpu.layers.projections import Projections
 from gpu.load import DTYPES, RANDOM_SEED
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, most_experts, why_not_computed
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import Architecture, named_shape
-from gpu.model.computed_experts import open_exchanges
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
-from gpu.model.host_experts import joined
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, step_weight_bytes
-from gpu.model.projections import Projections
-from gpu.model.weights import LayerWeights, Weights, random_packed_weights
 from gpu.runner import Runner
+from gpu.weights.host_experts import joined
+from gpu.weights.weights import LayerWeights, Weights, random_packed_weights
 from scheduler.expert_choice import ExpertTimes
 from scheduler.step_bytes import prompt_flops
 from transfer.machine import GIB, MachineProfile, count_physical_cores, probe_machine

@@ -242,7 +242,7 @@ def weights(
     from bench.matrices import KINDS, LIBRARY_KINDS, matrix_rows, prefill_rows
     from bench.output_matrix import output_rows
     from gpu.model.architecture import named_shape
-    from gpu.model.humming_matrix import require_products
+    from gpu.weights.humming_matrix import require_products
 
     if any(spec.experts is not None for spec in named_shape(shape).layer_pattern):
         wanted = "a shape without experts; `python -m bench.experts_sweep` times those"

@@ -15,7 +15,7 @@ import numpy as np
 from bench.rows import require
 from bench.sample_gate import WatchedTier
 from cpu.tier import CpuTier
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.engine import Engine
 from scheduler.messages import Delta, EngineRequest, HostStats, Logprob, pack_tokens
 from transfer.tier import HostTier

@@ -22,7 +22,7 @@ from bench.long_client import Client
 from bench.rows import require
 from bench.sample_gate import SampleAgreement, measure_samples, require_samples
 from gpu.profiles import Profile
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.capacity import HostCapacity
 from scheduler.messages import Logprob
 from transfer.host_memory import TAIL_TOKENS

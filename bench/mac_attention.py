@@ -20,11 +20,16 @@ from torch import Tensor
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, Timing, measure, require
 from cpu.rates import measure_host_rates
-from gpu.kernels.kv_rows import CODE_DTYPES, SCALE_BYTES, has_codes, read_cells, write_rows
-from gpu.kernels.paged_decode_attention import Reading, Workspace, paged_decode_attention, workspace_for
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, Matched, match
 from gpu.methods.mac.rings import Ring
+from gpu.operations.decode_attention.paged_decode_attention import (
+    Reading,
+    Workspace,
+    paged_decode_attention,
+    workspace_for,
+)
+from gpu.operations.kv.kv_rows import CODE_DTYPES, SCALE_BYTES, has_codes, read_cells, write_rows
 from transfer.partial import Partial
 
 DIM, PAGE_TOKENS, SINK, TAU = 128, 16, 16, 0.45

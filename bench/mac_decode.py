@@ -22,11 +22,12 @@ from gpu.decode.steps import Batch
 from gpu.load import RANDOM_SEED
 from gpu.methods.mac.device import Mac
 from gpu.methods.mac.match import Matched
+from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture
-from gpu.model.weights import random_weights
-from gpu.profiles import ProfilePart, resolve_profiles
+from gpu.profiles import resolve_profiles
 from gpu.runner import Runner
 from gpu.step import PageWrite, RingWrite, StepPlan
+from gpu.weights.weights import random_weights
 
 PAGE_TOKENS = 16
 CALIBRATION_STEPS = 8

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require
-from gpu.kernels.packed import Packed
-from gpu.kernels.packed_linear import widen
+from gpu.layers.projections import Projections
 from gpu.model.architecture import named_shape
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.humming_formats import multiplied
-from gpu.model.humming_matrix import UNPACKED_COLUMNS, prepare
-from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded
-from gpu.model.projections import Projections
 from gpu.model.spec import Architecture
-from gpu.model.weights import LayerWeights, Weights, random_weights
+from gpu.operations.linear.packed_linear import widen
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.weights.humming_matrix import UNPACKED_COLUMNS, prepare
+from gpu.weights.matrix import as_matrix
+from gpu.weights.weights import LayerWeights, Weights, random_weights
 
 KINDS = ("bfloat16", "fp8", "int8", "int4", "Q8_0", "Q6_K", "Q4_0", "Q4_K")
 LIBRARY_KINDS = ("humming-fp8", "humming-int8", "humming-int4")

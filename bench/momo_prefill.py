@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.momo.attend import correct, sparse_attention
 from gpu.methods.momo.block_sparse import block_sparse_attention
 from gpu.methods.momo.prefill import Momo
@@ -22,7 +23,6 @@ from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings, Selection
 from gpu.methods.momo.union import unite
 from gpu.prefill.dense import Dense
-from gpu.prefill.query import PrefillQuery
 from transfer.partial import Partial, merge
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

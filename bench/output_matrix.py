@@ -16,13 +16,13 @@ from bench.gpu_kernels_sweep import relative_error
 from bench.matrices import COLD_BYTES, MOST_ERROR, REPEATS, SEED, WARMUPS, floor_of, graph_of, stored_in
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure, require
-from gpu.kernels.packed import Stored
 from gpu.model.architecture import named_shape
-from gpu.model.matrix import Matrix, as_matrix
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.matrix_formats import output_format
 from gpu.model.spec import Architecture
-from gpu.model.weights import allocate_packed, draw_packed
+from gpu.operations.linear.packed_matrix import Stored
+from gpu.weights.matrix import Matrix, as_matrix
+from gpu.weights.weights import allocate_packed, draw_packed
 
 
 def output_rows(

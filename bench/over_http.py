@@ -26,7 +26,7 @@ from bench.load.client import Client
 from bench.load.records import RequestRecord
 from bench.rates import device_name
 from bench.rows import GateError, Row, announce, require, summarise
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.engine import Engine
 from scheduler.load import load_engine
 from scheduler.messages import EngineRequest, Ready, pack_tokens

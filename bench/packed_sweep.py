@@ -20,15 +20,15 @@ import triton
 from torch import Tensor
 
 from bench.gpu_kernels_sweep import graph_us, measured_bytes_per_s, relative_error
-from gpu.kernels import packed_tiles
-from gpu.kernels.packed import Packed
-from gpu.kernels.packed_linear import unpack
-from gpu.kernels.packed_tiles import MOST_GATED, Tiles, is_halved, is_short, tiles_for
-from gpu.kernels.words import pack_words
 from gpu.model.gguf.kinds import format_of
 from gpu.model.matrix_format import BITS, ROUNDED, MatrixFormat
 from gpu.model.spec import Activation
-from gpu.model.weights import allocate_packed
+from gpu.operations.linear import packed_tiles
+from gpu.operations.linear.packed_linear import unpack
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.operations.linear.packed_tiles import MOST_GATED, Tiles, is_halved, is_short, tiles_for
+from gpu.operations.linear.word_layout import pack_words
+from gpu.weights.weights import allocate_packed
 
 COLD_BYTES = 192 * 2**20
 MAX_RELATIVE_ERROR = 1e-2

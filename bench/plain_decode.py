@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture
-from gpu.model.rope import layer_rope_tables
 from gpu.model.spec import Experts
-from gpu.model.weights import ExpertWeights, LayerWeights, Weights
+from gpu.weights.weights import ExpertWeights, LayerWeights, Weights
 
 _WARMUPS = 3
 

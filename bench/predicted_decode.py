@@ -27,17 +27,18 @@ from bench.predicted_ways import NO_FETCH, WAYS, Forced, Replayed, Wanted, Way, 
 from bench.step_trace import trace_steps
 from bench.trace_lanes import HostSpan
 from cpu.tier import CpuTier, open_tier
+from gpu.batching.captured_steps import StepKind
 from gpu.config import Composition
 from gpu.decode.capture import capture
-from gpu.decode.ladder import StepKind
 from gpu.decode.steps import Batch
-from gpu.kv.layout import PageLayout
+from gpu.methods.method import ProfilePart
 from gpu.methods.predicted.device import Predicted
 from gpu.model.architecture import Architecture
-from gpu.model.weights import Weights
-from gpu.profiles import ProfilePart, resolve_profiles
+from gpu.page_layout import PageLayout
+from gpu.profiles import resolve_profiles
 from gpu.runner import Runner
 from gpu.step import HostAsk, PageWrite, RingWrite, StepPlan
+from gpu.weights.weights import Weights
 from transfer.config import HostConfig
 from transfer.copies import PASSED
 from transfer.machine import count_physical_cores

@@ -18,7 +18,7 @@ from bench.predicted_decode import Cell, Contexts, Measured, measure, measure_li
 from bench.predicted_tables import AIMS, tabulate, tabulate_aims
 from gpu.load import RANDOM_SEED
 from gpu.model.architecture import named_shape
-from gpu.model.weights import random_weights
+from gpu.weights.weights import random_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional
 
 from evals.methods.method import PrefillResult, PromptLayer, Step
+from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture, read_architecture
-from gpu.model.checkpoint import load_weights
-from gpu.model.rope import layer_rope_tables
 from gpu.model.spec import Experts
-from gpu.model.weights import ExpertWeights, LayerWeights, Weights, unpacked
+from gpu.weights.checkpoint import load_weights
+from gpu.weights.weights import ExpertWeights, LayerWeights, Weights, unpacked
 
 CHUNK_TOKENS = 1 << 17
 """Tokens whose MLP activations are held at once in a prefill."""

@@ -28,10 +28,10 @@ from evals.rows import Row
 from evals.serving import make_deployment
 from evals.stopping import RunCut, Stop
 from evals.tokenizer import load_tokenizer
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.fusion.plan import VANILLA, get_policy
 from gpu.model.architecture import read_architecture
-from gpu.prefill.query import PrefillQuery
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.fusion_labels import parse_fusions

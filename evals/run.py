@@ -37,7 +37,7 @@ from evals.tasks.reference import SPECIAL_TOKENS_OF_FORM, user_turn
 from evals.tasks.text import text_source
 from evals.tokenizer import load_tokenizer
 from gpu.model.vocabulary import read_vocabulary
-from gpu.model.weights_digest import digest_weights, kept_path
+from gpu.weights.weights_digest import digest_weights, kept_path
 
 AGREEMENT = "agreement"
 """Metric of forced cells: the share of full attention's own answer tokens that the method would have chosen too."""

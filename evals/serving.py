@@ -20,7 +20,7 @@ from gpu.memory.host_shares import resolve_host
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
 from gpu.model.architecture import Architecture, load_architecture, read_architecture
 from gpu.profiles import Profile, find_kept, resolve_profiles
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.capacity import QueueFullError, TooLargeError, bytes_of_run
 from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.decode_reads import DecodeReads

@@ -12,15 +12,15 @@ from types import MappingProxyType
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.cpu_device.step_kernel import COMPILED
-from gpu.kernels.paged_decode_attention import DECODED_DIMS
+from gpu.cpu_step.step_kernel import COMPILED
 from gpu.kv.windows import NO_WINDOWS, WindowShape
+from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture, ModelError, load_architecture
-from gpu.model.checkpoint import load_weights
-from gpu.model.humming_matrix import prepare, require_products
-from gpu.model.weights import Weights, random_weights
-from gpu.profiles import ProfilePart
+from gpu.operations.decode_attention.paged_decode_attention import DECODED_DIMS
 from gpu.runner import Runner
+from gpu.weights.checkpoint import load_weights
+from gpu.weights.humming_matrix import prepare, require_products
+from gpu.weights.weights import Weights, random_weights
 from transfer.chunks.library import ChunkLibrary
 from transfer.expert_exchange import OpenExperts
 from transfer.simd.compilation import told

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from gpu.config import Composition, MethodChoice
 from gpu.methods.kept import Kept, join_kept
-from gpu.methods.method import BlockFetch, Method, MethodState, Slot
+from gpu.methods.method import BlockFetch, Method, MethodState, ProfilePart, Slot
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.step import DENSE
@@ -31,18 +31,6 @@ UNCHANGED = "exact"
 
 class ProfileError(ValueError):
     """A profile that this deployment does not have, or cannot have; the message says what it has, or what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProfilePart:
-    """A slot of a composition that is filled."""
-
-    method: Method
-    settings: Settings
-
-    def __str__(self) -> str:
-        given = ", ".join(f"{key} {value}" for key, value in self.settings.model_dump(exclude_none=True).items())
-        return f"{self.method.slot}: {self.method.name}" + (f" ({given})" if given else "")
 
 
 @dataclass(frozen=True, slots=True)

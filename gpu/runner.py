@@ -14,36 +14,35 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from gpu.decode.halving import Halving, most_rows_of_parts
+from gpu.attention.prefill_query import PrefillQuery
+from gpu.batching.halving import Halving, most_rows_of_parts
+from gpu.batching.step_reads import StepReads
 from gpu.decode.loop import LayerLoop
-from gpu.decode.step_reads import StepReads
 from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
+from gpu.exchange.device_experts import ExpertExchange
+from gpu.exchange.device_slots import SlotExchange
 from gpu.fusion.documents import Documents
 from gpu.host.deposit import Depositor
-from gpu.host.expert_exchange import ExpertExchange
 from gpu.host.offload import Offload
-from gpu.host.slot_exchange import SlotExchange
 from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
-from gpu.kernels.kv_rows import stored_dtype
-from gpu.kernels.paged_decode_attention import workspace_for
 from gpu.kv.commitment import Commitment
-from gpu.kv.layout import KvFormat
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.lanes import LaneStreams, StepBuffers
+from gpu.layers.computed_experts import open_exchanges
+from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import FetchCounts, ReuseCounts, ReuseSide, Site, make_device_sides
+from gpu.methods.method import ProfilePart
 from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
 from gpu.model.architecture import Architecture
-from gpu.model.computed_experts import open_exchanges
-from gpu.model.decoder import Decoder
-from gpu.model.weights import Progress, Weights
+from gpu.operations.decode_attention.paged_decode_attention import workspace_for
+from gpu.operations.kv.kv_rows import stored_dtype
+from gpu.page_layout import KvFormat
 from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
 from gpu.prefill.outputs import FinishedJob
-from gpu.prefill.query import PrefillQuery
-from gpu.profiles import ProfilePart
-from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import NO_MASKS, Drawing, Masks, Sampler
+from gpu.sampling_params import SamplingParams
 from gpu.step import (
     DENSE,
     DecodeGroup,
@@ -62,6 +61,7 @@ from gpu.step import (
     Unit,
 )
 from gpu.upload import upload
+from gpu.weights.weights import Progress, Weights
 from transfer.chunks.library import ChunkLibrary
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError

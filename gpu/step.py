@@ -12,7 +12,7 @@ from enum import Enum
 import numpy as np
 
 from gpu.pooling import Pooling
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from transfer.chunks.format import ChunkKey
 
 NOT_FINITE = -1
@@ -116,7 +116,7 @@ class RingCopy:
 
 @dataclass(frozen=True, slots=True)
 class RingWrite:
-    """A slot holds ring number `ring` of `part` (`gpu.profiles.ProfilePart`) until it is released; nobody else does.
+    """A slot holds ring number `ring` of `part` (`ProfilePart`) until it is released; nobody else does.
     is_sampled: what its host reads for it is a sample. source: what it has; None: nothing.
     """
 

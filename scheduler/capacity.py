@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gpu.kv.layout import PageLayout
 from gpu.memory.plan import MemoryPlan
+from gpu.page_layout import PageLayout
 from gpu.profiles import Profile
 from scheduler.messages import EngineRequest
 from transfer.host_memory import TAIL_TOKENS, bytes_of_context, without_tables

@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu.fusion.plan import VANILLA, UnknownPolicyError, get_policy, plan_fused
 from gpu.profiles import Profile
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusionPlan, PlacedChunk, PrefillJob, PrefillPrompt
 from scheduler.capacity import TooLargeError
 from scheduler.messages import ChunksStored, ChunkStats, DropChunks, EngineRequest, StoreChunks

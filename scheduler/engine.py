@@ -17,9 +17,9 @@ from dataclasses import asdict, fields, replace
 from msgspec import structs
 
 from cpu.tier import CpuTier
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.in_flight import InFlight
 from gpu.methods.device_side import FetchCounts
-from gpu.prefill.query import PrefillQuery
 from gpu.runner import Runner
 from gpu.step import Lane, StepPlan
 from scheduler.decode_reads import DecodeReads

@@ -7,7 +7,7 @@ What counts is how many tokens a second rows of both kinds are expected to draw 
 
 for n rows that ask and m that do not; W seconds of the device to read the weights once, K and R those to read what the
 rows of either kind have on it, H of the host to attend. `step(D, H)` is the shorter of D + H, one batch, and
-max(D + W, H), two half batches in turns, which read the weights twice, as W + K in B does then (`gpu.decode.halving`).
+max(D + W, H), two half batches in turns, which read the weights twice, as W + K in B does then (`halving`).
 The device is one: beside the other lane what the rows that ask take of it lasts S times as long, since their kernels
 come one by one and each finds one of the other lane's there; and the other lane has what they leave.
 
@@ -24,8 +24,8 @@ tokens a second than the other one by more than LEAST_GAIN, unless rows would wa
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpu.decode.halving import FEWEST_ROWS, step_seconds
-from gpu.decode.step_reads import StepReads
+from gpu.batching.halving import FEWEST_ROWS, step_seconds
+from gpu.batching.step_reads import StepReads
 from scheduler.lanes import Rows
 
 LONGEST_WAIT = 2.0  # of a token in a joint step: at most so many times what it takes apart

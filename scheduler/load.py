@@ -18,14 +18,14 @@ from cpu.experts import HostExperts
 from cpu.tier import CpuTier, open_tier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
+from gpu.layers.rope import rope_key
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture, ModelError, load_architecture
-from gpu.model.rope import rope_key
-from gpu.model.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
 from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.runner import Runner
 from gpu.step import DENSE, Lane
+from gpu.weights.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
 from scheduler.capacity import plan_capacity
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.constraints import Constraints, read_tokens

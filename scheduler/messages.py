@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 
 from gpu.pooling import Pooling
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 
 _TOKEN_BYTES = 4
 

@@ -6,7 +6,8 @@ sequence's that holds a slot.
 
 from collections.abc import Iterable, Mapping
 
-from gpu.profiles import Profile, ProfilePart
+from gpu.methods.method import ProfilePart
+from gpu.profiles import Profile
 from gpu.step import RingCopy, RingWrite
 from scheduler.sequence import Sequence
 

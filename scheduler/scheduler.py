@@ -16,7 +16,7 @@ from itertools import repeat
 
 import numpy as np
 
-from gpu.decode.step_reads import StepReads
+from gpu.batching.step_reads import StepReads
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile
 from gpu.step import (

@@ -6,11 +6,11 @@ right now. What `tandem plan` expects of a placement and the floors of `tandem b
 
 from dataclasses import dataclass
 
-from gpu.kv.layout import row_bytes
 from gpu.memory.host_demand import ROW_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import step_weight_bytes
+from gpu.page_layout import row_bytes
 from scheduler.memory import find_expert_shares
 from transfer.tier_shape import TierShape
 

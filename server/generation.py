@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpu.pooling import Pooling
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress, Ready, pack_tokens
 from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, internal, invalid, time_up, unavailable

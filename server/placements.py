@@ -17,10 +17,10 @@ from gpu.memory.demand import PlanError
 from gpu.memory.expert_shares import most_experts
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.plan import MemoryPlan
-from gpu.methods.method import BlockFetch
+from gpu.methods.method import BlockFetch, ProfilePart
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
-from gpu.profiles import Profile, ProfileError, ProfilePart
+from gpu.profiles import Profile, ProfileError
 from scheduler.capacity import host_capacity
 from scheduler.expert_choice import ExpertTimes, find_times
 from scheduler.memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine

@@ -14,13 +14,13 @@ from pydantic import Field, model_validator
 from evals.methods.attention import rows_apart, step_logits, valid_positions, weigh_values
 from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
 from evals.methods.sampled import Deposits, Sampled
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, match
 from gpu.methods.mac.rings import Ring
 from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
 from gpu.prefill.dense import Dense
-from gpu.prefill.query import PrefillQuery
 from transfer.partial import Partial
 
 _DEFAULT = MacSettings()

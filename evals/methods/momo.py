@@ -9,10 +9,10 @@ import torch
 from pydantic import Field, model_validator
 
 from evals.methods.method import PrefillMethod, PrefillResult, PromptLayer
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.momo.prefill import Momo as MomoSide
 from gpu.methods.momo.settings import DEFAULT_K, MomoSettings
 from gpu.prefill.dense import Dense
-from gpu.prefill.query import PrefillQuery
 
 _DEFAULT = MomoSettings()
 

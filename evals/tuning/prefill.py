@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from evals.rows import Row
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.momo.prefill import Momo
 from gpu.methods.momo.settings import MomoSettings
 from gpu.model.architecture import Architecture
 from gpu.prefill.dense import Dense
-from gpu.prefill.query import PrefillQuery
 
 REPEATS = 5
 

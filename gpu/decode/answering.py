@@ -25,7 +25,7 @@ OnAnswered = Callable[[int, int, Answered, float], None]
 
 
 class Exchange(Protocol):
-    """The device's side of a slot: `gpu.host.slot_exchange`, `gpu.host.expert_exchange`."""
+    """The device's side of a slot: `gpu.exchange.device_slots`, `gpu.exchange.device_experts`."""
 
     @property
     def slot(self) -> Handshake: ...

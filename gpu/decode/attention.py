@@ -3,10 +3,11 @@
 It refuses to know projections and sampling, and what lies in a hole.
 """
 
-from gpu.cpu_device.attention import applies, paged_decode_attention_cpu
-from gpu.kernels.paged_decode_attention import Reading, Workspace, paged_decode_attention
 from gpu.kv.pool import KvPool
 from gpu.methods.device_side import LayerReads
+from gpu.operations.arguments import runs_on_numba
+from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
+from gpu.operations.decode_attention.paged_decode_attention import Reading, Workspace, paged_decode_attention
 
 
 def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, is_counted: bool) -> Reading:
@@ -14,6 +15,6 @@ def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, 
     rows, layer = reads.rows, reads.layer
     cells = (pool.key_pages[layer], pool.value_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale)
     parts = (reads.bounds, reads.has_far, reads.maxima)
-    if applies(pool.key_pages[layer]):
+    if runs_on_numba(pool.key_pages[layer]):
         return paged_decode_attention_cpu(reads.query, *cells, *parts)
     return paged_decode_attention(reads.query, *cells, workspace, *parts, is_counted)

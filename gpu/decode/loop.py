@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpu.attention.step_rows import StepRows
 from gpu.decode.attention import attend
-from gpu.decode.rows import StepRows
-from gpu.host.expert_exchange import ExpertExchange
-from gpu.host.slot_exchange import SlotExchange
-from gpu.kernels.paged_decode_attention import Reading, Workspace
+from gpu.exchange.device_experts import ExpertExchange
+from gpu.exchange.device_slots import SlotExchange
+from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import DeviceSide, LayerReads, RingSide
-from gpu.model.decoder import Decoder
+from gpu.operations.decode_attention.paged_decode_attention import Reading, Workspace
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
 # A step under way: it stops where the host must answer, and returns logits, float32 `[rows, vocab]`.

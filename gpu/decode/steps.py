@@ -26,17 +26,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.cpu_device.packed_product import multiplies
-from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
+from gpu.attention.step_rows import StepRows
+from gpu.batching.captured_steps import StepKind, steps_to_capture
+from gpu.batching.halving import Halving, cut
+from gpu.cpu_step.cpu_step import MAX_ROWS, CpuStep, serves
 from gpu.decode.answering import Answering, Answers, AskingRows
 from gpu.decode.capture import capture
-from gpu.decode.halving import Halving, cut
-from gpu.decode.ladder import StepKind, steps_to_capture
 from gpu.decode.loop import LayerLoop, Step
-from gpu.decode.rows import StepRows
-from gpu.host.expert_exchange import ExpertExchange
-from gpu.host.slot_exchange import SlotExchange
-from gpu.kernels.packed import Packed
+from gpu.exchange.device_experts import ExpertExchange
+from gpu.exchange.device_slots import SlotExchange
+from gpu.operations.linear.numba_packed_linear import multiplies
+from gpu.operations.linear.packed_matrix import Packed
 from gpu.step import HostAsk
 from gpu.upload import upload
 from transfer.copies import PASSED, Event

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_attention import windowed_attention
+from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.fusion.documents import Documents
 from gpu.fusion.rows import store_rows
-from gpu.model.decoder import Decoder
-from gpu.prefill.attention import windowed_attention
-from gpu.prefill.query import Attended, PrefillQuery
+from gpu.layers.decoder import Decoder
 from gpu.upload import upload
 from transfer.chunks.format import ChunkKey
 

@@ -21,7 +21,7 @@ from gpu.fusion.documents import Documents
 from gpu.fusion.eviction import Eviction
 from gpu.fusion.plan import get_policy, kept_spans
 from gpu.fusion.rows import read_rows
-from gpu.model.decoder import Decoder, Pages
+from gpu.layers.decoder import Decoder, Pages
 from gpu.step import PrefillPrompt
 from gpu.upload import upload
 from transfer.chunks.format import ChunkError

@@ -8,7 +8,7 @@ that type come back as they went.
 import torch
 from torch import Tensor
 
-from gpu.kernels.fused_rows import fuse_rows, widen_rows
+from gpu.operations.kv.fused_rows import fuse_rows, widen_rows
 from transfer.chunks.format import ChunkShape
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu.kernels.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
-from gpu.kernels.restore_rows import restore_rows
-from gpu.kernels.scatter_runs import scatter_runs
 from gpu.memory.deposit_memory import PIECE_ROWS
+from gpu.operations.host_rows.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
+from gpu.operations.host_rows.restore_rows import restore_rows
+from gpu.operations.host_rows.scatter_runs import scatter_runs
 from transfer.copies import PASSED, Event, Streams
 from transfer.tier import LayerRows, TierShape
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from gpu.host.deposit import Depositor, of_heads
+from gpu.host.gathered import GatheredKv
+from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
 from gpu.memory.host_demand import LUMP_TOKENS
-from gpu.prefill.gathered import GatheredKv
-from gpu.prefill.staging import Staging
 from gpu.step import Deposit, Fetch, Restore
 from gpu.upload import upload
 from transfer.copies import PASSED, Event

@@ -1,7 +1,7 @@
 """Pages of keys and values on the device, and each slot's page table.
 
-It refuses to know which pages are free or shared: the scheduler decides, and says so in page writes and releases.
-`gpu.kv.layout` says where resident pages, of all layers, and dense pages, of the dense layers alone, lie in the arena:
+The scheduler decides which pages are free or shared. `gpu.page_layout` says where resident pages, of all layers, and
+dense pages, of the dense layers alone, lie in the arena:
 where a slot has a dense page, its tokens are in host memory, and what reads the other layers states a hole there.
 Where windows are kept by themselves (`gpu.kv.windows`), pages are of the other layers alone.
 Invariant: a table row is only ever read up to its slot's context, so rows of released slots need no clearing.
@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.kernels.gather_pages import gather_pages
-from gpu.kernels.kv_rows import poison, stored_dtype, width_of, write_rows
 from gpu.kv.commitment import Commitment, allocate
-from gpu.kv.layout import KvFormat, PageLayout
 from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape
 from gpu.model.architecture import Architecture
+from gpu.operations.kv.gather_pages import gather_pages
+from gpu.operations.kv.kv_rows import poison, stored_dtype, width_of, write_rows
+from gpu.page_layout import KvFormat, PageLayout
 from gpu.step import PageWrite, Release, Restore, TablePlace
 from gpu.upload import upload
 
 
 class KvPool:
     """arenas: of keys, of values. key_pages, value_pages: a `[pages, kv_heads, page_tokens, dim]` for each layer, in
-    `dtype` or, as `kv` says, of codes (`gpu.kernels.kv_rows`), views of the arena by page id: `num_pages` resident ones
+    `dtype` or, as `kv` says, of codes (`kv_rows`), views of the arena by page id: `num_pages` resident ones
     and, in a dense layer, all ids behind them; of a layer whose window is kept by itself, its rows in `windows`.
 
     page_table: int32 `[max_slots, max_pages]`, by cell, of all layers but those. dense_layers: may name them, too.

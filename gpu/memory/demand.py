@@ -7,8 +7,7 @@ Each number mirrors an allocation elsewhere in `gpu`, peaks of a step included. 
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu.decode.ladder import steps_to_capture
-from gpu.kv.layout import CODE_FORMATS, KvFormat, row_bytes
+from gpu.batching.captured_steps import steps_to_capture
 from gpu.memory.expert_shares import ExpertShares, most_experts, why_not_computed
 from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
 from gpu.methods.method import MethodState
@@ -16,6 +15,7 @@ from gpu.model.architecture import Architecture, LayerSpec
 from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
+from gpu.page_layout import CODE_FORMATS, KvFormat, row_bytes
 from transfer.chunks.format import ChunkShape
 from transfer.config import LEAST_AHEAD_BYTES, DocumentsConfig
 

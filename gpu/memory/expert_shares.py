@@ -2,7 +2,7 @@
 
 Knows a model's shape; refuses to know limits and rates. Experts of a layer are alike before anything is known of texts,
 so the first ones stay on the card, as many in each layer: then each layer of a step waits for the link about as long.
-Invariant: the parts add up to all experts, and these bytes are what `gpu.model.host_experts` allocates.
+Invariant: the parts add up to all experts, and these bytes are what `gpu.weights.host_experts` allocates.
 """
 
 from collections.abc import Iterator

@@ -7,11 +7,11 @@ the staging, the depositor, the exchange or the store.
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from gpu.decode.halving import most_rows_of_parts
-from gpu.kv.layout import CODE_FORMATS, KvFormat, PageLayout
+from gpu.batching.halving import most_rows_of_parts
 from gpu.memory.deposit_memory import deposit_bytes
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
+from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout
 from transfer.config import HostConfig
 from transfer.host_memory import bytes_of_context, bytes_per_token, without_tables
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape

@@ -7,11 +7,11 @@ Invariants: beside the dense layers of the longest context, pages hold what keep
 
 from dataclasses import dataclass
 
-from gpu.kv.layout import KvFormat
 from gpu.memory.demand import Demand, PlanError
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
+from gpu.page_layout import KvFormat
 from transfer.config import HostConfig
 from transfer.machine import GIB
 from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP

@@ -6,9 +6,9 @@ No torch. It refuses to know models' weights and contexts. Invariant: what is re
 from typing import Literal
 
 from gpu.config import GpuConfig
-from gpu.kv.layout import CODE_FORMATS, KvFormat
 from gpu.memory.demand import Place, PlanError
 from gpu.model.architecture import Architecture
+from gpu.page_layout import CODE_FORMATS, KvFormat
 from transfer.machine import GIB, GpuProfile, MachineProfile
 
 GPU_SHARE = 0.92  # of the card, where no limit is set: a desktop's other programs need the rest

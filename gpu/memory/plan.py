@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gpu.config import GpuConfig
-from gpu.kv.layout import KvFormat
 from gpu.memory.counting import (
     count_experts,
     count_rings,
@@ -39,6 +38,7 @@ from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
 from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
+from gpu.page_layout import KvFormat
 from transfer.config import DocumentsConfig, HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
 
@@ -53,10 +53,10 @@ class MemoryPlan:
     """`limit_bytes[place]` bounds the sum of that place's items; without a GPU every item is in host memory.
 
     `kv`: how pages hold rows. `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense
-    (`gpu.kv.layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
+    (`gpu.page_layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
     and all of it up to `resident_tokens`; `lump_tokens` go down at once. Without one these are 0. `own_windows`: by
     name, of profiles whose methods need longer windows (`scheduler.memory`). `num_rings`: of the
-    methods that keep some, by what profiles name them (`gpu.profiles.ProfilePart`). `num_windows` of `window_pages`
+    methods that keep some, by what profiles name them (`ProfilePart`). `num_windows` of `window_pages`
     pages and `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of
     each are beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and
     the others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in

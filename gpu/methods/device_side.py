@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.decode.rows import StepRows
-from gpu.kernels.paged_decode_attention import Reading
+from gpu.attention.prefill_query import Attended, PrefillQuery
+from gpu.attention.step_rows import StepRows
+from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture
-from gpu.prefill.query import Attended, PrefillQuery
-from gpu.profiles import ProfilePart
+from gpu.operations.decode_attention.paged_decode_attention import Reading
 from gpu.step import HostAsk, RingWrite
 from transfer.partial import Owner, Partial
 from transfer.tier_shape import TierShape
@@ -27,7 +27,7 @@ from transfer.tier_shape import TierShape
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where a method runs. tier_shape: of what goes down, or None; sink_tokens: that stay in front of that;
-    max_running: slots; dtype: of the model's activations; stored: of rows in pages (`gpu.kernels.kv_rows`).
+    max_running: slots; dtype: of the model's activations; stored: of rows in pages (`kv_rows`).
     """
 
     architecture: Architecture
@@ -44,7 +44,7 @@ class LayerReads:
     """What one layer reads for each row; methods change it before it is read.
 
     query, pre_rope_query: `[rows, heads, dim]`, rotated and not; bounds, has_far, maxima: of what is on the device, see
-    `gpu.kernels.paged_decode_attention` (bounds None: all of each context). asks: whether the host is asked in this
+    `paged_decode_attention` (bounds None: all of each context). asks: whether the host is asked in this
     layer, and then codes: of the query, uint16 `[rows, heads, tables]`, wanted and excluded: as in the exchange slot.
     kept: what methods keep of the layer from before they read it until after. fetched: what methods read themselves, a
     partial each. attended: all that was read, merged, by methods that do that themselves; None: nobody has. window: of

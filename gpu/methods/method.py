@@ -147,3 +147,15 @@ def no_bytes(settings: Settings, architecture: Architecture) -> int:
 def no_work_bytes(settings: Settings, architecture: Architecture, max_running: int) -> int:
     """Of a method whose steps need no memory that other ones' do not."""
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilePart:
+    """A slot of a composition that is filled."""
+
+    method: Method
+    settings: Settings
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{key} {value}" for key, value in self.settings.model_dump(exclude_none=True).items())
+        return f"{self.method.slot}: {self.method.name}" + (f" ({given})" if given else "")

@@ -12,9 +12,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.device_side import Site
-from gpu.prefill.query import Attended, PrefillQuery
-from gpu.profiles import ProfilePart
+from gpu.methods.method import ProfilePart
 
 
 class PrefillSide(ABC):

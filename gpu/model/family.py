@@ -18,7 +18,7 @@ from gpu.model.library_keys import read_library_keys
 from gpu.model.quantisation import parse_quantisation, without_quantisation
 from gpu.model.spec import Architecture, LayerSpec, ModelError
 
-# A layer's tensors, without `model.layers.N.`, and what of `gpu.model.weights.LayerWeights` each of them is.
+# A layer's tensors, without `model.layers.N.`, and what of `weights.LayerWeights` each of them is.
 LAYER_TENSORS = {
     "input_layernorm.weight": "attention_norm",
     "self_attn.q_proj.weight": "query",

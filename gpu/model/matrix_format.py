@@ -1,6 +1,6 @@
 """How matrices are stored, and so how many bytes they take. No torch.
 
-It refuses to know how files spell it (`gpu.model.quantisation`) and what multiplies (`gpu.kernels.packed`). Invariant:
+It refuses to know how files spell it (`gpu.model.quantisation`) and what multiplies (`packed_matrix`). Invariant:
 these are the bytes that a loaded matrix holds, scales and zero points counted.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 Kind = Literal["int4", "int8", "fp8"]
 BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8}
 WORD_BITS = 32
-UNIT_WORDS = 16  # a row holds whole units of them (`gpu.kernels.words`)
+UNIT_WORDS = 16  # a row holds whole units of them (`word_layout`)
 MOST_PACKED_TOKENS = 128  # that are multiplied by a matrix as it is stored; for more it is widened first
 # On the CPU, by the bytes of a number of the dtype that computes: libraries multiply bf16 faster there than float32.
 MOST_MULTIPLIED_TOKENS = {2: 64, 4: 256}
@@ -40,7 +40,7 @@ class MatrixFormat:
     """group: columns to a scale, None: a row's all. row_block: rows that share their scales. has_zeros: whether a group
     has a zero point, a byte; has_order: whether a checkpoint's groups are not of neighbours. run: columns to a pair of
     float16 numbers, which a group's scale and offset, a byte each, are multiples of; None: scales stand for themselves.
-    humming: laid out anew once it is loaded, as that library multiplies it (`gpu.model.humming_matrix`).
+    humming: laid out anew once it is loaded, as that library multiplies it (`gpu.weights.humming_matrix`).
     """
 
     kind: Kind

@@ -21,7 +21,7 @@ OF_EXPERTS = ("experts_gate_up", "experts_down")
 
 
 def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]]:
-    """Rows and columns of a layer's matrices, by name of `gpu.model.weights.LayerWeights.matrices`."""
+    """Rows and columns of a layer's matrices, by name of `weights.LayerWeights.matrices`."""
     query, experts = a.num_heads * a.dim, spec.experts
     attention = {"qkv": (query + 2 * a.num_kv_heads * a.dim, a.hidden), "output": (a.hidden, query)}
     if experts is None:
@@ -66,7 +66,7 @@ def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]
 
 @lru_cache(maxsize=512)
 def layer_formats(architecture: Architecture, layer: int) -> Mapping[str, MatrixFormat | None]:
-    """By name of `gpu.model.weights.LayerWeights.matrices`. Raises ModelError for parts that differ, and for rows that
+    """By name of `weights.LayerWeights.matrices`. Raises ModelError for parts that differ, and for rows that
     are no whole words.
     """
     quantisation, names = architecture.quantisation, matrix_shapes(architecture, architecture.layers[layer])

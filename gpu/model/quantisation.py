@@ -1,6 +1,6 @@
 """`quantization_config` of a `config.json`: which matrices have few bits, and how files have them. No torch.
 
-It refuses to know tensors (`gpu.model.stored`). Only weights are read: that a file's makers meant tokens to be rounded,
+Only weights are read: that a file's makers meant tokens to be rounded,
 too, changes nothing here, where products are of bf16. Invariant: what a configuration says is understood or refused by
 name, since a number that is unpacked in another order is a number still.
 """

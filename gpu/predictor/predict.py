@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, check_contiguous, runs_on_triton
+from gpu.operations.arguments import check, check_contiguous, runs_on_triton
 from gpu.predictor.history import STEPS_PER_OCTAVE, TOP_CODE, restore
 from gpu.predictor.network import CHANNELS, WIDE_CHANNELS, PredictorNetwork
 

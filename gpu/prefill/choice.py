@@ -14,10 +14,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_attention import Whole, prefill_attention, prefill_attention_reference
+from gpu.attention.prefill_query import Attended
 from gpu.memory.demand import PIECE_TOKENS
-from gpu.prefill.attention import Whole, prefill_attention, prefill_attention_reference
 from gpu.prefill.pieces import LEAST_QUERIES, Kernel, attend_in_pieces, cudnn_attention, padded_queries
-from gpu.prefill.query import Attended
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import logging
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_attention import default_kernel, has_flash, prefill_attention, scattered_attention
+from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.prefill_side import PrefillSide
-from gpu.prefill.attention import default_kernel, has_flash, prefill_attention, scattered_attention
 from gpu.prefill.choice import KernelChoice, choose_kernel
 from gpu.prefill.pieces import attend_in_pieces, compile_merges, key_seconds, longest_piece
-from gpu.prefill.query import Attended, PrefillQuery
 from transfer.measured import keep_measured, measured_path
 
 log = logging.getLogger(__name__)

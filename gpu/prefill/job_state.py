@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_attention import Packing
 from gpu.fusion.eviction import Eviction
 from gpu.fusion.fused_prompt import FusedPrompt
-from gpu.prefill.attention import Packing
-from gpu.prefill.staging import StagedPrompt
+from gpu.host.staging import StagedPrompt
 from gpu.prefill.windows import WindowedUnit
 from gpu.sampling.logprobs import Logprobs
 from gpu.step import LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, Unit

@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_attention import scattered_attention
 from gpu.fusion.chunk_job import ChunkJob
 from gpu.fusion.documents import Documents
 from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.fusion.rows import read_rows, store_rows
 from gpu.host.deposit import Depositor
+from gpu.host.gathered import GatheredKv
+from gpu.host.staging import StagedPrompt, Staging
+from gpu.layers.decoder import Decoder, Pages
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
-from gpu.model.decoder import Decoder, Pages
-from gpu.prefill.attention import scattered_attention
-from gpu.prefill.gathered import GatheredKv
 from gpu.prefill.job_state import JobState, ends_with, pack_job
 from gpu.prefill.outputs import FinishedJob, finish_job, score_tokens
-from gpu.prefill.staging import StagedPrompt, Staging
 from gpu.prefill.unit_attention import UnitAttention
 from gpu.prefill.windows import Own, WindowedUnit, WindowPrefill
 from gpu.sampling.sampler import Sampler

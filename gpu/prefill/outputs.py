@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.model.decoder import Decoder
+from gpu.layers.decoder import Decoder
 from gpu.pooling import Pooling
 from gpu.prefill.job_state import JobState
 from gpu.prefill.scored_rows import cut_rows

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.kernels.merge_attended import merge_attended
+from gpu.attention.prefill_attention import Whole, past_attention, prefill_attention
+from gpu.attention.prefill_query import Attended
 from gpu.memory.demand import MERGED_PIECES, PIECE_TOKENS
-from gpu.prefill.attention import Whole, past_attention, prefill_attention
-from gpu.prefill.query import Attended
+from gpu.operations.prefill_attention.merge_attended import merge_attended
 
 LEAST_QUERIES = 256  # of a padded chunk; shorter ones are launches, not work
 TILE_QUERIES = 128  # of a block, in all kernels that we know
@@ -61,7 +61,7 @@ def attend_in_pieces(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, kernel: Whole, piece_kernel: Kernel,
     most_tokens: int | None,
 ) -> Attended:  # fmt: skip
-    """As `gpu.prefill.attention.prefill_attention`, which gets what is left, by `kernel`; pieces of up to `most_tokens`
+    """As `prefill_attention`, which gets what is left, by `kernel`; pieces of up to `most_tokens`
     by `piece_kernel`, some merged before the next are computed. Of a past of PIECE_TOKENS or more; cuDNN on CUDA in
     half precision alone. Raises RuntimeError where cuDNN has no plan.
     """

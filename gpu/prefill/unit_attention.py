@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.methods.device_side import RingSide
-from gpu.methods.prefill_side import PrefillSide
-from gpu.model.decoder import Decoder
-from gpu.prefill.attention import (
+from gpu.attention.prefill_attention import (
     Packing,
     has_flash,
     packed_prefill_attention,
     scattered_attention,
     windowed_attention,
 )
-from gpu.prefill.gathered import GatheredKv
+from gpu.attention.prefill_query import PrefillQuery
+from gpu.host.gathered import GatheredKv
+from gpu.layers.decoder import Decoder
+from gpu.methods.device_side import RingSide
+from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, PackedTokens, PromptPart
-from gpu.prefill.query import PrefillQuery
 from gpu.step import DENSE, PrefillPrompt, PrefillUnit
 from gpu.upload import upload
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_attention import Packing, has_flash, packed_prefill_attention, windowed_attention
 from gpu.kv.pool import KvPool
-from gpu.model.decoder import Pages
-from gpu.prefill.attention import Packing, has_flash, packed_prefill_attention, windowed_attention
+from gpu.layers.decoder import Pages
 from gpu.step import WindowBranch
 from gpu.upload import upload
 

@@ -17,11 +17,11 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from gpu.kernels.race import race
+from gpu.operations.race import race
 from gpu.sampling.draw import distances, keep_top_k, keep_top_p, weigh
 from gpu.sampling.logprobs import Logprobs, gather_logprobs, to_pinned
-from gpu.sampling.params import SamplingParams
 from gpu.sampling.penalties import PenaltyTable
+from gpu.sampling_params import SamplingParams
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken, TokenLogprob
 from gpu.upload import upload
 

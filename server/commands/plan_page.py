@@ -6,8 +6,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from gpu.kv.layout import row_bytes
 from gpu.memory.host_demand import HostDemand
+from gpu.page_layout import row_bytes
 from scheduler.capacity import plan_capacity
 from scheduler.memory import find_host_demand
 from server.config import Deployment

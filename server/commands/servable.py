@@ -18,8 +18,8 @@ from server.config import ConfigError, Deployment
 from server.documents import check_documents
 from server.service import load_parts, require_tls
 
-TENSOR_CHECK = (sys.executable, "-m", "gpu.model.tensor_check")
-TENSORS_REFUSED = 3  # its status, `gpu.model.tensor_check.REFUSED`
+TENSOR_CHECK = (sys.executable, "-m", "gpu.weights.tensor_check")
+TENSORS_REFUSED = 3  # its status, `gpu.weights.tensor_check.REFUSED`
 
 
 def require_servable(deployment: Deployment) -> None:

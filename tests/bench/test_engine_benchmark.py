@@ -20,9 +20,9 @@ from bench.rows import GateError, Row
 from gpu.config import ModelConfig
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import step_weight_bytes
-from gpu.model.weights import random_weights
 from gpu.runner import Runner
 from gpu.step import StepPlan
+from gpu.weights.weights import random_weights
 from scheduler.config import EngineConfig
 from scheduler.step_bytes import prompt_flops
 from server.config import Deployment, load_deployment

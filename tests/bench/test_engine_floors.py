@@ -11,7 +11,7 @@ import bench.engine
 from bench.engine import EngineBenchmark, measure_floor_rates, run_engine_benchmark
 from bench.plain_decode import PlainDecode
 from bench.rows import GateError, Row
-from gpu.model.weights import Weights, random_weights
+from gpu.weights.weights import Weights, random_weights
 from tests.bench.test_engine_benchmark import TINY
 
 RATE_GB_S = 4.0

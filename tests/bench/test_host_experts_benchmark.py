@@ -13,9 +13,9 @@ from bench.rows import GateError
 from cpu.experts import HostExperts
 from gpu.memory.expert_shares import ExpertShares
 from gpu.model.architecture import named_shape
-from gpu.model.host_experts import HostExperts as StoredExperts
-from gpu.model.host_experts import Slots
 from gpu.model.matrix_formats import step_weight_bytes
+from gpu.weights.host_experts import HostExperts as StoredExperts
+from gpu.weights.host_experts import Slots
 from transfer.tier import Answered
 
 CPU = torch.device("cpu")

@@ -31,14 +31,14 @@ def test_a_hop_that_brings_another_ask_gives_no_number(monkeypatch: pytest.Monke
         counters.add_(1)
         slot.flags.copy_(counters)
 
-    monkeypatch.setattr("gpu.host.slot_exchange.exchange_pack", keep_the_old_query)
+    monkeypatch.setattr("gpu.exchange.device_slots.exchange_pack", keep_the_old_query)
     with pytest.raises(GateError, match="hop 2 brought another ask than that of answer 1"):
         exchange_hop.hop_rows((1,), CPU, 5, QUIET)
 
 
 def in_a_thread(hops: exchange_hop.Hops, await_answer, monkeypatch: pytest.MonkeyPatch) -> list[Thread]:
     """A step that is launched ahead computes beside the host, as a graph does on its device."""
-    monkeypatch.setattr("gpu.host.slot_exchange.await_answer", await_answer)
+    monkeypatch.setattr("gpu.exchange.device_slots.await_answer", await_answer)
     launched: list[Thread] = []
     whole = hops._whole
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from bench.cli import app
 from bench.load_weights import write_checkpoint
 from gpu.model.architecture import named_shape, read_architecture
-from gpu.model.checkpoint import load_weights
 from gpu.model.shapes import named_config
+from gpu.weights.checkpoint import load_weights
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-phi3"])

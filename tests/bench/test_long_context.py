@@ -25,7 +25,7 @@ from bench.step_trace import STEPS
 from cpu.decode_step import StepAttention
 from cpu.pieces import SAMPLED
 from cpu.tables import build_tables
-from gpu.kv.layout import PageLayout
+from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from gpu.step import HostAsk
 from scheduler.capacity import HostCapacity

@@ -10,7 +10,7 @@ from rich.console import Console
 import bench.long_gate
 from bench.long_gate import Agreement, check_host_path
 from bench.rows import GateError
-from gpu.kv.layout import PageLayout
+from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import HostCapacity
 from transfer.config import HostConfig

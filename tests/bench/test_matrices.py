@@ -13,11 +13,11 @@ import bench.output_matrix
 from bench.matrices import matrix_rows, prefill_rows
 from bench.output_matrix import output_rows
 from bench.rows import GateError, Row
+from gpu.layers.projections import Projections
 from gpu.model.architecture import named_shape
-from gpu.model.humming_matrix import UNPACKED_COLUMNS
-from gpu.model.matrix import PackedMatrix
 from gpu.model.matrix_formats import layer_formats, matrix_shapes
-from gpu.model.projections import Projections
+from gpu.weights.humming_matrix import UNPACKED_COLUMNS
+from gpu.weights.matrix import PackedMatrix
 from tests.gpu.humming_library import stand_in
 
 CPU = torch.device("cpu")

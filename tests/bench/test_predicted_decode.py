@@ -22,7 +22,7 @@ from gpu.methods.predicted.blocks import Blocks, new_blocks
 from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import named_shape
-from gpu.model.weights import random_weights
+from gpu.weights.weights import random_weights
 from tests.gpu.kernel_oracles import DEVICES
 from tests.gpu.test_predicted_serving import WEIGHTS
 from transfer.tier_shape import BLOCK_TOKENS

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from gpu.cpu_device.matrix_table import rows_of
-from gpu.kernels.packed import Packed
-from gpu.kernels.words import pack_words
+from gpu.operations.linear.numba_matrix_table import rows_of
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.operations.linear.word_layout import pack_words
 from tests.gpu.packed_oracle import Drawn, draw_packed
 from transfer.expert_exchange import LayerExperts, PackedRows
 

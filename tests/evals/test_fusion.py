@@ -30,7 +30,7 @@ from evals.fusion_report import RATIO, least_diverging, render_distances, render
 from evals.report.fusion_figure import draw_fusion
 from evals.run import make_prompts
 from evals.stopping import RunCut, Stop
-from gpu.prefill.query import PrefillQuery
+from gpu.attention.prefill_query import PrefillQuery
 from scheduler.fusion_labels import UnknownLabelError, parse_fusions
 from scheduler.messages import Fusion, Logprob
 from server.tokenizer import Tokenizer

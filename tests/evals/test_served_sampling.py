@@ -1,6 +1,6 @@
 """The torch method of the evals and what serves draw the same keys, weigh them alike and answer the same.
 
-Served: `gpu.host.deposit` stores rows and codes, `gpu.host.slot_exchange` asks, the CPU's tier answers. Both get the
+Served: `gpu.host.deposit` stores rows and codes, `gpu.exchange.device_slots` asks, the CPU's tier answers. Both get the
 same keys, queries and hyperplanes. Requests of the one, and layers of the other, hold the same keys, and values that
 name them: token t's is zero but in request or layer t // DIM, and there but in channel t % DIM. Where the two differ by
 design: the method has one centre, the mean of what its first step finds deposited, and the tier one for each segment,
@@ -22,8 +22,8 @@ from cpu.tables import build_tables
 from cpu.tier import CpuTier, open_tier
 from evals.methods.method import PromptLayer, Step
 from evals.methods.sampled import Sampled
+from gpu.exchange.device_slots import SlotExchange
 from gpu.host.deposit import Depositor
-from gpu.host.slot_exchange import SlotExchange
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange, encode_queries
 from gpu.methods.sampled.projections import draw_projections

@@ -3,14 +3,14 @@
 import numpy as np
 import torch
 
-from gpu.kernels.paged_decode_attention import paged_decode_attention_reference
-from gpu.kernels.rms_norm import rms_norm_reference
-from gpu.kernels.rope_kv_write import rope_kv_write_reference
-from gpu.kernels.swiglu import swiglu_reference
 from gpu.kv.pool import KvPool
+from gpu.layers.decoder import Decoder
 from gpu.model.architecture import Architecture
-from gpu.model.decoder import Decoder
-from gpu.model.weights import random_weights
+from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention_reference
+from gpu.operations.kv.rope_kv_write import rope_kv_write_reference
+from gpu.operations.rms_norm import rms_norm_reference
+from gpu.operations.swiglu import swiglu_reference
+from gpu.weights.weights import random_weights
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16

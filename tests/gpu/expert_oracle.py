@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gpu.kernels.packed import Packed
 from gpu.model.spec import Experts
-from gpu.model.weights import ExpertWeights
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.weights.weights import ExpertWeights
 from tests.gpu.kernel_oracles import random, rms_norm, swiglu, wide
 from tests.gpu.packed_oracle import draw_packed, poisoned
 

@@ -20,7 +20,7 @@ from gpu.load import load_runner
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
 from transfer.expert_exchange import OpenExperts
 

@@ -13,13 +13,13 @@ import torch
 from gpu.fusion.documents import Documents
 from gpu.fusion.plan import plan_fused
 from gpu.kv.pool import KvPool
-from gpu.model.decoder import Decoder
-from gpu.model.rope import rope_tables
-from gpu.model.weights import Weights
+from gpu.layers.decoder import Decoder
+from gpu.layers.rope import rope_tables
 from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, PageWrite, PlacedChunk, PrefillJob, PrefillPrompt, PrefillUnit, Unit
+from gpu.weights.weights import Weights
 from tests.gpu.host_prefill import SHAPE, KeepsLogits, sharp_weights
 from transfer.chunks.format import ChunkKey, ChunkShape, name_chunk
 from transfer.chunks.library import ChunkLibrary

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from gpu.host.deposit import Depositor
-from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
+from gpu.layers.decoder import Decoder
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import named_shape
-from gpu.model.decoder import Decoder
-from gpu.model.weights import Weights, random_weights
+from gpu.page_layout import PageLayout
 from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
 from gpu.prefill.outputs import FinishedJob
-from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import Sampled, Sampler
+from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, HostPrompt, PageWrite, PrefillJob, PrefillPrompt, Unit
+from gpu.weights.weights import Weights, random_weights
 from tests.gpu.reference_model import layer_units
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams

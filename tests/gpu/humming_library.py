@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.model import humming_matrix
+from gpu.weights import humming_matrix
 from tests.gpu.packed_oracle import e4m3
 
 ENDS = (1, 8, 64, 2**30)  # of ranges of token counts
@@ -93,7 +93,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(humming_matrix, "_locks", lambda device: torch.zeros(humming_matrix.LOCKS, dtype=torch.int32))
     monkeypatch.setenv("HUMMING_CACHE_DIR", "folder")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr("gpu.model.weights.why_unpacked", lambda *_: None)
+    monkeypatch.setattr("gpu.weights.weights.why_unpacked", lambda *_: None)
     return made
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gpu.kernels.packed import Packed
-from gpu.kernels.words import pack_words
 from gpu.model.matrix_format import BITS
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.operations.linear.word_layout import pack_words
 
 
 @dataclass(frozen=True)

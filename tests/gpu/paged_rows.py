@@ -6,7 +6,7 @@ Rows in codes are drawn as codes and scales, and stand for what e4m3 and the lay
 import numpy as np
 import torch
 
-from gpu.kernels.paged_decode_attention import Reading, paged_decode_attention, workspace_for
+from gpu.operations.decode_attention.paged_decode_attention import Reading, paged_decode_attention, workspace_for
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import random, wide
 from tests.gpu.packed_oracle import draw_codes, e4m3

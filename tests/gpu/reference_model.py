@@ -16,7 +16,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import (
     DecodeGroup,
     LogitsUnit,

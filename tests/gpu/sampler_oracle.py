@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 
 
 def edit_scores(

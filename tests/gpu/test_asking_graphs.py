@@ -13,8 +13,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from gpu.decode.halving import Halving
-from gpu.decode.rows import StepRows
+from gpu.attention.step_rows import StepRows
+from gpu.batching.halving import Halving
 from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
 from gpu.step import HostAsk
 from tests.gpu.reference_model import document_prompt

@@ -9,11 +9,11 @@ import torch
 
 from gpu.decode.loop import check_coverage
 from gpu.decode.steps import Asking, Batch, _ask_of
-from gpu.host.slot_exchange import SlotExchange
-from gpu.kernels.paged_decode_attention import Reading
+from gpu.exchange.device_slots import SlotExchange
 from gpu.methods.device_side import LayerReads, ReuseSide
 from gpu.methods.sampled.encode import arrange, encode_rows_reference
 from gpu.methods.sampled.projections import PROJECTION_SEED, draw_projections
+from gpu.operations.decode_attention.paged_decode_attention import Reading
 from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import GREEDY, document_prompt, layer_units
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES, Twins, check_steps, furthest

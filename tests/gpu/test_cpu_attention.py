@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.cpu_device import attention
-from gpu.cpu_device.attention import paged_decode_attention_cpu, rope_kv_write_cpu
-from gpu.kernels.paged_decode_attention import paged_decode_attention_reference
-from gpu.kernels.rope_kv_write import rope_kv_write_reference
+from gpu.operations.decode_attention import numba_decode_attention as attention
+from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
+from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention_reference
+from gpu.operations.kv.numba_rope_kv_write import rope_kv_write_cpu
+from gpu.operations.kv.rope_kv_write import rope_kv_write_reference
 from tests.gpu.test_kernels_attention import cells_of, random_bounds
 from tests.tolerances import ATTENTION_F32_ATOL
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.config import GpuConfig
-from gpu.cpu_device.packed_product import multiplies, packed_product, widen_packed
-from gpu.cpu_device.step import CpuStep
-from gpu.kernels import packed_linear
-from gpu.kernels.packed import Packed, Stored, unpack_reference
+from gpu.cpu_step.cpu_step import CpuStep
+from gpu.layers.decoder import Decoder
 from gpu.memory.plan import plan_memory
 from gpu.model.architecture import Architecture, named_shape
-from gpu.model.decoder import Decoder
 from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, ROUNDED, MatrixFormat, Quantisation
 from gpu.model.matrix_formats import rounded, why_unpacked
-from gpu.model.weights import LayerWeights, Weights, random_packed_weights, random_weights
+from gpu.operations.linear import packed_linear
+from gpu.operations.linear.numba_packed_linear import multiplies, packed_product, widen_packed
+from gpu.operations.linear.packed_matrix import Packed, Stored, unpack_reference
+from gpu.weights.weights import LayerWeights, Weights, random_packed_weights, random_weights
 from scheduler.step_bytes import StepBytes
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.gpu.kernel_oracles import KERNEL_TOLERANCE, distance
@@ -173,7 +173,7 @@ UNPACKED = {
 @pytest.mark.parametrize("name", UNPACKED)
 def test_what_there_is_no_code_for_is_unpacked_and_the_log_and_the_plan_say_why(name, caplog) -> None:
     shape, reason = UNPACKED[name]
-    with caplog.at_level(logging.INFO, "gpu.model.weights"):
+    with caplog.at_level(logging.INFO, "gpu.weights.weights"):
         weights = random_weights(shape, 1, torch.float32, CPU, lambda _: None)
     assert not weights.is_packed
     assert reason in caplog.text

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.cpu_device.paged_attention import PART_TOKENS
-from gpu.cpu_device.step import MAX_ROWS, CpuStep, serves
+from gpu.cpu_step.cpu_step import MAX_ROWS, CpuStep, serves
+from gpu.cpu_step.step_attention import PART_TOKENS
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import DecodeSteps
-from gpu.kernels.paged_decode_attention import workspace_for
+from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import DeviceSide
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import Hyperplanes
 from gpu.model.architecture import named_shape
-from gpu.model.decoder import Decoder
+from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
 from transfer.simd.exp import exp

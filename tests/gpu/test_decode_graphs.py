@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.decode.rows import StepRows
+from gpu.attention.step_rows import StepRows
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, HostAsk, PrefillJob, StepPlan
 from tests.gpu.reference_model import (
     Generated,

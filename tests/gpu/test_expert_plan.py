@@ -14,10 +14,10 @@ from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
 from gpu.methods.kept import keep_as_set
 from gpu.methods.method import NoSettings
 from gpu.model.architecture import named_shape
-from gpu.model.host_experts import ALIGN_BYTES, HostExperts, tensors_of
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, weight_bytes
 from gpu.model.spec import Architecture
-from gpu.model.weights import allocate_weights
+from gpu.weights.host_experts import ALIGN_BYTES, HostExperts, tensors_of
+from gpu.weights.weights import allocate_weights
 from transfer.config import HostConfig
 from transfer.machine import GIB, MachineProfile, load_machine
 

@@ -9,11 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu.kernels.packed import Packed
+from gpu.layers.expert_mlp import ExpertMlp
+from gpu.layers.projections import Projections
 from gpu.model.architecture import ModelError, named_shape, read_architecture
-from gpu.model.checkpoint import load_packed, load_weights
-from gpu.model.experts import ExpertMlp
-from gpu.model.matrix import as_matrix
 from gpu.model.matrix_format import MatrixFormat, Quantisation
 from gpu.model.matrix_formats import (
     describe_formats,
@@ -23,9 +21,11 @@ from gpu.model.matrix_formats import (
     step_weight_bytes,
     weight_bytes,
 )  # fmt: skip
-from gpu.model.projections import Projections
 from gpu.model.spec import Experts
-from gpu.model.weights import Weights, allocate_weights, random_weights
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.weights.checkpoint import load_packed, load_weights
+from gpu.weights.matrix import as_matrix
+from gpu.weights.weights import Weights, allocate_weights, random_weights
 from tests.gpu import kernel_oracles
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.gguf_files import write as write_gguf

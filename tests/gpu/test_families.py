@@ -13,11 +13,11 @@ from evals.decode import decode_greedy, prefill_batch
 from evals.forward import load_decoder
 from evals.methods.attention import attend_all
 from evals.methods.registry import parse_method
-from gpu.cpu_device.paged_attention import COLUMN_BLOCK
-from gpu.cpu_device.step import CpuStep, serves
+from gpu.cpu_step.cpu_step import CpuStep, serves
+from gpu.cpu_step.step_attention import COLUMN_BLOCK
 from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape, read_architecture
-from gpu.model.checkpoint import load_weights
-from gpu.model.weights import random_weights
+from gpu.weights.checkpoint import load_weights
+from gpu.weights.weights import random_weights
 from tests.gpu.family_checkpoints import CONFIGS, checkpoint, draw_prompt, generate, load
 from tests.tolerances import FAMILY_LOGITS
 

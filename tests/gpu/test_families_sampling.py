@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.model.architecture import read_architecture
-from gpu.prefill.query import PrefillQuery
 from tests.cpu.answers import assert_drawn, assert_same, expect
 from tests.cpu.naming_tier import MAX_ROWS, NAMING, Row, Witness, new_naming_tier
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.fusion.choice import question_scores
 from gpu.fusion.plan import POLICIES
-from gpu.prefill.query import PrefillQuery
 from tests.gpu.fusion_stand import PAGE, FusionStand, Oracle, draw
 from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL, METHOD_FLOAT32
 from transfer.chunks.format import ChunkKey

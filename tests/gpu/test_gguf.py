@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.packed import Packed
 from gpu.model.architecture import ModelError, named_shape, read_architecture
-from gpu.model.checkpoint import load_packed, load_weights
-from gpu.model.gguf.blocks import Blocks, read_numbers, widen_blocks
 from gpu.model.gguf.file import read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
-from gpu.model.matrix import as_matrix
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
 from gpu.model.spec import RopeScaling
-from gpu.model.weights import Weights, allocate_weights, draw_packed
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.weights.checkpoint import load_packed, load_weights
+from gpu.weights.gguf_blocks import Blocks, read_numbers, widen_blocks
+from gpu.weights.matrix import as_matrix
+from gpu.weights.weights import Weights, allocate_weights, draw_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.gguf_files import BYTES, draw_blocks, wanted_numbers, write
 from tests.tolerances import COMPILED_LOGITS_FLOAT32, GGUF_ROPE_LOGITS, SPREAD_OF_DRAWN

@@ -11,10 +11,10 @@ import pytest
 
 import gpu.model.gguf.file as gguf_file
 from gpu.model.architecture import read_architecture
-from gpu.model.checkpoint import check_checkpoint
 from gpu.model.gguf.file import GgufFile, read_gguf
 from gpu.model.spec import ModelError
 from gpu.model.vocabulary import read_vocabulary
+from gpu.weights.checkpoint import check_checkpoint
 from tests.gpu.gguf_check import Found, WrongFileError, check_file
 from tests.gpu.gguf_files import write
 from tests.gpu.test_gguf import checkpoint

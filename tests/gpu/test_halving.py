@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu.decode.halving import Halving, cut, most_rows_of_parts, step_seconds
+from gpu.batching.halving import Halving, cut, most_rows_of_parts, step_seconds
 
 
 def halving_of(again_share: float, always: int | None = None) -> Halving:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.fetch_experts import list_experts
-from gpu.kernels.packed import Packed, Stored, unpack_reference
+from gpu.layers.staged_experts import StagedExperts
 from gpu.memory.expert_shares import STAGED_STACKS
-from gpu.model.host_experts import HostExperts, pinned_like, tensors_of, with_tensors
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.spec import ModelError
-from gpu.model.staged_experts import StagedExperts
-from gpu.model.weights import allocate_packed
+from gpu.operations.experts.fetch_experts import list_experts
+from gpu.operations.linear.packed_matrix import Packed, Stored, unpack_reference
+from gpu.weights.host_experts import HostExperts, pinned_like, tensors_of, with_tensors
+from gpu.weights.weights import allocate_packed
 from tests.gpu.kernel_oracles import DEVICES
 
 EXPERTS, ON_CARD, WIDTH, HIDDEN = 7, 2, 64, 256
@@ -159,7 +159,7 @@ def test_the_buffers_are_what_is_planned() -> None:
 
 def test_matrices_of_the_meta_device_get_memory_of_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = []
-    monkeypatch.setattr("gpu.model.host_experts.pin_for_life", lambda pages: pinned.append(pages.nbytes))
+    monkeypatch.setattr("gpu.weights.host_experts.pin_for_life", lambda pages: pinned.append(pages.nbytes))
     meta = torch.device("meta")
     wanted = [
         torch.empty(6, 40, dtype=torch.bfloat16, device=meta),
@@ -176,7 +176,7 @@ def test_memory_that_the_host_refuses_is_one_line(monkeypatch: pytest.MonkeyPatc
     def refuse(pages: np.ndarray) -> None:
         raise OSError(2, "cudaHostRegister failed with CUDA error 2; locked memory is 64 KiB (ulimit -l)")
 
-    monkeypatch.setattr("gpu.model.host_experts.pin_for_life", refuse)
+    monkeypatch.setattr("gpu.weights.host_experts.pin_for_life", refuse)
     with pytest.raises(
         ModelError, match=r"^gpu.experts_gib: 0.00 GiB of experts .* refused: .*64 KiB.*memlock"
     ) as error:

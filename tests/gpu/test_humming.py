@@ -14,22 +14,23 @@ import torch
 
 from bench.decode_loop import decode
 from gpu.config import GpuConfig, ModelConfig
-from gpu.kernels.packed import Packed
+from gpu.layers.projections import Projections
 from gpu.load import load_runner
 from gpu.memory.plan import PlanError, plan_memory
-from gpu.model import humming_formats, humming_matrix, matrix_format
+from gpu.model import humming_formats, matrix_format
 from gpu.model.architecture import load_architecture, named_shape, read_architecture
-from gpu.model.checkpoint import load_weights
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.humming_formats import describe_own, laying_out_bytes, multiplied
-from gpu.model.humming_matrix import HummingMatrix, kernel_folder, num_compiled, prepare
-from gpu.model.matrix import as_matrix
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.matrix_formats import layer_formats, matrix_shapes, rounded, weight_bytes, widened_bytes
-from gpu.model.projections import Projections
 from gpu.model.spec import ModelError
-from gpu.model.weights import Weights, random_weights
+from gpu.operations.linear.packed_matrix import Packed
 from gpu.step import DENSE
+from gpu.weights import humming_matrix
+from gpu.weights.checkpoint import load_weights
+from gpu.weights.humming_matrix import HummingMatrix, kernel_folder, num_compiled, prepare
+from gpu.weights.matrix import as_matrix
+from gpu.weights.weights import Weights, random_weights
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.family_checkpoints import checkpoint
 from tests.gpu.humming_library import ENDS, Library, found_version, stand_in

@@ -20,35 +20,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import gpu.kernels
 import gpu.methods
+import gpu.operations
 import gpu.predictor
 import transfer.merge
-from gpu.kernels.await_answer import await_answer
-from gpu.kernels.deposit_rows import centre_of, deposit_rows
-from gpu.kernels.exchange_pack import exchange_pack, new_counters
-from gpu.kernels.expert_ask import add_answer, ask_experts
-from gpu.kernels.expert_rows import down_rows, gate_up_rows
-from gpu.kernels.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
-from gpu.kernels.far_experts import FarExperts
-from gpu.kernels.fetch_experts import fetch_experts, list_experts
-from gpu.kernels.fused_rows import fuse_rows, widen_rows
-from gpu.kernels.gather_pages import gather_pages
-from gpu.kernels.head_norm import HeadNorms
-from gpu.kernels.kv_rows import read_rows, width_of, write_rows
-from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
-from gpu.kernels.merge_attended import merge_attended
-from gpu.kernels.packed import Packed
-from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
-from gpu.kernels.paged_decode_attention import paged_decode_attention, workspace_for
-from gpu.kernels.race import race
-from gpu.kernels.restore_rows import restore_rows
-from gpu.kernels.rms_norm import rms_norm, rms_norm_add
-from gpu.kernels.rope_kv_write import rope_kv_write
-from gpu.kernels.routing import choose
-from gpu.kernels.scatter_runs import launch as scatter
-from gpu.kernels.scattered_attention import scattered_attention_kernel
-from gpu.kernels.swiglu import swiglu
+from gpu.layers.expert_mlp import ExpertMlp
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, match
 from gpu.methods.mac.rings import Ring
@@ -65,10 +41,40 @@ from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.predicted.turns import Turns
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
-from gpu.model.experts import ExpertMlp
 from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
-from gpu.model.weights import ExpertWeights, allocate_packed
+from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
+from gpu.operations.exchange.await_answer import await_answer
+from gpu.operations.exchange.exchange_pack import exchange_pack, new_counters
+from gpu.operations.exchange.expert_ask import add_answer, ask_experts
+from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
+from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
+from gpu.operations.experts.far_experts import FarExperts
+from gpu.operations.experts.fetch_experts import fetch_experts, list_experts
+from gpu.operations.experts.routing import choose
+from gpu.operations.head_norm import HeadNorms
+from gpu.operations.host_rows.deposit_rows import centre_of, deposit_rows
+from gpu.operations.host_rows.restore_rows import restore_rows
+from gpu.operations.host_rows.scatter_runs import launch as scatter
+from gpu.operations.kv.fused_rows import fuse_rows, widen_rows
+from gpu.operations.kv.gather_pages import gather_pages
+from gpu.operations.kv.kv_rows import read_rows, width_of, write_rows
+from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.operations.linear.packed_linear import (
+    packed_linear,
+    packed_logits,
+    packed_norm_gate_up,
+    packed_norm_linear,
+    unpack,
+)
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.operations.linear.plain_linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
+from gpu.operations.prefill_attention.merge_attended import merge_attended
+from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel
+from gpu.operations.race import race
+from gpu.operations.rms_norm import rms_norm, rms_norm_add
+from gpu.operations.swiglu import swiglu
 from gpu.predictor.predict import PackedNetwork, predict_blocks
+from gpu.weights.weights import ExpertWeights, allocate_packed
 from transfer.exchange import new_slot
 from transfer.expert_exchange import new_expert_slot
 from transfer.partial import Partial
@@ -504,7 +510,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
 
 def _kernels() -> Iterator[tuple[Any, str, JITFunction]]:
     """Every jitted function that is launched (its name ends in `_kernel`), with its module."""
-    found = (*pkgutil.iter_modules(gpu.kernels.__path__, "gpu.kernels."),
+    found = (*pkgutil.walk_packages(gpu.operations.__path__, "gpu.operations."),
              *pkgutil.walk_packages(gpu.methods.__path__, "gpu.methods."),
              *pkgutil.iter_modules(gpu.predictor.__path__, "gpu.predictor."))  # fmt: skip
     names = [module.name for module in found]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.paged_decode_attention import (
+from gpu.operations.decode_attention.paged_decode_attention import (
     MAXIMA_CELLS,
     num_splits,
     paged_decode_attention_reference,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.kernels.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
-from gpu.kernels.restore_rows import restore_rows
-from gpu.kernels.scatter_runs import scatter_runs
+from gpu.operations.host_rows.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
+from gpu.operations.host_rows.restore_rows import restore_rows
+from gpu.operations.host_rows.scatter_runs import scatter_runs
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance, random, wide
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.head_norm import HeadNorms, head_norm
-from gpu.kernels.rms_norm import rms_norm, rms_norm_add
-from gpu.kernels.rope_kv_write import rope_kv_write
-from gpu.kernels.swiglu import swiglu
+from gpu.operations.head_norm import HeadNorms, head_norm
+from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.operations.rms_norm import rms_norm, rms_norm_add
+from gpu.operations.swiglu import swiglu
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
 

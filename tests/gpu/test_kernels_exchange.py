@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.await_answer import await_answer
-from gpu.kernels.exchange_pack import catch_up, exchange_pack, new_counters
+from gpu.operations.exchange.await_answer import await_answer
+from gpu.operations.exchange.exchange_pack import catch_up, exchange_pack, new_counters
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, random
 from transfer.exchange import LAST_STAMP, ExchangeSlot, new_slot, wait
 from transfer.merge import NO_MASS, merge_outputs

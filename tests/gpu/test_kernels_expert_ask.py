@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gpu.kernels.await_answer import await_answer
-from gpu.kernels.exchange_pack import catch_up, new_counters
-from gpu.kernels.expert_ask import add_answer, ask_experts
+from gpu.operations.exchange.await_answer import await_answer
+from gpu.operations.exchange.exchange_pack import catch_up, new_counters
+from gpu.operations.exchange.expert_ask import add_answer, ask_experts
 from tests.gpu.kernel_oracles import DEVICES
 from transfer.exchange import LAST_STAMP
 from transfer.expert_exchange import NOT_HERE, ExpertSlot, new_expert_slot

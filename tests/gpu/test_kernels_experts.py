@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpu.kernels.arguments import INTERPRETED, runs_on_triton
-from gpu.kernels.expert_rows import down_rows, gate_up_rows
-from gpu.kernels.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
-from gpu.kernels.experts_reference import experts_reference
-from gpu.kernels.far_experts import FarExperts
-from gpu.kernels.packed import Packed
-from gpu.kernels.routing import choose, router_logits, tile_pairs
-from gpu.model.experts import MOST_ALONE, ExpertMlp
+from gpu.layers.expert_mlp import MOST_ALONE, ExpertMlp
 from gpu.model.spec import Experts
+from gpu.operations.arguments import INTERPRETED, runs_on_triton
+from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
+from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
+from gpu.operations.experts.experts_reference import experts_reference
+from gpu.operations.experts.far_experts import FarExperts
+from gpu.operations.experts.routing import choose, router_logits, tile_pairs
+from gpu.operations.linear.packed_matrix import Packed
 from tests.gpu import expert_oracle as oracle
 from tests.gpu import kernel_oracles
 from tests.gpu.expert_oracle import KINDS, Mixture, draw_mixture

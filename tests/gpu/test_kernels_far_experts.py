@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from gpu.kernels.arguments import runs_on_triton
-from gpu.kernels.expert_rows import down_rows, gate_up_rows
-from gpu.kernels.expert_tiles import down_tiles, gate_up_tiles, pair_few, pair_up
-from gpu.kernels.experts_reference import experts_reference
-from gpu.kernels.far_experts import FarExperts
-from gpu.kernels.packed import Packed, Stored
-from gpu.kernels.routing import choose
-from gpu.model.host_experts import tensors_of, with_tensors
 from gpu.model.spec import Experts
-from gpu.model.weights import ExpertWeights
+from gpu.operations.arguments import runs_on_triton
+from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
+from gpu.operations.experts.expert_tiles import down_tiles, gate_up_tiles, pair_few, pair_up
+from gpu.operations.experts.experts_reference import experts_reference
+from gpu.operations.experts.far_experts import FarExperts
+from gpu.operations.experts.routing import choose
+from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.weights.host_experts import tensors_of, with_tensors
+from gpu.weights.weights import ExpertWeights
 from tests.gpu.expert_oracle import KINDS, draw_mixture
 from tests.gpu.kernel_oracles import DEVICES
 from tests.tolerances import FAR_SUM_BFLOAT16, FAR_SUM_FLOAT32

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.kernels.arguments import INTERPRETED
-from gpu.kernels.fetch_experts import BLOCK_WORDS, Listed, fetch_experts, list_experts, words_of
+from gpu.operations.arguments import INTERPRETED
+from gpu.operations.experts.fetch_experts import BLOCK_WORDS, Listed, fetch_experts, list_experts, words_of
 from tests.gpu.kernel_oracles import DEVICES
 
 

@@ -5,7 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.kernels.fused_rows import find_unstorable, fuse_rows, fuse_rows_reference, widen_rows, widen_rows_reference
+from gpu.operations.kv.fused_rows import (
+    find_unstorable,
+    fuse_rows,
+    fuse_rows_reference,
+    widen_rows,
+    widen_rows_reference,
+)
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, wide
 from tests.tolerances import FUSED_HALF_STEP, FUSED_READ
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpu.kernels.gather_pages import gather_pages
+from gpu.operations.kv.gather_pages import gather_pages
 from tests.gpu.kernel_oracles import DEVICES, DTYPES
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu.kernels.arguments import INTERPRETED
+from gpu.operations.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac",

@@ -9,8 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.kernels.gather_pages import gather_pages
-from gpu.kernels.kv_rows import make_codes, poison, read_cells, read_codes, read_rows, scales_of, width_of, write_rows
+from gpu.operations.kv.gather_pages import gather_pages
+from gpu.operations.kv.kv_rows import (
+    make_codes,
+    poison,
+    read_cells,
+    read_codes,
+    read_rows,
+    scales_of,
+    width_of,
+    write_rows,
+)
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, random, wide
 from tests.gpu.packed_oracle import e4m3

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu.kernels.arguments import INTERPRETED
-from gpu.kernels.linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
+from gpu.operations.arguments import INTERPRETED
+from gpu.operations.linear.plain_linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
 from tests.tolerances import KERNEL_BFLOAT16, KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32, LOGITS_FLOAT32

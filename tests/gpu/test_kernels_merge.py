@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.merge_attended import MOST_PIECES, merge_attended
+from gpu.operations.prefill_attention.merge_attended import MOST_PIECES, merge_attended
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance, random, wide
 from tests.tolerances import MERGE_FLOAT32
 

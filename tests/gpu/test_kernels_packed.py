@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kernels.arguments import INTERPRETED
-from gpu.kernels.packed_linear import packed_linear, packed_logits, packed_norm_gate_up, packed_norm_linear, unpack
-from gpu.kernels.packed_tiles import HALF_RUN, Tiles, groups_ahead, is_halved
-from gpu.kernels.words import RUN_COLUMNS, pack_words, unpack_words
+from gpu.operations.arguments import INTERPRETED
+from gpu.operations.linear.packed_linear import (
+    packed_linear,
+    packed_logits,
+    packed_norm_gate_up,
+    packed_norm_linear,
+    unpack,
+)
+from gpu.operations.linear.packed_tiles import HALF_RUN, Tiles, groups_ahead, is_halved
+from gpu.operations.linear.word_layout import RUN_COLUMNS, pack_words, unpack_words
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import draw_codes, draw_packed, e4m3, poisoned
@@ -82,7 +88,7 @@ def test_a_product_is_that_of_the_numbers_and_adds_the_residual(name, tokens, dt
 def test_tiles_of_every_make_give_the_product(name, tiles, dtype, device, monkeypatch):
     if dtype == torch.bfloat16:
         tiles = replace(tiles, num_warps=tiles.splits if tiles.splits > 1 else 4, num_stages=3)
-    monkeypatch.setattr("gpu.kernels.packed_tiles.tiles_for", lambda *_: tiles)
+    monkeypatch.setattr("gpu.operations.linear.packed_tiles.tiles_for", lambda *_: tiles)
     drawn, x, _, residual = _arguments(name, 5, dtype, device)
     wanted = wide(x) @ drawn.wanted.T + wide(residual)
     assert distance(packed_linear(x, drawn.packed, residual), wanted) < KERNEL_TOLERANCE[dtype]
@@ -177,7 +183,7 @@ def test_an_unpacked_matrix_is_its_numbers_each_rounded_once(name, dtype, device
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_tokens_than_the_kernel_takes_are_multiplied_all_the_same(dtype, device, monkeypatch):
-    monkeypatch.setattr("gpu.kernels.packed_linear.MOST_PACKED_TOKENS", 16)
+    monkeypatch.setattr("gpu.operations.linear.packed_linear.MOST_PACKED_TOKENS", 16)
     drawn, x, gain, residual = _arguments("int4-order", 17, dtype, device)
     product = wide(x) @ drawn.wanted.T
     assert distance(packed_linear(x, drawn.packed, residual), product + wide(residual)) < KERNEL_TOLERANCE[dtype]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.decode.rows import StepRows
+from gpu.attention.step_rows import StepRows
 from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
 from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.kernels.arguments import INTERPRETED
+from gpu.operations.arguments import INTERPRETED
 from gpu.predictor.history import compress, new_history, restore
 from gpu.predictor.network import PredictorNetwork
 from gpu.predictor.predict import EDGE_BLOCKS, PackedNetwork, pack, predict_blocks

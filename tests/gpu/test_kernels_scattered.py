@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.prefill.attention import scattered_attention
+from gpu.attention.prefill_attention import scattered_attention
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance, random, wide
 from tests.tolerances import MERGE_FLOAT32
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, Lane, PageWrite, PrefillJob, SampledToken, StepPlan
 from tests.gpu.reference_model import Pages, document_prompt, layer_units, prefill_prompts, reference_runner
 from tests.gpu.twin_runners import Twins

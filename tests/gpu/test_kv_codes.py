@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
-from gpu.prefill.gathered import GatheredKv
 from scheduler.load import model_key
 from tests.gpu.paged_rows import read_raw
 from tests.gpu.reference_model import document_prompt, generate, needle_prompt, reference_runner, tokenizer

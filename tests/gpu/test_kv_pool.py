@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.kv.layout import PageLayout
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
+from gpu.page_layout import PageLayout
 from gpu.step import PageWrite, Release, TablePlace
 
 TINY = named_shape("tiny")

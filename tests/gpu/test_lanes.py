@@ -10,11 +10,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.decode.answering import Answers
 from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.lanes import LaneStreams, StepBuffers
 from gpu.prefill.dense import Dense
-from gpu.prefill.query import Attended, PrefillQuery
 from gpu.runner import Runner
 from gpu.step import DecodeGroup, HostAsk, Lane, PageWrite, PrefillJob, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts

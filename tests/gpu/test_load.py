@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.cpu_device.step_kernel import COMPILED
+from gpu.cpu_step.step_kernel import COMPILED
 from gpu.load import load_runner, shortage_in_one_line
 from gpu.model.architecture import ModelError
 from transfer.simd.compilation import find_callees

@@ -13,7 +13,8 @@ import torch
 from gpu.config import Composition
 from gpu.methods.device_side import ReuseCounts
 from gpu.methods.mac.device import Mac
-from gpu.profiles import ProfilePart, resolve_profiles
+from gpu.methods.method import ProfilePart
+from gpu.profiles import resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units
 from tests.gpu.twin_runners import NUM_HEADS, NUM_LAYERS, Twins, check_steps, furthest

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from gpu.config import GpuConfig
+from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool
+from gpu.layers.rope import rope_tables
 from gpu.memory.demand import Demand
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import matrix_parts, matrix_shapes, rounded
-from gpu.model.rope import rope_tables
-from gpu.model.rounding import BYTES_A_NUMBER, NUMBERS_AT_ONCE
 from gpu.model.shapes import NAMED_SHAPES
-from gpu.model.weights import allocate_weights
-from gpu.prefill.gathered import GatheredKv
 from gpu.sampling.penalties import PenaltyTable
+from gpu.weights.rounding import BYTES_A_NUMBER, NUMBERS_AT_ONCE
+from gpu.weights.weights import allocate_weights
 from transfer.machine import load_machine
 
 TINY = named_shape("tiny")

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from gpu.batching.captured_steps import steps_to_capture
+from gpu.batching.halving import most_rows_of_parts
 from gpu.config import Composition, GpuConfig
-from gpu.cpu_device.paged_attention import PART_TOKENS
-from gpu.cpu_device.step import MAX_ROWS, CpuStep
-from gpu.decode.halving import most_rows_of_parts
-from gpu.decode.ladder import steps_to_capture
+from gpu.cpu_step.cpu_step import MAX_ROWS, CpuStep
+from gpu.cpu_step.step_attention import PART_TOKENS
 from gpu.host.deposit import Depositor
-from gpu.kernels.paged_decode_attention import num_rows
-from gpu.kv.layout import PageLayout
+from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
 from gpu.memory import demand
@@ -29,8 +28,9 @@ from gpu.methods.method import NoSettings
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape, read_architecture
+from gpu.operations.decode_attention.paged_decode_attention import num_rows
+from gpu.page_layout import PageLayout
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
-from gpu.prefill.staging import Staging
 from gpu.profiles import find_kept, list_states, resolve_profiles
 from gpu.sampling import logprobs
 from tests.gpu.cpu_decoder import cpu_decoder

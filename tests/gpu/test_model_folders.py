@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from gpu.config import ModelConfig
 from gpu.model.architecture import ModelError, load_architecture, read_architecture
-from gpu.model.checkpoint import check_checkpoint, load_weights
 from gpu.model.matrix_formats import output_format, weight_bytes
-from gpu.model.tensor_check import check_model
-from gpu.model.weights import Weights
+from gpu.weights.checkpoint import check_checkpoint, load_weights
+from gpu.weights.tensor_check import check_model
+from gpu.weights.weights import Weights
 from server.commands.servable import require_weights
 from server.config import ConfigError, load_deployment
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load

@@ -9,13 +9,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from gpu.attention.prefill_attention import prefill_attention_reference
 from gpu.methods.device_side import Site
 from gpu.methods.momo.attend import sparse_attention
 from gpu.methods.momo.prefill import Momo, make_prefill_side
 from gpu.methods.momo.query_sparse import query_sparse_attention, query_sparse_reference
 from gpu.methods.momo.settings import MomoSettings
 from gpu.model.architecture import ModelError, named_shape
-from gpu.prefill.attention import prefill_attention_reference
 from tests.gpu import momo_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, random, wide
 from tests.tolerances import MOMO_BFLOAT16, MOMO_FLOAT32

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.attention.prefill_attention import prefill_attention_reference
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.config import Composition, MethodChoice
 from gpu.methods.device_side import Site
 from gpu.methods.momo import METHOD
@@ -14,9 +16,7 @@ from gpu.methods.momo.prefill import Momo, make_prefill_side
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.prefill_side import warm_up_sides
 from gpu.model.architecture import ModelError, named_shape
-from gpu.prefill.attention import prefill_attention_reference
 from gpu.prefill.dense import Dense
-from gpu.prefill.query import PrefillQuery
 from gpu.profiles import ProfileError, resolve_profiles
 from gpu.step import PageWrite
 from tests.gpu.host_prefill import PAGE, Stand, host_prompt

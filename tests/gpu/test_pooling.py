@@ -11,7 +11,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.pooling import Pooling
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import Pages, document_prompt, layer_units, shallow_model
 from tests.tolerances import POOLED_ATOL

@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu.config import Composition
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
+from gpu.methods.method import ProfilePart
 from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
 from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.turns import NEVER
-from gpu.profiles import ProfilePart, resolve_profiles
+from gpu.profiles import resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import DIM, NUM_KV_HEADS, Twins, check_steps, furthest
@@ -393,7 +394,7 @@ def test_a_history_is_of_what_was_read_exactly_whatever_the_host_says_of_the_res
             return partial
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gpu.host.slot_exchange.SlotExchange.answer", heavier)
+            patch.setattr("gpu.exchange.device_slots.SlotExchange.answer", heavier)
             twins.step([0])
         histories.append(twins.side.blocks.history[0, :NUM_KV_HEADS].clone())
         assert not torch.equal(*twins.logits(0)) or weight == 0

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.prefill.gathered import GatheredKv
+from gpu.host.gathered import GatheredKv
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, StepResult, Unit
 from tests.gpu.reference_model import (
     GREEDY,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-import gpu.prefill.attention
-from gpu.prefill.attention import (
+import gpu.attention.prefill_attention
+from gpu.attention.prefill_attention import (
     Packing,
     Whole,
     packed_prefill_attention,
@@ -81,7 +81,7 @@ def test_prefill_attention_equals_the_definition(
 def test_queries_that_are_not_the_last_ones_see_what_is_in_front_of_them(
     device: str, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu.prefill.attention, "MASKED_ENTRIES", most)
+    monkeypatch.setattr(gpu.attention.prefill_attention, "MASKED_ENTRIES", most)
     query, key, value = (tensor.to(dtype).to(device) for tensor in inputs(9, 130, 8, 2, 64))
     positions = torch.tensor([0, 1, 5, 6, 7, 63, 64, 100, 128], device=device)
     got = scattered_attention(query, key, value, positions, 0.125, None)

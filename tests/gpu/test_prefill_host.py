@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu.host.deposit import Sent
-from gpu.model.decoder import Pages
+from gpu.layers.decoder import Pages
 from gpu.prefill.outputs import FinishedJob
 from gpu.step import PageWrite, PrefillJob, PrefillUnit, Unit
 from tests.gpu.host_prefill import (

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.dense import Dense
-from gpu.prefill.query import Attended, PrefillQuery
 from gpu.step import DENSE, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, Unit
 from tests.gpu.host_prefill import DOWN, PAGE, SHAPE, Stand, host_prompt
 from tests.gpu.reference_model import GREEDY, units_without

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 import gpu.prefill.unit_attention
+from gpu.attention.prefill_attention import Packing, packed_prefill_attention, prefill_attention_reference
+from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
-from gpu.prefill.attention import Packing, packed_prefill_attention, prefill_attention_reference
-from gpu.prefill.gathered import GatheredKv
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, StepResult
 from tests.gpu.reference_model import NUM_LAYERS, Pages, document_prompt, layer_units, reference_runner
 from tests.tolerances import ATTENTION_BF16_ATOL, BF16_LOGPROB_ATOL, CHUNKING_LOGPROB_ATOL

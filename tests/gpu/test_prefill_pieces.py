@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gpu.prefill.pieces
-from gpu.kernels.merge_attended import MOST_PIECES, merge_attended
+from gpu.attention.prefill_attention import past_attention, prefill_attention_reference
+from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.memory.demand import MERGED_PIECES, PIECE_TOKENS
-from gpu.prefill.attention import past_attention, prefill_attention_reference
+from gpu.operations.prefill_attention.merge_attended import MOST_PIECES, merge_attended
 from gpu.prefill.choice import KernelChoice, decide, why_out
 from gpu.prefill.dense import Dense
 from gpu.prefill.pieces import (
@@ -26,7 +27,6 @@ from gpu.prefill.pieces import (
     longest_piece,
     padded_queries,
 )
-from gpu.prefill.query import Attended, PrefillQuery
 from tests.gpu.test_prefill_attention import inputs
 from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
 from transfer.measured import measured_path, read_measured

@@ -8,7 +8,7 @@ import torch
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.model.architecture import ModelError, named_shape
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import layer_units
 

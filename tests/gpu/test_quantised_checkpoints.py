@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu.cpu_device.step import CpuStep
-from gpu.kernels.packed import Packed
-from gpu.model import placing, rounding, stored
+from gpu.cpu_step.cpu_step import CpuStep
 from gpu.model.architecture import ModelError, read_architecture
-from gpu.model.checkpoint import load_packed, load_weights
-from gpu.model.host_experts import tensors_of
-from gpu.model.matrix import as_matrix
 from gpu.model.matrix_format import ROUNDED
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
-from gpu.model.reading import NUM_BUFFERS
-from gpu.model.stored import ModuleRows, stored_tensors
-from gpu.model.weights import Weights, allocate_packed
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.weights import placing, rounding, stored
+from gpu.weights.checkpoint import load_packed, load_weights
+from gpu.weights.host_experts import tensors_of
+from gpu.weights.matrix import as_matrix
+from gpu.weights.reading import NUM_BUFFERS
+from gpu.weights.stored import ModuleRows, stored_tensors
+from gpu.weights.weights import Weights, allocate_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.live_bytes import LiveBytes
 from tests.gpu.quantised_files import FORMATS, awq, write

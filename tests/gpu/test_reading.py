@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.model import placing
 from gpu.model.architecture import read_architecture
-from gpu.model.checkpoint import load_weights
-from gpu.model.reading import NUM_BUFFERS, FileRange, ReadError, read_ranges
-from gpu.model.weights import Weights
+from gpu.weights import placing
+from gpu.weights.checkpoint import load_weights
+from gpu.weights.reading import NUM_BUFFERS, FileRange, ReadError, read_ranges
+from gpu.weights.weights import Weights
 from tests.gpu.family_checkpoints import CONFIGS, checkpoint
 from tests.gpu.test_families_on_gpu import parts_of
 

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from gpu.layers.rope import inverse_frequencies, rope_key, rope_tables
 from gpu.model.architecture import Architecture, ModelError, RopeScaling, named_shape, parse_architecture
-from gpu.model.rope import inverse_frequencies, rope_key, rope_tables
 from tests.tolerances import ROPE_FREQUENCY_RTOL, ROPE_TABLE_ATOL
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from gpu.model.matrix_format import ROUNDED, MatrixFormat
-from gpu.model.rounding import SHRINKS, round_rows
-from gpu.model.weights_digest import digest_rounded
+from gpu.weights.rounding import SHRINKS, round_rows
+from gpu.weights.weights_digest import digest_rounded
 from tests.gpu.packed_oracle import e4m3
 
 

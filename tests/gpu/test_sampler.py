@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import NO_MASKS, KeyStream, Masks, Sampled, Sampler
+from gpu.sampling_params import SamplingParams
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken
 from tests.gpu.sampler_oracle import distribution, draw_key, edit_scores, race_winner
 from tests.tolerances import CHI_SQUARE_P, CHI_SQUARE_POWER_P

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import gpu.sampling.logprobs
 from gpu.sampling.logprobs import gather_logprobs, rank_keys
-from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import Sampler
+from gpu.sampling_params import SamplingParams
 from tests.tolerances import LOGPROB_FLOAT32
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

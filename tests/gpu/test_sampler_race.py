@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from gpu.kernels.race import (
+from gpu.operations.race import (
     GAMMA,
     MIX_A,
     MIX_B,
@@ -14,8 +14,8 @@ from gpu.kernels.race import (
     race,
     race_reference,
 )
-from gpu.sampling.params import SamplingParams
 from gpu.sampling.sampler import KeyStream, Sampler
+from gpu.sampling_params import SamplingParams
 from tests.gpu.sampler_oracle import distribution, draw_key, race_flip_rate, split_mix_64, total_variation
 from tests.tolerances import CHI_SQUARE_P, CHI_SQUARE_POWER_P, FLIPS_PER_TOTAL_VARIATION
 

@@ -14,7 +14,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.prefill.scored_rows import LEAST_ROWS, LOGITS_BLOCK_ROWS, cut_rows
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, TokenLogprob
 from tests.gpu.reference_model import Pages, document_prompt, layer_units, shallow_model
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpu.kernels.paged_decode_attention import Reading
 from gpu.methods.device_side import DeviceSide, LayerReads, Site
+from gpu.methods.method import ProfilePart
 from gpu.methods.registry import list_methods
-from gpu.profiles import ProfilePart
+from gpu.operations.decode_attention.paged_decode_attention import Reading
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import NUM_HEADS, NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32

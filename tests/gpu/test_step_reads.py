@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu.decode.step_reads import StepReads
+from gpu.batching.step_reads import StepReads
 from gpu.model.shapes import named_shape
 from gpu.step import HostAsk
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
-from gpu.model.checkpoint import load_weights
-from gpu.model.weights import Weights, random_weights
+from gpu.weights.checkpoint import load_weights
+from gpu.weights.weights import Weights, random_weights
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import PEAK_HOST_COPIES
 
@@ -151,7 +151,7 @@ PEAK_SCRIPT = """
 import sys, torch
 from pathlib import Path
 from gpu.model.architecture import read_architecture
-from gpu.model.checkpoint import load_weights
+from gpu.weights.checkpoint import load_weights
 
 def anonymous_bytes():
     text = Path("/proc/self/status").read_text()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gpu.model import weights_digest
 from gpu.model.architecture import ModelError
-from gpu.model.weights_digest import digest_random, digest_weights, kept_path
+from gpu.weights import weights_digest
+from gpu.weights.weights_digest import digest_random, digest_weights, kept_path
 
 
 @pytest.fixture

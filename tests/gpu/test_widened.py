@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpu.kernels.packed import Packed
-from gpu.kernels.packed_linear import widen
-from gpu.model import widened
-from gpu.model.widened import Widened
+from gpu.layers import widened
+from gpu.layers.widened import Widened
+from gpu.operations.linear.packed_linear import widen
+from gpu.operations.linear.packed_matrix import Packed
 from tests.gpu.packed_oracle import draw_packed
 
 BYTES = 64 * 128 * 4  # of each, widened

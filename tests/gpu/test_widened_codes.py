@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from gpu.kernels import balanced_decode_attention, kv_rows, paged_decode_attention
-from gpu.kernels.attended_codes import RUN_CELLS
+from gpu.operations.decode_attention import balanced_decode_attention, paged_decode_attention
+from gpu.operations.decode_attention.attended_codes import RUN_CELLS
+from gpu.operations.kv import kv_rows
 from tests.gpu.packed_oracle import e4m3
 
 CODES = np.arange(256, dtype=np.uint8)

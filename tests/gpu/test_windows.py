@@ -11,7 +11,7 @@ from gpu.kv.windows import WindowShape
 from gpu.model.architecture import read_architecture
 from gpu.prefill.windows import Own
 from gpu.runner import Runner
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, StepPlan, WindowBranch, WindowWrite
 from tests.gpu.family_checkpoints import PAGE_TOKENS, checkpoint, draw_prompt, load
 from tests.gpu.reference_model import layer_units, units_without

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.kernels.kv_rows import make_codes, read_codes
-from gpu.kv.layout import PageLayout
 from gpu.load import load_runner
-from gpu.profiles import ProfilePart, resolve_profiles, served_parts
+from gpu.methods.method import ProfilePart
+from gpu.operations.kv.kv_rows import make_codes, read_codes
+from gpu.page_layout import PageLayout
+from gpu.profiles import resolve_profiles, served_parts
 from gpu.runner import Runner
 from gpu.step import (
     DecodeGroup,

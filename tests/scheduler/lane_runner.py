@@ -11,8 +11,8 @@ from random import Random
 
 import numpy as np
 
-from gpu.kv.layout import PageLayout
 from gpu.lanes import StepBuffers
+from gpu.page_layout import PageLayout
 from gpu.step import Lane, RingWrite, StepPlan, StepResult
 from tests.scheduler.page_runner import PageRunner
 

@@ -11,8 +11,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from gpu.kv.layout import PageLayout
-from gpu.sampling.params import SamplingParams
+from gpu.page_layout import PageLayout
+from gpu.sampling_params import SamplingParams
 from gpu.step import (
     NOT_FINITE,
     NOTHING_LEFT,

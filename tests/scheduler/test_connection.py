@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.capacity import TooLargeError
 from scheduler.connection import _SHORT_TOKENS, Arrival, Connection, Prepared
 from scheduler.messages import Accepted, Cancel, EngineRequest, FromEngine, Refused, Shutdown, Submit, pack_tokens

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import StepPlan
 from scheduler import constraints
 from scheduler.constraints import Constraints, GrammarError

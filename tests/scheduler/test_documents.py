@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.in_flight import InFlight
 from gpu.methods.momo.prefill import Momo
 from gpu.model.architecture import NAMED_SHAPES, load_architecture, named_shape
 from gpu.model.spec import RopeScaling
-from gpu.prefill.query import Attended, PrefillQuery
 from gpu.profiles import resolve_profiles
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import FUSED, PrefillUnit, StepPlan
 from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig

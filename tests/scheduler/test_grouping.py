@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.decode.step_reads import StepReads
+from gpu.batching.step_reads import StepReads
 from gpu.model.shapes import named_shape
 from gpu.step import HostAsk
 from scheduler.cost_model import CostModel

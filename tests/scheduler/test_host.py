@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpu.config import Composition
-from gpu.kv.layout import PageLayout
+from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from gpu.step import HostAsk, Lane
 from scheduler import growing_back

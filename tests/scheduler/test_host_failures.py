@@ -17,10 +17,10 @@ import cpu.tier
 from cpu.decode_step import StepAttention
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LaunchedStep
+from gpu.layers.decoder import Decoder
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import load_architecture
-from gpu.model.decoder import Decoder
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, Lane
 from scheduler.capacity import TooLargeError
 from scheduler.config import EngineConfig, SchedulerConfig

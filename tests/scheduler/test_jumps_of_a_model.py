@@ -9,7 +9,7 @@ import pytest
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.model.architecture import load_architecture
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine
 from scheduler.load import load_engine

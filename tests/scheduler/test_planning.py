@@ -10,7 +10,7 @@ import pytest
 
 import scheduler.pages
 from gpu.profiles import resolve_profiles
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import SampledToken, StepResult
 from scheduler.capacity import Capacity
 from scheduler.config import PrefillConfig, SchedulerConfig

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.methods.method import Method, NoSettings, no_bytes, possible
+from gpu.methods.method import Method, NoSettings, ProfilePart, no_bytes, possible
 from gpu.model.architecture import NAMED_SHAPES
-from gpu.profiles import Profile, ProfilePart, resolve_profiles
-from gpu.sampling.params import SamplingParams
+from gpu.profiles import Profile, resolve_profiles
+from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
 from scheduler.capacity import Capacity
 from scheduler.config import PrefillConfig, SchedulerConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpu.model.architecture import NAMED_SHAPES
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, PrefillJob, PrefillPrompt
 from scheduler.config import PrefillConfig
 from scheduler.cost_model import CostModel

@@ -14,7 +14,7 @@ from msgspec import structs
 from cpu.tier import CpuTier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kv.pool import KvPool
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler import growing_back
 from scheduler.config import EngineConfig, SchedulerConfig
 from scheduler.engine import Engine

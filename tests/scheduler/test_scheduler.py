@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.profiles import Profile
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.capacity import Capacity, QueueFullError, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
 from scheduler.engine import Engine

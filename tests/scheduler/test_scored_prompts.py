@@ -6,7 +6,7 @@ import pytest
 
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.pooling import Pooling
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit
 from scheduler.config import PrefillConfig
 from scheduler.cost_model import CostModel

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from gpu.config import ModelConfig
 from gpu.model.architecture import ModelError
 from gpu.model.humming_formats import VERSION
-from gpu.model.tensor_check import check_model
 from gpu.profiles import ProfileError
+from gpu.weights.tensor_check import check_model
 from server.commands.address import override_address, require_free_port
 from server.commands.cli import app, load_groups, main
 from server.commands.servable import require_servable

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import server.generation
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.messages import Delta, EngineRequest, Ready
 from server.api_error import ApiError, internal
 from server.bodies import CompletionBody

@@ -18,7 +18,7 @@ from gpu.config import ModelConfig
 from gpu.model.architecture import ModelError, read_architecture
 from gpu.model.end_tokens import end_token_ids
 from gpu.model.gguf.cuts import ALIASES, CUTS
-from gpu.model.weights_digest import digest_weights
+from gpu.weights.weights_digest import digest_weights
 from server.commands.servable import require_servable
 from server.config import ConfigError, Deployment, load_deployment
 from server.plan import resolve_plan

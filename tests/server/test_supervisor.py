@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpu.sampling.params import SamplingParams
+from gpu.sampling_params import SamplingParams
 from scheduler.messages import Cancel, Delta, EngineRequest, Outputs, Progress, Refused, Submit, pack_tokens
 from server.api_error import ApiError
 from server.mailbox import EngineLost, Mailbox

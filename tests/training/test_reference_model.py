@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evals.forward import load_decoder
 from gpu.model.architecture import read_architecture
-from gpu.model.checkpoint import load_weights
+from gpu.weights.checkpoint import load_weights
 from tests.tolerances import MUON_SINGULAR_VALUES, TRAINING_LOGITS_ATOL
 from training.reference.card import table_of_runs
 from training.reference.corpus import narrate

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.kernels.fused_rows import fuse_rows, widen_rows
+from gpu.operations.kv.fused_rows import fuse_rows, widen_rows
 from tests.gpu.kernel_oracles import wide
 from tests.tolerances import CHUNK_BFLOAT16, FUSED_HALF_STEP, FUSED_READ
 from tests.transfer.chunk_cases import FILE_BYTES, LAYER_BYTES, LIMIT_KEY, MODEL, PLENTY, key_of, layers_of, open_folder

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, check_contiguous, runs_on_triton
 from gpu.methods.mac.match import Limits, Matched
 from gpu.methods.mac.rings import LEAST_NORM, Ring
+from gpu.operations.arguments import check, check_contiguous, runs_on_triton
 from transfer.merge import merge_outputs_reference
 from transfer.partial import Partial
 

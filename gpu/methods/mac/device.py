@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gpu.decode.rows import StepRows
-from gpu.kernels.kv_rows import width_of
-from gpu.kernels.paged_decode_attention import Reading
+from gpu.attention.prefill_query import Attended, PrefillQuery
+from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import LayerReads, ReuseCounts, ReuseSide, Site
 from gpu.methods.mac import NUMBER_BYTES, QUERY_BYTES, entry_bytes
 from gpu.methods.mac.break_even import BreakEven
@@ -23,7 +22,8 @@ from gpu.methods.mac.match import NUM_COUNTS, Count, Limits, Matched, match
 from gpu.methods.mac.rings import Ring
 from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
-from gpu.prefill.query import Attended, PrefillQuery
+from gpu.operations.decode_attention.paged_decode_attention import Reading
+from gpu.operations.kv.kv_rows import width_of
 from gpu.step import RingWrite
 from transfer.partial import Owner, Partial, merge_all
 

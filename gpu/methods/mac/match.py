@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, runs_on_triton
 from gpu.methods.mac.rings import Ring
+from gpu.operations.arguments import check, runs_on_triton
 
 
 class Count(IntEnum):

@@ -11,10 +11,10 @@ from math import inf
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_attention import default_kernel, past_attention, windowed_attention
+from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.mac.match import Limits
 from gpu.methods.mac.rings import LEAST_NORM, Ring
-from gpu.prefill.attention import default_kernel, past_attention, windowed_attention
-from gpu.prefill.query import Attended, PrefillQuery
 
 
 def seed(

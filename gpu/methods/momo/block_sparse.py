@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, multiplies_on_tensor_cores
 from gpu.methods.momo.union import KeyLists
+from gpu.operations.arguments import check, multiplies_on_tensor_cores
 from transfer.partial import Partial
 
 CONFIGS = {64: (4, 3), 96: (4, 2), 128: (4, 2)}  # dim: num_warps, num_stages

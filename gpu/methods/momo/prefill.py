@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 
+from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.device_side import Site
 from gpu.methods.momo.attend import sparse_attention
 from gpu.methods.momo.block_sparse import CONFIGS
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.prefill_side import PrefillSide
 from gpu.model.architecture import ModelError
-from gpu.prefill.query import Attended, PrefillQuery
 
 
 def make_prefill_side(settings: MomoSettings, site: Site, dense: PrefillSide) -> PrefillSide:

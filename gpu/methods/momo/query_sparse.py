@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, multiplies_on_tensor_cores
 from gpu.methods.momo.selection import KINDS, TREE, begin_selection, offer_block, plant_trees, select_reference
 from gpu.methods.momo.settings import Selection
+from gpu.operations.arguments import check, multiplies_on_tensor_cores
 
 LEAST_ROWS = 16  # of a tile, for tensor cores
 OCTAVES = 126  # float32 exponents below one

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, check_contiguous, runs_on_triton
 from gpu.methods.momo.query_sparse import SparseRows
+from gpu.operations.arguments import check, check_contiguous, runs_on_triton
 
 WARP_CANDIDATES = 128
 

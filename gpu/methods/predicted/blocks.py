@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from gpu.kernels.kv_rows import width_of
 from gpu.methods.predicted import most_blocks, most_pieces, num_words
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
+from gpu.operations.kv.kv_rows import width_of
 from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, runs_on_triton
 from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.listing import FETCHED, NUM_COUNTS
+from gpu.operations.arguments import check, runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
 _WORD, _FETCHED = tl.constexpr(WORD_BITS), tl.constexpr(FETCHED)

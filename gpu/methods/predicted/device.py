@@ -20,10 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.cpu_device.attention import applies, paged_decode_attention_cpu
-from gpu.decode.rows import StepRows
-from gpu.kernels.arguments import runs_on_triton
-from gpu.kernels.paged_decode_attention import Reading, paged_decode_attention, workspace_for
+from gpu.attention.prefill_query import Attended, PrefillQuery
+from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import FetchCounts, LayerReads, Lent, RingSide, Site
 from gpu.methods.predicted.blocks import EMPTY, Blocks, new_blocks
 from gpu.methods.predicted.choosing import choose_blocks
@@ -34,9 +32,11 @@ from gpu.methods.predicted.prompt import note_prompt
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.predicted.turns import NEVER, Choice, RingRows, Turns, find_rings
 from gpu.model.architecture import ModelError
+from gpu.operations.arguments import runs_on_numba, runs_on_triton
+from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
+from gpu.operations.decode_attention.paged_decode_attention import Reading, paged_decode_attention, workspace_for
 from gpu.predictor.network import PredictorError, load_network
 from gpu.predictor.predict import pack, predict_blocks
-from gpu.prefill.query import Attended, PrefillQuery
 from gpu.step import HostAsk, RingWrite
 from gpu.upload import upload
 from transfer.copies import Streams
@@ -198,7 +198,7 @@ class Predicted(RingSide):
         maxima = torch.empty(items, self._group, slots, device=query.device)
         layer = self._layers[place]
         cells = (layer.keys, layer.values, listed.pages, listed.rows, listed.tokens, dim**-0.5)
-        if applies(layer.keys):
+        if runs_on_numba(layer.keys):
             partial = paged_decode_attention_cpu(query, *cells, maxima=maxima).near
         else:
             partial = paged_decode_attention(query, *cells, self._workspace, maxima=maxima).near

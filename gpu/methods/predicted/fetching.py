@@ -20,8 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, check_dtype, runs_on_triton
-from gpu.kernels.kv_rows import (
+from gpu.methods.predicted.blocks import EMPTY
+from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS
+from gpu.methods.predicted.noting import code_of
+from gpu.operations.arguments import check, check_dtype, runs_on_triton
+from gpu.operations.kv.kv_rows import (
     PLAIN,
     check_pages,
     codes_of,
@@ -34,9 +37,6 @@ from gpu.kernels.kv_rows import (
     scale_of,
     scales_of,
 )
-from gpu.methods.predicted.blocks import EMPTY
-from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS
-from gpu.methods.predicted.noting import code_of
 from gpu.predictor.history import attended_maxima, compress
 from transfer import places
 from transfer.places import COLUMNS

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, runs_on_triton
 from gpu.methods.predicted.blocks import EMPTY
+from gpu.operations.arguments import check, runs_on_triton
 from transfer.tier_shape import BLOCK_TOKENS
 
 HOLE, READ, FETCHED, LOOKED, LATE, WHOLE = range(6)  # of counts: tokens by KV head, and blocks

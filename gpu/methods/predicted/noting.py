@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, runs_on_triton
 from gpu.methods.predicted.listing import Listed
+from gpu.operations.arguments import check, runs_on_triton
 from gpu.predictor.history import STEPS_PER_OCTAVE, TOP_CODE, attended_maxima, compress
 from transfer.tier_shape import BLOCK_TOKENS
 

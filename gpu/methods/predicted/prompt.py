@@ -6,9 +6,9 @@ It refuses to know units and pages. Invariant: a row is of exact attention, what
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.predicted import PROMPT_ROWS
 from gpu.predictor.history import compress, prompt_maxima
-from gpu.prefill.query import PrefillQuery
 from transfer.tier_shape import BLOCK_TOKENS
 
 

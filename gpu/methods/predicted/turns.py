@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.decode.rows import StepRows
-from gpu.kernels.arguments import check, runs_on_triton
+from gpu.attention.step_rows import StepRows
 from gpu.methods.predicted.settings import PredictedSettings
+from gpu.operations.arguments import check, runs_on_triton
 from gpu.predictor.predict import EDGE_BLOCKS
 from transfer.tier_shape import BLOCK_TOKENS
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.arguments import check, runs_on_triton
 from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections
+from gpu.operations.arguments import check, runs_on_triton
 from transfer.config import SampledConfig
 
 COLUMN_STEP = 32

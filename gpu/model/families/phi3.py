@@ -1,7 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4-mini: fused projections, rotation of a part of each head, `longrope`.
 
 `longrope` has frequencies for texts up to the original positions and others beyond: a deployment has one set, see
-`gpu.model.rope`.
+`gpu.layers.rope`.
 """
 
 from gpu.model.config_keys import ConfigKeys

@@ -1,6 +1,6 @@
 """Kinds of a GGUF file's tensors: which are served, and how a matrix of them is stored here. No torch.
 
-It refuses to know bytes (`gpu.model.gguf.blocks`). A number of every kind of few bits is `q * d * scale - least *
+It refuses to know bytes (`gpu.weights.gguf_blocks`). A number of every kind of few bits is `q * d * scale - least *
 offset`: q below 2**8, d and least float16 of a run of groups, scale and offset whole numbers of a group, so nothing
 is rounded on the way from the file. Kinds of one scale a group, and the same zero point in all, have a scale alone.
 Invariant: the matrices that are one product here are stored alike: by the finest groups of their parts, in 8 bits if

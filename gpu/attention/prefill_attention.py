@@ -1,0 +1,198 @@
+"""Causal attention of a prompt's queries, the last tokens of a context, over that whole context: a partial.
+
+It refuses to know pages. Several prompts may be computed at once, and none sees another's keys. Invariant:
+query i of n sees keys `[0, context - n + i]`, and keys are never repeated in memory for the query heads that share
+them. FlashAttention on CUDA in bf16; elsewhere the past and the queries' own tokens are two partials, merged, because
+those kernels align a causal mask to the upper left.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu.attention.prefill_query import Attended
+from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel, serves
+from transfer.partial import Partial, merge
+
+FLASH_DIM_MULTIPLE = 8
+MASKED_ENTRIES = 2**24  # of a mask of scattered queries at once
+MASK_MULTIPLE = 16
+WINDOW_ROWS = 512  # queries of a window at once, where a mask says what they see
+
+
+def prefill_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
+    """Plain torch, any floating dtype: see `prefill_attention`."""
+    tokens, heads, _ = query.shape
+    kv_heads, context, _ = key.shape
+    group = heads // kv_heads
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    logits = torch.einsum("thd,hcd->htc", query, key) * scale
+    last_seen = torch.arange(context - tokens, context, device=query.device)
+    hidden = torch.arange(context, device=query.device)[None, :] > last_seen[:, None]
+    logits = logits.masked_fill(hidden, float("-inf"))
+    lse = torch.logsumexp(logits, dim=-1)  # [heads, tokens]
+    out = torch.einsum("htc,hcd->thd", (logits - lse[..., None]).exp(), value)
+    return Partial(out, lse.transpose(0, 1))
+
+
+Whole = Literal["flash", "efficient"]
+
+
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
+    """query `[tokens, heads, dim]`; key, value `[kv_heads, context, dim]` (strided), context >= tokens, rotated.
+
+    The queries are the context's last `tokens`. kernel: `flash` where `has_flash`; on the CPU there is one, by either
+    name. out `[tokens, heads, dim]` in the query's dtype, or float32 where it is merged; lse float32 `[tokens, heads]`.
+    """
+    if kernel == "flash" and query.is_cuda:
+        return _flash(query, key, value, True, scale)
+    begin = key.shape[1] - query.shape[0]
+    own = _two_sided(query, key[:, begin:], value[:, begin:], True, scale)
+    if begin == 0:
+        return own
+    past = _two_sided(query, key[:, :begin], value[:, :begin], False, scale)
+    whole = merge(past.partial(), own.partial())
+    return Attended(whole.out, whole.lse)
+
+
+def past_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
+    """As `prefill_attention`, of keys that every query sees, none of them its own: any number of either."""
+    if kernel == "flash" and query.is_cuda:
+        return _flash(query, key, value, False, scale)
+    return _two_sided(query, key, value, False, scale)
+
+
+def scattered_attention(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, window: int | None
+) -> Attended:
+    """As `prefill_attention`, of queries at any ascending positions: int64 `[tokens]` on the device.
+
+    window: as in `windowed_attention`, None: a query sees all before it. Behind the last query keys and values may be
+    anything, NaN included: those of units to come are not written yet.
+    """
+    if serves(query):
+        return Attended(*scattered_attention_kernel(query, key, value, positions, scale, window))
+    if query.is_cuda:  # where a look at the last position would wait for the device
+        behind = (torch.arange(key.shape[1], device=query.device) > positions[-1])[None, :, None]
+        key, value = key.masked_fill(behind, 0.0), value.masked_fill(behind, 0.0)
+    else:
+        end = int(positions[-1]) + 1
+        key, value = key[:, :end], value[:, :end]
+    context = key.shape[1]
+    most = max(1, MASKED_ENTRIES // context)
+    seen = torch.arange(context, device=query.device)
+    attended = []
+    for begin in range(0, len(query), most):
+        own = slice(begin, begin + most)
+        mask = torch.zeros(len(positions[own]), context, dtype=query.dtype, device=query.device)
+        last = positions[own, None]
+        mask.masked_fill_((seen > last) | (seen <= last - (window or context)), float("-inf"))
+        attended.append(_masked(query[own], key, value, mask, scale))
+    if len(attended) == 1:
+        return attended[0]
+    return Attended(torch.cat([one.out for one in attended]), torch.cat([one.partial_lse for one in attended]))
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where prompts that are computed together begin: int32 `[prompts + 1]` each, on the device, the last the end."""
+
+    query_begins: Tensor
+    key_begins: Tensor
+    most_queries: int
+    most_keys: int
+
+
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Attended:
+    """As `prefill_attention`, of queries that see themselves and the tokens before them, `window` together.
+
+    FlashAttention where there is one, else WINDOW_ROWS queries at once with a mask.
+    """
+    tokens, context = query.shape[0], key.shape[1]
+    first = max(0, context - tokens - window + 1)  # the first key that any query sees
+    key, value, context = key[:, first:], value[:, first:], context - first
+    if has_flash(query):
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], None, None, tokens, context, 0.0, True,
+            False, scale=scale, window_size_left=window - 1, window_size_right=0,
+        )  # fmt: skip
+        return Attended(out[0], lse[0].transpose(0, 1))
+    attended = []
+    for begin in range(0, tokens, WINDOW_ROWS):
+        rows = query[begin : begin + WINDOW_ROWS]
+        last = torch.arange(len(rows), device=query.device) + (context - tokens + begin)  # key that each sees last
+        low, high = max(0, context - tokens + begin - window + 1), context - tokens + begin + len(rows)
+        seen = torch.arange(low, high, device=query.device)
+        mask = torch.zeros(len(rows), high - low, dtype=query.dtype, device=query.device)
+        mask.masked_fill_((seen > last[:, None]) | (seen <= last[:, None] - window), float("-inf"))
+        attended.append(_masked(rows, key[:, low:high], value[:, low:high], mask, scale))
+    return Attended(torch.cat([one.out for one in attended]), torch.cat([one.partial_lse for one in attended]))
+
+
+def packed_prefill_attention(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None = None
+) -> Tensor:
+    """What `prefill_attention` of each prompt puts out, or `windowed_attention`, by one kernel; where `has_flash`.
+
+    query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`. As query.
+    """
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, packing.query_begins, packing.key_begins, packing.most_queries, packing.most_keys,
+        0.0, True, False, scale=scale, window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+    )  # fmt: skip
+    return out
+
+
+def default_kernel(query: Tensor) -> Whole:
+    """Where nothing is measured."""
+    return "flash" if has_flash(query) else "efficient"
+
+
+def has_flash(query: Tensor) -> bool:
+    """Whether FlashAttention computes for queries like this."""
+    return query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % FLASH_DIM_MULTIPLE == 0
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
+    """FlashAttention 2: its causal mask is aligned to the lower right, and it groups query heads itself."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), 0.0, causal, False, scale=scale
+    )
+    return Attended(out[0].transpose(0, 1), lse[0].transpose(0, 1))
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Attended:
+    """mask: added to the scores of every head, `[tokens, context]`."""
+    return _grouped(query, key, value, mask, False, scale)
+
+
+def _two_sided(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
+    """All keys (or, causal, as many keys as queries)."""
+    return _grouped(query, key, value, None, causal, scale)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Attended:
+    """Query heads of a group are a batch over the same keys."""
+    tokens, heads, dim = query.shape
+    kv_heads = key.shape[0]
+    if mask is not None and query.is_cuda:  # its rows are read in aligned pieces
+        mask = F.pad(mask, (0, -mask.shape[1] % MASK_MULTIPLE))[:, : mask.shape[1]]
+        mask = mask.expand(heads // kv_heads, kv_heads, *mask.shape)
+    grouped = query.view(tokens, kv_heads, heads // kv_heads, dim).permute(2, 1, 0, 3)  # [group, kv_heads, tokens, dim]
+    key = key.expand(heads // kv_heads, *key.shape)
+    value = value.expand(heads // kv_heads, *value.shape)
+    if query.is_cuda:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            grouped, key, value, mask, True, 0.0, causal, scale=scale
+        )
+        lse = lse[..., :tokens]
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            grouped, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    out = out.permute(2, 1, 0, 3).reshape(tokens, heads, dim)
+    return Attended(out, lse.permute(2, 1, 0).reshape(tokens, heads).float())

@@ -1,0 +1,32 @@
+"""Which decode steps are captured as CUDA graphs. No torch: the memory plan counts them, too."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gpu.batching.halving import FEWEST_ROWS
+
+
+class StepKind(NamedTuple):
+    """num_parts: in which it asks the host, 0 to 2; reuses: whether methods that reuse have their part in it."""
+
+    num_parts: int
+    reuses: bool
+
+
+def steps_to_capture(
+    batch_sizes: Iterable[int], max_running: int, with_asks: bool, with_reuse: bool
+) -> list[tuple[StepKind, int]]:
+    """Each step as its kind and its rows; most rows first.
+
+    with_asks: whether anything goes down to the host; then a single row that asks has a graph whatever the sizes.
+    with_reuse: whether a profile that is served reuses: then there is each kind with it and without, since rows of all
+    profiles share steps.
+    """
+    sizes = {min(size, max_running) for size in batch_sizes}
+    steps = [(0, size) for size in sizes]
+    if with_asks and sizes:
+        asking = {1, *sizes}
+        steps += [(1, size) for size in asking] + [(2, size) for size in asking if size >= FEWEST_ROWS]
+    reuses = (False, True) if with_reuse else (False,)
+    kinds = [(StepKind(num_parts, reusing), size) for num_parts, size in steps for reusing in reuses]
+    return sorted(kinds, key=lambda step: (-step[1], step[0]))

@@ -1,0 +1,89 @@
+"""Whether a step that asks the host goes as one batch or as two half batches in turns: what is expected to be faster.
+
+    one batch: D + H, the host waits for the device and the device for the host
+    two in turns: max(D + A, H), since the device reads the weights again, and one waits for the other
+
+for D seconds of the device and H of the host in a step, and A of D in which the device reads its weights. So two are
+faster where H is longer than A. Times of steps are not compared: what a step reads changes with its contexts, and more
+than either way could win. It refuses to know layers. Invariant: what is chosen follows from the times that were told,
+what rows read and the number of steps of a size, and from nothing else. One thread chooses and another may tell, a step
+later: what is told is written by that one alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpu.batching.step_reads import StepReads
+from gpu.step import HostAsk
+
+FEWEST_ROWS = 2  # a single row leaves nothing to compute meanwhile
+_SMOOTHING = 0.5
+_RETRY_STEPS = 128  # after so many steps of a size in two halves one goes whole: D is seen in these alone
+
+
+def step_seconds(parts: int, device_s: float, again_s: float, host_s: float) -> float:
+    """Of a step in so many parts; again_s: of the device, beside `device_s`, to read weights for the second one."""
+    return device_s + host_s if parts == 1 else max(device_s + again_s, host_s)
+
+
+@dataclass(slots=True)
+class _Size:
+    """Seconds of a step; None: not seen."""
+
+    steps: int = 0
+    device_s: float | None = None
+    host_s: float | None = None
+
+
+class Halving:
+    """Learns for each size of a batch; `always`: one or two parts, whatever the times."""
+
+    def __init__(self, reads: StepReads, always: int | None = None) -> None:
+        self.always = always
+        self._reads = reads
+        self._sizes: dict[int, _Size] = {}
+
+    def choose(self, cells: Sequence[int], asks: Sequence[HostAsk | None]) -> int:
+        """How many parts the next step has, 1 or 2. `cells[i]`: the last of row i's context; `asks[i]`: what of it the
+        host reads.
+        """
+        rows = len(cells)
+        if rows < FEWEST_ROWS:
+            return 1
+        if self.always is not None:
+            return self.always
+        size = self._sizes.setdefault(rows, _Size())
+        size.steps += 1
+        if size.device_s is None or size.host_s is None or size.steps % _RETRY_STEPS == 0:
+            return 1
+        again_s = size.device_s * self._reads.again_share(cells, asks)
+        one, two = (step_seconds(parts, size.device_s, again_s, size.host_s) for parts in (1, 2))
+        return 2 if two < one else 1
+
+    def observe(self, rows: int, parts: int, waited_s: float, attended_s: float) -> None:
+        """What a step of so many parts took on each side, as in `transfer.tier.Answered`: the host waits for the device
+        of a whole batch throughout.
+        """
+        size = self._sizes.get(rows)
+        if size is None:
+            return
+        size.host_s = _smooth(size.host_s, attended_s)
+        if parts == 1:
+            size.device_s = _smooth(size.device_s, waited_s)
+
+
+def cut(rows: int, parts: int) -> list[slice]:
+    """A batch's rows in one or two parts; the first has the odd one."""
+    if parts == 1:
+        return [slice(0, rows)]
+    middle = -(-rows // 2)
+    return [slice(0, middle), slice(middle, rows)]
+
+
+def most_rows_of_parts(max_rows: int) -> list[int]:
+    """Most rows of each part in batches of up to `max_rows`, whichever way they are cut."""
+    return [max_rows, max_rows // 2] if max_rows >= FEWEST_ROWS else [max_rows]
+
+
+def _smooth(known: float | None, seen: float) -> float:
+    return seen if known is None else known + _SMOOTHING * (seen - known)

@@ -1,0 +1,54 @@
+"""Bytes that a decode step reads on the device: its weights, and of each row's context what the host does not read.
+
+It refuses to know rates, and where a context's tokens lie beyond what a row asks for. No torch.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gpu.model.architecture import Architecture
+from gpu.model.matrix_formats import step_weight_bytes
+from gpu.page_layout import KvFormat, row_bytes
+from gpu.step import HostAsk
+
+
+class StepReads:
+    """Of one model. dtype_bytes: of what computes, and of matrices that are not packed; kv: how pages hold rows;
+    num_asked_layers: those that go down.
+    """
+
+    def __init__(
+        self, architecture: Architecture, dtype_bytes: int, is_packed: bool, kv: KvFormat, num_asked_layers: int
+    ) -> None:
+        self._architecture = architecture
+        self._dtype_bytes = dtype_bytes
+        self._is_packed = is_packed
+        self._num_asked_layers = num_asked_layers
+        self._layer_token_bytes = 2 * architecture.num_kv_heads * row_bytes(kv, architecture.dim)
+        self._windows = Counter(spec.window_tokens for spec in architecture.layers)
+        self._weights: dict[int, int] = {}  # bytes, by rows
+
+    def weights(self, num_rows: int) -> int:
+        """By a step of so many rows; of experts, those that are taken in expectation."""
+        if num_rows not in self._weights:
+            shape, packed = self._architecture, self._is_packed
+            self._weights[num_rows] = step_weight_bytes(shape, self._dtype_bytes, packed, num_rows) if num_rows else 0
+        return self._weights[num_rows]
+
+    def weights_of_halves(self, num_rows: int) -> int:
+        """By both half batches."""
+        return self.weights(-(-num_rows // 2)) + self.weights(num_rows // 2)
+
+    def context(self, num_cells: int, ask: HostAsk | None) -> int:
+        """Keys and values of a row that reads so many cells, some of them perhaps on the host."""
+        seen = sum(
+            count * (num_cells if window is None else min(num_cells, window)) for window, count in self._windows.items()
+        )
+        asked = 0 if ask is None else (ask.end - ask.begin) * self._num_asked_layers
+        return max(seen - asked, 0) * self._layer_token_bytes
+
+    def again_share(self, cells: Sequence[int], asks: Sequence[HostAsk | None]) -> float:
+        """What two half batches read more than one batch does, of what that reads. `cells[i]`: the last of row i."""
+        contexts = sum(self.context(cell + 1, ask) for cell, ask in zip(cells, asks, strict=True))
+        whole = self.weights(len(cells))
+        return (self.weights_of_halves(len(cells)) - whole) / (whole + contexts)

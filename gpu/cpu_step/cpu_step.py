@@ -1,0 +1,150 @@
+"""Decode steps of small batches on the CPU, compiled: the exact profile's `run` without a torch operation in it.
+
+It refuses to know requests, sampling and other attention than exact. Invariant: logits of a row are the same to the
+last bit in every batch up to MAX_ROWS and on any number of threads. Weights and KV are used where they lie.
+"""
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.cpu_step.step_attention import COLUMN_BLOCK, PART_TOKENS, Parts, Shape
+from gpu.cpu_step.step_kernel import OTHER_STAGES, STAGES_A_LAYER, Buffers, CompiledStep, Model, Rows
+from gpu.layers.decoder import Decoder
+from gpu.model.spec import Architecture
+from gpu.operations.linear.numba_linear import ROWS
+from gpu.operations.linear.numba_matrix_table import gains_room, table_row
+from gpu.operations.linear.packed_matrix import Packed
+from transfer.simd.features import HAS_VECTORS
+from transfer.simd.team import COUNTER_INT64, new_counters
+from transfer.simd.vectors import LINE_BYTES
+
+MAX_ROWS = 32  # of a batch; with larger ones a library's products draw level (docs/LAB.md)
+_KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+_PADDING = 16  # columns between rows: widths that are powers of two would all share a few sets of the cache
+
+
+def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the compiled step computes this model here: layers of a Llama and nothing more, whole lines of weights,
+    whole blocks of a head. Matrices of few bits are those that `multiplies` serves.
+    """
+    if not architecture.is_plain or architecture.norm_offset:
+        return False
+    if device.type != "cpu" or dtype not in _KINDS or not HAS_VECTORS:
+        return False
+    line = LINE_BYTES // dtype.itemsize
+    inner = (architecture.hidden, architecture.intermediate, architecture.num_heads * architecture.dim)
+    return architecture.dim % COLUMN_BLOCK == 0 and architecture.vocab_size >= ROWS and not any(n % line for n in inner)
+
+
+class CpuStep:
+    """The compiled step over a decoder's weights and pool. Threads: torch's at the time of a step."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder  # owns the memory that the model's addresses point to
+        self._model = _model(decoder)
+        self._scratch = _scratch(decoder)
+        a = decoder.architecture
+        self._shape = Shape(a.num_heads, a.num_kv_heads, a.dim, decoder.pool.page_tokens, np.float32(decoder.scale))
+        self._buffers: dict[int, Buffers] = {}  # by number of threads
+        self._rows = min(MAX_ROWS, decoder.pool.max_slots)
+        self._parts = _parts(a, self._rows, 1)
+        self._compiled: CompiledStep | None = None
+
+    def run(
+        self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, cells: np.ndarray | None = None
+    ) -> Tensor:
+        """Logits float32 `[rows, vocab]`, overwritten by the next step.
+
+        slots int32 `[rows]`, -1 for a row of padding; positions, token_ids, cells (None: positions) int64 `[rows]`; at
+        most MAX_ROWS.
+        """
+        context_lens = np.where(slots >= 0, (positions if cells is None else cells) + 1, 0).astype(np.int32)
+        rows = Rows(token_ids, positions, slots, context_lens)
+        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        buffers = self._buffers_for(threads)
+        parts = self._parts_for(int(context_lens.max()))
+        buffers.counters.fill(0)
+        arguments = (self._model, self._shape, rows, buffers, parts)
+        if self._compiled is None:
+            self._compiled = CompiledStep(*arguments)
+        self._compiled.run(threads, *arguments)
+        return torch.from_numpy(buffers.logits[: len(slots)])
+
+    def _buffers_for(self, threads: int) -> Buffers:
+        if threads not in self._buffers:
+            self._buffers[threads] = _buffers(self._decoder.architecture, self._rows, threads, *self._scratch)
+        return self._buffers[threads]
+
+    def _parts_for(self, context: int) -> Parts:
+        if self._parts.top.shape[2] * PART_TOKENS < context:
+            self._parts = _parts(self._decoder.architecture, self._rows, -(-context // PART_TOKENS))
+        return self._parts
+
+
+def _address(tensor: Tensor) -> int:
+    assert tensor.is_contiguous(), "the compiled step reads whole, contiguous tensors"
+    return tensor.data_ptr()
+
+
+def _model(decoder: Decoder) -> Model:
+    a, weights, pool = decoder.architecture, decoder.weights, decoder.pool
+    matrices = [[table_row(m) for m in (layer.qkv, layer.output, *layer.mlp)] for layer in weights.layers]
+    pages = [[_address(keys), _address(values)] for keys, values in zip(pool.key_pages, pool.value_pages, strict=True)]
+    norms = [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]
+    return Model(
+        kind=_KINDS[weights.embedding.dtype](0),
+        hidden=a.hidden,
+        intermediate=a.intermediate,
+        vocab=a.vocab_size,
+        eps=np.float32(a.rms_norm_eps),
+        matrices=np.array(matrices, np.int64),
+        pages=np.array(pages, np.int64),
+        norms=torch.stack([*norms, weights.final_norm]).float().numpy(),
+        embedding=_address(weights.embedding),
+        logits=np.array(table_row(weights.logits), np.int64),
+        cos=decoder.cos.numpy(),
+        sin=decoder.sin.numpy(),
+        page_table=pool.page_table.numpy(),
+    )
+
+
+def _scratch(decoder: Decoder) -> tuple[int, int]:
+    """Float32 of a thread: columns of the widest matrix in an order of its own, and gains of rows that are taken
+    together.
+    """
+    held = decoder.weights.matrices
+    ordered = [m.inner for m in held if isinstance(m, Packed) and m.order is not None]
+    return max(ordered, default=0), max(gains_room(m) for m in held)
+
+
+def _buffers(a: Architecture, rows: int, threads: int, ordered: int, gains: int) -> Buffers:
+    query_width = a.num_heads * a.dim
+    return Buffers(
+        hidden=_floats(rows, a.hidden + _PADDING),
+        qkv=_floats(rows, query_width + 2 * a.num_kv_heads * a.dim + _PADDING),
+        attended=_floats(rows, query_width + _PADDING),
+        gated=_floats(rows, a.intermediate + _PADDING),
+        logits=_floats(rows, a.vocab_size),
+        normed=_floats(threads, rows, a.hidden + _PADDING),
+        ordered=_floats(threads, rows, ordered + _PADDING),
+        tiles=_floats(threads, 2, rows, ROWS),
+        gains=_floats(threads, gains + _PADDING),
+        query=_floats(threads, a.group, a.dim),
+        scores=_floats(threads, a.group, PART_TOKENS),
+        counters=new_counters(a.num_layers * STAGES_A_LAYER + OTHER_STAGES, threads),
+    )
+
+
+def _parts(a: Architecture, rows: int, parts: int) -> Parts:
+    return Parts(
+        out=_floats(rows, a.num_heads, parts, a.dim),
+        top=_floats(rows, a.num_heads, parts),
+        mass=_floats(rows, a.num_heads, parts),
+        arrivals=np.zeros((rows * a.num_kv_heads, COUNTER_INT64), np.int64),
+    )
+
+
+def _floats(*shape: int) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)

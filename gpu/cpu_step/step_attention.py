@@ -1,0 +1,197 @@
+"""Attention of the compiled decode step: RoPE, the write of keys and values, and each row's whole paged context.
+
+It refuses to know projections. A work item is one part of one (row, KV head): contexts are cut every PART_TOKENS, so
+that threads share a long one, and whoever ends the last part merges all. Rows of one slot stand together, in the order
+of their positions, and an item writes what it reads of those in front of it, as these do: the same numbers. Invariant:
+cuts follow from the context alone and parts merge in order, so a result depends neither on threads nor on the batch.
+Bytes moved: keys and values of each context once for a group of query heads.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from gpu.operations.arguments import FINITE_OR_NOT
+from gpu.operations.linear.numba_linear import ROWS, product
+from transfer.simd.exp import exp
+from transfer.simd.features import LANES
+from transfer.simd.team import COUNTER_INT64, atomic_add, claim, end_stage
+from transfer.simd.vectors import address_of, size_of, store, weighted_sum
+
+PART_TOKENS = 1024
+_COLUMNS = 4 if LANES == 16 else 2  # vectors of a value row that a block sums for four query heads
+COLUMN_BLOCK = _COLUMNS * LANES  # a head's dim is a multiple of this
+_add_four = weighted_sum(4, _COLUMNS)
+_add_one = weighted_sum(1, _COLUMNS)
+
+
+class Parts(NamedTuple):
+    """Partials of the rows' parts: out float32 `[rows, heads, parts, dim]` (not yet divided by the mass), top and mass
+    `[rows, heads, parts]`; arrivals: int64 `[rows * kv_heads, COUNTER_INT64]`, zero between steps.
+    """
+
+    out: np.ndarray
+    top: np.ndarray
+    mass: np.ndarray
+    arrivals: np.ndarray
+
+
+class Shape(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+    page_tokens: int
+    scale: np.float32
+
+
+@numba.njit(nogil=True)
+def num_parts(context):
+    return -(-context // PART_TOKENS)
+
+
+@numba.njit(nogil=True)
+def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows, page_table, parts, query,
+           scores, attended):  # fmt: skip
+    """All rows: qkv float32 `[rows, (heads + 2 kv_heads) * dim ..]` -> attended `[rows, heads * dim ..]`.
+
+    key_pages, value_pages: addresses of `[pages, kv_heads, page_tokens, dim]`; query `[group, dim]` and scores
+    `[group, PART_TOKENS]`: float32 scratch of this thread. A row with slot -1 writes nothing and gives zeros.
+    """
+    tokens = len(rows.slots)
+    most = max(1, num_parts(rows.context_lens.max()))
+    items, done = tokens * shape.kv_heads * most, 0
+    item = claim(team, stage, items)
+    while item >= 0:
+        row, kv_head, part = item // most // shape.kv_heads, item // most % shape.kv_heads, item % most
+        slot, context = rows.slots[row], rows.context_lens[row]
+        if slot < 0 or context == 0:
+            first = kv_head * (shape.heads // shape.kv_heads) * shape.dim
+            attended[row, first : first + shape.heads // shape.kv_heads * shape.dim] = np.float32(0.0)
+        elif part < num_parts(context):
+            begin, end = part * PART_TOKENS, min(context, (part + 1) * PART_TOKENS)
+            position = rows.positions[row]
+            _rotate_query(shape, qkv[row], kv_head, cos[position], sin[position], query)
+            own = row  # its own token, and those of the slot in front of it in this batch, whoever writes these as well
+            while own >= 0 and rows.slots[own] == slot:
+                cell, position = rows.context_lens[own] - 1, rows.positions[own]
+                if begin <= cell < end:
+                    page = page_table[slot, cell // shape.page_tokens]
+                    _write(kind, shape, key_pages, value_pages, qkv[own], kv_head, cos[position], sin[position], page,
+                           cell % shape.page_tokens)  # fmt: skip
+                own -= 1
+            _attend_part(kind, shape, key_pages, value_pages, page_table[slot], row, kv_head, part, begin, end,
+                         query, scores, parts)  # fmt: skip
+            arrived = atomic_add(address_of(parts.arrivals) + 8 * COUNTER_INT64 * (row * shape.kv_heads + kv_head), 1)
+            if arrived + 1 == num_parts(context):
+                parts.arrivals[row * shape.kv_heads + kv_head, 0] = 0
+                _merge(shape, parts, row, kv_head, num_parts(context), attended[row])
+        done += 1
+        item = claim(team, stage, items)
+    end_stage(team, stage, items, done)
+
+
+@numba.njit(nogil=True)
+def _rotate_query(shape, qkv, kv_head, cos, sin, query):
+    """The group's queries, rotated and scaled."""
+    half = shape.dim // 2
+    for member in range(query.shape[0]):
+        at = (kv_head * query.shape[0] + member) * shape.dim
+        for i in range(half):
+            first, second = qkv[at + i], qkv[at + i + half]
+            query[member, i] = (first * cos[i] - second * sin[i]) * shape.scale
+            query[member, i + half] = (second * cos[i] + first * sin[i]) * shape.scale
+
+
+@numba.njit(nogil=True)
+def _write(kind, shape, key_pages, value_pages, qkv, kv_head, cos, sin, page, offset):
+    half = shape.dim // 2
+    key, value = (shape.heads + kv_head) * shape.dim, (shape.heads + shape.kv_heads + kv_head) * shape.dim
+    to = ((np.int64(page) * shape.kv_heads + kv_head) * shape.page_tokens + offset) * shape.dim
+    for i in range(half):
+        first, second = qkv[key + i], qkv[key + i + half]
+        store(kind, key_pages, to + i, first * cos[i] - second * sin[i])
+        store(kind, key_pages, to + i + half, second * cos[i] + first * sin[i])
+    for i in range(shape.dim):
+        store(kind, value_pages, to + i, qkv[value + i])
+
+
+@numba.njit(nogil=True)
+def _page_at(pages, kind, shape, table, token, kv_head):
+    """The address of a KV head's rows in the page of `token`."""
+    page = np.int64(table[token // shape.page_tokens])
+    return pages + (page * shape.kv_heads + kv_head) * shape.page_tokens * shape.dim * size_of(kind)
+
+
+@numba.njit(nogil=True)
+def _attend_part(kind, shape, key_pages, value_pages, table, row, kv_head, part, begin, end, query, scores,
+                 parts):  # fmt: skip
+    """Tokens `[begin, end)`, whole pages from `begin` on; scores of a page's unwritten rows are computed and unused."""
+    group, dim = query.shape
+    scores_at = address_of(scores)
+    for token in range(begin, end, shape.page_tokens):
+        keys = _page_at(key_pages, kind, shape, table, token, kv_head)
+        next_token = min(token + shape.page_tokens, end - 1)
+        ahead = _page_at(key_pages, kind, shape, table, next_token, kv_head) - keys
+        for first in range(0, min(shape.page_tokens, end - token), ROWS):
+            product(
+                kind, keys + first * dim * size_of(kind), dim * size_of(kind), 0, 0, dim, address_of(query), dim, group,
+                scores_at + 4 * (token - begin + first), scores.shape[1], ahead,
+            )  # fmt: skip
+    for member in range(group):
+        head = kv_head * group + member
+        parts.top[row, head, part], parts.mass[row, head, part] = _soften(scores[member, : end - begin])
+        parts.out[row, head, part, :] = np.float32(0.0)
+    out_at = address_of(parts.out) + 4 * dim * (part + parts.out.shape[2] * (kv_head * group + row * shape.heads))
+    for token in range(begin, end, shape.page_tokens):
+        values = _page_at(value_pages, kind, shape, table, token, kv_head)
+        next_token = min(token + shape.page_tokens, end - 1)
+        ahead = _page_at(value_pages, kind, shape, table, next_token, kv_head) - values
+        _add_values(kind, values, dim, scores_at + 4 * (token - begin), scores.shape[1],
+                    min(shape.page_tokens, end - token), group, out_at, parts.out.shape[2] * dim, ahead)  # fmt: skip
+
+
+@numba.njit(nogil=True)
+def _add_values(kind, values, dim, weights, weight_stride, tokens, group, out, out_stride, ahead):
+    for column in range(0, dim, COLUMN_BLOCK):
+        at = values + column * size_of(kind)
+        member = 0
+        while group - member >= 4:
+            _add_four(kind, at, dim, weights + 4 * member * weight_stride, weight_stride, tokens,
+                      out + 4 * (column + member * out_stride), out_stride, ahead)  # fmt: skip
+            member += 4
+        while group - member >= 1:
+            _add_one(kind, at, dim, weights + 4 * member * weight_stride, weight_stride, tokens,
+                     out + 4 * (column + member * out_stride), out_stride, ahead)  # fmt: skip
+            member += 1
+
+
+@numba.njit(nogil=True, fastmath=FINITE_OR_NOT)
+def _soften(scores):
+    """Scores become exp(score - top), in place; returns top and the sum. NaN shows in the sum."""
+    top = scores[0]
+    for token in range(1, len(scores)):
+        top = scores[token] if scores[token] > top else top
+    mass = np.float32(0.0)
+    for token in range(len(scores)):
+        weight = exp(scores[token] - top)
+        scores[token] = weight
+        mass += weight
+    return top, mass
+
+
+@numba.njit(nogil=True)
+def _merge(shape, parts, row, kv_head, count, attended):
+    group = shape.heads // shape.kv_heads
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        top = parts.top[row, head, :count].max()
+        out = attended[head * shape.dim : (head + 1) * shape.dim]
+        out[:] = np.float32(0.0)
+        mass = np.float32(0.0)
+        for part in range(count):
+            share = exp(parts.top[row, head, part] - top)
+            mass += share * parts.mass[row, head, part]
+            for i in range(shape.dim):
+                out[i] += share * parts.out[row, head, part, i]
+        for i in range(shape.dim):
+            out[i] /= mass

@@ -1,0 +1,164 @@
+"""The compiled decode step: all layers and the logits of a few tokens in one parallel region.
+
+Five stages a layer: norm and QKV; RoPE, KV write and attention; output projection and residual; norm, gate and up with
+SwiGLU; down projection and residual. It refuses to know tensors: weights and pages are addresses that the caller keeps
+alive. Invariant: a token's logits depend on its own row alone, to the last bit: neither on the rest of the batch nor
+on the number of threads. Bytes moved: every matrix and every context's keys and values, once a step.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from gpu.cpu_step import step_attention as paged_attention
+from gpu.cpu_step.step_attention import attend
+from gpu.operations.linear import numba_linear as product
+from gpu.operations.linear.numba_linear import in_order, normalise, project, project_and_add, project_gated
+from transfer.simd import emission, exp, packed_rows, region, team, vectors
+from transfer.simd.region import Region, version
+from transfer.simd.team import Team, claim, end_stage
+from transfer.simd.vectors import load
+
+STAGES_A_LAYER = 5
+OTHER_STAGES = 2  # the embedding and the logits
+QKV, OUTPUT, GATE_UP, DOWN = range(4)  # matrices of a layer
+KEYS, VALUES = range(2)  # and its pages
+
+
+class Model(NamedTuple):
+    """kind: of embedding and pages, a float32, or a uint16 for bf16, as a type; matrices: int64
+    `[layers, 4, TABLE_COLUMNS]`; pages: int64 `[layers, 2]`, addresses; norms: float32 `[2 * layers + 1, hidden]`, the
+    attention's and the MLP's of each layer, then the final one; embedding: the address of `[vocab, hidden]`; logits:
+    int64 `[TABLE_COLUMNS]`; cos, sin: float32 `[positions, dim // 2]`; page_table: int32 `[slots, pages]`.
+    """
+
+    kind: np.float32 | np.uint16
+    hidden: int
+    intermediate: int
+    vocab: int
+    eps: np.float32
+    matrices: np.ndarray
+    pages: np.ndarray
+    norms: np.ndarray
+    embedding: int
+    logits: np.ndarray
+    cos: np.ndarray
+    sin: np.ndarray
+    page_table: np.ndarray
+
+
+class Rows(NamedTuple):
+    """One a token: token_ids, positions int64 `[rows]`; slots, context_lens int32 `[rows]`."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    context_lens: np.ndarray
+
+
+class Buffers(NamedTuple):
+    """Float32 `[rows, width]` of a step: hidden, qkv, attended, gated, logits; of each thread: normed
+    `[threads, rows, hidden]`, ordered `[threads, rows, inner]` of a matrix in another order, tiles
+    `[threads, 2, rows, 4]`, gains `[threads, num_gains]`, query `[threads, group, dim]`, scores `[threads, group,
+    PART_TOKENS]`. Widths may exceed what is used. counters: of `team`, zero at the start.
+    """
+
+    hidden: np.ndarray
+    qkv: np.ndarray
+    attended: np.ndarray
+    gated: np.ndarray
+    logits: np.ndarray
+    normed: np.ndarray
+    ordered: np.ndarray
+    tiles: np.ndarray
+    gains: np.ndarray
+    query: np.ndarray
+    scores: np.ndarray
+    counters: np.ndarray
+
+
+@numba.njit(nogil=True, inline="always")
+def _embed(team, stage, model, rows, buffers):
+    items, done = len(rows.slots), 0
+    row = claim(team, stage, items)
+    while row >= 0:
+        begin = rows.token_ids[row] * model.hidden
+        for i in range(model.hidden):
+            buffers.hidden[row, i] = load(model.kind, model.embedding, begin + i)
+        done += 1
+        row = claim(team, stage, items)
+    end_stage(team, stage, items, done)
+
+
+@numba.njit(nogil=True, inline="always")
+def _attention(team, layer, model, shape, rows, buffers, parts):
+    """Stages one to three of a layer: attention, added to the hidden states."""
+    qkv, output, pages = model.matrices[layer, QKV], model.matrices[layer, OUTPUT], model.pages[layer]
+    stage, normed, ordered = layer * STAGES_A_LAYER, buffers.normed[team.me], buffers.ordered[team.me]
+    tokens, gains, width = len(rows.slots), buffers.gains[team.me], (shape.heads + 2 * shape.kv_heads) * shape.dim
+    normalise(buffers.hidden, model.norms[2 * layer], model.eps, tokens, normed)
+    project(team, stage, qkv, width, in_order(qkv, normed, tokens, ordered), tokens, gains, buffers.qkv)
+    attend(
+        team, stage + 1, model.kind, shape, pages[KEYS], pages[VALUES], buffers.qkv, model.cos, model.sin, rows,
+        model.page_table, parts, buffers.query[team.me], buffers.scores[team.me], buffers.attended,
+    )  # fmt: skip
+    attended = in_order(output, buffers.attended, tokens, ordered)
+    project_and_add(
+        team, stage + 2, output, model.hidden, attended, tokens, gains, buffers.tiles[team.me], buffers.hidden
+    )  # fmt: skip
+
+
+@numba.njit(nogil=True, inline="always")
+def _mlp(team, layer, model, tokens, buffers):
+    """Stages four and five of a layer: the MLP, added to the hidden states."""
+    gate_up, down, stage = model.matrices[layer, GATE_UP], model.matrices[layer, DOWN], layer * STAGES_A_LAYER + 3
+    normed, ordered = buffers.normed[team.me], buffers.ordered[team.me]
+    gains, tile = buffers.gains[team.me], buffers.tiles[team.me]
+    normalise(buffers.hidden, model.norms[2 * layer + 1], model.eps, tokens, normed)
+    normed = in_order(gate_up, normed, tokens, ordered)
+    project_gated(team, stage, gate_up, model.intermediate, normed, tokens, gains, tile, buffers.gated)
+    gated = in_order(down, buffers.gated, tokens, ordered)
+    project_and_add(team, stage + 1, down, model.hidden, gated, tokens, gains, tile, buffers.hidden)
+
+
+def _compile(version: int):  # type: ignore[no-untyped-def]
+    """What one thread does of a step. numba's file cache looks at one source file and at the variables that a function
+    closes over; `version` stands for the sources of all that the step calls."""
+
+    @numba.njit(nogil=True, cache=True)
+    def work(me, threads, model, shape, rows, buffers, parts):  # type: ignore[no-untyped-def]
+        if version < 0:
+            return
+        team, layers, tokens = Team(buffers.counters, me, threads), len(model.matrices), len(rows.slots)
+        last = layers * STAGES_A_LAYER
+        _embed(team, last + 1, model, rows, buffers)
+        for layer in range(layers):
+            _attention(team, layer, model, shape, rows, buffers, parts)
+            _mlp(team, layer, model, tokens, buffers)
+        normed = buffers.normed[me]
+        normalise(buffers.hidden, model.norms[2 * layers], model.eps, tokens, normed)
+        normed = in_order(model.logits, normed, tokens, buffers.ordered[me])
+        project(team, last, model.logits, model.vocab, normed, tokens, buffers.gains[me], buffers.logits)
+
+    return work
+
+
+@numba.njit(nogil=True, cache=True, parallel=True)
+def _together(work, threads, model, shape, rows, buffers, parts):
+    for me in numba.prange(threads):
+        work(np.int64(me), threads, model, shape, rows, buffers, parts)
+
+
+_work = _compile(version(paged_attention, product, emission, exp, packed_rows, region, team, vectors))
+
+# What a first start compiles for a model, with all that these call.
+COMPILED = (_work, _together, product.multiply_rows, packed_rows.widen_row)
+
+
+class CompiledStep(Region):
+    """The step for the types of one model. A run's `buffers.counters` are zero."""
+
+    def __init__(self, *arguments: object) -> None:
+        """`arguments`: a model, shape, rows, buffers and parts like those of the steps to come."""
+        super().__init__(_work, _together, *arguments)

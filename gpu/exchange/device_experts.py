@@ -1,0 +1,55 @@
+"""The device's side of a slot in which a step asks the CPU for experts: hidden states go out, their sums come in.
+
+It refuses to know routing and how a step is launched. Invariant: on a GPU whatever is called here is ordered by the
+stream alone, so it may be captured, and the host's side is told of it by the list of asks; on the CPU, which computes
+both sides, an ask is answered where the answer is read.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.operations.exchange.await_answer import await_answer
+from gpu.operations.exchange.exchange_pack import catch_up, new_counters
+from gpu.operations.exchange.expert_ask import add_answer, ask_experts
+from transfer.expert_exchange import ASK_COLUMNS, ROWS, ExpertAsks, ExpertSlot, ExpertWorker, new_expert_slot
+
+
+class ExpertExchange:
+    """A new slot of `max_rows` rows. worker: answers what is asked in it."""
+
+    def __init__(self, max_rows: int, hidden: int, per_token: int, device: torch.device, worker: ExpertWorker) -> None:
+        self.slot: ExpertSlot = new_expert_slot(max_rows, hidden, per_token, device)
+        self.worker = worker
+        self.is_at_once = device.type == "cpu"
+        self._counters = new_counters(self.slot, device)
+        self._asked: list[tuple[int, int]] = []
+
+    @property
+    def max_rows(self) -> int:
+        return len(self.slot.flags)
+
+    def ask(self, layer: int, normed: Tensor, ids: Tensor, shares: Tensor, on_card: int, slots: Tensor | None) -> None:
+        """Leave a layer's rows and who they take in the slot, and the next stamp. See `ask_experts`."""
+        ask_experts(normed, ids, shares, on_card, slots, self._counters, self.slot)
+        self._asked.append((layer, len(normed)))
+
+    def add(self, made: Tensor, dtype: torch.dtype) -> Tensor:
+        """`made`, float32 `[rows, hidden]`, and the answer to the last ask, which the device awaits."""
+        if self.is_at_once:
+            asks = self.take_asks()
+            self.slot.advance(int(asks.table[0, ROWS]))
+            self.worker.answer([(asks, self.slot)])
+        await_answer(self._counters, self.slot)
+        return add_answer(made, self.slot, dtype)
+
+    def take_asks(self) -> ExpertAsks:
+        """Those since the last call, in order: of a step that is captured, what each of its replays asks."""
+        asked, self._asked = self._asked, []
+        return ExpertAsks(np.array(asked, np.int64).reshape(-1, ASK_COLUMNS))
+
+    def forget_asks(self) -> None:
+        """Asks that the host did not count, of a warm-up or of steps that failed, in which the slot was released, are
+        behind both sides; waits for the device.
+        """
+        catch_up(self._counters, self.slot)

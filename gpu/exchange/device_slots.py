@@ -1,0 +1,48 @@
+"""The device's side of one exchange slot: queries and their codes go out, the CPU's partial comes in.
+
+It refuses to know layers and how a step is launched. Invariant: whatever is called here is ordered by the device's
+stream alone, so it may be captured in a graph; the host's side is `slot.advance` and `slot.give_answer`.
+"""
+
+import torch
+from torch import Tensor
+
+from gpu.operations.exchange.await_answer import await_answer
+from gpu.operations.exchange.exchange_pack import catch_up, exchange_pack, new_counters
+from transfer.exchange import ExchangeSlot, new_slot
+from transfer.partial import Partial
+
+
+class SlotExchange:
+    """A new slot of `max_rows` rows; `num_tables` 0: without codes; `is_counted`: answers say what they cover;
+    exclusion_blocks: of a run, that a row may take off the host for each of `kv_heads`, 0: none.
+    """
+
+    def __init__(self, max_rows: int, heads: int, dim: int, num_tables: int, dtype: torch.dtype, device: torch.device,
+                 is_counted: bool = False, kv_heads: int = 0, exclusion_blocks: int = 0) -> None:  # fmt: skip
+        self.slot: ExchangeSlot = new_slot(
+            max_rows, heads, dim, num_tables, dtype, device, kv_heads=kv_heads, exclusion_blocks=exclusion_blocks,
+            counted=is_counted,
+        )  # fmt: skip
+        self._counters = new_counters(self.slot, device)
+
+    def ask(
+        self, query: Tensor, codes: Tensor | None, wanted: Tensor | None = None, excluded: Tensor | None = None
+    ) -> None:
+        """Leave rotated queries `[rows, heads, dim]`, their codes where the slot has some, what of the context is not
+        wanted (see `exchange_pack`), and the next stamp in the slot.
+        """
+        exchange_pack(query, codes, self._counters, self.slot, wanted, excluded)
+
+    def answer(self, num_rows: int) -> Partial:
+        """The answer to the last ask, which the device awaits: in host memory, to be read before the next ask."""
+        await_answer(self._counters, self.slot)
+        slot = self.slot
+        covered = None if slot.covered is None else slot.covered[:num_rows].to(self._counters.device, copy=True)
+        return Partial(slot.out[:num_rows], slot.lse[:num_rows], covered)
+
+    def forget_asks(self) -> None:
+        """Asks that the host did not count, of a warm-up or of steps that failed, in which the slot was released, are
+        behind both sides; waits for the device.
+        """
+        catch_up(self._counters, self.slot)

@@ -1,0 +1,86 @@
+"""One layer's keys and values of a context, copied out of its pages to be attended to by prefill's kernels.
+
+It refuses to know jobs' units and methods. Invariant: what was gathered before is taken again only where nothing was
+written to those pages since: who computes tokens out of order says so (`forget`).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gpu.kv.pool import KvPool
+from gpu.memory.demand import num_gathered_heads
+from gpu.operations.kv.gather_pages import gather_pages
+from gpu.operations.kv.kv_rows import read_rows
+
+
+class GatheredKv:
+    """One layer's keys and values of one context, contiguous in tokens: copied out of pages as its chunks come."""
+
+    def __init__(self, pool: KvPool, kv_heads: int, dim: int) -> None:
+        self.pool = pool
+        shape = (num_gathered_heads(kv_heads, pool.has_codes), pool.max_pages, pool.page_tokens, dim)
+        self._kv_heads = kv_heads
+        self.keys = torch.empty(shape, dtype=pool.dtype, device=pool.device)
+        self.values = torch.empty_like(self.keys)
+        self._holds: tuple[int, int, int] | None = None  # (job, slot, layer)
+        self._tokens = 0
+
+    def gather(self, job_id: int, slot: int, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[kv_heads, end, dim]` of tokens `[0, end)`, valid until the next gather.
+
+        What the last call gathered for the same job, slot and layer is not gathered again.
+        """
+        page_tokens = self.pool.page_tokens
+        if self._holds != (job_id, slot, layer) or self._tokens > end:
+            self._holds, self._tokens = (job_id, slot, layer), 0
+        begin_page, end_page = self._tokens // page_tokens, -(-end // page_tokens)
+        page_ids = self.pool.page_table[slot, begin_page:end_page]
+        new = slice(begin_page, end_page)
+        keys, values = self.keys[: self._kv_heads], self.values[: self._kv_heads]
+        gather_pages(self.pool.key_pages[layer], self.pool.value_pages[layer], page_ids, keys[:, new], values[:, new])
+        self._tokens = end
+        return keys.flatten(1, 2)[:, :end], values.flatten(1, 2)[:, :end]
+
+    def gather_exact(self, slot: int, layer: int, end: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Of some KV heads after others: which, and keys and values `[their heads, end, dim]` of tokens `[0, end)` as
+        they are stored, codes in float32; valid until the next.
+        """
+        self.forget()
+        dtype = torch.float32 if self.pool.has_codes else self.pool.dtype
+        page_ids = self.pool.page_table[slot, : -(-end // self.pool.page_tokens)]
+        buffers = [rows.view(-1).view(dtype).view(-1, *rows.shape[1:]) for rows in (self.keys, self.values)]
+        for first in range(0, self._kv_heads, len(buffers[0])):
+            heads = slice(first, min(first + len(buffers[0]), self._kv_heads))
+            keys, values = (rows[: heads.stop - first, : len(page_ids)] for rows in buffers)
+            pages = (of[layer][:, heads] for of in (self.pool.key_pages, self.pool.value_pages))
+            gather_pages(*pages, page_ids, keys, values)
+            yield heads, keys.flatten(1, 2)[:, :end], values.flatten(1, 2)[:, :end]
+        self.forget()
+
+    def pack(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[tokens, kv_heads, dim]` of any tokens, valid until the next gather; `rows` of `rows_of`."""
+        self.forget()
+        kv_heads, dim = self._kv_heads, self.keys.shape[-1]
+        packed = []
+        for pages, gathered in (
+            (self.pool.key_pages[layer], self.keys),
+            (self.pool.value_pages[layer], self.values),
+        ):
+            flat = gathered.view(-1, dim)[: len(rows)]
+            read_rows(pages, rows, flat)
+            packed.append(flat.view(-1, kv_heads, dim))
+        return packed[0], packed[1]
+
+    def rows_of(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where the KV heads of tokens lie in a layer's pages, int64 `[tokens * kv_heads]`; both int64 `[tokens]`."""
+        kv_heads, page_tokens = self._kv_heads, self.pool.page_tokens
+        pages = self.pool.page_table[slots, positions // page_tokens].long()
+        first = pages * (kv_heads * page_tokens) + positions % page_tokens
+        heads = torch.arange(kv_heads, device=first.device) * page_tokens
+        return (first[:, None] + heads).flatten()
+
+    def forget(self) -> None:
+        """Nothing gathered before is valid any more."""
+        self._holds = None

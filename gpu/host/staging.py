@@ -1,0 +1,139 @@
+"""Where the KV of a prompt stands that goes down to the host tier: one layer as it is computed, one as it leaves.
+
+It refuses to know units, hidden states and attention. Invariants: a buffer is not written again before the rows that
+stood in it have been read, in stream order and without the host waiting; tokens `[0, begin)` of a layer stand in its
+buffer before its first unit, and after its last one every token is in host memory or in the slot's resident pages.
+"""
+
+import torch
+from torch import Tensor
+
+from gpu.host.deposit import Depositor
+from gpu.kv.pool import KvPool
+from gpu.layers.decoder import Pages
+from gpu.memory.host_demand import STAGED_LAYERS
+from gpu.step import PrefillPrompt
+from transfer.copies import PASSED, Event
+from transfer.tier import HostTier
+
+
+class Staging:
+    """keys, values: `[STAGED_LAYERS, kv_heads, tokens, dim]` in the pool's dtype, of the longest context; allocated
+    once. The layer at `place` among those that go down uses buffer `place % STAGED_LAYERS`.
+    """
+
+    def __init__(self, pool: KvPool, tier: HostTier, depositor: Depositor) -> None:
+        self.pool = pool
+        self.tier = tier
+        self.depositor = depositor
+        shape = (STAGED_LAYERS, pool.num_kv_heads, pool.max_pages * pool.page_tokens, pool.dim)
+        self.keys = torch.empty(shape, dtype=pool.dtype, device=pool.device).zero_()
+        self.values = torch.empty_like(self.keys).zero_()
+        self.read: list[Event] = [PASSED] * STAGED_LAYERS  # what left each buffer is read
+        self.brought: list[Event] = [PASSED] * STAGED_LAYERS  # what came up into each buffer is there
+        self._one_page = torch.zeros(pool.max_slots, 1, dtype=torch.int32, device=pool.device)
+
+    def buffer(self, place: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[kv_heads, tokens, dim]`."""
+        return self.keys[place % STAGED_LAYERS], self.values[place % STAGED_LAYERS]
+
+    def pages(self, place: int) -> Pages:
+        """The buffer as one long page, which is every slot's first."""
+        keys, values = self.buffer(place)
+        return keys[None], values[None], self._one_page
+
+    def poison(self) -> None:
+        """Fill both buffers with NaN: a debug and test aid that shows any read of a token nobody wrote."""
+        self.keys.fill_(float("nan"))
+        self.values.fill_(float("nan"))
+
+
+class StagedPrompt:
+    """A prompt on its way down. Making it opens its context, or forks it, and takes room for what goes down.
+
+    Raises HostMemoryError, here and where layers begin and end.
+    """
+
+    def __init__(self, staging: Staging, prompt: PrefillPrompt) -> None:
+        host, tier = prompt.host, staging.tier
+        assert host is not None, "staging: a prompt that stays on the device"
+        self.staging = staging
+        self.slot = prompt.slot
+        self.host = host
+        self.begin = prompt.begin
+        self.end = len(prompt.token_ids)
+        if host.source_id is not None:
+            tier.fork(host.source_id, host.context_id, self._num_there, host.is_sampled)
+        elif prompt.begin == 0:
+            tier.open(host.context_id, host.is_sampled)
+        num_tokens = host.end - max(self.begin, host.sink)
+        self._reservations = tier.reserve(host.context_id, num_tokens) if num_tokens > 0 else []
+        self._bring(0)
+
+    def place(self, layer: int) -> int | None:
+        """The layer's place among those that go down; None: it is dense."""
+        layers = self.staging.tier.shape.layers
+        return layers.index(layer) if layer in layers else None
+
+    def begin_layer(self, place: int) -> None:
+        """Before the layer's first unit: its buffer is free, and what the prompt does not compute stands in it."""
+        staging, index = self.staging, place % STAGED_LAYERS
+        staging.depositor.streams.wait_for(staging.read[index])
+        staging.depositor.streams.wait_for(staging.brought[index])
+        if self.begin:
+            self._take_from_pages(place, self.host.sink)
+        self._bring(place + 1)
+
+    def end_layer(self, place: int) -> None:
+        """After the layer's last unit: the run goes down; sink, window and what of the run is not released go to pages,
+        but for the prefix, which is there; asynchronous."""
+        if self.begin == 0:
+            self._give_to_pages(place, 0, self.host.sink)
+        self._give_to_pages(place, max(self.host.released, self.begin), self.end)
+        staging, sink = self.staging, self.host.sink
+        staging.read[place % STAGED_LAYERS] = staging.depositor.streams.record()
+        keys, values = staging.buffer(place)
+        for reservation in self._reservations:
+            own = slice(sink + reservation.begin, sink + reservation.end)
+            sent = staging.depositor.send(
+                keys[:, own], values[:, own], reservation.layer(place), reservation.has_centre
+            )  # fmt: skip
+            staging.tier.fill(reservation, [place], sent.done)
+            staging.read[place % STAGED_LAYERS] = sent.read  # the last one's: they are read in turn
+
+    @property
+    def _num_there(self) -> int:
+        """Tokens of the prefix that are down."""
+        return max(0, self.begin - self.host.sink)
+
+    def _bring(self, place: int) -> None:
+        """Start the copies of a layer's prefix up; the device goes on."""
+        staging = self.staging
+        if self._num_there == 0 or place >= len(staging.tier.shape.layers):
+            return
+        streams, index = staging.depositor.streams, place % STAGED_LAYERS
+        with streams.aside(streams.up):
+            streams.wait_for(staging.read[index])
+        keys, values = staging.buffer(place)
+        own = slice(self.host.sink, self.begin)
+        rows = staging.tier.rows(self.host.context_id, place, self._num_there)
+        staging.brought[index] = staging.depositor.bring(rows, keys[:, own], values[:, own])
+
+    def _take_from_pages(self, place: int, end: int) -> None:
+        """Tokens `[0, end)`, whole pages."""
+        self.staging.pool.read(*self._pages(place, 0, end))
+
+    def _give_to_pages(self, place: int, begin: int, end: int) -> None:
+        """Tokens `[begin, end)` from a page border on; the last page is filled up with what stands behind them."""
+        self.staging.pool.scatter_rows(*self._pages(place, begin, end))
+
+    def _pages(self, place: int, begin: int, end: int) -> tuple[int, Tensor, Tensor, Tensor]:
+        """The layer, ids of the pages with these tokens, and where these pages' keys and values are staged, `[kv_heads,
+        tokens, dim]`.
+        """
+        pool, layer = self.staging.pool, self.staging.tier.shape.layers[place]
+        first, last = begin // pool.page_tokens, -(-end // pool.page_tokens)
+        page_ids = pool.page_table[self.slot, first:last].long()
+        own = slice(first * pool.page_tokens, last * pool.page_tokens)
+        keys, values = self.staging.buffer(place)
+        return layer, page_ids, keys[:, own], values[:, own]

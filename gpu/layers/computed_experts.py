@@ -1,0 +1,43 @@
+"""The slots in which the CPU is asked for experts in host memory, and who computes them there.
+
+It refuses to know rates: whether that is faster than fetching them is the plan's to say. Invariant: what the CPU has no
+code for is named in one line, before any step is captured.
+"""
+
+import torch
+
+from gpu.exchange.device_experts import ExpertExchange
+from gpu.memory.expert_shares import experts_of, why_not_computed
+from gpu.model.spec import Architecture, ModelError
+from gpu.operations.linear.numba_matrix_table import rows_of
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.weights.host_experts import HostExperts
+from gpu.weights.weights import Weights
+from transfer.expert_exchange import LayerExperts, OpenExperts
+
+
+def open_exchanges(
+    weights: Weights, shape: Architecture, max_rows: int, device: torch.device, open_experts: OpenExperts,
+    num_lanes: int,
+) -> list[ExpertExchange]:  # fmt: skip
+    """A slot of `max_rows` rows for each lane, and who answers in it; none where no expert lies in host memory. Raises
+    ModelError where this machine's CPU, or the model, cannot.
+    """
+    hosts = [layer.experts and layer.experts.host for layer in weights.layers]
+    if not any(hosts):
+        return []
+    reason = why_not_computed(shape)
+    if reason is not None:
+        raise ModelError(f"gpu.host_experts: asked compute, but {reason}; have them fetched")
+    layers = [None if host is None else _layer_of(host) for host in hosts]
+    per_token = experts_of(shape).per_token
+    try:
+        workers = [open_experts(layers, max_rows, per_token) for _ in range(num_lanes)]
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(f"gpu.host_experts: asked compute, but {error}; have them fetched") from None
+    return [ExpertExchange(max_rows, shape.hidden, per_token, device, worker) for worker in workers]
+
+
+def _layer_of(host: HostExperts) -> LayerExperts:
+    assert not any(isinstance(one, Packed) and one.order is not None for one in (host.gate_up, host.down)), "in order"
+    return LayerExperts(host.count, rows_of(host.gate_up), rows_of(host.down))

@@ -1,0 +1,127 @@
+"""The layers of a decoder, as its specs say, as functions over tensors.
+
+It refuses to know requests, batching and sampling: attention is handed in, or stands between the two halves of a layer.
+Invariant: each hidden state depends on its own row and on what attention returns for that row, so padding rows and
+packed neighbours change nothing.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gpu.exchange.device_experts import ExpertExchange
+from gpu.kv.pool import KvPool
+from gpu.layers.projections import Projections
+from gpu.layers.rope import layer_rope_tables
+from gpu.model.spec import Architecture
+from gpu.operations.arguments import runs_on_numba
+from gpu.operations.head_norm import HeadNorms
+from gpu.operations.kv.numba_rope_kv_write import rope_kv_write_cpu
+from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.weights.weights import Weights
+
+# (query, pre_rope_query), both [tokens, heads, dim], to attention's output, of that shape and any floating dtype.
+Attend = Callable[[Tensor, Tensor], Tensor]
+
+# (keys and values before rotation, [tokens, 2, kv_heads, dim], a view), of those tokens that a layer computes.
+See = Callable[[Tensor], None]
+
+# Where a layer's keys and values are written: key_pages, value_pages `[num_pages, kv_heads, page_tokens, dim]`, in the
+# compute dtype or of codes (`kv_rows`), and
+# page_table int32 `[max_slots, max_pages]`. A buffer `[kv_heads, tokens, dim]` is one page of `tokens` tokens.
+Pages = tuple[Tensor, Tensor, Tensor]
+
+
+class Decoder:
+    """Weights, RoPE tables and the KV pool that the layers write to."""
+
+    def __init__(self, architecture: Architecture, weights: Weights, pool: KvPool, max_context_tokens: int) -> None:
+        self.architecture = architecture
+        self.weights = weights
+        self.pool = pool
+        self.projections = Projections(weights, architecture)
+        self.scale = architecture.dim**-0.5
+        self.specs = architecture.layers
+        self.windows = sorted({spec.window_tokens for spec in self.specs if spec.window_tokens is not None})
+        self._rope_tables = layer_rope_tables(architecture, max_context_tokens, pool.device)
+        scale = torch.tensor(architecture.embedding_scale, dtype=weights.embedding.dtype)
+        self._embedding_scale = float(scale)  # rounded as the rows are
+        self.query_columns = architecture.num_heads * architecture.dim
+
+    @property
+    def cos(self) -> Tensor:
+        """Of the first layer, and of a plain model's all: float32 `[max_context_tokens, dim // 2]`."""
+        return self._rope_tables[0][0]
+
+    @property
+    def sin(self) -> Tensor:
+        """As `cos`."""
+        return self._rope_tables[0][1]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Hidden states `[tokens, hidden]` of token ids, int64 `[tokens]`."""
+        rows = self.weights.embedding.index_select(0, token_ids)
+        return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
+
+    def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
+              pages: Pages | None = None, cells: Tensor | None = None, see: See | None = None) -> Tensor:  # fmt: skip
+        """One layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots' pages, each
+        to its cell.
+
+        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; pages: None for the pool's; cells:
+        int64 `[tokens]`, None: positions are cells; see: is shown what is written. The KV that `attend` sees has these
+        tokens.
+        """
+        query, pre_rope_query = self.enter(
+            index, hidden, positions, positions if cells is None else cells, slots, pages, see
+        )
+        return self.leave(index, hidden, attend(query, pre_rope_query), slots)
+
+    def enter(self, index: int, hidden: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
+              pages: Pages | None, see: See | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The part of a layer before attention: keys and values are written, `(query, pre_rope_query)` come back.
+
+        See `layer`. cells: of the slots' contexts, where they are written. Both queries are `[tokens, heads, dim]`, of
+        the weights' dtype.
+        """
+        qkv = self.projections.qkv(index, hidden)
+        norms = self.projections.head_norms(index)
+        query = self._write(index, qkv, positions, cells, slots, pages, self.architecture.num_heads, norms)
+        if see is not None:
+            see(qkv[:, self.query_columns :].view(len(qkv), 2, -1, self.architecture.dim))
+        return query, qkv[:, : self.query_columns].view(query.shape)
+
+    def place(self, index: int, rows: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
+              pages: Pages | None) -> None:  # fmt: skip
+        """Write keys and values that are not computed here, `[tokens, 2, kv_heads, dim]`, contiguous, keys before
+        rotation: they are rotated to `positions` and written as in `enter`.
+        """
+        self._write(index, rows.flatten(1), positions, cells, slots, pages, 0, None)
+
+    def _write(self, index: int, qkv: Tensor, positions: Tensor, cells: Tensor, slots: Tensor, pages: Pages | None,
+               num_heads: int, norms: HeadNorms | None) -> Tensor:  # fmt: skip
+        key_pages, value_pages, page_table = pages or (
+            self.pool.key_pages[index], self.pool.value_pages[index], self.pool.table_of(index),
+        )  # fmt: skip
+        write = rope_kv_write_cpu if runs_on_numba(key_pages) else rope_kv_write
+        return write(
+            qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages, num_heads,
+            norms,
+        )  # fmt: skip
+
+    def leave(self, index: int, hidden: Tensor, attended: Tensor, slots: Tensor,
+              exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
+        """The part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype, projected and
+        added to `hidden`, and the MLP. slots: see `layer`; exchange: where the CPU is asked for experts, if it is.
+        """
+        rows = attended.reshape(-1, self.query_columns)
+        return self.projections.mlp(index, self.projections.output(index, rows, hidden), slots, exchange)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""
+        return self.projections.logits(hidden)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What logits are made of, `[tokens, hidden]`, of the last layer's."""
+        return self.projections.final_norm(hidden)

@@ -1,0 +1,120 @@
+"""The MLP of a layer with experts: routing, the products of those that are taken, their sum and the residual.
+
+It refuses to know attention, and how matrices are stored. Invariants: experts that no token takes are not read; where
+they lie changes no bit, as long as it is the card that computes. Which products of a layer depends on the number of
+tokens alone, so a graph holds them: three launches for up to MOST_ALONE where no matrix is packed, else four for up to
+LEAST_PAIRS, and six; where some lie in host memory two more, or one, and one for each tensor that is fetched; or, where
+the CPU computes these, four more, or three: it is asked before the card's own products and awaited behind them.
+"""
+
+from torch import Tensor
+
+from gpu.exchange.device_experts import ExpertExchange
+from gpu.layers.staged_experts import StagedExperts
+from gpu.model.spec import Activation, Experts
+from gpu.operations.arguments import runs_on_triton
+from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
+from gpu.operations.experts.expert_tiles import (
+    LEAST_PAIRS,
+    down_tiles,
+    gate_up_tiles,
+    pair_few,
+    pair_up,
+    sizes_of_tiles,
+)
+from gpu.operations.experts.experts_reference import experts_reference, route_reference
+from gpu.operations.experts.far_experts import FarExperts
+from gpu.operations.experts.fetch_experts import list_experts
+from gpu.operations.experts.routing import MOST_ROUTED, choose, router_logits
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.operations.rms_norm import rms_norm
+from gpu.weights.weights import ExpertWeights
+
+# Tokens whose products are of vectors: of more, experts that several take are read too often. Experts of few bits, of
+# which either matrix may be, are multiplied in tiles whatever the number of tokens.
+MOST_ALONE = 4
+
+
+class ExpertMlp:
+    """Of one layer. staged: brings those in host memory to the card, by the layer's number; None: none lie there."""
+
+    def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation, layer: int = 0,
+                 staged: StagedExperts | None = None) -> None:  # fmt: skip
+        self.weights = weights
+        self.experts = experts
+        self.activation = activation
+        self._layer = layer
+        self._staged = staged
+
+    def __call__(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None = None,
+                 exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
+        """Norm and experts, added to `hidden`, `[tokens, hidden]` -> the same, new. slots: int32 `[tokens]`, -1 in rows
+        that are not in use, for which nothing is fetched; None: all are. exchange: where the CPU is asked for experts
+        in host memory; None: they are fetched.
+        """
+        if self.weights.host is None or len(hidden) == 0:
+            exchange = None
+        made = self._make(hidden, norm, eps, slots, exchange)
+        return made if exchange is None else exchange.add(made, hidden.dtype)
+
+    def _make(
+        self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None
+    ) -> Tensor:
+        """What the card makes, added to `hidden`: all of it, or what it does not ask for."""
+        weights, experts = self.weights, self.experts
+        gate_up, down = weights.gate_up, weights.down
+        if not runs_on_triton(hidden) or len(hidden) == 0:
+            normed = rms_norm(hidden, norm, eps)
+            ids, shares = route_reference(normed, weights.router, experts)
+            far = self._find_far(normed, ids.int(), shares, slots, exchange)
+            return experts_reference(normed, ids, shares, gate_up, down, experts, self.activation, far).add_(hidden)
+        normed, logits = router_logits(hidden, norm, eps, weights.router)
+        taken, is_few = None, len(hidden) <= LEAST_PAIRS  # tiles of few tokens find their pairs in the logits
+        if weights.host is not None or not is_few:
+            taken = choose(logits, experts)
+        far = None if taken is None else self._find_far(normed, *taken, slots, exchange)
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and len(hidden) <= MOST_ALONE:
+            product, ids, shares = gate_up_rows(normed, logits, gate_up, experts, self.activation, far)
+            return down_rows(product, ids, shares, down, hidden, experts, far)
+        has_packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
+        tiles = pair_few(logits, experts) if is_few or taken is None else pair_up(*taken, experts, has_packed)
+        product = gate_up_tiles(normed, tiles, gate_up, experts, self.activation, far)
+        return down_tiles(product, tiles, down, hidden, experts, far)
+
+    def warm_up(self, most_tokens: int, norm: Tensor) -> None:
+        """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""
+        counts = [
+            1,
+            MOST_ALONE + 1,
+            LEAST_PAIRS,
+            LEAST_PAIRS + 1,
+            MOST_ROUTED + 1,
+            *sizes_of_tiles(self.experts, most_tokens),
+        ]
+        for tokens in sorted({min(most_tokens, count) for count in counts}):
+            self(norm.new_zeros(tokens, len(norm), dtype=self.weights.router.dtype), norm, 1e-6)
+
+    def _find_far(
+        self, normed: Tensor, ids: Tensor, shares: Tensor, slots: Tensor | None, exchange: ExpertExchange | None
+    ) -> FarExperts | None:
+        """Those in host memory, fetched; or none of them, and the CPU is asked."""
+        host = self.weights.host
+        if exchange is None or host is None:
+            return self._fetch(ids, slots)
+        assert self._staged is not None, "experts in host memory: something knows their places"
+        exchange.ask(self._layer, normed, ids, shares, self.experts.num_experts - host.count, slots)
+        return self._staged.left_out(self._layer)
+
+    def _fetch(self, ids: Tensor, slots: Tensor | None) -> FarExperts | None:
+        """Those in host memory that some token takes, if any lie there. Tokens that take as many as there are take
+        nearly all of them, which are then copied whole.
+        """
+        host, num_experts, num_pairs = self.weights.host, self.experts.num_experts, ids.numel()
+        if host is None or num_pairs == 0:
+            return None
+        assert self._staged is not None, "experts in host memory: something brings them to the card"
+        if num_pairs >= num_experts and self._staged.is_kept:
+            return self._staged.whole(self._layer)
+        listed = list_experts(ids, num_experts - host.count, num_experts, min(host.count, num_pairs), slots,
+                              self._staged.num_listed)  # fmt: skip
+        return self._staged.some(self._layer, listed)

@@ -1,0 +1,132 @@
+"""When experts in host memory come to the card, and where they lie there.
+
+A decode step fetches those that its tokens take, each once, into slots that live as long as the layer's products: which
+they are is decided on the device, inside the captured step. A prompt takes nearly all of a layer's, so they are copied
+whole, and the next layer's beside the products of this one; prefill goes layer by layer, so they are kept from chunk to
+chunk. It refuses to know routing and products. Invariants: buffers are filled behind all that was launched on the
+stream that reads them, and read behind what fills them; other streams, and steps that are captured, have memory of
+their own. Bytes over the link: of a decode step each expert that is taken, once; of a prompt each layer's experts once,
+whatever its chunks, while no more than STAGED_STACKS layers are asked for in turn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu.memory.expert_shares import STAGED_STACKS
+from gpu.operations.experts.far_experts import FarExperts
+from gpu.operations.experts.fetch_experts import Listed
+from gpu.weights.host_experts import HostExperts
+from transfer.copies import PASSED, Event, Streams
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """memory: uint8; layer: whose experts it holds, or None; filled: when they are there."""
+
+    memory: Tensor
+    layer: int | None
+    filled: Event
+
+
+class StagedExperts:
+    """Of all layers, by number; None: it has none in host memory. nums_on_card: of each layer's experts. It belongs to
+    the stream that it is made on.
+    """
+
+    def __init__(self, layers: Sequence[HostExperts | None], nums_on_card: Sequence[int], device: torch.device) -> None:
+        self._layers = layers
+        self._places = [
+            torch.cat([torch.arange(near), ~torch.arange(one.count if one else 0)]).to(device, torch.int32)
+            for near, one in zip(nums_on_card, layers, strict=True)
+        ]
+        self._numbers = [number for number, one in enumerate(layers) if one is not None]
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._streams = Streams(device)
+        size = max((one.num_bytes(one.count) for one in layers if one is not None), default=0)
+        self._buffers = [  # used longest ago first
+            _Buffer(torch.empty(size, dtype=torch.uint8, device=device), None, PASSED) for _ in range(STAGED_STACKS)
+        ]
+        self._last: int | None = None
+        self.num_listed = torch.zeros(1, dtype=torch.int64, device=device)
+        """On the device: what was fetched one by one since the start, also by steps that are replayed."""
+        self._told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._most_told = 0
+        self.num_copied = 0
+        """Experts of layers that were copied whole."""
+
+    @property
+    def num_fetched(self) -> int:
+        """As `num_listed`, up to the last step that is over; waits for nothing."""
+        self._most_told = max(self._most_told, int(self._told))  # a lane may tell less, behind one that told more
+        return self._most_told
+
+    def end_step(self) -> None:
+        """What the step launched last fetches is told once it is over."""
+        self._told.copy_(self.num_listed, non_blocking=True)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is asked for now may stay for who asks next: on this stream, and not in a graph."""
+        if self._stream is None:
+            return True
+        return torch.cuda.current_stream(self._device) == self._stream and not torch.cuda.is_current_stream_capturing()
+
+    def some(self, layer: int, listed: Listed) -> FarExperts:
+        """Those that are listed, in their slots; what reads them is launched before the next call."""
+        own, num_slots = self._of(layer), len(listed.wanted)
+        if self.is_kept:
+            buffer = self._take(None)
+            self._streams.wait_for(buffer.filled)
+            memory = buffer.memory
+        else:
+            memory = torch.empty(own.num_bytes(num_slots), dtype=torch.uint8, device=self._device)
+        slots = own.slots_in(memory, num_slots)
+        own.fetch(slots, listed)
+        return FarExperts(slots.gate_up, slots.down, listed.places)
+
+    def left_out(self, layer: int) -> FarExperts:
+        """None of a layer: somebody else computes them."""
+        return FarExperts(None, None, self._places[layer])
+
+    def whole(self, layer: int) -> FarExperts:
+        """All of a layer, in their order; what reads them is launched before the next call. The next layer's follow, if
+        this one's turn came behind that of the layer before it.
+        """
+        assert self.is_kept, "staged experts: nothing is kept for another stream, nor in a graph"
+        place = self._numbers.index(layer)
+        buffer = self._find(layer) or self._load(layer)
+        self._buffers.append(self._buffers.pop(self._buffers.index(buffer)))
+        if place + 1 < len(self._numbers) and (place == 0 or self._last == self._numbers[place - 1]):
+            following = self._numbers[place + 1]
+            if self._find(following) is None:
+                self._load(following)
+        self._last = layer
+        self._streams.wait_for(buffer.filled)
+        own = self._of(layer)
+        slots = own.slots_in(buffer.memory, own.count)
+        return FarExperts(slots.gate_up, slots.down, self._places[layer])
+
+    def _load(self, layer: int) -> _Buffer:
+        buffer, own = self._take(layer), self._of(layer)
+        self.num_copied += own.count
+        with self._streams.aside(self._streams.up):
+            own.copy(own.slots_in(buffer.memory, own.count))
+            buffer.filled = self._streams.record()
+        return buffer
+
+    def _take(self, layer: int | None) -> _Buffer:
+        buffer = self._buffers[0]
+        buffer.layer = layer
+        return buffer
+
+    def _find(self, layer: int) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.layer == layer), None)
+
+    def _of(self, layer: int) -> HostExperts:
+        own = self._layers[layer]
+        assert own is not None, f"staged experts: layer {layer} has none in host memory"
+        return own

@@ -1,0 +1,156 @@
+"""Decode attention over rows in codes of 8 bits: each warp takes runs of cells of its own and waits for no other.
+
+It refuses to know how a context is cut into pieces, and layouts of pages beyond `kv_rows`. Bytes are cheap
+here, instructions are not: so codes go from pages to shared memory as they are, a thread takes 16 bytes of a row at
+once, and what it makes of them lies where tensor cores want it, as their first operand; a query group's heads are
+columns, of which 8 do. That holds if the axes' order is that of tensor cores' fragments, which is why rows, columns
+and heads are renumbered below; numbers are the same in any order. Scales are a token's: of logits and of weights.
+
+Invariants: pages of which no head reads a cell are never touched; in others, cells that no head reads may be loaded,
+and are not looked at: a code is always a number. A warp's state is its own until `merge_warps`.
+"""
+
+import triton
+import triton.language as tl
+
+from gpu.operations.kv.kv_rows import floats_of, widen
+
+RUN_CELLS = 16  # cells in a row that share a page; a multiple of which a warp takes at once
+MIN_GROUP_COLUMNS = 8  # the smallest tile of second operands
+
+_RUN = tl.constexpr(RUN_CELLS)
+
+
+@triton.jit
+def order_query(rows, WARPS: tl.constexpr):
+    """Of `[group, dim]` the second operand of logits, `[warps, dim, group]`, its dim in the order of `_load_keys`."""
+    GROUP: tl.constexpr = rows.shape[0]
+    DIM: tl.constexpr = rows.shape[1]
+    turned = tl.permute(tl.reshape(rows, [GROUP, DIM // 64, 4, 4, 4]), [0, 1, 3, 2, 4])
+    turned = tl.trans(tl.reshape(turned, [1, GROUP, DIM]), 0, 2, 1)
+    return tl.broadcast_to(turned, [WARPS, DIM, GROUP])
+
+
+@triton.jit
+def new_states(WARPS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Of no cells: the highest logit, mass, output and cells that were read, for each warp."""
+    top = tl.full([WARPS, GROUP], float("-inf"), tl.float32)
+    mass = tl.zeros([WARPS, GROUP], tl.float32)
+    out = tl.zeros([WARPS, DIM, GROUP], tl.float32)
+    return top, mass, out, tl.zeros([WARPS, GROUP], tl.int32)
+
+
+@triton.jit
+def runs_of(block, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """First places of this block's runs, `[runs, warps]`."""
+    RUNS: tl.constexpr = BLOCK_TOKENS // (WARPS * _RUN)
+    run = tl.arange(0, WARPS)[None, :] * RUNS + tl.arange(0, RUNS)[:, None]
+    return block * BLOCK_TOKENS + run * _RUN
+
+
+@triton.jit
+def cells_of(first):
+    """All cells `[warps, cells]` of runs whose first ones these are, `[runs, warps]`."""
+    RUNS: tl.constexpr = first.shape[0]
+    WARPS: tl.constexpr = first.shape[1]
+    cells = tl.trans(first)[:, :, None] + tl.arange(0, _RUN)[None, None, :]
+    return tl.reshape(cells, [WARPS, RUNS * _RUN])
+
+
+@triton.jit
+def _load_keys(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
+    """Codes of the runs that begin there, int64 `[runs, warps]`, as numbers `[warps, cells, dim]`. Four lanes take 64
+    columns of a row, 16 each; of those, 4 make neighbours in every step of 16 columns of a product.
+    """
+    RUNS: tl.constexpr = begin.shape[0]
+    WARPS: tl.constexpr = begin.shape[1]
+    PARTS: tl.constexpr = BLOCK_DIM // 64
+    half = (tl.arange(0, 2) * 8)[None, None, :, None, None, None]
+    row = half + tl.arange(0, 8)[None, None, None, None, :, None]
+    column = (tl.arange(0, PARTS) * 64)[:, None, None, None, None, None]
+    column = column + tl.arange(0, 64)[None, None, None, None, None, :]
+    place = begin[None, :, None, :, None, None] + (row * DIM + column)
+    if BLOCK_DIM == DIM:  # noqa: SIM108
+        codes = tl.load(pages + place)
+    else:
+        codes = tl.load(pages + place, mask=column < DIM, other=0)
+    keys = tl.reshape(widen(codes, DTYPE, KIND), [PARTS, RUNS, 2, WARPS, 8, 4, 4, 4])
+    return tl.reshape(tl.permute(keys, [3, 1, 2, 4, 0, 6, 5, 7]), [WARPS, RUNS * _RUN, BLOCK_DIM])
+
+
+@triton.jit
+def _load_values(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
+    """Likewise, `[warps, dim, cells]`: eight lanes take a row of 128 columns, 16 each, and four take every fourth cell,
+    so a lane has neighbours in both. The order of dim is undone by `merge_warps`.
+    """
+    RUNS: tl.constexpr = begin.shape[0]
+    WARPS: tl.constexpr = begin.shape[1]
+    PIECE: tl.constexpr = BLOCK_DIM // 8 if BLOCK_DIM < 128 else 16
+    PARTS: tl.constexpr = BLOCK_DIM // (8 * PIECE)
+    row = (tl.arange(0, 4) * 4)[None, None, None, None, None, :, None]
+    row = row + tl.arange(0, 4)[None, :, None, None, None, None, None]
+    column = (tl.arange(0, PARTS) * (8 * PIECE))[None, None, :, None, None, None, None]
+    column = column + (tl.arange(0, 8) * PIECE)[None, None, None, None, :, None, None]
+    column = column + tl.arange(0, PIECE)[None, None, None, None, None, None, :]
+    place = begin[:, None, None, :, None, None, None] + (row * DIM + column)
+    if BLOCK_DIM == DIM:  # noqa: SIM108
+        codes = tl.load(pages + place)
+    else:
+        codes = tl.load(pages + place, mask=column < DIM, other=0)
+    values = tl.permute(widen(codes, DTYPE, KIND), [3, 2, 6, 4, 0, 5, 1])
+    return tl.reshape(values, [WARPS, BLOCK_DIM, RUNS * _RUN])
+
+
+@triton.jit
+def attend_runs(
+    query, key_pages, value_pages, pages, maxima, kv_head, first, loaded, cells, reads, is_head, top, mass, out,
+    covered, scale_log2,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    MAXIMA: tl.constexpr, COUNTED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Add the `cells` `[warps, cells]` that each head `reads` `[warps, cells, group]`. first: cells that runs begin
+    with, `[runs, warps]`; loaded: the same of a run that is loaded in its place where nothing of it is read.
+    """
+    RUNS: tl.constexpr = first.shape[0]
+    WARPS: tl.constexpr = first.shape[1]
+    CELLS: tl.constexpr = RUNS * _RUN
+    WIDTH: tl.constexpr = PAGE_TOKENS * (DIM + 4)
+    page = tl.load(pages + loaded // PAGE_TOKENS).to(tl.int64)
+    origin, offset = (page * KV_HEADS + kv_head) * WIDTH, loaded % PAGE_TOKENS // _RUN * _RUN
+    begin = origin + offset * DIM
+    keys = _load_keys(key_pages, begin, DIM, BLOCK_DIM, query.dtype, KIND)
+    word = tl.reshape(cells_of(origin // 4 + PAGE_TOKENS * DIM // 4 + offset), [WARPS, CELLS])
+    key_scale = tl.load(floats_of(key_pages) + word)
+    value_scale = tl.load(floats_of(value_pages) + word)
+    logits = tl.dot(keys, query, input_precision="ieee") * (key_scale * scale_log2)[:, :, None]
+    logits = tl.where(reads, logits, float("-inf"))
+    if MAXIMA:
+        LN2: tl.constexpr = 0.6931471805599453
+        largest = tl.max(tl.reshape(logits, [WARPS, RUNS, _RUN, logits.shape[2]]), 2)
+        seen = (largest > float("-inf")) & is_head[None, None, :]
+        place = tl.trans(first) // _RUN
+        tl.atomic_max(maxima[None, None, :] + place[:, :, None], largest * LN2, mask=seen)
+    if COUNTED:
+        covered += tl.sum((reads & is_head[None, None, :]).to(tl.int32), 1)
+    higher = tl.maximum(top, tl.max(logits, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(logits - base[:, None, :])
+    rescale = tl.exp2(top - base)
+    mass = mass * rescale + tl.sum(weights, 1)
+    weights = tl.where(reads, weights * value_scale[:, :, None], 0.0)
+    values = _load_values(value_pages, begin, DIM, BLOCK_DIM, query.dtype, KIND)
+    out = out * rescale[:, None, :] + tl.dot(values, weights.to(query.dtype), input_precision="ieee")
+    return higher, mass, out, covered
+
+
+@triton.jit
+def merge_warps(top, mass, out, covered):
+    """States of all warps to one: `[group]`, and out `[group, dim]` in the order of columns."""
+    DIM: tl.constexpr = out.shape[1]
+    GROUP: tl.constexpr = out.shape[2]
+    PIECE: tl.constexpr = DIM // 8 if DIM < 128 else 16
+    highest = tl.max(top, 0)
+    share = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
+    merged = tl.sum(out * share[:, None, :], 0)
+    ordered = tl.permute(tl.reshape(merged, [DIM // (8 * PIECE), PIECE, 8, GROUP]), [3, 0, 2, 1])
+    return highest, tl.sum(mass * share, 0), tl.reshape(ordered, [GROUP, DIM]), tl.sum(covered, 0)

@@ -1,0 +1,315 @@
+"""Attention of one query token per request over its paged context: partials (out, natural-log lse) of stated cells.
+
+It refuses to know what fills a hole, and why there is one. A (request, head) reads *near*, `[0, hole_begin)` and
+`[cut, context_len)`, and *far*, `[hole_end, cut)`, as two partials; without bounds, near is the whole context.
+Invariants: cells beyond a context or in a hole, and pages that hold nothing else, are never read; no cell gives (0,
+-inf). Bytes moved: a key and a value (2 * itemsize * dim; of codes 2 * (dim + 4)) for each cell that a head of a query
+group reads, once for the group, and for the rest of its blocks at the bounds.
+
+On a GPU a whole context is cut into splits (split-KV, as in FlashDecoding), one program for each (request, KV head,
+split); a second kernel merges a request's splits. The number of splits is fixed by the launch, so a CUDA graph holds
+for every context length. With bounds, spans differ, and `balanced_decode_attention` cuts them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.operations.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
+from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS, attend_blocks, group_rows, store_partial
+from gpu.operations.decode_attention.balanced_decode_attention import launch_balanced, num_places
+from gpu.operations.decode_attention.paged_decode_reference import attend_cells, attend_whole
+from gpu.operations.kv.kv_rows import check_pages, kind_of
+from transfer.partial import Partial
+
+MAX_SPLITS = 128
+MAX_SPLIT_TOKENS = 8192
+PROGRAMS_PER_SM = 4
+
+# (itemsize of a stored element, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
+CONFIGS = {
+    (1, 64): (64, 2, 3),
+    (1, 96): (64, 2, 3),
+    (1, 128): (64, 2, 3),
+    (1, 256): (64, 4, 3),
+    (2, 64): (64, 4, 3),
+    (2, 96): (64, 4, 2),
+    (2, 128): (64, 4, 2),
+    (2, 256): (32, 4, 2),
+    (4, 64): (32, 4, 2),
+    (4, 96): (32, 4, 2),
+    (4, 128): (32, 4, 2),
+    (4, 256): (16, 4, 2),
+}
+
+DECODED_DIMS = tuple(sorted({dim for _, dim in CONFIGS}))
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Scratch: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`, log base 2. On CPU both are empty.
+
+    Without bounds a launch uses the first requests * splits rows; with bounds it takes all as `[places, group, dim]`.
+    parts: 2 where there is room for far beside near.
+    """
+
+    out: Tensor
+    lse: Tensor
+    parts: int
+    max_requests: int
+    max_context_tokens: int
+    num_sms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a launch read: near, and far where it was asked for and there are bounds."""
+
+    near: Partial
+    far: Partial | None
+
+
+def workspace_for(
+    max_requests: int, num_heads: int, num_kv_heads: int, dim: int, max_context_tokens: int,
+    device: torch.device | str, has_far: bool = False,
+) -> Workspace:  # fmt: skip
+    """Allocate once, for every launch of up to `max_requests` requests of up to `max_context_tokens` each."""
+    device = torch.device(device)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    parts = 1 + has_far
+    rows = 0
+    if num_sms or INTERPRETED:
+        rows = max(
+            num_rows(count, num_kv_heads, max_context_tokens, parts, num_sms) for count in range(1, max_requests + 1)
+        )
+    return Workspace(
+        torch.empty(rows, num_heads, dim, dtype=torch.float32, device=device),
+        torch.empty(rows, num_heads, dtype=torch.float32, device=device),
+        parts,
+        max_requests,
+        max_context_tokens,
+        num_sms,
+    )
+
+
+def num_rows(requests: int, kv_heads: int, max_context_tokens: int, parts: int, num_sms: int) -> int:
+    """Of a workspace for so many requests, with bounds or without."""
+    splits = num_splits(requests, kv_heads, max_context_tokens, num_sms)
+    return max(requests * splits, -(-num_places(requests, kv_heads, parts, num_sms) // kv_heads))
+
+
+def num_splits(requests: int, kv_heads: int, max_context_tokens: int, num_sms: int) -> int:
+    """Splits of one context: enough programs to fill the device, and no split so long that it ends last alone."""
+    to_fill = -(-PROGRAMS_PER_SM * num_sms // (requests * kv_heads))
+    to_bound = -(-max_context_tokens // MAX_SPLIT_TOKENS)
+    return max(1, min(MAX_SPLITS, max(to_fill, to_bound)))
+
+
+def paged_decode_attention_reference(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    bounds: Tensor | None = None,
+    has_far: bool = False,
+    maxima: Tensor | None = None,
+) -> Reading:
+    """Plain torch, on CPU only; see `paged_decode_attention`. In float64 the partials are float64 too."""
+    pages = (key_pages, value_pages, page_table, slots)
+    context = torch.where(slots >= 0, context_lens, 0)[:, None]
+    if bounds is None and maxima is None:
+        whole = attend_whole(query, *pages, context_lens, scale)
+        return Reading(Partial(whole.out, whole.lse, context.expand(query.shape[:2]).to(torch.int32)), None)
+    hole_begin, hole_end, cut = torch.zeros(3, *query.shape[:2]) if bounds is None else bounds.minimum(context)
+    cells = torch.arange(max(int(context.max()), 1))
+    is_near = (cells < hole_begin[..., None]) | ((cells >= cut[..., None]) & (cells < context[..., None]))
+    is_far = (cells >= hole_end[..., None]) & (cells < cut[..., None]) & has_far
+    near, logits = attend_cells(query, *pages, is_near, scale)
+    far, more_logits = attend_cells(query, *pages, is_far, scale)
+    if maxima is not None:
+        largest = logits.maximum(more_logits).split(MAXIMA_CELLS, -1)
+        maxima.fill_(float("-inf"))
+        maxima[..., : len(largest)] = torch.stack([block.amax(-1) for block in largest], -1)
+    return Reading(near, far if has_far else None)
+
+
+@triton.jit
+def _split_kernel(
+    query, key_pages, value_pages, page_table, slots, context_lens, maxima,
+    split_out, split_lse, split_covered, scale_log2, query_stride, max_pages, num_splits, maxima_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
+    COUNTED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    request, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    member = tl.arange(0, BLOCK_GROUP)
+    head = kv_head * GROUP + member
+    is_head = member < GROUP
+    context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
+    num_blocks = tl.cdiv(context, BLOCK_TOKENS)
+    split_blocks = tl.cdiv(num_blocks, num_splits)
+    first = split * split_blocks
+    if first >= num_blocks:  # short contexts leave splits empty; the reduction knows which
+        return
+
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    rows = tl.load(query + request * query_stride + head[:, None] * DIM + column,
+                   mask=is_head[:, None] & (column < DIM), other=0.0)  # fmt: skip
+    pages = page_table + tl.load(slots + request).to(tl.int64) * max_pages
+    highest = maxima + (request * (KV_HEADS * GROUP) + head) * maxima_stride
+    last = tl.minimum(first + split_blocks, num_blocks)
+    top, mass, out, covered = attend_blocks(
+        rows, key_pages, value_pages, pages, highest, kv_head, first, last, context, is_head, scale_log2,
+        KV_HEADS, DIM, BLOCK_DIM, PAGE_TOKENS, BLOCK_GROUP, BLOCK_TOKENS, WARPS, MAXIMA, COUNTED, KIND,
+    )  # fmt: skip
+    row = (request * num_splits + split) * (KV_HEADS * GROUP) + head
+    store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, DIM, BLOCK_DIM, COUNTED)
+
+
+@triton.jit
+def _reduce_kernel(
+    split_out, split_lse, split_covered, out, lse, covered, slots, context_lens, num_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
+    num_blocks = tl.cdiv(context, BLOCK_TOKENS)
+    split_blocks = tl.maximum(tl.cdiv(num_blocks, num_splits), 1)
+    split = tl.arange(0, BLOCK_SPLITS)
+    is_used = (split * split_blocks < num_blocks) & (split < num_splits)
+    column = tl.arange(0, BLOCK_DIM)
+    row = (request * num_splits + split) * HEADS + head
+    lse2 = tl.load(split_lse + row, mask=is_used, other=float("-inf"))
+    top = tl.max(lse2, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(lse2 - top)
+    mass = tl.sum(weights, 0)
+    has_mass = mass != 0.0
+    divisor = tl.where(has_mass, mass, 1.0)
+    parts = tl.load(split_out + row[:, None] * DIM + column[None, :],
+                    mask=(lse2 != float("-inf"))[:, None] & (column < DIM)[None, :], other=0.0)  # fmt: skip
+    merged = tl.sum(parts * weights[:, None], 0) / divisor
+    LN2: tl.constexpr = 0.6931471805599453
+    to = request * HEADS + head
+    tl.store(out + to * DIM + column, merged, mask=column < DIM)
+    tl.store(lse + to, tl.where(has_mass, (top + tl.log2(divisor)) * LN2, float("-inf")))
+    if COUNTED:
+        tl.store(covered + to, tl.sum(tl.load(split_covered + row, mask=is_used, other=0), 0))
+
+
+def paged_decode_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    workspace: Workspace,
+    bounds: Tensor | None = None,
+    has_far: bool = False,
+    maxima: Tensor | None = None,
+    is_counted: bool = False,
+) -> Reading:
+    """Softmax attention of each request's query over the cells of slot `slots[i]` that its heads read.
+
+    query: `[requests, heads, dim]`, after RoPE; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, the
+    query's dtype, or of codes (`kv_rows`); page_table: int32 `[max_slots, max_pages]`, by cell; slots,
+    context_lens (in cells): int32 `[requests]`; slot -1 or context 0 is padding and gives empty partials. bounds: int32
+    `[3, requests, heads]`, in which axes may be expanded: hole_begin <= hole_end <= cut, or None: all is near. has_far:
+    False where all cuts are at the hole's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural
+    logit of each 16 cells of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse
+    float32 `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another
+    shape, dtype or device, or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
+    """
+    op, (requests, heads, dim), device = "paged_decode_attention", query.shape, query.device
+    num_pages, kv_heads, page_tokens = key_pages.shape[:3]
+    if heads % kv_heads:
+        raise ValueError(f"{op}: {heads} query heads over {kv_heads} KV heads; wanted a multiple")
+    check_pages(op, "key_pages", key_pages, (num_pages, kv_heads, page_tokens, dim), query.dtype, device)
+    check(op, "value_pages", value_pages, tuple(key_pages.shape), key_pages.dtype, device)
+    check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
+    check(op, "slots", slots, (requests,), torch.int32, device)
+    check(op, "context_lens", context_lens, (requests,), torch.int32, device)
+    if bounds is not None and (bounds.shape != (3, requests, heads) or bounds.dtype != torch.int32):
+        got = f"{tuple(bounds.shape)} {bounds.dtype}"
+        raise ValueError(f"{op}: bounds are {got}; wanted {(3, requests, heads)} torch.int32")
+    if maxima is not None:
+        check(op, "maxima", maxima, (requests, heads, maxima.shape[-1]), torch.float32, device)
+    if not runs_on_triton(query) or requests == 0:
+        return paged_decode_attention_reference(
+            query, key_pages, value_pages, page_table, slots, context_lens, scale, bounds, has_far, maxima
+        )
+    check_dtype(op, query)
+    for name, tensor in (("key_pages", key_pages), ("value_pages", value_pages), ("page_table", page_table)):
+        check_contiguous(op, name, tensor)
+    if query.stride()[1:] != (dim, 1):
+        raise ValueError(f"{op}: query has strides {query.stride()}; wanted heads and dim contiguous")
+    parts = 1 + (has_far and bounds is not None)
+    if requests > workspace.max_requests or workspace.out.shape[1:] != (heads, dim) or workspace.parts < parts:
+        held = f"{workspace.max_requests} requests of {tuple(workspace.out.shape[1:])}, {workspace.parts} parts"
+        raise ValueError(
+            f"{op}: {requests} requests of {(heads, dim)}, {parts} parts, the workspace holds {held}; allocate a larger"
+        )
+    if (key_pages.element_size(), dim) not in CONFIGS:
+        raise ValueError(f"{op}: dim is {dim}; wanted one of {DECODED_DIMS}")
+    out = torch.empty(parts, requests, heads, dim, dtype=torch.float32, device=device)
+    lse = torch.empty(parts, requests, heads, dtype=torch.float32, device=device)
+    covered = torch.empty(parts, requests, heads, dtype=torch.int32, device=device) if is_counted else None
+    if maxima is not None:
+        maxima.fill_(float("-inf"))
+    pages = (query, key_pages, value_pages, page_table, slots, context_lens, scale)
+    if bounds is None:
+        _launch_splits(*pages, maxima, workspace, out, lse, covered)
+    else:
+        launch_balanced(*pages, bounds, maxima, workspace.out, workspace.lse, out, lse, covered, workspace.num_sms)
+    counts = [None] * parts if covered is None else covered.unbind()
+    near, *far = map(Partial, out.unbind(), lse.unbind(), counts)
+    return Reading(near, *(far or [None]))
+
+
+def _launch_splits(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    maxima: Tensor | None,
+    workspace: Workspace,
+    out: Tensor,
+    lse: Tensor,
+    covered: Tensor | None,
+) -> None:
+    """All of each context; arguments are checked. out, lse, covered: of one part, to take the partial."""
+    (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
+    block_tokens, num_warps, num_stages = CONFIGS[key_pages.element_size(), dim]
+    splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
+    group, kind = heads // kv_heads, kind_of(key_pages)
+    is_counted = covered is not None
+    split_covered = slots  # not looked at
+    if is_counted:
+        split_covered = torch.empty(requests * splits, heads, dtype=torch.int32, device=query.device)
+    _split_kernel[(requests, kv_heads, splits)](
+        query, key_pages, value_pages, page_table, slots, context_lens, lse if maxima is None else maxima,
+        workspace.out, workspace.lse, split_covered, scale * 1.4426950408889634, query.stride(0), page_table.stride(0),
+        splits, 0 if maxima is None else maxima.shape[-1],
+        GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), PAGE_TOKENS=page_tokens,
+        BLOCK_GROUP=group_rows(group, kind), BLOCK_TOKENS=block_tokens, WARPS=num_warps,
+        MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    _reduce_kernel[(requests, heads)](
+        workspace.out, workspace.lse, split_covered, out, lse, slots if covered is None else covered, slots,
+        context_lens, splits,
+        HEADS=heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_SPLITS=triton.next_power_of_2(splits),
+        BLOCK_TOKENS=block_tokens, COUNTED=is_counted, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""The device waits for the answer to its last ask: one program looks at a stamp in pinned memory until it is there.
+
+It refuses to know what is answered. Invariant: what is launched behind it reads an answer that was complete before the
+stamp was written: the border between two kernels orders its reads, so the looks themselves need no acquire. A device
+that waits here was launched ahead of the answer, so a launch's time is hidden; the host must answer or release the
+slot, whatever happens to it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.operations.arguments import check, runs_on_triton
+from transfer.exchange import RELEASED, Handshake
+
+_RELEASED = tl.constexpr(RELEASED)
+
+
+def await_answer_reference(counters: Tensor, slot: Handshake) -> None:
+    """On the CPU the host has answered before it comes here; raises AssertionError where it has not."""
+    stamp, answered = int(counters[0]), int(slot.answered)
+    assert answered in (stamp, RELEASED), f"await_answer: ask {stamp} has the answer to ask {answered}"
+
+
+@triton.jit
+def _await_answer_kernel(counters, answered):
+    stamp = tl.load(counters)
+    seen = tl.load(answered, volatile=True)
+    while (seen != stamp) & (seen != _RELEASED):
+        seen = tl.load(answered, volatile=True)
+
+
+def await_answer(counters: Tensor, slot: Handshake) -> None:
+    """Wait, in stream order, until the last ask packed with these counters (of `exchange_pack.new_counters`) has its
+    answer, or the slot is released. May be captured. Raises ValueError for other counters.
+    """
+    check("await_answer", "counters", counters, (len(slot.flags),), torch.int32, counters.device)
+    if not runs_on_triton(counters):
+        await_answer_reference(counters, slot)
+        return
+    _await_answer_kernel[(1,)](counters, slot.answered, num_warps=1)

@@ -1,0 +1,241 @@
+"""A mixture of experts for a few tokens: each row of an expert that a token takes is a product of vectors.
+
+For so few, hardly an expert is taken twice, and bytes of experts are the whole cost. It refuses to know how experts are
+chosen, and those of few bits, which take tiles (`expert_tiles`). Invariant: a program owns whole output
+rows of one token and sums over its experts in the order of their places, so a result depends neither on scheduling nor
+on other tokens. Bytes moved: rows of those that are taken, once for each token that takes them; a token's own row again
+for each program, from L2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.model.spec import Activation, Experts
+from gpu.operations.arguments import check
+from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
+from gpu.operations.experts.routing import take_experts, taking
+from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.operations.swiglu import gated
+
+# Rows of each expert in a program, columns at once, num_warps, unroll. A program has so many rows of all the experts
+# that a token takes, MIXED_PLACES; where it takes fewer, more of each.
+CONFIGS = {"gate_up": (1, 256, 4, 1), "down": (2, 256, 4, 3)}
+MIXED_PLACES = 8
+
+
+@triton.jit
+def _lay_rows(token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """A program's rows, so many of each of its token's experts: the place of the expert among these, the row in the
+    expert, the pair, and whether there is one.
+    """
+    lane = tl.arange(0, SLOTS * BLOCK_ROWS)
+    slot = lane % SLOTS
+    return slot, tl.program_id(0) * BLOCK_ROWS + lane // SLOTS, token * PER_TOKEN + slot, slot < PER_TOKEN
+
+
+@triton.jit
+def _take_rows(
+    logits, ids, shares, token, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of each row of a program its row in the expert, pair, expert (int64), and whether it is one. The program of row 0
+    writes who is taken.
+    """
+    slot, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
+    expert, share = take_experts(
+        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
+    )  # fmt: skip
+    tl.store(ids + place, expert, mask=is_ours & (row == 0))
+    tl.store(shares + place, share, mask=is_ours & (row == 0))
+    return row, place, expert.to(tl.int64), is_ours
+
+
+@triton.jit
+def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """As `_take_rows`, with the expert's weight, of what was written."""
+    _, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
+    expert = tl.load(ids + place, mask=is_ours, other=0).to(tl.int64)
+    return row, place, expert, tl.load(shares + place, mask=is_ours, other=0.0), is_ours
+
+
+@triton.jit
+def _gate_up_kernel(
+    x, weight, far, places, logits, ids, shares, out, HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
+    INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    EVEN: tl.constexpr = HIDDEN % BLOCK_INNER == 0
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, is_ours = _take_rows(
+        logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
+    )  # fmt: skip
+    number, is_far = find_place(places, expert, HAS_FAR)
+    if LEAVES_OUT:
+        is_ours = is_ours & (is_far == 0)
+    source = number * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
+    gate = base_of(weight, far, is_far[:, None], HAS_FAR) + source[:, None] * HIDDEN
+    column = tl.arange(0, BLOCK_INNER)[None, :]
+    x += token * HIDDEN + place[:, None] * 0  # of as many rows as weights, so that these stay in the threads that load
+    sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
+    up_sums = sums
+    for begin in tl.range(0, HIDDEN, BLOCK_INNER, loop_unroll_factor=UNROLL):
+        inner = begin + column
+        inside = is_ours[:, None] if EVEN else is_ours[:, None] & (inner < HIDDEN)
+        rows = tl.load(gate + inner, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        ups_at = gate + INTERMEDIATE * HIDDEN + inner
+        ups = tl.load(ups_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(x + inner, mask=inside, other=0.0).to(tl.float32)
+        sums += rows * values
+        up_sums += ups * values
+    result = gated(tl.sum(sums, 1), tl.sum(up_sums, 1), GELU)
+    tl.store(out + place * INTERMEDIATE + row, result.to(out.dtype.element_ty), mask=is_ours & (row < INTERMEDIATE))
+
+
+@triton.jit
+def _down_kernel(
+    product, weight, far, places, ids, shares, residual, out, residual_stride,
+    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    EVEN: tl.constexpr = INTERMEDIATE % BLOCK_INNER == 0
+    token = tl.program_id(1).to(tl.int64)
+    row, place, expert, share, is_ours = _find_rows(ids, shares, token, PER_TOKEN, SLOTS, BLOCK_ROWS)
+    number, is_far = find_place(places, expert, HAS_FAR)
+    if LEAVES_OUT:
+        is_ours = is_ours & (is_far == 0)
+    source = (number * HIDDEN + tl.minimum(row, HIDDEN - 1))[:, None] * INTERMEDIATE
+    source = base_of(weight, far, is_far[:, None], HAS_FAR) + source
+    column = tl.arange(0, BLOCK_INNER)[None, :]
+    sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
+    for begin in tl.range(0, INTERMEDIATE, BLOCK_INNER, loop_unroll_factor=UNROLL):
+        inner = begin + column
+        inside = is_ours[:, None] if EVEN else is_ours[:, None] & (inner < INTERMEDIATE)
+        rows = tl.load(source + inner, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(product + place[:, None] * INTERMEDIATE + inner, mask=inside, other=0.0).to(tl.float32)
+        sums += rows * values
+    _store_sum(tl.sum(sums, 1) * share, residual, out, token, residual_stride, HIDDEN, SLOTS, BLOCK_ROWS)
+
+
+@triton.jit
+def _store_sum(
+    weighed, residual, out, token, residual_stride, HIDDEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """Of a row what its experts make of it, `[rows * SLOTS]`, and the residual."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = row < HIDDEN
+    result = tl.sum(tl.reshape(weighed, [BLOCK_ROWS, SLOTS]), 1)
+    result += tl.load(residual + token * residual_stride + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + row, result.to(out.dtype.element_ty), mask=inside)
+
+
+def gate_up_rows(
+    normed: Tensor, logits: Tensor, gate_up: Tensor, experts: Experts, activation: Activation,
+    far: FarExperts | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype, and who
+    they are: ids int32 and weights float32, as `routing.choose` gives them.
+
+    normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of
+    experts that lie elsewhere. Raises ValueError for another shape, dtype or device, and for packed experts.
+    """
+    tokens, hidden = normed.shape
+    _refuse_packed("gate_up_rows", "gate_up", gate_up, far and far.gate_up)
+    check_experts(
+        "gate_up_rows", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
+    )
+    check("gate_up_rows", "logits", logits, (tokens, experts.num_experts), torch.float32, normed.device)
+    taken = (tokens, experts.per_token)
+    ids = torch.empty(taken, dtype=torch.int32, device=normed.device)
+    shares = torch.empty(taken, dtype=torch.float32, device=normed.device)
+    out = torch.empty(*taken, experts.intermediate, dtype=normed.dtype, device=normed.device)
+    there, places = far_matrix(gate_up, far and far.gate_up), places_of(far, ids)
+    rows, block, num_warps, unroll, slots = _sized(CONFIGS["gate_up"], experts)
+    _gate_up_kernel[triton.cdiv(experts.intermediate, rows), tokens](
+        normed, gate_up, there, places, logits, ids, shares, out, **taking(experts), HAS_FAR=far is not None,
+        LEAVES_OUT=leaves_out(far), INTERMEDIATE=experts.intermediate, HIDDEN=hidden, SLOTS=slots,
+        GELU=activation != "silu", BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
+    )  # fmt: skip
+    return out, ids, shares
+
+
+def down_rows(
+    product: Tensor, ids: Tensor, shares: Tensor, down: Tensor, residual: Tensor, experts: Experts,
+    far: FarExperts | None = None,
+) -> Tensor:  # fmt: skip
+    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new, of its dtype, or
+    float32 where some are left out.
+
+    product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
+    `weights.ExpertWeights`; far: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device,
+    and for packed experts.
+    """
+    tokens, hidden = residual.shape
+    _refuse_packed("down_rows", "down", down, far and far.down)
+    check_experts("down_rows", "down", down, far, far and far.down, experts, hidden, product)
+    check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
+    out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
+    there, places = far_matrix(down, far and far.down), places_of(far, ids)
+    rows, block, num_warps, unroll, slots = _sized(CONFIGS["down"], experts)
+    _down_kernel[triton.cdiv(hidden, rows), tokens](
+        product, down, there, places, ids, shares, residual, out, residual.stride(0), HAS_FAR=far is not None,
+        LEAVES_OUT=leaves_out(far), HIDDEN=hidden, INTERMEDIATE=experts.intermediate, PER_TOKEN=experts.per_token,
+        SLOTS=slots, BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
+    )  # fmt: skip
+    return out
+
+
+def dtype_of_sum(product: Tensor, far: FarExperts | None) -> torch.dtype:
+    """Of what experts make: more is added to it where some are left out."""
+    return torch.float32 if leaves_out(far) else product.dtype
+
+
+def far_matrix(near: Stored, stored: Stored | None) -> Stored:
+    """The far one, or anything where nothing is read there."""
+    return near if stored is None else stored
+
+
+def check_experts(
+    op: str, name: str, near: Stored, far: FarExperts | None, there: Stored | None, experts: Experts, num_rows: int,
+    x: Tensor,
+) -> None:  # fmt: skip
+    """Raise ValueError unless the matrices of experts, of so many rows each, are whole: all in one, or in two, of which
+    the far one, `there`, may be somebody else's.
+    """
+    if far is None:
+        return check_stored(op, name, near, experts.num_experts * num_rows, x)
+    for what, stored in ((name, near), (f"far {name}", there)):
+        if stored is None:
+            continue
+        rows = len(stored) if isinstance(stored, Tensor) else stored.rows
+        check_stored(op, what, stored, rows // num_rows * num_rows, x)
+    return None
+
+
+def check_stored(op: str, name: str, stored: Stored, rows: int, x: Tensor) -> None:
+    """Raise ValueError unless a matrix of experts has so many rows, of x's columns, and stands where x is."""
+    inner, device = x.shape[-1], x.device
+    if isinstance(stored, Tensor):
+        return check(op, name, stored, (rows, inner), x.dtype, device)
+    if (stored.rows, stored.inner) != (rows, inner) or stored.device != device or stored.order is not None:
+        got = f"{(stored.rows, stored.inner)} on {stored.device}" + (
+            ", columns in another order" * (stored.order is not None)
+        )
+        raise ValueError(f"{op}: {name} is {got}; wanted {(rows, inner)} on {device}, columns in order")
+    return None
+
+
+def _refuse_packed(op: str, name: str, near: Stored, there: Stored | None) -> None:
+    for what, stored in ((name, near), (f"far {name}", there)):
+        if isinstance(stored, Packed):
+            raise ValueError(f"{op}: {what} is packed; wanted a tensor: experts of few bits are multiplied in tiles")
+
+
+def _sized(config: tuple[int, int, int, int], experts: Experts) -> tuple[int, int, int, int, int]:
+    """A configuration, with as many rows together where fewer experts are taken than it is for, or more; and places."""
+    rows, block, num_warps, unroll = config
+    slots = triton.next_power_of_2(experts.per_token)
+    return max(1, rows * MIXED_PLACES // slots), block, num_warps, unroll, slots

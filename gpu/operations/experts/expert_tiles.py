@@ -1,0 +1,379 @@
+"""A mixture of experts for more tokens: tiles of one expert's tokens by its rows, on tensor cores.
+
+Of up to LEAST_PAIRS tokens the programs of gate and up find who takes whom themselves, of the router's logits, and note
+it for down; of more, tiles come listed (`routing`). A launch has as many tiles as there can be, whoever
+takes whom, so that a graph holds it; those without pairs end at once. Packed experts are widened in registers.
+Invariant: a program owns whole outputs of its pairs, and a token's are summed in the order of their
+places, so results do not depend on scheduling. Bytes moved: rows of the experts that are taken, once for each tile of
+tokens; what each expert makes of a token is written and read once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.model.spec import Activation, Experts
+from gpu.operations.arguments import check
+from gpu.operations.experts.expert_rows import check_experts, dtype_of_sum, far_matrix
+from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
+from gpu.operations.experts.routing import SORTED_BLOCKS, keys_of, logit_of, take_experts, taking, tile_pairs
+from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.operations.linear.packed_numbers import beside
+from gpu.operations.linear.packed_tiles import row_tile, scaled, tensors_of, tile_layout
+from gpu.operations.swiglu import gated
+
+LEAST_PAIRS, MOST_PAIRS = 16, 128  # of a tile
+MOST_PACKED_PAIRS = 64  # where numbers are widened in registers
+# By pairs of a tile, of gated products and of others: rows, columns at once, num_warps, num_stages.
+CONFIGS = {
+    (16, True): (64, 64, 8, 4), (16, False): (128, 64, 4, 4),
+    (32, True): (64, 64, 4, 4), (32, False): (64, 64, 4, 4),
+    (64, True): (64, 64, 4, 3), (64, False): (128, 64, 4, 3),
+    (128, True): (128, 32, 8, 4), (128, False): (256, 32, 8, 4),
+}  # fmt: skip
+PACKED_CONFIGS = {  # without columns: a unit of words
+    (16, True): (64, 4, 3), (16, False): (64, 4, 2),
+    (32, True): (64, 4, 3), (32, False): (64, 4, 4),
+    (64, True): (64, 4, 3), (64, False): (64, 4, 2),
+}  # fmt: skip
+SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """experts, takers: of `routing.tile_pairs`; shares: weights, float32 `[tokens, per_token]`, or what those of a
+    token are in proportion to. logits: float32 `[tokens, experts]`, of which gate and up's programs find all of these
+    and write them; None: they are written.
+    """
+
+    experts: Tensor
+    takers: Tensor
+    shares: Tensor
+    logits: Tensor | None
+
+    @property
+    def per_tile(self) -> int:
+        return self.takers.shape[1]
+
+
+@triton.jit
+def _read_tile(tile_experts, takers, tile, BLOCK_PAIRS: tl.constexpr):
+    """Its expert, below 0 if there is none, and its pairs, of which those below 0 are none."""
+    expert = tl.load(tile_experts + tile)
+    lane = tl.arange(0, BLOCK_PAIRS)
+    return expert, tl.load(takers + tile.to(tl.int64) * BLOCK_PAIRS + lane)
+
+
+@triton.jit
+def _find_tile(
+    logits, tile_experts, takers, shares, tile, num_tokens, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """As `_read_tile`, of no more tokens than a tile has pairs, from their logits. A tile is an expert's; or BY_PAIR of
+    that expert that the pair of its number takes, if no token before it does. The programs of row 0 write it all.
+    """
+    token = tl.arange(0, BLOCK_PAIRS)
+    is_token = token < num_tokens
+    number = tl.arange(0, BLOCK_EXPERTS)
+    is_expert = number < NUM_EXPERTS
+    expert = tile
+    if BY_PAIR:
+        place = tl.zeros([1], tl.int32) + tile % PER_TOKEN
+        own = logits + (tile // PER_TOKEN).to(tl.int64) * NUM_EXPERTS
+        found, _ = take_experts(own, place, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED)
+        expert = tl.sum(found, 0)
+    rows = logits + token.to(tl.int64) * NUM_EXPERTS
+    values = tl.load(rows[:, None] + number[None, :], mask=is_token[:, None] & is_expert[None, :], other=0.0)
+    keys = keys_of(values, is_expert[None, :])  # [tokens, experts]
+    own_key = keys_of(tl.load(rows + expert, mask=is_token, other=0.0), is_token)
+    ties = (keys == own_key[:, None]) & (number < expert)[None, :]
+    place = tl.sum(((keys > own_key[:, None]) | ties).to(tl.int32), 1)
+    takes = is_token & (place < PER_TOKEN)
+    pair = tl.where(takes, token * PER_TOKEN + place, -1)
+    if BY_PAIR:
+        first = tl.min(tl.where(takes, token, BLOCK_PAIRS), 0)
+        expert = tl.where(first == tile // PER_TOKEN, expert, -1)
+    else:
+        expert = tl.where(tl.max(pair, 0) >= 0, expert, -1)
+    if tl.program_id(0) == 0:
+        top = logit_of(tl.max(keys, 1))
+        share = tl.exp(logit_of(own_key) - top)
+        if not IS_NORMALISED:
+            share /= tl.sum(tl.where(is_expert[None, :], tl.exp(values + 0.0 - top[:, None]), 0.0), 1)
+        tl.store(tile_experts + tile, expert)
+        tl.store(takers + tile * BLOCK_PAIRS + token, pair)
+        tl.store(shares + pair, share, mask=takes)
+    return expert, pair
+
+
+@triton.jit
+def _own_tile(
+    logits, tile_experts, takers, shares, num_tokens, ROUTES: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """A program's, listed or found."""
+    tile = tl.program_id(1)
+    if ROUTES:
+        expert, taker = _find_tile(
+            logits, tile_experts, takers, shares, tile, num_tokens, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN,
+            IS_NORMALISED, BY_PAIR, BLOCK_PAIRS,
+        )  # fmt: skip
+    else:
+        expert, taker = _read_tile(tile_experts, takers, tile, BLOCK_PAIRS)
+    return expert, taker
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tiles_kernel(
+    x, weight, far, places, logits, tile_experts, takers, shares, out, num_tokens,
+    ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
+    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr,
+    PAIRS_OF_ROW: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+):  # fmt: skip
+    EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
+    expert, taker = _own_tile(
+        logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
+        BY_PAIR, BLOCK_PAIRS,
+    )  # fmt: skip
+    if expert >= 0:
+        pair = tl.maximum(taker, 0)
+        row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        number, is_far = find_place(places, expert, HAS_FAR)
+        source = number * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1)
+        column = tl.arange(0, BLOCK_INNER)
+        values_at = x + (pair // PAIRS_OF_ROW).to(tl.int64)[:, None] * INNER + column[None, :]
+        rows_at = base_of(weight, far, is_far, HAS_FAR) + source[None, :] * INNER + column[:, None]
+        sums = tl.zeros([BLOCK_PAIRS, BLOCK_ROWS], tl.float32)
+        up_sums = sums
+        columns = INNER
+        if LEAVES_OUT:
+            columns = tl.where(is_far, 0, INNER)  # what it makes is zero
+        for begin in tl.range(0, columns, BLOCK_INNER):
+            inside = None if EVEN else begin + column < INNER
+            values = tl.load(values_at + begin, mask=None if EVEN else inside[None, :], other=None if EVEN else 0.0)
+            rows = tl.load(rows_at + begin, mask=None if EVEN else inside[:, None], other=None if EVEN else 0.0)
+            sums = tl.dot(values, rows, sums, input_precision="ieee")
+            if GATES:
+                ups_at = rows_at + begin + NUM_ROWS * INNER
+                ups = tl.load(ups_at, mask=None if EVEN else inside[:, None], other=None if EVEN else 0.0)
+                up_sums = tl.dot(values, ups, up_sums, input_precision="ieee")
+        _store_tile(sums, up_sums, out, pair, row, taker >= 0, NUM_ROWS, GATES, GELU)
+
+
+@triton.jit
+def _store_tile(
+    sums, up_sums, out, pair, row, is_pair, NUM_ROWS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr
+):
+    if GATES:
+        sums = gated(sums, up_sums, GELU)
+    place = out + pair.to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & (row < NUM_ROWS)[None, :])
+
+
+@triton.jit
+def _leave_out(places, expert, taker, out, NUM_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The expert, or -1 where somebody else computes it: what it makes is zero here, and nothing of it is read."""
+    _, is_far = find_place(places, tl.maximum(expert, 0), True)
+    pair = tl.where(tl.where(is_far, expert, -1) >= 0, taker, -1)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    place = out + tl.maximum(pair, 0).to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
+    none = tl.zeros([BLOCK_PAIRS, BLOCK_ROWS], out.dtype.element_ty)
+    tl.store(place, none, mask=(pair >= 0)[:, None] & (row < NUM_ROWS)[None, :])
+    return tl.where(is_far, -1, expert)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _packed_expert_tiles_kernel(
+    x, words, scales, zeros, far_words, far_scales, far_zeros, places, logits, tile_experts, takers, shares, out,
+    num_tokens, ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
+    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    DTYPE: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
+    expert, taker = _own_tile(
+        logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
+        BY_PAIR, BLOCK_PAIRS,
+    )  # fmt: skip
+    if LEAVES_OUT:
+        expert = _leave_out(places, expert, taker, out, NUM_ROWS, BLOCK_PAIRS, BLOCK_ROWS)
+    if expert >= 0:
+        pair = tl.maximum(taker, 0)
+        row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        number, is_far = find_place(places, expert, HAS_FAR)
+        words = base_of(words, far_words, is_far, HAS_FAR)
+        scales = base_of(scales, far_scales, is_far, HAS_FAR)
+        zeros = base_of(zeros, far_zeros, is_far, HAS_FAR)
+        source = (number * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1))[:, None]
+        token, is_pair = (pair // PAIRS_OF_ROW).to(tl.int64)[:, None], (taker >= 0)[:, None]
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_PAIRS], tl.float32)
+        up_sums = sums
+        none = tl.zeros([1, 1], tl.int32)
+        scale, zero = beside(scales, zeros, source, none, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
+                             AHEAD)  # fmt: skip
+        up_scale, up_zero = scale, zero
+        if GATES:
+            up_scale, up_zero = beside(scales, zeros, source + NUM_ROWS, none, INNER, GROUP, NUM_GROUPS, NUM_RUNS,
+                                       ROW_BLOCK, AHEAD)  # fmt: skip
+        for begin in tl.range(0, STEPS):
+            step = none + begin
+            now, zero_now, up_now, up_zero_now = scale, zero, up_scale, up_zero
+            if AHEAD > 0 and NUM_GROUPS > 1:
+                unit = (step + 1) * COLUMNS
+                scale, zero = beside(scales, zeros, source, unit, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
+                                     AHEAD)  # fmt: skip
+                if GATES:
+                    up_scale, up_zero = beside(scales, zeros, source + NUM_ROWS, unit, INNER, GROUP, NUM_GROUPS,
+                                               NUM_RUNS, ROW_BLOCK, AHEAD)  # fmt: skip
+            sums = row_tile(
+                sums, x, words, scales, zeros, now, zero_now, source, token, step, is_pair, INNER,
+                INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
+                AT_ONCE, AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+            )  # fmt: skip
+            if GATES:
+                up_sums = row_tile(
+                    up_sums, x, words, scales, zeros, up_now, up_zero_now, source + NUM_ROWS, token, step, is_pair,
+                    INNER, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS,
+                    IS_EXACT, AT_ONCE, AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+                )  # fmt: skip
+        sums, up_sums = (
+            scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
+            scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
+        )
+        _store_tile(tl.trans(sums), tl.trans(up_sums), out, pair, row, taker >= 0, NUM_ROWS, GATES, GELU)
+
+
+@triton.jit
+def _sum_pairs_kernel(
+    made, shares, residual, out, residual_stride, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr,
+    DIVIDES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    sums = tl.zeros([BLOCK], tl.float32)
+    total = 0.0
+    for place in tl.static_range(PER_TOKEN):
+        share = tl.load(shares + token * PER_TOKEN + place)
+        rows = tl.load(made + (token * PER_TOKEN + place) * HIDDEN + column, mask=inside, other=0.0)
+        sums += rows.to(tl.float32) * share
+        total += share
+    if DIVIDES:
+        sums /= total
+    sums += tl.load(residual + token * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + column, sums.to(out.dtype.element_ty), mask=inside)
+
+
+def sizes_of_tiles(experts: Experts, most_tokens: int) -> list[int]:
+    """Numbers of tokens, one for each size of tiles and of blocks that pairs are sorted in."""
+    pairs = [size * experts.num_experts for size in (16, 32, 64, 128)] + list(SORTED_BLOCKS)
+    return sorted({min(most_tokens, max(1, one // experts.per_token)) for one in pairs} | {most_tokens})
+
+
+def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool) -> Tiles:
+    """Pairs of `routing.choose`'s ids and weights, in tiles of about as many as an expert has. has_packed: whether
+    gate_up or down is: both are multiplied in these tiles.
+    """
+    mean = -(-ids.numel() // experts.num_experts)
+    most = MOST_PACKED_PAIRS if has_packed else MOST_PAIRS
+    per_tile = max(LEAST_PAIRS, min(most, triton.next_power_of_2(mean)))
+    return Tiles(*tile_pairs(ids, experts.num_experts, per_tile), shares, None)
+
+
+def pair_few(logits: Tensor, experts: Experts) -> Tiles:
+    """Tiles of up to LEAST_PAIRS tokens, which gate and up's programs fill. logits: of `routing.router_logits`."""
+    tokens = len(logits)
+    check("pair_few", "logits", logits, (tokens, experts.num_experts), torch.float32, logits.device)
+    if not 0 < tokens <= LEAST_PAIRS:
+        raise ValueError(f"pair_few: logits are of {tokens} tokens; wanted 1 to {LEAST_PAIRS}")
+    num_tiles = min(experts.num_experts, tokens * experts.per_token)
+    tile_experts = torch.empty(num_tiles, dtype=torch.int32, device=logits.device)
+    takers = torch.empty(num_tiles, LEAST_PAIRS, dtype=torch.int32, device=logits.device)
+    shares = torch.empty(tokens, experts.per_token, dtype=torch.float32, device=logits.device)
+    return Tiles(tile_experts, takers, shares, logits.contiguous())
+
+
+def gate_up_tiles(
+    normed: Tensor, tiles: Tiles, gate_up: Stored, experts: Experts, activation: Activation,
+    far: FarExperts | None = None,
+) -> Tensor:  # fmt: skip
+    """`activation(gate) * up` of each pair, `[pairs, intermediate]` of normed's dtype, pairs by token and place.
+
+    normed `[tokens, hidden]`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of experts that lie
+    elsewhere. Raises ValueError for another shape, dtype or device.
+    """
+    check_experts(
+        "gate_up_tiles", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
+    )
+    check("gate_up_tiles", "normed", normed, (len(tiles.shares), normed.shape[1]), normed.dtype, tiles.shares.device)
+    there = far_matrix(gate_up, far and far.gate_up)
+    return _launch(normed, gate_up, there, far, tiles, experts, experts.intermediate, experts.per_token, activation)
+
+
+def down_tiles(
+    product: Tensor, tiles: Tiles, down: Stored, residual: Tensor, experts: Experts,
+    far: FarExperts | None = None,
+) -> Tensor:  # fmt: skip
+    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new, of its dtype, or
+    float32 where some are left out.
+
+    product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in
+    `weights.ExpertWeights`; far: as in `gate_up_tiles`. Raises ValueError for another shape, dtype or device.
+    """
+    tokens, hidden = residual.shape
+    check_experts("down_tiles", "down", down, far, far and far.down, experts, hidden, product)
+    check("down_tiles", "residual", residual, (tokens, hidden), product.dtype, product.device)
+    there = far_matrix(down, far and far.down)
+    made = _launch(product, down, there, far, tiles, experts, hidden, 1, None)
+    out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
+    block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
+    _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
+        made, tiles.shares, residual, out, residual.stride(0), HIDDEN=hidden, PER_TOKEN=experts.per_token,
+        DIVIDES=tiles.logits is not None and experts.is_normalised, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _launch(
+    x: Tensor, stored: Stored, there: Stored, far: FarExperts | None, tiles: Tiles, experts: Experts, num_rows: int,
+    pairs_of_row: int, activation: Activation | None,
+) -> Tensor:  # fmt: skip
+    places = places_of(far, tiles.takers)
+    gates = activation is not None
+    routes = gates and tiles.logits is not None
+    out = torch.empty(tiles.shares.numel(), num_rows, dtype=x.dtype, device=x.device)
+    listed = (tiles.experts if tiles.logits is None else tiles.logits, tiles.experts, tiles.takers, tiles.shares)
+    common = {
+        "ROUTES": routes, "BY_PAIR": routes and tiles.shares.numel() < experts.num_experts,
+        "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": pairs_of_row, **taking(experts),
+        "GATES": gates, "GELU": activation == "gelu_tanh", "BLOCK_PAIRS": tiles.per_tile,
+    }  # fmt: skip
+    if isinstance(stored, Packed) and isinstance(there, Packed):
+        rows, num_warps, num_stages = PACKED_CONFIGS[tiles.per_tile, gates]
+        if x.dtype == torch.float32:
+            rows, num_warps, num_stages = 16, 4, 1
+        _packed_expert_tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
+            x, *tensors_of(stored), *tensors_of(there), places, *listed, out, len(tiles.shares),
+            **tile_layout(stored), **common, LEAVES_OUT=leaves_out(far), BLOCK_ROWS=rows, num_warps=num_warps,
+            num_stages=num_stages,
+        )  # fmt: skip
+        return out
+    rows, block, num_warps, num_stages = CONFIGS[tiles.per_tile, gates]
+    if x.dtype == torch.float32:
+        block, num_stages = max(16, block // 2), 2
+    _tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
+        x, stored, there, places, *listed, out, len(tiles.shares), **common, LEAVES_OUT=leaves_out(far),
+        INNER=x.shape[1], BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out

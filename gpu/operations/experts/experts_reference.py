@@ -1,0 +1,72 @@
+"""A mixture of experts in plain torch, which reads the experts that are taken and no others: the CPU's own path.
+
+It refuses to know how kernels cut the same work. Invariant: a token's result is a sum over its experts in the order of
+their weights, so it depends on no other token.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu.model.spec import Activation, Experts
+from gpu.operations.experts.far_experts import FarExperts, leaves_out
+from gpu.operations.linear.packed_matrix import Stored, unpack_reference
+from gpu.operations.swiglu import swiglu_reference
+
+
+def route_reference(normed: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Who takes whom: ids int64 and weights float32 (float64 of such tokens), both `[tokens, per_token]`, the largest
+    first and of equals the lower one.
+
+    normed `[tokens, hidden]`, behind the layer's norm; router `[experts, hidden]`. Logits are never rounded.
+    """
+    wide = torch.float64 if normed.dtype == torch.float64 else torch.float32
+    return choose_reference(normed.to(wide) @ router.to(wide).t(), experts)
+
+
+def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """As `route_reference`, of logits `[tokens, experts]`."""
+    shares, ids = torch.softmax(logits, 1).sort(dim=1, descending=True, stable=True)
+    shares, ids = shares[:, : experts.per_token], ids[:, : experts.per_token]
+    return ids, shares / shares.sum(1, keepdim=True) if experts.is_normalised else shares
+
+
+def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Stored, down: Stored, experts: Experts,
+                      activation: Activation, far: FarExperts | None = None) -> Tensor:  # fmt: skip
+    """What the experts make of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
+    `route_reference`; gate_up, down: as in `weights.ExpertWeights`; far: of those that lie elsewhere. Where
+    some are left out, not of the tokens' dtype, but as wide as the weights.
+    """
+    tokens, width = normed.shape[0], experts.intermediate
+    made = normed.new_zeros(tokens, experts.per_token, normed.shape[1])
+    for expert in ids.unique().tolist():
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        own, number = (gate_up, down), expert
+        if far is not None:
+            found = far.find(expert, own)
+            if found is None:
+                continue
+            own, number = found
+        product = F.linear(normed[token], rows_of(own[0], 2 * width * number, 2 * width, normed.dtype))
+        product = swiglu_reference(product, activation)
+        made[token, place] = F.linear(product, rows_of(own[1], normed.shape[1] * number, normed.shape[1], normed.dtype))
+    wide = torch.promote_types(weights.dtype, normed.dtype)
+    total = (made.to(wide) * weights[:, :, None]).sum(1)
+    return total if leaves_out(far) else total.to(normed.dtype)
+
+
+def rows_of(stored: Stored, begin: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Rows `[begin, begin + count)` of a matrix, widened if they are packed; whole blocks of rows."""
+    end = begin + count
+    if isinstance(stored, Tensor):
+        return stored[begin:end].to(dtype)
+    assert begin % stored.row_block == end % stored.row_block == 0, "an expert's rows are whole blocks"
+    first, last = begin // stored.row_block, end // stored.row_block
+    cut = replace(
+        stored, words=stored.words[begin:end], scales=stored.scales[first:last],
+        zeros=None if stored.zeros is None else stored.zeros[first:last],
+        runs=None if stored.runs is None else stored.runs[begin:end],
+    )  # fmt: skip
+    return unpack_reference(cut, torch.float32).to(dtype)

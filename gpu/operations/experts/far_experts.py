@@ -1,0 +1,65 @@
+"""Experts whose rows do not lie with the others': what products are told of them.
+
+It refuses to know how they came there. Invariant: every expert has one place, on either side. Where those on the far
+side are computed by somebody else, products leave them out, and their sums are float32, since more is to be added.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.operations.linear.packed_matrix import Stored
+
+
+@dataclass(frozen=True, slots=True)
+class FarExperts:
+    """gate_up, down: as in `weights.ExpertWeights`, of as many experts as there are slots; None: somebody
+    else computes them. places: int32 `[experts]`, of each the number among those in the layer's own matrices, or
+    `~slot`.
+    """
+
+    gate_up: Stored | None
+    down: Stored | None
+    places: Tensor
+
+    def find(self, expert: int, near: tuple[Stored, Stored]) -> tuple[tuple[Stored, Stored], int] | None:
+        """Its matrices, and its number in them; None: it is left out. Waits for the device."""
+        place = int(self.places[expert])
+        if place >= 0:
+            return near, place
+        if self.gate_up is None or self.down is None:
+            return None
+        return (self.gate_up, self.down), ~place
+
+
+@triton.jit
+def find_place(places, expert, HAS_FAR: tl.constexpr):
+    """Of experts, integers of any shape: the number of each in its matrix, int64, and whether that is the far one."""
+    number = expert.to(tl.int64)
+    is_far = number < 0
+    if HAS_FAR:
+        place = tl.load(places + expert).to(tl.int64)
+        is_far = place < 0
+        number = tl.where(is_far, -1 - place, place)
+    return number, is_far
+
+
+@triton.jit
+def base_of(near, far, is_far, HAS_FAR: tl.constexpr):
+    """Of a pair of pointers, the one that each expert's rows are counted from."""
+    base = near
+    if HAS_FAR:
+        base = tl.where(is_far, far, near)
+    return base
+
+
+def leaves_out(far: FarExperts | None) -> bool:
+    """Whether those on the far side are computed by somebody else."""
+    return far is not None and far.gate_up is None
+
+
+def places_of(far: FarExperts | None, x: Tensor) -> Tensor:
+    """What a kernel is given as `places`; anything, where nothing lies far."""
+    return x if far is None else far.places

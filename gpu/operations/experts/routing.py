@@ -1,0 +1,208 @@
+"""Who takes whom in a mixture of experts: the router's logits behind the norm, a token's largest, and tiles of pairs.
+
+A pair is a token and one of those experts that it takes: pair `token * per_token + place`, places by falling weight. A
+tile is some pairs of one expert. It refuses to know what experts compute. Invariant: of equal logits the lower expert
+is taken first, and nothing depends on how programs are scheduled. Bytes moved: the router once for each of a few tokens
+(from L2), or once for all.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.model.spec import Experts
+from gpu.operations.arguments import check, runs_on_triton
+from gpu.operations.experts.experts_reference import choose_reference
+from gpu.operations.linear.plain_linear import logits_linear
+from gpu.operations.rms_norm import check_norm, rms_norm
+
+MOST_ROUTED = 64  # tokens whose logits are products of vectors; of more, the vendor's product is one of matrices
+ROUTED_EXPERTS = 2  # of a program
+SORTED_BLOCKS = (128, 1024, 4096)  # pairs that a program looks at together: few sizes, each is compiled
+
+
+@triton.jit
+def _router_logits_kernel(
+    x, norm_weight, router, logits, normed, x_stride, eps, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    source = tl.minimum(expert, NUM_EXPERTS - 1)[:, None] * HIDDEN + column[None, :]
+    rows = tl.load(router + source, mask=inside[None, :], other=0.0).to(tl.float32)
+    values = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(norm_weight + column, mask=inside, other=0.0)
+    values *= tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
+    if norm_weight.dtype.element_ty == x.dtype.element_ty:
+        values = values.to(x.dtype.element_ty).to(tl.float32)
+    rounded = (values * gain.to(tl.float32)).to(x.dtype.element_ty)
+    if tl.program_id(0) == 0:
+        tl.store(normed + token * HIDDEN + column, rounded, mask=inside)
+    sums = tl.sum(rows * rounded.to(tl.float32)[None, :], 1)
+    tl.store(logits + token * NUM_EXPERTS + expert, sums, mask=expert < NUM_EXPERTS)
+
+
+@triton.jit
+def _in_order(bits):
+    """Between the bits of a float32 and an int32 of the same order, both ways."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def keys_of(values, is_expert):
+    """Integers of the order of logits, so that whatever is there, an expert is taken that there is."""
+    keys = _in_order((values + 0.0).to(tl.int32, bitcast=True))  # no -0.0
+    return tl.where(is_expert, keys, -0x80000000)
+
+
+@triton.jit
+def logit_of(keys):
+    """float32, the reverse of `keys_of`."""
+    return _in_order(keys).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def take_experts(
+    logits, slot, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+):  # fmt: skip
+    """The expert at each place of `slot`, int32 of any length, and its weight, float32: of one token's logits. An
+    expert's place is the number of those before it: all are counted at once, where rounds of the largest that is left
+    would have all warps wait for one another twice in each.
+    """
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    is_expert = expert < NUM_EXPERTS
+    keys = keys_of(tl.load(logits + expert, mask=is_expert, other=0.0), is_expert)
+    ties = (keys[:, None] == keys[None, :]) & (expert[:, None] < expert[None, :])
+    place = tl.sum(((keys[:, None] > keys[None, :]) | ties).to(tl.int32), 0)
+    share = tl.where(is_expert, tl.exp(logit_of(keys) - logit_of(tl.max(keys, 0))), 0.0)
+    total = tl.sum(tl.where(place < PER_TOKEN, share, 0.0) if IS_NORMALISED else share, 0)
+    is_there = (place[:, None] == slot[None, :]) & (slot < PER_TOKEN)[None, :]
+    ids = tl.sum(tl.where(is_there, expert[:, None], 0), 0)
+    return ids, tl.sum(tl.where(is_there, share[:, None], 0.0), 0) / total
+
+
+@triton.jit
+def _choose_kernel(
+    logits, ids, weights, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
+):  # fmt: skip
+    token, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
+    taken, shares = take_experts(
+        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
+    )  # fmt: skip
+    tl.store(ids + token * PER_TOKEN + slot, taken, mask=slot < PER_TOKEN)
+    tl.store(weights + token * PER_TOKEN + slot, shares, mask=slot < PER_TOKEN)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _tile_pairs_kernel(
+    ids, tile_experts, takers, num_pairs, NUM_EXPERTS: tl.constexpr, PER_TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in tl.range(0, num_pairs, BLOCK):
+        taken = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=NUM_EXPERTS)
+        before += (taken < expert).to(tl.int32)
+    begin = tl.sum(before, 0)
+    tile = begin // PER_TILE + expert  # its first, behind as many as those before it can have
+    own = takers + tile.to(tl.int64) * PER_TILE
+    count = begin * 0
+    for first in tl.range(0, num_pairs, BLOCK):
+        taken = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=NUM_EXPERTS)
+        is_ours = (taken == expert).to(tl.int32)
+        rank = tl.cumsum(is_ours, 0) - is_ours
+        tl.store(own + count + rank, first + lane, mask=is_ours == 1)
+        count += tl.sum(is_ours, 0)
+    num_tiles = (begin + count) // PER_TILE + expert + 1 - tile
+    rest = count + tl.arange(0, 2 * PER_TILE)
+    tl.store(own + rest, rest * 0 - 1, mask=rest < num_tiles * PER_TILE)
+    for first in tl.range(0, num_tiles, BLOCK):
+        at = first + lane
+        tl.store(tile_experts + tile + at, tl.where(at * PER_TILE < count, expert, -1), mask=at < num_tiles)
+
+
+def router_logits(x: Tensor, norm: Tensor, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
+    """`rms_norm(x)` of x's dtype, `[tokens, hidden]`, and its products with the router, float32 `[tokens, experts]`.
+
+    x `[tokens, hidden]`, norm `[hidden]` of its dtype or float32, router `[experts, hidden]` of its dtype. Raises
+    ValueError for another shape, dtype or device.
+    """
+    tokens, hidden = x.shape
+    check_norm("router_logits", "norm", norm, x)
+    check("router_logits", "router", router, (router.shape[0], hidden), x.dtype, x.device)
+    if not runs_on_triton(x) or not 0 < tokens <= MOST_ROUTED:
+        normed = rms_norm(x, norm, eps)
+        return normed, logits_linear(normed, router)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    normed = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    logits = torch.empty(tokens, len(router), dtype=torch.float32, device=x.device)
+    _router_logits_kernel[(triton.cdiv(len(router), ROUTED_EXPERTS), tokens)](
+        x, norm, router, logits, normed, x.stride(0), eps, NUM_EXPERTS=len(router), HIDDEN=hidden,
+        BLOCK_EXPERTS=ROUTED_EXPERTS, BLOCK=triton.next_power_of_2(hidden), num_warps=4,
+    )  # fmt: skip
+    return normed, logits
+
+
+def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """ids int32 and weights float32 of those that each token takes, `[tokens, per_token]`, the largest first.
+
+    logits float32 `[tokens, experts]`, contiguous. Raises ValueError for another shape or dtype.
+    """
+    tokens = len(logits)
+    check("choose", "logits", logits, (tokens, experts.num_experts), torch.float32, logits.device)
+    if not runs_on_triton(logits) or tokens == 0:
+        ids, weights = choose_reference(logits, experts)
+        return ids.to(torch.int32), weights
+    ids = torch.empty(tokens, experts.per_token, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, experts.per_token, dtype=torch.float32, device=logits.device)
+    _choose_kernel[(tokens,)](
+        logits.contiguous(), ids, weights, **taking(experts), SLOTS=triton.next_power_of_2(experts.per_token),
+        num_warps=4,
+    )  # fmt: skip
+    return ids, weights
+
+
+def taking(experts: Experts) -> dict[str, object]:
+    """What `take_experts` asks of a mixture."""
+    return {
+        "NUM_EXPERTS": experts.num_experts, "BLOCK_EXPERTS": triton.next_power_of_2(experts.num_experts),
+        "PER_TOKEN": experts.per_token, "IS_NORMALISED": experts.is_normalised,
+    }  # fmt: skip
+
+
+def tile_pairs(ids: Tensor, num_experts: int, per_tile: int) -> tuple[Tensor, Tensor]:
+    """Of each tile its expert, int32 `[tiles]`, -1 of one without pairs, and the pairs that it has, int32
+    `[tiles, per_tile]`, -1 where there are no more: an expert's in their order, `pairs // per_tile + experts` tiles.
+    ids: of `choose`. Raises ValueError for another dtype.
+    """
+    check("tile_pairs", "ids", ids, tuple(ids.shape), torch.int32, ids.device)
+    num_pairs = ids.numel()
+    num_tiles = num_pairs // per_tile + num_experts
+    if not runs_on_triton(ids) or num_pairs == 0:
+        return _tile_pairs_reference(ids.flatten(), num_experts, per_tile, num_tiles)
+    tile_experts = torch.empty(num_tiles, dtype=torch.int32, device=ids.device)
+    takers = torch.empty(num_tiles, per_tile, dtype=torch.int32, device=ids.device)
+    block = next((size for size in SORTED_BLOCKS if size >= num_pairs), SORTED_BLOCKS[-1])
+    _tile_pairs_kernel[(num_experts,)](
+        ids.contiguous(), tile_experts, takers, num_pairs, NUM_EXPERTS=num_experts, PER_TILE=per_tile, BLOCK=block,
+        num_warps=min(8, block // 128),
+    )  # fmt: skip
+    return tile_experts, takers
+
+
+def _tile_pairs_reference(ids: Tensor, num_experts: int, per_tile: int, num_tiles: int) -> tuple[Tensor, Tensor]:
+    """Plain torch."""
+    counts = torch.bincount(ids.long(), minlength=num_experts)
+    begins = counts.cumsum(0) - counts
+    order = ids.argsort(stable=True)
+    expert = ids[order].long()
+    first = begins // per_tile + torch.arange(num_experts, device=ids.device)
+    place = first[expert] * per_tile + torch.arange(len(ids), device=ids.device) - begins[expert]
+    tile_experts, takers = (ids.new_full((size,), -1) for size in (num_tiles, num_tiles * per_tile))
+    takers[place] = order.to(torch.int32)
+    tile_experts[place // per_tile] = expert.to(torch.int32)
+    return tile_experts, takers.view(num_tiles, per_tile)

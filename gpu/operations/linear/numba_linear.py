@@ -1,0 +1,172 @@
+"""Matrix products of the compiled decode step, for a few tokens at a time, with what follows each of them.
+
+Row vectors are float32 `[tokens, inner]`, matrices `[rows, inner]` of float32, bf16 or few bits. A matrix is
+TABLE_COLUMNS int64: what `transfer.simd.packed_gains` is told of it, and the address of the function that multiplies
+rows of its kind, so that one compiled step serves all mixtures of kinds. It refuses to know layers. Invariant: an
+output is one dot product over its own row and token, in one order, whatever the batch and the number of threads. Bytes
+moved: a matrix once for all tokens; four of its rows stay in the cache for that long.
+"""
+
+import numba
+import numpy as np
+
+from gpu.operations.arguments import FINITE_OR_NOT
+from transfer.simd.exp import exp
+from transfer.simd.features import LANES
+from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, fill_gains
+from transfer.simd.packed_gains import ROWS as FIRST_ROW
+from transfer.simd.packed_rows import is_packed, product_block
+from transfer.simd.region import call_rows, pointer_to
+from transfer.simd.team import claim, end_stage
+from transfer.simd.vectors import address_of
+
+ROWS = 4  # of a matrix, taken together
+ITEM_BYTES = 32_768  # of a matrix, a thread's claim
+AHEAD_BYTES = 6144  # how far before its use a weight is fetched
+
+_WIDE = 8 if LANES == 16 else 4  # tokens in the largest block; registers hold its sums, and rows, and a vector
+_WIDE_ROWS = 2
+_dot_wide = product_block(_WIDE_ROWS, _WIDE)
+_dot_four = product_block(ROWS, 4)
+_dot_two = product_block(ROWS, 2)
+_dot_one = product_block(ROWS, 1)
+
+# Of a matrix, behind what `packed_gains` has: columns, the C function that multiplies four of its rows
+# (`multiply_rows`), and where the order of its columns lies, int64 `[inner]`, 0: they are in order.
+INNER, MULTIPLY, ORDER, TABLE_COLUMNS = range(MATRIX_COLUMNS, MATRIX_COLUMNS + 4)
+
+
+@numba.njit(nogil=True)
+def multiply_rows(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains):
+    """`product` of four rows of a matrix from one on; matrix: the address of its TABLE_COLUMNS; gains: of room for
+    those of four rows (`num_gains`).
+    """
+    m = numba.carray(pointer_to(matrix), (TABLE_COLUMNS,), np.int64)
+    if is_packed(kind):
+        fill_gains(m, row, ROWS, gains, gains + 4 * ROWS * m[GAINS])
+    rows = m[FIRST_ROW] + row * m[ROW_BYTES]
+    product(kind, rows, m[ROW_BYTES], gains, m[GAINS], m[INNER], x, x_stride, tokens, out, out_stride, AHEAD_BYTES)
+
+
+@numba.njit(nogil=True)
+def product(kind, rows, row_bytes, gains, room, inner, x, x_stride, tokens, out, out_stride, ahead):
+    """`out[token, 0 .. 4]` of the four rows at `rows`, for all tokens. Addresses; strides in float32 elements. gains,
+    room: of packed rows (`product_block`).
+    """
+    token, offsets = 0, gains + 4 * ROWS * room
+    while tokens - token >= _WIDE:
+        x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
+        for row in range(0, ROWS, _WIDE_ROWS):
+            row_at, behind = rows + row * row_bytes, 4 * room * row
+            _dot_wide(kind, row_at, gains + behind, offsets + behind, room, x_at, x_stride, inner, out_at + 4 * row,
+                      out_stride, ahead)  # fmt: skip
+        token += _WIDE
+    if tokens - token >= 4:
+        x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
+        _dot_four(kind, rows, gains, offsets, room, x_at, x_stride, inner, out_at, out_stride, ahead)
+        token += 4
+    if tokens - token >= 2:
+        x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
+        _dot_two(kind, rows, gains, offsets, room, x_at, x_stride, inner, out_at, out_stride, ahead)
+        token += 2
+    if tokens - token >= 1:
+        x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
+        _dot_one(kind, rows, gains, offsets, room, x_at, x_stride, inner, out_at, out_stride, ahead)
+
+
+@numba.njit(nogil=True)
+def rows_an_item(row_bytes):
+    return max(ROWS, ITEM_BYTES // row_bytes // ROWS * ROWS)
+
+
+@numba.njit(nogil=True)
+def count_items(rows, row_bytes):
+    """Claims that a matrix is cut into."""
+    return -(-rows // rows_an_item(row_bytes))
+
+
+@numba.njit(nogil=True)
+def in_order(matrix, x, tokens, ordered):
+    """x as the matrix has its columns: x itself, or in `ordered`, float32 of this thread with room for it."""
+    if matrix[ORDER] == 0:
+        return x
+    order = numba.carray(pointer_to(matrix[ORDER]), (matrix[INNER],), np.int64)
+    for token in range(tokens):
+        for i in range(len(order)):
+            ordered[token, i] = x[token, order[i]]
+    return ordered
+
+
+@numba.njit(nogil=True)
+def project(team, stage, matrix, rows, x, tokens, gains, out):
+    """`out[:, :rows] = x @ matrix.T`; `rows` at least four. x: in the matrix's order, here and below; gains: float32
+    `[num_gains]` of this thread.
+    """
+    row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
+    items, step = count_items(rows, row_bytes), rows_an_item(row_bytes)
+    x_at, out_at, done = address_of(x), address_of(out), 0
+    item = claim(team, stage, items)
+    while item >= 0:
+        for begin in range(item * step, min(rows, (item + 1) * step), ROWS):
+            row = min(begin, rows - ROWS)  # the last block of an odd vocabulary computes some rows twice
+            call_rows(multiply, at, row, x_at, x.shape[1], tokens, out_at + 4 * row, out.shape[1], gains_at)
+        done += 1
+        item = claim(team, stage, items)
+    end_stage(team, stage, items, done)
+
+
+@numba.njit(nogil=True)
+def project_and_add(team, stage, matrix, rows, x, tokens, gains, tile, out):
+    """`out[:, :rows] += x @ matrix.T`; `rows` a multiple of four; tile: float32 `[2, tokens, 4]` of this thread."""
+    row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
+    items, step = count_items(rows, row_bytes), rows_an_item(row_bytes)
+    x_at, tile_at, done = address_of(x), address_of(tile), 0
+    item = claim(team, stage, items)
+    while item >= 0:
+        for row in range(item * step, min(rows, (item + 1) * step), ROWS):
+            call_rows(multiply, at, row, x_at, x.shape[1], tokens, tile_at, ROWS, gains_at)
+            for token in range(tokens):
+                for r in range(ROWS):
+                    out[token, row + r] += tile[0, token, r]
+        done += 1
+        item = claim(team, stage, items)
+    end_stage(team, stage, items, done)
+
+
+@numba.njit(nogil=True)
+def project_gated(team, stage, matrix, rows, x, tokens, gains, tile, out):
+    """`out = silu(gate) * up` of `matrix`, `[2 * rows, inner]` with gates first; `rows` a multiple of four."""
+    row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
+    items, step = count_items(rows, 2 * row_bytes), rows_an_item(2 * row_bytes)
+    x_at, gate_at, up_at = address_of(x), address_of(tile[0]), address_of(tile[1])
+    done = 0
+    item = claim(team, stage, items)
+    while item >= 0:
+        for row in range(item * step, min(rows, (item + 1) * step), ROWS):
+            call_rows(multiply, at, row, x_at, x.shape[1], tokens, gate_at, ROWS, gains_at)
+            call_rows(multiply, at, rows + row, x_at, x.shape[1], tokens, up_at, ROWS, gains_at)
+            _gate(tile, tokens, row, out)
+        done += 1
+        item = claim(team, stage, items)
+    end_stage(team, stage, items, done)
+
+
+@numba.njit(nogil=True)
+def _gate(tile, tokens, row, out):
+    for token in range(tokens):
+        for r in range(ROWS):
+            gate = tile[0, token, r]
+            out[token, row + r] = gate / (np.float32(1.0) + exp(-gate)) * tile[1, token, r]
+
+
+@numba.njit(nogil=True, fastmath=FINITE_OR_NOT)
+def normalise(x, weight, eps, tokens, out):
+    """RMSNorm of rows: `out[:, :hidden] = weight * x / rms(x)`; weight float32 `[hidden]`."""
+    hidden = weight.shape[0]
+    for token in range(tokens):
+        squares = np.float32(0.0)
+        for i in range(hidden):
+            squares += x[token, i] * x[token, i]
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(hidden) + eps)
+        for i in range(hidden):
+            out[token, i] = x[token, i] * scale * weight[i]

@@ -1,0 +1,153 @@
+"""Matrices of few bits on the CPU outside the compiled step: products with a few tokens, and the matrix, widened.
+
+One parallel region a call, of torch's threads. It refuses to know layers, and which of the two is faster for so many
+tokens. Invariant: a product is that of the compiled step, to the last bit; a widened number is rounded once. Bytes
+moved: words and scales once; a widened matrix is written, too.
+"""
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.model.matrix_format import MULTIPLIED_COLUMNS, MULTIPLIED_GROUP
+from gpu.operations.linear.numba_linear import (
+    AHEAD_BYTES,
+    INNER,
+    ROWS,
+    TABLE_COLUMNS,
+    count_items,
+    project,
+    rows_an_item,
+)
+from gpu.operations.linear.numba_matrix_table import SOURCES, Kind, gains_room, rows_of, table_row
+from gpu.operations.linear.packed_matrix import Packed
+from transfer.host_pages import ask_huge_pages
+from transfer.matrix_rows import KINDS, kind_of
+from transfer.simd import team
+from transfer.simd.features import HAS_VECTORS
+from transfer.simd.packed_gains import GAINS, ROW_BYTES, fill_gains
+from transfer.simd.packed_gains import ROWS as FIRST_ROW
+from transfer.simd.packed_rows import widen_row
+from transfer.simd.region import call_rows, pointer_to, start, version
+from transfer.simd.team import COUNTER_INT64, Team, claim, end_stage, new_counters
+
+# The context of a region: addresses, strides and counts.
+MATRIX, NUM_ROWS, X, X_STRIDE, TOKENS, OUT, OUT_STRIDE, SCRATCH, ROOM, COUNTERS, WIDEN, CONTEXT_INT64 = range(12)
+_LINE_FLOATS = 16  # threads write to lines of their own
+
+
+def multiplies(packed: Packed) -> bool:
+    """Whether there is code for it here."""
+    if not HAS_VECTORS or packed.device.type != "cpu" or packed.rows < ROWS or packed.inner % MULTIPLIED_COLUMNS:
+        return False
+    return packed.scales.shape[1] == 1 or packed.group % MULTIPLIED_GROUP == 0
+
+
+def packed_product(x: Tensor, packed: Packed) -> Tensor:
+    """`x @ packed.T` in float32, `[tokens, rows]`: x float32 `[tokens, inner]`, contiguous, columns in the matrix's
+    order. The matrix is one that `multiplies` serves.
+    """
+    out = torch.empty(len(x), packed.rows)
+    _run(_compile_products(version(*SOURCES, team)), packed, {
+        X: x.data_ptr(), X_STRIDE: x.shape[1], TOKENS: len(x), OUT: out.data_ptr(), OUT_STRIDE: packed.rows,
+    })  # fmt: skip
+    return out
+
+
+def widen_packed(packed: Packed) -> Tensor:
+    """`[rows, inner]` of packed.dtype, columns in the matrix's order. The matrix is one that `multiplies` serves."""
+    out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype)
+    ask_huge_pages(out.data_ptr(), out.nbytes)
+    kinds = Kind(kind_of(rows_of(packed))), Kind(KINDS[packed.dtype](0))
+    rows = _compile_rows(*kinds, version(*SOURCES))
+    _run(_compile_widening(version(*SOURCES, team)), packed, {
+        WIDEN: rows.address, OUT: out.data_ptr(), OUT_STRIDE: packed.inner * packed.dtype.itemsize,
+    })  # fmt: skip
+    return out
+
+
+def _run(work: Any, packed: Packed, given: dict[int, int]) -> None:
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    room = -(-gains_room(packed) // _LINE_FLOATS) * _LINE_FLOATS
+    matrix, counters = np.array(table_row(packed), np.int64), new_counters(1, threads)
+    scratch, context = np.empty((threads, room), np.float32), np.zeros(CONTEXT_INT64, np.int64)
+    for column, value in given.items():
+        context[column] = value
+    context[[MATRIX, NUM_ROWS, SCRATCH, ROOM, COUNTERS]] = (
+        matrix.ctypes.data, packed.rows, scratch.ctypes.data, room, counters.ctypes.data,
+    )  # fmt: skip
+    start(work.address, threads, context.ctypes.data)
+
+
+@numba.njit(nogil=True)
+def _team(c, me, threads):
+    return Team(numba.carray(pointer_to(c[COUNTERS]), (1, threads + 1, COUNTER_INT64), np.int64), me, threads)
+
+
+@numba.njit(nogil=True)
+def _given(context):
+    """The context, and the matrix's row."""
+    c = numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
+    return c, numba.carray(pointer_to(c[MATRIX]), (TABLE_COLUMNS,), np.int64)
+
+
+@cache
+def _compile_products(version: int) -> Any:
+    """As C functions of the context's address, here and below; `version` stands for the sources of all that is called,
+    which numba's file cache does not look at."""
+
+    @numba.cfunc("void(int64, int64, int64)", cache=True)
+    def work(me, threads, context):  # type: ignore[no-untyped-def]
+        if version < 0:
+            return
+        c, matrix = _given(context)
+        x = numba.carray(pointer_to(c[X]), (c[TOKENS], c[X_STRIDE]), np.float32)
+        out = numba.carray(pointer_to(c[OUT]), (c[TOKENS], c[OUT_STRIDE]), np.float32)
+        gains = numba.carray(pointer_to(c[SCRATCH] + 4 * c[ROOM] * me), (c[ROOM],), np.float32)
+        project(_team(c, me, threads), 0, matrix, c[NUM_ROWS], x, c[TOKENS], gains, out)
+
+    return work
+
+
+@cache
+def _compile_widening(version: int) -> Any:
+    @numba.cfunc("void(int64, int64, int64)", cache=True)
+    def work(me, threads, context):  # type: ignore[no-untyped-def]
+        if version < 0:
+            return
+        c, matrix = _given(context)
+        rows, row_bytes, ours = c[NUM_ROWS], matrix[ROW_BYTES], _team(c, me, threads)
+        items, step, done = count_items(rows, row_bytes), rows_an_item(row_bytes), 0
+        item = claim(ours, 0, items)
+        while item >= 0:
+            first, end = item * step, min(rows, (item + 1) * step)
+            call_rows(c[WIDEN], c[MATRIX], first, 0, 0, end - first, c[OUT] + first * c[OUT_STRIDE], c[OUT_STRIDE],
+                      c[SCRATCH] + 4 * c[ROOM] * me)  # fmt: skip
+            done += 1
+            item = claim(ours, 0, items)
+        end_stage(ours, 0, items, done)
+
+    return work
+
+
+@cache
+def _compile_rows(rows: Kind, numbers: Kind, version: int) -> Any:
+    """`widen_row` of so many rows, of one kind to another."""
+    kind, out_kind = rows.value, numbers.value
+
+    @numba.cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64)", cache=True)
+    def widen(matrix, row, _x, _x_stride, count, out, out_bytes, gains):  # type: ignore[no-untyped-def]
+        if version < 0:
+            return
+        m = numba.carray(pointer_to(matrix), (TABLE_COLUMNS,), np.int64)
+        for own in range(count):
+            offsets = gains + 4 * m[GAINS]
+            fill_gains(m, row + own, 1, gains, offsets)
+            words = m[FIRST_ROW] + (row + own) * m[ROW_BYTES]
+            widen_row(kind, out_kind, words, gains, offsets, m[INNER], out + own * out_bytes, AHEAD_BYTES)
+
+    return widen

@@ -1,0 +1,161 @@
+"""Products of tokens with a matrix of 4 or 8 bits, which is widened in registers; and the matrix, widened.
+
+Up to MOST_PACKED_TOKENS: `packed_tiles`, with bias, residual and for the fewest SwiGLU fused in; on the CPU, up to
+MOST_MULTIPLIED_TOKENS, `numba_packed_linear`. More (prefill): the matrix is widened once, to be multiplied by
+the vendor's product. It refuses to know checkpoints. Invariant: a program
+owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero
+points once for each tile of tokens; a widened matrix is written, too.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, MOST_PACKED_TOKENS
+from gpu.model.spec import Activation
+from gpu.operations.arguments import check, runs_on_triton
+from gpu.operations.linear.numba_packed_linear import multiplies, packed_product, widen_packed
+from gpu.operations.linear.packed_matrix import Packed, unpack_reference
+from gpu.operations.linear.packed_numbers import layout, scales_of, widened
+from gpu.operations.linear.packed_tiles import packed_tiles, tensors_of
+from gpu.operations.linear.word_layout import RUN_COLUMNS, UNIT_WORDS
+from gpu.operations.rms_norm import check_norm, rms_norm
+from gpu.operations.swiglu import swiglu
+
+UNPACK_BLOCK = (16, 64)  # rows, words
+
+Widen = Callable[[Packed], Tensor]
+
+_UNIT, _RUN = tl.constexpr(UNIT_WORDS), tl.constexpr(RUN_COLUMNS)
+
+
+@triton.jit
+def _unpack_kernel(
+    words, scales, zeros, out, num_rows,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    PLACES: tl.constexpr = 4 if KIND == 4 else 2  # of a half
+    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
+    at = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
+    packed = tl.load(words + row * NUM_WORDS + at, mask=(row < num_rows) & (at < NUM_WORDS), other=0)
+    half = tl.arange(0, 2)[None, None, :]
+    for PLACE in tl.static_range(PLACES):
+        column = at // _UNIT * COLUMNS + PLACE * _RUN + at % _UNIT * 2
+        inside = (row < num_rows) & (column < INNER)
+        less, gain = scales_of(
+            scales, zeros, row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
+        )  # fmt: skip
+        low = widened(packed, less, gain, PLACE, KIND, NUM_RUNS)
+        high = widened(packed, less, gain, PLACE + PLACES, KIND, NUM_RUNS)
+        place = out + (row * INNER + column)[:, :, None] + half
+        tl.store(place, tl.join(low, high).to(out.dtype.element_ty), mask=inside[:, :, None])
+
+
+def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, widened: Widen | None = None) -> Tensor:
+    """`x @ packed.T (+ residual)`: x `[tokens, inner]` of any float type, residual `[tokens, rows]` of packed.dtype.
+
+    The result, `[tokens, rows]`, is new and of packed.dtype. widened: what widens the matrix for more than
+    MOST_PACKED_TOKENS, None: `widen`. Raises ValueError for another shape, dtype or device.
+    """
+    x = _ordered("packed_linear", x, packed)
+    if residual is not None:
+        check("packed_linear", "residual", residual, (len(x), packed.rows), packed.dtype, x.device)
+    return _product(x, packed, residual, None, packed.dtype, widened)
+
+
+def packed_logits(x: Tensor, packed: Packed) -> Tensor:
+    """`x @ packed.T` in float32, by kernels never rounded to bf16. Raises ValueError for another shape or device."""
+    x = _ordered("packed_logits", x, packed)
+    most = MOST_PACKED_TOKENS if runs_on_triton(x) else most_multiplied(packed) or len(x)
+    if len(x) <= most:
+        return _product(x, packed, None, None, torch.float32, None)
+    return torch.cat([_product(part, packed, None, None, torch.float32, None) for part in x.split(most)])
+
+
+def packed_norm_linear(
+    x: Tensor, norm: Tensor, eps: float, packed: Packed, bias: Tensor | None, widened: Widen | None = None
+) -> Tensor:
+    """`rms_norm(x, norm, eps) @ packed.T (+ bias)`: norm `[inner]` of x.dtype or float32, bias `[rows]`.
+
+    Raises ValueError for another shape, dtype or device.
+    """
+    check_norm("packed_norm_linear", "norm", norm, x)
+    if bias is not None:
+        check("packed_norm_linear", "bias", bias, (packed.rows,), packed.dtype, x.device)
+    x = _ordered("packed_norm_linear", rms_norm(x, norm, eps), packed)
+    return _product(x, packed, bias, None, packed.dtype, widened)
+
+
+def packed_norm_gate_up(
+    x: Tensor, norm: Tensor, eps: float, packed: Packed, activation: Activation, widened: Widen | None = None
+) -> Tensor:
+    """`activation(gate) * up` of `rms_norm(x, norm, eps) @ packed.T`, gate first -> `[tokens, rows / 2]`.
+
+    Raises ValueError for another shape, dtype or device.
+    """
+    check_norm("packed_norm_gate_up", "norm", norm, x)
+    x = _ordered("packed_norm_gate_up", rms_norm(x, norm, eps), packed)
+    return _product(x, packed, None, activation, packed.dtype, widened)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """`[rows, inner]` of packed.dtype, each number rounded once, columns as tokens have them."""
+    wide = widen(packed)
+    if packed.order is None:
+        return wide
+    placed = torch.empty_like(wide)
+    placed[:, packed.order] = wide
+    return placed
+
+
+def most_multiplied(packed: Packed) -> int:
+    """How many tokens the CPU multiplies by a matrix as it is stored; 0: there is no code for it."""
+    return MOST_MULTIPLIED_TOKENS[packed.dtype.itemsize] if multiplies(packed) else 0
+
+
+def _ordered(op: str, x: Tensor, packed: Packed) -> Tensor:
+    """Columns of x as the matrix has them."""
+    if x.ndim != 2 or x.shape[1] != packed.inner or x.device != packed.words.device:
+        got = f"x {tuple(x.shape)} on {x.device}, a matrix {packed.rows, packed.inner} on {packed.words.device}"
+        raise ValueError(f"{op}: got {got}; wanted [tokens, in] and [out, in] on one device")
+    x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
+    return x if packed.order is None else x.index_select(1, packed.order)
+
+
+def _product(
+    x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype,
+    widened: Widen | None,
+) -> Tensor:  # fmt: skip
+    """x in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all."""
+    if runs_on_triton(x) and 0 < len(x) <= MOST_PACKED_TOKENS:
+        return packed_tiles(x, packed, added, activation, dtype)
+    if not runs_on_triton(x) and 0 < len(x) <= most_multiplied(packed):
+        product = packed_product(x.float().contiguous(), packed)
+    else:
+        product = x.to(packed.dtype) @ (widened or widen)(packed).t()
+    if activation is not None:
+        product = swiglu(product, activation)
+    return (product if added is None else product.add_(added)).to(dtype)
+
+
+def widen(packed: Packed) -> Tensor:
+    """As `unpack`, columns in the matrix's own order."""
+    if not runs_on_triton(packed.words):
+        if multiplies(packed):
+            return widen_packed(packed)
+        wide = unpack_reference(packed, torch.float32).to(packed.dtype)
+        return wide if packed.order is None else wide.index_select(1, packed.order)
+    block_rows, block_words = UNPACK_BLOCK
+    out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype, device=packed.words.device)
+    grid = triton.cdiv(packed.rows, block_rows), triton.cdiv(packed.num_words, block_words)
+    _unpack_kernel[grid](
+        *tensors_of(packed), out, packed.rows, **layout(packed), BLOCK_ROWS=block_rows,
+        BLOCK_WORDS=block_words, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,103 @@
+"""A matrix of 4 or 8 bits: words, what scales them, and what they stand for. Products of it: `packed_linear`.
+
+It refuses to know checkpoints. Invariant: number `q` of a group is `(q - zero) * scale`, with `q` in `[0, 2**bits)`, or
+for FP8 (e4m3, no infinities) the number that the byte is, times the scale. Where groups come in runs (GGUF's) it is
+`q * d * scale - least * offset`: d and least float16 of a run, scale and offset signed bytes of a group.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from gpu.model.matrix_format import BITS, Kind, num_words
+from gpu.operations.linear.word_layout import unpack_words
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """kind, and `dtype`: of products. inner: columns; group: to a scale; row_block: rows that share their scales.
+
+    words int32 `[rows, num_words]` (`word_layout`); scales bf16, float16 or float32
+    `[ceil(rows / row_block), ceil(inner / group)]`; zeros uint8 of that shape, None: the middle; order int64 `[inner]`,
+    the column of a token that each of ours is multiplied by, None: the same one. runs: int32 `[rows, inner / run]`,
+    the bits of d below those of least; scales are then int16, a scale below an offset, and there are no zeros.
+    """
+
+    kind: Kind
+    dtype: torch.dtype
+    inner: int
+    group: int
+    row_block: int
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+    runs: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.kind]
+
+    @property
+    def rows(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    @property
+    def num_words(self) -> int:
+        """Of a row."""
+        return num_words(self.inner, self.bits)
+
+    @property
+    def run(self) -> int:
+        """Columns of one; 0: there are none."""
+        return 0 if self.runs is None else self.inner // self.runs.shape[1]
+
+    @property
+    def middle(self) -> int:
+        """The zero point where none is stored."""
+        return 2 ** (self.bits - 1)
+
+    @property
+    def nbytes(self) -> int:
+        held = (getattr(self, part.name) for part in fields(self))
+        return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+
+
+Stored = Tensor | Packed  # a matrix, plain or of few bits
+
+
+def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """Plain torch: `[rows, inner]` of `dtype`, in which it computes, columns as tokens have them."""
+    numbers = unpack_words(packed.words, packed.bits, packed.inner)
+    row = torch.arange(packed.rows, device=numbers.device) // packed.row_block
+    column = torch.arange(packed.inner, device=numbers.device) // packed.group
+    if packed.runs is not None:
+        result = _of_runs(packed, numbers, dtype)
+        return result if packed.order is None else _placed(packed, result)
+    scales = packed.scales.to(dtype)[row][:, column]
+    if packed.kind == "fp8":
+        result = numbers.view(torch.float8_e4m3fn).to(dtype) * scales
+    else:
+        zeros = packed.middle if packed.zeros is None else packed.zeros.to(dtype)[row][:, column]
+        result = (numbers.to(dtype) - zeros) * scales
+    return result if packed.order is None else _placed(packed, result)
+
+
+def _of_runs(packed: Packed, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    assert packed.runs is not None, "the caller has seen them"
+    d, least = packed.runs.view(torch.float16).view(packed.rows, -1, 2).to(dtype).unbind(2)
+    scale, offset = packed.scales.view(torch.int8).view(packed.rows, -1, 2).to(dtype).unbind(2)
+    column = torch.arange(packed.inner, device=numbers.device)
+    group, run = column // packed.group, column // packed.run
+    return numbers.to(dtype) * (d[:, run] * scale[:, group]) - least[:, run] * offset[:, group]
+
+
+def _placed(packed: Packed, result: Tensor) -> Tensor:
+    placed = torch.empty_like(result)
+    placed[:, packed.order] = result
+    return placed

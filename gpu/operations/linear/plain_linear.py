@@ -1,0 +1,196 @@
+"""Projections of a decode step, with RMSNorm, SwiGLU and the residual fused in where one token is decoded.
+
+For one token of a bf16 weight on CUDA the weight's bytes are the whole cost, and one Triton kernel streams them; more
+tokens go to the vendor's matrix product, which is faster from two on (docs/LAB.md). It refuses to know what is
+projected. Invariant: a program owns whole output rows, so a result does not depend on how programs are scheduled. Bytes
+moved: the weight once; each program reads the token (and the norm's weight) again, from L1 and L2.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.model.spec import Activation
+from gpu.operations.arguments import check, runs_on_triton
+from gpu.operations.rms_norm import check_norm, rms_norm, rms_norm_reference
+from gpu.operations.swiglu import gated, swiglu, swiglu_reference
+
+# Shape class: block_rows, block_inner, num_warps, num_stages, unroll. `gated` programs read two rows for each output.
+CONFIGS = {
+    "narrow": (4, 512, 2, 1, 1),
+    "wide": (1, 1024, 2, 1, 4),
+    "vocabulary": (1, 2048, 4, 1, 2),
+    "gated": (2, 1024, 4, 1, 4),
+}
+WIDE_INNER = 8192
+VOCABULARY_ROWS = 32_000
+
+
+def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Plain torch: `x @ weight.T (+ residual)`.
+
+    The residual is copied by a kernel. `torch.addmm` orders a copy of memory, and in a captured step that is a node
+    without a priority: it waits for every block of a kernel beside the step that has less of it.
+    """
+    x = x.to(weight.dtype)
+    return F.linear(x, weight) if residual is None else torch.mul(residual, 1).addmm_(x, weight.t())
+
+
+def norm_linear_reference(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Plain torch: `rms_norm(x) @ weight.T (+ bias)`."""
+    return F.linear(rms_norm_reference(x, norm_weight, eps), weight, bias)
+
+
+def norm_gate_up_swiglu_reference(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
+) -> Tensor:
+    """Plain torch: `swiglu(rms_norm(x) @ gate_up_weight.T)`."""
+    return swiglu_reference(F.linear(rms_norm_reference(x, norm_weight, eps), gate_up_weight), activation)
+
+
+@triton.jit
+def _gemv_kernel(
+    x, weight, norm_weight, residual, out, eps, num_rows,
+    INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
+    ADDS_RESIDUAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    source_row = tl.minimum(row, num_rows - 1).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK_INNER)[None, :]
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_INNER], tl.float32)
+    up_sums = sums
+    squares = tl.zeros([1, BLOCK_INNER], tl.float32)
+    for begin in tl.range(0, INNER, BLOCK_INNER, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        inner = begin + column
+        inside = (inner < INNER) if not EVEN else None
+        other = 0.0 if not EVEN else None
+        address = weight + source_row * INNER + inner
+        rows = tl.load(address, mask=inside, other=other, eviction_policy="evict_first").to(tl.float32)
+        ups = rows
+        if GATES:
+            address += num_rows.to(tl.int64) * INNER
+            ups = tl.load(address, mask=inside, other=other, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(x + inner, mask=inside, other=other).to(tl.float32)
+        if NORMS:
+            squares += values * values
+            values *= tl.load(norm_weight + inner, mask=inside, other=other).to(tl.float32)
+        sums += rows * values
+        if GATES:
+            up_sums += ups * values
+    result = tl.sum(sums, 1)
+    scale = 1.0
+    if NORMS:
+        scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / INNER + eps)
+        result *= scale
+    if GATES:
+        result = gated(result, tl.sum(up_sums, 1) * scale, GELU)
+    if ADDS_RESIDUAL:
+        result += tl.load(residual + row, mask=row < num_rows, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=row < num_rows)
+
+
+def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """`x @ weight.T (+ residual)`: x `[tokens, in]`, weight `[out, in]`, residual `[tokens, out]` -> `[tokens, out]`.
+
+    The result is new and in weight.dtype; x may be float32 where the weight is bf16 (a partial's output, for instance).
+    Raises ValueError for another shape, or a residual of another dtype or device.
+    """
+    _check_inner("linear", x, weight)
+    if residual is not None:
+        check("linear", "residual", residual, (x.shape[0], weight.shape[0]), weight.dtype, weight.device)
+    if not _is_gemv(x, weight):
+        return linear_reference(x, weight, residual)
+    return _launch(x, weight, None, 0.0, residual, False, weight.dtype)
+
+
+def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` in float32: x `[tokens, in]` and weight `[vocab, in]` of one dtype -> `[tokens, vocab]`.
+
+    On CUDA sums are never rounded to bf16: spacing 2**-4 at a logit of 16 would tie and reorder tokens. On the CPU bf16
+    products have no float32 output and are widened after it. Raises ValueError for another shape, dtype or device.
+    """
+    _check_inner("logits_linear", x, weight)
+    check("logits_linear", "x", x, tuple(x.shape), weight.dtype, weight.device)
+    if _is_gemv(x, weight):
+        return _launch(x, weight, None, 0.0, None, False, torch.float32)
+    if weight.is_cuda and weight.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).float()
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`rms_norm(x, norm_weight, eps) @ weight.T (+ bias)`: x `[tokens, hidden]`, weight `[out, hidden]`, bias `[out]`,
+    norm_weight `[hidden]` of weight.dtype or float32 -> `[tokens, out]`.
+
+    Raises ValueError for another shape, dtype or device.
+    """
+    _check_inner("norm_linear", x, weight)
+    check_norm("norm_linear", "norm_weight", norm_weight, x)
+    if bias is not None:
+        check("norm_linear", "bias", bias, (weight.shape[0],), weight.dtype, weight.device)
+    if not _is_gemv(x, weight):
+        return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return _launch(x, weight, norm_weight, eps, bias, False, weight.dtype)
+
+
+def norm_gate_up_swiglu(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
+) -> Tensor:
+    """`swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first; or GeGLU.
+
+    Returns `[tokens, intermediate]`. Raises ValueError for another shape, dtype or device.
+    """
+    _check_inner("norm_gate_up_swiglu", x, gate_up_weight)
+    check_norm("norm_gate_up_swiglu", "norm_weight", norm_weight, x)
+    if not _is_gemv(x, gate_up_weight):
+        return swiglu(F.linear(rms_norm(x, norm_weight, eps), gate_up_weight), activation)
+    return _launch(x, gate_up_weight, norm_weight, eps, None, True, gate_up_weight.dtype, activation)
+
+
+def _check_inner(op: str, x: Tensor, weight: Tensor) -> None:
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.device != weight.device:
+        got = f"x {tuple(x.shape)} on {x.device}, weight {tuple(weight.shape)} on {weight.device}"
+        raise ValueError(f"{op}: got {got}; wanted [tokens, in] and [out, in] on one device")
+
+
+def _is_gemv(x: Tensor, weight: Tensor) -> bool:
+    if not runs_on_triton(x) or x.shape[0] != 1 or weight.dtype != torch.bfloat16:
+        return False
+    return x.dtype in (torch.bfloat16, torch.float32) and x.stride(1) == 1 and weight.is_contiguous()
+
+
+def shape_class(num_rows: int, inner: int, gated: bool) -> str:
+    """The row of CONFIGS that serves a weight of `num_rows` (twice that if gated) by `inner`."""
+    if gated:
+        return "gated"
+    if inner > WIDE_INNER:
+        return "wide"
+    return "vocabulary" if num_rows >= VOCABULARY_ROWS else "narrow"
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    gates: bool,
+    dtype: torch.dtype,
+    activation: Activation = "silu",
+) -> Tensor:
+    inner, num_rows = x.shape[1], weight.shape[0] // (2 if gates else 1)
+    block_rows, block_inner, num_warps, num_stages, unroll = CONFIGS[shape_class(num_rows, inner, gates)]
+    out = torch.empty(1, num_rows, dtype=dtype, device=weight.device)
+    _gemv_kernel[(triton.cdiv(num_rows, block_rows),)](
+        x, weight, weight if norm_weight is None else norm_weight, out if residual is None else residual.contiguous(),
+        out, eps, num_rows, INNER=inner, NORMS=norm_weight is not None, GATES=gates,
+        GELU=activation == "gelu_tanh", ADDS_RESIDUAL=residual is not None,
+        BLOCK_ROWS=block_rows, BLOCK_INNER=block_inner, STAGES=num_stages, UNROLL=unroll, num_warps=num_warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,55 @@
+"""Where pages lie in the arena of KV memory, and what a row takes there, as numbers. No torch.
+
+The arena is cut into blocks, each with the bytes of a page of every layer. A block is either one **resident page**, of
+all layers, or it holds **dense pages**, one after another, each of the dense layers alone: the tokens of those are in
+host memory. So both kinds draw on the same bytes. Layers stand one behind another, dense ones in front, and a layer's
+view of the arena begins at its own first page; a page's id is its place in every such view.
+Invariant: dense pages of one block overlap neither each other nor any other block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+KvFormat = Literal["bfloat16", "float32", "fp8", "int8"]
+"""Of rows in pages: the dtype that computes, or codes of 8 bits with a scale each (`kv_rows`)."""
+
+CODE_FORMATS = ("fp8", "int8")
+SCALE_BYTES = 4
+_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1}
+
+
+def row_bytes(kv: KvFormat, dim: int) -> int:
+    """Of a key or a value of one KV head."""
+    return dim * _ELEMENT_BYTES[kv] + SCALE_BYTES * (kv in CODE_FORMATS)
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """num_pages: blocks, each of which may be one resident page; num_dense_layers: of `num_layers`, or 0."""
+
+    num_layers: int
+    num_dense_layers: int
+    num_pages: int
+
+    @property
+    def dense_per_block(self) -> int:
+        """Dense pages of a block; 0: they need no storage."""
+        return self.num_layers // self.num_dense_layers if self.num_dense_layers else 0
+
+    @property
+    def num_ids(self) -> int:
+        """Ids of pages of both kinds are below."""
+        last = max(0, self.dense_per_block - 1) * self.num_dense_layers
+        return (last + 1) * self.num_pages
+
+    def blocks_for(self, num_dense_pages: int) -> int:
+        """Blocks that hold so many dense pages."""
+        return -(-num_dense_pages // self.dense_per_block) if self.dense_per_block else 0
+
+    def dense_pages(self, blocks: Sequence[int], begin: int, end: int) -> list[int]:
+        """Ids of the dense pages `[begin, end)` of a row of blocks; 0 for each where they need no storage."""
+        per_block, stride = self.dense_per_block, self.num_dense_layers * self.num_pages
+        if not per_block:
+            return [0] * (end - begin)
+        return [blocks[index // per_block] + index % per_block * stride for index in range(begin, end)]

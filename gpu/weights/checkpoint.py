@@ -1,0 +1,219 @@
+"""Checkpoints: each tensor of a Hugging Face folder's safetensors, or of a GGUF file, to its place on the device.
+
+It refuses to know where that is (`gpu.weights.places`), and how files have tensors (`gpu.weights.safetensors_folder`,
+`gpu.weights.gguf_source`) and are read (`gpu.weights.reading`). Invariant: rows go from their file into their place,
+directly where that is host memory and of their type; host memory never holds a copy of the model. A checkpoint is
+checked whole, names, shapes and types, before the first byte is allocated.
+"""
+
+import logging
+import re
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from gpu.model.gguf.file import is_gguf
+from gpu.model.gguf.tensors import SCHEME
+from gpu.model.spec import Architecture, ModelError
+from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.weights.file_tensor import FileTensor
+from gpu.weights.gguf_source import GgufSource
+from gpu.weights.places import canonical, places, wanted_tensors
+from gpu.weights.placing import placings
+from gpu.weights.reading import FileRange, ReadError, read_ranges
+from gpu.weights.safetensors_folder import SafetensorsFolder
+from gpu.weights.stored import StoredTensor
+from gpu.weights.weights import Progress, Weights, allocate_weights, served
+
+log = logging.getLogger(__name__)
+
+_MOST_WEIGHTS_PER_BYTE = 8  # more than any format has
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # of integers
+_SCALE_ENDS = (".scales", ".weight_scale")
+# Of a KV cache, as publishers of quantised files name them.
+_KV_SCALE = re.compile(r"\.self_attn\.(([kv]_proj\.)?(k|v|kv)_(scale|zero_point)|[kv]_proj\.output_scale)$")
+
+
+class Source(Protocol):
+    """files: names of their tensors, as a Hugging Face checkpoint has them; described_by: what says which ones are
+    wanted; listed_by: where one is looked for that is missing.
+    """
+
+    files: Mapping[Path, list[str]]
+    described_by: str
+    listed_by: Path
+
+    def stored_name(self, name: str) -> str:
+        """What its own files call a tensor."""
+
+    def tensors(self, path: Path) -> list[FileTensor]:
+        """Those of a file, in the order that they lie in."""
+
+
+def open_source(path: Path, architecture: Architecture) -> Source:
+    """Raises ModelError for files that are missing or broken."""
+    return GgufSource(path, architecture) if is_gguf(path) else SafetensorsFolder(path)
+
+
+def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
+                 on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
+    """Read `folder`'s safetensors, or a GGUF file, in one part or several, into new device tensors of `dtype`.
+
+    experts_on_card: as in `allocate_weights`; experts that lie in host memory are read to there.
+
+    Matrices of few bits, of the file or rounded as the architecture's quantisation says, stay packed, but on a CPU that
+    has no code for them (`weights.served`). Raises ModelError, one line, for a file that is
+    missing or broken and for a tensor that is missing, extra or of another shape or type than the architecture's.
+    """
+    weights = load_packed(folder, architecture, dtype, device, on_progress, experts_on_card)
+    return served(weights, architecture, device)
+
+
+def check_checkpoint(folder: Path, architecture: Architecture) -> Source:
+    """Read the headers of a checkpoint's files, and no weights. Raises ModelError for a file that is missing or broken,
+    and for a tensor that is missing, extra or of another shape or type than the architecture's. Loading begins
+    with it, and `tandem plan` asks it.
+    """
+    source = open_source(folder, architecture)
+    _check_size(source, architecture)
+    _check_tensors(source, wanted_tensors(architecture), architecture)
+    _find_scales(source, architecture)
+    return source
+
+
+def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
+                on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
+    """As `load_weights`, and packed on every CPU."""
+    source = check_checkpoint(folder, architecture)
+    weights = allocate_weights(architecture, dtype, device, _find_scales(source, architecture), experts_on_card)
+    found = places(weights, architecture)
+    tensors = [
+        (path, tensor, place)
+        for path in source.files
+        for tensor in source.tensors(path)
+        if (place := found.get(canonical(tensor.name, architecture) or "")) is not None and place.fill is not None
+    ]
+
+    total_bytes = sum(tensor.num_bytes for _, tensor, _ in tensors)
+    began, done_bytes = time.perf_counter(), 0
+    with ExitStack() as opened:
+        numbers = {path: opened.enter_context(path.open("rb", buffering=0)).fileno() for path in source.files}
+        for comes_first in (True, False):
+            ranges = (
+                file_range
+                for path, tensor, place in tensors
+                if place.comes_first == comes_first
+                for placing in placings(tensor, place, str(path), source.stored_name(tensor.name), device)
+                for file_range in placing.ranges(numbers[path])
+            )
+            for num_bytes in _read(ranges, device):
+                done_bytes += num_bytes
+                on_progress(done_bytes / total_bytes)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what matrices were unpacked and rounded in
+    _log_rate(folder, total_bytes, time.perf_counter() - began)
+    return _settled(weights)
+
+
+def _read(ranges: Iterator[FileRange], device: torch.device) -> Iterator[int]:
+    """Bytes of each, once it is placed."""
+    try:
+        yield from read_ranges(ranges, device)
+    except ReadError as error:
+        raise ModelError(f"model: {error}") from None
+
+
+def _settled(weights: Weights) -> Weights:
+    """Without orders that change nothing."""
+
+    def settle(stored: Stored) -> Stored:
+        if not isinstance(stored, Packed) or stored.order is None:
+            return stored
+        is_same = torch.equal(stored.order, torch.arange(stored.inner, device=stored.order.device))
+        return replace(stored, order=None) if is_same else stored
+
+    layers = [layer.changed(settle) for layer in weights.layers]
+    return Weights(weights.embedding, layers, weights.final_norm, settle(weights.logits))
+
+
+def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
+    """What was read, how fast, and the most memory that this process has held so far."""
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    log.debug(
+        "weights folder=%s gib=%.2f seconds=%.1f gib_s=%.2f peak_rss_gib=%.2f",
+        folder, num_bytes / 2**30, seconds, num_bytes / 2**30 / max(seconds, 1e-9), peak_bytes / 2**30,
+    )  # fmt: skip
+
+
+def _check_size(source: Source, architecture: Architecture) -> None:
+    """Raises ModelError where the files cannot hold what the configuration asks for, before anything is made for each
+    of its heads and tensors.
+    """
+    num_bytes = sum(path.stat().st_size for path in source.files)
+    if architecture.num_weights > _MOST_WEIGHTS_PER_BYTE * num_bytes:
+        raise ModelError(
+            f"model: {source.listed_by}: {source.described_by} asks for {architecture.num_weights:,} weights; its "
+            f"files have {num_bytes:,} bytes"
+        )
+
+
+def _check_tensors(source: Source, wanted: dict[str, StoredTensor], architecture: Architecture) -> None:
+    found: set[str] = set()
+    for path in source.files:
+        for tensor in source.tensors(path):
+            place = canonical(tensor.name, architecture)
+            if place is None or _is_passed_over(place, architecture):
+                continue
+            if place not in wanted:
+                family = architecture.family
+                raise ModelError(
+                    f"model: {path}: tensor {tensor.name} is not one of a {family} of {len(wanted)} tensors"
+                )
+            asked, called, dtype = wanted[place], source.stored_name(tensor.name), tensor.dtype
+            if tensor.shape not in asked.shapes:
+                shapes, described = " or ".join(str(list(one)) for one in asked.shapes), source.described_by
+                raise ModelError(
+                    f"model: {path}: tensor {called} is {list(tensor.shape)}; wanted {shapes} by {described}"
+                )
+            if dtype not in asked.dtypes:
+                raise ModelError(f"model: {path}: tensor {called} is {dtype}; wanted {', '.join(asked.dtypes)}")
+            found.add(place)
+    needed = [name for name, tensor in wanted.items() if tensor.is_needed]
+    missing = [name for name in needed if name not in found]
+    if missing:
+        lost = source.stored_name(missing[0])
+        raise ModelError(f"model: {source.listed_by}: tensor {lost} is missing ({len(missing)} of {len(needed)} are)")
+
+
+def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
+    """The type of integers' scales, which must have one; GGUF files' are float16. Raises ModelError."""
+    if architecture.quantisation is not None and architecture.quantisation.scheme == SCHEME:
+        return torch.float16
+    first: tuple[str, str] | None = None
+    if architecture.quantisation is None:
+        return torch.bfloat16
+    for path in source.files:
+        for tensor in source.tensors(path):
+            if not tensor.name.endswith(_SCALE_ENDS):
+                continue
+            first = first or (tensor.name, tensor.dtype)
+            if tensor.dtype != first[1]:
+                raise ModelError(
+                    f"model: {path}: tensor {tensor.name} is {tensor.dtype}, {first[0]} is {first[1]}; wanted one type"
+                )
+    return _SCALES.get(first[1], torch.bfloat16) if first else torch.bfloat16
+
+
+def _is_passed_over(name: str, architecture: Architecture) -> bool:
+    """Tell whether a tensor is one that repeats what is known: RoPE frequencies of old checkpoints, and scales of a KV
+    cache in a quantised one, since rows of 8 bits have scales of their own here.
+    """
+    is_kv_scale = architecture.quantisation is not None and _KV_SCALE.search(name) is not None
+    return name.endswith("rotary_emb.inv_freq") or is_kv_scale

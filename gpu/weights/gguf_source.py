@@ -1,0 +1,73 @@
+"""A GGUF file's tensors as a checkpoint's: by its names, rows in its order, norms as it has them.
+
+It refuses to know places. llama.cpp rotates a Llama's queries and keys in neighbouring pairs, so its files have their
+rows in another order, and it adds to Gemma's norms what Gemma adds when it runs: both are undone here. Invariant: a
+tensor is what the checkpoint that the file was made of has, rounded as the file says.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpu.model.family import EACH
+from gpu.model.gguf.file import read_gguf
+from gpu.model.gguf.kinds import BLOCK_KINDS
+from gpu.model.gguf.tensors import checkpoint_names, stored_names
+from gpu.model.spec import Architecture
+from gpu.weights.file_tensor import FileTensor
+from gpu.weights.gguf_blocks import Blocks
+
+_PERMUTED = "llama"  # of `general.architecture`
+_QUERY, _KEY = "self_attn.q_proj", "self_attn.k_proj"
+
+
+class GgufSource:
+    """See `gpu.weights.checkpoint.Source`."""
+
+    described_by = "its metadata"
+
+    def __init__(self, path: Path, architecture: Architecture) -> None:
+        """Raises ModelError for a file that is missing or broken."""
+        self._file, self._architecture = read_gguf(path), architecture
+        self._tensors = checkpoint_names(self._file, architecture)
+        self._names = stored_names(self._file, architecture)
+        self._is_permuted = self._file.metadata["general.architecture"] == _PERMUTED
+        self.listed_by = path
+        self.files: dict[Path, list[str]] = {path: [] for path in self._file.paths}
+        for name, tensor in self._tensors.items():
+            self.files[tensor.path].append(name)
+
+    def stored_name(self, name: str) -> str:
+        if name in self._tensors:
+            return self._tensors[name].name
+        return self._names.get(re.sub(r"\.experts\.\d+\.", f".experts.{EACH}.", name), name)
+
+    def tensors(self, path: Path) -> list[FileTensor]:
+        return [self._file_tensor(name) for name in self.files[path]]
+
+    def _file_tensor(self, name: str) -> FileTensor:
+        tensor, change = self._tensors[name], self._change(name)
+        return FileTensor(name, tensor.kind, tensor.shape, tensor.offset, tensor.num_bytes, change)
+
+    def _change(self, name: str) -> Callable[[Tensor], Tensor | Blocks] | None:
+        """What makes the checkpoint's of a tensor whose bytes are as they stand in the file; None: it is the same."""
+        tensor, a = self._tensors[name], self._architecture
+        module = name.split(".", 3)[-1].rsplit(".", 1)[0]  # its bias is in the same order
+        heads = {_QUERY: a.num_heads, _KEY: a.num_kv_heads}.get(module) if self._is_permuted else None
+        order = None
+        if heads is not None:
+            order = torch.arange(heads * a.dim).view(heads, a.dim // 2, 2).transpose(1, 2).flatten()
+        if tensor.kind in BLOCK_KINDS:
+            return partial(_as_blocks, tensor.kind, order)
+        if len(tensor.shape) == 1 and a.norm_offset and name.endswith("norm.weight"):
+            return lambda norm: norm.float() - a.norm_offset
+        return None if order is None else lambda rows: rows.index_select(0, order.to(rows.device))
+
+
+def _as_blocks(kind: str, order: Tensor | None, rows: Tensor) -> Blocks:
+    blocks = Blocks(kind, rows)
+    return blocks if order is None else blocks.rows(order)

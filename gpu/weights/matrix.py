@@ -1,0 +1,122 @@
+"""A matrix as the decoder sees it: what it multiplies, with the fusions of a decode step, and what it weighs.
+
+It refuses to know layers, and how a matrix came to be stored as it is. Invariant: a product is that of the numbers that
+`unpack` returns, to the rounding of the dtype that computes.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpu.model.spec import Activation
+from gpu.operations.linear.packed_linear import (
+    Widen,
+    packed_linear,
+    packed_logits,
+    packed_norm_gate_up,
+    packed_norm_linear,
+    unpack,
+    widen,
+)  # fmt: skip
+from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.operations.linear.plain_linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
+
+
+class Matrix(Protocol):
+    """`[rows, inner]`. Tokens are `[tokens, inner]`; results are new. dtype: of results, and of what computes."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything that a product reads: scales and zero points, too."""
+
+    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`x @ self.T (+ residual)`; x of any floating dtype."""
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
+        """`rms_norm(x, norm, eps) @ self.T (+ bias)`."""
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
+        """`activation(gate) * up` of the two halves of `rms_norm(x, norm, eps) @ self.T`, gate first."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`x @ self.T` in float32."""
+
+    def unpack(self) -> Tensor:
+        """All of it, `[rows, inner]` of `dtype`."""
+
+
+class PlainMatrix:
+    """A tensor as it lies there: bf16 or float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return linear(x, self.weight, residual)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
+        return norm_linear(x, norm, eps, self.weight, bias)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
+        return norm_gate_up_swiglu(x, norm, eps, self.weight, activation)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return logits_linear(x, self.weight)
+
+    def unpack(self) -> Tensor:
+        return self.weight
+
+
+class PackedMatrix:
+    """Words of 4 or 8 bits, widened where they are multiplied."""
+
+    def __init__(self, packed: Packed, widened: Widen) -> None:
+        self.packed = packed
+        self.widened = widened
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return packed_linear(x, self.packed, residual, self.widened)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
+        return packed_norm_linear(x, norm, eps, self.packed, bias, self.widened)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
+        return packed_norm_gate_up(x, norm, eps, self.packed, activation, self.widened)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return packed_logits(x, self.packed)
+
+    def unpack(self) -> Tensor:
+        return unpack(self.packed)
+
+
+def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen) -> Matrix:
+    """What multiplies by weights as they lie there: by itself, if it does. widened: what widens packed ones for
+    prefill.
+    """
+    if isinstance(held, Packed):
+        return PackedMatrix(held, widened)
+    return PlainMatrix(held) if isinstance(held, Tensor) else held
+
+
+Held = Stored | Matrix  # a matrix in its place

@@ -1,0 +1,192 @@
+"""Where each tensor of a checkpoint goes: into a slice of a fused matrix, mostly; and what becomes of it on the way.
+
+It refuses to know files, and how weights are used beyond that queries and keys are rotated in halves: rows of a
+checkpoint whose pairs are neighbours, or of heads that are rotated in part, are put in that order here, which no
+product of a query and a key notices.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu.model.family import Family, families
+from gpu.model.gguf.kinds import BLOCK_KINDS
+from gpu.model.matrix_format import MatrixFormat
+from gpu.model.matrix_formats import layer_formats, layer_tensors, matrix_parts, module_names, output_format
+from gpu.model.spec import Architecture, LayerSpec
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.weights.gguf_blocks import Blocks, widen_blocks
+from gpu.weights.stored import PLAIN, ModuleRows, StoredTensor, stored_tensors
+from gpu.weights.weights import LayerWeights, Weights, allocate_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint's tensor goes: order, of its rows on the device (int64), or None: as they are; offset is
+    added, in float32, and then all multiplied by `gain`.
+    """
+
+    tensor: Tensor
+    order: Tensor | None = None
+    offset: float = 0.0
+    gain: float = 1.0
+
+    def fill(self, stored: Tensor | Blocks) -> None:
+        if isinstance(stored, Blocks):
+            self._widen(stored)
+        else:
+            self.fill_rows(0, stored)
+
+    def fill_rows(self, begin: int, stored: Tensor) -> None:
+        """Rows of the checkpoint's tensor from `begin` on; of pinned memory, asynchronously."""
+        rows, end = stored.to(self.tensor.device, non_blocking=True), begin + len(stored)
+        if self.offset or self.gain != 1:
+            rows = (rows.float() + self.offset) * self.gain
+        if self.order is None:
+            self.tensor[begin:end].copy_(rows)
+        else:
+            ours = torch.argsort(self.order)[begin:end].to(self.tensor.device)
+            self.tensor.index_copy_(0, ours, rows.to(self.tensor.dtype))
+
+    def _widen(self, blocks: Blocks) -> None:
+        assert (self.offset, self.gain) == (0.0, 1.0), "of norms, which are not in blocks"
+        widen_blocks(blocks if self.order is None else blocks.rows(self.order), self.tensor)
+
+    @property
+    def wanted(self) -> StoredTensor:
+        is_same = self.order is None and not self.offset and self.gain == 1
+        kinds = PLAIN if self.tensor.ndim == 1 else (*PLAIN, *BLOCK_KINDS)
+        return StoredTensor(
+            (tuple(self.tensor.shape),), kinds, self.fill, fill_rows=self.fill_rows,
+            as_is=self.tensor if is_same else None,
+        )  # fmt: skip
+
+
+def head_order(architecture: Architecture) -> Tensor | None:
+    """Which element of a checkpoint's head each of ours is, int64 `[dim]`, so that element i is rotated against
+    i + dim / 2; None: the same one. What is not rotated stands behind what is, in both halves.
+    """
+    dim, rotary = architecture.dim, architecture.rotary_dim or architecture.dim
+    if rotary == dim and not architecture.is_interleaved:
+        return None
+    rotated = torch.arange(rotary).view(-1, 2).T if architecture.is_interleaved else torch.arange(rotary).view(2, -1)
+    still = torch.arange(rotary, dim).view(2, -1)
+    return torch.cat([rotated, still], 1).flatten()
+
+
+def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTensor]:
+    """By canonical name: what tensors are wanted, and what puts each into its place in `weights`."""
+    offset = architecture.norm_offset
+    found = {
+        "model.embed_tokens.weight": Place(weights.embedding).wanted,
+        "model.norm.weight": Place(weights.final_norm, offset=offset).wanted,
+    }
+    if isinstance(weights.logits, Packed):
+        whole = ModuleRows(weights.logits, 0, weights.logits.rows, None)
+        found |= _stored("lm_head", output_format(architecture), whole, architecture)
+    elif not architecture.tied_embeddings:
+        found["lm_head.weight"] = Place(weights.logits).wanted
+    for index, (layer, spec) in enumerate(zip(weights.layers, architecture.layers, strict=True)):
+        found |= _packed_places(layer, architecture, index)
+        known, names = _layer_places(layer, architecture, spec), layer_tensors(architecture, spec)
+        plain = {f"model.layers.{index}.{name}": known[what] for name, what in names.items() if what in known}
+        found |= {name: place.wanted for name, place in plain.items()}
+    return found
+
+
+def canonical(name: str, architecture: Architecture) -> str | None:
+    """As in `Family`."""
+    return family_of(architecture).canonical(name)
+
+
+def family_of(architecture: Architecture) -> Family:
+    """That made it."""
+    return families()[architecture.family]
+
+
+def wanted_tensors(architecture: Architecture) -> dict[str, StoredTensor]:
+    """What a folder must hold, by canonical name."""
+    return places(allocate_weights(architecture, torch.bfloat16, torch.device("meta")), architecture)
+
+
+def _heads(a: Architecture) -> Tensor | None:
+    """Order of all rows of QKV."""
+    order = head_order(a)
+    if order is None:
+        return None
+    query, key = a.num_heads * a.dim, a.num_kv_heads * a.dim
+    rotated = torch.arange(a.num_heads + a.num_kv_heads)[:, None] * a.dim + order
+    return torch.cat([rotated.flatten(), torch.arange(query + key, query + 2 * key)])
+
+
+def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
+    """Of the matrices of few bits: their modules' tensors."""
+    found: dict[str, StoredTensor] = {}
+    formats, heads = layer_formats(a, index), _heads(a)
+    for matrix, stored in formats.items():
+        stacks = [stack for stack in layer.stacks(matrix) if isinstance(stack, Packed)]
+        if stored is None or not stacks:
+            continue
+        packed, begin, parts = stacks.pop(0), 0, {}
+        for what, rows in matrix_parts(a, a.layers[index], matrix):
+            if begin == packed.rows:
+                packed, begin = stacks.pop(0), 0
+            order = None
+            if heads is not None and what in ("query", "key"):
+                order = heads[begin : begin + rows] - begin
+            parts[what] = ModuleRows(packed, begin, begin + rows, order)
+            begin += rows
+        whole = ModuleRows(packed, 0, begin, heads if matrix == "qkv" else None)
+        parts[matrix] = whole if len(parts) > 1 else parts[matrix]
+        for what, module in module_names(a, index, matrix).items():
+            found |= _stored(module, stored, parts[what], a)
+    return found
+
+
+def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Architecture) -> dict[str, StoredTensor]:
+    assert stored is not None, "a packed matrix has a format"
+    assert a.quantisation is not None, "it is of a quantised model"
+    tensors = stored_tensors(a.quantisation.scheme, stored, part, a.quantisation.layers.row_block)
+    return {module + end: tensor for end, tensor in tensors.items()}
+
+
+def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place]:
+    """Plain ones of one layer, by what a family's table calls them (`gpu.model.family`)."""
+    query, key, offset = a.num_heads * a.dim, a.num_kv_heads * a.dim, a.norm_offset
+    order, heads = head_order(a), _heads(a)
+    places = {
+        "attention_norm": Place(layer.attention_norm, offset=offset),
+        "mlp_norm": Place(layer.mlp_norm, offset=offset),
+    }
+    for name, matrix in layer.matrices.items():
+        if name == "qkv" or not isinstance(matrix, Tensor):
+            continue
+        begin, stacks = 0, layer.stacks(name)
+        places[name] = Place(matrix)
+        for what, rows in matrix_parts(a, spec, name):
+            if begin == len(stacks[0]):
+                begin, stacks = 0, stacks[1:]
+            places[what] = Place(stacks[0][begin : begin + rows])
+            begin += rows
+    if layer.experts is not None:
+        places["router"] = Place(layer.experts.router)
+    for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
+        if isinstance(rows, Tensor):
+            places["qkv" + suffix] = Place(rows, heads)
+            places["query" + suffix] = Place(rows[:query], None if heads is None else heads[:query])
+            places["key" + suffix] = Place(rows[query : query + key], None if heads is None else heads[:key])
+            places["value" + suffix] = Place(rows[query + key :])
+    for name, bias in layer.biases.items():
+        begin = 0
+        places.setdefault(name + "_bias", Place(bias))
+        for what, rows in matrix_parts(a, spec, name) if name != "qkv" else ():
+            places[what + "_bias"] = Place(bias[begin : begin + rows])
+            begin += rows
+    if layer.query_norm is not None and layer.key_norm is not None:
+        places["query_norm"] = Place(layer.query_norm, order, offset, a.query_gain)
+        places["key_norm"] = Place(layer.key_norm, order, offset)
+    if layer.attention_post_norm is not None and layer.mlp_post_norm is not None:
+        places["attention_post_norm"] = Place(layer.attention_post_norm, offset=offset)
+        places["mlp_post_norm"] = Place(layer.mlp_post_norm, offset=offset)
+    return places

@@ -1,0 +1,90 @@
+"""A tensor of a file on its way to its place: which ranges of the file are read, and what becomes of each.
+
+It refuses to know how files are read. Rows that need no others go to their places by themselves, and where that is host
+memory, and of the file's type and order, they are read into it; of packed matrices all rows, or as many as are rounded
+at once, are gathered first, on the device, and so are those of a tensor that is changed as a whole. Invariants: a
+tensor's rows are placed once each; a GPU holds one gathered tensor at a time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpu.model.spec import ModelError
+from gpu.weights.file_tensor import FileTensor
+from gpu.weights.reading import RANGE_BYTES, FileRange
+from gpu.weights.stored import StoredError, StoredTensor
+
+
+def placings(
+    tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device
+) -> Iterator["Placing"]:
+    """Of a tensor, or of so many of its rows each as its place takes at once; arguments are those of `Placing`."""
+    step, fill_rows = place.rows_at_once, place.fill_rows
+    if step is None or fill_rows is None or tensor.change is not None:
+        yield Placing(tensor, place, source, called, device)
+        return
+    for begin in range(0, tensor.shape[0], step):
+        part = replace(place, fill=partial(fill_rows, begin), fill_rows=None)
+        yield Placing(tensor.rows(begin, min(begin + step, tensor.shape[0])), part, source, called, device)
+
+
+class Placing:
+    """source, called: name the file and the tensor in errors; device: of the places."""
+
+    def __init__(self, tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device) -> None:
+        self._tensor, self._place, self._device = tensor, place, device
+        self._source, self._called = source, called
+        self._dtype = tensor.stored_dtype
+        self._fill_rows = place.fill_rows if tensor.change is None else None
+        self._gathered: Tensor | None = None
+        self._bytes_left = tensor.num_bytes
+
+    def ranges(self, file: int) -> Iterator[FileRange]:
+        """Of rows, RANGE_BYTES at most together; `file`: a number of the open file."""
+        tensor, target = self._tensor, self._target()
+        row_bytes = tensor.num_bytes // (tensor.shape[0] if tensor.shape else 1)
+        step = max(1, RANGE_BYTES // row_bytes) * row_bytes
+        for begin in range(0, tensor.num_bytes, step):
+            end = min(begin + step, tensor.num_bytes)
+            part = None if target is None else target[begin:end]
+            done = partial(self._done, begin // row_bytes, begin)
+            yield FileRange(file, self._source, tensor.offset + begin, end - begin, part, done)
+
+    def _target(self) -> Tensor | None:
+        """uint8 `[bytes]`, what is read into."""
+        if self._fill_rows is None:
+            place = self._gather() if self._device.type == "cpu" else None
+        else:
+            place = self._place.as_is
+        if place is None or place.dtype != self._dtype or place.device.type != "cpu":
+            return None
+        return place.view(-1).view(torch.uint8)
+
+    def _gather(self) -> Tensor:
+        if self._gathered is None:
+            self._gathered = torch.empty(self._tensor.stored_shape, dtype=self._dtype, device=self._device)
+        return self._gathered
+
+    def _done(self, row: int, begin: int, read: Tensor) -> None:
+        is_there = self._target() is not None
+        if self._fill_rows is not None:
+            if not is_there:
+                self._fill_rows(row, read.view(self._dtype).view(-1, *self._tensor.shape[1:]))
+            return
+        if not is_there:
+            self._gather().view(-1).view(torch.uint8)[begin : begin + len(read)].copy_(read, non_blocking=True)
+        self._bytes_left -= len(read)
+        if self._bytes_left == 0:
+            self._fill(self._gather())
+            self._gathered = None
+
+    def _fill(self, stored: Tensor) -> None:
+        assert self._place.fill is not None, "what has no place is passed over"
+        try:
+            self._place.fill(stored if self._tensor.change is None else self._tensor.change(stored))
+        except StoredError as error:
+            raise ModelError(f"model: {self._source}: tensor {self._called} {error}") from None

@@ -1,0 +1,28 @@
+"""The tensors of a Hugging Face folder, wherever they lie in its safetensors files.
+
+It refuses to know what tensors are (`gpu.model.safetensors_index` finds the files).
+"""
+
+from pathlib import Path
+
+from gpu.model.safetensors_index import INDEX_FILE, find_files
+from gpu.weights.file_tensor import FileTensor
+from gpu.weights.safetensors_file import read_header
+
+
+class SafetensorsFolder:
+    """files: names of their tensors; see `gpu.weights.checkpoint.Source`."""
+
+    described_by = "config.json"
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError for files that are missing or broken."""
+        self.files = find_files(folder)
+        self.listed_by = next(iter(self.files)) if len(self.files) == 1 else folder / INDEX_FILE
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+    def tensors(self, path: Path) -> list[FileTensor]:
+        header = read_header(path)
+        return sorted((header[name] for name in self.files[path]), key=lambda tensor: tensor.offset)

@@ -1,0 +1,33 @@
+"""Whether a model's files hold the tensors that its configuration asks for, in a process of its own.
+
+Run as `python -m gpu.weights.tensor_check`, with a `ModelConfig` as JSON on standard input: `tandem plan` asks without
+torch in its own process. Reads headers alone. Ends with status REFUSED and the reason as one line on standard output
+where loading the weights would refuse them, in the same words.
+"""
+
+import sys
+
+from gpu.config import ModelConfig
+from gpu.model.architecture import ModelError, load_architecture
+from gpu.weights.checkpoint import check_checkpoint
+
+REFUSED = 3
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise ModelError for broken files, and for tensors that are missing, extra, or of another shape or type."""
+    if model.path is not None:
+        check_checkpoint(model.path, load_architecture(model))
+
+
+def main() -> int:
+    try:
+        check_model(ModelConfig.model_validate_json(sys.stdin.read()))
+    except ModelError as error:
+        print(error)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

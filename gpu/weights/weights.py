@@ -1,0 +1,354 @@
+"""Weights on the device: how a layer's are laid out, and random ones for a named shape.
+
+A matrix is a tensor, packed in few bits, or laid out as a library multiplies it. It refuses to know how they are used,
+beyond that Q, K and V are one matrix and gate and up another, and where checkpoints have them (`checkpoint`).
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gpu.model.humming_formats import describe_own
+from gpu.model.matrix_format import BITS, MatrixFormat, num_words
+from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
+from gpu.model.spec import Architecture, LayerSpec
+from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.operations.linear.word_layout import pack_words
+from gpu.weights.host_experts import HostExperts, in_host_memory
+from gpu.weights.humming_matrix import HummingMatrix
+from gpu.weights.matrix import Held, as_matrix
+from transfer.host_pages import ask_huge_pages
+from transfer.simd.features import HAS_VECTORS
+
+log = logging.getLogger(__name__)
+
+RANDOM_LOGIT_SPREAD = 3.0  # standard deviation of random weights' logits: neither flat nor one-hot
+
+RANDOM_ROUTER_SPREAD = 3.0  # of random routers' logits: an expert that is taken by a hair counts for little
+
+DRAWN_ROWS = 65_536  # of a matrix in host memory, drawn on the device at once and copied down
+
+RANDOM_BIAS_SPREAD = 0.1  # of random weights' biases: seen in every result, and no larger than what they are added to
+
+# Of random numbers of few bits: the standard deviation of what a scale multiplies.
+RANDOM_STEPS = {"int4": 2.7, "int8": 40.0, "fp8": 16.0}
+
+UNSET = -1  # of a column's place, until a checkpoint has said
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts * 2 * intermediate, hidden]`, one after
+    another, of each its gate first; down `[experts * hidden, intermediate]`. host: the last ones, if they lie in host
+    memory; the two matrices then have the first ones alone.
+    """
+
+    router: Tensor
+    gate_up: Stored
+    down: Stored
+    host: HostExperts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`; output `[hidden, heads * dim]`;
+    gate_up `[2 * intermediate, hidden]`, gate first; down `[hidden, intermediate]`; or, in place of these two, experts.
+    Where the layer's spec has them: qkv_bias, output_bias, gate_up_bias and down_bias, of the matrix's rows;
+    query_norm, key_norm `[dim]`; attention_post_norm, mlp_post_norm `[hidden]`. Norms that a checkpoint stores less one
+    are float32: what they lack of one would be rounded away.
+    """
+
+    attention_norm: Tensor
+    qkv: Held
+    output: Held
+    mlp_norm: Tensor
+    gate_up: Held | None = None
+    down: Held | None = None
+    experts: ExpertWeights | None = None
+    qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    attention_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
+
+    @property
+    def matrices(self) -> dict[str, Held]:
+        """By name, as in `gpu.model.matrix_formats.matrix_shapes`."""
+        experts = self.experts
+        held = {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down,
+                "experts_gate_up": experts and experts.gate_up, "experts_down": experts and experts.down}  # fmt: skip
+        return {name: matrix for name, matrix in held.items() if matrix is not None}
+
+    @property
+    def biases(self) -> dict[str, Tensor]:
+        """By the names of their matrices, of those that have one."""
+        held = {"qkv": self.qkv_bias, "output": self.output_bias, "gate_up": self.gate_up_bias, "down": self.down_bias}
+        return {name: bias for name, bias in held.items() if bias is not None}
+
+    def stacks(self, name: str) -> list[Held]:
+        """A matrix, and behind it those of its rows that lie in host memory."""
+        host = None if self.experts is None else self.experts.host
+        far = {} if host is None else {"experts_gate_up": host.gate_up, "experts_down": host.down}
+        return [self.matrices[name], *([far[name]] if name in far else [])]
+
+    @property
+    def mlp(self) -> tuple[Held, Held]:
+        """gate_up and down of a layer without experts."""
+        assert self.gate_up is not None, "a layer without experts has an MLP"
+        assert self.down is not None, "a layer without experts has an MLP"
+        return self.gate_up, self.down
+
+    def changed(self, change: Callable[[Held], Held]) -> "LayerWeights":
+        """With every matrix as `change` makes it."""
+        made = {name: change(matrix) for name, matrix in self.matrices.items()}
+        gate_up, down = made.pop("experts_gate_up", None), made.pop("experts_down", None)
+        if self.experts is None or gate_up is None or down is None:
+            return replace(self, **made)
+        host = self.experts.host
+        if host is not None:
+            host = replace(host, gate_up=change(host.gate_up), down=change(host.down))
+        return replace(self, **made, experts=replace(self.experts, gate_up=gate_up, down=down, host=host))
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """embedding, logits `[vocab, hidden]` (one tensor if they are tied); final_norm `[hidden]`."""
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    final_norm: Tensor
+    logits: Stored
+
+    @property
+    def matrices(self) -> list[Held]:
+        """Of all layers, and the output matrix."""
+        return [*(matrix for layer in self.layers for matrix in layer.matrices.values()), self.logits]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether any matrix is of few bits."""
+        return not all(isinstance(matrix, Tensor) for matrix in self.matrices)
+
+
+def unpacked(weights: Weights) -> Weights:
+    """All matrices as tensors. Takes the layers out of `weights` as it goes: two copies are of one layer alone."""
+    layers = [weights.layers.pop(0).changed(_unpacked) for _ in range(len(weights.layers))]
+    return Weights(weights.embedding, layers, weights.final_norm, _unpacked(weights.logits))
+
+
+def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
+    """As the device multiplies them: on a CPU that has no code for matrices of few bits as they are stored, all are
+    unpacked, and the log says why; on a GPU those that a library multiplies are laid out for it, and the log says which
+    are not.
+    """
+    reason = why_unpacked(architecture, HAS_VECTORS) if device.type == "cpu" else None
+    if reason is not None:
+        log.info("weights event=unpacked reason=%r", reason)
+        return unpacked(weights)
+    if architecture.quantisation is not None and architecture.quantisation.humming:
+        log.info("products by=humming own=%r", describe_own(architecture))
+        _lay_out(weights, architecture)
+        torch.cuda.empty_cache()
+    return weights
+
+
+def _lay_out(weights: Weights, architecture: Architecture) -> None:
+    """Matrix by matrix, in the place of the packed ones."""
+    for index in range(architecture.num_layers):
+        for name, stored in layer_formats(architecture, index).items():
+            if stored is not None and stored.humming:
+                laid_out = HummingMatrix(weights.layers[index].matrices[name])
+                weights.layers[index] = replace(weights.layers[index], **{name: laid_out})
+
+
+def _unpacked(held: Held) -> Tensor:
+    return as_matrix(held).unpack()
+
+
+def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
+                   on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
+    """As `random_packed_weights`, and as `served`."""
+    return served(
+        random_packed_weights(architecture, seed, dtype, device, on_progress, experts_on_card), architecture, device
+    )
+
+
+def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
+                          on_progress: Progress, experts_on_card: int | None) -> Weights:  # fmt: skip
+    """Draw weights on the device: activations stay of order one, and logits have a spread of RANDOM_LOGIT_SPREAD.
+    Matrices of few bits are drawn as such, all scales alike.
+    """
+    weights = allocate_weights(architecture, dtype, device, torch.bfloat16, experts_on_card)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    residual_scale = (2 * architecture.num_layers) ** -0.5
+
+    def draw(matrix: Stored, scale: float) -> None:
+        if isinstance(matrix, Packed):
+            return draw_packed(matrix, scale * matrix.inner**-0.5, generator)
+        for rows in matrix.split(len(matrix) if matrix.device == device else DRAWN_ROWS) if len(matrix) else ():
+            drawn = rows if rows.device == device else torch.empty_like(rows, device=device)
+            drawn.normal_(0.0, scale * matrix.shape[-1] ** -0.5, generator=generator)
+            if drawn is not rows:
+                rows.copy_(drawn)
+        return None
+
+    for index, layer in enumerate(weights.layers):
+        for norm in (layer.attention_norm, layer.mlp_norm, layer.key_norm):
+            if norm is not None:
+                norm.fill_(1.0)
+        if layer.query_norm is not None:
+            layer.query_norm.fill_(architecture.query_gain)
+        for norm in (layer.attention_post_norm, layer.mlp_post_norm):
+            if norm is not None:
+                norm.fill_(residual_scale)
+        for bias in layer.biases.values():
+            bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
+        draw(layer.qkv, 1.0)
+        draw(layer.output, residual_scale)
+        gate_up, down = ("gate_up", "down") if layer.experts is None else OF_EXPERTS
+        for stack in layer.stacks(gate_up):
+            draw(stack, 1.0)
+        for stack in layer.stacks(down):
+            draw(stack, residual_scale)
+        if layer.experts is not None:
+            draw(layer.experts.router, RANDOM_ROUTER_SPREAD)
+        on_progress((index + 1) / (architecture.num_layers + 1))
+    scale = architecture.embedding_scale
+    gain = 1.0 if scale == 1 else RANDOM_LOGIT_SPREAD * scale  # or a token's own embedding would be what comes next
+    weights.final_norm.fill_(gain)
+    draw(weights.logits, RANDOM_LOGIT_SPREAD / gain)
+    if not architecture.tied_embeddings:
+        weights.embedding.normal_(0.0, 1.0, generator=generator)
+    on_progress(1.0)
+    return weights
+
+
+def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> None:
+    """Numbers of this standard deviation, normal but for their rounding."""
+    step = RANDOM_STEPS[matrix.kind]
+    for words in matrix.words.split(4096):
+        drawn = torch.empty(len(words), matrix.inner, device=generator.device).normal_(0.0, step, generator=generator)
+        if matrix.kind == "fp8":
+            numbers = drawn.to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            numbers = drawn.add_(matrix.middle).round_().clamp_(0, 2**matrix.bits - 1).to(torch.uint8)
+        words.copy_(pack_words(numbers, matrix.bits))
+    if matrix.runs is not None:
+        _fill_runs(matrix, spread / step)
+        return
+    matrix.scales.fill_(spread / step)
+    if matrix.zeros is not None:
+        matrix.zeros.fill_(matrix.middle)
+
+
+def _fill_runs(matrix: Packed, step: float) -> None:
+    """The same scale for all groups, and the offset that puts the middle number at 0, of at most a signed byte."""
+    assert matrix.runs is not None, "the caller has seen them"
+    sign = 1 if matrix.middle < 128 else -1
+    pair = torch.tensor([1, sign * matrix.middle], dtype=torch.int8)
+    run = torch.tensor([step, sign * step], dtype=torch.float16)
+    matrix.scales.fill_(int(pair.view(torch.int16)))
+    matrix.runs.fill_(int(run.view(torch.int32)))
+
+
+def allocate_weights(
+    architecture: Architecture, dtype: torch.dtype, device: torch.device, scales: torch.dtype = torch.bfloat16,
+    experts_on_card: int | None = None,
+) -> Weights:  # fmt: skip
+    """Not yet filled. scales: of integers, 16 bits. On the CPU in huge pages, which are there four times as soon.
+
+    experts_on_card: of each layer's experts; the others lie in host memory, pinned for CUDA; None: all. Raises
+    ModelError where the host refuses that memory.
+    """
+    a = architecture
+
+    def empty(*shape: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            ask_huge_pages(tensor.data_ptr(), tensor.nbytes)
+        return tensor
+
+    def norm(width: int) -> Tensor:
+        return torch.empty(width, dtype=torch.float32 if a.norm_offset else dtype, device=device)
+
+    def matrix(rows: int, inner: int, stored: MatrixFormat | None) -> Stored:
+        return empty(rows, inner) if stored is None else allocate_packed(rows, inner, stored, dtype, device, scales)
+
+    def on_host(index: int, spec: LayerSpec) -> HostExperts | None:
+        """Of the meta device."""
+        if spec.experts is None or experts_on_card is None or experts_on_card >= spec.experts.num_experts:
+            return None
+        count, made = spec.experts.num_experts - experts_on_card, []
+        for name in OF_EXPERTS:
+            (rows, inner), stored = matrix_shapes(a, spec)[name], layer_formats(a, index)[name]
+            rows, meta = rows // spec.experts.num_experts * count, torch.device("meta")
+            made.append(
+                torch.empty(rows, inner, dtype=dtype, device=meta) if stored is None
+                else allocate_packed(rows, inner, stored, dtype, meta, scales)
+            )  # fmt: skip
+        return HostExperts(count, *made)
+
+    hosts = in_host_memory([on_host(index, spec) for index, spec in enumerate(a.layers)], device)
+
+    def layer(index: int, spec: LayerSpec) -> LayerWeights:
+        width = (a.num_heads + 2 * a.num_kv_heads) * a.dim
+        formats, held, host = layer_formats(a, index), spec.experts, hosts[index]
+        shapes = matrix_shapes(a, spec)
+        if host is not None and held is not None:
+            on_card = held.num_experts - host.count
+            shapes |= {name: (shapes[name][0] // held.num_experts * on_card, shapes[name][1]) for name in OF_EXPERTS}
+        made = {name: matrix(*shape, formats[name]) for name, shape in shapes.items()}
+        router = None if held is None else empty(held.num_experts, a.hidden)
+        return LayerWeights(
+            attention_norm=norm(a.hidden),
+            qkv=made["qkv"],
+            output=made["output"],
+            mlp_norm=norm(a.hidden),
+            gate_up=made.get("gate_up"),
+            down=made.get("down"),
+            experts=router
+            if router is None
+            else ExpertWeights(router, made["experts_gate_up"], made["experts_down"], host),
+            qkv_bias=empty(width) if spec.qkv_bias else None,
+            output_bias=empty(a.hidden) if spec.output_bias else None,
+            gate_up_bias=empty(2 * a.intermediate) if spec.mlp_bias else None,
+            down_bias=empty(a.hidden) if spec.mlp_bias else None,
+            query_norm=norm(a.dim) if spec.qk_norm else None,
+            key_norm=norm(a.dim) if spec.qk_norm else None,
+            attention_post_norm=norm(a.hidden) if spec.post_norms else None,
+            mlp_post_norm=norm(a.hidden) if spec.post_norms else None,
+        )
+
+    embedding = empty(a.vocab_size, a.hidden)
+    layers = [layer(index, spec) for index, spec in enumerate(a.layers)]
+    logits = embedding if a.tied_embeddings else matrix(a.vocab_size, a.hidden, output_format(a))
+    return Weights(embedding, layers, norm(a.hidden), logits)
+
+
+def allocate_packed(
+    rows: int, inner: int, stored: MatrixFormat, dtype: torch.dtype, device: torch.device, scales: torch.dtype
+) -> Packed:
+    """Not yet filled. scales: of 16 bits, where they have so many."""
+    group = stored.group or inner
+    shape = (-(-rows // stored.row_block), -(-inner // group))
+    words = torch.empty(rows, num_words(inner, BITS[stored.kind]), dtype=torch.int32, device=device)
+    if device.type == "cpu":
+        ask_huge_pages(words.data_ptr(), words.nbytes)
+    if stored.run is not None:
+        scales = torch.int16
+    return Packed(
+        kind=stored.kind, dtype=dtype, inner=inner, group=group, row_block=stored.row_block,
+        words=words,
+        scales=torch.empty(shape, dtype=torch.float32 if stored.scale_bytes == 4 else scales, device=device),
+        zeros=torch.empty(shape, dtype=torch.uint8, device=device) if stored.has_zeros else None,
+        order=torch.full((inner,), UNSET, dtype=torch.int64, device=device) if stored.has_order else None,
+        runs=None if stored.run is None else torch.empty(rows, inner // stored.run, dtype=torch.int32, device=device),
+    )  # fmt: skip
