@@ -1,4 +1,4 @@
-"""Each figure of README's performance table stands in a JSON of docs/results, with its machine and source."""
+"""Figures of README and docs/PERFORMANCE.md stand in a JSON of docs/results, with their machine and source."""
 
 import json
 import re
@@ -22,16 +22,21 @@ def numbers(text: str) -> list[float]:
     return [float(found.replace(",", "")) for found in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
 
-def table() -> dict[str, list[str]]:
-    """README's performance table: measured, floor, ratio and peer by row."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    part = text[text.index("## What it does, measured") : text.index("`tandem bench engine --model")]
+def rows_of(page: str, begin: str) -> dict[str, list[str]]:
+    """Return the cells of the first table behind the heading `begin`, by their first cell."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    part = text[text.index(begin) + len(begin) :].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:2] == "| "]
-    return {cells[0]: cells[1:] for cells in rows if cells[0]}
+    return {cells[0]: cells[1:] for cells in rows if cells[0] not in ("", "what")}
+
+
+def table() -> dict[str, list[str]]:
+    """Return the table of floors: measured, floor, ratio and peer by row."""
+    return rows_of("docs/PERFORMANCE.md", "## Beside the floor")
 
 
 def told(row: dict[str, Any]) -> list[list[float]]:
-    """The numbers that README's cells must show, in their order."""
+    """The numbers that the page's cells must show, in their order."""
     floor = row["floor"]
     parts = [number for part in floor["parts"] for number in (part["amount"], part["rate"])] if floor else []
     peer = list(row["peer"])
@@ -69,7 +74,7 @@ def test_floors_and_ratios_follow_from_what_is_beside_them(row: dict[str, Any]) 
 
 
 def rounding(name: str, ratio: float) -> float:
-    """Half of the last digit that README shows of the ratio, and the rounding of what it is made of."""
+    """Half of the last digit that the page shows of the ratio, and the rounding of what it is made of."""
     shown = next(text for text in table()[name][2].split(" / ") if float(text) == ratio)
     return RATIO_ROUNDING if len(shown.partition(".")[2]) == 1 else RATIO_ROUNDING / 10
 
@@ -81,13 +86,41 @@ def test_a_ratio_that_is_off_by_one_digit_would_be_noticed() -> None:
     assert row["ratio"] == [1.65]
 
 
-def test_scores_of_the_reference_model_are_those_of_its_training() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    training = (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8")
-    reached = re.search(r"\| needle \| [^|]* \| ([\d.]+) / ([\d.]+) \|", training).groups()
-    for context, score in zip(("4,096", "16,384"), reached, strict=True):
-        shown = re.search(rf"\| {context} \| ([\d.]+) \|", readme)[1]
-        assert float(shown) == float(score)
+PEERS = json.loads((ROOT / "docs" / "results" / "peers-h100.json").read_text(encoding="utf-8"))
+
+
+def shown_beside_peers(row: dict[str, Any]) -> list[Any]:
+    """Return what a table must show of the row: peer, their numbers, ours, ratios of times, and which are above 1."""
+    return [row["peer"], row["theirs"], row["ours"], row["time_ratio"], [ratio > 1 for ratio in row["time_ratio"]]]
+
+
+def read_beside_peers(cells: list[str]) -> list[Any]:
+    peer, theirs, ours, ratios = cells
+    is_slower = [part.startswith("**") for part in ratios.split(" / ")]
+    return [peer, numbers(theirs), numbers(ours), numbers(ratios), is_slower]
+
+
+def test_every_row_beside_peers_is_recorded() -> None:
+    heading = "## Beside vLLM and llama.cpp"
+    recorded = {row["row"]: shown_beside_peers(row) for row in PEERS["rows"]}
+    page = {name: read_beside_peers(cells) for name, cells in rows_of("docs/PERFORMANCE.md", heading).items()}
+    readme = {name: read_beside_peers(cells) for name, cells in rows_of("README.md", heading).items()}
+    assert page == recorded
+    assert len(readme) > 1
+    assert readme.items() <= recorded.items()
+
+
+def test_readme_shows_rows_where_it_is_slower() -> None:
+    shown = [row for row in PEERS["rows"] if row["row"] in rows_of("README.md", "## Beside vLLM and llama.cpp")]
+    slower = [row for row in shown if max(row["time_ratio"]) > 1]
+    assert len(slower) >= len(shown) - len(slower) > 0
+
+
+@pytest.mark.parametrize("row", PEERS["rows"], ids=lambda row: row["row"])
+def test_ratios_beside_peers_follow_from_both_numbers(row: dict[str, Any]) -> None:
+    is_rate = row["unit"] == "tokens/s"
+    for ours, theirs, ratio in zip(row["ours"], row["theirs"], row["time_ratio"], strict=True):
+        assert (theirs / ours if is_rate else ours / theirs) == pytest.approx(ratio, abs=RATIO_ROUNDING / 10)
 
 
 @pytest.mark.parametrize(

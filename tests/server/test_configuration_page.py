@@ -4,13 +4,19 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic.fields import FieldInfo
 
-from server.commands.configuration_page import list_sections, write_page
+from gpu.methods.registry import list_methods
+from server.commands.configuration_page import describe_default, list_sections, write_page
 from server.config import Deployment, ServerConfig
 from server.request_scope import OPEN_PATHS
 from tests.gpu.toy_method import add_toy
 
-PAGE = Path(__file__).parents[2] / "docs" / "CONFIGURATION.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "CONFIGURATION.md"
+# Pages of what is no method of a slot, or has its settings in a section of the deployment.
+SECTIONS = {"a3": "documents", "offloaded": "host", "sampled": "host.sampled"}
+WORDS_FOR_DERIVED = {"memory_limit_gib": "half of the host", "dense_layers": "0 and the middle one"}
 
 
 def test_the_page_is_current() -> None:
@@ -41,3 +47,26 @@ def test_the_page_names_every_route_that_needs_no_key() -> None:
     description = ServerConfig.model_fields["api_keys"].description or ""
     below_docs = {path for path in OPEN_PATHS if path.startswith("/docs/")}
     assert set(re.findall(r"/[a-z.]+", description)) == OPEN_PATHS - below_docs
+
+
+def find_settings(page: str) -> dict[str, FieldInfo]:
+    """Return the settings that a method's page is about, by key."""
+    if page in SECTIONS:
+        return dict(list_sections(Deployment, ""))[SECTIONS[page]].model_fields
+    return list_methods()[page].settings.model_fields
+
+
+def test_every_method_has_a_page() -> None:
+    pages = {path.stem for path in (DOCS / "methods").glob("*.md")}
+    assert pages >= {name for name in list_methods() if "+" not in name}
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in (DOCS / "methods").glob("*.md")))
+def test_a_methods_page_shows_the_defaults_that_hold(page: str) -> None:
+    text = (DOCS / "methods" / f"{page}.md").read_text()
+    shown = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE))
+    fields = find_settings(page)
+    assert shown.keys() <= fields.keys()
+    assert bool(shown) is (page != "exact")
+    for key, default in shown.items():
+        assert default == (describe_default(fields[key]) or WORDS_FOR_DERIVED[key]), key

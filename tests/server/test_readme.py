@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from deploy import demo
+from server.commands.cli import app
 from server.config import Deployment, load_deployment
 from tests.server.live_server import Running, fake_command, make_deployment, running_server, with_documents
 
@@ -55,6 +57,14 @@ async def test_the_readmes_program_runs_and_ends() -> None:
         out, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0, errors.decode()
     assert out.decode().lstrip().startswith("# Tandem in plain words"), "the fake engine says what it was told"
+
+
+def test_the_readme_shows_what_plan_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    command, shown = re.search(r"`tandem (plan deploy/[^`]+)`[^`]*-->\n```text\n(.*?)```", README, re.DOTALL).groups()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(ROOT)
+    printed = CliRunner().invoke(app, command.split()).output
+    assert shown in printed
 
 
 def test_the_readme_asks_what_the_demo_asks_of_the_same_page() -> None:
