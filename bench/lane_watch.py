@@ -130,8 +130,8 @@ class LaneWatch:
         if kind:
             self._kinds[kind].rows.append(len(asks))
             self._kinds[kind].fenced += plan.is_fenced
-        self._num_deposits += len(plan.deposits)
-        self._num_releases += len(plan.releases)
+        self._num_deposits += len(plan.offloads)
+        self._num_releases += len(plan.evictions)
         self._num_units += len(plan.units)
         launched: InFlight = self._timed("launch", call, plan)
         return launched

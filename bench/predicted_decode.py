@@ -37,7 +37,7 @@ from gpu.model.architecture import Architecture
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from gpu.runner import Runner
-from gpu.step import HostAsk, PageWrite, RingWrite, StepPlan
+from gpu.step import HostRead, PageWrite, RingWrite, StepPlan
 from gpu.weights.weights import Weights
 from transfer.config import HostConfig
 from transfer.copies import PASSED
@@ -182,7 +182,7 @@ class Steps:
     @torch.inference_mode()
     def step(self) -> None:
         begin, end = SINK, SINK + self.contexts.run_tokens
-        asks = [HostAsk(slot, begin, end) for slot in range(self.batch)]
+        asks = [HostRead(slot, begin, end) for slot in range(self.batch)]
         cells = [self.cell] * self.batch
         self.runner.decode_steps.run(Batch(list(range(self.batch)), cells, cells, asks, True))
         self.cell += 1

@@ -23,7 +23,7 @@ from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.fusion.documents import Documents
 from gpu.host.deposit import Depositor
-from gpu.host.offload import Offload
+from gpu.host.offload import Offloader
 from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.kv.commitment import Commitment
 from gpu.kv.pool import KvPool
@@ -46,15 +46,15 @@ from gpu.sampling_params import SamplingParams
 from gpu.step import (
     DENSE,
     DecodeGroup,
-    Deposit,
-    HostAsk,
+    FinishedReload,
+    HostRead,
     Lane,
+    Offload,
+    PageEviction,
     PageWrite,
     PrefillJob,
     PrefillPrompt,
     PrefillUnit,
-    Release,
-    Restore,
     RingWrite,
     StepPlan,
     TablePlace,
@@ -151,14 +151,14 @@ class Runner:
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
         self._last: InFlight | None = None
         self._buffers = StepBuffers()
-        self._offload: Offload | None = None
+        self._offload: Offloader | None = None
         self.ask_times = AskTimes()
         asked_layers = () if tier is None else tuple(tier.shape.layers)
         self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, kv, len(asked_layers))
         asking = None
         if tier is not None and depositor is not None:
             assert self._prefill.staging is not None
-            self._offload = Offload(tier, depositor, self.pool, self._prefill.gathered, self._prefill.staging)
+            self._offload = Offloader(tier, depositor, self.pool, self._prefill.gathered, self._prefill.staging)
             excludes = any(part.method.rings is not None and part.method.rings.excludes for part in parts)
             exclusion_blocks = -(-architecture.max_context_tokens // BLOCK_TOKENS) if excludes else 0
             exchanges = [
@@ -200,7 +200,7 @@ class Runner:
         """Of a decode step with runs: what more rows cost is little up to here."""
         return self.decode_steps.most_rows
 
-    def is_ready(self, ask: HostAsk) -> bool:
+    def is_ready(self, ask: HostRead) -> bool:
         """Whether the host would answer without a wait what is asked: as far as plans have been launched."""
         assert self._offload is not None, "runner: a row asks, but there is no tier"
         return self._offload.tier.is_ready(Ask(ask.context_id, ask.end - ask.begin))
@@ -294,8 +294,8 @@ class Runner:
         self,
         lengths: Sequence[int],
         method: str,
-        deposits: list[Deposit],
-        releases: list[Release],
+        deposits: list[Offload],
+        releases: list[PageEviction],
         decode: list[DecodeGroup],
         ring_writes: Sequence[RingWrite] = (),
     ) -> tuple[list[PrefillUnit], float]:
@@ -313,7 +313,7 @@ class Runner:
         prefill = StepPlan(page_writes=writes, ring_writes=list(ring_writes), new_jobs=[job], units=units)
         after = StepPlan(released_slots=list(range(len(lengths))), closed_contexts=contexts)
         seconds = 0.0
-        for plan in (prefill, StepPlan(deposits=deposits, releases=releases, decode=decode), after):
+        for plan in (prefill, StepPlan(offloads=deposits, evictions=releases, decode=decode), after):
             result = self.launch(plan).collect()
             for reason in result.failures.values():
                 raise HostMemoryError(reason)
@@ -323,9 +323,9 @@ class Runner:
     def _warm_up_host(self, is_sampled: bool) -> None:
         """Three pages of tokens, of which the one in the middle goes down."""
         page = self.limits.page_tokens
-        deposit = Deposit(0, 0, page, 2 * page, [1], opens=True, is_sampled=is_sampled)
-        release = Release([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])
-        decode = [DecodeGroup([0], [3 * page - 1], [1], [HostAsk(0, page, 2 * page)])]
+        deposit = Offload(0, 0, page, 2 * page, [1], opens=True, is_sampled=is_sampled)
+        release = PageEviction([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])
+        decode = [DecodeGroup([0], [3 * page - 1], [1], [HostRead(0, page, 2 * page)])]
         self._rehearse([3 * page - 1], DENSE, [deposit], [release], decode)
 
     @torch.inference_mode()
@@ -360,13 +360,13 @@ class Runner:
             for side in self._reusing.values():
                 side.release(slot)
             self._prefill.cut(slot)
-        if plan.closed_contexts or plan.deposits:
+        if plan.closed_contexts or plan.offloads:
             assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
             self._offload.close(plan.closed_contexts)
-        failures = self._launch_deposits(plan.deposits) | self._launch_restores(plan.restores)
-        for release in plan.releases:
+        failures = self._launch_deposits(plan.offloads) | self._launch_restores(plan.finished_reloads)
+        for release in plan.evictions:
             self.pool.release(release)
-        for fetch in plan.fetches:
+        for fetch in plan.reloads:
             assert self._offload is not None
             self._offload.fetch(fetch)
         self.pool.write_pages(plan.page_writes)
@@ -408,7 +408,7 @@ class Runner:
         if self._documents is not None:
             self._documents.shutdown()
 
-    def _launch_deposits(self, deposits: Sequence[Deposit]) -> dict[int, str]:
+    def _launch_deposits(self, deposits: Sequence[Offload]) -> dict[int, str]:
         """Slots that the host refused memory now, and why."""
         failures: dict[int, str] = {}
         for deposit in deposits:
@@ -421,7 +421,7 @@ class Runner:
                 failures[deposit.slot] = str(error)
         return failures
 
-    def _launch_restores(self, restores: Sequence[Restore]) -> dict[int, str]:
+    def _launch_restores(self, restores: Sequence[FinishedReload]) -> dict[int, str]:
         """Slots whose rows could not come back, and why."""
         failures: dict[int, str] = {}
         for restore in restores:
@@ -531,5 +531,5 @@ def _rows_of(group: DecodeGroup, error: ContextLostError) -> dict[int, str]:
     return {slot: str(error) for slot, ask in rows if ask is not None and ask.context_id == error.context_id}
 
 
-def _asks_of(group: DecodeGroup) -> list[HostAsk | None]:
+def _asks_of(group: DecodeGroup) -> list[HostRead | None]:
     return group.asks if group.asks is not None else [None] * len(group.slots)

@@ -264,7 +264,7 @@ Unit = PrefillUnit | LogitsUnit
 
 
 @dataclass(frozen=True, slots=True)
-class Deposit:
+class Offload:
     """Tokens `[begin, end)` of a running slot are written to its host context, whole pages of the window's old end.
 
     `page_ids` hold them, and go on to. `opens`: the context is new (`begin` is then the sink's end).
@@ -288,7 +288,7 @@ class TablePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class PageEviction:
     """Pages of tokens that the host has are given up: the dense layers' rows are copied to `dense_page_ids`, which take
     the place of `page_ids` in the page tables of all that read them, at `places`.
 
@@ -301,9 +301,9 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class Reload:
     """Rows of released tokens are brought up beside the step: tokens `[begin, end)` of the run of `context_id`, whole
-    pages, in the layers that go down, to the resident pages `page_ids`, which nobody reads before a `Restore`.
+    pages, in the layers that go down, to the resident pages `page_ids`, which nobody reads before a `FinishedReload`.
     """
 
     context_id: int
@@ -313,7 +313,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class FinishedReload:
     """The inverse of a release, behind the fetch to `page_ids`, which it awaits on the device: the dense layers' rows
     are copied there from `dense_page_ids`, whose place they take in the page tables of all that read them, at `places`.
     """
@@ -324,7 +324,7 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
-class HostAsk:
+class HostRead:
     """What a row reads of its context in host memory: cells `[begin, end)`, in the layers that go down. They are the
     first `end - begin` tokens of the run of `context_id` there; all other cells are on the device.
     """
@@ -350,7 +350,7 @@ class DecodeGroup:
     slots: list[int]
     positions: list[int]
     samples: list[int]
-    asks: list[HostAsk | None] | None = None
+    asks: list[HostRead | None] | None = None
     cells: list[int] | None = None
     runs: list[list[int]] | None = None
 
@@ -374,10 +374,10 @@ class StepPlan:
     is_fenced: bool = False
     released_slots: Sequence[int] = ()
     closed_contexts: Sequence[int] = ()
-    deposits: Sequence[Deposit] = ()
-    restores: Sequence[Restore] = ()
-    releases: Sequence[Release] = ()
-    fetches: Sequence[Fetch] = ()
+    offloads: Sequence[Offload] = ()
+    finished_reloads: Sequence[FinishedReload] = ()
+    evictions: Sequence[PageEviction] = ()
+    reloads: Sequence[Reload] = ()
     page_writes: Sequence[PageWrite] = ()
     ring_writes: Sequence[RingWrite] = ()
     window_writes: Sequence[WindowWrite] = ()

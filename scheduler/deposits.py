@@ -8,7 +8,7 @@ fixed residence all of it follows from token counts.
 from collections.abc import Iterable, Mapping
 
 from gpu.profiles import Profile
-from gpu.step import Deposit
+from gpu.step import Offload
 from scheduler.capacity import HostCapacity
 from scheduler.frontier import Frontier
 from scheduler.host_context import HostContext, RunSize
@@ -33,7 +33,7 @@ class Deposits:
         self._frontier = frontier
         self._pages = pages
         self._profiles = profiles
-        self._written_down: list[tuple[Sequence, Deposit]] = []  # by the plan under way
+        self._written_down: list[tuple[Sequence, Offload]] = []  # by the plan under way
 
     def reserve(self, sequence: Sequence) -> bool:
         """Whether there is room in host memory for the deposit that the next draw makes due, if it does."""
@@ -64,7 +64,7 @@ class Deposits:
             given = self._frontier.release_to(context, context.num_settled)
             assert given, "room for what is released was made when it was reserved"
 
-    def next_deposit(self, sequence: Sequence) -> Deposit | None:
+    def next_deposit(self, sequence: Sequence) -> Offload | None:
         """Old tokens are written to the host where the next draw makes it due."""
         end = self._end(sequence)
         return self._write(sequence, end) if end else None
@@ -98,7 +98,7 @@ class Deposits:
                 return True
         return False
 
-    def take_written_down(self) -> list[tuple[Sequence, Deposit]]:
+    def take_written_down(self) -> list[tuple[Sequence, Offload]]:
         """Deposits of short ones since the last call, and whose they are."""
         written_down, self._written_down = self._written_down, []
         return written_down
@@ -144,7 +144,7 @@ class Deposits:
             self._frontier.hold(sequence, context)
         return context is not None
 
-    def _write(self, sequence: Sequence, end: int) -> Deposit:
+    def _write(self, sequence: Sequence, end: int) -> Offload:
         """The run goes on to `end`, which is paid for."""
         context, host = sequence.context, self._host
         assert context is not None, "a deposit is planned after its room is reserved"
@@ -156,7 +156,7 @@ class Deposits:
         page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
         self._contexts.deposit(context, page_ids)
         is_sampled = self._profile(sequence).is_sampled
-        return Deposit(sequence.slot, context.context_id, begin, end, page_ids, opens, is_sampled)
+        return Offload(sequence.slot, context.context_id, begin, end, page_ids, opens, is_sampled)
 
     def _stays(self, sequence: Sequence) -> bool:
         """Whether it is on the device whole, and long enough to have a middle."""

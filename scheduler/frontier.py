@@ -10,7 +10,7 @@ one fetches them to pages that nobody reads yet, and once it is carried out anot
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from gpu.step import Fetch, HostAsk, Release, Restore, TablePlace
+from gpu.step import FinishedReload, HostRead, PageEviction, Reload, TablePlace
 from scheduler.capacity import HostCapacity
 from scheduler.host_context import HostContext, end_of_shared, owner_of
 from scheduler.host_contexts import HostContexts
@@ -46,8 +46,8 @@ class Frontier:
         self._contexts = contexts
         self._pages = pages
         self._lump = host.lump_tokens // host.page_tokens
-        self._releases: list[Release] = []
-        self._restores: list[Restore] = []
+        self._releases: list[PageEviction] = []
+        self._restores: list[FinishedReload] = []
         self._coming: tuple[_Span, list[int]] | None = None  # blocks that are brought back, and the pages to be theirs
         self.num_releases = 0
         self.num_restored = 0  # blocks, since the start
@@ -102,7 +102,7 @@ class Frontier:
         return True
 
     def give_up(self, context: HostContext, num_blocks: int) -> bool:
-        """Release up to so many blocks more, the first ones that are not, for all contexts that share them: the device
+        """Evict up to so many blocks more, the first ones that are not, for all contexts that share them: the device
         hears of it, and all that read them.
 
         Of no more than a few lumps: the device holds the dense layers' rows of a release twice for a moment. What is on
@@ -128,11 +128,11 @@ class Frontier:
         places = self._exchange(span, dense_page_ids)
         for one in span.sharing:
             one.num_released = span.last
-        self._releases.append(Release(page_ids, dense_page_ids, places))
+        self._releases.append(PageEviction(page_ids, dense_page_ids, places))
         self.num_releases += 1
         return True
 
-    def take_releases(self) -> list[Release]:
+    def take_releases(self) -> list[PageEviction]:
         """What was given up since the last call."""
         releases, self._releases = self._releases, []
         return releases
@@ -143,7 +143,9 @@ class Frontier:
     def is_restoring(self) -> bool:
         return self._coming is not None
 
-    def begin_restore(self, context: HostContext, num_blocks: int, is_ready: Callable[[HostAsk], bool]) -> Fetch | None:
+    def begin_restore(
+        self, context: HostContext, num_blocks: int, is_ready: Callable[[HostRead], bool]
+    ) -> Reload | None:
         """Bring back up to so many blocks of those that are released, the last ones, for all that share them; one that
         shares them and has given up more gets its own back first. There are as many pages.
 
@@ -151,12 +153,12 @@ class Frontier:
         """
         span = self._span_before(context, num_blocks)
         host, page_tokens = self._host, self._host.page_tokens
-        ask = HostAsk(span.owner.context_id, host.sink_tokens, host.end_of_blocks(span.last))
+        ask = HostRead(span.owner.context_id, host.sink_tokens, host.end_of_blocks(span.last))
         if not all(one.is_written for one in (span.owner, *span.sharing)) or not is_ready(ask):
             return None
         page_ids = self._pages.allocate(span.last - span.first)
         self._coming = span, page_ids
-        return Fetch(span.owner.context_id, span.first * page_tokens, span.last * page_tokens, page_ids)
+        return Reload(span.owner.context_id, span.first * page_tokens, span.last * page_tokens, page_ids)
 
     def end_restore(self) -> None:
         """What is brought back goes to who has it, in the plan to come; the device awaits rows that are not there.
@@ -182,10 +184,10 @@ class Frontier:
         kept = self._host.layout.blocks_for(span.own[0])
         self._pages.release(owner.storage[kept:])
         del owner.storage[kept:]
-        self._restores.append(Restore(page_ids, dense_page_ids, places))
+        self._restores.append(FinishedReload(page_ids, dense_page_ids, places))
         self.num_restored += len(page_ids)
 
-    def take_restores(self) -> list[Restore]:
+    def take_restores(self) -> list[FinishedReload]:
         """What came back since the last call."""
         restores, self._restores = self._restores, []
         return restores

@@ -6,7 +6,7 @@ those that run may take soon and a share of all pages, so that it is not given u
 
 from collections.abc import Callable
 
-from gpu.step import Fetch, HostAsk
+from gpu.step import HostRead, Reload
 from scheduler.capacity import HostCapacity
 from scheduler.frontier import Frontier
 from scheduler.host_context import HostContext
@@ -31,7 +31,7 @@ class GrowingBack:
         """Somebody has read all of what was given up, as a next turn's prefill does: it may come back at once."""
         self.num_quiet_steps = QUIET_STEPS
 
-    def next_fetch(self, is_quiet: bool, num_coming_pages: int, is_ready: Callable[[HostAsk], bool]) -> Fetch | None:
+    def next_fetch(self, is_quiet: bool, num_coming_pages: int, is_ready: Callable[[HostRead], bool]) -> Reload | None:
         """What is brought up beside this step, if anything. `is_quiet`: nobody waits or begins; `num_coming_pages`:
         what those that run may take soon.
         """

@@ -9,7 +9,7 @@ Invariant: memory that steps in flight in one lane may use is taken by no step o
 from collections.abc import Collection, Iterable
 from enum import Enum
 
-from gpu.step import HostAsk, Lane
+from gpu.step import HostRead, Lane
 
 
 class Rows(Enum):
@@ -22,7 +22,7 @@ class Rows(Enum):
     JOINT = 2
 
 
-def rows_of(lane: Lane, asks: Collection[HostAsk | None]) -> Rows:
+def rows_of(lane: Lane, asks: Collection[HostRead | None]) -> Rows:
     """asks: of a step's rows."""
     if lane is Lane.DEVICE or all(ask is None for ask in asks):
         return Rows.DEVICE

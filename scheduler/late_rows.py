@@ -6,13 +6,13 @@ Knows sequences and what they ask; refuses to know why a context is late. Invari
 
 from collections.abc import Callable
 
-from gpu.step import HostAsk
+from gpu.step import HostRead
 from scheduler.sequence import Sequence
 
 MOST_STEPS = 2048  # of decode: tables of a 96K context take 7 s of one core beside streams, and who waits stalls all
 
-IsReady = Callable[[HostAsk], bool]
-Row = tuple[Sequence, HostAsk | None]
+IsReady = Callable[[HostRead], bool]
+Row = tuple[Sequence, HostRead | None]
 
 
 class LateRows:

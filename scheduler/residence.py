@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 from gpu.profiles import Profile
-from gpu.step import Deposit, Fetch, HostAsk, HostPrompt, PageWrite, Release, Restore
+from gpu.step import FinishedReload, HostPrompt, HostRead, Offload, PageEviction, PageWrite, Reload
 from scheduler.capacity import Capacity
 from scheduler.deposited_prompts import DepositedPrompts, Start
 from scheduler.deposits import Deposits
@@ -170,7 +170,7 @@ class Residence:
             self.pages.release(sequence.pages[first:])
             del sequence.pages[first:]
 
-    def deposit(self, sequence: Sequence) -> Deposit | None:
+    def deposit(self, sequence: Sequence) -> Offload | None:
         """Old tokens are written to the host where the next draw makes it due."""
         return None if self.frontier is None else self._deposits.next_deposit(sequence)
 
@@ -178,16 +178,16 @@ class Residence:
         """Whether one of these that is on the device whole is written to the host, and can give up pages then."""
         return self.is_adaptive and self._deposits.write_down(running)
 
-    def take_written_down(self) -> list[tuple[Sequence, Deposit]]:
+    def take_written_down(self) -> list[tuple[Sequence, Offload]]:
         """Deposits of these since the last call, and whose they are."""
         return [] if self.frontier is None else self._deposits.take_written_down()
 
-    def ask(self, sequence: Sequence) -> HostAsk | None:
+    def ask(self, sequence: Sequence) -> HostRead | None:
         """What a decode step reads of the sequence in host memory: what is released, by this plan as well."""
         context, host = sequence.open_context, self._capacity.host
         if context is None or host is None or not context.num_released:
             return None
-        return HostAsk(context.context_id, host.sink_tokens, host.end_of_blocks(context.num_released))
+        return HostRead(context.context_id, host.sink_tokens, host.end_of_blocks(context.num_released))
 
     # --- what others may find -----------------------------------------------------------------------------------------
 
@@ -241,8 +241,8 @@ class Residence:
     # --- growing back -------------------------------------------------------------------------------------------------
 
     def grow_back(
-        self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostAsk], bool]
-    ) -> list[Fetch]:
+        self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostRead], bool]
+    ) -> list[Reload]:
         """What is brought up beside the next step, of what those that run have given up. `is_quiet`: nobody waits for
         pages or begins. `end_fetches` is to be called once the plan is carried out.
         """
@@ -259,11 +259,11 @@ class Residence:
 
     # --- what the device is told of -----------------------------------------------------------------------------------
 
-    def take_restores(self) -> list[Restore]:
+    def take_restores(self) -> list[FinishedReload]:
         """What came back since the last call."""
         return [] if self.frontier is None else self.frontier.take_restores()
 
-    def take_releases(self) -> list[Release]:
+    def take_releases(self) -> list[PageEviction]:
         """What was given up since the last call."""
         return [] if self.frontier is None else self.frontier.take_releases()
 

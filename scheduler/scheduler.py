@@ -21,13 +21,13 @@ from gpu.model.architecture import Architecture
 from gpu.profiles import Profile
 from gpu.step import (
     DecodeGroup,
-    Deposit,
-    Fetch,
     Lane,
+    Offload,
+    PageEviction,
     PageWrite,
     PrefillJob,
     PrefillUnit,
-    Release,
+    Reload,
     StepPlan,
     StepResult,
 )
@@ -172,10 +172,10 @@ class Scheduler:
             lane=lane,
             released_slots=released,
             closed_contexts=self.residence.take_closed(),
-            deposits=deposits,
-            restores=restores,
-            releases=releases,
-            fetches=fetches,
+            offloads=deposits,
+            finished_reloads=restores,
+            evictions=releases,
+            reloads=fetches,
             page_writes=page_writes,
             ring_writes=self.rings.take_writes(),
             window_writes=self.residence.windows.take_writes(),
@@ -221,7 +221,7 @@ class Scheduler:
         rows = rows_of(plan.lane, [ask for group in plan.decode for ask in group.asks or [None]])
         load = self._load_of(plan)
         numbers = {slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None}
-        fetches = bool(plan.fetches)
+        fetches = bool(plan.reloads)
         launched = LaunchedPlan(slots, drawn, numbers, rows, load, num_known, plan.units, contexts, runs, fetches)
         self._launched[plan.lane].append(launched)
 
@@ -255,7 +255,7 @@ class Scheduler:
         elif beside is None or not self._prefill.jobs:  # units beside leave less of the device to both
             self._grouping.observe_alone(launched.load, beside)
 
-    def _deposit(self, stepping: list[Sequence]) -> tuple[list[Deposit], list[DepositedRun]]:
+    def _deposit(self, stepping: list[Sequence]) -> tuple[list[Offload], list[DepositedRun]]:
         """Old tokens of those of these that stayed go down, and short ones that were written down to make room."""
         written_down = self.residence.take_written_down()
         deposits = [deposit for _, deposit in written_down]
@@ -302,7 +302,7 @@ class Scheduler:
             self.roster.retire(refused)
         return jobs + self._admission.compute_chunks(), writes
 
-    def _grow_back(self, lane: Lane, is_ready: IsReady) -> list[Fetch]:
+    def _grow_back(self, lane: Lane, is_ready: IsReady) -> list[Reload]:
         """What comes back up to the device beside this step; it is those that ask whose tokens may."""
         if lane is not self._lanes.lane_of(asks=True, joins=False):
             return []
@@ -313,22 +313,22 @@ class Scheduler:
         """Whether a plan that is launched waits for the other lane; `stepping`: whose rows it changes."""
         asks_nothing = any(group.asks is None for group in plan.decode)
         if (
-            plan.restores
-            or not self._are_of(plan.lane, plan.releases)
-            or any(deposit.opens for deposit in plan.deposits)
+            plan.finished_reloads
+            or not self._are_of(plan.lane, plan.evictions)
+            or any(deposit.opens for deposit in plan.offloads)
             or any(write.source is not None for write in plan.ring_writes)  # whose sequence may step in either lane
             or any(write.source is not None for write in plan.window_writes)
             or (plan.lane is Lane.HOST and asks_nothing)  # such a step has the other lane's buffers
         ):
             self._lanes.move()
-        elif plan.releases:
+        elif plan.evictions:
             self._lanes.give_back(plan.lane)
         is_other_busy = any(launched for other, launched in self._launched.items() if other is not plan.lane)
         comes = any(sequence.lane is not plan.lane for sequence in stepping)
-        takes = bool(plan.page_writes or plan.new_jobs or plan.fetches or plan.releases)
+        takes = bool(plan.page_writes or plan.new_jobs or plan.reloads or plan.evictions)
         return self._lanes.fence(plan.lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
 
-    def _are_of(self, lane: Lane, releases: Many[Release]) -> bool:
+    def _are_of(self, lane: Lane, releases: Many[PageEviction]) -> bool:
         """Whether nothing that reads what is released steps in the other lane, a prefill included."""
         slots = {place.slot for release in releases for place in release.places}
         readers = [sequence for sequence in self.roster.holding() if sequence.slot in slots]

@@ -173,7 +173,7 @@ class ReferenceTier:
         return stored_rows(self, context_id, layer, self.num_tokens(context_id))
 
     def put(self, context_id: int, keys: Tensor, values: Tensor) -> None:
-        """Deposit rows `[layers, kv_heads, tokens, dim]` (rotated, not centred) by hand; bfloat16 tiers only."""
+        """Offload rows `[layers, kv_heads, tokens, dim]` (rotated, not centred) by hand; bfloat16 tiers only."""
         assert self.shape.rows == "bfloat16", "reference tier: put writes bfloat16 rows alone"
         for reservation in self.reserve(context_id, keys.shape[2]):
             offset = reservation.begin - (self.num_tokens(context_id) - keys.shape[2])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.step import HostAsk
+from gpu.step import HostRead
 
 _WIDE, _NARROW = 3, 5  # int64 and int32 columns
 
@@ -54,7 +54,7 @@ class StepRows:
 
     @staticmethod
     def pack(slots: Sequence[int], token_slots: Sequence[int], positions: Sequence[int], cells: Sequence[int],
-             asks: Sequence[HostAsk | None], rows: int, padding_token_slot: int) -> np.ndarray:  # fmt: skip
+             asks: Sequence[HostRead | None], rows: int, padding_token_slot: int) -> np.ndarray:  # fmt: skip
         """The buffer's bytes, padded to `rows`."""
         packed = np.zeros(StepRows.num_bytes(rows), dtype=np.uint8)
         wide = packed[: 8 * _WIDE * rows].view(np.int64).reshape(_WIDE, rows)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu.batching.step_reads import StepReads
-from gpu.step import HostAsk
+from gpu.step import HostRead
 
 FEWEST_ROWS = 2  # a single row leaves nothing to compute meanwhile
 _SMOOTHING = 0.5
@@ -43,7 +43,7 @@ class Halving:
         self._reads = reads
         self._sizes: dict[int, _Size] = {}
 
-    def choose(self, cells: Sequence[int], asks: Sequence[HostAsk | None]) -> int:
+    def choose(self, cells: Sequence[int], asks: Sequence[HostRead | None]) -> int:
         """How many parts the next step has, 1 or 2. `cells[i]`: the last of row i's context; `asks[i]`: what of it the
         host reads.
         """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import step_weight_bytes
 from gpu.page_layout import KvFormat, row_bytes
-from gpu.step import HostAsk
+from gpu.step import HostRead
 
 
 class StepReads:
@@ -39,7 +39,7 @@ class StepReads:
         """By both half batches."""
         return self.weights(-(-num_rows // 2)) + self.weights(num_rows // 2)
 
-    def context(self, num_cells: int, ask: HostAsk | None) -> int:
+    def context(self, num_cells: int, ask: HostRead | None) -> int:
         """Keys and values of a row that reads so many cells, some of them perhaps on the host."""
         seen = sum(
             count * (num_cells if window is None else min(num_cells, window)) for window, count in self._windows.items()
@@ -47,7 +47,7 @@ class StepReads:
         asked = 0 if ask is None else (ask.end - ask.begin) * self._num_asked_layers
         return max(seen - asked, 0) * self._layer_token_bytes
 
-    def again_share(self, cells: Sequence[int], asks: Sequence[HostAsk | None]) -> float:
+    def again_share(self, cells: Sequence[int], asks: Sequence[HostRead | None]) -> float:
         """What two half batches read more than one batch does, of what that reads. `cells[i]`: the last of row i."""
         contexts = sum(self.context(cell + 1, ask) for cell, ask in zip(cells, asks, strict=True))
         whole = self.weights(len(cells))

@@ -37,7 +37,7 @@ from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.operations.linear.numba_packed_linear import multiplies
 from gpu.operations.linear.packed_matrix import Packed
-from gpu.step import HostAsk
+from gpu.step import HostRead
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
 from transfer.expert_exchange import ROWS, ExpertAsks
@@ -84,7 +84,7 @@ class Batch:
     slots: Sequence[int]
     positions: Sequence[int]
     cells: Sequence[int]
-    asks: Sequence[HostAsk | None]
+    asks: Sequence[HostRead | None]
     reuses: bool = False
     token_slots: Sequence[int] | None = None
     asks_host: bool = False
@@ -413,7 +413,7 @@ def _logits_of(step: Step) -> Tensor:
     raise AssertionError("decode: a step asks more often than layers go down")
 
 
-def _ask_of(ask: HostAsk | None) -> Ask:
+def _ask_of(ask: HostRead | None) -> Ask:
     return NOTHING if ask is None else Ask(ask.context_id, ask.end - ask.begin)
 
 

@@ -19,7 +19,7 @@ from gpu.host.gathered import GatheredKv
 from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
 from gpu.memory.host_demand import LUMP_TOKENS
-from gpu.step import Deposit, Fetch, Restore
+from gpu.step import FinishedReload, Offload, Reload
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
 from transfer.tier import HostMemoryError, HostTier, LayerRows, Reservation
@@ -27,7 +27,7 @@ from transfer.tier import HostMemoryError, HostTier, LayerRows, Reservation
 Room = tuple[Reservation, list[LayerRows]]  # and its rows, a layer each
 
 
-class Offload:
+class Offloader:
     """One tier's device side. At least one layer goes down."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Offload:
         for context_id in context_ids:
             self.tier.close(context_id)
 
-    def deposit(self, deposit: Deposit) -> None:
+    def deposit(self, deposit: Offload) -> None:
         """Send a deposit's rows down; asynchronous. Raises HostMemoryError."""
         num_tokens = deposit.end - deposit.begin
         if deposit.opens:
@@ -66,7 +66,7 @@ class Offload:
         else:
             self._send_layers(deposit, rooms)
 
-    def fetch(self, fetch: Fetch) -> None:
+    def fetch(self, fetch: Reload) -> None:
         """Start to bring rows up to their pages, on a stream of their own, a layer at a time."""
         self._lost = None
         layers = self.tier.shape.layers
@@ -87,7 +87,7 @@ class Offload:
                 self._pool.scatter_rows(layer, page_ids, keys[:, own], values[:, own])
                 self._fetched = staging.brought[place % len(staging.brought)] = streams.record()
 
-    def restore(self, restore: Restore) -> None:
+    def restore(self, restore: FinishedReload) -> None:
         """What was fetched takes its place, behind the rows; asynchronous. Raises HostMemoryError where they could not
         come: what stands at `restore.places` means nothing then.
         """
@@ -96,7 +96,7 @@ class Offload:
         if self._lost is not None:
             raise self._lost
 
-    def _send_lump(self, deposit: Deposit, rooms: Sequence[Room]) -> None:
+    def _send_lump(self, deposit: Offload, rooms: Sequence[Room]) -> None:
         self._depositor.streams.wait_for(self._lump_read)
         keys, values = self._lump[:, :, :, : deposit.end - deposit.begin]  # [layers, kv_heads, tokens, dim]
         self._pool.gather_rows(deposit.page_ids, keys, values)
@@ -107,7 +107,7 @@ class Offload:
             self.tier.fill(reservation, range(len(rows)), sent.done)
             self._lump_read = sent.read  # the last one's: they are read in turn
 
-    def _send_layers(self, deposit: Deposit, rooms: Sequence[Room]) -> None:
+    def _send_layers(self, deposit: Offload, rooms: Sequence[Room]) -> None:
         first = rooms[0][0].begin - deposit.begin
         for place, layer in enumerate(self.tier.shape.layers):
             done = {}

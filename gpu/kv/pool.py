@@ -19,7 +19,7 @@ from gpu.model.architecture import Architecture
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import poison, stored_dtype, width_of, write_rows
 from gpu.page_layout import KvFormat, PageLayout
-from gpu.step import PageWrite, Release, Restore, TablePlace
+from gpu.step import FinishedReload, PageEviction, PageWrite, TablePlace
 from gpu.upload import upload
 
 
@@ -79,7 +79,7 @@ class KvPool:
         packed = upload(np.array([cells, pages], dtype=np.int64), self.device)
         self.page_table.view(-1).index_copy_(0, packed[0], packed[1].to(torch.int32))
 
-    def release(self, release: Release) -> None:
+    def release(self, release: PageEviction) -> None:
         """Resident pages become dense ones; asynchronous. What the other layers have in them is the caller's to send
         down first.
 
@@ -88,7 +88,7 @@ class KvPool:
         self._check(release)
         self._move(release.page_ids, release.dense_page_ids, release.places)
 
-    def restore(self, restore: Restore) -> None:
+    def restore(self, restore: FinishedReload) -> None:
         """Dense pages become resident ones again, in which the other layers' rows are; asynchronous. Raises ValueError
         for a slot or page that does not exist.
         """
@@ -144,7 +144,7 @@ class KvPool:
             views[layer] = arena[place * self.num_pages :][:count]
         return [views[layer] for layer in range(len(views))]
 
-    def _check(self, change: Release | Restore) -> None:
+    def _check(self, change: PageEviction | FinishedReload) -> None:
         count = len(change.page_ids)
         if count != len(change.dense_page_ids):
             raise ValueError(f"release: {count} pages, {len(change.dense_page_ids)} dense; wanted as many of both")

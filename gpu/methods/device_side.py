@@ -19,7 +19,7 @@ from gpu.attention.step_rows import StepRows
 from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import Reading
-from gpu.step import HostAsk, RingWrite
+from gpu.step import HostRead, RingWrite
 from transfer.partial import Owner, Partial
 from transfer.tier_shape import TierShape
 
@@ -167,7 +167,7 @@ class RingSide(DeviceSide, ABC):
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         """Queries of the slot's prompt, in order, with the keys up to them. attend: dense attention, with an lse."""
 
-    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None], lent: Lent) -> None:
+    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostRead | None], lent: Lent) -> None:
         """Rows of a step that is about to be launched, and what is lent for them until the device has passed it."""
 
     def give_up(self) -> None:

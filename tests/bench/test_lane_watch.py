@@ -9,13 +9,13 @@ import pytest
 
 from bench.as_served import interpreter_as_served
 from bench.lane_watch import LaneWatch, describe
-from gpu.step import DecodeGroup, HostAsk, Lane, StepPlan, StepResult
+from gpu.step import DecodeGroup, HostRead, Lane, StepPlan, StepResult
 from scheduler.engine_process import HANDOVER_SECONDS
 
-ASK = HostAsk(0, 16, 160)
+ASK = HostRead(0, 16, 160)
 
 
-def plan(lane: Lane, *asks: HostAsk | None, is_fenced: bool = False) -> StepPlan:
+def plan(lane: Lane, *asks: HostRead | None, is_fenced: bool = False) -> StepPlan:
     count = len(asks)
     group = DecodeGroup([0] * count, [9] * count, [1] * count, list(asks) if any(asks) else None)
     return StepPlan(lane, is_fenced=is_fenced, decode=[group] if asks else [])

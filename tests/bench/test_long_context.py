@@ -27,7 +27,7 @@ from cpu.pieces import SAMPLED
 from cpu.tables import build_tables
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
-from gpu.step import HostAsk
+from gpu.step import HostRead
 from scheduler.capacity import HostCapacity
 from scheduler.load import load_engine
 from scheduler.messages import Delta, HostStats
@@ -321,19 +321,19 @@ class LateRow:
     def __init__(self) -> None:
         self.ask_times = self._runner = self
         self.decode_steps = SimpleNamespace(drain=lambda: None)
-        residence = SimpleNamespace(page_tokens=16, ask=lambda sequence: HostAsk(sequence.number, 16, 160))
+        residence = SimpleNamespace(page_tokens=16, ask=lambda sequence: HostRead(sequence.number, 16, 160))
         running = [SimpleNamespace(number=number, open_context=None) for number in range(2)]
         self.scheduler = SimpleNamespace(roster=SimpleNamespace(running=running), residence=residence)
         self.most_in_flight = 2
         self.depths: list[int] = []
 
-    def is_ready(self, ask: HostAsk) -> bool:
+    def is_ready(self, ask: HostRead) -> bool:
         return ask.context_id == 0 or len(self.depths) >= 5
 
     def step(self) -> list[Delta]:
         self.depths.append(self.most_in_flight)
         time.sleep(0.01)
-        return [Delta(request_id="one", token_ids=[7])] * (1 + self.is_ready(HostAsk(1, 16, 160)))
+        return [Delta(request_id="one", token_ids=[7])] * (1 + self.is_ready(HostRead(1, 16, 160)))
 
     def stats(self):
         zeros = dict.fromkeys(HostStats.__struct_fields__, 0)

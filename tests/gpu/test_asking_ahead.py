@@ -250,7 +250,7 @@ def step_ahead(twins: Twins, slots: list[int], num_steps: int) -> None:
         step = twins.deposits.launch(plan)
         for deposit in due:
             twins.sequences[deposit.slot].run_end = deposit.end
-        for release in plan.releases:
+        for release in plan.evictions:
             twins._settle(release)
         exact = twins.exact.launch(twins.exact_plan(plan))
         if before is not None:

@@ -16,7 +16,7 @@ import torch
 from gpu.attention.step_rows import StepRows
 from gpu.batching.halving import Halving
 from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
-from gpu.step import HostAsk
+from gpu.step import HostRead
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import Twins, check_steps
 from tests.reference_tier import LOOK_S, ReferenceTier
@@ -155,7 +155,7 @@ class Log(list[str]):
         return SimpleNamespace(run=run, give_up=lambda: self.append(f"give up {name}"))
 
 
-TWO_ROWS = Batch([0, 1], [9, 9], [9, 9], [HostAsk(100, 2, 4), HostAsk(101, 2, 4)])
+TWO_ROWS = Batch([0, 1], [9, 9], [9, 9], [HostRead(100, 2, 4), HostRead(101, 2, 4)])
 
 
 def test_layers_are_captured_in_the_order_in_which_their_answers_come() -> None:

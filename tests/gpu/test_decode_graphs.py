@@ -7,7 +7,7 @@ import torch
 from gpu.attention.step_rows import StepRows
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
-from gpu.step import DecodeGroup, HostAsk, PrefillJob, StepPlan
+from gpu.step import DecodeGroup, HostRead, PrefillJob, StepPlan
 from tests.gpu.reference_model import (
     Generated,
     Pages,
@@ -45,7 +45,7 @@ def small_runner(device: str = "cpu", dtype: str = "float32", sizes: tuple[int, 
 
 
 def test_inputs_are_packed_and_padded() -> None:
-    packed = StepRows.pack([3, 0], [3, 8], [17, 5], [15, 5], [HostAsk(7, 2, 12), None], 4, 9)
+    packed = StepRows.pack([3, 0], [3, 8], [17, 5], [15, 5], [HostRead(7, 2, 12), None], 4, 9)
     rows = StepRows(torch.from_numpy(packed), 4)
     assert rows.positions.tolist() == [17, 5, 0, 0]
     assert rows.token_slots.tolist() == [3, 8, 9, 9]

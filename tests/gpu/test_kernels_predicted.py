@@ -14,7 +14,7 @@ from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNT
 from gpu.methods.predicted.noting import Fetched, note_step
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.predicted.turns import Turns, find_rings
-from gpu.step import HostAsk
+from gpu.step import HostRead
 from tests.gpu.kernel_oracles import DEVICES
 from tests.tolerances import HISTORY_CODE
 from transfer import places
@@ -151,7 +151,7 @@ def test_whose_turn_it_is_is_told_by_one_launch_as_by_many_operations(device: st
         for slot in slots[:-2]:
             cells[slot] += 1 + (draw.random() < 0.02)
         places = [cells.get(slot, 7) for slot in slots]
-        asks = [HostAsk(0, 32, 32 + 16 * int(draw.integers(0, 9))) for _ in slots]
+        asks = [HostRead(0, 32, 32 + 16 * int(draw.integers(0, 9))) for _ in slots]
         packed = StepRows.pack(slots, slots, places, places, asks, len(slots), 0)
         samples.fill_(number % 2)
         rows = StepRows(torch.from_numpy(packed), len(slots))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
 from gpu.page_layout import PageLayout
-from gpu.step import PageWrite, Release, TablePlace
+from gpu.step import PageEviction, PageWrite, TablePlace
 
 TINY = named_shape("tiny")
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_a_release_copies_the_dense_layers_rows_even_into_pages_that_it_gives_up
     pool = make_tiered_pool(torch.bfloat16)
     pool.write_pages([PageWrite(3, 0, [4, 11, 7, 2, 9]), PageWrite(1, 0, [11, 7, 5])])
     before = [pages.clone() for pages in (*pool.key_pages, *pool.value_pages)]
-    pool.release(Release([11, 7], dense_pages, [TablePlace(3, 1), TablePlace(1, 0)]))
+    pool.release(PageEviction([11, 7], dense_pages, [TablePlace(3, 1), TablePlace(1, 0)]))
     assert pool.page_table[3, :5].tolist() == [4, *dense_pages, 2, 9]
     assert pool.page_table[1, :3].tolist() == [*dense_pages, 5]
     for layer, was in enumerate(before):
@@ -118,14 +118,14 @@ def test_gathered_rows_are_the_pages_of_the_layers_that_go_down() -> None:
 @pytest.mark.parametrize(
     ("release", "words"),
     [
-        (Release([1], [40], [TablePlace(4, 1)]), "slot 4"),
-        (Release([1] * 20, [40] * 20, [TablePlace(0, 1)]), "pages 1 to 21; have 4 slots of 20 pages"),
-        (Release([1, 2], [40], [TablePlace(0, 1)]), "2 pages, 1 dense"),
-        (Release([40], [41], [TablePlace(0, 1)]), "have 40 pages"),
-        (Release([1], [120], [TablePlace(0, 1)]), "have 120 pages"),
+        (PageEviction([1], [40], [TablePlace(4, 1)]), "slot 4"),
+        (PageEviction([1] * 20, [40] * 20, [TablePlace(0, 1)]), "pages 1 to 21; have 4 slots of 20 pages"),
+        (PageEviction([1, 2], [40], [TablePlace(0, 1)]), "2 pages, 1 dense"),
+        (PageEviction([40], [41], [TablePlace(0, 1)]), "have 40 pages"),
+        (PageEviction([1], [120], [TablePlace(0, 1)]), "have 120 pages"),
     ],
 )
-def test_a_release_outside_the_pool_is_refused(release: Release, words: str) -> None:
+def test_a_release_outside_the_pool_is_refused(release: PageEviction, words: str) -> None:
     pool = make_tiered_pool()
     with pytest.raises(ValueError, match=words):
         pool.release(release)

@@ -16,7 +16,7 @@ from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.lanes import LaneStreams, StepBuffers
 from gpu.prefill.dense import Dense
 from gpu.runner import Runner
-from gpu.step import DecodeGroup, HostAsk, Lane, PageWrite, PrefillJob, StepPlan
+from gpu.step import DecodeGroup, HostRead, Lane, PageWrite, PrefillJob, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts
 from tests.gpu.test_asking_ahead import PATIENCE_S, PROMPTS, SHORT, keep_on_the_device, launch_next, tokens_of, warm_up
 from tests.gpu.test_asking_steps_on_cpu_tier import ALL, twins_on_cpu_tier
@@ -57,7 +57,7 @@ def test_the_host_leaves_a_core_to_launches_while_the_other_lane_has_work(is_bus
 
 def group(*asks: bool) -> list[DecodeGroup]:
     count = len(asks)
-    return [DecodeGroup([0] * count, [9] * count, [1] * count, [HostAsk(0, 2, 4) if one else None for one in asks])]
+    return [DecodeGroup([0] * count, [9] * count, [1] * count, [HostRead(0, 2, 4) if one else None for one in asks])]
 
 
 def test_a_lane_has_steps_buffers_behind_those_who_had_them_last() -> None:

@@ -4,7 +4,7 @@ import pytest
 from torch import Tensor
 
 from gpu.host.deposit import Sent
-from gpu.host.offload import Offload
+from gpu.host.offload import Offloader
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
 from gpu.step import StepPlan
@@ -16,7 +16,7 @@ from transfer.config import HostConfig
 PAGE = 16
 
 
-def offload_of(twins: Twins) -> Offload:
+def offload_of(twins: Twins) -> Offloader:
     assert twins.deposits._offload is not None
     return twins.deposits._offload
 

@@ -8,13 +8,13 @@ import pytest
 from gpu.runner import Runner
 from gpu.step import (
     DecodeGroup,
-    Deposit,
-    HostAsk,
     HostPrompt,
+    HostRead,
+    Offload,
+    PageEviction,
     PageWrite,
     PrefillJob,
     PrefillPrompt,
-    Release,
     StepPlan,
     StepResult,
     TablePlace,
@@ -70,7 +70,7 @@ def tokens_that_stay(runner: Runner, ids: np.ndarray) -> list[int]:
 def decode(runner: Runner, slot: int, num_prompt: int, run_end: int, drawn: range) -> Iterator[int]:
     """run_end: where the run of CONTEXT ends, or 0: all is on the device."""
     for number in drawn:
-        asks = [HostAsk(CONTEXT, SINK, run_end)] if run_end else None
+        asks = [HostRead(CONTEXT, SINK, run_end)] if run_end else None
         group = DecodeGroup([slot], [num_prompt + number - 1], [number], asks)
         yield launch(runner, StepPlan(decode=[group])).tokens[0].token_id
 
@@ -105,9 +105,9 @@ def test_what_a_deposit_adds_to_a_prompt_that_went_down_is_read_where_it_went(ru
     tokens = [launch(runner, plan).tokens[0].token_id]
     tokens += decode(runner, 1, len(ids), end, range(1, NUM_TOKENS // 2))
     first = (end - SINK) // PAGE
-    deposit = Deposit(1, CONTEXT, end, end + 2 * PAGE, [200, 201], opens=False, is_sampled=False)
-    release = Release([200, 201], DENSE_PAGES[first : first + 2], [TablePlace(1, end // PAGE)])
-    launch(runner, StepPlan(deposits=[deposit], releases=[release]))
+    deposit = Offload(1, CONTEXT, end, end + 2 * PAGE, [200, 201], opens=False, is_sampled=False)
+    release = PageEviction([200, 201], DENSE_PAGES[first : first + 2], [TablePlace(1, end // PAGE)])
+    launch(runner, StepPlan(offloads=[deposit], evictions=[release]))
     for pages in (*runner.pool.key_pages, *runner.pool.value_pages):
         pages[200:202] = float("nan")
     tokens += decode(runner, 1, len(ids), end + 2 * PAGE, range(NUM_TOKENS // 2, NUM_TOKENS))

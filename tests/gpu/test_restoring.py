@@ -98,7 +98,7 @@ def test_on_cuda_the_host_waits_for_no_rows_that_come_back() -> None:
     try:
         twins.deposits.launch = lambda plan: (launch(plan), _Launched())[1]
         restore = twins.fetch(sequence, PAGE)
-        twins.deposits.launch(StepPlan(restores=[restore]))
+        twins.deposits.launch(StepPlan(finished_reloads=[restore]))
     finally:
         twins.deposits.launch = launch
     assert time.perf_counter() - began < 0.3

@@ -1,10 +1,10 @@
 """Rows that leave a decode group take their position, their draw and their ask with them, and no other's."""
 
 from gpu.runner import _rows_of, without_slots
-from gpu.step import DecodeGroup, HostAsk
+from gpu.step import DecodeGroup, HostRead
 from transfer.tier import ContextLostError
 
-ASKS = [HostAsk(100, 16, 32), HostAsk(200, 16, 48), HostAsk(100, 16, 64)]
+ASKS = [HostRead(100, 16, 32), HostRead(200, 16, 48), HostRead(100, 16, 64)]
 GROUP = DecodeGroup([4, 2, 7], [40, 20, 70], [3, 1, 6], ASKS, [39, 19, 69])
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from gpu.batching.step_reads import StepReads
 from gpu.model.shapes import named_shape
-from gpu.step import HostAsk
+from gpu.step import HostRead
 
 HEADS_BYTES = 2 * 8 * 256  # keys and values of a token in a layer of an 8B
 
@@ -16,7 +16,7 @@ def reads_of(shape: str, num_asked_layers: int = 0, kv: str = "bfloat16") -> Ste
 def test_of_a_context_that_is_down_the_device_reads_the_rest_and_its_dense_layers_all() -> None:
     reads = reads_of("llama-3.1-8b", 30)
     assert reads.context(10_000, None) == 10_000 * 32 * HEADS_BYTES
-    assert reads.context(10_000, HostAsk(0, 16, 9_016)) == (10_000 * 32 - 9_000 * 30) * HEADS_BYTES
+    assert reads.context(10_000, HostRead(0, 16, 9_016)) == (10_000 * 32 - 9_000 * 30) * HEADS_BYTES
     assert reads_of("llama-3.1-8b", 30, "int8").context(10_000, None) == 10_000 * 32 * 2 * 8 * 132
 
 
@@ -40,5 +40,5 @@ def test_halves_read_weights_twice_and_of_experts_what_the_rows_of_each_take() -
 def test_what_halves_read_again_is_a_share_of_weights_and_contexts() -> None:
     reads = reads_of("llama-3.1-8b", 30)
     contexts = (10_000 * 32 + 10_000 * 32 - 9_000 * 30) * HEADS_BYTES
-    share = reads.again_share([9_999, 9_999], [None, HostAsk(0, 16, 9_016)])
+    share = reads.again_share([9_999, 9_999], [None, HostRead(0, 16, 9_016)])
     assert share == pytest.approx(reads.weights(2) / (reads.weights(2) + contexts), rel=1e-12)

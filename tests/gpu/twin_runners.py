@@ -22,15 +22,15 @@ from gpu.profiles import resolve_profiles, served_parts
 from gpu.runner import Runner
 from gpu.step import (
     DecodeGroup,
-    Deposit,
-    Fetch,
-    HostAsk,
+    FinishedReload,
     HostPrompt,
+    HostRead,
+    Offload,
+    PageEviction,
     PageWrite,
     PrefillJob,
     PrefillPrompt,
-    Release,
-    Restore,
+    Reload,
     StepPlan,
     StepResult,
     TablePlace,
@@ -217,7 +217,7 @@ class Twins:
         """One token for each of these slots; deposits that are due go first. Both runners get the oracle's tokens."""
         due = [deposit for slot in slots for deposit in self._due(self.sequences[slot])]
         plan = self.plan(slots, due)
-        releases = plan.releases
+        releases = plan.evictions
         exact_plan = self.exact_plan(plan)
         self.deposits._last_tokens.copy_(self.exact._last_tokens)
         result = self.deposits.launch(plan).collect()
@@ -232,7 +232,7 @@ class Twins:
             self.sequences[slot].num_tokens += 1
         return result
 
-    def plan(self, slots: list[int], deposits: list[Deposit]) -> StepPlan:
+    def plan(self, slots: list[int], deposits: list[Offload]) -> StepPlan:
         """Of the runner that deposits: rows that ask the host, and rows that do not, in one group."""
         writes = []
         for slot in slots:
@@ -242,7 +242,7 @@ class Twins:
                 writes.append(PageWrite(slot, len(sequence.pages) - 1, sequence.pages[-1:]))
         releases = [release for slot in slots if (release := self._release(self.sequences[slot], deposits)) is not None]
         group = self.group(slots, releases)
-        return StepPlan(page_writes=writes, deposits=deposits, releases=releases, decode=[group])
+        return StepPlan(page_writes=writes, offloads=deposits, evictions=releases, decode=[group])
 
     def exact_plan(self, plan: StepPlan) -> StepPlan:
         """The oracle's, for the same rows."""
@@ -265,49 +265,49 @@ class Twins:
         self.give_up(sequence, self.sequences[source].released)
 
     def give_up(self, sequence: Sequence, end: int) -> None:
-        """Release what the host has of a sequence up to `end`, between two steps."""
+        """Evict what the host has of a sequence up to `end`, between two steps."""
         release = self._release_to(sequence, end)
-        self.deposits.launch(StepPlan(releases=[release])).collect()
+        self.deposits.launch(StepPlan(evictions=[release])).collect()
         self._settle(release)
 
-    def fetch(self, sequence: Sequence, begin: int) -> Restore:
+    def fetch(self, sequence: Sequence, begin: int) -> FinishedReload:
         """Start to bring back what is released behind `begin`; what is to follow."""
         first, last = begin // self.page_tokens, sequence.released // self.page_tokens
         page_ids = [self._free.pop() for _ in range(first, last)]
         run_begin = begin - self.page_tokens
-        fetch = Fetch(sequence.context_id, run_begin, sequence.released - self.page_tokens, page_ids)
-        self.deposits.launch(StepPlan(fetches=[fetch])).collect()
-        return Restore(page_ids, sequence.pages[first:last], [TablePlace(sequence.slot, first)])
+        fetch = Reload(sequence.context_id, run_begin, sequence.released - self.page_tokens, page_ids)
+        self.deposits.launch(StepPlan(reloads=[fetch])).collect()
+        return FinishedReload(page_ids, sequence.pages[first:last], [TablePlace(sequence.slot, first)])
 
-    def restore(self, restore: Restore) -> StepResult:
+    def restore(self, restore: FinishedReload) -> StepResult:
         """What was fetched takes its place; the dense pages are free (and NaN again)."""
         (place,) = restore.places
         sequence, pool = self.sequences[place.slot], self.deposits.pool
         last = place.first_page + len(restore.page_ids)
         sequence.pages[place.first_page : last] = restore.page_ids
         sequence.released = place.first_page * self.page_tokens
-        result = self.deposits.launch(StepPlan(restores=[restore])).collect()
+        result = self.deposits.launch(StepPlan(finished_reloads=[restore])).collect()
         for layer in pool.dense_layers:
             for pages in (pool.key_pages[layer], pool.value_pages[layer]):
                 lose_pages(pages, restore.dense_page_ids)
         self._dense = list(restore.dense_page_ids) + self._dense
         return result
 
-    def group(self, slots: list[int], releases: Many[Release] = ()) -> DecodeGroup:
+    def group(self, slots: list[int], releases: Many[PageEviction] = ()) -> DecodeGroup:
         """What these slots read, after `releases`."""
         ends = {
             release.places[0].slot: (release.places[0].first_page + len(release.page_ids)) * self.page_tokens
             for release in releases
         }
-        asks: list[HostAsk | None] = []
+        asks: list[HostRead | None] = []
         for slot in slots:
             end = ends.get(slot, self.sequences[slot].released)
             is_asked = end > self.page_tokens
-            asks.append(HostAsk(self.sequences[slot].context_id, self.page_tokens, end) if is_asked else None)
+            asks.append(HostRead(self.sequences[slot].context_id, self.page_tokens, end) if is_asked else None)
         positions = [self.sequences[slot].num_tokens for slot in slots]
         return DecodeGroup(slots, positions, [1] * len(slots), asks)
 
-    def _due(self, sequence: Sequence) -> list[Deposit]:
+    def _due(self, sequence: Sequence) -> list[Offload]:
         sink = self.page_tokens
         begin = sequence.run_end or sink
         end = (sequence.num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
@@ -317,21 +317,21 @@ class Twins:
             end = begin + self.lump_tokens
         pages = slice(begin // self.page_tokens, end // self.page_tokens)
         return [
-            Deposit(sequence.slot, sequence.context_id, begin, end, sequence.pages[pages],
+            Offload(sequence.slot, sequence.context_id, begin, end, sequence.pages[pages],
                     opens=not sequence.run_end, is_sampled=self.is_sampled)
         ]  # fmt: skip
 
-    def _release(self, sequence: Sequence, deposits: list[Deposit]) -> Release | None:
+    def _release(self, sequence: Sequence, deposits: list[Offload]) -> PageEviction | None:
         """What a slot's deposit of this step leaves to give up, if that is anything."""
         end = next((deposit.end for deposit in deposits if deposit.slot == sequence.slot), 0) - self.kept_tokens
         return self._release_to(sequence, end) if end > (sequence.released or self.page_tokens) else None
 
-    def _release_to(self, sequence: Sequence, end: int) -> Release:
+    def _release_to(self, sequence: Sequence, end: int) -> PageEviction:
         first = (sequence.released or self.page_tokens) // self.page_tokens
         page_ids = sequence.pages[first : end // self.page_tokens]
-        return Release(page_ids, [self._dense.pop() for _ in page_ids], [TablePlace(sequence.slot, first)])
+        return PageEviction(page_ids, [self._dense.pop() for _ in page_ids], [TablePlace(sequence.slot, first)])
 
-    def _settle(self, release: Release) -> None:
+    def _settle(self, release: PageEviction) -> None:
         """Pages are free (and NaN again); the oracle gets the rows as the host has them."""
         first, last = release.places[0].first_page, release.places[0].first_page + len(release.page_ids)
         sequence, pool = self.sequences[release.places[0].slot], self.deposits.pool

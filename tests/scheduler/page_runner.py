@@ -16,14 +16,14 @@ from gpu.sampling_params import SamplingParams
 from gpu.step import (
     NOT_FINITE,
     NOTHING_LEFT,
-    Deposit,
-    Fetch,
-    HostAsk,
+    FinishedReload,
+    HostRead,
     LogitsUnit,
+    Offload,
+    PageEviction,
     PrefillJob,
     PrefillPrompt,
-    Release,
-    Restore,
+    Reload,
     RingCopy,
     RingWrite,
     SampledToken,
@@ -131,7 +131,7 @@ class PageRunner:
     def fetch_counts(self) -> dict[str, object]:
         return {}
 
-    def is_ready(self, ask: HostAsk) -> bool:
+    def is_ready(self, ask: HostRead) -> bool:
         """As `num_late` or `late_steps` says; a context is asked for behind the plan that writes it."""
         has = len(self.contexts.get(ask.context_id, ()))
         late = self.late_steps.get((ask.context_id, ask.end), self.num_late)
@@ -168,13 +168,13 @@ class PageRunner:
             self._vacate(slot)
         for context_id in plan.closed_contexts:
             self._close(context_id)
-        for deposit in plan.deposits:
+        for deposit in plan.offloads:
             self._deposit(deposit)
-        for restore in plan.restores:
+        for restore in plan.finished_reloads:
             self._restore(restore)
-        for release in plan.releases:
+        for release in plan.evictions:
             self._release(release)
-        for fetch in plan.fetches:
+        for fetch in plan.reloads:
             self._fetch(fetch)
         for write in plan.page_writes:
             if write.first_page == 0:
@@ -294,7 +294,7 @@ class PageRunner:
         if self.refuses_memory:
             self._fail(prompt.slot)
 
-    def _deposit(self, deposit: Deposit) -> None:
+    def _deposit(self, deposit: Offload) -> None:
         if deposit.opens:
             self.context_of[deposit.slot] = deposit.context_id
             self.contexts[deposit.context_id] = []
@@ -310,7 +310,7 @@ class PageRunner:
         assert None not in tokens, "what goes down is written"
         context += tokens
 
-    def _release(self, release: Release) -> None:
+    def _release(self, release: PageEviction) -> None:
         """Rows are read, then written: dense pages may lie in the pages that are given up."""
         read = [list(self.pages[page]) for page in release.page_ids]
         for place in release.places:
@@ -328,7 +328,7 @@ class PageRunner:
             self._claim(page, is_dense=True)
             self.pages[page] = rows
 
-    def _fetch(self, fetch: Fetch) -> None:
+    def _fetch(self, fetch: Reload) -> None:
         """The other layers' rows: nobody reads the pages before a restore, which finds them as they were left."""
         tokens = self.contexts[fetch.context_id][: fetch.end]
         assert len(tokens) == fetch.end, "what is fetched is down"
@@ -339,7 +339,7 @@ class PageRunner:
             self.pages[page] = list(tokens[begin : begin + self.page_tokens])
             self.fetched[page] = list(self.pages[page])
 
-    def _restore(self, restore: Restore) -> None:
+    def _restore(self, restore: FinishedReload) -> None:
         """The fetched rows are still there, and the dense layers' are the same tokens."""
         for page, dense_page in zip(restore.page_ids, restore.dense_page_ids, strict=True):
             rows = self.fetched.pop(page)
@@ -369,7 +369,7 @@ class PageRunner:
         self.failed.add(slot)
         self.failures[slot] = "host memory: asked 9, have 8; raise host.memory_limit_gib"
 
-    def _check_context(self, slot: int, ask: HostAsk | None) -> None:
+    def _check_context(self, slot: int, ask: HostRead | None) -> None:
         """What the device does not have, the host is asked for, and has."""
         dense = self.dense.get(slot)
         if ask is None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpu.batching.step_reads import StepReads
 from gpu.model.shapes import named_shape
-from gpu.step import HostAsk
+from gpu.step import HostRead
 from scheduler.cost_model import CostModel
 from scheduler.grouping import (
     DWELL_STEPS,
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def load(self) -> Load:
-        asking = [self.reads.context(cells, HostAsk(0, 0, asked)) for cells, asked in self.asking]
+        asking = [self.reads.context(cells, HostRead(0, 0, asked)) for cells, asked in self.asking]
         others = [self.reads.context(cells, None) for cells in self.others]
         return Load(len(asking), len(others), sum(asking), sum(others))
 

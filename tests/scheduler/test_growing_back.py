@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu.step import Fetch, Restore
+from gpu.step import FinishedReload, Reload
 from scheduler import growing_back
 from scheduler.engine import Engine
 from tests.scheduler.page_runner import PageRunner
@@ -18,12 +18,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing_back, "QUIET_STEPS", QUIET)
 
 
-def fetches_of(runner: PageRunner) -> list[Fetch]:
-    return [fetch for plan in runner.plans for fetch in plan.fetches]
+def fetches_of(runner: PageRunner) -> list[Reload]:
+    return [fetch for plan in runner.plans for fetch in plan.reloads]
 
 
-def restores_of(runner: PageRunner) -> list[Restore]:
-    return [restore for plan in runner.plans for restore in plan.restores]
+def restores_of(runner: PageRunner) -> list[FinishedReload]:
+    return [restore for plan in runner.plans for restore in plan.finished_reloads]
 
 
 def press(engine: Engine, *names: str) -> None:
@@ -78,7 +78,7 @@ def test_it_comes_back_only_some_steps_after_pages_were_given_up_last() -> None:
     press(engine, "a")
     num_before = len(runner.plans)
     drain(engine)
-    first = next(index for index, plan in enumerate(runner.plans[num_before:]) if plan.fetches)
+    first = next(index for index, plan in enumerate(runner.plans[num_before:]) if plan.reloads)
     assert first == QUIET
     check_idle(engine, runner)
 
@@ -91,7 +91,7 @@ def test_pages_that_others_may_take_soon_and_some_more_stay_free() -> None:
     free = []
     while engine.has_work:
         engine.step()
-        if runner.plans[-1].fetches:
+        if runner.plans[-1].reloads:
             coming = sum(map(engine.scheduler.residence.room.num_coming_pages, engine.scheduler.roster.running))
             free.append(engine.scheduler.pages.num_available - coming)
     assert free
@@ -163,7 +163,7 @@ def test_a_prefix_that_a_next_turn_has_read_comes_back_right_behind_its_prompt(m
     check_output(second, drain(engine)["b"])
     plans = runner.plans[num_before:]
     ended = max(index for index, plan in enumerate(plans) if plan.units)
-    assert next(index for index, plan in enumerate(plans) if plan.fetches) <= ended + 2
+    assert next(index for index, plan in enumerate(plans) if plan.reloads) <= ended + 2
     check_idle(engine, runner)
 
 

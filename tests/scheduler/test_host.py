@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gpu.config import Composition
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
-from gpu.step import HostAsk, Lane
+from gpu.step import HostRead, Lane
 from scheduler import growing_back
 from scheduler.capacity import Capacity, HostCapacity, TooLargeError
 from scheduler.config import PrefillConfig, SchedulerConfig
@@ -153,7 +153,7 @@ def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelin
     assert host is not None
     assert (host.sink, host.source_id, host.is_sampled) == (SINK, None, False)
     assert WINDOW <= length - host.end < WINDOW + PAGE
-    lumps = [deposit for plan in runner.plans for deposit in plan.deposits]
+    lumps = [deposit for plan in runner.plans for deposit in plan.offloads]
     assert len(lumps) >= 3
     assert all(deposit.end - deposit.begin == LUMP and not deposit.opens for deposit in lumps)
     check_idle(engine, runner)
@@ -164,12 +164,12 @@ def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_a_lump() 
     request = ask("a", prompt_of(RESIDENT), max_tokens=210)
     engine.submit([request])
     check_output(request, drain(engine)["a"])
-    deposits = [deposit for plan in runner.plans for deposit in plan.deposits]
+    deposits = [deposit for plan in runner.plans for deposit in plan.offloads]
     assert [deposit.opens for deposit in deposits] == [True, False, False]
     assert (deposits[0].begin, deposits[0].end) == (SINK, RESIDENT + LUMP - WINDOW)
     asks = [group.asks for plan in runner.plans for group in plan.decode]
     assert asks[0] is None
-    assert asks[-1] == [HostAsk(deposits[0].context_id, SINK, deposits[-1].end)]
+    assert asks[-1] == [HostRead(deposits[0].context_id, SINK, deposits[-1].end)]
     check_idle(engine, runner)
 
 
@@ -193,7 +193,7 @@ def test_a_profile_without_host_keeps_every_context_on_the_device() -> None:
     engine.submit([request])
     check_output(request, drain(engine)["a"])
     assert not runner.contexts
-    assert not any(plan.deposits for plan in runner.plans)
+    assert not any(plan.offloads for plan in runner.plans)
 
 
 def test_the_next_turn_forks_the_context_of_the_last() -> None:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from gpu.step import Lane, Release, StepPlan, TablePlace
+from gpu.step import Lane, PageEviction, StepPlan, TablePlace
 from scheduler.engine import _PATIENCE_SECONDS, Engine
 from scheduler.lanes import Lanes, Rows, rows_of
 from tests.scheduler.page_runner import PageRunner
@@ -172,7 +172,7 @@ def test_a_plan_that_is_never_launched_uses_no_fence_up() -> None:
     engine, runner = two_lanes()
     scheduler = engine.scheduler
     start_long(engine)
-    assert not scheduler.schedule(runner.is_ready, Lane.HOST).releases
+    assert not scheduler.schedule(runner.is_ready, Lane.HOST).evictions
     scheduler._lanes.move()
     assert scheduler.schedule(runner.is_ready, Lane.DEVICE).is_empty
     engine.submit([ask("short", prompt_of(30), 5, "exact")])
@@ -201,14 +201,14 @@ def test_a_release_waits_for_a_prefill_that_reads_what_is_released() -> None:
     (long,) = scheduler.roster.running
     slots = [TablePlace(long.slot, 1)]
     long.lane = Lane.HOST
-    assert scheduler._are_of(Lane.HOST, [Release([1], [2], slots)])
-    assert not scheduler._are_of(Lane.DEVICE, [Release([1], [2], slots)])
+    assert scheduler._are_of(Lane.HOST, [PageEviction([1], [2], slots)])
+    assert not scheduler._are_of(Lane.DEVICE, [PageEviction([1], [2], slots)])
     engine.submit([ask("next", prompt_of(600, salt=1), 5)])
     engine.step()
     (entry,) = scheduler._prefill.jobs
     reading = [*slots, TablePlace(entry.sequences[0].slot, 1)]
     for lane in BOTH:
-        assert not scheduler._are_of(lane, [Release([1], [2], reading)])
+        assert not scheduler._are_of(lane, [PageEviction([1], [2], reading)])
 
 
 def test_a_release_takes_pages_that_the_other_lane_gave_back_behind_a_fence() -> None:
@@ -217,7 +217,7 @@ def test_a_release_takes_pages_that_the_other_lane_gave_back_behind_a_fence() ->
     host = schedule_release(engine, runner)
     engine.submit([ask("next", prompt_of(600, salt=1), 5)])
     assert scheduler.schedule(runner.is_ready, Lane.DEVICE).units
-    plan = StepPlan(Lane.HOST, releases=host.releases)
+    plan = StepPlan(Lane.HOST, evictions=host.evictions)
     assert not scheduler._fence(plan, scheduler.roster.running)
     scheduler._lanes.give_back(Lane.DEVICE)
     assert scheduler._fence(plan, scheduler.roster.running)
@@ -236,7 +236,7 @@ def schedule_release(engine: Engine, runner: PageRunner, submits: bool = True) -
     scheduler = engine.scheduler
     if submits:
         start_long(engine)
-    while not (host := scheduler.schedule(runner.is_ready, Lane.HOST)).releases:
+    while not (host := scheduler.schedule(runner.is_ready, Lane.HOST)).evictions:
         scheduler.postprocess(runner.launch(host).collect(), Lane.HOST)
     return host
 

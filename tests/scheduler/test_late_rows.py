@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu.step import HostAsk
+from gpu.step import HostRead
 from scheduler import late_rows
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import ask, check_idle, make_engine
@@ -16,7 +16,7 @@ def late(runner: PageRunner, num_times: int) -> None:
     """What is asked first of a context is so often not there."""
     ready = runner.is_ready
 
-    def is_ready(one: HostAsk) -> bool:
+    def is_ready(one: HostRead) -> bool:
         runner.late_steps.setdefault((one.context_id, one.end), num_times)
         return ready(one)
 

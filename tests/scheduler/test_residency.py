@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.step import Deposit, Release
+from gpu.step import Offload, PageEviction
 from scheduler.capacity import SETTLING_TOKENS
 from scheduler.engine import Engine
 from scheduler.messages import EngineRequest
@@ -20,8 +20,8 @@ def replace_name(request: EngineRequest, name: str) -> EngineRequest:
     return msgspec.structs.replace(request, request_id=name, arrival_s=request.arrival_s + 1000)
 
 
-def releases_of(runner: PageRunner) -> list[Release]:
-    return [release for plan in runner.plans for release in plan.releases]
+def releases_of(runner: PageRunner) -> list[PageEviction]:
+    return [release for plan in runner.plans for release in plan.evictions]
 
 
 def start(engine: Engine, *requests) -> list:
@@ -156,8 +156,8 @@ def test_fixed_residence_releases_what_it_writes_and_nothing_else() -> None:
     request = ask("a", prompt_of(300), max_tokens=300)
     engine.submit([request])
     check_output(request, drain(engine)["a"])
-    deposits = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.deposits]
-    releases = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.releases]
+    deposits = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.offloads]
+    releases = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.evictions]
     assert len(releases) > 2
     assert releases == [(position + SETTLING_TOKENS, page_ids) for position, page_ids in deposits][: len(releases)]
     assert len(deposits) - len(releases) <= 1
@@ -311,8 +311,8 @@ def short(name: str, salt: int, profile: str = "offloaded", max_tokens: int = 90
     return ask(name, prompt_of(100, salt=salt), max_tokens=max_tokens, profile=profile)
 
 
-def deposits_of(runner: PageRunner) -> list[Deposit]:
-    return [deposit for plan in runner.plans for deposit in plan.deposits]
+def deposits_of(runner: PageRunner) -> list[Offload]:
+    return [deposit for plan in runner.plans for deposit in plan.offloads]
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])

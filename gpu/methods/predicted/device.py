@@ -37,7 +37,7 @@ from gpu.operations.decode_attention.numba_decode_attention import paged_decode_
 from gpu.operations.decode_attention.paged_decode_attention import Reading, paged_decode_attention, workspace_for
 from gpu.predictor.network import PredictorError, load_network
 from gpu.predictor.predict import pack, predict_blocks
-from gpu.step import HostAsk, RingWrite
+from gpu.step import HostRead, RingWrite
 from gpu.upload import upload
 from transfer.copies import Streams
 from transfer.partial import Owner, Partial
@@ -149,7 +149,7 @@ class Predicted(RingSide):
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
-    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostAsk | None], lent: Lent) -> None:
+    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostRead | None], lent: Lent) -> None:
         self.give_up()  # a step that failed has left some open
         behind: dict[int, tuple[int, int]] = {}
         for row, (slot, cell, ask) in enumerate(zip(slots, cells, asks, strict=True)):
