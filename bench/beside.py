@@ -26,7 +26,7 @@ from bench.rates import device_name
 from bench.rows import Row, announce, summarise
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.load import load_engine
-from server.config import Deployment
+from server.deployment import Deployment
 
 _SHORT_PROFILE = "exact"
 _WARM_UP_SHARE = 0.25  # of a window, before it

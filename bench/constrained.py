@@ -27,8 +27,8 @@ from scheduler.grammar import bytes_alone
 from scheduler.load import load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import EngineRequest, pack_tokens
-from server.config import Deployment
-from server.structured import schema_grammar
+from server.deployment import Deployment
+from server.grammar.structured import schema_grammar
 from transfer.machine import probe_machine
 
 SCHEMA = {

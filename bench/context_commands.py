@@ -15,7 +15,7 @@ from rich.console import Console
 from bench.machine_commands import JsonFile, parse_batches, warn_if_busy
 
 if TYPE_CHECKING:
-    from server.config import Deployment
+    from server.deployment import Deployment
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `host` section")]
 
@@ -124,7 +124,7 @@ def documents(
     from bench.documents import SHORTEST_TOKENS, DocumentsBenchmark, run_documents_benchmark
     from bench.rows import report
     from scheduler.fusion_labels import UnknownLabelError
-    from server.config import load_deployment
+    from server.deployment import load_deployment
 
     console = Console()
     warn_if_busy(console)
@@ -163,7 +163,7 @@ def constrained(
     """Time streams that are held to a JSON schema beside streams that are not, against all of them free."""
     from bench.constrained import ConstrainedBenchmark, run_constrained_benchmark
     from bench.rows import report
-    from server.config import load_deployment
+    from server.deployment import load_deployment
 
     console = Console()
     warn_if_busy(console)
@@ -174,7 +174,7 @@ def constrained(
 
 def _load_with_host(config: Path, console: Console) -> "Deployment":
     """Raises BadParameter where it has no `host` section."""
-    from server.config import load_deployment
+    from server.deployment import load_deployment
 
     warn_if_busy(console)
     deployment = load_deployment(config)

@@ -36,7 +36,7 @@ from scheduler.load import load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import ChunkSpan, ChunksStored, EngineRequest, Fusion, StoreChunks, pack_tokens
 from scheduler.step_bytes import StepBytes
-from server.config import Deployment
+from server.deployment import Deployment
 from transfer.chunks.store import ChunkStore
 from transfer.machine import GIB, probe_machine
 

@@ -34,7 +34,7 @@ from bench.rows import Row, announce, summarise
 from bench.step_trace import tabulate_parts, trace_steps
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.load import load_engine
-from server.config import Deployment
+from server.deployment import Deployment
 from transfer.machine import GIB
 
 _ANSWER_TOKENS = 16  # of the first turn

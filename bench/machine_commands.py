@@ -125,8 +125,8 @@ def run_http(
     from bench.engine import measure_floor_rates
     from bench.over_http import Floor, HttpBenchmark, run_http_benchmark
     from gpu.model.matrix_formats import step_weight_bytes
-    from server.config import load_deployment
-    from server.plan import resolve_plan
+    from server.deployment import load_deployment
+    from server.planning.deployment_plan import resolve_plan
     from transfer.machine import probe_machine
 
     plan = resolve_plan(load_deployment(config), probe_machine())

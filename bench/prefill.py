@@ -20,7 +20,7 @@ from bench.rates import device_name
 from bench.rows import Row, announce
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.load import load_engine
-from server.config import Deployment
+from server.deployment import Deployment
 
 GIB = 2**30
 

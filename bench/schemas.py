@@ -24,7 +24,7 @@ from referencing.exceptions import Unresolvable
 
 from scheduler.grammar import bytes_alone, limits, shorten
 from server.api_error import ApiError
-from server.structured import schema_grammar
+from server.grammar.structured import schema_grammar
 
 MOST_TOKENS = 3000  # of a text; what goes on behind them has not ended
 _PLACES = re.compile(r"^schema: ((?:#/)?[$\w/~-]+(?:, (?:#/)?[$\w/~-]+)*): ")

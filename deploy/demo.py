@@ -17,7 +17,7 @@ import httpx
 from rich.console import Console
 
 from server.commands.chat import ChatError, Conversation, ask
-from server.config import ConfigError, load_deployment
+from server.deployment import ConfigError, load_deployment
 
 DEPLOY = Path(__file__).resolve().parent
 ROOT = DEPLOY.parent

@@ -23,7 +23,7 @@ from evals.rows import FRACTIONS, Row, count_reasons
 from evals.served import DEFAULT, Server
 from evals.served_method import PREFIX
 from evals.serving import Ask, ServingEngine
-from server.tokenizer import Tokenizer
+from server.text.model_tokenizer import Tokenizer
 
 Logprobs = list[tuple[float, dict[int, float]]]
 """For each token its logprob and those of the most likely tokens by id, natural logarithm."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from evals.served import Server
-    from server.config import Deployment
+    from server.deployment import Deployment
 
 
 Cell = tuple[dict[str, Any], list[list[int]]]

@@ -22,8 +22,8 @@ from evals.run import make_prompts, sent_text
 from evals.samples import Sample
 from evals.tasks.reference import NUM_VALUES
 from evals.tokenizer import load_tokenizer
-from server.chunker import Chunker
-from server.tokenizer import Tokenizer
+from server.text.chunker import Chunker
+from server.text.model_tokenizer import Tokenizer
 
 DEFAULT_TASKS = {
     "reference": ("many_needles", "several_values", "facts_one_hop", "facts_two_hops"),

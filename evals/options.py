@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from server.config import Deployment
+    from server.deployment import Deployment
 
 ModelFolder = Annotated[Path, typer.Option("--model", help="Hugging Face folder or GGUF file of the model")]
 Methods = Annotated[list[str], typer.Option("--method", help="NAME[:key=value,...], or profile:NAME for a serving "
@@ -46,7 +46,7 @@ def one_line_errors() -> Iterator[None]:
     from gpu.memory.plan import PlanError
     from gpu.model.architecture import ModelError
     from scheduler.capacity import TooLargeError
-    from server.config import ConfigError
+    from server.deployment import ConfigError
     from transfer.tier import HostMemoryError
 
     world = (
@@ -117,7 +117,7 @@ def parse_files(option: str, texts: list[str], known: list[str]) -> dict[str, Pa
 
 def read_deployment(config: Path | None, url: str | None) -> "Deployment | None":
     """The deployment of the engine in this process. Raises ConfigError, or ValueError where a URL is asked instead."""
-    from server.config import load_deployment
+    from server.deployment import load_deployment
 
     if config is not None and url is not None:
         raise ValueError("--config: says how profiles run in this process; leave out --url or --config")

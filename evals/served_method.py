@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from gpu.config import Composition, MethodChoice
 from gpu.methods.method import Slot
 from gpu.profiles import Profile, ProfileError, get_profile, needs_host, resolve_profiles
-from server.config import Deployment, describe
+from server.deployment import Deployment, describe
 
 PREFIX = "profile:"
 """Of a method that is a serving profile: `profile:exact`."""

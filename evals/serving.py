@@ -28,7 +28,7 @@ from scheduler.engine import Engine
 from scheduler.load import load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import Delta, EngineRequest, Logprob, ReuseStats, pack_tokens
-from server.config import Deployment
+from server.deployment import Deployment
 from transfer.config import HostConfig
 from transfer.machine import GIB, probe_machine
 

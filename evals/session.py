@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from evals.forward import ReferenceDecoder
     from evals.served import Server
-    from server.config import Deployment
+    from server.deployment import Deployment
 
 BATCH_TOKENS = {"cuda": 1 << 20, "cpu": 1 << 14}
 STORE_FILE = "records.jsonl"

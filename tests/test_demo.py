@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from deploy.demo import choose_config
-from server.config import load_deployment
+from server.deployment import load_deployment
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "deploy" / "demo.py"

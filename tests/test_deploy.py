@@ -10,8 +10,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.config import Deployment, load_deployment
-from server.metrics import Metrics
+from server.deployment import Deployment, load_deployment
+from server.engine.prometheus import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

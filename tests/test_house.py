@@ -56,7 +56,7 @@ def test_types_hold() -> None:
 
 def test_importing_the_command_line_loads_no_torch() -> None:
     heavy = "any(name in sys.modules for name in ('torch', 'triton', 'numba'))"
-    run("python", "-c", f"import sys, server.commands.cli; sys.exit({heavy})")
+    run("python", "-c", f"import sys, server.commands.tandem; sys.exit({heavy})")
 
 
 def test_every_entry_point_names_what_is_there() -> None:
@@ -125,7 +125,7 @@ def test_the_make_targets_of_the_readme_exist() -> None:
 
 
 def test_the_tandem_commands_and_options_of_the_readme_exist() -> None:
-    from server.commands.cli import app, load_groups
+    from server.commands.tandem import app, load_groups
 
     load_groups("--help")
     root = typer.main.get_command(app)

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from bench.load.settings import PlanError
 from gpu.model.sentencepiece_file import MODEL_FILE
-from server.config import ConfigError
-from server.tokenizer import Tokenizer as ServedTokenizer
+from server.deployment import ConfigError
+from server.text.model_tokenizer import Tokenizer as ServedTokenizer
 
 DEFAULT_CHARS_PER_TOKEN = 4.0
 PIECE_CHARS = 400

@@ -32,7 +32,7 @@ from evals.store import Ledger, Record
 from evals.tasks.text import text_source
 from evals.tokenizer import load_tokenizer
 from gpu.model.architecture import read_architecture
-from server.config import Deployment
+from server.deployment import Deployment
 from transfer.config import HostConfig
 
 LABELS_A_PART = 10

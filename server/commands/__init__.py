@@ -1,0 +1,1 @@
+"""Implement the commands of `tandem`."""

@@ -1,5 +1,5 @@
 """The command line where nothing is installed: `python -m server.commands`."""
 
-from server.commands.cli import main
+from server.commands.tandem import main
 
 main()

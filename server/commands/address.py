@@ -3,7 +3,7 @@
 import os
 import socket
 
-from server.config import ConfigError, Deployment
+from server.deployment import ConfigError, Deployment
 
 
 def override_address(deployment: Deployment, host: str | None, port: int | None) -> Deployment:

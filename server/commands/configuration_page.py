@@ -14,15 +14,15 @@ from pydantic.fields import FieldInfo
 from gpu.config import MethodChoice
 from gpu.methods.method import Method
 from gpu.methods.registry import list_methods
-from server.config import Deployment
+from server.deployment import Deployment
 from transfer.settings import Settings
 
 OPENING = """# Configuration
 
 One YAML file describes a deployment. Unknown keys are errors, relative paths are relative to the file, and what is left
 out is derived from the machine: `tandem plan CONFIG` prints the resolved tree. This page is written by
-`make docs` from the models in `server/config.py`, `scheduler/config.py`, `gpu/config.py` and `transfer/config.py`, and
-from what the methods in `gpu/methods` say of themselves.
+`make docs` from the models in `server/deployment.py`, `scheduler/config.py`, `gpu/config.py` and `transfer/config.py`,
+and from what the methods in `gpu/methods` say of themselves.
 """
 METHODS = """
 ## Methods

@@ -1,7 +1,6 @@
 """Write the tables of request fields in `docs/API.md`: `python -m server.commands.fields_page docs/API.md`.
 
-They are made from `server/field_table.py` and stand between two marks; the rest of the page is written by hand. A test
-compares them.
+They are made from `server/bodies/field_table.py` and stand between two marks. A test compares them.
 """
 
 import sys
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from server.field_table import ROUTES
-from server.fields import Each, Fate, Fields, Free, Neutral, Served
+from server.bodies.field_table import ROUTES
+from server.bodies.fields import Each, Fate, Fields, Free, Neutral, Served
 
-BEGIN = "<!-- Written by `make docs` from server/field_table.py. -->"
+BEGIN = "<!-- Written by `make docs` from server/bodies/field_table.py. -->"
 END = "<!-- The end of what `make docs` writes. -->"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from server.placements import WORDS, Comparison, StepEstimate
+from server.planning.placements import WORDS, Comparison, StepEstimate
 
 
 def describe_comparison(comparison: Comparison) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.model.humming_formats import require_installed
 from gpu.model.safetensors_index import find_files
 from gpu.profiles import ProfileError, get_profile, resolve_profiles
-from server.config import ConfigError, Deployment
-from server.documents import check_documents
-from server.service import load_parts, require_tls
+from server.deployment import ConfigError, Deployment
+from server.service.service import load_parts, require_tls
+from server.stores.document_texts import check_documents
 
 TENSOR_CHECK = (sys.executable, "-m", "gpu.weights.tensor_check")
 TENSORS_REFUSED = 3  # its status, `gpu.weights.tensor_check.REFUSED`

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from scheduler.messages import Ready
-from server.start_events import Listening, Stage
+from server.engine.start_events import Listening, Stage
 
 STAGES = {  # the engine's words, and ours
     "starting": "starting the engine",

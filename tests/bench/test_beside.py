@@ -8,7 +8,7 @@ from rich.console import Console
 
 from bench.beside import BesideBenchmark, _Clock, run_beside_benchmark
 from scheduler.messages import Delta
-from server.config import Deployment
+from server.deployment import Deployment
 from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
 
 

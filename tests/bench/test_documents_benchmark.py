@@ -17,7 +17,7 @@ from bench.rows import GateError, Row
 from gpu.model.architecture import named_shape
 from scheduler.fusion_labels import parse_fusions
 from scheduler.messages import Fusion
-from server.config import Deployment
+from server.deployment import Deployment
 from transfer.chunks.format import ChunkShape
 from transfer.chunks.store import ChunkStore
 

@@ -25,8 +25,8 @@ from gpu.step import StepPlan
 from gpu.weights.weights import random_weights
 from scheduler.config import EngineConfig
 from scheduler.step_bytes import prompt_flops
-from server.config import Deployment, load_deployment
-from server.plan import resolve_plan
+from server.deployment import Deployment, load_deployment
+from server.planning.deployment_plan import resolve_plan
 from transfer.machine import probe_machine
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -19,7 +19,7 @@ from bench.load.prose import write_prose
 from bench.load.row import make_row
 from bench.load.settings import Corpus, LoadPlan, PlanError, parse_lengths
 from bench.load.tokens import load_tokenizer, pool_by_tokenizer
-from server.commands.cli import main
+from server.commands.tandem import main
 from tests.bench.load_plans import make_plan
 from tests.bench.scripted_server import Behaviour, scripted_server
 from tests.server.live_server import fake_command, make_deployment, running_server, with_documents

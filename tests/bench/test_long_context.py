@@ -31,8 +31,8 @@ from gpu.step import HostRead
 from scheduler.capacity import HostCapacity
 from scheduler.load import load_engine
 from scheduler.messages import Delta, HostStats
-from server.config import Deployment
-from server.plan import resolve_plan
+from server.deployment import Deployment
+from server.planning.deployment_plan import resolve_plan
 from transfer.config import HostConfig
 from transfer.exchange import ExchangeSlot
 from transfer.machine import probe_machine

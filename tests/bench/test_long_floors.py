@@ -10,8 +10,8 @@ from gpu.model.architecture import load_architecture
 from gpu.profiles import resolve_profiles
 from scheduler.capacity import host_capacity
 from scheduler.memory import find_tier_shape, plan_engine
-from server.config import Deployment
-from server.plan import find_architecture
+from server.deployment import Deployment
+from server.planning.deployment_plan import find_architecture
 from transfer.machine import load_machine, probe_machine
 
 RATES = {

@@ -10,7 +10,7 @@ from rich.console import Console
 from bench.prefill import PrefillBenchmark, run_prefill_benchmark
 from bench.prefill_trace import group_events, most_kernels, tabulate_groups
 from bench.trace_events import DeviceEvent
-from server.config import Deployment
+from server.deployment import Deployment
 from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
 
 EVENTS = [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import typer
 
-from server.commands.cli import app, load_groups
-from server.config import load_deployment
+from server.commands.tandem import app, load_groups
+from server.deployment import load_deployment
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "bench" / "published").glob("*.sh"))

@@ -11,7 +11,7 @@ from bench import schemas
 from bench.schemas import Writer, accepts, check_text, examine_suite
 from gpu.config import ModelConfig
 from scheduler.constraints import read_tokens
-from server.structured import choice_grammar, lark_grammar, regex_grammar, schema_grammar
+from server.grammar.structured import choice_grammar, lark_grammar, regex_grammar, schema_grammar
 from tests.server.live_server import REFERENCE
 
 SCHEMAS = json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from server.tokenizer import Tokenizer
+from server.text.model_tokenizer import Tokenizer
 from tests.clients.recorder import Recorder, write_bodies
 from tests.server.live_server import LAPTOP, REFERENCE, ROOT, fake_command
 from tests.server.program import Program
@@ -34,8 +34,9 @@ AGENT_PROGRAMS = {"claude_code": "@anthropic-ai/claude-code", "codex": "@openai/
 AGENT_CONTEXT = 200_000  # the agents' own instructions and tools take 30,000 tokens of the reference tokenizer's
 CLOSED_PROXY = "http://127.0.0.1:9"  # where requests for any other host end
 _SERVE = (
-    "import sys, yaml; from pathlib import Path; from server import app; from server.config import Deployment\n"
-    "from server.plan import resolve_plan; from transfer.machine import load_machine\n"
+    "import sys, yaml; from pathlib import Path; from server.http import app\n"
+    "from server.deployment import Deployment\n"
+    "from server.planning.deployment_plan import resolve_plan; from transfer.machine import load_machine\n"
     "tree, command = yaml.safe_load(sys.argv[1]), yaml.safe_load(sys.argv[2])\n"
     "if command: app.create_app.__defaults__ = (command, *app.create_app.__defaults__[1:])\n"
     "resolved = resolve_plan(Deployment.model_validate(tree), load_machine(Path(sys.argv[3])))\n"

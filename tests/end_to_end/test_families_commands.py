@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from bench.cli import app as bench
 from evals.cli import app as evals
 from evals.tuning.command import app as tune
-from server.commands.cli import app as tandem
+from server.commands.tandem import app as tandem
 from tests.gpu.family_checkpoints import CONFIGS, checkpoint
 from tests.gpu.reference_model import FOLDER
 

@@ -33,7 +33,7 @@ from evals.stopping import RunCut, Stop
 from gpu.attention.prefill_query import PrefillQuery
 from scheduler.fusion_labels import UnknownLabelError, parse_fusions
 from scheduler.messages import Fusion, Logprob
-from server.tokenizer import Tokenizer
+from server.text.model_tokenizer import Tokenizer
 from tests.bench.test_published import parse
 from tests.server.live_server import REFERENCE
 from tests.tolerances import METHOD_FLOAT32

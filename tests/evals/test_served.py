@@ -28,7 +28,7 @@ from evals.store import Ledger, Record
 from gpu.config import Composition, ModelConfig
 from gpu.profiles import ProfileError, resolve_profiles
 from scheduler.messages import Logprob
-from server.config import Deployment
+from server.deployment import Deployment
 from tests.evals.test_run import MODEL, SETTINGS
 from tests.gpu.toy_method import add_toy
 from transfer.config import HostConfig

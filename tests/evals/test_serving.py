@@ -19,7 +19,7 @@ from evals.serving import Ask, load_serving_engine, make_deployment
 from evals.session import InProcess, run
 from gpu.config import Composition
 from gpu.profiles import ProfileError
-from server.config import load_deployment
+from server.deployment import load_deployment
 from tests.end_to_end.server_process import running_server
 from tests.tolerances import METHOD_FLOAT32
 

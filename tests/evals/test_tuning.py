@@ -16,7 +16,7 @@ from evals.tuning.command import app, deployment_of, warnings_of
 from evals.tuning.grid import LayerSamples, Resident, Setting, table_memory_bytes
 from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
 from evals.tuning.prefill import choose_dense_until
-from server.config import load_deployment
+from server.deployment import load_deployment
 from tests.tolerances import METHOD_FLOAT32
 
 MODEL = Path("deploy/models/reference")

@@ -26,8 +26,8 @@ from gpu.model.end_tokens import end_token_ids
 from gpu.model.family import families
 from gpu.model.library_keys import find_library_keys, read_library_keys
 from gpu.model.spec import RopeScaling
-from server.config import ConfigError
-from server.tokenizer import Tokenizer
+from server.deployment import ConfigError
+from server.text.model_tokenizer import Tokenizer
 from tests.gpu.family_checkpoints import CONFIGS, SIZES, checkpoint, draw_prompt
 from tests.gpu.reference_model import FOLDER
 from transfer.config import HostConfig

@@ -23,7 +23,7 @@ from gpu.weights.checkpoint import check_checkpoint, load_weights
 from gpu.weights.tensor_check import check_model
 from gpu.weights.weights import Weights
 from server.commands.servable import require_weights
-from server.config import ConfigError, load_deployment
+from server.deployment import ConfigError, load_deployment
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
 from tests.gpu.gguf_files import write as write_gguf
 from tests.gpu.test_families import off

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from scheduler.config import EngineConfig
 from scheduler.engine_process import _read_start
-from server.config import Deployment
-from server.metrics import Metrics
-from server.plan import resolve_plan
-from server.supervisor import Supervisor
+from server.deployment import Deployment
+from server.engine.prometheus import Metrics
+from server.engine.supervisor import Supervisor
+from server.planning.deployment_plan import resolve_plan
 from transfer.machine import load_machine
 
 LAPTOP = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "laptop.json")

@@ -14,8 +14,8 @@ from gpu.memory.plan import MemoryPlan
 from scheduler.config import EngineConfig
 from scheduler.expert_choice import FURTHER_ROWS, HOP_MS, READ_SHARE, ExpertTimes
 from scheduler.memory import find_expert_shares, plan_engine
-from server.config import Deployment
-from server.plan import find_architecture, resolve_plan
+from server.deployment import Deployment
+from server.planning.deployment_plan import find_architecture, resolve_plan
 from transfer.expert_exchange import new_expert_slot
 from transfer.machine import MachineProfile, load_machine
 

@@ -15,7 +15,7 @@ from scheduler.engine import Engine
 from scheduler.load import load_engine
 from scheduler.memory import plan_engine
 from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
-from server.structured import schema_grammar
+from server.grammar.structured import schema_grammar
 from tests.gpu.reference_model import FOLDER, shallow_model
 from tests.scheduler.test_scheduler import drain, prompt_of, text
 from transfer.config import HostConfig, SampledConfig

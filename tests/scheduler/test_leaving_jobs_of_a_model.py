@@ -7,8 +7,8 @@ import pytest
 
 from scheduler.engine import Engine
 from scheduler.load import load_engine
-from server.config import Deployment
-from server.plan import resolve_plan
+from server.deployment import Deployment
+from server.planning.deployment_plan import resolve_plan
 from tests.scheduler.test_scheduler import drain, make_request, text
 from transfer.machine import load_machine
 

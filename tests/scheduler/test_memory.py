@@ -13,8 +13,8 @@ from cpu.parts import attend_rows
 from gpu.memory.plan import MemoryPlan, PlanError
 from gpu.profiles import ProfileError
 from scheduler.load import load_engine
-from server.config import Deployment
-from server.plan import resolve_plan
+from server.deployment import Deployment
+from server.planning.deployment_plan import resolve_plan
 from tests.scheduler.test_prefill_methods import make_profile
 from transfer.machine import GpuProfile, load_machine
 

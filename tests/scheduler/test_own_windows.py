@@ -8,8 +8,8 @@ from scheduler.capacity import plan_capacity
 from scheduler.engine import Engine
 from scheduler.memory import find_host_demand, find_tier_shape
 from scheduler.scheduler import Scheduler
-from server.config import Deployment
-from server.plan import ResolvedPlan, resolve_plan
+from server.deployment import Deployment
+from server.planning.deployment_plan import ResolvedPlan, resolve_plan
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import check_output, drain, make_request, prompt_of
 from transfer.machine import load_machine

@@ -7,8 +7,8 @@ import pytest
 
 from scheduler.memory import find_tier_shape
 from scheduler.step_bytes import StepBytes
-from server.config import Deployment
-from server.plan import resolve_plan
+from server.deployment import Deployment
+from server.planning.deployment_plan import resolve_plan
 from transfer.machine import load_machine
 
 MACHINE = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "a100-80g.json")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from server.tokenizer import Tokenizer
+from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE, Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from server.message.parts import ReadAnswer, join_parts
-from server.tokenizer import Tokenizer
+from server.parsing.answer_parts import ReadAnswer, join_parts
+from server.text.model_tokenizer import Tokenizer
 
 MOST_TOKENS = 150
 _FREE_TOKENS = 30  # then those are preferred that end something

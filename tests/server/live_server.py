@@ -13,11 +13,11 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 
 from gpu.memory.plan import MemoryPlan
-from server.app import _bind, create_app, http_config
-from server.config import Deployment
-from server.plan import resolve_plan
-from server.service import Service
-from server.start_events import OnStart
+from server.deployment import Deployment
+from server.engine.start_events import OnStart
+from server.http.app import _bind, create_app, http_config
+from server.planning.deployment_plan import resolve_plan
+from server.service.service import Service
 from transfer.config import DocumentsConfig
 from transfer.machine import load_machine
 

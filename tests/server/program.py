@@ -25,8 +25,9 @@ class Program:
             "documents": documents,
         }
         script = (
-            "import sys, yaml; from pathlib import Path; from server import app; from server.config import Deployment\n"
-            "from server.plan import resolve_plan; from transfer.machine import load_machine\n"
+            "import sys, yaml; from pathlib import Path; from server.http import app\n"
+            "from server.deployment import Deployment\n"
+            "from server.planning.deployment_plan import resolve_plan; from transfer.machine import load_machine\n"
             "tree = yaml.safe_load(sys.argv[1])\n"
             "command = yaml.safe_load(sys.argv[2])\n"
             "app.create_app.__defaults__ = (command, *app.create_app.__defaults__[1:])\n"

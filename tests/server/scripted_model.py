@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from server.config import Deployment
-from server.tokenizer import Tokenizer
+from server.deployment import Deployment
+from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE, Running, fake_command, running_server
 
 # Writes tools, calls and results as Hermes's and Qwen's do, and opens the reasoning if it is told to.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server.commands.cli import main
+from server.commands.tandem import main
 from tests.server.live_server import fake_command, make_deployment, running_server, with_documents
 
 
@@ -126,7 +126,7 @@ async def test_files_that_are_added_again_are_the_same_documents(tmp_path, monke
 
 
 async def test_documents_are_listed_and_deleted_by_id_and_all(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("server.commands.documents._PAGE", 2)
+    monkeypatch.setattr("server.commands.document_commands._PAGE", 2)
     paths = write_files(tmp_path, "one", "two", "three", "four")
     deployment = with_documents(make_deployment(api_keys=["k", "another"]), tmp_path / "documents")
     async with running_server(deployment, fake_command()) as running:

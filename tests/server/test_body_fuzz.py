@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.field_table import ROUTES
-from server.fields import Each, Fields
+from server.bodies.field_table import ROUTES
+from server.bodies.fields import Each, Fields
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 
 Tree = dict[str, Any]

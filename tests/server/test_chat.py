@@ -23,7 +23,7 @@ from server.commands.chat import (
     read_document,
 )
 from server.commands.chat_prompt import hold_conversation, run_command
-from server.commands.cli import main
+from server.commands.tandem import main
 
 
 class ScriptedServer(ThreadingHTTPServer):

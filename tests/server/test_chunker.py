@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.chunker import Chunker, count_tokens, ends_sentence
-from server.tokenizer import Tokenizer, TooManyTokens
+from server.text.chunker import Chunker, count_tokens, ends_sentence
+from server.text.model_tokenizer import Tokenizer, TooManyTokens
 from tests.server.live_server import REFERENCE
 
 TOKENIZER = Tokenizer(REFERENCE, REFERENCE)
@@ -67,7 +67,7 @@ def test_a_text_with_too_many_tokens_is_refused_and_a_known_one_is_not_tokenised
 
 
 def test_texts_are_kept_as_long_as_there_is_room(monkeypatch) -> None:
-    monkeypatch.setattr("server.chunker._MOST_KEPT_TOKENS", 100)
+    monkeypatch.setattr("server.text.chunker._MOST_KEPT_TOKENS", 100)
     chunker = Chunker(TOKENIZER, 64)
     texts = [f"{i} and no more. " * 8 for i in range(5)]
     for text in texts:

@@ -21,9 +21,9 @@ from gpu.model.humming_formats import VERSION
 from gpu.profiles import ProfileError
 from gpu.weights.tensor_check import check_model
 from server.commands.address import override_address, require_free_port
-from server.commands.cli import app, load_groups, main
 from server.commands.servable import require_servable
-from server.config import ConfigError, Deployment, load_deployment
+from server.commands.tandem import app, load_groups, main
+from server.deployment import ConfigError, Deployment, load_deployment
 from tests.gpu.humming_library import found_version
 from transfer.machine import load_machine
 
@@ -80,7 +80,7 @@ def test_the_version_is_told(tandem: RunTandem) -> None:
 )
 def test_what_only_tells_of_the_program_imports_nothing_heavy(argument: str, heavy: list[str]) -> None:
     code = (
-        "import atexit, sys; from server.commands.cli import main; "
+        "import atexit, sys; from server.commands.tandem import main; "
         f"atexit.register(lambda: print('loaded', [name for name in {heavy} if name in sys.modules])); main()"
     )
     done = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, timeout=120)
@@ -125,9 +125,11 @@ def test_a_folders_whole_configuration_is_printed_as_a_file_that_serves_the_same
 
 
 def test_the_first_line_of_serve_waits_for_no_import() -> None:
-    script = "import sys; sys.modules['server.app'] = sys.modules['yaml'] = None; from server.commands import cli; "
+    script = (
+        "import sys; sys.modules['server.http.app'] = sys.modules['yaml'] = None; from server.commands import tandem; "
+    )
     done = subprocess.run(
-        [sys.executable, "-c", f"{script} sys.argv = ['tandem', 'serve', 'some.yaml']; cli.main()"],
+        [sys.executable, "-c", f"{script} sys.argv = ['tandem', 'serve', 'some.yaml']; tandem.main()"],
         capture_output=True, text=True, cwd=DEPLOY.parent,
     )  # fmt: skip
     assert done.stdout == f"tandem {version('tandem')}: some.yaml\n"

@@ -10,8 +10,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from server.config import Deployment
-from server.tokenizer import Tokenizer
+from server.deployment import Deployment
+from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE, fake_command, running_server
 from tests.server.scripted_model import HERMES, Script, make_model
 

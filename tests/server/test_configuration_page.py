@@ -8,8 +8,8 @@ from pydantic.fields import FieldInfo
 
 from gpu.methods.registry import list_methods
 from server.commands.configuration_page import describe_default, list_sections, write_page
-from server.config import Deployment, ServerConfig
-from server.request_scope import OPEN_PATHS
+from server.deployment import Deployment, ServerConfig
+from server.http.request_scope import OPEN_PATHS
 from tests.gpu.toy_method import add_toy
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -9,8 +9,8 @@ import httpx
 import psutil
 import pytest
 
-from server.app import http_config, most_connections
-from server.connection import MOST_HEADER_BYTES, MOST_HEADERS, MOST_PIPELINED, Connection, Limits
+from server.http.app import http_config, most_connections
+from server.http.client_connection import MOST_HEADER_BYTES, MOST_HEADERS, MOST_PIPELINED, Connection, Limits
 from tests.server.live_server import Running, fake_command, make_app, make_deployment, running_server
 from tests.tolerances import CANCEL_S, DEADLINE_LATE_S, HEADER_FLOOD_BYTES
 
@@ -255,8 +255,8 @@ def test_no_more_connections_are_allowed_than_descriptors_however_many_are_asked
     asked: int | None, allowed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found: list[Limits] = []
-    monkeypatch.setattr("server.app.connection_type", found.append)
-    monkeypatch.setattr("server.app.resource.getrlimit", lambda _: (300, 300))
+    monkeypatch.setattr("server.http.app.connection_type", found.append)
+    monkeypatch.setattr("server.http.app.resource.getrlimit", lambda _: (300, 300))
     http_config(make_app(make_deployment(max_connections=asked), fake_command()))
     assert [limits.connections for limits in found] == [allowed]
     is_cut = asked is not None and asked > allowed

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.message.parts import join_parts
+from server.parsing.answer_parts import join_parts
 from tests.server.grammar_texts import allows
 from tests.server.live_server import Running, fake_command, make_deployment, running_server, with_documents
 from tests.server.scripted_model import Script

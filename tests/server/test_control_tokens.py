@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api_error import ApiError
-from server.chat_message import Message, check_messages
-from server.control_tokens import _MARKS, ControlTokens
-from server.template import ChatTemplate, load_template
-from server.tokenizer import Tokenizer
+from server.bodies.chat_message import Message, check_messages
+from server.prompting.chat_template import ChatTemplate, load_template
+from server.text.control_tokens import _MARKS, ControlTokens
+from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE, make_deployment
 
 TOKENIZER = Tokenizer(REFERENCE, REFERENCE)

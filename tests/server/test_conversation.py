@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api_error import ApiError
-from server.bodies import ChatBody
-from server.chat_message import Message
-from server.control_tokens import ControlTokens
-from server.conversation import Conversation, read_arguments, read_conversation
-from server.default_tools import write_tools
-from server.template import ChatTemplate
-from server.tokenizer import Tokenizer
+from server.bodies.chat_message import Message
+from server.bodies.generation_bodies import ChatBody
+from server.prompting.chat_template import ChatTemplate
+from server.prompting.conversation import Conversation, read_arguments, read_conversation
+from server.prompting.default_tools import write_tools
+from server.text.control_tokens import ControlTokens
+from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE
 from tests.server.scripted_model import HERMES
 

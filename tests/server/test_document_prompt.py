@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api_error import ApiError
-from server.chat_message import CalledFunction, Message, MessageCall
-from server.chunker import Chunker
-from server.control_tokens import ControlTokens
-from server.conversation import Conversation
-from server.document_prompt import ChunkedPrompt, PlacedDocument, encode_pieces, render_documents
-from server.template import ChatTemplate, load_template
-from server.tokenizer import Tokenizer, TooManyTokens
+from server.bodies.chat_message import CalledFunction, Message, MessageCall
+from server.prompting.chat_template import ChatTemplate, load_template
+from server.prompting.conversation import Conversation
+from server.prompting.document_prompt import ChunkedPrompt, PlacedDocument, encode_pieces, render_documents
+from server.text.chunker import Chunker
+from server.text.control_tokens import ControlTokens
+from server.text.model_tokenizer import Tokenizer, TooManyTokens
 from tests.server.live_server import REFERENCE, make_deployment
 
 TOKENIZER = Tokenizer(REFERENCE, REFERENCE)

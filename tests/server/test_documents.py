@@ -9,10 +9,10 @@ import pytest
 
 from scheduler.config import PrefillConfig
 from scheduler.messages import EngineRequest
-from server.chunker import Chunker
 from server.commands.servable import require_settings
-from server.config import ConfigError, load_deployment
-from server.documents import check_documents, open_documents
+from server.deployment import ConfigError, load_deployment
+from server.stores.document_texts import check_documents, open_documents
+from server.text.chunker import Chunker
 from tests.server.live_server import Running, fake_command, make_deployment, running_server, with_documents
 
 DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"

@@ -19,8 +19,8 @@ from openai import BadRequestError, OpenAI, pydantic_function_tool
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
-from server.config import load_deployment
-from server.plan import resolve_plan
+from server.deployment import load_deployment
+from server.planning.deployment_plan import resolve_plan
 from tests.server.live_server import REFERENCE, ROOT
 from tests.tolerances import CHUNKING_LOGPROB_ATOL
 from transfer.machine import probe_machine

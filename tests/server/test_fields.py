@@ -12,9 +12,8 @@ import pytest
 from openai.types import chat as openai_chat
 
 from server.api_error import ApiError
-from server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, check_chat, check_completion
-from server.body_reader import FIELDS, decode_body
-from server.field_table import (
+from server.bodies.body_reader import FIELDS, decode_body
+from server.bodies.field_table import (
     CHAT,
     COMPLETION,
     CUSTOM,
@@ -26,8 +25,16 @@ from server.field_table import (
     STREAM_OPTIONS,
     TOOL,
 )
-from server.fields import Each, Fields, Neutral, Served
-from server.other_bodies import MessagesBody
+from server.bodies.fields import Each, Fields, Neutral, Served
+from server.bodies.generation_bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    check_chat,
+    check_completion,
+)
+from server.bodies.translated_bodies import MessagesBody
 from tests.server.live_server import fake_command, make_deployment, running_server
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -10,10 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from gpu.config import ModelConfig
-from server import supervisor
-from server.config import ConfigError
-from server.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from server.deployment import ConfigError
+from server.engine import supervisor
 from server.server_url import find_root
+from server.service.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from tests.server.live_server import REFERENCE, Running, fake_command, make_deployment, running_server
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

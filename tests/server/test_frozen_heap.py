@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from server import app
-from server.plan import resolve_plan
+from server.http import app
+from server.planning.deployment_plan import resolve_plan
 from tests.server.live_server import make_deployment
 from transfer.machine import load_machine
 

@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 
 from server.api_error import ApiError
-from server.message.parts import join_parts
-from server.tokenizer import Tokenizer
+from server.parsing.answer_parts import join_parts
+from server.text.model_tokenizer import Tokenizer
 from tests.server.drawn_answers import Drawer
 from tests.server.grammar_texts import allows
 from tests.server.live_server import REFERENCE

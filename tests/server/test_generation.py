@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-import server.generation
 from gpu.sampling_params import SamplingParams
 from scheduler.messages import Delta, EngineRequest, Ready
 from server.api_error import ApiError, internal
-from server.bodies import CompletionBody
-from server.form import ResponseFormat, StructuredOutputs
-from server.generation import Generation, Job, Update
-from server.mailbox import Mailbox
-from server.metrics import Metrics
-from server.other_bodies import ResponsesBody
-from server.prompts import Prompt, completion_max_tokens
-from server.response_shape import ResponseShape
-from server.sampling_defaults import SamplingDefaults
-from server.tokenizer import Tokenizer
+from server.bodies.answer_form import ResponseFormat, StructuredOutputs
+from server.bodies.generation_bodies import CompletionBody
+from server.bodies.translated_bodies import ResponsesBody
+from server.engine.mailbox import Mailbox
+from server.engine.prometheus import Metrics
+from server.generation import generation as generation_module
+from server.generation.generation import Generation, Job, Update
+from server.generation.prompt_tokens import Prompt, completion_max_tokens
+from server.routes.responses.response_shape import ResponseShape
+from server.service.sampling_defaults import SamplingDefaults
+from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import make_deployment
 
 CONTEXT = 100
@@ -165,7 +165,7 @@ async def test_times_are_of_the_arrival_of_the_first_token_and_of_each_further_o
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: now, time=lambda: 0.0)
-    monkeypatch.setattr(server.generation, "time", clock)
+    monkeypatch.setattr(generation_module, "time", clock)
     now = 100.0
     call = Call(tokenizer, [[1]])
     await call.submit()

@@ -20,12 +20,12 @@ from gpu.model.end_tokens import end_token_ids
 from gpu.model.gguf.cuts import ALIASES, CUTS
 from gpu.weights.weights_digest import digest_weights
 from server.commands.servable import require_servable
-from server.config import ConfigError, Deployment, load_deployment
-from server.plan import resolve_plan
-from server.pooling import load_vectors
-from server.sampling_defaults import load_sampling_defaults
-from server.template import load_template
-from server.tokenizer import Tokenizer
+from server.deployment import ConfigError, Deployment, load_deployment
+from server.planning.deployment_plan import resolve_plan
+from server.prompting.chat_template import load_template
+from server.service.sampling_defaults import load_sampling_defaults
+from server.service.vector_settings import load_vectors
+from server.text.model_tokenizer import Tokenizer
 from tests.gpu.family_checkpoints import checkpoint
 from tests.gpu.gguf_files import vocabulary, write
 from tests.server.live_server import LAPTOP, REFERENCE

@@ -18,9 +18,9 @@ from llguidance import LLMatcher
 
 from scheduler.grammar import MOST_BYTES, check
 from scheduler.grammar_worker import HEAD
-from server import grammar_checks, structured
 from server.api_error import ApiError
-from server.grammar_checks import GrammarChecks
+from server.grammar import grammar_checks, structured
+from server.grammar.grammar_checks import GrammarChecks
 from tests.server.live_server import Running
 
 GOOD = LLMatcher.grammar_from_regex("[ab]{3}")

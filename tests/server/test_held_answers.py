@@ -11,9 +11,9 @@ from llguidance import LLMatcher
 from gpu.config import ModelConfig
 from scheduler.constraints import read_tokens
 from server.api_error import ApiError
-from server.message.formats import choose_format
-from server.message.parts import ReadAnswer, join_parts
-from server.tokenizer import Tokenizer
+from server.parsing.answer_formats import choose_format
+from server.parsing.answer_parts import ReadAnswer, join_parts
+from server.text.model_tokenizer import Tokenizer
 from tests.server.drawn_answers import Drawer, allowed_ids
 from tests.server.grammar_texts import allows
 from tests.server.live_server import REFERENCE

@@ -10,14 +10,14 @@ import pytest
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError
-from server.bodies import ChatBody
-from server.conversation import read_conversation
-from server.message.formats import choose_format
-from server.message.parts import join_parts
-from server.prompts import Prompt
-from server.text_pool import TextPool
-from server.tokenizer import Tokenizer
-from server.tool_use import choose_tools, hold_answer, read_with
+from server.bodies.generation_bodies import ChatBody
+from server.generation.prompt_tokens import Prompt
+from server.generation.tool_use import choose_tools, hold_answer, read_with
+from server.parsing.answer_formats import choose_format
+from server.parsing.answer_parts import join_parts
+from server.prompting.conversation import read_conversation
+from server.text.model_tokenizer import Tokenizer
+from server.text.text_pool import TextPool
 from tests.server.drawn_answers import Drawer
 from tests.server.grammar_texts import allows
 from tests.server.live_server import REFERENCE

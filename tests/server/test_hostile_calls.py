@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.messages import Delta
-from server.choice import Choice
-from server.message.formats import AnswerFormat, make_format
-from server.message.parts import ReadAnswer, join_parts
-from server.message.reader import MessageReader
-from server.message.tools import Tools
-from server.tokenizer import Tokenizer
+from server.generation.answer_choice import Choice
+from server.parsing.answer_formats import AnswerFormat, make_format
+from server.parsing.answer_parts import ReadAnswer, join_parts
+from server.parsing.message_reader import MessageReader
+from server.parsing.offered_tools import Tools
+from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE
 
 SCHEMA = {

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler.messages import EngineRequest
-from server.config import ConfigError, Deployment, load_deployment
+from server.deployment import ConfigError, Deployment, load_deployment
 from tests.server.live_server import fake_command, make_app, make_deployment, running_server
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

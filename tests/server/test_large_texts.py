@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server import body_reader
 from server.api_error import ApiError
-from server.bodies import MAX_BIASES
-from server.body_reader import decode_body
-from server.json_size import MOST, MOST_LEVELS, check_json_size, count_items, count_levels
-from server.template import ChatTemplate
-from server.text_pool import TextPool
-from server.tokenizer import Tokenizer, TooManyTokens
+from server.bodies import body_reader
+from server.bodies.body_reader import decode_body
+from server.bodies.generation_bodies import MAX_BIASES
+from server.bodies.json_size import MOST, MOST_LEVELS, check_json_size, count_items, count_levels
+from server.prompting.chat_template import ChatTemplate
+from server.text.model_tokenizer import Tokenizer, TooManyTokens
+from server.text.text_pool import TextPool
 from tests.server.live_server import REFERENCE, ROOT, Running, fake_command, make_deployment, running_server
 from tests.server.program import Program
 from tests.server.test_bad_input import error_of
@@ -58,7 +58,7 @@ async def test_texts_that_cannot_fit_are_refused_for_little_memory_and_beside_th
 
 def test_a_text_that_is_tokenised_takes_more_memory_than_that():
     code = (
-        "import psutil, sys; from pathlib import Path; from server.tokenizer import Tokenizer\n"
+        "import psutil, sys; from pathlib import Path; from server.text.model_tokenizer import Tokenizer\n"
         "tokenizer, text = Tokenizer(*[Path(sys.argv[1])] * 2), 'It was the best of times. ' * 40_000\n"
         "before = psutil.Process().memory_info().rss\n"
         "ids = tokenizer.vocabulary.encode_batch_fast([text], add_special_tokens=False)\n"
@@ -150,7 +150,7 @@ async def test_long_texts_to_tokenize_leave_a_thread_to_long_prompts(
 
 
 async def test_long_texts_that_wait_are_bounded_wherever_they_wait(monkeypatch):
-    monkeypatch.setattr("server.text_pool._MOST_WAITING", 3)
+    monkeypatch.setattr("server.text.text_pool._MOST_WAITING", 3)
     texts, has_come, goes_on = TextPool(1), threading.Event(), threading.Event()
 
     def work() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from scheduler.grammar import MOST_MEMORY_BYTES, MOST_SECONDS
 from scheduler.lexeme_trial import GROWS, grows
-from server import structured
 from server.api_error import ApiError
-from server.grammar_checks import GrammarChecks
-from server.lexemes import lark_lexemes, schema_lexemes
-from server.structured import lark_grammar, own_grammar, regex_grammar, schema_grammar, schema_in_lark
+from server.grammar import structured
+from server.grammar.grammar_checks import GrammarChecks
+from server.grammar.lexemes import lark_lexemes, schema_lexemes
+from server.grammar.structured import lark_grammar, own_grammar, regex_grammar, schema_grammar, schema_in_lark
 from tests.server.live_server import Running
 
 GROWING = "((a{1,50}){1,50}){1,50}"

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from server.supervisor import Supervisor
+from server.engine.supervisor import Supervisor
 from tests.server.live_server import ROOT, fake_command, make_deployment, plan_of, running_server
 from tests.server.program import Program
 from tests.tolerances import CANCEL_S, DRAIN_LATE_S, KEEPALIVE_COMMENTS, ORPHAN_S, PROGRESS_REPORTS, QUIET_LATE_S

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from server.api_error import ApiError
-from server.bodies import ChatBody
-from server.body_reader import decode_body
-from server.literals import literals_at
-from server.other_bodies import MessagesBody, ResponsesBody
-from server.vector_bodies import EmbeddingsBody
+from server.bodies.body_reader import decode_body
+from server.bodies.generation_bodies import ChatBody
+from server.bodies.literals import literals_at
+from server.bodies.translated_bodies import MessagesBody, ResponsesBody
+from server.bodies.vector_bodies import EmbeddingsBody
 
 SAID = {"messages": [{"role": "user", "content": "a"}]}
 CALLED = {"id": "a", "type": "x", "function": {"name": "f", "arguments": "{}"}}

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.config import ModelConfig, ReasoningParser, ToolParser
-from server.config import ConfigError
-from server.message.formats import AnswerFormat, choose_format, make_format
-from server.message.parts import CallArguments, CallBegun, Part, ReadAnswer, join_parts
-from server.message.reader import MessageReader
-from server.message.response_template import load_response_template
-from server.message.tools import Tools
+from server.deployment import ConfigError
+from server.parsing.answer_formats import AnswerFormat, choose_format, make_format
+from server.parsing.answer_parts import CallArguments, CallBegun, Part, ReadAnswer, join_parts
+from server.parsing.message_reader import MessageReader
+from server.parsing.offered_tools import Tools
+from server.parsing.response_template import load_response_template
 
 SCHEMA = {
     "type": "object",

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from scheduler.messages import ChunkStats, ExpertStats, FetchStats, HostStats, ReuseStats, Stats
-from server.metrics import Metrics
+from server.engine.prometheus import Metrics
 
 HOST = HostStats(
     bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, tokens_released=20, tokens_resident=19,

@@ -10,10 +10,10 @@ def test_importing_the_server_and_loading_its_tokenizer_does_not_import_torch():
     script = f"""
 import sys
 from pathlib import Path
-from server.app import create_app
-from server.config import Deployment
-from server.chat_message import Message
-from server.plan import resolve_plan
+from server.http.app import create_app
+from server.deployment import Deployment
+from server.bodies.chat_message import Message
+from server.planning.deployment_plan import resolve_plan
 from transfer.machine import load_machine
 machine = load_machine(Path({str(LAPTOP)!r}))
 plan = resolve_plan(Deployment.model_validate({{"model": {{"path": {str(REFERENCE)!r}}}}}), machine)

@@ -28,24 +28,21 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from server import (
-    routes_discovery,
-    routes_docs,
-    routes_documents,
-    routes_generation,
-    routes_responses,
-    routes_status,
-    routes_tokens,
-    routes_translated,
-    routes_vectors,
-)
-from server.answers.generation import ChatChunk, CompletionChunk
-from server.body_reader import FIELDS
-from server.body_schemas import BodyLimits
-from server.docs_page import MEDIA_TYPES
-from server.fields import Neutral
-from server.openapi import build_document
-from server.ranges import INT64, RANGES
+from server.bodies.body_reader import FIELDS
+from server.bodies.fields import Neutral
+from server.bodies.ranges import INT64, RANGES
+from server.routes.chat import chat_routes
+from server.routes.chat.chat_answers import ChatChunk, CompletionChunk
+from server.routes.docs import docs_routes
+from server.routes.docs.body_schemas import BodyLimits
+from server.routes.docs.docs_page import MEDIA_TYPES
+from server.routes.docs.openapi import build_document
+from server.routes.documents import document_routes
+from server.routes.responses import response_routes
+from server.routes.status import discovery_routes, status_routes
+from server.routes.tokens import token_routes
+from server.routes.translated import translated_routes
+from server.routes.vectors import vector_routes
 from tests.server.program import Program
 
 CHECKS = [
@@ -314,15 +311,15 @@ def test_the_document_has_every_route_of_the_application():
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for routes in (
-            routes_discovery,
-            routes_docs,
-            routes_documents,
-            routes_generation,
-            routes_responses,
-            routes_status,
-            routes_tokens,
-            routes_translated,
-            routes_vectors,
+            discovery_routes,
+            docs_routes,
+            document_routes,
+            chat_routes,
+            response_routes,
+            status_routes,
+            token_routes,
+            translated_routes,
+            vector_routes,
         )
         for route in routes.router.routes
         for method in getattr(route, "methods", ())

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from server.commands.placements_page import describe_comparison, print_comparison
-from server.config import Deployment, load_deployment
-from server.placements import ALWAYS, PAYS, WORDS, Comparison, Name, compare_placements, expected_share
-from server.plan import resolve_plan
+from server.deployment import Deployment, load_deployment
+from server.planning.deployment_plan import resolve_plan
+from server.planning.placements import ALWAYS, PAYS, WORDS, Comparison, Name, compare_placements, expected_share
 from tests.tolerances import PLACEMENT_MS
 from transfer.machine import load_machine
 from transfer.rates import find_rates

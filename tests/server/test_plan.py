@@ -11,8 +11,8 @@ from gpu.config import Composition, ModelConfig
 from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError, load_architecture, named_shape
 from server.commands.plan_page import describe_plan, print_plan
-from server.config import Deployment, load_deployment
-from server.plan import ResolvedPlan, find_architecture, resolve_plan
+from server.deployment import Deployment, load_deployment
+from server.planning.deployment_plan import ResolvedPlan, find_architecture, resolve_plan
 from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy import demo
-from server.commands.cli import app
-from server.config import Deployment, load_deployment
+from server.commands.tandem import app
+from server.deployment import Deployment, load_deployment
 from tests.server.live_server import Running, fake_command, make_deployment, running_server, with_documents
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.messages import NamedChunk
-from server.registry import DocumentRegistry, RegistryError, RegistryFull, TextsTooLarge, _log_ahead
+from server.stores.document_registry import DocumentRegistry, RegistryError, RegistryFull, TextsTooLarge, _log_ahead
 from tests.server.live_server import ROOT
 from tests.transfer.chunk_cases import fetch, open_folder, store
 from transfer.chunks import room
@@ -65,7 +65,7 @@ async def test_the_same_title_and_text_are_one_document_and_any_other_is_another
 
 async def test_a_disk_that_takes_nothing_more_gives_what_it_has(registry, monkeypatch, caplog) -> None:
     inline = await registry.add("a", "", "inline", False, [])
-    monkeypatch.setattr("server.registry._USED_SECONDS", -1.0)
+    monkeypatch.setattr("server.stores.document_registry._USED_SECONDS", -1.0)
     registry._file.execute("PRAGMA query_only=1")
     found = await registry.find("a", [inline.id], MIB)
     assert found[inline.id].text == "inline"
@@ -139,7 +139,7 @@ async def test_a_lower_limit_holds_from_the_next_document_on(tmp_path: Path) -> 
 
 async def test_texts_stay_below_the_limit_the_least_recently_used_inline_one_goes(registry, monkeypatch) -> None:
     clock = iter(range(1000, 10**6, 100))
-    monkeypatch.setattr("server.registry.time.time", lambda: float(next(clock)))
+    monkeypatch.setattr("server.stores.document_registry.time.time", lambda: float(next(clock)))
     size = MIB // 4
     first, second, third = [await registry.add(owner, "", owner * size, False, []) for owner in "abc"]
     await registry.find("a", [first.id], MIB)
@@ -170,7 +170,7 @@ WRITER = """
 import asyncio, sys
 from pathlib import Path
 from scheduler.messages import NamedChunk
-from server.registry import DocumentRegistry
+from server.stores.document_registry import DocumentRegistry
 async def main():
     registry = DocumentRegistry(Path(sys.argv[1]), 10_000, 2**30)
     for i in range(10_000):
@@ -226,7 +226,7 @@ async def test_processes_that_open_a_new_file_at_once_wait_for_one_another(
     with sqlite3.connect(path, isolation_level=None) as other:
         other.execute("PRAGMA locking_mode=EXCLUSIVE")
         other.execute("CREATE TABLE a (b)")
-        monkeypatch.setattr("server.registry._LOCK_SECONDS", 0.2)
+        monkeypatch.setattr("server.stores.document_registry._LOCK_SECONDS", 0.2)
         with pytest.raises(RegistryError, match="locked"):
             DocumentRegistry(path, 10, MIB)
     other.close()
@@ -309,7 +309,7 @@ async def test_a_full_disk_has_room_for_a_text_as_long_as_it_holds_chunks(tmp_pa
         return room.give_up(root, num_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.registry.give_up", give_up)
+        patch.setattr("server.stores.document_registry.give_up", give_up)
         with pytest.raises(RegistryError, match="full"):
             await registry.add("a", "", "x" * 500_000, True, [])
         registry._file.execute(f"PRAGMA max_page_count={pages}")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from server import renderers
 from server.api_error import ApiError
-from server.chat_message import Message
-from server.config import ConfigError
-from server.renderers import Renderers, TemplateOverrun
-from server.template import ChatTemplate
+from server.bodies.chat_message import Message
+from server.deployment import ConfigError
+from server.prompting import template_renderers
+from server.prompting.chat_template import ChatTemplate
+from server.prompting.template_renderers import Renderers, TemplateOverrun
 from tests.server.live_server import fake_command, make_deployment, running_server
 
 RECURSES, RUNS, GROWS = "recursed without end", "ran for more than ", "took more than 64 MiB of memory"
@@ -43,7 +43,7 @@ WHEN_ASKED = "{{% if messages[0].content == 'bomb' %}}{}{{% endif %}}{{{{ messag
 
 @pytest.fixture(autouse=True)
 def short_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderers, "SECONDS", 0.3)
+    monkeypatch.setattr(template_renderers, "SECONDS", 0.3)
 
 
 def say(text: str) -> list[Message]:
@@ -81,7 +81,7 @@ def test_a_child_that_was_killed_is_replaced() -> None:
 
 
 def test_a_child_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderers, "_MOST_WAITED", 1)
+    monkeypatch.setattr(template_renderers, "_MOST_WAITED", 1)
     pool = Renderers()
     pool.render("x", {})
     process = pool._idle[0]._process
@@ -96,7 +96,7 @@ def test_a_child_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 def test_a_server_whose_own_memory_is_limited_renders_within_that(source: str, answers: str) -> None:
     script = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))\n"
-        "from server.renderers import RENDERERS, TemplateOverrun\n"
+        "from server.prompting.template_renderers import RENDERERS, TemplateOverrun\n"
         "try: print([RENDERERS.render(sys.argv[1], {'a': 'x'}) for _ in range(2)][1])\n"
         "except TemplateOverrun as error: print(error)"
     )
@@ -112,7 +112,7 @@ def test_a_long_chat_has_memory_as_it_needs() -> None:
 
 def test_a_child_ends_with_the_process_that_started_it() -> None:
     script = (
-        "import os; from server.renderers import RENDERERS as r; r.render('x', {});"
+        "import os; from server.prompting.template_renderers import RENDERERS as r; r.render('x', {});"
         "print(r._idle[0]._process.pid, flush=True); os._exit(1)"
     )
     root = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def test_a_child_ends_with_the_process_that_started_it() -> None:
 
 
 async def test_chats_that_set_a_template_off_delay_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderers, "SECONDS", 1.0)
+    monkeypatch.setattr(template_renderers, "SECONDS", 1.0)
     loops = next(source for source, what in HOSTILE.items() if what == RUNS)
     (tmp_path / "template.jinja").write_text(WHEN_ASKED.format(loops))
     deployment = make_deployment()

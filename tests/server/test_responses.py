@@ -7,9 +7,9 @@ import openai
 import pydantic
 import pytest
 
-from server import response_store
-from server.chat_message import Message
-from server.response_store import ResponseStore
+from server.bodies.chat_message import Message
+from server.stores import response_store
+from server.stores.response_store import ResponseStore
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import Script
 
@@ -329,6 +329,6 @@ async def test_what_is_wrong_with_a_body_is_named(live, body, param):
 def test_every_field_of_the_official_client_is_known():
     from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as Params
 
-    from server.field_table import RESPONSES
+    from server.bodies.field_table import RESPONSES
 
     assert Params.__required_keys__ | Params.__optional_keys__ <= set(RESPONSES.fates)

@@ -4,8 +4,8 @@ import pytest
 
 from scheduler.grammar import check
 from server.api_error import ApiError
-from server.schema_fault import FORMATS, TYPES
-from server.structured import schema_grammar
+from server.grammar.schema_fault import FORMATS, TYPES
+from server.grammar.structured import schema_grammar
 
 ONE = "a schema: an object, true or false"
 KINDS = f"one of {', '.join(TYPES)}, or a list of them"

@@ -7,11 +7,11 @@ import pytest
 from pydantic import BaseModel, Field, create_model
 
 from scheduler import grammar
-from server import structured
 from server.api_error import ApiError
-from server.schema_formats import OWN_FORMATS, PATTERNS
-from server.schema_rewrite import rewrite_schema
-from server.structured import schema_grammar, schema_in_lark
+from server.grammar import structured
+from server.grammar.schema_formats import OWN_FORMATS, PATTERNS
+from server.grammar.schema_rewrite import rewrite_schema
+from server.grammar.structured import schema_grammar, schema_in_lark
 from tests.server.grammar_texts import allows
 
 INTEGER = {"type": "integer"}

@@ -15,9 +15,9 @@ from tokenizers import models
 
 from bench.load.tokens import load_tokenizer
 from gpu.model.end_tokens import end_token_ids
-from server.config import ConfigError
-from server.text import TextDecoder
-from server.tokenizer import Tokenizer
+from server.deployment import ConfigError
+from server.text.model_tokenizer import Tokenizer
+from server.text.text_stream import TextDecoder
 
 LLAMA = {"model_type": "bpe", "normalization_rule_name": "identity"}
 GEMMA = LLAMA | {"add_dummy_prefix": False, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3,

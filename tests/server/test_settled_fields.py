@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from server.api_error import ApiError
-from server.chat_message import Message
+from server.bodies.chat_message import Message
+from server.bodies.field_table import ROUTES
+from server.bodies.fields import Free, Neutral
+from server.bodies.translated_bodies import InputItem
 from server.commands.fields_page import BEGIN, END, replace_tables, write_tables
-from server.field_table import ROUTES
-from server.fields import Free, Neutral
-from server.other_bodies import InputItem
-from server.response_store import KeptResponse
-from server.routes_responses import resolve_references
-from server.tokenizer import Tokenizer
+from server.routes.responses.response_routes import resolve_references
+from server.stores.response_store import KeptResponse
+from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import Running
 from tests.server.scripted_model import Script
 

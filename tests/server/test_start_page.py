@@ -12,7 +12,7 @@ from rich.console import Console
 from scheduler.messages import Ready
 from server.commands import start_page
 from server.commands.start_page import STAGES, StartPage
-from server.start_events import Listening, Stage
+from server.engine.start_events import Listening, Stage
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from llguidance import LLMatcher
 
 from scheduler.grammar import MOST_BYTES, check
 from server.api_error import ApiError
-from server.structured import (
+from server.grammar.structured import (
     MOST_PROPERTIES,
     choice_grammar,
     lark_grammar,

@@ -9,9 +9,9 @@ import pytest
 from gpu.sampling_params import SamplingParams
 from scheduler.messages import Cancel, Delta, EngineRequest, Outputs, Progress, Refused, Submit, pack_tokens
 from server.api_error import ApiError
-from server.mailbox import EngineLost, Mailbox
-from server.metrics import Metrics
-from server.supervisor import _DIED, Supervisor
+from server.engine.mailbox import EngineLost, Mailbox
+from server.engine.prometheus import Metrics
+from server.engine.supervisor import _DIED, Supervisor
 from tests.server.live_server import make_deployment, plan_of
 from tests.server.test_generation import LIMITS
 
@@ -168,8 +168,8 @@ def keep_alive(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Calla
         supervisor.failure = asyncio.get_running_loop().create_future()
         with monkeypatch.context() as patched:
             patched.setattr(supervisor, "_one_life", lived.live)
-            patched.setattr("server.supervisor.asyncio.sleep", lived.wait)
-            patched.setattr("server.supervisor.time.monotonic", lambda: lived.now)
+            patched.setattr("server.engine.supervisor.asyncio.sleep", lived.wait)
+            patched.setattr("server.engine.supervisor.time.monotonic", lambda: lived.now)
             await supervisor._keep_alive()
         return lived
 
@@ -237,7 +237,7 @@ async def test_an_engine_that_falls_silent_is_killed_also_while_it_loads(
 ) -> None:
     supervisor.state = state
     silence = Silence(supervisor, {due_s: lambda: None for due_s in spoke_s})
-    monkeypatch.setattr("server.supervisor.asyncio.sleep", silence.wait)
+    monkeypatch.setattr("server.engine.supervisor.asyncio.sleep", silence.wait)
     engine = Sent()
     await supervisor._end_silence(engine)  # type: ignore[arg-type]
     assert engine.messages == ["killed"]
@@ -255,6 +255,6 @@ async def test_silence_while_loading_is_forgotten_when_the_engine_is_ready(
 
     supervisor.state = "loading"
     silence = Silence(supervisor, {400.0: become_ready})
-    monkeypatch.setattr("server.supervisor.asyncio.sleep", silence.wait)
+    monkeypatch.setattr("server.engine.supervisor.asyncio.sleep", silence.wait)
     await supervisor._end_silence(Sent())  # type: ignore[arg-type]
     assert silence.now == 400 + 120

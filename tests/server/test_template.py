@@ -7,12 +7,12 @@ import pytest
 
 from gpu.config import ModelConfig
 from server.api_error import ApiError
-from server.chat_message import CalledFunction, Message, MessageCall, Part
-from server.config import ConfigError
-from server.control_tokens import ControlTokens
-from server.conversation import Conversation
-from server.template import ChatTemplate, load_template
-from server.tokenizer import Tokenizer
+from server.bodies.chat_message import CalledFunction, Message, MessageCall, Part
+from server.deployment import ConfigError
+from server.prompting.chat_template import ChatTemplate, load_template
+from server.prompting.conversation import Conversation
+from server.text.control_tokens import ControlTokens
+from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE
 
 TURN = [Message(role="user", content="Hi")]

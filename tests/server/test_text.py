@@ -10,9 +10,9 @@ from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models
 
 from scheduler.messages import Delta, Logprob
-from server.choice import Choice
-from server.text import StopMatcher, TextDecoder
-from server.tokenizer import Tokenizer
+from server.generation.answer_choice import Choice
+from server.text.model_tokenizer import Tokenizer
+from server.text.text_stream import StopMatcher, TextDecoder
 from tests.server.live_server import REFERENCE
 from tests.tolerances import STOP_STRINGS_GAIN, STOP_STRINGS_S
 

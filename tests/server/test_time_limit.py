@@ -4,7 +4,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from server.api_error import ApiError
-from server.time_limit import choose_limit
+from server.generation.time_limit import choose_limit
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 
 LONG = {"prompt": "one two three", "temperature": 0, "max_tokens": 8000, "ignore_eos": True}

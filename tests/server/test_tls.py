@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.app import http_config
-from server.config import ConfigError, load_deployment
+from server.deployment import ConfigError, load_deployment
+from server.http.app import http_config
 from tests.server.live_server import fake_command, make_app, make_deployment, running_server
 
 

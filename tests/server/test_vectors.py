@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from gpu.config import ModelConfig
-from server.config import ConfigError
-from server.pooling import load_vectors
+from server.deployment import ConfigError
+from server.service.vector_settings import load_vectors
 from tests.server.live_server import REFERENCE, Running, fake_command, make_deployment, running_server
 
 TEXTS = ["one two three", "four", "one two three four five six seven eight nine"]
@@ -221,6 +221,6 @@ def test_the_words_to_rank_by_are_tokens_of_the_vocabulary(tokenizer, monkeypatc
     assert vectors_of(REFERENCE, tokenizer).embedding.kind == "last"
     ranking = vectors_of(REFERENCE, tokenizer, ranking="yes_no").ranking
     assert [tokenizer.token_bytes(i) for i in ranking.yes_no.token_ids] == [b"yes", b"no"]
-    monkeypatch.setattr("server.tokenizer.Tokenizer.encode", lambda *_, **__: [1, 2])
+    monkeypatch.setattr("server.text.model_tokenizer.Tokenizer.encode", lambda *_, **__: [1, 2])
     with pytest.raises(ConfigError, match="'yes' is 2 tokens"):
         vectors_of(REFERENCE, tokenizer, ranking="yes_no")

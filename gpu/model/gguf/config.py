@@ -52,7 +52,7 @@ _SO_ANYWAY = {
     "attention.sliding_window": (0,),
     "rope.scaling.finetuned": (True, False),
     "tensor_data_layout": ("Meta AI original pth",),
-    "pooling_type": (0, 1, 2, 3, 4),  # `server.pooling` reads it
+    "pooling_type": (0, 1, 2, 3, 4),  # `server.service.vector_settings` reads it
 }
 _WINDOWED = ("llama", "phi3", "gemma3_text")
 _GEMMA3_27B_LAYERS = 62  # by which llama.cpp tells the one whose queries are scaled by hidden / heads

@@ -1,0 +1,1 @@
+"""Declare, decode and check request bodies."""

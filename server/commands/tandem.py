@@ -1,0 +1,268 @@
+"""The command `tandem`. Reads arguments, calls what does the work, and turns the world's errors into one line.
+
+Groups of other packages (`bench`, `eval`) are found through entry points, so that nothing here imports a package above
+it. Each command imports what does its work when it runs, so that `--version` and `--help` are quick. Exit status: 0, 1
+with `error: ...` on stderr, 2 for wrong arguments.
+"""
+
+import json
+import sys
+import time
+from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SUMMARY = "Serve long-context language models from one GPU and the memory of its host."
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="the deployment's YAML file, or just a model's folder or GGUF file")
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+
+
+def main() -> None:
+    """Run the command line; the world's errors end it with one line and status 1."""
+    load_groups(sys.argv[1] if len(sys.argv) > 1 else "--help")
+    try:
+        app(prog_name="tandem")
+    except SystemExit:  # before the errors below are imported
+        raise
+    except world_errors() as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def world_errors() -> tuple[type[Exception], ...]:
+    """Return the errors whose message is all that the user needs: what commands and the packages below them raise."""
+    from gpu.memory.plan import PlanError
+    from gpu.model.architecture import ModelError
+    from gpu.profiles import ProfileError
+    from server.commands.chat import ChatError
+    from server.commands.doctor import DoctorError
+    from server.commands.document_commands import DocumentsError
+    from server.deployment import ConfigError
+    from transfer.machine import MachineError
+
+    return (
+        ChatError, ConfigError, DocumentsError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError,
+    )  # fmt: skip
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tandem {version('tandem')}")
+        raise typer.Exit
+
+
+@app.callback(help=SUMMARY)
+def take_options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version and end")
+    ] = False,
+) -> None:
+    """Options of the program itself; each does its work when it is read."""
+
+
+def load_groups(first: str) -> None:
+    """Add the groups that the first argument may mean, once each: the group of that name, none where it is a command of
+    this file or `--version`, else all (`--help` lists them, and so does a name that nobody knows).
+
+    Groups of the packages above this one are whatever the entry points `tandem.commands` name.
+    """
+    documents = EntryPoint("documents", "server.commands.document_commands:app", "tandem.commands")
+    groups = [documents, *entry_points(group="tandem.commands")]
+    alone = {"--version", *(command.callback.__name__ for command in app.registered_commands if command.callback)}
+    wanted = [group for group in groups if group.name == first] or ([] if first in alone else groups)
+    known = {group.name for group in app.registered_groups}
+    for group in wanted:
+        if group.name not in known:
+            app.add_typer(group.load(), name=group.name)
+
+
+@app.command()
+def serve(
+    config: ConfigPath,
+    host: Annotated[str | None, typer.Option(help="address to listen on, instead of the file's")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="port; 0: any free one")] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print the whole configuration as a file that can be served, and end")
+    ] = False,
+) -> None:
+    """Serve the model over the OpenAI API until Ctrl-C or SIGTERM.
+
+    What the file leaves out, or all but the model where only that is given, is derived from the machine.
+    """
+    if print_config:
+        print_configuration(config, host, port)
+        return
+    began_s = time.monotonic()
+    print(f"tandem {version('tandem')}: {config}", flush=True)  # before the imports, which take a second
+    from rich.console import Console
+
+    from server.commands.start_page import StartPage
+
+    with StartPage(Console(highlight=False), began_s) as page:
+        with page.stage("reading the program and its configuration"):
+            from server.commands.address import override_address, require_free_port
+            from server.commands.servable import require_servable
+            from server.deployment import load_deployment
+            from server.http.app import serve as serve_deployment
+            from server.planning.deployment_plan import resolve_plan
+            from transfer.machine import probe_machine
+
+            deployment = override_address(load_deployment(config), host, port)
+            require_free_port(deployment.server.host, deployment.server.port)
+        with page.stage("planning the memory"):
+            resolved = resolve_plan(deployment, probe_machine())
+        with page.stage("checking the model's files"):
+            require_servable(resolved.deployment)
+        failure = serve_deployment(resolved.deployment, resolved.memory, page.show)
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def print_configuration(config: Path, host: str | None, port: int | None) -> None:
+    """Print what would be served as YAML, with what is derived from this machine."""
+    import yaml
+
+    from server.commands.address import override_address
+    from server.commands.plan_page import dump_deployment
+    from server.deployment import load_deployment
+    from server.planning.deployment_plan import resolve_plan
+    from transfer.machine import probe_machine
+
+    deployment = resolve_plan(override_address(load_deployment(config), host, port), probe_machine()).deployment
+    print(f"# {config}, with what is derived from this machine")
+    print(yaml.safe_dump(dump_deployment(deployment), sort_keys=False), end="")
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    machine: Annotated[Path | None, typer.Option(help="a machine profile (JSON) instead of this machine")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the resolved configuration, where each byte of memory goes, and what a token takes where contexts could lie;
+    refuse what `serve` refuses.
+
+    Files are not asked for with `--machine`, nor while `model.shape` stands for a folder that is not there yet.
+    """
+    from rich.console import Console
+
+    from server.commands.placements_page import describe_comparison, print_comparison
+    from server.commands.plan_page import describe_plan, print_plan
+    from server.commands.servable import require_servable, require_settings, require_tensors
+    from server.deployment import load_deployment
+    from server.planning.deployment_plan import resolve_plan
+    from server.planning.placements import compare_placements
+    from transfer.machine import load_machine, probe_machine
+    from transfer.measured import measured_path
+    from transfer.rates import find_rates
+
+    deployment = load_deployment(config)
+    resolved = resolve_plan(deployment, probe_machine() if machine is None else load_machine(machine))
+    planned_ahead = deployment.model.path is not None and not deployment.model.path.exists()
+    if machine is not None or planned_ahead:
+        require_settings(resolved.deployment)
+    else:
+        require_servable(resolved.deployment)
+        require_tensors(deployment.model)
+    comparison = compare_placements(deployment, resolved, find_rates(resolved.machine, measured_path()))
+    if as_json:
+        print(json.dumps(describe_plan(resolved) | {"placements": describe_comparison(comparison)}, indent=2))
+    else:
+        console = Console()
+        print_plan(resolved, console)
+        print_comparison(comparison, console)
+
+
+@app.command()
+def doctor(
+    measure: Annotated[bool, typer.Option("--measure", help="measure memory and arithmetic rates (a minute)")] = False,
+    profile: Annotated[Path | None, typer.Option(help="write a profile there, for `plan --machine`")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what this machine has and whether the libraries fit it and each other."""
+    from rich.console import Console
+
+    from server.commands.doctor import as_rows, examine, measure_rates, print_findings, print_rates
+    from transfer.machine import probe_machine
+    from transfer.measured import measured_path
+    from transfer.rates import keep_rates, with_rates
+
+    console = Console()
+    machine = probe_machine()
+    findings = examine(machine)
+    if not as_json:
+        print_findings(findings, console)
+    rates = None
+    if measure:
+        with Console(stderr=True).status("measuring"):
+            rates = measure_rates()
+        keep_rates(machine, rates, measured_path())
+        machine = with_rates(machine, rates)
+    if profile is not None:
+        profile.write_text(machine.model_dump_json(indent=2) + "\n")
+    if as_json:
+        tree = {"machine": machine.model_dump(mode="json"), "findings": as_rows(findings), "rates": rates}
+        print(json.dumps(tree, indent=2))
+    elif rates is not None:
+        print_rates(rates, console)
+    if any(finding.verdict == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="the server, with or without http:// and /v1")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="model id; default: the first that the server lists")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer key")] = None,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    file: Annotated[Path | None, typer.Option(help="a document that goes with the first question")] = None,
+    attention_profile: Annotated[str | None, typer.Option(help="attention profile; default: the server's")] = None,
+    once: Annotated[str | None, typer.Option(metavar="QUESTION", help="ask this, print the answer and end")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 1024,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the most likely token")] = 0.0,
+) -> None:
+    """Talk to a running server. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
+    from rich.console import Console
+
+    from server.commands.chat import (
+        ChatError,
+        Conversation,
+        ask,
+        check_key,
+        find_model,
+        read_document,
+    )
+    from server.commands.chat_prompt import hold_conversation
+    from server.server_url import find_root
+
+    check_key(api_key)
+    try:
+        root = find_root(url)
+    except ValueError as error:
+        raise ChatError(f"--url: {error}") from None
+    conversation = Conversation(
+        url=root,
+        model=model or find_model(root, api_key),
+        api_key=api_key,
+        attention_profile=attention_profile,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        messages=[] if system is None else [{"role": "system", "content": system}],
+        document=None if file is None else read_document(file),
+    )
+    console = Console()
+    if once is not None:
+        ask(conversation, once, console)
+    else:
+        hold_conversation(conversation, console)

@@ -1,0 +1,1 @@
+"""Start, supervise and talk to the engine process."""

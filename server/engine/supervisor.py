@@ -1,0 +1,430 @@
+"""Keeps an engine process alive and carries requests to it and their output back. Knows no HTTP and no text.
+
+States: loading -> ready -> dead -> loading -> ...; `failed` (the first start did not succeed, several in a row failed,
+or this keeper itself did) ends the program. An engine speaks twice a second, whatever it does, also while it loads: one
+that falls silent hangs, which is told at once; it is killed if that lasts, and so is one whose step never ends.
+Invariant: every open mailbox gets either its requests' last deltas or one EngineLost.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+import zmq
+
+from gpu.memory.plan import MemoryPlan
+from scheduler.config import EngineStart
+from scheduler.messages import (
+    Accepted,
+    Cancel,
+    ChunksStored,
+    DropChunks,
+    EngineRequest,
+    Failed,
+    Loading,
+    NamedChunk,
+    Outputs,
+    Pulse,
+    Ready,
+    Refused,
+    Shutdown,
+    StoreChunks,
+    Submit,
+)
+from server import logs
+from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid, queue_full, too_long, unavailable
+from server.deployment import Deployment
+from server.engine.engine_life import EngineGone, EngineProcess, EngineStartError
+from server.engine.mailbox import EngineLost, Mailbox
+from server.engine.prometheus import Metrics
+from server.engine.start_events import OnStart, Stage
+
+_FIRST_BACKOFF_S = 0.25
+_LONGEST_BACKOFF_S = 30.0
+_HEALTHY_AFTER_S = 60.0  # of service; a life that gave so much of it begins a new row of failures and of waits
+# Times the silence of an engine that serves. One that loads reads its libraries before its first word, from a disk that
+# may be slow, and compiles, which may keep the interpreter from the thread that speaks.
+_LOADING_PATIENCE = 5
+_SHUTDOWN_WAIT_S = 5.0
+_TELL_LOADING_S = 5.0
+_SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
+_DIED = EngineLost("the engine process died while it worked on this request; try again", "engine_dead")
+
+
+class Supervisor:
+    def __init__(
+        self,
+        deployment: Deployment,
+        memory: MemoryPlan,
+        command: Sequence[str],
+        metrics: Metrics,
+        on_start: OnStart | None,
+    ) -> None:
+        self._command = command
+        start = EngineStart(config=deployment, memory=memory, log_level=deployment.server.log_level)
+        self._start_json = start.model_dump_json().encode()  # of the deployment, an EngineConfig's fields: no server's
+        self._settings = deployment.server
+        self._metrics = metrics
+        self._on_start = on_start
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._engine: EngineProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._answers: dict[str, asyncio.Future[Refused | None]] = {}
+        self._submit_ids = itertools.count()
+        self._storing: dict[str, asyncio.Future[ChunksStored | ApiError]] = {}
+        self._stopping = False
+        self._lives = 0
+        self._ready_since_s: float | None = None  # in this life
+        self._has_spoken = False
+        self._turn_seconds = 0.0
+        self._lost = _DIED  # what those are told whose engine is lost
+        self.quiet_seconds = 0.0
+        self.state = "loading"
+        self.loading = Loading(stage="starting", fraction=0.0)
+        self.limits: Ready | None = None
+        self.failure: asyncio.Future[str] | None = None
+
+    # --- life of the engine -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._context = zmq.Context()
+        self.failure = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep_alive())
+        self._task.add_done_callback(self._end_with_keeper)
+
+    async def stop(self) -> None:
+        """Ask the engine to exit, wait a little, and make sure."""
+        self._stopping = True
+        engine = self._engine
+        if engine is not None:
+            with suppress(EngineGone):
+                engine.send(Shutdown())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(engine.wait(), _SHUTDOWN_WAIT_S if self.state == "ready" else 0.2)
+            engine.kill()
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    def kill_engine(self) -> None:
+        """For a program that must exit this instant."""
+        if self._engine is not None:
+            self._engine.kill()
+            self._engine.remove_folder()
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._engine.pid if self._engine is not None else None
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether an engine that served gives no sign of life."""
+        return self.state == "ready" and self.quiet_seconds >= self._settings.engine_quiet_seconds
+
+    @property
+    def _most_silence_s(self) -> float:
+        most_s = self._settings.engine_silence_seconds
+        return _LOADING_PATIENCE * most_s if self.state == "loading" else most_s
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether the engine serves, or somebody here will see to it that one does."""
+        return self.state != "failed" and (self.state != "dead" or self._settings.restart_engine)
+
+    def _end_with_keeper(self, keeper: asyncio.Task[None]) -> None:
+        """Nobody would notice the next dead engine: the program ends."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            logs.failure("keeper_failed", error)
+            self._fail(f"supervisor: {type(error).__name__}: {' '.join(str(error).split())}")
+
+    def _fail(self, reason: str) -> None:
+        self.state = "failed"
+        assert self.failure is not None
+        if not self.failure.done():
+            self.failure.set_result(reason)
+
+    async def _keep_alive(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        num_failed = 0
+        while True:
+            reason = await self._one_life()
+            if self._stopping:
+                return
+            if self.limits is None:
+                self._fail(reason)
+                return
+            if not self._settings.restart_engine:
+                return
+            num_failed += 1
+            if self._was_healthy():
+                backoff_s = _FIRST_BACKOFF_S
+                num_failed = 0
+            if num_failed >= self._settings.max_engine_failures:
+                self._fail(f"engine: {num_failed} failed in a row (server.max_engine_failures), the last one: {reason}")
+                return
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            self._metrics.engine_restarts.inc()
+
+    def _was_healthy(self) -> bool:
+        """Whether the life that has ended served for long. One that hung was no service while it was waited for."""
+        if self._ready_since_s is None or self._lost is not _DIED:
+            return False
+        return time.monotonic() - self._ready_since_s > _HEALTHY_AFTER_S
+
+    async def _one_life(self) -> str:
+        """Start an engine and serve with it until it ends. Returns why it did, in one line."""
+        assert self._context is not None
+        self.state = "loading"
+        self.loading = Loading(stage="starting", fraction=0.0)
+        self._lost = _DIED
+        self._ready_since_s = None
+        self._lives += 1
+        try:
+            engine = self._engine = EngineProcess(self._context, self._command, self._start_json)
+        except EngineStartError as error:
+            self._lose_everything()
+            logs.warning("engine_ended", reason=str(error), life=self._lives)
+            return str(error)
+        failed: str | None = None
+        watch = asyncio.create_task(self._end_silence(engine))
+        began_s = time.monotonic()
+        teller = asyncio.create_task(self._keep_telling(began_s))
+        try:
+            await engine.start()
+            self._tell_loading(began_s, is_new=False)
+            logs.debug("engine_started", pid=engine.pid, life=self._lives)
+            async for message in engine.messages():
+                self._has_spoken = True
+                match message:
+                    case Outputs():
+                        self._deliver(message)
+                    case Pulse():
+                        self._turn_seconds = message.turn_seconds
+                    case Accepted():
+                        self._answer(message.submit_id, None)
+                    case Refused():
+                        self._answer(message.submit_id, message)
+                    case ChunksStored():
+                        self._end_storing(message)
+                    case Loading():
+                        is_new = message.stage != self.loading.stage
+                        self.loading = message
+                        self._tell_loading(began_s, is_new)
+                    case Ready():
+                        self._become_ready(message)
+                    case Failed():
+                        failed = message.message
+            ended = await engine.wait()
+        except (OSError, msgspec.DecodeError) as error:
+            ended = f"could not be run ({' '.join(str(error).split())})"
+        finally:
+            watch.cancel()
+            teller.cancel()
+            self._engine = None
+            engine.kill()
+            engine.close()
+            self._lose_everything()
+        if self._lost is not _DIED:
+            ended = f"hung, and was {ended}"
+        reason = failed or f"engine: {ended} {'before it was ready' if self.limits is None else ''}".strip()
+        if not self._stopping:
+            logs.warning("engine_ended", reason=reason, life=self._lives)
+        return reason
+
+    async def _keep_telling(self, began_s: float) -> None:
+        """Tell of the stage every few seconds until the engine is ready: a slow start is told from one that hangs."""
+        while self.state == "loading":
+            await asyncio.sleep(_TELL_LOADING_S)
+            if self.state == "loading":
+                self._tell_loading(began_s, is_new=True)
+
+    def _shown_by(self) -> OnStart | None:
+        """Return who shows this start to a person; None: the log tells of it, as of every start but the first."""
+        return self._on_start if self._lives == 1 else None
+
+    def _tell_loading(self, began_s: float, is_new: bool) -> None:
+        """Report the stage to whoever shows the start. Else log it if `is_new`: begun, or not told lately."""
+        if (show := self._shown_by()) is not None:
+            show(Stage(self.loading.stage, self.loading.fraction))
+            return
+        if not is_new:
+            return
+        percent = round(100 * self.loading.fraction)
+        logs.info("loading", stage=self.loading.stage, percent=percent, seconds=round(time.monotonic() - began_s))
+
+    async def _end_silence(self, engine: EngineProcess) -> None:
+        """Notice when an engine falls silent, and kill it when it or its step goes on so for too long.
+
+        Silence is counted in looks that found nothing said since the one before. An engine that loads may be silent
+        for longer; its stages have no limit of their own.
+        """
+        settings = self._settings
+        most_s = settings.engine_silence_seconds
+        look_s = min(settings.engine_quiet_seconds, most_s) / _SILENCE_CHECKS
+        self.quiet_seconds = self._turn_seconds = 0.0
+        while self.quiet_seconds < self._most_silence_s and self._turn_seconds < most_s:
+            self._has_spoken = False
+            await asyncio.sleep(look_s)
+            was_hung = self.is_hung
+            self.quiet_seconds = 0.0 if self._has_spoken else self.quiet_seconds + look_s
+            if self.is_hung != was_hung:
+                self._metrics.engine_up.set(was_hung)
+                logs.warning("engine_speaks" if was_hung else "engine_silent", pid=engine.pid)
+        what = f"no sign of life for {self.quiet_seconds:.3g} s"
+        if self._turn_seconds >= most_s:
+            what = f"one step for {self._turn_seconds:.3g} s"
+        logs.warning("engine_hung", pid=engine.pid, what=what)
+        self._lost = EngineLost(f"the engine process hung ({what}) and was replaced; try again", "engine_hung")
+        engine.kill()
+
+    def _become_ready(self, ready: Ready) -> None:
+        self.limits = ready
+        self.state = "ready"
+        self._ready_since_s = time.monotonic()
+        self.quiet_seconds = 0.0
+        self._metrics.engine_up.set(1)
+        self._metrics.pages_capacity.set(ready.num_pages)
+        if (show := self._shown_by()) is not None:
+            show(ready)
+        logs.event(
+            logging.INFO if show is None else logging.DEBUG,
+            "ready",
+            device=ready.device,
+            load_seconds=ready.load_seconds,
+            pages=ready.num_pages,
+            max_context_tokens=ready.max_context_tokens,
+            profiles=",".join(ready.profiles),
+        )
+
+    def _lose_everything(self) -> None:
+        self.state = "dead"
+        self._metrics.engine_gone()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineGone(self._lost.message))
+        self.abandon(self._lost.message, self._lost.code)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def ready(self) -> Ready:
+        """The engine's limits. Raises ApiError 503 unless it serves."""
+        if self.state != "ready" or self.limits is None:
+            what = "the model is loading" if self.state == "loading" else "the engine process is dead"
+            raise unavailable(f"engine: {what}; try again later", f"engine_{self.state}", self._retry_after())
+        if self.is_hung:
+            what = f"it hangs (no sign of life for {self.quiet_seconds:.3g} s) and will be replaced if that lasts"
+            raise unavailable(f"engine: {what}; try again later", "engine_hung", self._retry_after())
+        return self.limits
+
+    async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str, grammar_param: str) -> None:
+        """All or none. On return the engine has them, and their output goes to the mailbox until `forget`.
+
+        Raises ApiError: 429 (queue full), 400 naming `param` (can never fit) or `grammar_param` (a grammar's fault),
+        503 (no engine).
+        """
+        self.ready()
+        assert self._engine is not None
+        submit_id = str(next(self._submit_ids))
+        answer: asyncio.Future[Refused | None] = asyncio.get_running_loop().create_future()
+        self._answers[submit_id] = answer
+        for request in requests:
+            self._mailboxes[request.request_id] = mailbox
+        try:
+            self._engine.send(Submit.of(submit_id, requests))
+            refused = await answer
+        except EngineGone as error:
+            raise unavailable(str(error), self._lost.code, self._retry_after()) from None
+        finally:
+            self._answers.pop(submit_id, None)
+        if refused is not None:
+            self._metrics.finished.labels("refused").inc(len(requests))
+            for request in requests:
+                self._mailboxes.pop(request.request_id, None)
+            if refused.code == "queue_full":
+                raise queue_full(refused.message, self._retry_after())
+            if refused.code == "grammar":
+                raise invalid(grammar_param, refused.message.removeprefix("grammar: "), UNSUPPORTED_GRAMMAR)
+            raise too_long(param, refused.message)
+
+    def store_chunks(self, chunks: list[bytes], salt: str) -> "asyncio.Future[ChunksStored | ApiError]":
+        """Have chunks computed and stored when nobody else asks for anything; what is told of it, or why nothing is.
+
+        `chunks`: packed token ids. Raises ApiError 503 (no engine).
+        """
+        self.ready()
+        assert self._engine is not None
+        request_id = f"chunks-{next(self._submit_ids)}"
+        try:
+            self._engine.send(StoreChunks(request_id, chunks, salt))
+        except EngineGone as error:
+            raise unavailable(str(error), self._lost.code, self._retry_after()) from None
+        answer: asyncio.Future[ChunksStored | ApiError] = asyncio.get_running_loop().create_future()
+        self._storing[request_id] = answer
+        answer.add_done_callback(lambda _: self._storing.pop(request_id, None))
+        return answer
+
+    def drop_chunks(self, chunks: list[NamedChunk]) -> None:
+        """No document has these chunks. Without an engine they stay until the store needs their room."""
+        if self._engine is None or not chunks:
+            return
+        try:
+            self._engine.send(DropChunks(chunks))
+        except EngineGone:
+            logs.warning("chunks_not_dropped", chunks=len(chunks), reason="there is no engine")
+
+    def _end_storing(self, stored: ChunksStored) -> None:
+        self._metrics.chunks_stored.inc(stored.num_stored)
+        self._metrics.chunks_known.inc(stored.num_known)
+        if stored.reason:
+            logs.warning("chunks_not_stored", id=stored.request_id, reason=stored.reason)
+        answer = self._storing.get(stored.request_id)
+        if answer is not None and not answer.done():
+            answer.set_result(stored)
+
+    def forget(self, request_ids: list[str], cancel: bool) -> None:
+        """No more output of these; with `cancel`, the engine drops them as well."""
+        for request_id in request_ids:
+            self._mailboxes.pop(request_id, None)
+        if cancel and self._engine is not None:
+            with suppress(EngineGone):
+                self._engine.send(Cancel(request_ids=request_ids))
+
+    def abandon(self, message: str, code: str) -> None:
+        """Tell everyone who waits that nothing will come."""
+        waiting = set(self._mailboxes.values())
+        self._mailboxes.clear()
+        for mailbox in waiting:
+            mailbox.put(EngineLost(message, code))
+        for answer in self._storing.values():
+            if not answer.done():
+                answer.set_result(unavailable(message, code, self._retry_after()))
+
+    def _deliver(self, outputs: Outputs) -> None:
+        mailboxes = self._mailboxes
+        for delta in outputs.deltas:
+            mailbox = mailboxes.get(delta.request_id)
+            if mailbox is not None:
+                mailbox.put(delta)
+        for progress in outputs.progress:
+            mailbox = mailboxes.get(progress.request_id)
+            if mailbox is not None:
+                mailbox.put(progress)
+        if outputs.stats is not None:
+            self._metrics.take(outputs.stats)
+
+    def _answer(self, submit_id: str, refused: Refused | None) -> None:
+        answer = self._answers.get(submit_id)
+        if answer is not None and not answer.done():
+            answer.set_result(refused)
+
+    def _retry_after(self) -> int:
+        return self._settings.retry_after_seconds

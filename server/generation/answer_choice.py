@@ -1,0 +1,187 @@
+"""One sequence being generated, as text: its pieces, its logprobs with offsets, how it ended.
+
+Knows tokens and text; nothing of HTTP or of the shape of a response.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from scheduler.messages import Delta, Logprob
+from server.parsing.answer_parts import Content, Part
+from server.parsing.message_reader import MessageReader
+from server.text.model_tokenizer import Tokenizer
+from server.text.text_stream import StopMatcher, TextDecoder
+
+TIME_LIMIT = "time_limit"
+"""Why a choice ended for which there was no more time; clients read `length`, which theirs know, and beside it this."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """A token with its logprob (None: the first of a prompt) and where its text begins, in characters."""
+
+    token_id: int
+    logprob: Logprob | None
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """What became certain: text, the tokens that it is of, and at the end the finish reason.
+
+    `parts`: what the text is as a message, where a reader reads it; the text alone, where none does. `token_ids`: those
+    that were counted, whether their text is certain or not.
+    """
+
+    text: str
+    entries: list[TokenEntry]
+    finish_reason: str | None
+    parts: list[Part]
+    token_ids: list[int]
+
+
+class Choice:
+    """Feed it the deltas of one engine request; it gives pieces. The offsets count from the start of its own text.
+
+    The stop token that ended it is counted and has an entry, but no text. After a stop string, tokens that lie at or
+    behind it have no entry either: nothing of a stop string leaves the server. Where it `keeps_stop`, both are text
+    (special tokens have none), and what lies behind is cut. A stop string that begins in the first `min_tokens` tokens
+    is plain text. A reader sees the special tokens that the text lacks; it may finish the choice, and an answer with
+    calls ends as `tool_calls` where it ended by itself.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: list[str],
+        min_tokens: int,
+        keeps_stop: bool,
+        reader: MessageReader | None = None,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._reader = reader
+        self._specials: deque[tuple[int, str]] = deque()  # where in the text, and how they are spelled
+        self._num_read = 0
+        self._decoder = TextDecoder(tokenizer, skip_special_tokens)
+        self._matcher = StopMatcher(stops, keeps_stop) if stops else None
+        self._keeps_stop = keeps_stop
+        self._min_tokens = min_tokens
+        self._num_plain = 0  # characters that came before the matcher looks
+        self._num_chars = 0  # decoded, including what the matcher holds back
+        self._pending: list[TokenEntry] = []
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_reused_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.finish_reason: str | None = None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended it."""
+        return (self._matcher.matched or None) if self._matcher is not None else None
+
+    def feed(self, delta: Delta) -> AnswerPiece:
+        """Stop strings may finish it before the engine does; then `finish_reason` is set and the caller cancels."""
+        if delta.num_cached_tokens:
+            self.num_cached_tokens = delta.num_cached_tokens
+        self.num_reused_tokens = max(self.num_reused_tokens, delta.reused_tokens)
+        self.num_recomputed_tokens = max(self.num_recomputed_tokens, delta.recomputed_tokens)
+        text = ""
+        parts: list[Part] = []
+        last = len(delta.token_ids) - 1
+        token_ids: list[int] = []
+        for i, token_id in enumerate(delta.token_ids):
+            self.num_tokens += 1
+            token_ids.append(token_id)
+            if delta.logprobs is not None:
+                self._pending.append(TokenEntry(token_id, delta.logprobs[i], self._num_chars))
+            if i == last and delta.finish_reason == "stop" and not self._keeps_stop:
+                break
+            self._note_special(token_id)
+            text += self._advance(self._decoder.step(token_id), parts)
+            if self.finish_reason is not None:
+                return self._end_early(text, parts, token_ids)
+        if delta.finish_reason is not None:
+            text += self._advance(self._decoder.finish(), parts)
+            if self.finish_reason is not None:
+                return self._end_early(text, parts, token_ids)
+            if self._matcher is not None:
+                left = self._matcher.finish()
+                self._read(left, parts)
+                text += left
+            self._finish(delta.finish_reason, parts)
+            entries, self._pending = self._pending, []
+            return AnswerPiece(text, entries, self.finish_reason, parts, token_ids)
+        entries = self._entries_before(self._num_emitted()) if self._pending else []
+        return AnswerPiece(text, entries, None, parts, token_ids)
+
+    def _end_early(self, text: str, parts: list[Part], token_ids: list[int]) -> AnswerPiece:
+        """A stop string or the reader has ended it."""
+        self._finish("stop", parts)
+        return AnswerPiece(text, self._entries_before(self._num_emitted()), self.finish_reason, parts, token_ids)
+
+    def _finish(self, reason: str, parts: list[Part]) -> None:
+        self.finish_reason = reason
+        if self._reader is not None:
+            parts += self._reader.cut() if reason in ("length", TIME_LIMIT) else self._reader.finish()
+            if reason == "stop" and self._reader.num_calls:
+                self.finish_reason = "tool_calls"
+
+    def _note_special(self, token_id: int) -> None:
+        if self._reader is not None and token_id in self._tokenizer.special_ids:
+            self._specials.append((self._num_chars, self._tokenizer.token_bytes(token_id).decode()))
+
+    def _read(self, text: str, parts: list[Part]) -> None:
+        """More of the text is certain, and so are the special tokens up to its end."""
+        if self._reader is None:
+            if text:
+                parts.append(Content(text))
+            return
+        end = self._num_read + len(text)
+        while self._specials and self._specials[0][0] <= end:
+            offset, spelled = self._specials.popleft()
+            parts += self._reader.feed(text[: offset - self._num_read], False)
+            parts += self._reader.feed(spelled, True)
+            text, self._num_read = text[offset - self._num_read :], offset
+        parts += self._reader.feed(text, False)
+        self._num_read = end
+
+    def _advance(self, text: str, parts: list[Part]) -> str:
+        self._num_chars += len(text)
+        if text and self._matcher is not None:
+            if self.num_tokens <= self._min_tokens:
+                self._num_plain += len(text)
+            else:
+                text = self._matcher.feed(text)
+                if self._matcher.matched:
+                    self.finish_reason = "stop"
+        self._read(text, parts)
+        if self._reader is not None and self._reader.is_done:
+            self.finish_reason = "stop"
+        return text
+
+    def _num_emitted(self) -> int:
+        return self._num_chars if self._matcher is None else self._num_plain + self._matcher.num_emitted
+
+    def _entries_before(self, offset: int) -> list[TokenEntry]:
+        """Take the pending entries whose text begins before `offset`; they are in the order of their offsets."""
+        num = 0
+        while num < len(self._pending) and self._pending[num].offset < offset:
+            num += 1
+        taken, self._pending = self._pending[:num], self._pending[num:]
+        return taken
+
+
+def prompt_entries(
+    tokenizer: Tokenizer, token_ids: list[int], num_added: int, logprobs: list[Logprob]
+) -> list[TokenEntry]:
+    """Entries of an echoed prompt. Its first `num_added` tokens (BOS) have no text; `logprobs[i]` is of token i + 1."""
+    decoder = TextDecoder(tokenizer, skip_special_tokens=False)
+    entries = []
+    offset = 0
+    for i, token_id in enumerate(token_ids):
+        entries.append(TokenEntry(token_id, logprobs[i - 1] if i else None, offset))
+        if i >= num_added:
+            offset += len(decoder.step(token_id))
+    return entries

@@ -1,0 +1,138 @@
+"""A generation as a stream of server-sent events: chunks, keepalive comments, progress, and an end or an error."""
+
+import asyncio
+import time
+from asyncio import TimerHandle
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from scheduler.messages import Progress
+from server import logs
+from server.api_error import ApiError
+from server.deployment import ServerConfig
+from server.engine.mailbox import ClientGone, Tick
+from server.generation.generation import Disconnected, Generation, Update
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_KEEPALIVE = b": keepalive\n\n"
+
+
+class Shape(Protocol):
+    def chunk(self, update: Update) -> bytes:
+        """The SSE events for one update; empty if there is nothing to say yet."""
+
+    def progress_chunk(self, progress: Progress, seconds: float) -> bytes: ...
+
+    def begin(self) -> bytes:
+        """What a stream opens with, before anything is generated."""
+
+    def end(self) -> bytes:
+        """What a stream that is whole ends with."""
+
+    def error(self, error: ApiError) -> bytes:
+        """What one ends with that is not."""
+
+    def whole(self, gathered: Sequence[list[Update]]) -> bytes: ...
+
+
+class EventStream(Response):
+    """Answers 200 at once; what goes wrong afterwards is an event. Closes the generation in every case."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, shape: Shape, settings: ServerConfig, with_progress: bool) -> None:
+        super().__init__(None, headers=_HEADERS)
+        del self.headers["content-length"]
+        self._generation = generation
+        self._shape = shape
+        self._keepalive_s = settings.keepalive_seconds
+        self._progress_s = settings.progress_seconds
+        self._with_progress = with_progress
+        self._began_s = self._last_sent_s = time.monotonic()
+        self._last_progress_s = [0.0] * len(generation.choices)
+        self._timer: TimerHandle | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(watch_disconnect(receive, self._generation))
+        self._tick()
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            opening = self._shape.begin()
+            if opening:
+                await send({"type": "http.response.body", "body": opening, "more_body": True})
+            last = await self._run(send)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+        except Disconnected:
+            logs.info("client_gone", id=self._generation.id)
+        finally:
+            self._generation.close()
+            watch.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def _run(self, send: Send) -> bytes:
+        """Sends all but the last piece, which it returns."""
+        generation, shape = self._generation, self._shape
+        try:
+            while True:
+                events = []
+                for update in await generation.updates():
+                    if isinstance(update, Update):
+                        events.append(shape.chunk(update))
+                    elif isinstance(update, Progress):
+                        events.append(self._progress(update))
+                    else:
+                        events.append(_KEEPALIVE)
+                data = b"".join(events)
+                if generation.done:
+                    return data + shape.end()
+                if data:
+                    self._last_sent_s = time.monotonic()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ApiError as error:
+            logs.warning("stream_failed", id=generation.id, code=error.code, message=error.message)
+            return shape.error(error)
+
+    def _progress(self, progress: Progress) -> bytes:
+        """Its chunk, at most once in `progress_seconds` for a choice."""
+        now = time.monotonic()
+        index = self._generation.progress_index(progress)
+        if not self._with_progress or now - self._last_progress_s[index] < self._progress_s:
+            return b""
+        self._last_progress_s[index] = now
+        return self._shape.progress_chunk(progress, now - self._began_s)
+
+    def _tick(self) -> None:
+        """Looks when the stream has been silent for too long; runs once in a keepalive, not once a token."""
+        left_s = self._last_sent_s + self._keepalive_s - time.monotonic()
+        if left_s <= 0:
+            self._generation.mailbox.put(Tick())
+            left_s = self._keepalive_s
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._tick)
+
+
+@asynccontextmanager
+async def watched(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """While it goes on, a client that leaves ends it; it is closed behind this, whatever happens."""
+    watch = asyncio.create_task(watch_disconnect(receive, generation))
+    try:
+        yield
+    finally:
+        generation.close()
+        watch.cancel()
+
+
+async def watch_disconnect(receive: Receive, generation: Generation) -> None:
+    """Cancels in the engine the moment the connection closes, even while a send is waiting.
+
+    What wakes it otherwise is a connection whose client has closed its sending half: a stream then says something,
+    which tells whether anybody reads.
+    """
+    while (await receive())["type"] != "http.disconnect":
+        generation.mailbox.put(Tick())
+    generation.close()
+    generation.mailbox.put(ClientGone())

@@ -1,0 +1,327 @@
+"""One API call's work in the engine: its requests go in together, and all of them are forgotten when it ends.
+
+Turns mail into pieces of text and keeps the counters. Knows no HTTP and no shape of a response.
+"""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gpu.pooling import Pooling
+from gpu.sampling_params import SamplingParams
+from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress, Ready, pack_tokens
+from server import logs
+from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, internal, invalid, time_up, unavailable
+from server.bodies.answer_form import form_param
+from server.bodies.generation_bodies import ANY_SEED, GenerationBody
+from server.engine.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
+from server.generation.answer_choice import TIME_LIMIT, AnswerPiece, Choice
+from server.generation.prompt_tokens import Prompt, check_token_ids, profile_of, spell_words
+from server.parsing.message_reader import MessageReader
+from server.service.service import Service, join_salts
+
+_SEED_MASK = 2**63 - 1
+
+
+class Disconnected(Exception):
+    """The client went away; there is nobody to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A step of choice `index`. `delta` is the engine's message behind it."""
+
+    index: int
+    delta: Delta
+    piece: AnswerPiece
+
+
+def _as_words() -> None:
+    """No reader: all of an answer is words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt, how much to generate from it, how its documents are computed (None: like all of it), what each answer
+    is held to (`grammar/structured.py`; "": nothing), what makes a reader of each, what vector is made of the prompt
+    (None: none), and whether special tokens have no text.
+    """
+
+    prompt: Prompt
+    max_tokens: int
+    fusion: Fusion | None = None
+    grammar: str = ""
+    read: Callable[[], MessageReader | None] = _as_words
+    pooling: Pooling | None = None
+    skip_special_tokens: bool = True
+
+
+class Generation:
+    """`submit`, then `updates` until `done`, then `close`, whatever happens."""
+
+    def __init__(
+        self,
+        service: Service,
+        kind: str,
+        body: GenerationBody,
+        jobs: list[Job],
+        limits: Ready,
+        cache_salt: str,
+        most_seconds: float | None,
+    ) -> None:
+        self.id = f"{kind}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.jobs = jobs
+        self.num_each = body.n or 1
+        self.mailbox = Mailbox()
+        self._service = service
+        self._body = body
+        self._limits = limits
+        self.cache_salt = join_salts(cache_salt, body.cache_salt)
+        num_choices = len(jobs) * self.num_each
+        stops = body.stop_strings()
+        keeps_stop, min_tokens = bool(body.include_stop_str_in_output), body.min_tokens or 0
+        self.choices = [
+            Choice(service.tokenizer, stops, min_tokens, keeps_stop, job.read(), job.skip_special_tokens)
+            for job in jobs
+            for _ in range(self.num_each)
+        ]
+        self._index = {f"{self.id}-{i}": i for i in range(num_choices)}
+        self._open = set(self._index)
+        self._arrival_s = time.monotonic()
+        self._most_seconds = most_seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_token_s: list[float | None] = [None] * num_choices
+        self._first_token_s: float | None = None
+        self._prefill_s = 0.0  # of the first choice that drew a token, as the engine measured it
+
+    @property
+    def done(self) -> bool:
+        return not self._open
+
+    async def submit(self, num_logprobs: int | None, num_prompt_logprobs: int | None, param: str) -> None:
+        """Returns once the engine has accepted. Raises ApiError; then nothing is left behind."""
+        requests = self._requests(num_logprobs, num_prompt_logprobs)
+        if self._most_seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._most_seconds, self.mailbox.put, TimeUp())
+        try:
+            grammar_param = form_param(self._body.response_format, self._body.structured_outputs) or "tools"
+            await self._service.supervisor.submit(requests, self.mailbox, param, grammar_param)
+        except BaseException:
+            self._service.supervisor.forget(list(self._open), cancel=True)
+            self._open.clear()
+            self._stop_timer()
+            raise
+        self._service.metrics.prompt_tokens.inc(self.num_prompt_tokens)
+
+    async def updates(self) -> list[Update | Progress | Tick]:
+        """What has happened since the last call. Raises Disconnected, and ApiError when the engine fails, and when the
+        time is up before anything was generated."""
+        found: list[Update | Progress | Tick] = []
+        mail = await self.mailbox.take()
+        now = time.monotonic()
+        for item in mail:
+            if isinstance(item, Delta):
+                index = self._index[item.request_id]
+                if self.choices[index].finish_reason is None:
+                    found.append(self._advance(index, item, now))
+            elif isinstance(item, EngineLost):
+                self._drop("lost")
+                raise unavailable(item.message, item.code, self._service.settings.retry_after_seconds)
+            elif isinstance(item, ClientGone):
+                raise Disconnected
+            elif isinstance(item, TimeUp):
+                found += self._end_in_time(now)
+            else:
+                found.append(item)
+        return found
+
+    def close(self) -> None:
+        """Cancels what the engine still works on. May be called more than once."""
+        self._stop_timer()
+        self._drop("cancelled")
+
+    # --- usage --------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(job.prompt.token_ids) for job in self.jobs)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompts, counted once each as `num_prompt_tokens` does."""
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.num_each])
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Of documents' chunks, keys and values that were stored; counted as `num_cached_tokens`."""
+        return sum(choice.num_reused_tokens for choice in self.choices[:: self.num_each])
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Of documents' chunks, those whose stored ones were replaced; counted as `num_cached_tokens`."""
+        return sum(choice.num_recomputed_tokens for choice in self.choices[:: self.num_each])
+
+    def job_of(self, index: int) -> Job:
+        return self.jobs[index // self.num_each]
+
+    def progress_index(self, progress: Progress) -> int:
+        return self._index[progress.request_id]
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _requests(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> list[EngineRequest]:
+        body, vocab_size, defaults = self._body, self._limits.vocab_size, self._service.sampling_defaults
+        seed = secrets.randbits(62) if body.seed in (None, ANY_SEED) else body.seed
+        bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
+        check_token_ids("logit_bias", list(bias), vocab_size)
+        own_stops = body.stop_token_ids or []
+        check_token_ids("stop_token_ids", own_stops, vocab_size)
+        stop_ids = sorted({*own_stops, *(() if body.ignore_eos else self._service.tokenizer.eos_ids)})
+        allowed = body.allowed_token_ids or []
+        check_token_ids("allowed_token_ids", allowed, vocab_size)
+        bad_words = spell_words(self._service.tokenizer, body.bad_words or [])
+        profile = profile_of(body, self._limits)
+        prompts = [pack_tokens(job.prompt.token_ids) for job in self.jobs]
+        requests = []
+        for request_id, index in self._index.items():
+            job = self.job_of(index)
+            if (body.min_tokens or 0) > job.max_tokens:
+                raise invalid("min_tokens", f"got {body.min_tokens}, more than the {job.max_tokens} of max_tokens")
+            sampling = SamplingParams(
+                temperature=_given(body.temperature, defaults.temperature),
+                top_p=_given(body.top_p, defaults.top_p),
+                top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
+                min_p=_given(body.min_p, defaults.min_p),
+                repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+                presence_penalty=_given(body.presence_penalty, 0.0),
+                frequency_penalty=_given(body.frequency_penalty, 0.0),
+                logit_bias=bias,
+                seed=(seed + index % self.num_each) & _SEED_MASK,
+                num_logprobs=num_logprobs,
+                num_prompt_logprobs=num_prompt_logprobs,
+            )
+            requests.append(
+                EngineRequest(
+                    request_id=request_id,
+                    prompt=prompts[index // self.num_each],
+                    sampling=sampling,
+                    max_tokens=job.max_tokens,
+                    stop_token_ids=stop_ids,
+                    min_tokens=body.min_tokens or 0,
+                    attention_profile=profile,
+                    arrival_s=self._arrival_s,
+                    cache_salt=self.cache_salt,
+                    priority=body.priority or 0,
+                    chunks=[ChunkSpan(*span, self.cache_salt) for span in job.prompt.chunks] if job.fusion else [],
+                    fusion=job.fusion,
+                    grammar=job.grammar,
+                    allowed_token_ids=allowed,
+                    bad_token_ids=bad_words,
+                    pooling=job.pooling,
+                )
+            )
+        return requests
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end_in_time(self, now: float) -> list[Update]:
+        """The time is up: what is open ends where it is. Raises ApiError if nothing was generated."""
+        if not self.num_generated_tokens:
+            self._drop(TIME_LIMIT)
+            assert self._most_seconds is not None
+            raise time_up(self._most_seconds)
+        last = [
+            Delta(request_id=name, token_ids=[], finish_reason=TIME_LIMIT) for name in self._index if name in self._open
+        ]
+        return [self._advance(self._index[delta.request_id], delta, now) for delta in last]
+
+    def _drop(self, reason: str) -> None:
+        if self._open:
+            self._service.metrics.finished.labels(reason).inc(len(self._open))
+            self._service.supervisor.forget(list(self._open), cancel=True)
+            self._open.clear()
+            logs.info(reason, id=self.id, generated_tokens=self.num_generated_tokens)
+
+    def _advance(self, index: int, delta: Delta, now: float) -> Update:
+        choice = self.choices[index]
+        if delta.finish_reason == "error":
+            self._end(delta.request_id, "error", forget=True)
+            if delta.may_retry:
+                retry_s = self._service.settings.retry_after_seconds
+                raise unavailable(delta.error or "engine: out of memory", "out_of_memory", retry_s)
+            if (delta.error or "").startswith("grammar: "):  # it would fail again: not for a client to retry
+                raise ApiError(400, delta.error or "", code=UNSUPPORTED_GRAMMAR)
+            raise internal(delta.error or "the engine could not go on with this request")
+        before = choice.num_tokens
+        piece = choice.feed(delta)
+        self._observe(index, choice.num_tokens - before, delta, now)
+        if piece.finish_reason is not None:
+            is_over = delta.finish_reason not in (None, TIME_LIMIT)  # in the engine
+            self._end(delta.request_id, piece.finish_reason, forget=not is_over)
+            self._service.metrics.request_s.observe(now - self._arrival_s)
+            if self.done:
+                self._service.metrics.reused_tokens.inc(self.num_reused_tokens)
+                self._service.metrics.recomputed_tokens.inc(self.num_recomputed_tokens)
+                self._log(now)
+        return Update(index, delta, piece)
+
+    def _end(self, request_id: str, reason: str, forget: bool) -> None:
+        self._open.discard(request_id)
+        self._service.supervisor.forget([request_id], cancel=forget)
+        self._service.metrics.finished.labels(reason).inc()
+
+    def _observe(self, index: int, num_tokens: int, delta: Delta, now: float) -> None:
+        metrics = self._service.metrics
+        if delta.queue_seconds is not None:
+            metrics.queue_s.observe(delta.queue_seconds)
+        if delta.prefill_seconds is not None:
+            metrics.prefill_s.observe(delta.prefill_seconds)
+            self._prefill_s = self._prefill_s or delta.prefill_seconds
+        if num_tokens:
+            last_s = self._last_token_s[index]
+            metrics.generated_tokens.inc(num_tokens)
+            if last_s is None:
+                metrics.first_token_s.observe(now - self._arrival_s)
+                self._first_token_s = self._first_token_s or now
+            else:
+                metrics.inter_token_s.observe((now - last_s) / num_tokens)
+            self._last_token_s[index] = now
+
+    def _log(self, now: float) -> None:
+        logs.info(
+            "generated",
+            id=self.id,
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
+            reused_tokens=self.num_reused_tokens,
+            generated_tokens=self.num_generated_tokens,
+            finish=",".join(sorted({choice.finish_reason or "" for choice in self.choices})),
+            prefill_ms=1e3 * self._prefill_s,
+            ttft_ms=1e3 * ((self._first_token_s or now) - self._arrival_s),
+            ms=1e3 * (now - self._arrival_s),
+        )
+
+
+async def collect(generation: Generation) -> Sequence[list[Update]]:
+    """Every update of each choice, once all are finished. Raises as `updates` does."""
+    gathered: list[list[Update]] = [[] for _ in generation.choices]
+    while not generation.done:
+        for update in await generation.updates():
+            if isinstance(update, Update):
+                gathered[update.index].append(update)
+    return gathered
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

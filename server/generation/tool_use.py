@@ -1,0 +1,193 @@
+"""What a chat's answer is to be read as, and held to: its tools, and how the model marks calls and reasoning.
+
+`read_with` makes what `generation.Job.read` is; `hold_answer` its grammar. Everything that serves chats of any shape
+uses the same two. Raises ApiError 400 for tools and forms that cannot be kept.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from server.api_error import UNSUPPORTED_GRAMMAR, invalid
+from server.bodies.chat_tools import ChosenTool
+from server.bodies.generation_bodies import ChatBody
+from server.generation.prompt_tokens import Prompt, hold_to_form
+from server.grammar.schema_fault import LEAVE_OUT
+from server.grammar.schema_rewrite import allows_nothing, rewrite_schema
+from server.grammar.structured import asks_form, grammar_with_form, own_grammar, schema_grammar, schema_in_lark
+from server.parsing.answer_formats import AnswerFormat, HeldForm, Marked, Tags, hold_format
+from server.parsing.call_grammar import (
+    MARKED_TEXT,
+    HeldArguments,
+    HeldCalls,
+    HeldValue,
+    speller,
+    write_answer,
+    write_free_answer,
+)
+from server.parsing.gemma_grammar import GemmaWriter, UnwrittenSchema
+from server.parsing.message_reader import MessageReader
+from server.parsing.offered_tools import Tools
+from server.prompting.conversation import Conversation
+from server.service.service import Service
+from server.text.model_tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`names`: of the tools that must be called, one of them at least; empty where none must be. `strict`: of those
+    whose schemas hold wherever an answer is held. `has_form`: an answer without calls is held to a form. `places`: of
+    each tool in the request's list, by its name."""
+
+    conversation: Conversation
+    names: tuple[str, ...]
+    most_calls: int | None
+    strict: frozenset[str]
+    has_form: bool
+    places: dict[str, int]
+
+    @property
+    def tools(self) -> Tools | None:
+        offered = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.conversation.tools}
+        return Tools(offered, self.most_calls) if offered else None
+
+
+def choose_tools(body: ChatBody, conversation: Conversation) -> ToolUse:
+    names: tuple[str, ...] = ()
+    called = body.tool_choice.called_name if isinstance(body.tool_choice, ChosenTool) else None
+    if called is not None:
+        names = (called,)
+    elif body.must_call:
+        names = tuple(tool["function"]["name"] for tool in conversation.tools)
+    is_one = body.parallel_tool_calls is False or called is not None
+    functions = [tool.function for tool in body.tools or [] if tool.function is not None]
+    strict = frozenset(function.name or "" for function in functions if function.strict)
+    places = {tool.function.name or "": i for i, tool in enumerate(body.tools or []) if tool.function is not None}
+    return ToolUse(conversation, names, 1 if is_one else None, strict, asks_form(body), places)
+
+
+def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], MessageReader | None]:
+    """What makes a reader for each answer to the prompt."""
+    answer_format = _format_of(service, use)
+    if answer_format is None or not (use.tools or answer_format.reasoning or answer_format.is_own):
+        return lambda: None
+    opening, tools = answer_format.opening(prompt.end, use.conversation.continued), use.tools
+    return lambda: MessageReader(answer_format, opening, tools, use.has_form and not use.names)
+
+
+async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Prompt) -> str:
+    """The grammar of an answer that must call, has a form that `body` asks for, or may call a strict tool; "" where
+    nothing is held.
+
+    A form holds what follows the reasoning; an answer that may call instead is calls, or has the form. With neither,
+    words are free, and a call among them is held where the model's form of calls is one that a schema can hold.
+    """
+    form = "" if use.names else await hold_to_form(service, body)  # a call that must come is no answer in a form
+    is_free = not use.names and not form
+    if is_free and not (use.strict and use.tools):
+        return ""
+    answer_format = _format_of(service, use)
+    reader = read_with(service, use, prompt)()
+    if answer_format is None or reader is None:
+        return form
+    reader.feed("x", False)  # until something follows it, a mark at the prompt's end may be a longer one
+    reasoning, is_reasoning = answer_format.reasoning, reader.is_reasoning
+    held = answer_format.held
+    if is_free and (held is None or held.arguments == "text" or (is_reasoning and reasoning is None)):
+        return ""
+    param = (
+        "tools"
+        if use.names or is_free
+        else "structured_outputs"
+        if body.structured_outputs is not None
+        else "response_format"
+    )
+    if is_reasoning and reasoning is None:
+        raise invalid(param, "this model's reasoning ends with no text that a grammar can write", UNSUPPORTED_GRAMMAR)
+    if use.tools is None and reasoning is None:
+        return form
+    if use.tools is not None and held is None:
+        why = "this model's calls have no marks that a grammar can write; send tool_choice 'none' or 'required'"
+        raise invalid(param, f"beside tools: {why}", UNSUPPORTED_GRAMMAR)
+
+    def compile_grammar() -> str:
+        calls = None
+        if use.tools is not None:
+            assert held is not None
+            calls = HeldCalls(_held_tools(use, held, service.tokenizer), held, use.most_calls != 1)
+            if is_free:
+                return own_grammar(param, write_free_answer(calls, reasoning, is_reasoning, service.tokenizer))
+        text = write_answer(calls, bool(form), reasoning, is_reasoning, service.tokenizer)
+        of_all = param if use.tools is None else "tools"  # the form has passed by itself
+        return grammar_with_form(of_all, text, form) if form else own_grammar(of_all, text)
+
+    return await service.texts.check(compile_grammar)
+
+
+def _held_tools(use: ToolUse, held: HeldForm, tokenizer: Tokenizer) -> list[tuple[str, HeldArguments]]:
+    """Those that may be called. Their arguments are held to their schemas where one must be, or where that is strict;
+    of the others they are any object. Raises ApiError 400.
+    """
+    tools = []
+    any_object = schema_in_lark("tools", {"type": "object"})
+    for tool in use.conversation.tools:
+        name, parameters = tool["function"]["name"], {"type": "object"} | tool["function"]["parameters"]
+        if use.names and name not in use.names:
+            continue
+        place = use.places[name]
+        param = f"tools[{place}].function.parameters"
+        is_kept = use.names or name in use.strict
+        if held.arguments == "json":
+            term = schema_in_lark(param, parameters) if is_kept else any_object
+            tools.append((name, HeldArguments(term, (), ())))
+        elif isinstance(held.arguments, Tags):
+            keys = tuple(parameters.get("properties") or ())
+            tools.append((name, HeldArguments("", keys, _held_values(param, name, use.tools, keys) if is_kept else ())))
+        elif isinstance(held.arguments, Marked) and is_kept:
+            tools.append((name, _held_members(param, f"gemma_{place}", parameters, held.arguments.mark, tokenizer)))
+        else:
+            tools.append((name, HeldArguments("", (), ())))
+    return tools
+
+
+def _held_members(
+    param: str, prefix: str, parameters: dict[str, Any], mark: str, tokenizer: Tokenizer
+) -> HeldArguments:
+    """Raises ApiError 400 for a schema that cannot be kept, in JSON or in Gemma's form."""
+    schema_grammar(param, parameters)
+    writer = GemmaWriter(rewrite_schema(parameters), prefix, speller(tokenizer), mark, MARKED_TEXT)
+    try:
+        term = writer.write_arguments()
+    except UnwrittenSchema as error:
+        why = f"{error.place}: it cannot be kept in this model's form of calls; {LEAVE_OUT}"
+        raise invalid(param, why, UNSUPPORTED_GRAMMAR) from None
+    return HeldArguments(term, (), (), tuple(writer.rules))
+
+
+def _held_values(param: str, name: str, tools: Tools | None, keys: tuple[str, ...]) -> tuple[HeldValue, ...]:
+    """What the values of a strict tool are between tags: JSON that the schema of each accepts, one of its texts, or any
+    text. Raises ApiError 400.
+    """
+    assert tools is not None
+    root = tools.parameters[name]
+    required = root.get("required") or ()
+    values = []
+    for key in keys:
+        schema, kinds, term = root["properties"][key], tools.kinds(name, key), ""
+        if allows_nothing(schema):
+            continue
+        if kinds.types and "string" not in kinds.types:
+            above = {where: root[where] for where in ("$defs", "definitions") if where in root}
+            term = schema_in_lark(f"{param}.properties.{key}", above | schema)
+        elif kinds.types == {"string"} and kinds.texts:
+            term = "(" + " | ".join(map(json.dumps, sorted(kinds.texts))) + ")"
+        values.append(HeldValue(key, term, key in required))
+    return tuple(values)
+
+
+def _format_of(service: Service, use: ToolUse) -> AnswerFormat | None:
+    """The deployment's; where a call must come, one that a grammar can hold to its schema."""
+    if use.names:
+        return hold_format(service.answer_format)
+    return service.answer_format

@@ -1,0 +1,1 @@
+"""Compile JSON schemas, patterns and choices into grammars that hold an answer."""

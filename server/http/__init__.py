@@ -1,0 +1,1 @@
+"""Serve the application over HTTP: the process, its connections, and what surrounds every request."""

@@ -1,0 +1,340 @@
+"""The application and the program: routes, error objects, and a server that drains.
+
+`create_app` is the whole API as an ASGI application; `serve` runs it until a signal. No torch in this process.
+"""
+
+import asyncio
+import gc
+import os
+import resource
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.telemetry import TelemetryConfig
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from gpu.memory.plan import MemoryPlan
+from server import logs
+from server.api_error import ApiError, invalid, unavailable
+from server.deployment import ConfigError, Deployment
+from server.engine.start_events import Listening, OnStart
+from server.grammar.grammar_checks import end_checks
+from server.http.client_connection import Connection, Limits, connection_type
+from server.http.request_scope import RequestScope, error_response
+from server.routes.chat import chat_routes
+from server.routes.docs import docs_routes
+from server.routes.documents import document_routes
+from server.routes.responses import response_routes
+from server.routes.status import discovery_routes, status_routes
+from server.routes.tokens import token_routes
+from server.routes.translated import translated_routes
+from server.routes.vectors import vector_routes
+from server.service.service import Service, build_service, require_tls
+from server.stores.document_registry import RegistryError, RegistryFull
+
+ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine_process")
+
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+_POLL_S = 0.02
+_LONGEST_PATH = 200  # characters that a message repeats
+_MOST_DESCRIPTORS = 65_536
+_OWN_DESCRIPTORS = 128  # of the engine's sockets, the log, libraries; and connections that are told that it is full
+_LAST_WORDS_S = 1.0  # for clients to read their last words, once the drain is over
+_LAST_SENDS_S = 3  # uvicorn's own limit, behind ours
+_SHUT_DOWN = "the server shut down before this request was done"
+
+
+def create_app(
+    deployment: Deployment,
+    memory: MemoryPlan,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    on_start: OnStart | None = None,
+) -> FastAPI:
+    """The API of a deployment; its lifespan starts and ends the engine process, which allocates what `memory` says.
+
+    `engine_command` is called with two socket addresses and this process's id. `on_start` is told of the engine's first
+    start, in place of the log. `app.state.service` holds what the routes share. Raises ConfigError if the tokenizer,
+    the chat template, the keys or the documents cannot be read.
+    """
+    service = build_service(deployment, memory, engine_command, on_start)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.supervisor.start()
+        await document_routes.count_documents(service)
+        try:
+            yield
+        finally:
+            service.texts.shutdown()
+            end_checks()
+            await service.supervisor.stop()
+            if service.documents is not None:
+                service.documents.registry.close()
+
+    app = FastAPI(
+        title="Tandem",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
+    )
+    app.state.service = service
+    for routes in (
+        chat_routes,
+        document_routes,
+        response_routes,
+        translated_routes,
+        vector_routes,
+        token_routes,
+        status_routes,
+        discovery_routes,
+        docs_routes,
+    ):
+        app.include_router(routes.router)
+    app.add_middleware(RequestScope, service=service)
+    if deployment.server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=deployment.server.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RegistryFull, _on_registry_full)
+    app.add_exception_handler(RegistryError, _on_registry_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    return app
+
+
+def serve(deployment: Deployment, memory: MemoryPlan, on_start: OnStart | None = None) -> str | None:
+    """Serve until a signal. Returns None after a drain, or why it could not start or go on, in one line.
+
+    The first SIGTERM or SIGINT drains: new requests get a 503, open ones have `drain_seconds` to finish. The second
+    one ends the program at once. Port 0 takes a free port. `on_start` is told of the address and of the stages of the
+    first start; without it the log is.
+    """
+    settings = deployment.server
+    logs.configure(settings.log_level)
+    logs.debug(
+        "configuration", deployment=deployment.model_dump_json(exclude={"server": {"api_keys", "api_keys_file"}})
+    )
+    logs.debug("memory", **describe_memory(memory))
+    try:
+        app = create_app(deployment, memory, on_start=on_start)
+        http = http_config(app)
+        listener = _bind(settings.host, settings.port)
+    except ConfigError as error:
+        return str(error)
+    program = _Program(http, app.state.service, on_start)
+    gc.collect()
+    gc.freeze()  # of what stands now nothing is ever garbage, and streams stand still while all of it is looked at
+    program.run(sockets=[listener])
+    return program.failure
+
+
+def describe_memory(plan: MemoryPlan) -> dict[str, object]:
+    """A plan for the log, in a line: what of each place is used, and what that gives."""
+    used = {f"{place}_bytes": plan.used_bytes(place) for place in plan.limit_bytes}
+    return {
+        "device": plan.device,
+        **used,
+        "pages": plan.num_pages,
+        "max_context_tokens": plan.max_context_tokens,
+    }
+
+
+def http_config(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn is to serve an application of `create_app`: over connections with our limits and deadlines.
+
+    Raises ConfigError if the certificate, its key or the clients' CA cannot be used.
+    """
+    settings = app.state.service.settings
+    require_tls(settings)
+    limits = Limits(
+        allowed_connections(settings.max_connections),
+        settings.header_seconds,
+        settings.body_seconds,
+        settings.stall_seconds,
+    )
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=connection_type(limits),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_LAST_SENDS_S,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        ssl_ca_certs=None if settings.tls_client_ca is None else str(settings.tls_client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if settings.tls_client_ca is None else ssl.CERT_REQUIRED,
+    )
+    config.load()
+    return config
+
+
+def allowed_connections(asked: int | None) -> int:
+    """What `server.max_connections` asks for, as far as descriptors reach; a log line tells where they do not."""
+    most = most_connections()
+    if asked is None or asked <= most:
+        return asked or most
+    logs.warning("max_connections_cut", asked=asked, allowed=most, raise_it_with="ulimit -n")
+    return most
+
+
+def most_connections() -> int:
+    """So many that accepting one never fails for want of a descriptor; the process's soft limit is raised for it."""
+    soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if soft < min(hard, _MOST_DESCRIPTORS):
+        soft = min(hard, _MOST_DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return max(1, min(soft, _MOST_DESCRIPTORS) - _OWN_DESCRIPTORS)
+
+
+def _finite(limit: int) -> int:
+    return _MOST_DESCRIPTORS if limit == resource.RLIM_INFINITY else limit
+
+
+class _Program(uvicorn.Server):
+    """uvicorn, but a signal drains first, and a failed first start of the engine ends it."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_start: OnStart | None) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+        self.failure: str | None = None
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self._tasks.append(self._loop.create_task(self._watch_engine()))
+        host, port = (sockets or [])[0].getsockname()[:2]
+        scheme = "https" if self.config.is_ssl else "http"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        if self._on_start is None:
+            logs.info("listening", url=url)
+        else:
+            self._on_start(_describe_address(url, self._service))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._end_connections()
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._cut_connections)
+        await super().shutdown(sockets)
+
+    def _cut_connections(self) -> None:
+        """Whoever does not read their last words has no more time: a task that waits for them ends by itself."""
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, Connection)
+            connection.transport.abort()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.draining or self._loop is None:
+            self._service.supervisor.kill_engine()
+            os._exit(128 + sig)
+        self._service.draining = True
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        assert self._loop is not None
+        self._tasks.append(self._loop.create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        service = self._service
+        logs.info("draining", open_requests=service.num_open, seconds=service.settings.drain_seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._all_closed(), service.settings.drain_seconds)
+        if service.num_open:
+            logs.warning("drain_expired", open_requests=service.num_open)
+            service.supervisor.abandon(_SHUT_DOWN, "draining")
+            self._end_connections()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_closed(), _LAST_WORDS_S)
+        self.should_exit = True
+
+    def _end_connections(self) -> None:
+        """No idle connection stays, and no body is waited for; answers that have begun go on."""
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, Connection)
+            connection.end(unavailable(f"server: {_SHUT_DOWN}", "draining", self._service.settings.retry_after_seconds))
+
+    async def _all_closed(self) -> None:
+        while self._service.num_open:
+            await asyncio.sleep(_POLL_S)
+
+    async def _watch_engine(self) -> None:
+        failure = self._service.supervisor.failure
+        assert failure is not None
+        self.failure = await asyncio.shield(failure)
+        self.should_exit = True
+
+
+def _describe_address(url: str, service: Service) -> Listening:
+    path = "/v1/completions" if service.template is None else "/v1/chat/completions"
+    return Listening(url, path, service.model_name, needs_key=bool(service.key_digests))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError as error:
+        raise ConfigError(f"server: cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error, request.url.path)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:_LONGEST_PATH]
+    what = {
+        404: f"{path}: no such route",
+        405: f"{path}: {request.method} is not allowed here",
+    }.get(error.status_code, str(error.detail))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return error_response(ApiError(error.status_code, what, code=code, headers=dict(error.headers or {})), path)
+
+
+async def _on_registry_full(request: Request, error: Exception) -> Response:
+    return error_response(invalid("documents", str(error), "documents_full"), request.url.path)
+
+
+async def _on_registry_error(request: Request, error: Exception) -> Response:
+    logs.warning("documents_unavailable", reason=str(error))
+    what = "documents: they cannot be read or written now; the server's log says why, under this x-request-id"
+    retry_after_seconds = request.app.state.service.settings.retry_after_seconds
+    return error_response(unavailable(what, "documents_unavailable", retry_after_seconds), request.url.path)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    named = invalid(".".join(str(part) for part in first["loc"][1:]) or None, str(first["msg"]))
+    return error_response(named, request.url.path)

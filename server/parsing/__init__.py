@@ -1,0 +1,1 @@
+"""Read the text of an answer: reasoning, content and tool calls."""

@@ -1,0 +1,189 @@
+"""What an answer is held to: calls in the model's own form, a form that is asked for, or either; behind its reasoning.
+
+Or words in which calls may stand: then the words hold nothing that begins a call, so one that begins is held. Reasoning
+may come first where the model marks it, is free, and must end where the prompt has begun it and a form follows. Lark in
+llguidance's notation, text alone, where the form is the grammar `@form`; `grammar/structured.py` checks it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import regex
+
+from server.parsing.answer_formats import HeldForm, Marked, Marks, Tags
+from server.text.model_tokenizer import Tokenizer
+
+_SPACE = "WS: /[ \\n]{0,3}/"
+MARKED_TEXT = "marked"
+"""The rule of a text of Gemma's behind its first mark, and of the second."""
+_ANY_KEY = "/[^<>\\n]+/"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldValue:
+    """Of an argument in tags. `term`: of Lark; "" for any text."""
+
+    key: str
+    term: str
+    is_required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HeldArguments:
+    """`term`: of Lark, where calls have JSON or Gemma's form, "" for any text; `rules`: those that it names. `keys`: of
+    arguments in tags, empty for any; `values`: all of them one by one, in this order, where they are held, else none.
+    """
+
+    term: str
+    keys: tuple[str, ...]
+    values: tuple[HeldValue, ...]
+    rules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCalls:
+    """`tools`: names, and what the arguments of each are."""
+
+    tools: Sequence[tuple[str, HeldArguments]]
+    held: HeldForm
+    is_many: bool
+
+
+def write_answer(
+    calls: HeldCalls | None, has_form: bool, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer
+) -> str:
+    """is_reasoning: the prompt has begun it."""
+    spell = speller(tokenizer)
+    rules = [] if calls is None else _write_calls(calls, spell)
+    answer = " | ".join((["calls"] if calls is not None else []) + (["@form"] if has_form else []))
+    if reasoning is None:
+        return "\n".join([f"start: {answer}", *rules])
+    begun = "thought WS" if is_reasoning else f"({spell(reasoning.begin)} thought WS)?"
+    return "\n".join([f"start: {begun} ({answer})", _SPACE, _any_until("thought", reasoning.end, spell), *rules])
+
+
+def write_free_answer(calls: HeldCalls, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer) -> str:
+    """Words, and calls and reasoning among them wherever one begins. The last reasoning may stay open."""
+    spell = speller(tokenizer)
+    held, names = calls.held, _group_names(calls)
+    opens = held.opens.replace("{names}", "|".join(regex.escape(name) for name, _ in calls.tools))
+    if reasoning is not None:
+        opens += "|" + regex.escape(reasoning.begin)
+    rules = [_terminal("WORDS", f"({opens})")]
+    if held.mark:
+        rest = replace(held, begin=held.begin.removeprefix(held.mark))
+        if not held.begin:
+            rest = replace(held, head=(held.head[0].removeprefix(held.mark), *held.head[1:]))
+        more = f" ({spell(rest.between)} call)*" if held.begin else ""
+        among = [f"lead {spell(rest.begin)} call{more} {spell(rest.end)}"]
+        rules += [_words_until("lead", held.mark, spell), *_write_each(replace(calls, held=rest), names, spell)]
+    else:  # its head is what a call begins with
+        among = [f"lead_{i} called_{i}" for i in range(len(names))]
+        for i, (arguments, some) in enumerate(names.items()):
+            either = "|".join(map(regex.escape, some))
+            head = "".join(f"({either})".join(map(regex.escape, text.split("{name}"))) for text in held.head)
+            rules.append(f"lead_{i}[lazy]: WORDS /{_in_slashes(held.before + head)}/")
+            rules.append(f"called_{i}: {arguments.term} {spell(held.tail)}")
+    if reasoning is None:
+        return "\n".join([f"start: ({' | '.join(among)})* WORDS", *rules])
+    rules += [
+        f"words: ({' | '.join([*among, 'hm thought'])})* (WORDS | hm OPEN)",
+        _words_until("hm", reasoning.begin, spell),
+        _any_until("thought", reasoning.end, spell),
+        _terminal("OPEN", regex.escape(reasoning.end)),
+    ]
+    return "\n".join(["start: thought words | OPEN" if is_reasoning else "start: words", *rules])
+
+
+def _terminal(name: str, but: str) -> str:
+    """Any text in which a pattern matches nothing."""
+    return f"{name}: /(?s:.*)/ & ~/{_in_slashes(f'(?s:.*){but}(?s:.*)')}/"
+
+
+def _words_until(rule: str, mark: str, spell: Callable[[str], str]) -> str:
+    spelled = spell(mark)
+    return f"{rule}: WORDS {spelled}" if spelled.startswith("<[") else f"{rule}[lazy]: WORDS {spelled}"
+
+
+def _group_names(calls: HeldCalls) -> dict[HeldArguments, list[str]]:
+    """Tools whose arguments are the same are one rule."""
+    names: dict[HeldArguments, list[str]] = {}
+    for name, arguments in calls.tools:
+        names.setdefault(arguments, []).append(name)
+    return names
+
+
+def _write_calls(calls: HeldCalls, spell: Callable[[str], str]) -> list[str]:
+    held = calls.held
+    more = f" ({spell(held.between)} call)*" if calls.is_many else ""
+    begun = f"calls: {spell(held.begin)} call{more} {spell(held.end)}"
+    return [begun, *_write_each(calls, _group_names(calls), spell)]
+
+
+def _write_each(calls: HeldCalls, names: dict[HeldArguments, list[str]], spell: Callable[[str], str]) -> list[str]:
+    """The rule `call`, and those that it needs."""
+    held = calls.held
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(names)))]
+    takes_text = held.arguments == "text" or isinstance(held.arguments, Marked)
+    for i, arguments in enumerate(names):
+        is_text = takes_text and not arguments.term
+        head = " ".join(_name(text, names[arguments], spell) for text in held.head)
+        rules.append(f"call_{i}: {head} " + ("rest" if is_text else f"arguments_{i} {spell(held.tail)}"))
+        if isinstance(held.arguments, Tags):
+            rules += _write_tags(i, held.arguments, arguments, spell)
+        elif not is_text:
+            rules += [f"arguments_{i}: {arguments.term}", *arguments.rules]
+    if isinstance(held.arguments, Tags):
+        rules.append(_any_until("value", held.arguments.end, spell))
+    elif takes_text:
+        rules.append(_any_until("rest", held.tail, spell))
+    if isinstance(held.arguments, Marked):
+        rules.append(_any_until(MARKED_TEXT, held.arguments.mark, spell))
+    return rules
+
+
+def _write_tags(i: int, tags: Tags, arguments: HeldArguments, spell: Callable[[str], str]) -> list[str]:
+    begin, between, end = spell(tags.begin), spell(tags.between), spell(tags.end)
+    if not arguments.values:
+        key = " | ".join(map(json.dumps, arguments.keys)) or _ANY_KEY
+        return [f"arguments_{i}: ({begin} ({key}) {between} value)*"]
+    rules, every = [], []
+    for j, value in enumerate(arguments.values):
+        held = f"value_{i}_{j} {end}" if value.term else "value"
+        every.append(f"({begin} {json.dumps(value.key)} {between} {held})" + ("" if value.is_required else "?"))
+        rules += [f"value_{i}_{j}: {value.term}"] if value.term else []
+    return [f"arguments_{i}: {' '.join(every)}", *rules]
+
+
+def _in_slashes(pattern: str) -> str:
+    """A pattern as Lark has it, on one line."""
+    return pattern.replace("\\\n", r"\n").replace("\n", r"\n").replace("/", r"\/")
+
+
+def _name(text: str, names: Sequence[str], spell: Callable[[str], str]) -> str:
+    """A text of a call's head, for any of these tools."""
+    if "{name}" not in text:
+        return spell(text)
+    return "(" + " | ".join(spell(text.replace("{name}", name)) for name in names) + ")"
+
+
+def _any_until(rule: str, end: str, spell: Callable[[str], str]) -> str:
+    """A rule: any text up to `end`, and that."""
+    spelled = spell(end)
+    if spelled.startswith("<["):
+        return f"{rule}: /(?s:.*)/ {spelled}"
+    return f"{rule}[lazy]: /(?s:.*){_in_slashes(regex.escape(end))}/"
+
+
+def speller(tokenizer: Tokenizer) -> Callable[[str], str]:
+    """What gives a text as Lark has it, the special tokens in it by their ids; of an empty one nothing."""
+    ids = {tokenizer.token_bytes(token_id).decode(): token_id for token_id in tokenizer.special_ids}
+    texts = sorted(filter(None, ids), key=len, reverse=True)
+    special = regex.compile(f"({'|'.join(map(regex.escape, texts)) or '(?!)'})")
+
+    def spell(text: str) -> str:
+        pieces = special.split(text)
+        return " ".join(f"<[{ids[piece]}]>" if i % 2 else json.dumps(piece) for i, piece in enumerate(pieces) if piece)
+
+    return spell

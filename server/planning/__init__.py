@@ -1,0 +1,1 @@
+"""Resolve a deployment against a machine."""

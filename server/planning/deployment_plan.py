@@ -1,0 +1,157 @@
+"""A deployment resolved against a machine: what was left out is filled in, and each byte has its place.
+
+Knows configuration, the model's shape and the machine; allocates and loads nothing, so a plan can be made for a machine
+that is elsewhere and, where `model.shape` names it, for a model that is not there yet. Resolving returns a new
+deployment, and resolving that one again changes nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpu.config import ModelConfig
+from gpu.memory.demand import Place
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
+from gpu.memory.plan import MemoryPlan
+from gpu.model.architecture import (
+    NAMED_SHAPES,
+    Architecture,
+    ModelError,
+    named_shape,
+    read_architecture,
+    shape_with_rope,
+)
+from gpu.model.humming_formats import describe_own, multiplied
+from gpu.model.matrix_formats import rounded
+from gpu.profiles import Profile, resolve_profiles
+from scheduler.expert_choice import Way, captured_rows
+from scheduler.memory import find_expert_shares, plan_engine
+from server.deployment import Deployment
+from transfer.machine import GIB, MachineProfile
+
+NOT_PLAIN = (
+    "documents: answers are near those of plain text, not equal: on SmolLM2-135M-Instruct the KL along an answer is "
+    "0.04 nats with 3 chunks and 0.08 with 9 (the aim is 0.05); `tandem eval fusion` measures another model"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPlan:
+    deployment: Deployment
+    architecture: Architecture
+    memory: MemoryPlan
+    profiles: dict[str, Profile]
+    machine: MachineProfile
+    notes: tuple[str, ...]
+
+
+def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
+    """The model's shape, from its folder or its name, and a note where the folder is not there yet.
+
+    Raises ModelError for a folder that is missing without `model.shape`, or broken, or of another shape than it says.
+    """
+    shape, notes = _find_shape(model)
+    shape = multiplied(rounded(shape, model.weights, "model.weights"), model.products, "model.products")
+    own = describe_own(shape) if model.products == "humming" else ""
+    return shape, (*notes, f"model.products: humming, but for {own}") if own else notes
+
+
+def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
+    if model.random_weights is not None:
+        return shape_with_rope(model.random_weights, model.rope), ("random weights: the text means nothing",)
+    assert model.path is not None, "ModelConfig gives a path or random weights"
+    if model.shape is not None and model.shape not in NAMED_SHAPES:
+        raise ModelError(f"model.shape: unknown shape {model.shape!r}; known: {', '.join(NAMED_SHAPES)}")
+    if model.shape is not None and not model.path.exists():
+        shape = shape_with_rope(model.shape, model.rope)
+        return shape, (f"{model.path} is not there: planned with the shape {model.shape}; serving needs the folder",)
+    architecture = read_architecture(model.path, model.rope, model.ignore_config_keys)
+    if model.shape is not None and architecture.num_weights != named_shape(model.shape).num_weights:
+        raise ModelError(
+            f"model.shape: {model.shape} has {named_shape(model.shape).num_weights:,} weights, {model.path} has "
+            f"{architecture.num_weights:,}; correct it or leave it out"
+        )
+    quantisation = architecture.quantisation
+    note = quantisation.note if quantisation is not None else None
+    return architecture, () if note is None else (f"{model.path.name}: {note}",)
+
+
+def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPlan:
+    """Fill in what the deployment leaves to the machine. Raises ModelError, ProfileError or PlanError with one line."""
+    architecture, notes = find_architecture(deployment.model)
+    profiles = resolve_profiles(deployment.profiles, deployment.host)
+    memory = plan_engine(deployment, architecture, machine)
+    scheduler, prefill = deployment.scheduler, deployment.scheduler.prefill
+    place: Place = "gpu" if memory.device == "cuda" else "host"
+    gpu = deployment.gpu.model_copy(
+        update={
+            "device": memory.device,
+            "dtype": memory.dtype,
+            "kv": "auto" if memory.kv == memory.dtype else memory.kv,
+            "memory_limit_gib": memory.limit_bytes[place] / GIB,
+            "kv_cache_gib": memory.kv_bytes / GIB,
+            "kv_windows": memory.num_windows or None,
+            "experts_gib": None
+            if memory.experts_on_card is None
+            else find_expert_shares(architecture, memory).card_gib,
+            "host_experts": _name_of_way(deployment, memory, architecture),
+            "threads": memory.threads,
+        }
+    )
+    host = deployment.host and deployment.host.model_copy(
+        update={
+            "memory_limit_gib": memory.host_limit_bytes / GIB,
+            "dense_layers": memory.dense_layers,
+            "resident_tokens": memory.resident_tokens,
+            "sink_tokens": memory.sink_tokens,
+            "window_tokens": memory.window_tokens,
+            "threads": deployment.host.threads or machine.physical_cores,
+        }
+    )
+    documents = deployment.documents and deployment.documents.model_copy(
+        update={"select_layer": min(deployment.documents.select_layer, architecture.num_layers - 1)}
+    )
+    resolved_scheduler = scheduler.model_copy(
+        update={
+            "max_context_tokens": memory.max_context_tokens,
+            "prefill": prefill.model_copy(update={"max_hidden_tokens": memory.max_hidden_tokens}),
+        }
+    )
+    name = deployment.model.name or architecture.name
+    model = deployment.model.model_copy(
+        update={"name": name, "tokenizer": deployment.model.tokenizer or deployment.model.path}
+    )
+    resolved = deployment.model_copy(
+        update={"model": model, "gpu": gpu, "host": host, "documents": documents, "scheduler": resolved_scheduler}
+    )
+    notes = (*notes, *memory.notes, *_tell_what_gains_nothing(memory.device, profiles))
+    if documents is not None and documents.policy != "vanilla" and documents.ratio < 1:
+        notes = (*notes, NOT_PLAIN)
+    return ResolvedPlan(resolved, architecture, memory, profiles, machine, notes)
+
+
+def _tell_what_gains_nothing(device: str, profiles: Mapping[str, Profile]) -> tuple[str, ...]:
+    """Name the profiles that read less than everything and are slower for it, where the CPU is the device."""
+    slower = [
+        name
+        for name, profile in profiles.items()
+        if profile.is_sampled
+        or profile.block_fetch is not None
+        or any(part.method.slot == "prefill" for part in profile.parts)
+    ]
+    if device != "cpu" or not slower:
+        return ()
+    return (
+        f"profiles {', '.join(slower)}: on the CPU device a demonstration, not a gain: with 135M weights and 5,900 "
+        "tokens on two cores a token took 60 ms exact, 290 sampled, 570 predicted+sampled and 730 predicted, and a "
+        "prompt of 3,072 tokens 29 s dense and 53 s by MOMO",
+    )
+
+
+def _name_of_way(deployment: Deployment, memory: MemoryPlan, architecture: Architecture) -> Way:
+    """`gpu.host_experts`: what the plan does with experts in host memory, if any lie there."""
+    if memory.device == "cpu" or not find_expert_shares(architecture, memory).host_bytes:
+        return "auto"
+    if not memory.computed_rows:
+        return "fetch"
+    of_all = captured_rows(deployment.gpu, deployment.scheduler.max_running, MOST_COMPUTED_ROWS)
+    return "compute" if memory.computed_rows == of_all else memory.computed_rows

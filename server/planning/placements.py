@@ -1,0 +1,376 @@
+"""Where a deployment could have its contexts, and what a token would take there: one placement held against another.
+
+Three are planned, each with a memory plan of its own: all on the device; device and host, where the CPU reads all that
+went down; device and host, where it reads a sample. A fourth is the default profile's, if that fetches blocks that it
+predicts: these are read on the device, and the CPU reads nothing of the rest, or a sample, or all of it in one step of
+`calibrate_every`. What a step takes is bytes
+over rates, one after the other, as the floors of `tandem bench long` are: hops, launches and what overlaps are not in
+it. It allocates and measures nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gpu.config import Profiles
+from gpu.memory.demand import PlanError
+from gpu.memory.expert_shares import most_experts
+from gpu.memory.host_demand import HostDemand
+from gpu.memory.plan import MemoryPlan
+from gpu.methods.method import BlockFetch, ProfilePart
+from gpu.methods.registry import list_methods
+from gpu.model.architecture import Architecture
+from gpu.profiles import Profile, ProfileError
+from scheduler.capacity import host_capacity
+from scheduler.expert_choice import ExpertTimes, find_times
+from scheduler.memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
+from scheduler.step_bytes import StepBytes
+from server.deployment import Deployment
+from server.planning.deployment_plan import ResolvedPlan
+from transfer.config import HostConfig
+from transfer.rates import Rates
+from transfer.tier_shape import TierShape
+
+Name = Literal["device", "offloaded", "sampled", "predicted", "predicted+sampled"]
+WORDS: dict[Name, str] = {
+    "device": "all on the device",
+    "offloaded": "device and host, exact",
+    "sampled": "device and host, sampled",
+    "predicted": "predicted blocks, the rest dropped",
+    "predicted+sampled": "predicted blocks, the rest sampled",
+}
+ALWAYS: tuple[Name, ...] = ("device", "offloaded", "sampled")
+EXACT: tuple[Name, ...] = ("device", "offloaded")
+SAMPLING: tuple[Name, ...] = ("sampled", "predicted+sampled")
+BATCHES = (1, 2, 4, 8, 16)  # of those, what fits anywhere
+PAYS = 1.1  # tokens/s of sampling over those of reading all: for less, nobody should give up what it leaves out
+
+# Two codes' bits agree at this rate where 10 bits and 150 tables read 2.5 % of the keys: random weights have 1.6 %,
+# real models 2 to 3 (docs/LAB.md).
+BIT_AGREEMENT = 0.5257
+
+
+@dataclass(frozen=True, slots=True)
+class StepEstimate:
+    """One of `batch` rows, each with a whole context. down_tokens: of each, read on the host. Milliseconds by what they
+    are for; `experts_ms`: of those in host memory that the rows take, over the link, or on the CPU if it computes them;
+    `link_ms`: queries and partials; `fetch_ms`: predicted blocks, if each prediction chooses other ones.
+    """
+
+    batch: int
+    down_tokens: int
+    weights_ms: float
+    experts_ms: float
+    device_kv_ms: float
+    link_ms: float
+    host_ms: float
+    fetch_ms: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        """What each of its rows waits for a token."""
+        return self.weights_ms + self.experts_ms + self.device_kv_ms + self.link_ms + self.host_ms + self.fetch_ms
+
+    @property
+    def tokens_s(self) -> float:
+        return 1e3 * self.batch / self.ms
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`steps`: for each batch asked for, None where so many contexts do not fit; `most_contexts`: that do at once;
+    why_not: none fits, or it cannot be had.
+    """
+
+    name: Name
+    most_contexts: int
+    steps: tuple[StepEstimate | None, ...]
+    why_not: str | None
+
+    @property
+    def first(self) -> StepEstimate | None:
+        return self.steps[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of placements for contexts of `context_tokens`. `share_read`: of the keys on the host, for each query head, where
+    they are sampled. `taken`: what requests that name no profile get. `experts`: what is told of those in host memory.
+    """
+
+    context_tokens: int
+    batches: tuple[int, ...]
+    share_read: float
+    rates: Rates
+    placements: tuple[Placement, ...]
+    taken: Name
+    verdict: str
+    sampling: str
+    experts: str | None
+
+    def get(self, name: Name) -> Placement:
+        return next(placement for placement in self.placements if placement.name == name)
+
+
+def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates) -> Comparison:
+    """`plan`: the deployment resolved. What the deployment leaves open is left to each placement's own plan, but for
+    the length of contexts, which is the plan's for all of them.
+    """
+    context, running = plan.memory.max_context_tokens, deployment.scheduler.max_running
+    batches = tuple(sorted({min(batch, running) for batch in BATCHES}))
+    sampled = (deployment.host or HostConfig()).sampled
+    share = expected_share(sampled.bits_per_table, sampled.num_tables)
+    taken = _name_of(plan.profiles[deployment.scheduler.default_profile])
+    found = []
+    for name in (*ALWAYS, *(() if taken in ALWAYS else (taken,))):
+        try:
+            found.append(_place(_plan_for(name, taken, deployment, plan), batches, share, rates))
+        except (PlanError, ProfileError) as error:
+            found.append(Placement(name, 0, (None,) * len(batches), str(error)))
+    fitting = [index for index, batch in enumerate(batches) if index == 0 or any(one.steps[index] for one in found)]
+    batches = tuple(batches[index] for index in fitting)
+    found = [replace(one, steps=tuple(one.steps[index] for index in fitting)) for one in found]
+    best = _find_best(found)
+    verdict = _explain(found, taken, best, context, is_asked=deployment.scheduler.default_profile)
+    return Comparison(context, batches, share, rates, tuple(found), taken, verdict, _judge_sampling(found),
+                      _tell_experts(plan, batches, rates))  # fmt: skip
+
+
+def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> str | None:
+    """What those in host memory cost: a step by its rows, if these take theirs at random, and a prompt."""
+    moved = StepBytes(plan.architecture, plan.memory, None)
+    if not moved.fetched(1):
+        return None
+    link, shares = rates.of["host_to_device_gb_s"], find_expert_shares(plan.architecture, plan.memory)
+    times = find_times(shares, rates, plan.memory.threads)
+
+    def steps(computes: bool) -> str:
+        return ", ".join(
+            f"batch {batch}: {moved.fetched(batch) / 1e9:.2f} GB, {_experts_ms(moved, times, batch):,.1f} ms"
+            for batch in batches
+            if moved.computes(batch) == computes
+        )
+
+    said = []
+    if steps(True):
+        bound = f"as fast as its {times.threads} threads make such numbers" if times.is_bound_by_cores(1) else (
+            f"read at {times.host_gb_s:g} GB/s"
+        )  # fmt: skip
+        said += [
+            f"what the CPU computes of them in a step, {bound}: {steps(True)}",
+            f"fetched over {link:g} GB/s they would take {times.fetch_ms(1):,.1f} ms at batch 1",
+        ]
+    if steps(False):
+        said += [f"what a step fetches of them over {link:g} GB/s: {steps(False)}"]
+    return (
+        f"experts: {shares.on_host} of each layer's {most_experts(plan.architecture)} lie in host memory; "
+        f"{'; '.join(said)}; a prompt of more than a few tokens copies all, {shares.host_bytes / 1e9:.1f} GB, "
+        f"{shares.host_bytes / link / 1e9:.1f} s"
+    )
+
+
+def _experts_ms(moved: StepBytes, times: ExpertTimes, batch: int) -> float:
+    """Of those in host memory, in a step of so many rows."""
+    return times.compute_ms(batch) if moved.computes(batch) else times.fetch_ms(batch)
+
+
+def expected_share(bits_per_table: int, num_tables: int) -> float:
+    """Of the keys, those whose code agrees with a query's in two tables or more (MagicPIG section 4.2), where each bit
+    agrees by BIT_AGREEMENT.
+    """
+    collides = BIT_AGREEMENT**bits_per_table
+    none = (1 - collides) ** num_tables
+    return 1 - none - num_tables * collides * (1 - collides) ** (num_tables - 1)
+
+
+def _name_of(profile: Profile) -> Name:
+    if not profile.goes_down:
+        return "device"
+    if profile.block_fetch is not None:
+        return "predicted+sampled" if profile.is_sampled else "predicted"
+    return "sampled" if profile.is_sampled else "offloaded"
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A deployment as it would be with one placement, its memory, and the length of its contexts. fetches: the part
+    that fetches predicted blocks, if one does. tier, demand: None where the host is not used.
+    """
+
+    name: Name
+    config: Deployment
+    memory: MemoryPlan
+    architecture: Architecture
+    context: int
+    fetches: ProfilePart | None
+
+    @property
+    def tier(self) -> TierShape | None:
+        return None if self.name == "device" else find_tier_shape(self.config, self.architecture, self.memory)
+
+    @property
+    def demand(self) -> HostDemand | None:
+        return None if self.name == "device" else find_host_demand(self.config, self.architecture, self.memory)
+
+
+def _plan_for(name: Name, taken: Name, deployment: Deployment, plan: ResolvedPlan) -> _Planned:
+    """The taken one is the deployment as it is. Raises PlanError and ProfileError where a placement cannot be had."""
+    context = plan.memory.max_context_tokens
+    if name == taken:
+        fetches = plan.profiles[deployment.scheduler.default_profile].ring_part if name not in ALWAYS else None
+        return _Planned(name, plan.deployment, plan.memory, plan.architecture, context, fetches)
+    scheduler = deployment.scheduler.model_copy(update={"max_context_tokens": context})
+    host: HostConfig | None = deployment.host or HostConfig()
+    profiles = deployment.profiles
+    if name == "device":
+        host, profiles = None, _without_host(profiles)
+    config = deployment.model_copy(update={"host": host, "profiles": profiles, "scheduler": scheduler})
+    return _Planned(
+        name, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context, None
+    )
+
+
+def _without_host(profiles: Profiles) -> Profiles:
+    methods = list_methods()
+    return {name: one for name, one in profiles.items() if methods[one.host.method].reading is None}
+
+
+def _place(planned: _Planned, batches: Sequence[int], share: float, rates: Rates) -> Placement:
+    most, why_not = _count_contexts(planned)
+    steps = [_step(planned, batch, share, rates) if batch <= most else None for batch in batches]
+    return Placement(planned.name, most, tuple(steps), why_not)
+
+
+def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
+    """How many whole contexts there is room for at once, and what there is too little of for one."""
+    memory, context = planned.memory, planned.context
+    running, pages = planned.config.scheduler.max_running, -(-context // memory.page_tokens)
+    tier, demand = planned.tier, planned.demand
+    if tier is None or demand is None:
+        most = min(running, memory.num_pages // pages)
+        if memory.num_windows:
+            most = min(most, memory.num_windows)
+        tokens = memory.num_pages * memory.page_tokens
+        beside = " beside the host tier" if planned.config.host is not None else ""
+        return most, None if most else f"KV pages hold {tokens:,} of {context:,} tokens{beside}"
+    down = demand.deposited_tokens(context)
+    blocks = -(-demand.running_tokens(context) // memory.page_tokens) + demand.dense_blocks(down)
+    in_pages = memory.num_pages // (blocks if down else pages)
+    capacity = host_capacity(memory, tier)
+    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, planned.name in SAMPLING, False) if down else 0
+    in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
+    most = min(running, in_pages, in_host)
+    if planned.fetches is not None:
+        most = min(most, memory.num_rings[str(planned.fetches)])
+    return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
+
+
+def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEstimate:
+    """Each context has an equal part of the pages, and the CPU reads what does not fit there."""
+    memory, context, architecture = planned.memory, planned.context, planned.architecture
+    tier, demand = planned.tier, planned.demand
+    down = 0 if demand is None else context - demand.resident_tokens_of(context, memory.num_pages // batch)
+    moved = StepBytes(architecture, memory, tier)
+    is_cuda = memory.device == "cuda"
+    device_gb_s = rates.of["device_stream_gb_s" if is_cuda else "host_stream_gb_s"]
+    tflop_s = rates.of["bf16_matmul_tflop_s" if is_cuda else "host_matmul_tflop_s"]
+    experts_ms = 0.0
+    if moved.fetched(batch):
+        times = find_times(find_expert_shares(architecture, memory), rates, memory.threads)
+        experts_ms = _experts_ms(moved, times, batch)
+    products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
+    link_ms = host_ms = fetch_ms = 0.0
+    read_tokens = 0  # of what is down, on the device
+    if tier is not None and demand is not None and down:
+        if is_cuda:
+            link_ms = batch * len(tier.layers) * demand.asked_row_bytes / rates.of["host_to_device_gb_s"] / 1e6
+        fetch = _find_fetch(planned)
+        if fetch is not None:
+            read_tokens = min(fetch.budget_tokens, down)
+            gb_s = rates.of["host_to_device_gb_s" if is_cuda else "host_stream_gb_s"]
+            rows = batch * fetch.most_fetched_tokens(down) * moved.host_rows_of_token
+            fetch_ms = rows * moved.host_row / gb_s / 1e6
+        if fetch is not None and planned.name == "predicted":
+            rows = fetch.full_share * batch * (down - read_tokens) * moved.host_rows_of_token
+            host_gb_s = rates.of["host_stream_gb_s"]
+        elif planned.name in SAMPLING:
+            rows = batch * share * (down - read_tokens) * len(tier.layers) * tier.num_heads
+            host_gb_s = rates.of["host_random_rows_gb_s"]
+        else:
+            rows, host_gb_s = batch * down * moved.host_rows_of_token, rates.of["host_stream_gb_s"]
+        host_ms = rows * moved.host_row / host_gb_s / 1e6
+    return StepEstimate(
+        batch,
+        down,
+        max(moved.weights(batch) / device_gb_s / 1e6, products_ms),
+        experts_ms,
+        batch * moved.device_kv(context, down - read_tokens) / device_gb_s / 1e6,
+        link_ms,
+        host_ms,
+        fetch_ms,
+    )
+
+
+def _find_fetch(planned: _Planned) -> BlockFetch | None:
+    """What a long context has fetched; None where nothing is, and for one that is too short for predictions."""
+    part = planned.fetches
+    if part is None or part.method.rings is None or part.method.rings.fetches is None:
+        return None
+    is_short = planned.context < part.method.rings.least_tokens(part.settings)
+    return None if is_short else part.method.rings.fetches(part.settings)
+
+
+def _find_best(placements: Sequence[Placement]) -> Name | None:
+    """The fastest at one context; one that reads less must pay for it beside one that reads all."""
+    best: Placement | None = None
+    for placement in placements:
+        if placement.first is None:
+            continue
+        gain = PAYS if placement.name not in EXACT and (best is None or best.name in EXACT) else 1.0
+        if best is None or best.first is None or best.first.ms > gain * placement.first.ms:
+            best = placement
+    return None if best is None else best.name
+
+
+def _explain(placements: Sequence[Placement], taken: Name, best: Name | None, context: int, is_asked: str) -> str:
+    by_name = {placement.name: placement for placement in placements}
+    step = by_name[taken].first
+    said = f"takes {WORDS[taken]}, as scheduler.default_profile: {is_asked} says"
+    if step is None:
+        return f"{said}; no context of {context:,} tokens fits there: {by_name[taken].why_not}"
+    said += f": {step.ms:,.1f} ms a token at {context:,} tokens"
+    if best is not None and best != taken:
+        other = by_name[best].first
+        assert other is not None, "placements: the best one fits"
+        if other.ms < step.ms:
+            return f"{said}; {WORDS[best]} would take {other.ms:,.1f}"
+        return f"{said}; {WORDS[best]} would take {other.ms:,.1f} and read all there is"
+    others = []
+    for placement in placements:
+        if placement.name == taken:
+            continue
+        if placement.first is None:
+            others.append(f"{WORDS[placement.name]} does not fit")
+        else:
+            others.append(f"{WORDS[placement.name]} would take {placement.first.ms:,.1f}")
+    return f"{said}; {', '.join(others)}"
+
+
+def _judge_sampling(placements: Sequence[Placement]) -> str:
+    """For which batches it gives more tokens/s than the best that reads all, at as many contexts or fewer."""
+    exact = [placement for placement in placements if placement.name in EXACT]
+    sampled = next(placement for placement in placements if placement.name == "sampled")
+    if sampled.first is None:
+        return "sampling: cannot be had here"
+    pays: list[str] = []
+    does_not: list[str] = []
+    for index, step in enumerate(sampled.steps):
+        if step is None:
+            continue
+        rivals = [one for placement in exact for one in placement.steps[: index + 1] if one is not None]
+        best = max((one.tokens_s for one in rivals), default=0.0)
+        numbers = f"batch {step.batch}: {step.tokens_s:,.1f} tokens/s against {best:,.1f}"
+        (pays if step.tokens_s >= PAYS * best else does_not).append(numbers)
+    said = [f"sampling {word} at {'; '.join(found)}" for word, found in
+            (("pays", pays), ("does not pay", does_not)) if found]  # fmt: skip
+    return ". ".join(said)

@@ -1,0 +1,1 @@
+"""Render chats and documents as the text of a prompt."""

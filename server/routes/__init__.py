@@ -1,0 +1,1 @@
+"""Declare and answer the routes of the API, one folder for each surface."""

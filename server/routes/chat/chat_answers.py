@@ -1,0 +1,178 @@
+"""Answers of completions and of chat completions, whole and as the events of a stream: types alone.
+
+The same answers by other names are in `responses.py` and `messages.py`, in types of their own.
+"""
+
+from typing import Literal
+
+from server.routes.answer import Answer, Count
+
+FinishReason = Literal["stop", "length"] | None
+ChatFinishReason = Literal["stop", "length", "tool_calls"] | None
+StopReason = Literal["time_limit"] | None  # beside `length`: there was no more time
+
+
+class PromptTokensDetails(Answer):
+    """`reused`: of documents, computed before; `recomputed`: of these, computed again for this prompt."""
+
+    cached_tokens: Count
+    reused_tokens: Count
+    recomputed_tokens: Count
+
+
+class Usage(Answer):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[Count]
+
+
+class CompletionChoice(Answer):
+    """Describe one choice. The last two fields come if `return_token_ids` is true; a stream tells the prompt's once."""
+
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: StopReason = None
+    token_ids: list[Count] | None = None
+    prompt_token_ids: list[Count] | None = None
+
+
+class Completion(Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class AnsweredFunction(Answer):
+    """`arguments`: JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class ChatMessage(Answer):
+    """`content` is null beside calls, if nothing was said; the last two are there if they are not empty."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredCall] | None = None
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ChatChoice(Answer):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    stop_reason: StopReason = None
+    token_ids: list[Count] | None = None
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: Count
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[Count] | None = None
+
+
+class Progress(Answer):
+    index: Count
+    total: Count
+    cache: Count
+    processed: Count
+    time_ms: Count
+
+
+class CompletionChunk(Answer):
+    """An event of a stream; `choices` is empty in those of progress and usage."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    prompt_progress: Progress | None = None
+
+
+class FunctionDelta(Answer, kw_only=True):
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(Answer, kw_only=True):
+    """Of the call with this index: id and name come first, its arguments in pieces."""
+
+    index: Count
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class ChatDelta(Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+
+
+class ChatChunkChoice(Answer):
+    index: Count
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    stop_reason: StopReason = None
+    token_ids: list[Count] | None = None
+
+
+class ChatChunk(Answer):
+    """An event of a stream; `choices` is empty in those of progress and usage."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: Count
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_progress: Progress | None = None
+    prompt_token_ids: list[Count] | None = None

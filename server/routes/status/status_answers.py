@@ -1,0 +1,83 @@
+"""What the server says of itself, to users and to routers: types alone.
+
+The model and its tokenizer, the engine's limits and load, and whether it serves.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from server.routes.answer import Answer, Count
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    root: str
+    max_model_len: int | None
+    attention_profiles: list[str]
+
+
+class Models(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """The settings of the model's tokenizer, whatever they are, and the template in use."""
+
+    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+
+
+class ServerInfo(Answer):
+    """As SGLang's servers tell it."""
+
+    model_id: str
+    served_model_name: str
+    model_path: str
+    version: str
+    tp_size: Count
+    dp_size: Count
+    max_total_tokens: Count
+    max_running_requests: Count
+    max_prefill_tokens: Count
+
+
+class Load(Answer):
+    """Of one rank. The counts are there once the engine has told them; the shares are from 0 to 1."""
+
+    dp_rank: Count
+    max_total_num_tokens: Count
+    max_running_requests: Count
+    num_running_reqs: Count | None = None
+    num_waiting_reqs: Count | None = None
+    num_total_reqs: Count | None = None
+    num_used_tokens: Count | None = None
+    token_usage: float | None = None
+    cache_hit_rate: float | None = None
+    utilization: float | None = None
+
+
+class Loads(Answer):
+    dp_rank_count: Count
+    loads: list[Load]
+
+
+class Health(Answer):
+    """`stage` and `fraction` while it loads."""
+
+    status: Literal["ready", "loading", "draining", "hung", "dead", "failed"]
+    stage: str | None = None
+    fraction: float | None = None
+
+
+class Live(Answer):
+    status: Literal["alive", "dead"]
+
+
+class Version(Answer):
+    version: str

@@ -1,0 +1,13 @@
+"""Answers of `/tokenize` and `/detokenize`: types alone."""
+
+from server.routes.answer import Answer, Count
+
+
+class Tokens(Answer):
+    tokens: list[int]
+    count: Count
+    max_model_len: Count
+
+
+class Text(Answer):
+    prompt: str

@@ -1,0 +1,46 @@
+"""Answers of embeddings and of ranking: types alone."""
+
+from typing import Literal
+
+from server.routes.answer import Answer, Count
+
+
+class VectorUsage(Answer):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class Embedding(Answer):
+    """`embedding`: of length 1; base64 of little-endian float32 where that is asked for."""
+
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str
+
+
+class Embeddings(Answer):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: VectorUsage
+
+
+class RankedDocument(Answer):
+    text: str
+
+
+class RankedResult(Answer):
+    """`relevance_score`: a cosine, or the probability of yes against no."""
+
+    index: Count
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class Ranking(Answer):
+    """Best first."""
+
+    id: str
+    model: str
+    results: list[RankedResult]
+    usage: VectorUsage

@@ -1,0 +1,200 @@
+"""`/v1/embeddings`, and `/rerank` by what the deployment says that the model ranks by: prompts become vectors.
+
+A vector is a generation of no token, so limits, metrics and cancellation are those of all others.
+"""
+
+import base64
+import time
+import uuid
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from gpu.pooling import Pooling
+from scheduler.messages import Ready
+from server import logs
+from server.api_error import invalid
+from server.bodies.body_reader import read_body
+from server.bodies.chat_message import Message
+from server.bodies.generation_bodies import CompletionBody, check_completion
+from server.bodies.vector_bodies import MAX_INPUTS, EmbeddingsBody, RankedText, RerankBody, VectorBody
+from server.generation.event_stream import watched
+from server.generation.generation import Disconnected, Generation, Job, collect
+from server.generation.prompt_tokens import Prompt, chat_prompt, check_room, completion_prompts, context_of
+from server.prompting.conversation import Conversation
+from server.routes.chat.chat_routes import CLIENT_GONE, start_generation
+from server.service.service import Service, service_of
+
+RANKING_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+
+router = APIRouter()
+
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
+    'answer can only be "yes" or "no".'
+)
+_NO_THOUGHT = "<think>\n\n</think>\n\n"
+_NO_RANKING = "this model is not known to rank; set model.ranking to cosine (embeddings) or yes_no (Qwen3-Reranker)"
+
+
+@router.post("/v1/embeddings")
+async def embeddings(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, EmbeddingsBody, service.body_room, service.texts, service.settings)
+    service.check_model(body.model)
+    pooling = _embedding_of(service)
+    if body.dimensions is not None and not service.vectors.is_nested:
+        raise invalid("dimensions", "embeddings of this model are served whole (model.nested_embeddings); leave it out")
+    prompts = await _prompts(service, body, "input", body.input, service.supervisor.ready())
+    try:
+        vectors = await _pool(request, body, prompts, pooling, "input")
+    except Disconnected:
+        return Response(status_code=CLIENT_GONE)
+    size = vectors.shape[1]
+    if body.dimensions is not None and body.dimensions > size:
+        raise invalid("dimensions", f"got {body.dimensions}, an embedding of this model has {size}")
+    rows = _normalised(vectors[:, : body.dimensions])
+    return await service.texts.run(rows.size, _write_embeddings, service, body, rows, _count(prompts))
+
+
+async def rerank(request: Request) -> Response:
+    service = service_of(request)
+    body = await read_body(request, RerankBody, service.body_room, service.texts, service.settings)
+    service.check_model(body.model)
+    ranking, limits = service.vectors.ranking, service.supervisor.ready()
+    if ranking is None:
+        raise invalid("model", _NO_RANKING, "unsupported_value")
+    texts = [document.text if isinstance(document, RankedText) else document for document in body.documents]
+    try:
+        if ranking.yes_no is not None:
+            prompts = await _questions(service, body, texts, limits)
+            yes, no = (await _pool(request, body, prompts, ranking.yes_no, "documents")).T
+            scores = 1 / (1 + np.exp(no.astype(np.float64) - yes))
+        else:
+            if body.instruction is not None:
+                raise invalid("instruction", "embeddings are compared as they are; leave it out")
+            prompts = await _prompts(service, body, "query", body.query, limits)
+            prompts += await _prompts(service, body, "documents", list(texts), limits)
+            rows = _normalised(await _pool(request, body, prompts, _embedding_of(service), "documents"))
+            scores = rows[1:] @ rows[0]
+    except Disconnected:
+        return Response(status_code=CLIENT_GONE)
+    best = sorted(range(len(texts)), key=lambda index: (-scores[index], index))[: body.top_n]
+    results = [
+        {"index": index, "relevance_score": float(scores[index])}
+        | ({} if body.return_documents is False else {"document": {"text": texts[index]}})
+        for index in best
+    ]
+    usage = _count(prompts)
+    tree = {"id": f"rerank-{uuid.uuid4().hex}", "model": service.model_name, "results": results, "usage": usage}
+    return Response(msgspec.json.encode(tree), media_type="application/json")
+
+
+for _path in RANKING_PATHS:
+    router.post(_path)(rerank)
+
+
+async def _prompts(
+    service: Service, body: VectorBody, name: str, given: str | list[str | int | list[int]], limits: Ready
+) -> list[Prompt]:
+    """As the prompts of completions. Raises ApiError 400 that names the input."""
+    is_many = isinstance(given, list) and not (given and isinstance(given[0], int))
+    if is_many and len(given) > MAX_INPUTS:
+        raise invalid(name, f"{len(given)} inputs, at most {MAX_INPUTS} are allowed")
+    asked = _generation_body(body, given)
+    check_completion(asked)
+    context = context_of(asked, limits)
+    prompts = await completion_prompts(service, asked, limits, name)
+    for i, prompt in enumerate(prompts):
+        check_room(f"{name}[{i}]" if is_many else name, prompt, context)
+    return prompts
+
+
+async def _questions(service: Service, body: RerankBody, texts: list[str], limits: Ready) -> list[Prompt]:
+    """Whether each document fits, as Qwen3-Reranker is asked. Raises ApiError 400 that names the document."""
+    context = context_of(_generation_body(body, ""), limits)
+    instruction = _INSTRUCTION if body.instruction is None else body.instruction
+    skips_thought = service.tokenizer.vocabulary.token_to_id("</think>") is not None
+    ending = service.tokenizer.encode_inside(_NO_THOUGHT) if skips_thought else []
+    prompts = []
+    for i, text in enumerate(texts):
+        question = f"<Instruct>: {instruction}\n<Query>: {body.query}\n<Document>: {text}"
+        messages = [Message(role="system", content=_SYSTEM), Message(role="user", content=question)]
+        prompt = await chat_prompt(service, Conversation(messages), context)
+        prompts.append(Prompt(prompt.token_ids + ending, "", 0))
+        check_room(f"documents[{i}]", prompts[-1], context)
+    return prompts
+
+
+async def _pool(request: Request, body: VectorBody, prompts: list[Prompt], pooling: Pooling, param: str) -> np.ndarray:
+    """Float32 `[prompts, entries]`. As many go to the engine at a time as it runs. Raises ApiError and Disconnected."""
+    service = service_of(request)
+    asked, limits = _generation_body(body, ""), service.supervisor.ready()
+    at_once = service.deployment.scheduler.max_running
+    began_s = time.monotonic()
+    rows: list[np.ndarray] = []
+    for begin in range(0, len(prompts), at_once):
+        jobs = [Job(prompt, 0, pooling=pooling) for prompt in prompts[begin : begin + at_once]]
+        generation = start_generation(request, "vec", asked, jobs, limits, time.monotonic() - began_s)
+        async with watched(request.receive, generation):
+            await generation.submit(None, None, param)
+            rows += await _vectors_of(generation)
+    return np.stack(rows)
+
+
+async def _vectors_of(generation: Generation) -> list[np.ndarray]:
+    try:
+        gathered = await collect(generation)
+    except Disconnected:
+        logs.info("client_gone", id=generation.id)
+        raise
+    found = [update.delta.pooled for updates in gathered for update in updates if update.delta.pooled is not None]
+    assert len(found) == len(generation.jobs), "the engine tells one vector for each prompt"
+    return [np.frombuffer(raw, np.float32) for raw in found]
+
+
+def _generation_body(body: VectorBody, prompt: str | list[str | int | list[int]]) -> CompletionBody:
+    """What the engine and the prompts are told by."""
+    cut = body if isinstance(body, EmbeddingsBody) else EmbeddingsBody(input="")
+    return CompletionBody(
+        prompt=prompt,
+        temperature=0.0,
+        max_tokens=0,
+        attention_profile=body.attention_profile,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+        max_seconds=body.max_seconds,
+        truncate_prompt_tokens=cut.truncate_prompt_tokens,
+        truncation_side=cut.truncation_side or "right",
+    )
+
+
+def _embedding_of(service: Service) -> Pooling:
+    if service.vectors.embedding is None:
+        raise invalid("model", service.vectors.why_not, "unsupported_value")
+    return service.vectors.embedding
+
+
+def _normalised(rows: np.ndarray) -> np.ndarray:
+    """Of length 1; one of zeros stays as it is."""
+    lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+    return (rows / np.where(lengths == 0, 1, lengths)).astype(np.float32)
+
+
+def _write_embeddings(service: Service, body: EmbeddingsBody, rows: np.ndarray, usage: dict[str, int]) -> Response:
+    def spell(row: np.ndarray) -> str | list[float]:
+        if body.encoding_format == "base64":
+            return base64.b64encode(row.astype("<f4").tobytes()).decode()
+        return [float(entry) for entry in row]
+
+    data = [{"object": "embedding", "index": index, "embedding": spell(row)} for index, row in enumerate(rows)]
+    tree = {"object": "list", "data": data, "model": service.model_name, "usage": usage}
+    return Response(msgspec.json.encode(tree), media_type="application/json")
+
+
+def _count(prompts: Sequence[Prompt]) -> dict[str, int]:
+    num = sum(len(prompt.token_ids) for prompt in prompts)
+    return {"prompt_tokens": num, "total_tokens": num}

@@ -1,0 +1,213 @@
+"""What every route shares: the deployment, the tokenizer, the engine's keeper, the counters, and whether we drain."""
+
+import hashlib
+import hmac
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.requests import Request
+
+from gpu.memory.plan import MemoryPlan
+from server.api_error import unknown_model
+from server.bodies.body_memory import BodyRoom
+from server.deployment import ConfigError, Deployment, ServerConfig
+from server.engine.prometheus import Metrics
+from server.engine.start_events import OnStart
+from server.engine.supervisor import Supervisor
+from server.parsing.answer_formats import AnswerFormat, choose_format
+from server.prompting.chat_template import ChatTemplate, load_template
+from server.service.sampling_defaults import SamplingDefaults, load_sampling_defaults
+from server.service.vector_settings import Vectors, load_vectors
+from server.stores.document_texts import Documents, open_documents
+from server.stores.response_store import ResponseStore
+from server.text.control_tokens import ControlTokens
+from server.text.model_tokenizer import Tokenizer, load_tokenizer
+from server.text.text_pool import TextPool
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What of a service is read from files."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    answer_format: AnswerFormat | None
+    sampling_defaults: SamplingDefaults
+    key_digests: list[bytes]
+    vectors: Vectors
+
+
+@dataclass
+class Service:
+    """`draining` and `num_open` are the only fields that change."""
+
+    deployment: Deployment
+    tokenizer: Tokenizer
+    control_tokens: ControlTokens
+    texts: TextPool
+    body_room: BodyRoom
+    template: ChatTemplate | None
+    answer_format: AnswerFormat | None  # None: all of an answer is words
+    sampling_defaults: SamplingDefaults
+    metrics: Metrics
+    supervisor: Supervisor
+    model_name: str
+    key_digests: list[bytes]
+    vectors: Vectors
+    responses: ResponseStore
+    documents: Documents | None  # None: the deployment takes none
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    num_open: int = 0  # HTTP requests that a drain waits for
+
+    @property
+    def settings(self) -> ServerConfig:
+        return self.deployment.server
+
+    @property
+    def max_sequences(self) -> int:
+        """Of one request: more can never wait and run."""
+        return self.deployment.scheduler.max_queue + self.deployment.scheduler.max_running
+
+    @property
+    def max_tokenize_items(self) -> int:
+        """Characters (or ids) of a text that is tokenised though it need not fit."""
+        return self.settings.max_tokenize_kib * 1024
+
+    @property
+    def model_ids(self) -> list[str]:
+        """The model's name, then its aliases."""
+        return [self.model_name, *self.deployment.model.aliases]
+
+    def check_model(self, name: str | None) -> None:
+        """A body without `model` means the one there is. Raises ApiError 404."""
+        if name is not None and name not in self.model_ids:
+            raise unknown_model(name[:200], self.model_ids)
+
+    def knows_key(self, key: str) -> bool:
+        """Compares with every key, in time that does not depend on which one matches or where they differ."""
+        digest = _digest(key)
+        matches = [hmac.compare_digest(digest, known) for known in self.key_digests]
+        return any(matches)
+
+    def document_owner(self, key: str) -> str:
+        return _digest(f"documents of {key}").hex()
+
+    def cache_salt(self, key: str) -> str:
+        return _digest(f"prefixes of {key}").hex() if self.settings.cache_isolation == "key" else ""
+
+
+def build_service(
+    deployment: Deployment,
+    memory: MemoryPlan,
+    engine_command: Sequence[str],
+    on_start: OnStart | None,
+) -> Service:
+    """Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read."""
+    server = deployment.server
+    parts = load_parts(deployment)
+    metrics = Metrics()
+    return Service(
+        deployment=deployment,
+        tokenizer=parts.tokenizer,
+        control_tokens=ControlTokens(parts.tokenizer),
+        texts=TextPool(server.retry_after_seconds),
+        body_room=BodyRoom(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds),
+        template=parts.template,
+        answer_format=parts.answer_format,
+        sampling_defaults=parts.sampling_defaults,
+        metrics=metrics,
+        supervisor=Supervisor(deployment, memory, engine_command, metrics, on_start),
+        model_name=model_name(deployment),
+        key_digests=parts.key_digests,
+        vectors=parts.vectors,
+        responses=ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20)),
+        documents=open_documents(deployment, parts.tokenizer),
+    )
+
+
+def load_parts(deployment: Deployment) -> Parts:
+    """Raises ConfigError if the tokenizer, the chat template, the sampling defaults or the keys cannot be read."""
+    keys = read_keys(deployment.server)
+    tokenizer = load_tokenizer(deployment.model)
+    template = load_template(deployment.model, tokenizer)
+    answer_format = None
+    if template is not None:
+        with_tools = template.for_tools or template
+        source = template.source if with_tools is template else template.source + with_tools.source
+        answer_format = choose_format(deployment.model, source, with_tools.writes_tools, tokenizer.settings)
+    return Parts(
+        tokenizer=tokenizer,
+        template=template,
+        answer_format=answer_format,
+        sampling_defaults=load_sampling_defaults(deployment),
+        key_digests=[_digest(key) for key in keys],
+        vectors=load_vectors(deployment.model, tokenizer),
+    )
+
+
+def model_name(deployment: Deployment) -> str:
+    """The id in /v1/models."""
+    model = deployment.model
+    return model.name or model.random_weights or (model.path.resolve().name if model.path else "")
+
+
+def service_of(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def read_keys(settings: ServerConfig) -> list[str]:
+    """All keys. Raises ConfigError, which never repeats one, also for a key that no client could send."""
+    named = [(f"server.api_keys[{i}]", key) for i, key in enumerate(settings.api_keys)]
+    if settings.api_keys_file is not None:
+        path = settings.api_keys_file
+        named += [(f"server.api_keys_file: key {i + 1} of {path}", key) for i, key in enumerate(_keys_in(path))]
+    for name, key in named:
+        if not key or not all("!" <= char <= "~" for char in key):
+            raise ConfigError(f"{name}: cannot come in a header; wanted printable ASCII without spaces, and not empty")
+    if settings.cache_isolation == "key" and not named:
+        raise ConfigError("server.cache_isolation: got key, but there are no keys; set server.api_keys_file")
+    return [key for _, key in named]
+
+
+def require_tls(settings: ServerConfig) -> None:
+    """Raises ConfigError if the certificate, its key or the clients' CA cannot be used."""
+    if settings.tls_certificate is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+        if settings.tls_client_ca is not None:
+            context.load_verify_locations(settings.tls_client_ca)
+    except OSError as error:  # of which SSLError is one; it tells no file
+        files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        named = ", ".join(str(path) for path in files if path is not None)
+        raise ConfigError(f"server.tls: one of {named} cannot be used: {error.strerror or error}") from None
+
+
+def _keys_in(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:  # what was meant as a key may stand for the path
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"server.api_keys_file: the file that it names cannot be read: {reason}") from None
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise ConfigError(f"server.api_keys_file: {path} has no key; wanted one a line")
+    return keys
+
+
+def join_salts(of_key: str, of_request: str | None) -> str:
+    """A salt of its own for each pair; the key's, where a request has none."""
+    if of_request is None:
+        return of_key
+    return _digest(f"{of_key} {of_request}").hex()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

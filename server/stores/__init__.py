@@ -1,0 +1,1 @@
+"""Keep what clients leave on the server: documents and responses."""

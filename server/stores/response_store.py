@@ -1,0 +1,72 @@
+"""Responses, and what was said up to each for those that follow it: kept for a time, and up to so many bytes.
+
+Knows no shape. Invariants: who asks with another key finds nothing; the oldest goes first when there is no room; a
+restart forgets all.
+"""
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from server.bodies.chat_message import Message
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(list[Message]).decode
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """`response`: as it was answered. `messages`: what was said up to it, and last what it says."""
+
+    response: bytes
+    messages: list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    response: bytes
+    messages: bytes
+    until_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.messages)
+
+
+class ResponseStore:
+    def __init__(self, seconds: float, limit_bytes: int) -> None:
+        self._seconds = seconds
+        self._limit_bytes = limit_bytes
+        self._kept: dict[tuple[str, str], _Kept] = {}  # by owner and id, oldest first
+        self.num_bytes = 0
+
+    def keep(self, owner: str, response_id: str, response: bytes, messages: list[Message]) -> None:
+        """One that is larger than all the room is not kept."""
+        now = time.monotonic()
+        one = _Kept(response, _encode(messages), now + self._seconds)
+        if one.num_bytes > self._limit_bytes or not self._seconds:
+            return
+        self._kept[owner, response_id] = one
+        self.num_bytes += one.num_bytes
+        while self.num_bytes > self._limit_bytes or next(iter(self._kept.values())).until_s <= now:
+            self._drop(next(iter(self._kept)))
+
+    def find(self, owner: str, response_id: str) -> KeptResponse | None:
+        kept = self._kept.get((owner, response_id))
+        if kept is None:
+            return None
+        if kept.until_s <= time.monotonic():
+            self._drop((owner, response_id))
+            return None
+        return KeptResponse(kept.response, _decode(kept.messages))
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """Whether it was there. Responses that follow it stay, and so does what was said up to them."""
+        if self.find(owner, response_id) is None:
+            return False
+        self._drop((owner, response_id))
+        return True
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        self.num_bytes -= self._kept.pop(key).num_bytes
