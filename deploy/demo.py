@@ -1,7 +1,6 @@
 """Start the server, ask it two questions about a page of the project, and keep serving until Ctrl-C.
 
-The server is known by its command and its HTTP interface alone. Without SmolLM2, which converses, the reference model
-is served, which finds what a text says of its needles: the page then has two needles in it.
+Without SmolLM2 the reference model is served. It only finds needles in a text, so two are put into the page.
 """
 
 import argparse

