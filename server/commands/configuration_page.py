@@ -19,10 +19,9 @@ from transfer.settings import Settings
 
 OPENING = """# Configuration
 
-One YAML file describes a deployment. Unknown keys are errors, relative paths are relative to the file, and what is left
-out is derived from the machine: `tandem plan CONFIG` prints the resolved tree. This page is written by
-`make docs` from the models in `server/deployment.py`, `scheduler/config.py`, `gpu/config.py` and `transfer/config.py`,
-and from what the methods in `gpu/methods` say of themselves.
+One YAML file describes a deployment. Unknown keys are errors. Relative paths are relative to the file. What is left out
+is derived from the machine: `tandem plan CONFIG` prints the resolved tree. `make docs` writes this page from the
+settings in the code.
 """
 METHODS = """
 ## Methods
