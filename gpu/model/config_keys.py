@@ -1,14 +1,13 @@
-"""The keys of one `config.json`, as a family reads them. No torch.
+"""The keys of one `config.json`, as a family reads them.
 
-It refuses to know families. Invariant: every key is read, harmless (listed so, or unknown to the code that computes the
-model), empty, or refused by name.
+Every key is read, harmless (listed so, or unknown to the code that computes the model), empty, or refused by name.
 """
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gpu.model.end_tokens import as_ids
+from gpu.model.gguf.header import shown
 from gpu.model.library_keys import read_library_keys
 from gpu.model.spec import ModelError
 
@@ -106,3 +105,14 @@ def _is_positive(value: Any, kind: type) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def as_ids(key: str, value: Any, source: str) -> tuple[int, ...]:
+    """Return the ids of a key like `eos_token_id`, which is a number, a list of them, or null. source: names the file
+    in errors. Raises ModelError for anything else.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    wrong = [one for one in ids if type(one) is not int]
+    if wrong:
+        raise ModelError(f"model: {source}: {key} is {shown(wrong[0])}; wanted the id of a token, or a list of them")
+    return tuple(ids)

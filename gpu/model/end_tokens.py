@@ -1,13 +1,9 @@
-"""The tokens that end a model's texts: what its folder's files say, all together. No torch.
-
-It refuses to know texts. Invariant: whoever serves and whoever measures a model ends its texts by the same tokens.
-"""
+"""The tokens that end a model's texts, by all files of its folder."""
 
 from pathlib import Path
-from typing import Any
 
+from gpu.model.config_keys import as_ids
 from gpu.model.gguf.file import is_gguf
-from gpu.model.gguf.header import shown
 from gpu.model.gguf.tokens import gguf_end_token_ids
 from gpu.model.json_files import read_object
 from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
@@ -16,8 +12,10 @@ from gpu.model.tokenizer_settings import read_tokenizer_settings
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
-    """Of `config.json` and the decoder's part of it, `generation_config.json`, and the tokenizer's own; sorted. Of a
-    GGUF file, its metadata's. Raises ModelError for a file that is no JSON object.
+    """Return the ids that a folder's files, or a GGUF file's metadata, name as ends of texts, sorted.
+
+    Read are `config.json`, also the decoder's part of it, `generation_config.json` and the tokenizer's files. Raises
+    ModelError for a file that is no JSON object.
     """
     if is_gguf(folder):
         return gguf_end_token_ids(folder)
@@ -26,17 +24,6 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
     objects = [tree for tree in trees if isinstance(tree, dict)]
     ids = {token_id for tree in objects for token_id in as_ids("eos_token_id", tree.get("eos_token_id"), str(folder))}
     return tuple(sorted(ids | _tokenizers_own(folder)))
-
-
-def as_ids(key: str, value: Any, source: str) -> tuple[int, ...]:
-    """Return the ids of a key like `eos_token_id`, which is a number, a list of them, or null. source: names the file
-    in errors. Raises ModelError for anything else.
-    """
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    wrong = [one for one in ids if type(one) is not int]
-    if wrong:
-        raise ModelError(f"model: {source}: {key} is {shown(wrong[0])}; wanted the id of a token, or a list of them")
-    return tuple(ids)
 
 
 def _tokenizers_own(folder: Path) -> set[int]:

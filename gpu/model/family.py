@@ -1,7 +1,4 @@
-"""What a model family is: the file of `gpu.model.families` that makes an Architecture of its `config.json`. No torch.
-
-It refuses to know any family. Invariant: a family is found by its file, and no list names it.
-"""
+"""A model family: the folder of `gpu.model.families` that makes an Architecture of its files. No list names them."""
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +11,7 @@ import gpu.model.families
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope, rotary_share, with_rope
 from gpu.model.gguf.header import shown
+from gpu.model.gguf.keys import GgufForm
 from gpu.model.library_keys import read_library_keys
 from gpu.model.quantisation import parse_quantisation, without_quantisation
 from gpu.model.spec import Architecture, LayerSpec, ModelError
@@ -51,10 +49,13 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """model_types: of `config.json`, the first one names the family. parse: an Architecture of its keys. tensors: where
-    a layer's go, as LAYER_TENSORS. defaults: what absent keys mean; harmless: keys that change nothing. unwrap: the
-    part of a configuration that is the decoder's. prefixes: of names of tensors, taken off; skipped: of tensors that
-    the decoder has no use for.
+    """A model family, in the words of its files.
+
+    model_types: of `config.json`, the first one names the family. parse: returns an Architecture of its keys. tensors:
+    where a layer's go, as LAYER_TENSORS. defaults: what absent keys mean; harmless: keys that change nothing. unwrap:
+    returns the part of a configuration that is the decoder's. prefixes: of names of tensors, taken off; skipped: of
+    tensors that the decoder has no use for. gguf: how GGUF files have it, None: none does. shapes: configurations by
+    name, for random weights.
     """
 
     model_types: tuple[str, ...]
@@ -65,13 +66,15 @@ class Family:
     unwrap: Callable[[dict[str, Any]], dict[str, Any]] = field(default=lambda config: config)
     prefixes: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
+    gguf: GgufForm | None = None
+    shapes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return self.model_types[0]
 
     def canonical(self, name: str) -> str | None:
-        """A checkpoint's name of a tensor as `model. ...`; None: it is skipped."""
+        """Return a checkpoint's name of a tensor as `model. ...`; None: it is skipped."""
         if name.startswith(self.skipped):
             return None
         for prefix, instead in self.prefixes:
@@ -81,15 +84,19 @@ class Family:
 
 
 @cache
-def families() -> dict[str, Family]:
-    """By every model type that they serve."""
+def family_folders() -> dict[str, Family]:
+    """Return the families by the names of their folders."""
     modules = sorted(module.name for module in pkgutil.iter_modules(gpu.model.families.__path__))
-    found = [import_module(f"gpu.model.families.{name}").FAMILY for name in modules]
-    return {model_type: family for family in found for model_type in family.model_types}
+    return {name: import_module(f"gpu.model.families.{name}").FAMILY for name in modules}
+
+
+def families() -> dict[str, Family]:
+    """Return the families by every model type that they serve."""
+    return {model_type: family for family in family_folders().values() for model_type in family.model_types}
 
 
 def find_family(model_type: object, source: str) -> Family:
-    """Raises ModelError, with what is served, for a type that no family has."""
+    """Return the family of a model type. Raises ModelError, with what is served, for a type that no family has."""
     known = families()
     if not isinstance(model_type, str) or model_type not in known:
         raise ModelError(f"model: {source}: model_type is {model_type!r}; served: {', '.join(map(repr, known))}")
@@ -100,13 +107,15 @@ def parse_config(
     config: dict[str, Any], name: str, source: str, ignored_keys: Sequence[str],
     rope: Mapping[str, Any] | None = None, has_other_code: bool = False,
 ) -> Architecture:  # fmt: skip
-    """An Architecture of a configuration that `source` names in errors. rope: `model.rope`, in place of its scaling;
-    ignored_keys: those that mean nothing here; has_other_code: it is not transformers that knows its keys, as it is not
-    where `auto_map` names code in the folder. Raises ModelError for what is not served.
+    """Return an Architecture of a configuration that `source` names in errors.
+
+    rope: `model.rope`, in place of its scaling; ignored_keys: those that mean nothing here; has_other_code: it is not
+    transformers that knows its keys, as it is not where `auto_map` names code in the folder. Raises ModelError for what
+    is not served.
     """
     family = find_family(config.get("model_type"), source)
     quantisation = parse_quantisation(config, source)
-    named = None if "auto_map" in config or has_other_code else read_library_keys()["named"][config["model_type"]]
+    named = None if "auto_map" in config or has_other_code else read_library_keys()["named"].get(config["model_type"])
     config = without_quantisation(family.unwrap(config))
     keys = ConfigKeys(config if rope is None else with_rope(config, rope), family.defaults, source)
     shape = family.parse(keys, name)
@@ -117,8 +126,10 @@ def parse_config(
 def parse_sizes(
     keys: ConfigKeys, name: str, layer_pattern: Sequence[LayerSpec], rotates_part: bool = False, **more: Any
 ) -> Architecture:
-    """An Architecture of the keys that all families have. rotates_part: whether `partial_rotary_factor` means
-    something; `more`: further fields, in place of these.
+    """Return an Architecture of the keys that all families have.
+
+    rotates_part: whether `partial_rotary_factor` means something; `more`: further fields, in place of these. Raises
+    ModelError for sizes that do not fit.
     """
     hidden, intermediate, num_layers, heads, vocab = (keys.positive(key, int) for key in SIZES)
     kv_heads = keys.optional("num_key_value_heads", int) or heads
@@ -159,7 +170,7 @@ def parse_sizes(
 
 
 def _period(specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """The shortest pattern that gives all of these, repeated."""
+    """Return the shortest pattern that gives all of these when it is repeated."""
     lengths = range(1, len(specs) + 1)
     return specs[: next(length for length in lengths if specs[length:] == specs[: len(specs) - length])]
 
@@ -167,7 +178,7 @@ def _period(specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
 def find_windows(
     keys: ConfigKeys, window: int | None, is_window_layer: Sequence[bool], max_positions: int
 ) -> list[int | None]:
-    """A window for each layer, or None: as `layer_types` says, or where it is absent `is_window_layer`.
+    """Return a window for each layer, or None: as `layer_types` says, or where it is absent `is_window_layer`.
 
     A window of as many tokens as there are positions, after their scaling, is none.
     """

@@ -1,7 +1,7 @@
-"""Which keys of a `config.json` the transformers library knows: read from its source, kept as `library_keys.json`.
+"""The keys of a `config.json` that the transformers library knows, read from its source and kept in JSON files.
 
-`python -m gpu.model.library_keys` writes the file anew from the transformers that is installed. Nothing of transformers
-is imported; its source is parsed. A key that neither a model type's configuration class nor its modeling code names
+`python -m gpu.model.library_keys` writes the files anew, one here and one in each family's folder, from the source of
+the transformers that is installed. A key that neither a model type's configuration class nor its modeling code names
 changes nothing that transformers computes.
 """
 
@@ -13,6 +13,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import gpu.model.families
 
 FILE = Path(__file__).with_name("library_keys.json")
 # Code that every model type runs and that asks its configuration what to compute.
@@ -27,11 +29,13 @@ _LOOKUPS = ("getattr", "hasattr", "setattr", "get", "pop", "setdefault")
 
 @cache
 def read_library_keys() -> dict[str, Any]:
-    """Return the kept file: `transformers`, its version; `own`, keys that any configuration may have, for generation,
+    """Return the kept keys: `transformers`, its version; `own`, keys that any configuration may have, for generation,
     training and other heads; `named`, by model type what its configuration and modeling code name.
     """
     found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    kept = (file for folder in gpu.model.families.__path__ for file in Path(folder).glob(f"*/{FILE.name}"))
+    named = (json.loads(file.read_text(encoding="utf-8")).items() for file in sorted(kept))
+    return found | {"named": dict(sorted(item for items in named for item in items))}
 
 
 def find_library_keys(model_types: list[str]) -> dict[str, Any]:
@@ -105,7 +109,21 @@ def _popped(path: Path) -> set[str]:
     return {key for call in calls for key in _looked_up(call, ("pop",))}
 
 
-if __name__ == "__main__":
-    from gpu.model.family import families
+def write_library_keys() -> None:
+    """Write all files anew, for the families that there are."""
+    from gpu.model.family import families, family_folders
 
-    FILE.write_text(json.dumps(find_library_keys(list(families())), indent=1) + "\n", encoding="utf-8")
+    found = find_library_keys(list(families()))
+    named = found.pop("named")
+    _write(FILE, found)
+    for folder, family in family_folders().items():
+        keys = {name: named[name] for name in family.model_types}
+        _write(Path(next(iter(gpu.model.families.__path__)), folder, FILE.name), keys)
+
+
+def _write(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_library_keys()

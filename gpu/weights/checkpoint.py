@@ -1,9 +1,7 @@
-"""Checkpoints: each tensor of a Hugging Face folder's safetensors, or of a GGUF file, to its place on the device.
+"""Load checkpoints: each tensor of a Hugging Face folder's safetensors, or of a GGUF file, to its place on the device.
 
-It refuses to know where that is (`gpu.weights.places`), and how files have tensors (`gpu.weights.safetensors_folder`,
-`gpu.weights.gguf_source`) and are read (`gpu.weights.reading`). Invariant: rows go from their file into their place,
-directly where that is host memory and of their type; host memory never holds a copy of the model. A checkpoint is
-checked whole, names, shapes and types, before the first byte is allocated.
+Rows go from their file into their place, directly where that is host memory and of their type; host memory never holds
+a copy of the model. A checkpoint is checked whole, names, shapes and types, before the first byte is allocated.
 """
 
 import logging
@@ -19,8 +17,8 @@ from typing import Protocol
 import torch
 
 from gpu.model.gguf.file import is_gguf
-from gpu.model.gguf.tensors import SCHEME
 from gpu.model.spec import Architecture, ModelError
+from gpu.model.weight_format import find_format
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.weights.file_tensor import FileTensor
 from gpu.weights.gguf_source import GgufSource
@@ -35,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _MOST_WEIGHTS_PER_BYTE = 8  # more than any format has
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # of integers
-_SCALE_ENDS = (".scales", ".weight_scale")
+SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Of a KV cache, as publishers of quantised files name them.
 _KV_SCALE = re.compile(r"\.self_attn\.(([kv]_proj\.)?(k|v|kv)_(scale|zero_point)|[kv]_proj\.output_scale)$")
 
@@ -193,22 +191,25 @@ def _check_tensors(source: Source, wanted: dict[str, StoredTensor], architecture
 
 
 def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
-    """The type of integers' scales, which must have one; GGUF files' are float16. Raises ModelError."""
-    if architecture.quantisation is not None and architecture.quantisation.scheme == SCHEME:
-        return torch.float16
-    first: tuple[str, str] | None = None
+    """Return the type of integers' scales, which all of a checkpoint's must have. Raises ModelError."""
     if architecture.quantisation is None:
         return torch.bfloat16
-    for path in source.files:
-        for tensor in source.tensors(path):
-            if not tensor.name.endswith(_SCALE_ENDS):
-                continue
-            first = first or (tensor.name, tensor.dtype)
-            if tensor.dtype != first[1]:
-                raise ModelError(
-                    f"model: {path}: tensor {tensor.name} is {tensor.dtype}, {first[0]} is {first[1]}; wanted one type"
-                )
-    return _SCALES.get(first[1], torch.bfloat16) if first else torch.bfloat16
+    stored = find_format(architecture.quantisation.scheme)
+    if stored.scale_dtype is not None:
+        return SCALE_DTYPES[stored.scale_dtype]
+    scales = [
+        (path, tensor)
+        for path in source.files
+        for tensor in source.tensors(path)
+        if stored.scale_suffixes and tensor.name.endswith(stored.scale_suffixes)
+    ]
+    for path, tensor in scales:
+        first = scales[0][1]
+        if tensor.dtype != first.dtype:
+            raise ModelError(
+                f"model: {path}: tensor {tensor.name} is {tensor.dtype}, {first.name} is {first.dtype}; wanted one type"
+            )
+    return _SCALES.get(scales[0][1].dtype, torch.bfloat16) if scales else torch.bfloat16
 
 
 def _is_passed_over(name: str, architecture: Architecture) -> bool:

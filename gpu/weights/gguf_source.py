@@ -1,8 +1,7 @@
 """A GGUF file's tensors as a checkpoint's: by its names, rows in its order, norms as it has them.
 
-It refuses to know places. llama.cpp rotates a Llama's queries and keys in neighbouring pairs, so its files have their
-rows in another order, and it adds to Gemma's norms what Gemma adds when it runs: both are undone here. Invariant: a
-tensor is what the checkpoint that the file was made of has, rounded as the file says.
+llama.cpp rotates a Llama's queries and keys in neighbouring pairs, so its files have their
+rows in another order, and it adds to Gemma's norms what Gemma adds when it runs: both are undone here.
 """
 
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpu.model.family import EACH
+from gpu.model.family import EACH, families
 from gpu.model.gguf.file import read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import checkpoint_names, stored_names
@@ -21,7 +20,6 @@ from gpu.model.spec import Architecture
 from gpu.weights.file_tensor import FileTensor
 from gpu.weights.gguf_blocks import Blocks
 
-_PERMUTED = "llama"  # of `general.architecture`
 _QUERY, _KEY = "self_attn.q_proj", "self_attn.k_proj"
 
 
@@ -34,8 +32,9 @@ class GgufSource:
         """Raises ModelError for a file that is missing or broken."""
         self._file, self._architecture = read_gguf(path), architecture
         self._tensors = checkpoint_names(self._file, architecture)
-        self._names = stored_names(self._file, architecture)
-        self._is_permuted = self._file.metadata["general.architecture"] == _PERMUTED
+        self._names = stored_names(architecture)
+        form = families()[architecture.family].gguf
+        self._is_permuted = form is not None and form.pairs_neighbours
         self.listed_by = path
         self.files: dict[Path, list[str]] = {path: [] for path in self._file.paths}
         for name, tensor in self._tensors.items():

@@ -1,32 +1,28 @@
-"""Tensors of quantised modules, as each scheme's files have them, and how they become words, scales and offsets.
+"""Rows of packed matrices that modules of a checkpoint fill, and the tensors that several weight formats have alike.
 
-`gpu.model.quantisation` names the schemes. It refuses to know layers and families. A module's tensors may lie in
-different files, so each is put into its place alone; where groups are not of neighbours, what says so comes first.
-Invariant: numbers, scales and zero points are those of the file, exactly; nothing is rounded but plain checkpoints.
+A module's tensors may lie in different files, so each is put into its place alone. Where groups are not of neighbouring
+columns, the tensor that says so comes first. Numbers, scales and zero points are those of the file, exactly.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu.model.gguf.kinds import BLOCK_KINDS
-from gpu.model.matrix_format import BITS, MatrixFormat
+from gpu.model.matrix_format import MatrixFormat
+from gpu.model.weight_format import find_format
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.linear.word_layout import pack_words
-from gpu.weights.gguf_blocks import Blocks, Numbers, read_numbers
-from gpu.weights.rounding import round_rows, rows_at_once
+from gpu.weights.gguf_blocks import Numbers
 from gpu.weights.weights import UNSET
 
 INTEGER = ("I32",)
 SCALES = ("F16", "BF16")
 WIDE_SCALES = ("F32", "BF16", "F16")
 PLAIN = ("BF16", "F16", "F32")
-# Of eight columns, where AWQ's kernels have each of a word's nibbles, from the lowest up.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_AWQ_NIBBLES = tuple(_AWQ_ORDER.index(column) for column in range(8))
 _NUMBERS_AT_ONCE = 2**24  # that are unpacked or packed: they take several times their memory on the way
 
 
@@ -139,137 +135,18 @@ class ModuleRows:
 
 
 def stored_tensors(scheme: str, stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    """By the ends of their names, as `.qweight`. row_block: of the file's scales. Tensors are unpacked where they lie,
-    which is the device also of a matrix in host memory.
+    """Return a module's tensors by the ends of their names, as `.qweight`. row_block: of the file's scales.
+
+    Tensors are unpacked where they lie, which is the device also of a matrix in host memory.
     """
-    return _SCHEMES[scheme](stored, part, row_block)
+    module = import_module(find_format(scheme).tensors)
+    found: dict[str, StoredTensor] = module.stored_tensors(scheme, stored, part, row_block)
+    return found
 
 
-def _rounded(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    """In parts, which are gathered one at a time but where rows are put in order: an output matrix that is gathered
-    and rounded as a whole takes gigabytes, beside weights that leave less.
-    """
+def fp8_weight(part: ModuleRows) -> StoredTensor:
+    """Return the tensor of FP8 numbers, which refuses NaN."""
 
-    def put(place: ModuleRows, rows: Tensor) -> None:
-        numbers, scales, zeros = round_rows(rows, stored)
-        place.put_numbers(numbers)
-        place.put_scales(scales, 1)
-        if zeros is not None:
-            place.put_zeros(zeros)
-
-    def fill(weight: Tensor) -> None:
-        for place, rows in part.parts(at_once):
-            put(place, weight[rows])
-
-    def fill_rows(begin: int, rows: Tensor) -> None:
-        put(part.cut(begin, begin + len(rows)), rows)
-
-    at_once, shape = rows_at_once(part.packed.inner), (part.rows, part.packed.inner)
-    if part.order is not None:
-        return {".weight": StoredTensor((shape,), PLAIN, fill)}
-    return {".weight": StoredTensor((shape,), PLAIN, fill, fill_rows=fill_rows, rows_at_once=at_once)}
-
-
-def _awq(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    rows, inner, groups = part.rows, part.packed.inner, part.num_groups
-
-    def numbers(words: Tensor) -> Tensor:
-        """int32 `[lines, rows / 8]` -> uint8 `[rows, lines]`."""
-        nibbles = _numbers(words, 4).view(len(words), -1, 8)
-        return nibbles[:, :, list(_AWQ_NIBBLES)].flatten(1).t().contiguous()
-
-    return {
-        ".qweight": StoredTensor(((inner, rows // 8),), INTEGER, lambda words: part.put_numbers(numbers(words))),
-        ".qzeros": StoredTensor(((groups, rows // 8),), INTEGER, lambda words: part.put_zeros(numbers(words))),
-        ".scales": StoredTensor(((groups, rows),), SCALES, lambda scales: part.put_scales(scales.t(), 1)),
-    }
-
-
-def _gptq(stored: MatrixFormat, part: ModuleRows, row_block: int, is_one_less: bool = True) -> dict[str, StoredTensor]:
-    """is_one_less: whether a zero point of z is stored as z - 1, with what that wraps around to."""
-    rows, inner, groups, bits = part.rows, part.packed.inner, part.num_groups, BITS[stored.kind]
-    planes = 32 // bits
-
-    def fill_numbers(words: Tensor) -> None:  # [inner / planes, rows]
-        part.put_numbers(_numbers(words.t().contiguous(), bits))
-
-    def fill_zeros(words: Tensor) -> None:  # [groups, rows / planes]
-        zeros = _numbers(words, bits)
-        part.put_zeros(((zeros + is_one_less) & (2**bits - 1)).t())
-
-    return {
-        ".qweight": StoredTensor(((inner // planes, rows),), INTEGER, fill_numbers),
-        ".qzeros": StoredTensor(((groups, rows // planes),), INTEGER, fill_zeros),
-        ".scales": StoredTensor(((groups, rows),), SCALES, lambda scales: part.put_scales(scales.t(), 1)),
-        ".g_idx": _order(stored, part),
-        ".bias": StoredTensor(((rows,),), PLAIN, _refuse_bias(part), is_needed=False),
-    }
-
-
-def _gptq_v2(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    return _gptq(stored, part, row_block, is_one_less=False)
-
-
-def _pack_quantized(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    rows, inner, groups, bits = part.rows, part.packed.inner, part.num_groups, BITS[stored.kind]
-    planes = 32 // bits
-
-    def check_shape(shape: Tensor) -> None:
-        if shape.tolist() != [rows, inner]:
-            raise StoredError(f"says {shape.tolist()}; wanted {[rows, inner]}")
-
-    def fill_zeros(words: Tensor) -> None:  # [rows / planes, groups], signed numbers from the middle
-        part.put_zeros(_numbers(words.t().contiguous(), bits)[:, :rows].t())
-
-    tensors = {
-        ".weight_packed": StoredTensor(
-            ((rows, -(-inner // planes)),), INTEGER, lambda words: part.put_numbers(_numbers(words, bits)[:, :inner])
-        ),
-        ".weight_scale": _scales(stored, part, row_block, SCALES),
-        ".weight_shape": StoredTensor(((2,),), ("I64", "I32"), check_shape, is_needed=False),
-        ".weight_g_idx": _order(stored, part),
-    }
-    if stored.has_zeros:
-        tensors[".weight_zero_point"] = StoredTensor(((-(-rows // planes), groups),), INTEGER, fill_zeros)
-    return tensors
-
-
-def _compressed(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    """Bytes of FP8, or signed ones."""
-    is_float = stored.kind == "fp8"
-
-    def fill_zeros(zeros: Tensor) -> None:
-        part.put_zeros(_from_middle(_a_row_each(zeros)))
-
-    tensors = {
-        ".weight": _fp8_weight(part) if is_float else StoredTensor(
-            ((part.rows, part.packed.inner),), ("I8",),
-            lambda weight: part.put_numbers(_from_middle(weight)),
-        ),
-        ".weight_scale": _scales(stored, part, row_block, WIDE_SCALES if is_float else SCALES),
-    }  # fmt: skip
-    if stored.has_zeros:
-        shapes = tensors[".weight_scale"].shapes
-        tensors[".weight_zero_point"] = StoredTensor(shapes, ("I8",), fill_zeros)
-    return tensors | _input_scale()
-
-
-def _from_middle(numbers: Tensor) -> Tensor:
-    """int8 -> uint8, of which 128 is 0."""
-    return numbers.view(torch.uint8) ^ 128
-
-
-def _fp8(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    scale = _scales(stored, part, row_block, WIDE_SCALES)
-    return {".weight": _fp8_weight(part), ".weight_scale": scale} | _input_scale()
-
-
-def _fp8_blocks(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    scale = _scales(stored, part, row_block, WIDE_SCALES)
-    return {".weight": _fp8_weight(part), ".weight_scale_inv": scale} | _input_scale()
-
-
-def _fp8_weight(part: ModuleRows) -> StoredTensor:
     def fill(weight: Tensor) -> None:
         numbers = weight.view(torch.uint8)
         if bool(((numbers & 0x7F) == 0x7F).any()):
@@ -279,29 +156,32 @@ def _fp8_weight(part: ModuleRows) -> StoredTensor:
     return StoredTensor(((part.rows, part.packed.inner),), ("F8_E4M3",), fill)
 
 
-def _input_scale() -> dict[str, StoredTensor]:
-    """A file's scale of tokens, which are not rounded here."""
+def input_scale() -> dict[str, StoredTensor]:
+    """Return a scale of tokens that a file may have: it is not used, since tokens are not rounded here."""
     return {".input_scale": StoredTensor(((), (1,)), WIDE_SCALES, None, is_needed=False)}
 
 
-def _scales(stored: MatrixFormat, part: ModuleRows, row_block: int, dtypes: tuple[str, ...]) -> StoredTensor:
+def row_scales(stored: MatrixFormat, part: ModuleRows, row_block: int, dtypes: tuple[str, ...]) -> StoredTensor:
+    """Return the tensor of scales: of groups and blocks, or where a row has one, of rows or of the whole matrix."""
     rows, groups = part.rows, part.num_groups
     shapes: tuple[tuple[int, ...], ...] = ((-(-rows // row_block), groups),)
     if stored.group is None:
         shapes = ((rows, 1), (rows,), (), (1,), (1, 1))
 
     def fill(scales: Tensor) -> None:
-        part.put_scales(_a_row_each(scales), row_block)
+        part.put_scales(a_row_each(scales), row_block)
 
     return StoredTensor(shapes, dtypes, fill)
 
 
-def _a_row_each(values: Tensor) -> Tensor:
-    """`[rows, groups]`, also of a file that has one for each row, or one for all, without the second axis."""
+def a_row_each(values: Tensor) -> Tensor:
+    """Return `[rows, groups]`, also of a file that has one for each row, or one for all, without the second axis."""
     return values if values.ndim == 2 else values.reshape(-1, 1)
 
 
-def _order(stored: MatrixFormat, part: ModuleRows) -> StoredTensor:
+def group_order(stored: MatrixFormat, part: ModuleRows) -> StoredTensor:
+    """Return the tensor of each column's group, which places of other tensors depend on."""
+
     def fill(groups: Tensor) -> None:
         part.put_order(groups.to(torch.int64), is_moved=stored.has_order)
 
@@ -310,52 +190,11 @@ def _order(stored: MatrixFormat, part: ModuleRows) -> StoredTensor:
     )  # fmt: skip
 
 
-def _refuse_bias(part: ModuleRows) -> Callable[[Tensor], None]:
-    """Some files have a bias of zeros for every product."""
-
-    def fill(bias: Tensor) -> None:
-        if bool(bias.any()):
-            raise StoredError("is not zero, and this model's product has no bias")
-
-    return fill
-
-
-def _gguf(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    """Blocks, of which each kind has scales of its own; here all parts of a matrix have the same."""
-
-    def fill(blocks: Blocks) -> None:
-        for place, rows in part.parts(blocks.rows_at_once):
-            numbers = read_numbers(blocks.rows(rows))
-            if stored.run is not None:
-                place.put_numbers(numbers.q)
-                place.put_runs(numbers)
-                continue
-            middle = 2 ** (blocks.layout.bits - 1)
-            place.put_numbers(numbers.q + (place.packed.middle - middle))
-            place.put_scales(numbers.d, 1)
-
-    return {".weight": StoredTensor(((part.rows, part.packed.inner),), tuple(BLOCK_KINDS), fill)}
-
-
-def _numbers(words: Tensor, bits: int) -> Tensor:
-    """int32 `[lines, words]` -> uint8 `[lines, words * 32 / bits]`, from the lowest bits up."""
+def unpack_numbers(words: Tensor, bits: int) -> Tensor:
+    """Unpack int32 `[lines, words]` to uint8 `[lines, words * 32 / bits]`, from the lowest bits up."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     numbers = torch.empty(*words.shape, len(shifts), dtype=torch.uint8, device=words.device)
     step = max(1, _NUMBERS_AT_ONCE // numbers[0].numel())
     for place, part in zip(numbers.split(step), words.split(step), strict=True):
         place.copy_((part[:, :, None] >> shifts) & (2**bits - 1))
     return numbers.flatten(1)
-
-
-_SCHEMES: dict[str, Callable[[MatrixFormat, ModuleRows, int], dict[str, StoredTensor]]] = {
-    "rounded": _rounded,
-    "awq": _awq,
-    "gptq": _gptq,
-    "gptq_v2": _gptq_v2,
-    "pack-quantized": _pack_quantized,
-    "compressed": _compressed,
-    "fp8": _fp8,
-    "fp8 rows": _fp8,
-    "fp8 blocks": _fp8_blocks,
-    "gguf": _gguf,
-}

@@ -377,7 +377,7 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, monkeypatch: py
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; served: 'llama', 'qwen2'"),
+    "architecture": ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; served: 'gemma3', 'glm4'"),
     "unknown key": ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, and nothing here knows what that means"),
     "experts": ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "llama.expert_count is 8; wanted 0, of which"),
     "value heads": ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; wanted as many as keys"),

@@ -217,7 +217,7 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("awq", {"version": "gemv"}, r"quantization_config\.version is 'gemv'; served: 'gemm'"),
     ("awq", {"bits": 3}, r"\.bits is 3; served: 4"),
     ("awq", {"group_size": 12}, r"group_size is 12; served: -1 and multiples of 8"),
-    ("awq", {"quant_method": "hqq"}, r"quant_method is 'hqq'; served: 'awq', 'gptq', 'fp8'"),
+    ("awq", {"quant_method": "hqq"}, r"quant_method is 'hqq'; served: 'awq', 'compressed-tensors', 'fp8'"),
     ("awq", {"mystery": 1}, r"mystery is 1, and nothing here knows what that means"),
     ("gptq", {"bits": 2}, r"\.bits is 2; served: 4, 8"),
     ("gptq", {"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'; served: 'gptq', 'gptq_v2'"),

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from gpu.model.family import EACH, families
-from gpu.model.gguf.config import MODEL_TYPES, ROPE_TENSORS
+from gpu.model.gguf.config import ROPE_TENSORS
 from gpu.model.gguf.file import GgufFile, GgufTensor
 from gpu.model.gguf.kinds import BLOCK_KINDS, format_of
 from gpu.model.matrix_format import MatrixFormat, Quantisation
@@ -26,7 +26,7 @@ _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
     """By canonical names of `gpu.model.family`, in the file's order; without what says how tokens are rotated."""
-    names = {theirs: ours for ours, theirs in stored_names(file, architecture).items()}
+    names = {theirs: ours for ours, theirs in stored_names(architecture).items()}
     found: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
         if name in ROPE_TENSORS:
@@ -54,15 +54,18 @@ def _each_expert(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
     }
 
 
-def stored_names(file: GgufFile, architecture: Architecture) -> dict[str, str]:
-    """What the file calls each tensor that a checkpoint of this architecture may have; those of all experts of a layer
-    are one, EACH in a name.
+def stored_names(architecture: Architecture) -> dict[str, str]:
+    """Return what a file calls each tensor that a checkpoint of this architecture may have.
+
+    Those of all experts of a layer are one, EACH in a name.
     """
-    table = families()[architecture.family].tensors(architecture)
+    family = families()[architecture.family]
+    table, form = family.tensors(architecture), family.gguf
+    assert form is not None, "a GGUF file's architecture was read by its form"
     is_mixture = any(EACH in name for name in table)  # of which llama.cpp knows no layers without experts
     dense = ("gate", "up", "down") if is_mixture else ()
     layer_names = tuple(name for name, what in table.items() if EACH in name or what not in dense)
-    return _names(file.metadata["general.architecture"], architecture.num_layers, layer_names)
+    return _names(form.tensor_names or form.architecture, architecture.num_layers, layer_names)
 
 
 def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisation | None:
@@ -128,7 +131,6 @@ def _names(architecture: str, num_layers: int, layer_names: tuple[str, ...]) -> 
     """llama.cpp's, by a checkpoint's."""
     import gguf
 
-    assert architecture in MODEL_TYPES, "the configuration was read"
     (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     table: Any = gguf.get_tensor_name_map(known, num_layers)
     ours = [*_WHOLE, *(f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in layer_names)]

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
 
+from gpu.model.gguf.config import families_of
 from gpu.model.gguf.cuts import ALIASES, CUTS, WHOLE_FIRST
 from gpu.model.gguf.file import GgufFile, read_gguf
 from gpu.model.gguf.header import shown
@@ -28,10 +29,8 @@ _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ENDS = frozenset(
     (
         "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>",
-        "<|user|>", "<|observation|>",
     )
 )  # fmt: skip
-_OF_GLM = ("<|user|>", "<|observation|>")  # who speaks next: an end of GLM's turns and of no other's
 
 
 def read_gguf_vocabulary(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
@@ -57,10 +56,10 @@ def gguf_end_token_ids(path: Path) -> tuple[int, ...]:
         return ()
     tokens, kinds = _tokens(file), _kinds(file)
     ids = {_token_id(file, key, tokens) for key in _END_IDS} - {None}
-    passed = () if file.metadata.get("general.architecture") == "glm4" else _OF_GLM
+    ends = _ENDS.union(*(family.gguf.end_tokens for family in families_of(file) if family.gguf is not None))
     ids |= {
         place for place, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind == Kind.CONTROL and token in _ENDS and token not in passed
+        if kind == Kind.CONTROL and token in ends
     }  # fmt: skip
     return tuple(sorted(place for place in ids if place is not None))
 
@@ -133,7 +132,7 @@ def _pieces(file: GgufFile, tokens: list[str], kinds: list[Kind]) -> Sentencepie
     scores = _list(file, "scores", len(tokens))
     if scores is None:
         raise ModelError(f"model: {file.path} has no {_GGML}scores; wanted one for each of {len(tokens):,} tokens")
-    if file.metadata.get("general.architecture") == "gemma3":
+    if any(family.gguf is not None and family.gguf.merges_by_id for family in families_of(file)):
         scores = [-float(place) for place in range(len(tokens))]  # its merges are in the order of their tokens
     tokens = [
         "▁" * len(token) if kind == Kind.USER_DEFINED and token and not token.strip(" ") else token

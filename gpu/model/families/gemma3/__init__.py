@@ -8,6 +8,8 @@ from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
+from gpu.model.families.gemma3.gguf_form import GGUF
+from gpu.model.families.gemma3.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, QK_NORMS, Family, find_windows, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
 
@@ -103,4 +105,6 @@ FAMILY = Family(
     unwrap=unwrap,
     prefixes=(("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", "")),
     skipped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    gguf=GGUF,
+    shapes=SHAPES,
 )

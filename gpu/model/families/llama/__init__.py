@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.families.llama.gguf_form import GGUF
+from gpu.model.families.llama.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, MLP_BIASES, OUTPUT_BIAS, QKV_BIASES, Family, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
 
@@ -39,4 +41,6 @@ FAMILY = Family(
     tensors=tensors,
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
     harmless=frozenset({"pretraining_tp"}),  # how products are cut, not what they are
+    gguf=GGUF,
+    shapes=SHAPES,
 )

@@ -2,6 +2,8 @@
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
+from gpu.model.families.mistral.gguf_form import GGUF
+from gpu.model.families.mistral.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec
 
@@ -26,4 +28,6 @@ FAMILY = Family(
         "rope_theta": 10_000.0,
         "sliding_window": 4096,
     },
+    gguf=GGUF,
+    shapes=SHAPES,
 )

@@ -4,6 +4,8 @@ from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.qwen2 import QWEN_DEFAULTS
+from gpu.model.families.qwen3_moe.gguf_form import GGUF
+from gpu.model.families.qwen3_moe.shapes import SHAPES
 from gpu.model.family import EXPERT_TENSORS, LAYER_TENSORS, QK_NORMS, Family, find_windows, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError
 
@@ -53,4 +55,6 @@ FAMILY = Family(
         "num_key_value_heads": 4,
     },
     harmless=frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"}),
+    gguf=GGUF,
+    shapes=SHAPES,
 )  # fmt: skip

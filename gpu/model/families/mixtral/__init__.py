@@ -3,6 +3,8 @@
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
+from gpu.model.families.mixtral.gguf_form import GGUF
+from gpu.model.families.mixtral.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec
 
@@ -39,4 +41,6 @@ FAMILY = Family(
         "rope_theta": 1_000_000.0,
     },
     harmless=frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}),  # of training
+    gguf=GGUF,
+    shapes=SHAPES,
 )

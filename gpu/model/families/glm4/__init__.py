@@ -1,6 +1,8 @@
 """GLM-4 (0414): half of each head is rotated, in pairs of neighbours; biases; norms behind attention and MLP, too."""
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.families.glm4.gguf_form import GGUF
+from gpu.model.families.glm4.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, QKV_BIASES, Family, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec
 
@@ -34,4 +36,6 @@ FAMILY = Family(
         "rms_norm_eps": 1.5625e-07,
         "rope_theta": 10_000.0,
     },
+    gguf=GGUF,
+    shapes=SHAPES,
 )
