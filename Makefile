@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-b
 PROCESSES := $(if $(filter cuda,$(EXTRA)),0,2)
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run install model test test-long test-gpu test-clients lint docs clean
+.PHONY: run install model test test-long test-lab test-gpu test-clients lint docs clean
 .DELETE_ON_ERROR:
 
 # What is served where a package index has it, as deploy/smollm2.txt pins it; else the reference model is.
@@ -33,6 +33,10 @@ test: $(VENV)/installed-$(EXTRA)-test
 
 test-long: $(VENV)/installed-$(EXTRA)-test
 	$(PYTEST) -m long $(FILES)
+
+# What reproduces the papers' figures and trains the reference model.
+test-lab: $(VENV)/installed-$(EXTRA)-test
+	$(PYTEST) lab/tests
 
 # With the interpreter that is given, installing nothing. PART=1/3 (or its name) runs one of the parts.
 test-gpu:

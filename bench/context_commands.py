@@ -1,7 +1,4 @@
-"""Arguments of `tandem bench long`, `prefill` and `beside`, of a deployment with a `host` section, and of `documents`.
-
-Measures nothing.
-"""
+"""Read the arguments of `tandem bench long`, `prefill` and `documents`."""
 
 import sys
 from collections.abc import Iterator
@@ -29,7 +26,6 @@ def long(
     seconds: Annotated[float, typer.Option(help="or as many as begin in so many seconds, 4 at least")] = 6.0,
     profiles: Annotated[str, typer.Option(help="ours, then its peer, with commas")] = "sampled,offloaded",
     turn: Annotated[int, typer.Option(help="tokens of a first turn, to time the second; 0: none")] = 32_768,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="a Chrome trace of a few steps goes there")] = None,
     one_in_flight: Annotated[
         bool, typer.Option("--one-in-flight", help="time steps also with each collected before the next is launched")
     ] = False,
@@ -43,41 +39,17 @@ def long(
     from bench.rows import report
 
     console = Console()
-    deployment = _load_with_host(config, console)
+    deployment = load_with_host(config, console)
     batches, most = tuple(sorted(set(parse_batches(batch)))), deployment.scheduler.max_running
     if batches[-1] > most:
         raise typer.BadParameter(f"got {batches[-1]}; {config} has scheduler.max_running {most}", param_hint="--batch")
     names = tuple(profiles.split(","))
     benchmark = LongContextBenchmark(
-        context, prompts or batches[-1], batches, steps, seconds, names, turn, trace, one_in_flight, own_prompts
+        context, prompts or batches[-1], batches, steps, seconds, names, turn, one_in_flight, own_prompts
     )  # fmt: skip
-    with _failures_told():
+    with failures_told():
         for rows in run_long_context_benchmark(benchmark, deployment, console):
             report(rows, json_file, console)  # a run that is cut keeps the profiles before
-
-
-def beside(
-    config: Config,
-    short: Annotated[int, typer.Option(min=1, help="short streams")] = 8,
-    short_tokens: Annotated[int, typer.Option(min=1, help="of each one's prompt")] = 1024,
-    long_streams: Annotated[int, typer.Option("--long", min=1, help="long streams")] = 4,
-    long_tokens: Annotated[int, typer.Option(min=64, help="of each one's prompt")] = 98_304,
-    profile: Annotated[str, typer.Option(help="of long streams")] = "sampled",
-    seconds: Annotated[float, typer.Option(min=0.1, help="of a window")] = 5.0,
-    json_file: JsonFile = None,
-) -> None:
-    """Time short streams, long streams and a long prefill, each alone and beside the others."""
-    from bench.beside import BesideBenchmark, run_beside_benchmark
-    from bench.rows import report
-
-    console = Console()
-    deployment = _load_with_host(config, console)
-    running, most = short + long_streams, deployment.scheduler.max_running
-    if running > most:
-        raise typer.BadParameter(f"got {running} streams; {config} has scheduler.max_running {most}")
-    benchmark = BesideBenchmark(short, short_tokens, long_streams, long_tokens, profile, seconds)
-    with _failures_told():
-        report(run_beside_benchmark(benchmark, deployment, console), json_file, console)
 
 
 def prefill(
@@ -86,7 +58,6 @@ def prefill(
     profiles: Annotated[str, typer.Option(help="with commas")] = "exact,sampled",
     turn: Annotated[int, typer.Option(help="tokens of a first turn, to time the next one; 0: none")] = 32_768,
     question: Annotated[int, typer.Option(min=1, help="new tokens of the next turn")] = 256,
-    trace: Annotated[bool, typer.Option(help="trace a prompt of each length")] = True,
     peer: Annotated[bool, typer.Option(help="time FlashAttention alone, too")] = True,
     json_file: JsonFile = None,
 ) -> None:
@@ -95,10 +66,10 @@ def prefill(
     from bench.rows import report
 
     console = Console()
-    deployment = _load_with_host(config, console)
+    deployment = load_with_host(config, console)
     asked = tuple(sorted(set(parse_batches(lengths))))
-    benchmark = PrefillBenchmark(asked, tuple(profiles.split(",")), turn, question, trace, peer)
-    with _failures_told():
+    benchmark = PrefillBenchmark(asked, tuple(profiles.split(",")), turn, question, peer)
+    with failures_told():
         for rows in run_prefill_benchmark(benchmark, deployment, console):
             report(rows, json_file, console)  # a run that is cut keeps the profiles before
 
@@ -142,37 +113,14 @@ def documents(
         profile, seconds,
     )  # fmt: skip
     try:
-        with _failures_told():
+        with failures_told():
             for rows in run_documents_benchmark(benchmark, deployment, console):
                 report(rows, json_file, console)  # a run that is cut keeps the kinds before
     except UnknownLabelError as error:
         raise typer.BadParameter(str(error), param_hint="--policies") from None
 
 
-def constrained(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="a deployment; random weights get a made-up vocabulary")
-    ],
-    streams: Annotated[int, typer.Option(min=1, help="that are held to a schema, and as many beside them")] = 16,
-    tokens: Annotated[int, typer.Option(min=8, help="of each stream")] = 256,
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="times that both kinds take turns")] = 3,
-    temperature: Annotated[float, typer.Option(min=0)] = 1.0,
-    json_file: JsonFile = None,
-) -> None:
-    """Time streams that are held to a JSON schema beside streams that are not, against all of them free."""
-    from bench.constrained import ConstrainedBenchmark, run_constrained_benchmark
-    from bench.rows import report
-    from server.deployment import load_deployment
-
-    console = Console()
-    warn_if_busy(console)
-    benchmark = ConstrainedBenchmark(streams, tokens, prompt_tokens, rounds, temperature)
-    with _failures_told():
-        report(run_constrained_benchmark(benchmark, load_deployment(config), console), json_file, console)
-
-
-def _load_with_host(config: Path, console: Console) -> "Deployment":
+def load_with_host(config: Path, console: Console) -> "Deployment":
     """Raises BadParameter where it has no `host` section."""
     from server.deployment import load_deployment
 
@@ -184,7 +132,7 @@ def _load_with_host(config: Path, console: Console) -> "Deployment":
 
 
 @contextmanager
-def _failures_told() -> Iterator[None]:
+def failures_told() -> Iterator[None]:
     """A wrong result, or a profile that there cannot be, ends with status 1 and no number."""
     from bench.rows import GateError
     from gpu.profiles import ProfileError

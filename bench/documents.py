@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from bench.chunk_reads import drop_from_page_cache
-from bench.documents_floors import fused_cost, plan_bench_prompt
+from bench.documents_floors import drop_from_page_cache, fused_cost, plan_bench_prompt
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from bench.rows import Row, Timing, announce, measure, require, summarise
 from gpu.fusion.choice import choose, question_scores

@@ -3,6 +3,10 @@
 It refuses to know engines and times. Tokens that were chosen may be any, so they see half of the prompt on average.
 """
 
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
 from gpu.fusion.plan import get_policy, plan_fused
 from gpu.model.architecture import Architecture
 from gpu.step import FusionPlan, PlacedChunk
@@ -39,3 +43,11 @@ def fused_cost(
     if looks:  # keys and values of all tokens in the layer that looks
         flops += 4.0 * num_tokens * model.hidden * model.num_kv_heads * model.dim
     return flops, (rest - looks) * shape.layer_bytes(num_chunk_tokens)
+
+
+def drop_from_page_cache(paths: Iterable[Path]) -> None:
+    """Have the next read of these files come from the disk."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)

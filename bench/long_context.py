@@ -4,9 +4,8 @@ Drives the engine of a deployment in this process with prompts of random tokens,
 profile is ours, the second its peer at the same batch, whose requests share one prompt where it reads all: a prefill
 beside a slow peer's stream may take minutes. `bench.long_floors` says what bounds each number. Random weights spread
 keys evenly: the fraction read is printed beside every time, and of a profile that reuses attention, how many heads do.
-A peer that reads everything may be a hundred times slower, so no batch is stepped for longer than a limit. Where a
-step's time goes comes from a trace of ours alone, after its timed steps (`bench.step_trace`).
-On CUDA this process is held to the plan's limit, so a large card shows what a smaller one has room for.
+A peer that reads everything may be a hundred times slower, so no batch is stepped for longer than a limit. On
+CUDA this process is held to the plan's limit, so a large card shows what a smaller one has room for.
 Nothing is timed before `bench.long_gate` has held what is to be timed against full attention.
 
 Tables are built behind a prefill: steps go without a row whose tables do not stand yet, and are none of the batch, so
@@ -16,7 +15,6 @@ the peer, which has no tables, waits for copies alone.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,14 +22,12 @@ import torch
 from rich.console import Console
 
 from bench.as_served import interpreter_as_served
-from bench.lane_watch import LaneWatch, describe
 from bench.long_client import GREEDY, Batch, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import Agreement, check_host_path
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
 from bench.rows import Row, announce, summarise
-from bench.step_trace import tabulate_parts, trace_steps
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.load import load_engine
 from server.deployment import Deployment
@@ -45,7 +41,7 @@ _QUESTION_TOKENS = 256  # of the second turn
 class LongContextBenchmark:
     """`context` tokens a prompt, `prompts` of them: further requests repeat them, and share what is down; `batches`
     ascending; `steps` measured at each, or as many as `seconds` have room for and MIN_STEPS at least; `turn` tokens of
-    a first turn, or 0; `trace`: where a Chrome trace goes, or None. `one_in_flight`: steps are timed again with each
+    a first turn, or 0. `one_in_flight`: steps are timed again with each
     collected before the next is launched; `own_prompts`: those of a peer that reads all, too.
     """
 
@@ -56,7 +52,6 @@ class LongContextBenchmark:
     seconds: float
     profiles: tuple[str, ...]
     turn: int
-    trace: Path | None
     one_in_flight: bool
     own_prompts: bool
 
@@ -65,7 +60,7 @@ class LongContextBenchmark:
 class Served:
     """One profile's numbers. `parts` of a traced step of the largest batch, of the first profile alone.
     `one_in_flight`: of batches, milliseconds a step with one step in flight, and behind that with two again. `lanes`:
-    of batches, who stepped with whom since the last prompt, as `bench.lane_watch` tells it.
+    of batches, who stepped with whom since the last prompt, as `lab.speed.lane_watch` tells it.
     """
 
     first_token_s: list[float]  # of prompts that were computed whole
@@ -75,8 +70,6 @@ class Served:
     host_gib: float
     process_gib: float
     turns_s: tuple[float, float] | None  # first token of a second turn: with its prefix down, and computed whole
-    parts: dict[str, float] | None
-    lanes: dict[int, dict[str, Any]]
 
 
 def run_long_context_benchmark(
@@ -136,9 +129,9 @@ def _serve(
     client: Client, prompts: Sequence[list[int]], benchmark: LongContextBenchmark, profile: Profile,
     floors: LongFloors, is_first: bool, console: Console,
 ) -> Served:  # fmt: skip
-    first_token_s, batches, one_in_flight, lanes = [], {}, {}, {}
+    first_token_s, batches, one_in_flight = [], {}, {}
     running: list[str] = []
-    peak_host, parts = 0.0, None
+    peak_host = 0.0
     max_tokens = max(1, min(4096, client.longest_tokens[profile.name] - benchmark.context))
     for batch in benchmark.batches:
         while len(running) < batch:
@@ -148,26 +141,18 @@ def _serve(
             console.print(f"  {'prefill' if is_new else 'again'} {len(running)}: {seconds:.2f} s", highlight=False)
             if is_new:
                 first_token_s.append(seconds)
-        with LaneWatch(client) as watch:
-            batches[batch] = client.steps(batch, benchmark.steps, benchmark.seconds)
-        lanes[batch] = watch.told()
+        batches[batch] = client.steps(batch, benchmark.steps, benchmark.seconds)
         peak_host = max(peak_host, client.host_stats().bytes_used / GIB)
         counted = benchmark.context, batch, batches[batch].rows_read, batches[batch].kept_tokens
         attended = floors.decode_as_attended(profile, *counted)
         _print_batch(console, batch, batches[batch], floors.decode(profile, *counted), attended)
-        console.print(f"  lanes, batch {batch}: {describe(lanes[batch])}", highlight=False, soft_wrap=True)
         if benchmark.one_in_flight:
             one_in_flight[batch] = _time_one_in_flight(client, batch, benchmark, console)
-    if is_first:
-        device = torch.device(floors.plan.device)
-        parts = trace_steps(lambda: client.step(len(running)), client.seconds, device, benchmark.trace)
-        console.print(f"  a traced step, batch {len(running)}:", highlight=False)
-        console.print(tabulate_parts(parts))
     client.drain(running)
     turns = _take_turns(client, benchmark, profile.name, console) if benchmark.turn and is_first else None
     device_gib = torch.cuda.max_memory_reserved() / GIB if floors.plan.device == "cuda" else 0.0
     process_gib = psutil.Process().memory_info().rss / GIB
-    return Served(first_token_s, batches, one_in_flight, device_gib, peak_host, process_gib, turns, parts, lanes)
+    return Served(first_token_s, batches, one_in_flight, device_gib, peak_host, process_gib, turns)
 
 
 def _time_one_in_flight(
@@ -231,7 +216,7 @@ def _rows(
     common: dict[str, Any] = {
         "device": device_name(torch.device(floors.plan.device)),
         "rates": floors.rates,
-        "config": {"benchmark": asdict(benchmark) | {"trace": str(benchmark.trace)},
+        "config": {"benchmark": asdict(benchmark),
                    "engine": deployment.model_dump(mode="json", exclude={"server"}),
                    "gate": {name: asdict(agreement) for name, agreement in gate.items()}},
     }  # fmt: skip
@@ -283,12 +268,10 @@ def _extras(ours: Served, measured: Batch, batch: int, attended_ms: float) -> di
         "device_gib": ours.device_gib,
         "host_gib": ours.host_gib,
         "process_gib": ours.process_gib,
-        "lanes": ours.lanes.get(batch),
     }
     if batch in ours.one_in_flight:
         extras["one_in_flight_ms"], extras["two_in_flight_again_ms"] = ours.one_in_flight[batch]
-    is_traced = ours.parts is not None and batch == max(ours.batches)
-    return extras | {"traced_step": ours.parts} if is_traced else extras
+    return extras
 
 
 def _first_token_row(

@@ -2,7 +2,7 @@
 
 For each profile and length two prompts of other tokens, one behind the other: the first one pins the host memory that
 it needs, the second finds it. The floor is the prompt's products (or its rows on their way down) over what this machine
-was measured at; the peer is a second prompt again with FlashAttention alone. Then one more is traced. The gate is that
+was measured at; the peer is a second prompt again with FlashAttention alone. The gate is that
 of `tandem bench long`.
 """
 
@@ -15,7 +15,6 @@ from rich.console import Console
 from bench.long_client import GREEDY, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import check_host_path
-from bench.prefill_trace import tabulate_groups, trace_prefill
 from bench.rates import device_name
 from bench.rows import Row, announce
 from gpu.profiles import Profile, get_profile, resolve_profiles
@@ -32,15 +31,13 @@ _PEER = "FlashAttention alone, in the same engine"
 @dataclass(frozen=True, slots=True)
 class PrefillBenchmark:
     """`lengths` of prompts in tokens, ascending; `turn`: tokens of a conversation's first prompt, or 0, and `question`
-    those of its next one; `traces`: whether prefills are traced; `peers`: whether FlashAttention alone is
-    timed, too.
+    those of its next one; `peers`: whether FlashAttention alone is timed, too.
     """
 
     lengths: tuple[int, ...]
     profiles: tuple[str, ...]
     turn: int
     question: int
-    traces: bool
     peers: bool
 
 
@@ -87,8 +84,6 @@ class _Bench:
             if not self._has_room(length):
                 continue
             rows.append(self._row_of(length))
-            if self.benchmark.traces and self.floors.plan.device == "cuda":
-                self._trace(length)
         turn = self.benchmark.turn
         if turn and self._has_room(turn + _ANSWER_TOKENS + self.benchmark.question):
             rows.append(self._turn_row())
@@ -149,13 +144,6 @@ class _Bench:
             return self._first_token(self.client.prompt(length))
         finally:
             dense.choice = choice
-
-    def _trace(self, length: int) -> None:
-        prompt = self.client.prompt(length)
-        groups, kernels = trace_prefill(lambda: self._first_token(prompt))
-        if groups:
-            self.console.print(f"{self.profile.name}, {length:,} tokens, traced:", highlight=False)
-            self.console.print(tabulate_groups(groups, kernels))
 
     def _first_token(self, prompt: list[int], forgets: bool = True) -> float:
         request_id = self.client.submit(prompt, 2, self.profile.name, GREEDY)

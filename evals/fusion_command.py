@@ -69,10 +69,9 @@ def fusion(
         from evals.datasets import DATASETS
         from evals.fusion import TOGETHER, fusion_engine, fusion_rows, judge, parse_policies
         from evals.fusion_prompts import DEFAULT_TASKS, PromptPlan, prompts_ahead
-        from evals.report.document import finite, write_document, write_text
+        from evals.report.document import describe_run, finite, machine_name, write_document, write_text
         from evals.report.fusion_figure import draw_fusion
         from evals.report.table import open_console
-        from evals.results import describe_run, machine_name
         from evals.session import count_workers, exit_status, progress_bar, resolve_device
         from evals.stopping import stopping
         from evals.tasks import FORMS, RULER_TASKS

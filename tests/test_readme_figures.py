@@ -128,12 +128,12 @@ def test_ratios_beside_peers_follow_from_both_numbers(row: dict[str, Any]) -> No
 )
 def test_results_of_experts_in_host_memory_are_those_of_their_file(weights: str, begin: str, num_cells: int) -> None:
     """Times, floors and their ratios."""
-    page = (ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8")
+    page = (ROOT / "lab" / "RESULTS.md").read_text(encoding="utf-8")
     part = page[page.index(begin, page.index("## Mixtures of experts")) :]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()]
     of_table = [cells for cells in rows[: rows.index([""], rows.index([""]) + 1)] if len(cells) == num_cells]
     told = {cells[0]: cells[1:4] for cells in of_table if " ms" in cells[1]}
-    file = ROOT / "docs" / "results" / "experts-h200.json"
+    file = ROOT / "lab" / "results" / "experts-h200.json"
     recorded = [row for row in json.loads(file.read_text(encoding="utf-8")) if weights in row["shape"]]
     assert told
     assert len(told) == len(recorded)

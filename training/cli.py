@@ -65,8 +65,6 @@ def predictor(
                                         "epoch is chosen by")] = 512,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N")] = "auto",
-    networks: Annotated[str, typer.Option("--compare", help="fit CNN, MLP, CNN-block, LSTM-block (the paper's Table 4; "
-                                          "commas between) alike and write what each recovers, no predictor")] = "",
 ) -> None:  # fmt: skip
     """Train a predictor of the blocks that a model's heads attend to next.
 
@@ -76,7 +74,7 @@ def predictor(
     with one_line_errors():
         from training.predictor.capture import Cut
         from training.predictor.fit import Recipe
-        from training.predictor.train import TextPlan, compare, train
+        from training.predictor.train import TextPlan, train
 
         if out.suffix != ".safetensors":
             raise ValueError(f"--out: {out}; wanted a name that ends in .safetensors")
@@ -84,7 +82,4 @@ def predictor(
         plan = TextPlan(tuple(text), named, parse_lengths(lengths), texts, targets, tracks, seed)
         recipe = Recipe(loss, epochs, batch, per_epoch, learning_rate, max(1, budget // block), seed)
         cut = Cut(block, sink, SERVED["local_tokens"], history, SERVED["exempt_layers"])
-        if networks:
-            compare(model, out, plan, cut, recipe, device, networks.split(","))
-        else:
-            train(model, out, plan, cut, recipe, device)
+        train(model, out, plan, cut, recipe, device)

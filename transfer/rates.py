@@ -25,7 +25,7 @@ NODE_GB_S = 45.0  # ... up to what two channels of a memory node give
 RANDOM_SHARE = 0.5  # of a stream, where rows of 256 bytes lie anywhere: 0.4 to 0.6 on the hosts that were measured
 CORE_TFLOP_S = 0.05
 # Of a token's products with experts in host memory, however their numbers are stored: between what a virtual machine's
-# thread, which is half a core, and what a desktop's core makes of few bits (docs/LAB.md).
+# thread, which is half a core, and what a desktop's core makes of few bits (lab/LAB.md).
 CORE_GFLOP_S = 10.0
 STORED_AS = ("bf16", "int4", "int8", "fp8")
 

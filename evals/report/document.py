@@ -7,6 +7,8 @@ It knows no run. The invariant: a document can be made again from what it says, 
 import json
 import math
 import os
+import platform
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,3 +51,26 @@ def write_text(path: Path, text: str) -> None:
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Writes the document as indented JSON. Raises ValueError for a number that JSON lacks."""
     write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def describe_run(name: str, command: str, seed: int, seconds: float, machine: str, rows: list[Any]) -> dict[str, Any]:
+    """The JSON of a run."""
+    return finite(
+        {
+            "set": name,
+            "command": command,
+            "seed": seed,
+            "seconds": round(seconds, 1),
+            "machine": machine,
+            "date": time.strftime("%Y-%m-%d"),
+            "rows": rows,
+        }
+    )
+
+
+def machine_name(device: str) -> str:
+    import torch
+
+    if device.startswith("cuda"):
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -20,7 +20,7 @@ from transfer.simd.features import HAS_VECTORS
 from transfer.simd.team import COUNTER_INT64, new_counters
 from transfer.simd.vectors import LINE_BYTES
 
-MAX_ROWS = 32  # of a batch; with larger ones a library's products draw level (docs/LAB.md)
+MAX_ROWS = 32  # of a batch; with larger ones a library's products draw level (lab/LAB.md)
 _KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 _PADDING = 16  # columns between rows: widths that are powers of two would all share a few sets of the cache
 

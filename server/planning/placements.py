@@ -46,7 +46,7 @@ BATCHES = (1, 2, 4, 8, 16)  # of those, what fits anywhere
 PAYS = 1.1  # tokens/s of sampling over those of reading all: for less, nobody should give up what it leaves out
 
 # Two codes' bits agree at this rate where 10 bits and 150 tables read 2.5 % of the keys: random weights have 1.6 %,
-# real models 2 to 3 (docs/LAB.md).
+# real models 2 to 3 (lab/LAB.md).
 BIT_AGREEMENT = 0.5257
 
 

@@ -21,7 +21,6 @@ from bench.long_context import LongContextBenchmark, Served, run_long_context_be
 from bench.long_gate import ROUNDING, check_host_path, check_samples
 from bench.rates import measure_host_matmul
 from bench.rows import GateError
-from bench.step_trace import STEPS
 from cpu.decode_step import StepAttention
 from cpu.pieces import SAMPLED
 from cpu.tables import build_tables
@@ -53,15 +52,10 @@ DEPLOYMENT = {
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory):
-    return tmp_path_factory.mktemp("long") / "trace.json"
-
-
-@pytest.fixture(scope="module")
-def run(trace):
+def run():
     """What was printed, and the rows after each profile; no time for more than the fewest steps."""
     deployment, printed = Deployment.model_validate(DEPLOYMENT), io.StringIO()
-    benchmark = LongContextBenchmark(2304, 2, (1, 2), 8, 0.0, ("sampled", "offloaded"), 2304, trace, True, False)
+    benchmark = LongContextBenchmark(2304, 2, (1, 2), 8, 0.0, ("sampled", "offloaded"), 2304, True, False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cpu.rates.default_gib", lambda: SMALL_GIB)
         reported = list(run_long_context_benchmark(benchmark, deployment, Console(file=printed, width=200)))
@@ -115,7 +109,7 @@ def test_floors_are_printed_before_the_first_profile_and_the_fraction_read_besid
 def test_tokens_a_second_are_of_all_steps():
     """Where rows step in two lanes, or one is late, the median may be of steps with fewer rows."""
     ours = long_context.Batch([40.0, 40.0, 80.0], 0.0, 0.0, 0.0, 0.0, 0, 0.0, None)
-    extras = long_context._extras(Served([], {}, {}, 0.0, 0.0, 0.0, None, None, {}), ours, 4, 9.0)
+    extras = long_context._extras(Served([], {}, {}, 0.0, 0.0, 0.0, None), ours, 4, 9.0)
     assert extras["mean_ms"] == pytest.approx(160 / 3)
     assert extras["tokens_per_s"] == pytest.approx(75)
 
@@ -144,7 +138,7 @@ def test_requests_of_a_peer_have_prompts_of_their_own_where_that_is_asked(monkey
 
     def serve(client, prompts, benchmark, profile, *others):
         taken[profile.name] = len({tuple(prompt) for prompt in prompts})
-        return Served([], {}, {}, 0.0, 0.0, 0.0, None, None, {})
+        return Served([], {}, {}, 0.0, 0.0, 0.0, None)
 
     for name, instead in {
         "measure_floors": lambda deployment: floors,
@@ -157,20 +151,9 @@ def test_requests_of_a_peer_have_prompts_of_their_own_where_that_is_asked(monkey
         monkeypatch.setattr(long_context, name, instead)
     monkeypatch.setattr(Client, "fixed_residence", lambda self: nullcontext())
     profiles = ("sampled", "exact")
-    benchmark = LongContextBenchmark(20, 4, (4,), 8, 0.0, profiles, 0, None, False, own_prompts)
+    benchmark = LongContextBenchmark(20, 4, (4,), 8, 0.0, profiles, 0, False, own_prompts)
     list(run_long_context_benchmark(benchmark, Deployment.model_validate(DEPLOYMENT), Console(quiet=True)))
     assert taken == {"sampled": 4, "exact": 4 if own_prompts else 1}
-
-
-def test_the_largest_batch_of_the_first_profile_has_the_parts_of_a_step(run, trace):
-    rows = run[1][-1]
-    assert ["traced_step" in row.extras for row in rows].index(True) == 1
-    parts = rows[1].extras["traced_step"]
-    assert "device_busy_ms" not in parts  # there is no such device
-    assert parts["step_ms"] > parts["host_attend_ms"] > 0
-    assert parts["hop_attention_ms"] >= parts["host_attend_ms"]
-    assert "traced step, batch 2" in run[0]
-    assert len(json.loads(trace.read_text())["traceEvents"]) > STEPS
 
 
 def test_a_batch_that_cannot_run_is_refused_before_anything_is_measured(tmp_path):

@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 
-from evals.mac.grid import spread
-from evals.mac.parts import Asked, parts_of
 from evals.meter import Fractions
-from evals.results import render_table
-from evals.rows import summarize
 from evals.run import name_weights
 from evals.serving import ServingEngine
-from evals.store import Record
 from gpu.config import Composition
 from gpu.profiles import resolve_profiles
 from scheduler.decode_reads import DecodeReads
-from tests.evals.test_run import SETTINGS
 from tests.gpu.family_checkpoints import checkpoint
 from transfer.config import HostConfig
 
@@ -83,18 +77,6 @@ def test_a_method_of_the_decoder_applied_where_it_spared_anything() -> None:
     assert Fractions(1.0, 1.0, 1.0, 1.0, acceptance=0.1, skipped=0.0).spares
 
 
-def test_a_table_says_that_a_method_did_not_apply() -> None:
-    cell = {"settings": {}, "task": "needle", "length": 512, "metric": "exact_match"}
-    records = [
-        Record(f"{method}{number}", cell | {"method": method}, str(number), 1.0, "", None, None, {"applied": applied})
-        for method, applied in (("full", 0.0), ("mac", 0.0), ("quest", 1.0))
-        for number in range(3)
-    ]
-    lines = render_table(summarize(records))
-    told = [next(line for line in lines if f"`{name}`" in line) for name in ("full", "mac", "quest")]
-    assert ["did not apply" in line for line in told] == [False, True, False]
-
-
 def test_exact_is_the_same_record_in_every_deployment_and_other_settings_are_another() -> None:
     bare, full = engine_of({}, None, NOTHING), engine_of(NAMED, HostConfig(), NOTHING)
     assert bare.settings_of("exact") == full.settings_of("exact")
@@ -117,14 +99,3 @@ def test_records_are_filed_by_the_weights_and_not_by_their_name(tmp_path: Path) 
     content[-1] ^= 1
     (other / "model.safetensors").write_bytes(content)
     assert name_weights(one) != name_weights(other)
-
-
-def test_full_attention_runs_once_beside_any_number_of_groups_of_methods() -> None:
-    asked = Asked(SETTINGS, "cpu", tuple(spread([0.3, 0.45, 0.6], 1.0, [(64, 16), (32, 16)], ["exact", "sampled"])),
-                  ("topk:budget=0.1", *(f"quest:budget={budget}" for budget in range(64, 84))), (256, 512),
-                  ("needle", "word_needle"), ("list",), 16, 2, 2, 2, (0.3, 0.45), 0, 0, 1)  # fmt: skip
-    parts = [part for part in parts_of(asked) if part.kind == "decoder"]
-    assert len(parts) > 2
-    for cells in ([cell for part in parts for cell in part.cells], [cell for part in parts for cell in part.forced]):
-        places = [(cell.task, cell.length_tokens) for cell in cells if "full" in cell.methods]
-        assert len(places) == len(set(places)) == len({(cell.task, cell.length_tokens) for cell in cells})

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from evals.decode import decode_forced, prefill_batch
 from evals.forward import load_decoder
-from evals.mac.errors import measure_errors
 from evals.methods.full import Full
 from evals.methods.mac import Mac
 from evals.methods.method import DecodeMethod, MethodError, Step, StepResult
@@ -17,6 +16,7 @@ from evals.methods.registry import parse_method
 from evals.methods.sampled import Sampled
 from evals.tuning.command import app
 from evals.tuning.mac import choose_taus
+from lab.mac.errors import measure_errors
 from tests.evals.test_methods import GROUP, HEADS, KV_HEADS, LENGTHS, STEPS, Case, run
 from tests.gpu.reference_model import FOLDER, document_prompt
 from tests.tolerances import METHOD_FLOAT32

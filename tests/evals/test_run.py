@@ -24,15 +24,6 @@ from evals.decode import Decoded, decode_greedy, prefill_batch
 from evals.forward import load_decoder
 from evals.meter import Fractions
 from evals.methods.registry import parse_method
-from evals.results import (
-    cells_of,
-    describe_run,
-    estimate_seconds,
-    read_runs,
-    render_run,
-    render_table,
-    replace_between_markers,
-)
 from evals.rows import depth_rows, summarize
 from evals.run import AGREEMENT, Prompt, make_prompts
 from evals.samples import Sample
@@ -145,74 +136,6 @@ def test_baselines_rank_on_needles_as_their_papers_say() -> None:
 def test_a_text_that_is_cut_after_it_is_tokenised_is_not_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(load_tokenizer(MODEL)("a house " * 20_000).input_ids) > 16_384
     assert "longer than" not in capfd.readouterr().err
-
-
-def test_the_full_set_holds_every_baseline_budget_and_length() -> None:
-    cells = cells_of("full", (4096, 8192, 16384), None, (), ())
-    assert {cell.length_tokens for cell in cells} == {4096, 8192, 16384}
-    assert all(cell.num_samples == 400 for cell in cells)
-    families = {label.partition(":")[0] for cell in cells for label in cell.methods}
-    assert len(families) == 12
-    for label in {label for cell in cells for label in cell.methods}:
-        parse_method(label)
-    assert 60 < estimate_seconds("full", cells) < 2400
-    assert 60 < estimate_seconds("quick", cells_of("quick", (4096,), None, (), ())) < 3600
-
-
-def test_a_part_of_a_set_keeps_full_attention_beside_it() -> None:
-    cells = cells_of("full", (4096,), None, ("sampled*", "topk*half"), ())
-    assert {cell.methods[0] for cell in cells} == {"full"}
-    assert {label.partition(":")[0] for cell in cells for label in cell.methods} == {"full", "sampled", "topk"}
-    assert len(cells) == 13  # the prefill cell has no such method
-    whole = estimate_seconds("full", cells_of("full", (4096,), None, (), ()))
-    assert estimate_seconds("full", cells) < whole
-    with pytest.raises(ValueError, match="nothing"):
-        cells_of("full", (4096,), None, ("nothing",), ())
-
-
-def test_a_part_of_a_set_can_be_chosen_by_task() -> None:
-    cells = cells_of("full", (4096, 8192), None, ("sampled*",), ("only_needles", "list"))
-    assert [(cell.task, cell.length_tokens) for cell in cells] == [
-        (task, length) for length in (4096, 8192) for task in ("only_needles", "list")
-    ]
-    with pytest.raises(ValueError, match="tasks: nothing not in the set full"):
-        cells_of("full", (4096,), None, (), ("nothing",))
-
-
-def test_a_table_says_what_is_read_over_all_layers_where_some_are_dense() -> None:
-    reads = {"head_fraction": 0.05, "head_fraction_all_layers": 0.24, "bytes_fraction": 0.1,
-             "bytes_fraction_all_layers": 0.1}  # fmt: skip
-    lines = render_table([{**row, **reads} for row in summarize([record("topk", 0, 1.0), record("topk", 1, 1.0)])])
-    assert lines[2].startswith("| `topk` | 5.0 % (all layers 24.0 %) | 10.0 % |")
-
-
-def test_intervals_of_before_are_told_from_exact_ones() -> None:
-    rows = summarize([record("full", 0, 1.0), record("full", 1, 1.0), record("topk", 0, 1.0), record("topk", 1, 0.0)])
-    old = [{name: value for name, value in row.items() if name != "interval"} for row in rows]
-    assert "50.0 (-50.0 ± 93.8)" in "\n".join(render_table(old))
-
-
-def test_tables_replace_what_stands_between_their_markers_only(tmp_path: Path) -> None:
-    rows = summarize([record("full", 0, 1.0), record("full", 1, 1.0), record("topk", 0, 1.0), record("topk", 1, 0.0)])
-    made = describe_run("quick", "tandem eval results --quick", 0, 90.0, "a machine", rows)
-    text = render_run(made)
-    assert "| `topk` | 50.0 % |" in text
-    assert "50.0, -50.0 (-99.4 … +88.2)" in text
-    page = "before\n<!-- quick: begin -->\nold\n<!-- quick: end -->\nafter <!-- full: begin --> x <!-- full: end -->"
-    new = replace_between_markers(page, "quick", text)
-    assert new.startswith("before\n<!-- quick: begin -->\n`tandem")
-    assert new.endswith("<!-- quick: end -->\nafter <!-- full: begin --> x <!-- full: end -->")
-    assert "old" not in new
-    with pytest.raises(ValueError, match="markers"):
-        replace_between_markers("nothing here", "quick", text)
-
-
-def test_files_of_two_sets_are_not_put_together(tmp_path: Path) -> None:
-    for name in ("quick", "full"):
-        (tmp_path / name).write_text(f'{{"set": "{name}", "rows": [], "seconds": 1, "command": "x"}}')
-    with pytest.raises(ValueError, match="full, quick"):
-        read_runs([tmp_path / "quick", tmp_path / "full"])
-    assert read_runs([tmp_path / "quick", tmp_path / "quick"])["seconds"] == 2
 
 
 class ProfileServer(BaseHTTPRequestHandler):

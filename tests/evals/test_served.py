@@ -15,13 +15,11 @@ import torch
 from evals.cells import Cell
 from evals.distributions import NUM_TOP
 from evals.meter import Fractions
-from evals.results import render_table
 from evals.rows import FRACTIONS, summarize
 from evals.run import AGREEMENT, Prompt
 from evals.samples import Sample
 from evals.served import run_profiles
 from evals.served_method import group_by_deployment, served_method
-from evals.served_results import served_cells, served_methods
 from evals.serving import Answer, Ask, make_deployment
 from evals.stopping import RunCut
 from evals.store import Ledger, Record
@@ -225,26 +223,6 @@ def test_settings_that_a_profile_has_for_itself_change_that_profile_alone(
 def test_settings_that_a_profile_has_not_are_refused(method: str, told: str) -> None:
     with pytest.raises(ProfileError, match=told):
         served_method(method, DEPLOYMENT)
-
-
-def test_the_set_of_served_rows_has_full_attention_and_both_settings() -> None:
-    cells = served_cells([4096, 16384], None, [])
-    assert {cell.methods for cell in cells} == {("profile:exact", SAMPLED + "150", SAMPLED + "200")}
-    assert {(cell.length_tokens, cell.num_samples) for cell in cells} == {(4096, 400), (16384, 200)}
-    tasks = {length: [cell.task for cell in cells if cell.length_tokens == length] for length in (4096, 16384)}
-    assert len(tasks[4096]) == 12
-    assert tasks[16384] == tasks[4096][:11], "all but the common word"
-    assert [cell.task for cell in served_cells([512], 3, ["needle"])] == ["needle"]
-    rows = [{"method": method, "task": "needle", "metric": "m", "score": 1.0, "difference": None, "head_fraction": 0.1,
-             "bytes_fraction": 0.2} for method in cells[0].methods]  # fmt: skip
-    assert len(render_table(rows)) == 2 + 3, "a line each"
-
-
-def test_the_set_of_served_rows_has_what_methods_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without = served_methods()
-    add_toy(tmp_path, monkeypatch, "host", "whole")
-    assert served_methods() == (*without, "profile:toy")
-    assert all(served_method(name, DEPLOYMENT) is not None for name in served_methods())
 
 
 def test_a_deployment_for_a_run_holds_its_prompts_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange
            "far_experts", "expert_ask")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py",
-         "tests/bench/test_predicted_decode.py"]  # fmt: skip
+         "lab/tests/test_predicted_decode.py"]  # fmt: skip
 SELECTED = " or ".join(
     (
         "(test_kernels_elementwise and cpu and float32 and not 4096 and not 5120)",

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.step_trace import trace_steps
-from bench.trace_lanes import COMPUTE, EXCHANGE, FETCH, PREDICTION
 from gpu.methods.predicted.blocks import Blocks
+from lab.speed.step_trace import trace_steps
+from lab.speed.trace_lanes import COMPUTE, EXCHANGE, FETCH, PREDICTION
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_predicted_serving import NARROW, WIDE, PredictedTwins
 from tests.gpu.twin_runners import check_steps

@@ -1,6 +1,6 @@
 """Who steps with whom: what gives more tokens a second, as long as nobody waits too long for the host.
 
-Cells that were measured are held against what the rule expects of them (docs/LAB.md has the runs).
+Cells that were measured are held against what the rule expects of them (lab/LAB.md has the runs).
 """
 
 from collections.abc import Callable

@@ -23,11 +23,10 @@ from evals.tasks.reference import REFERENCE_TASKS, generate_reference
 from evals.tasks.request import Request
 from evals.tokenizer import load_tokenizer
 from gpu.predictor.network import PredictorNetwork, save_network
+from training.narrative import Narrator
 from training.predictor.capture import Cut, Track, Tracks, capture
 from training.predictor.fit import Epoch, Network, Recipe, fit
-from training.predictor.kinds import kinds, num_parameters
 from training.progress import progress_bar
-from training.reference.narrative import Narrator
 
 HELD_OUT_SHARE = 4
 TEXT = "text"
@@ -109,31 +108,6 @@ def train(model: Path, out: Path, plan: TextPlan, cut: Cut, recipe: Recipe, devi
     save_network(network, out, facts)
     out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({"out": str(out), "best_epoch": best.number + 1, "recovery": round(best.recovery, 4)}))
-
-
-def compare(
-    model: Path, out: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device: str, names: Sequence[str]
-) -> None:
-    """Fit networks of other kinds alike (`training.predictor.kinds`) and write what each recovers; no predictor.
-
-    Raises ValueError for an unknown kind.
-    """
-    known = kinds(cut.steps)
-    for name in names:
-        if name not in known:
-            raise ValueError(f"--compare: unknown {name!r}; known: {', '.join(known)}")
-    texts = capture_texts(model, plan, cut, recipe, device)
-    rows: list[dict[str, Any]] = []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        begun = time.monotonic()
-        network, epochs = fit_to(texts, known[name], cut, recipe)
-        best = best_of(epochs)
-        rows.append({"kind": name, "parameters": num_parameters(network), "recovery": best.recovery,
-                     "best_epoch": best.number + 1, "seconds": round(time.monotonic() - begun, 1)})  # fmt: skip
-        print(json.dumps(rows[-1]), flush=True)
-        report = {**texts.report(plan, cut, recipe), "kinds": rows}
-        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 @dataclass(frozen=True)

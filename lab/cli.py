@@ -1,0 +1,26 @@
+"""Name the laboratory's commands. Each imports what it runs when it runs, so that listing them is quick."""
+
+import typer
+
+from lab.kernels.commands import app as kernel
+from lab.mac.command import mac
+from lab.quality.errors_command import errors
+from lab.quality.mass_command import mass
+from lab.quality.networks_command import networks
+from lab.quality.predicted_command import predicted
+from lab.quality.recovery_command import recovery
+from lab.quality.results_command import results
+from lab.quality.selections_command import selections
+from lab.speed.commands import beside, constrained
+from lab.speed.load_weights_command import load_weights
+from lab.speed.schemas_command import schemas
+from lab.speed.trace_command import trace
+
+app = typer.Typer(no_args_is_help=True, help="Reproduce the figures of the papers and of lab/RESULTS.md.")
+
+app.add_typer(kernel, name="kernel")
+for command in (
+    mac, errors, mass, networks, predicted, recovery, results, selections,
+    beside, constrained, load_weights, schemas, trace,
+):  # fmt: skip
+    app.command()(command)

@@ -1,0 +1,79 @@
+"""Where the time of a prompt goes: the device's kernels and copies in groups, from a trace of one prefill.
+
+It refuses to know engines: a prefill is a call. Groups are lengths of time in which at least one of their kernels ran;
+streams overlap, so they may add up to more than the whole, and what is idle is what none covers.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from lab.speed.step_trace import device_events
+from lab.speed.trace_events import DeviceEvent, covered_us
+
+GROUPS = {  # parts of kernels' names; the first group that has one
+    "link": ("Memcpy HtoD", "Memcpy DtoH"),
+    "merge": ("_merge_kernel",),
+    "codes": ("_encode", "simhash", "_codes_kernel"),
+    "deposit": ("_deposit_kernel", "_restore_kernel", "_scatter_kernel", "reduce_kernel"),
+    "attention": ("flash", "fmha", "attention", "sdpa", "cudnn"),
+    "products": ("gemm", "nvjet", "cutlass", "gemv", "cublas", "splitK"),
+    "norms": ("_rms_norm_kernel", "_swiglu_kernel"),
+    "rope and write": ("_rope_kv_write_kernel",),
+    "gathers and copies": ("index", "gather", "copy", "Memcpy", "Memset", "Cat", "elementwise", "fill"),
+}
+MOST_KERNELS = 12
+
+
+def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
+    """Milliseconds of a traced call by group, `whole` and `idle` among them; then the kernels that took most: name,
+    milliseconds, launches. On CUDA; both empty where a driver lets nobody trace.
+    """
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # captured graphs are replayed after the trace
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as tracer:
+        began = time.perf_counter()
+        prefill()
+        torch.cuda.synchronize()
+        span_us = 1e6 * (time.perf_counter() - began)
+    events = device_events(tracer)
+    return (group_events(events, span_us), most_kernels(events)) if events else ({}, [])
+
+
+def group_events(events: Sequence[DeviceEvent], span_us: float) -> dict[str, float]:
+    """Milliseconds of each group that ran in `span_us`; `other`: of kernels that no group names."""
+    groups: dict[str, list[DeviceEvent]] = {}
+    for event in events:
+        groups.setdefault(_group_of(event.name), []).append(event)
+    parts = {name: covered_us(groups[name]) / 1e3 for name in (*GROUPS, "other") if name in groups}
+    return {"whole": span_us / 1e3} | parts | {"idle": max(0.0, span_us - covered_us(events)) / 1e3}
+
+
+def most_kernels(events: Sequence[DeviceEvent]) -> list[tuple[str, float, int]]:
+    """Those with the most time: name, milliseconds, launches."""
+    times: Counter[str] = Counter()
+    for event in events:
+        times[event.name] += event.duration_us  # type: ignore[assignment]
+    counts = Counter(event.name for event in events)
+    return [(name, us / 1e3, counts[name]) for name, us in times.most_common(MOST_KERNELS)]
+
+
+def tabulate_groups(groups: dict[str, float], kernels: Sequence[tuple[str, float, int]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("where", overflow="ellipsis", no_wrap=True, max_width=70)
+    for column in ("ms", "of it", "launches"):
+        table.add_column(column, justify="right")
+    for name, ms in groups.items():
+        table.add_row(name, f"{ms:,.1f}", f"{ms / groups['whole']:.0%}", "")
+    for name, ms, count in kernels:
+        table.add_row(f"  {name}", f"{ms:,.1f}", f"{ms / groups['whole']:.0%}", f"{count:,}")
+    return table
+
+
+def _group_of(name: str) -> str:
+    return next((group for group, words in GROUPS.items() if any(word in name for word in words)), "other")

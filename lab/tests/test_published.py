@@ -1,0 +1,101 @@
+"""Files of lab/published say commands that exist, with values that these take; nothing is measured here."""
+
+import os
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+
+from lab.cli import app as lab
+from server.deployment import load_deployment
+from tests.command_line import parse as parse_tandem
+from tests.command_line import resolve
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "lab" / "published").glob("*.sh"))
+THRESHOLDS = '{"rows": [{"layer_tau": {}}, {"layer_tau": {"0": 0.13, "1": 0.25}}]}'
+STUB = """#!/usr/bin/env bash
+printf -v asked '%q ' "$@"
+echo "$asked" >> "$ASKED" # at once: some run beside others
+echo '{thresholds}'
+"""
+
+
+def parse(words: list[str]) -> None:
+    """Parse a line of `python -m lab` or of `tandem`."""
+    if words[:2] == ["-m", "lab"]:
+        command = typer.main.get_command(lab)
+        resolve(command, words[2:])
+    else:
+        parse_tandem(words)
+
+
+def run(file: Path, folder: Path, *parts: str) -> list[list[str]]:
+    """What the file asks of `tandem`, in turn, where all of it succeeds."""
+    asked = folder / "asked"
+    for name in ("tandem", "python"):  # the scripts run `tandem ..` and `python -m lab ..`
+        stub = folder / name
+        stub.write_text(STUB.replace("{thresholds}", THRESHOLDS))
+        stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "ASKED": str(asked)}
+    command = ["bash", str(file), str(folder / "out"), *parts]
+    subprocess.run(command, check=True, env=environment, cwd=ROOT, capture_output=True)
+    return [shlex.split(line) for line in asked.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_a_file_asks_is_there(file: Path, tmp_path: Path) -> None:
+    asked = run(file, tmp_path)
+    assert asked
+    for words in asked:
+        parse(words)
+    for config in (tmp_path / "out").glob("*.yaml"):
+        load_deployment(config)
+
+
+def test_tables_of_predicted_blocks_are_all_made_by_two_runs(tmp_path: Path) -> None:
+    """The first of methods, the second of settings and profiles; what a folder has comes into one document."""
+    file, out = ROOT / "lab" / "published" / "predicted-quality.sh", tmp_path / "out"
+    out.mkdir()
+    made = ["recovery", "served", "fidelity", "errors-needle", "errors-text", "tasks-done", "tasks-profiles",
+            "varied-M, steps"]  # fmt: skip
+    for name in made:
+        (out / f"{name}.json").touch()
+    first, second = run(file, tmp_path), run(file, tmp_path, "settings")
+    second = second[len(first) :]
+    assert [words[2] if words[0] == "-m" else words[1] for words in second[:-1]] == ["recovery"] * 6 + ["tasks"]
+    for words in second:
+        parse(words)
+    for asked in (first[-1], second[-1]):
+        options = {name: asked[place + 1] for place, name in enumerate(asked) if name.startswith("--")}
+        assert asked[2] == "predicted"
+        assert {"--recovery", "--served", "--fidelity", "--errors", "--tasks", "--ablation"} <= set(options)
+        assert options["--ablation"] == f"M, steps={out}/varied-M, steps.json"
+    config = load_deployment(out / "predicted-profiles.yaml")
+    assert set(config.profiles) == {"blocks", "both"}
+
+
+def test_an_option_that_is_not_there_is_seen() -> None:
+    with pytest.raises(Exception, match="No such option: --rate"):
+        parse(["-m", "lab", "kernel", "mac", "--rate", "1"])
+
+
+def test_every_file_stands_in_the_table() -> None:
+    told = (ROOT / "lab" / "published" / "README.md").read_text(encoding="utf-8")
+    assert FILES
+    assert [file.name for file in FILES if f"`{file.name}`" not in told] == []
+
+
+def test_products_by_the_library_are_made_by_it_alone_with_an_empty_folder_first(tmp_path: Path) -> None:
+    asked = run(ROOT / "lab" / "published" / "few-bits.sh", tmp_path, "library")
+    for words in asked:
+        parse(words)
+    by_library = [words for words in asked if "engine" in words]
+    assert [words[words.index("--weights") + 1] for words in by_library] == ["int4", "fp8", "int4"]
+    assert all(words[words.index("--products") + 1] == "humming" for words in by_library)
+    for kind in ("int4", "fp8"):
+        model = load_deployment(tmp_path / "out" / f"prompt-{kind}-humming.yaml").model
+        assert (model.weights, model.products) == (kind, "humming")
