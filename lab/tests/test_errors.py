@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from cpu.audits import HEAVY_WEIGHT
-from evals.cli import app
 from evals.forward import load_decoder
+from lab.cli import app
 from lab.quality.errors import HEADS, Answers, Draws, measure_errors, pool_errors
 from tests.gpu.reference_model import FOLDER
 

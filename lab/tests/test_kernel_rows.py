@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench.cli import app
 from bench.rows import GateError
+from lab.cli import app
 from lab.kernels import chunk_reads, exchange_hop, fused_rows, simhash_codes
 from transfer.chunks.format import ChunkShape
 from transfer.exchange import RELEASED, ExchangeError, ExchangeSlot

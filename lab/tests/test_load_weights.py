@@ -8,10 +8,10 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from bench.cli import app
 from gpu.model.architecture import named_shape, read_architecture
 from gpu.model.shapes import named_config
 from gpu.weights.checkpoint import load_weights
+from lab.cli import app
 from lab.speed.load_weights import write_checkpoint
 
 

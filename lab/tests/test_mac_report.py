@@ -13,7 +13,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from evals.cells import PromptSettings
-from evals.cli import app
 from evals.forward import load_decoder
 from evals.meter import reused_layers
 from evals.methods.mac import Mac
@@ -21,6 +20,7 @@ from evals.methods.method import DecodeMethod
 from evals.methods.registry import parse_method
 from evals.store import Record, Store
 from gpu.profiles import resolve_profiles
+from lab.cli import app
 from lab.mac.errors import measure_errors
 from lab.mac.figures import errors_figure, layers_figure
 from lab.mac.forced import share_alike

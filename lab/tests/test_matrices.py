@@ -8,6 +8,7 @@ import typer.testing
 from rich.console import Console
 
 import bench.cli
+import lab.cli
 import lab.kernels.matrices
 import lab.kernels.output_matrix
 from bench.rows import GateError, Row
@@ -93,7 +94,7 @@ def test_a_product_that_torch_does_not_have_has_no_time(monkeypatch: pytest.Monk
 
 
 def test_a_mixture_of_experts_is_refused_by_name() -> None:
-    result = typer.testing.CliRunner().invoke(bench.cli.app, ["kernel", "weights", "--shape", "qwen3-30b-a3b"])
+    result = typer.testing.CliRunner().invoke(lab.cli.app, ["kernel", "weights", "--shape", "qwen3-30b-a3b"])
     assert result.exit_code == 2
     assert "got qwen3-30b-a3b" in result.output
 
@@ -102,7 +103,7 @@ def test_kinds_of_the_library_have_its_layout_and_are_refused_where_it_cannot_mu
     formats = layer_formats(lab.kernels.matrices.stored_in(named_shape("llama-3.1-8b"), "humming-fp8"), 0)
     assert all(stored is not None and stored.humming and stored.kind == "fp8" for stored in formats.values())
     asked = ["kernel", "weights", "--shape", "tiny", "--device", "cpu", "--kinds", "int4,humming-int4"]
-    result = typer.testing.CliRunner().invoke(bench.cli.app, asked)
+    result = typer.testing.CliRunner().invoke(lab.cli.app, asked)
     assert result.exit_code == 1
     assert "error: model.products: asked humming, the device is the CPU" in result.output
     asked = ["engine", "--random-weights", "tiny", "--device", "cpu", "--products", "humming", "--weights", "int4"]

@@ -7,9 +7,9 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench.cli import app
 from bench.rows import GateError
 from gpu.methods.momo.settings import MomoSettings
+from lab.cli import app
 from lab.kernels import momo_prefill
 
 SETTINGS = MomoSettings(gamma=4, key_block=16, query_block=32, k=4, k_trim=6, dense_until_tokens=64)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from evals.cli import app
 from evals.forward import load_decoder
 from evals.methods.full import Full
 from evals.methods.method import MethodError, PromptLayer
@@ -19,6 +18,7 @@ from evals.methods.registry import parse_method
 from evals.tokenizer import load_tokenizer
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.predictor.network import PredictorNetwork, load_network, save_network
+from lab.cli import app
 from lab.kernels.predicted_ways import read_selections
 from lab.quality.predicted_defaults import METHOD
 from lab.quality.recovery import Ablation, labels_of, measure, pool, recovery_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from evals.cli import app
+from lab.cli import app
 from lab.quality.predicted_report import (
     render_ablations,
     render_errors,
