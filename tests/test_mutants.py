@@ -61,6 +61,7 @@ def test_every_fault_on_file_is_sound() -> None:
     flaws = [f"{fault.package}: {fault.why}: {flaw}" for fault in faults if (flaw := find_flaws(fault, ROOT))]
     assert flaws == []
     assert len({fault.why for fault in faults}) == len(faults), "each is said in words of its own"
+    assert len(faults) <= 150, "faults of small changes are for `make mutants-changed`"
 
 
 def test_the_command_tells_a_seen_fault_from_an_unseen_one(toy: Path, tmp_path: Path) -> None:
