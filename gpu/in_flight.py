@@ -1,8 +1,7 @@
-"""A step that was launched: what it produces, what it took, and whose rows came to nothing.
+"""A launched step: its results, the time it took, and the rows that failed.
 
-It refuses to know how a step is computed. Invariant: rows of a step whose answers fail mean nothing, and so do rows of
-the same sequences in every step launched behind it, whoever learns of it when: a slot that another sequence has taken
-meanwhile is not meant.
+If the answers of a step fail, its rows mean nothing, and so do rows of the same sequences in every step launched behind
+it. A slot that another sequence has taken meanwhile is not meant.
 """
 
 import time

@@ -1,9 +1,8 @@
-"""The streams that a device's lanes run on: what one is given runs in order, and beside what the other is given.
-And whose lane the buffers of decode steps are.
+"""The CUDA streams of a device's two lanes, and which lane owns the buffers of decode steps.
 
-It refuses to know what is launched. Invariants: a fenced step begins behind all that was launched before it; the lane
-of rows that wait for the host goes first where both want the device, for its kernels are short and the host waits for
-them; memory that is given back is not handed out while either lane may still read it (`keep`).
+Work of one lane runs in order, and beside the work of the other. A fenced step begins behind everything launched before
+it. The lane of rows that wait for the host has priority: its kernels are short, and the host waits for them. Memory
+that is freed is not reused while either lane may still read it (`keep`).
 """
 
 from collections.abc import Callable, Iterable, Iterator

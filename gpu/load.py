@@ -1,6 +1,6 @@
-"""From a configuration to a runner that is ready: weights on the device, pages allocated, graphs captured.
+"""Make a runner from a configuration: load weights, allocate pages, capture graphs.
 
-It refuses to decide sizes: the memory plan does. The invariant: what cannot be served stops here with one line.
+The memory plan decides all sizes. What cannot be served ends here with one line.
 """
 
 import errno

@@ -1,10 +1,9 @@
-"""Where pages lie in the arena of KV memory, and what a row takes there, as numbers. No torch.
+"""Where pages lie in the arena of KV memory, and how many bytes a row takes.
 
 The arena is cut into blocks, each with the bytes of a page of every layer. A block is either one **resident page**, of
-all layers, or it holds **dense pages**, one after another, each of the dense layers alone: the tokens of those are in
-host memory. So both kinds draw on the same bytes. Layers stand one behind another, dense ones in front, and a layer's
-view of the arena begins at its own first page; a page's id is its place in every such view.
-Invariant: dense pages of one block overlap neither each other nor any other block.
+all layers, or it holds **dense pages**, one after another, each of the dense layers alone: the other layers' rows of
+those tokens are in host memory. So both kinds draw on the same bytes. Layers stand one behind another, dense ones in
+front, and a layer's view of the arena begins at its own first page; a page's id is its place in every such view.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is made of a prompt's last hidden states in place of an answer. Plain data: no torch."""
+"""What a request takes of a prompt's last hidden states in place of an answer. Plain data, without torch."""
 
 from typing import Literal
 

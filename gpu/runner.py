@@ -1,9 +1,8 @@
 """The runner: carries out step plans on one device, in order, without waiting for it or for the CPU's answers.
 
-It refuses to know requests, queues and who owns a page: a plan says all. Invariants: everything a plan asks for is
-launched on one stream, so a later plan may release a slot, reuse its pages or decode its next token while an earlier
-step is still in flight; a sequence whose logits are not finite, which the host refused memory, or whose decode step the
-device or the host left unanswered, gets token -1 and disturbs no other.
+Everything a plan asks for is launched on one stream, so a later plan may release a slot, reuse its pages or decode its
+next token while an earlier step is still in flight. A sequence whose logits are not finite, for which the host has no
+memory, or whose decode step was left unanswered, gets token -1 and disturbs no other.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence

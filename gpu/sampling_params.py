@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. Plain data: no torch, so that the API process can build it too."""
+"""The sampling options of a request. Plain data, without torch, so that the API process can build it too."""
 
 import msgspec
 

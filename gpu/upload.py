@@ -1,7 +1,6 @@
-"""Host arrays to the device without waiting: pinned staging on CUDA, no copy at all on the CPU.
+"""Copy host arrays to the device without waiting: through pinned staging on CUDA, and without a copy on the CPU.
 
-It refuses to know what the arrays mean. Invariant: the staging buffer is not reused before its copy has run (torch's
-caching host allocator holds it until the stream has passed the copy).
+torch's caching host allocator keeps the staging buffer until the stream has passed the copy.
 """
 
 import numpy as np

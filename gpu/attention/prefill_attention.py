@@ -1,9 +1,8 @@
-"""Causal attention of a prompt's queries, the last tokens of a context, over that whole context: a partial.
+"""Compute causal attention of a prompt's queries, the last tokens of a context, to that whole context.
 
-It refuses to know pages. Several prompts may be computed at once, and none sees another's keys. Invariant:
-query i of n sees keys `[0, context - n + i]`, and keys are never repeated in memory for the query heads that share
-them. FlashAttention on CUDA in bf16; elsewhere the past and the queries' own tokens are two partials, merged, because
-those kernels align a causal mask to the upper left.
+Query i of n sees keys `[0, context - n + i]`. Several prompts may be packed, and none sees another's keys. Keys are not
+repeated in memory for query heads that share them. On CUDA in bf16 it is FlashAttention; elsewhere the past and the
+queries' own tokens are two partials, merged, because those kernels align a causal mask to the upper left.
 """
 
 from dataclasses import dataclass

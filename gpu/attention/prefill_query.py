@@ -1,8 +1,4 @@
-"""What a prefill method is asked, and what it answers: one prompt's part of a unit, in one layer.
-
-It refuses to know pages, units and who else is computed beside. Invariant: keys and values of every token that a query
-sees are there, those of the queries' own tokens among them.
-"""
+"""The queries of one prompt in one layer of a prefill unit, and what a prefill method returns for them."""
 
 from dataclasses import dataclass
 

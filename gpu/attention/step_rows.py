@@ -1,8 +1,8 @@
-"""The rows of one decode step as the device sees them: one buffer, so that one copy fills it.
+"""The rows of one decode step in one device buffer, so that one copy fills it.
 
-It refuses to know requests and profiles: a row is a token of a slot; those of one slot follow one another. Invariants:
-a row writes its token's key and value to `cells`, the last cell of its context; rows that pad a batch to a captured
-size have slot -1 and context 0, write nothing and read nothing.
+A row is a token of a slot, and the rows of a slot follow one another. A row writes its token's key and value to the
+last cell of its context. Rows that pad a batch to a captured size have slot -1 and context 0: they write and read
+nothing.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,11 @@
-"""Whether a step that asks the host goes as one batch or as two half batches in turns: what is expected to be faster.
+"""Choose whether a decode step that reads host memory runs as one batch or as two half batches in turns.
 
     one batch: D + H, the host waits for the device and the device for the host
     two in turns: max(D + A, H), since the device reads the weights again, and one waits for the other
 
-for D seconds of the device and H of the host in a step, and A of D in which the device reads its weights. So two are
-faster where H is longer than A. Times of steps are not compared: what a step reads changes with its contexts, and more
-than either way could win. It refuses to know layers. Invariant: what is chosen follows from the times that were told,
-what rows read and the number of steps of a size, and from nothing else. One thread chooses and another may tell, a step
-later: what is told is written by that one alone.
+D and H are the seconds of the device and of the host in a step. A of D are spent on reading weights. So two half
+batches are faster where H is longer than A. Times of whole steps are not compared: they change more with contexts than
+either way could win. One thread chooses and another may report times, a step later: only the latter writes them.
 """
 
 from collections.abc import Sequence

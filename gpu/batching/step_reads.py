@@ -1,7 +1,4 @@
-"""Bytes that a decode step reads on the device: its weights, and of each row's context what the host does not read.
-
-It refuses to know rates, and where a context's tokens lie beyond what a row asks for. No torch.
-"""
+"""The bytes that a decode step reads on the device: its weights, and of each context what the host does not read."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Decode steps of small batches on the CPU, compiled: the exact profile's `run` without a torch operation in it.
+"""Run decode steps of small batches on the CPU, compiled, for rows of the exact profile.
 
-It refuses to know requests, sampling and other attention than exact. Invariant: logits of a row are the same to the
-last bit in every batch up to MAX_ROWS and on any number of threads. Weights and KV are used where they lie.
+A row's logits are the same to the last bit in every batch up to MAX_ROWS and on any number of threads. Weights and KV
+are used in place.
 """
 
 import numba

@@ -1,10 +1,10 @@
 """Attention of the compiled decode step: RoPE, the write of keys and values, and each row's whole paged context.
 
-It refuses to know projections. A work item is one part of one (row, KV head): contexts are cut every PART_TOKENS, so
-that threads share a long one, and whoever ends the last part merges all. Rows of one slot stand together, in the order
-of their positions, and an item writes what it reads of those in front of it, as these do: the same numbers. Invariant:
-cuts follow from the context alone and parts merge in order, so a result depends neither on threads nor on the batch.
-Bytes moved: keys and values of each context once for a group of query heads.
+A work item is one part of one (row, KV head). Contexts are cut every PART_TOKENS, so that threads share a long one, and
+the thread that ends the last part merges all. Rows of one slot follow one another in the order of their positions; an
+item writes the rows in front of it that it reads, as their own items do: the same numbers. Cuts follow from the context
+alone and parts merge in order, so a result depends neither on threads nor on the batch. Bytes moved: keys and values of
+each context once for a group of query heads.
 """
 
 from typing import NamedTuple

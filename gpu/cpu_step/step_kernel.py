@@ -1,9 +1,9 @@
 """The compiled decode step: all layers and the logits of a few tokens in one parallel region.
 
 Five stages a layer: norm and QKV; RoPE, KV write and attention; output projection and residual; norm, gate and up with
-SwiGLU; down projection and residual. It refuses to know tensors: weights and pages are addresses that the caller keeps
-alive. Invariant: a token's logits depend on its own row alone, to the last bit: neither on the rest of the batch nor
-on the number of threads. Bytes moved: every matrix and every context's keys and values, once a step.
+SwiGLU; down projection and residual. Weights and pages are addresses that the caller keeps alive. A token's logits
+depend on its own row alone, to the last bit. Bytes moved: every matrix and every context's keys and values, once a
+step.
 """
 
 from typing import NamedTuple

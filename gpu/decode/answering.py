@@ -1,10 +1,9 @@
-"""The thread that answers what steps ask, so that the one that launches them goes on to the next step.
+"""A thread that answers the host reads of decode steps, so that the launching thread goes on to the next step.
 
-It refuses to know rows, graphs and what an answer is. A step that awaits its answers on the device is handed over once
-it is launched; what it asks was frozen before. Invariants: steps are answered in the order of their launches; a slot's
-stamps are counted here, as the thread comes to a step, so a launch disturbs no step before it; a step that fails
-releases its slots, and so does each one behind it until `recover`, so no device is left waiting and nothing is answered
-that follows from a failure. The thread waits for the device alone, never for the one that launches.
+A step that awaits answers on the device is handed over once it is launched; its host reads were frozen before. Steps
+are answered in the order of their launches. This thread counts a slot's stamps as it comes to a step, so a launch
+disturbs no step before it. A step that fails releases its slots, and so does each step behind it until `recover`: no
+device is left waiting, and nothing is answered that follows from a failure. The thread waits for the device alone.
 """
 
 import weakref

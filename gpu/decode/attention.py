@@ -1,7 +1,4 @@
-"""Attention of a decode step to what is on the device: the compiled kernel of the device that the pages lie on.
-
-It refuses to know projections and sampling, and what lies in a hole.
-"""
+"""Attention of a decode step to resident cells, by the compiled kernel of the device that holds the pages."""
 
 from gpu.kv.pool import KvPool
 from gpu.methods.device_side import LayerReads

@@ -1,7 +1,6 @@
-"""Work of the device as a CUDA graph: warmed up on a stream of its own, then captured.
+"""Capture work of the device as a CUDA graph, after a warm-up on a stream of its own.
 
-It refuses to know what the work is. Invariant: it runs before it is captured, so kernels are compiled and libraries
-have their workspaces.
+The warm-up compiles kernels and gives libraries their workspaces.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,10 @@
-"""The one loop over layers of a decode step, whatever its rows' profiles.
+"""The loop over layers of a decode step, for rows of any profile.
 
-It refuses to know requests, graphs and how the host attends. A layer is norm, QKV, RoPE and KV write; what methods do
-before attention; the ask; attention to what is on the device, and to what methods have fetched; the answer; the merge
-of all partials; output projection and MLP. Invariants: what a (row, head) reads is stated, by its bounds on the device
-and by its ask of the host, and every cell of its context, or in a layer with a window of that window, is read once, or
-counted as dropped, and methods have no part in such a layer; a step with asks asks, and awaits, in every layer whose KV
-goes down, whatever its rows read there, for the host answers as often.
+A layer is norm, QKV, RoPE and KV write; what methods do before attention; the host read; attention to resident cells
+and to what methods have fetched; the host's answer; the merge of all partials; output projection and MLP. Each (row,
+head) states what it reads, by its bounds on the device and by its host read. Every cell of its context is read once, or
+counted as dropped; in a layer with a window, every cell of that window, and methods take no part there. A step with
+host reads makes one, and awaits it, in every offloaded layer, whatever its rows read there.
 """
 
 from collections.abc import Generator, Mapping, Sequence

@@ -1,19 +1,20 @@
-"""Decode steps on static buffers: CUDA graphs for a ladder of batch sizes, and the same loop eagerly elsewhere.
+"""Run decode steps on static buffers: as CUDA graphs for a ladder of batch sizes, else the same loop eagerly.
 
-It refuses to know requests, deposits, and how the host attends. There are kinds of steps: those in which some row asks
-the host, and those in which none does; of either, those in which some row holds a ring of a method that reuses, and
-those that go without it. On CUDA a whole step, both half batches in turns if there are two, is one graph for
-the next larger captured size: it awaits each answer by itself, so it is launched once and handed to the thread that
-answers (`gpu.decode.answering`), and the next step may be launched behind it. Sizes beyond the ladder, and the CPU
-device, run the loop eagerly in the thread that launches, each layer behind its answer and the whole step behind those
-in flight. On the CPU a small batch that asks nothing goes through the compiled step instead.
-Invariants: a step reads its tokens from `last_tokens` on the device, so the host never waits for one; a slot of the
-exchange has one ask open at a time, and its stamps are counted by the host as by the device; layers are computed in the
-order in which the host answers, on one stream; the host is told of real rows alone; no device is left waiting for an
-answer. A launch that must end before it returns (CUDA_LAUNCH_BLOCKING) cannot wait for answers: then no step that asks
-is captured. Experts in host memory that the CPU computes are asked for in slots of their own, one a lane, and answered
-by threads of their own: by captured steps of few rows, whose asks are listed as they are captured, and on the CPU. All
-other steps fetch them.
+Steps differ in whether some row reads host memory, and in whether some row holds a ring of a method that reuses. On
+CUDA a whole step is one graph for the next larger captured size, with both half batches in turns if there are two. It
+awaits each answer on the device, so it is launched once and handed to the thread that answers (`answering`), and the
+next step may be launched behind it. Larger batches, and the CPU device, run the loop eagerly in the launching thread:
+each layer behind its answer, and the whole step behind those in flight. On the CPU a small batch without host reads
+runs as the compiled step.
+
+A step reads its tokens from `last_tokens` on the device, so the host never waits for one. A slot of the exchange has
+one open request at a time, and host and device count its stamps alike. Layers are computed on one stream, in the order
+in which the host answers. No device is left waiting for an answer. A launch that must end before it returns
+(CUDA_LAUNCH_BLOCKING) cannot wait for answers: then no step with host reads is captured.
+
+The CPU computes experts in host memory for captured steps of few rows, whose requests are listed as they are captured,
+and on the CPU device; such requests have slots of their own, one a lane, and threads that answer them. All other steps
+fetch experts.
 """
 
 import os

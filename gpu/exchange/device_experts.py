@@ -1,8 +1,7 @@
-"""The device's side of a slot in which a step asks the CPU for experts: hidden states go out, their sums come in.
+"""The device's side of a slot in which a step has the CPU compute experts: hidden states out, their sums back.
 
-It refuses to know routing and how a step is launched. Invariant: on a GPU whatever is called here is ordered by the
-stream alone, so it may be captured, and the host's side is told of it by the list of asks; on the CPU, which computes
-both sides, an ask is answered where the answer is read.
+On a GPU every call is ordered by the stream alone, so it may be captured, and the host's side gets the list of
+requests. The CPU device computes both sides: a request is answered where the answer is read.
 """
 
 import numpy as np

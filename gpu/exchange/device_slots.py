@@ -1,7 +1,7 @@
-"""The device's side of one exchange slot: queries and their codes go out, the CPU's partial comes in.
+"""The device's side of one exchange slot: queries and their codes out, the CPU's partial back.
 
-It refuses to know layers and how a step is launched. Invariant: whatever is called here is ordered by the device's
-stream alone, so it may be captured in a graph; the host's side is `slot.advance` and `slot.give_answer`.
+Every call is ordered by the device's stream alone, so it may be captured in a graph. The host's side is `slot.advance`
+and `slot.give_answer`.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""One layer's keys and values of a context, copied out of its pages to be attended to by prefill's kernels.
+"""One layer's keys and values of a context, copied out of its pages for prefill's kernels.
 
-It refuses to know jobs' units and methods. Invariant: what was gathered before is taken again only where nothing was
-written to those pages since: who computes tokens out of order says so (`forget`).
+Rows gathered before are kept while nothing is written to their pages: code that computes tokens out of order calls
+`forget`.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Where the KV of a prompt stands that goes down to the host tier: one layer as it is computed, one as it leaves.
+"""Staging buffers of a prompt whose KV is offloaded: one layer is computed while another one is sent.
 
-It refuses to know units, hidden states and attention. Invariants: a buffer is not written again before the rows that
-stood in it have been read, in stream order and without the host waiting; tokens `[0, begin)` of a layer stand in its
-buffer before its first unit, and after its last one every token is in host memory or in the slot's resident pages.
+A buffer is not written again before its rows have been read, in stream order and without the host waiting. Tokens `[0,
+begin)` of a layer are in its buffer before its first unit. After its last unit every token is in host memory or in the
+slot's resident pages.
 """
 
 import torch

@@ -1,8 +1,7 @@
-"""Memory of KV pages and windows: on a GPU all of it from the start, on the CPU device row by row as it is asked for.
+"""Memory of KV pages and windows: on a GPU all of it from the start, on the CPU device row by row on request.
 
-On the CPU arenas are addresses alone, and rows of them are committed when a request needs them: what is refused then is
-a count and no page fault that ends the process. Rows stay committed, so memory is what was used at once at most. It
-refuses to know who needs rows. Invariant: a row that is committed has its memory; one that is not reads as zeros.
+On the CPU, arenas are reserved addresses, and rows are committed when a request needs them. So a refusal is a count and
+no page fault that ends the process. Rows stay committed. A row that is not committed reads as zeros.
 """
 
 import math

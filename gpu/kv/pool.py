@@ -1,10 +1,9 @@
 """Pages of keys and values on the device, and each slot's page table.
 
 The scheduler decides which pages are free or shared. `gpu.page_layout` says where resident pages, of all layers, and
-dense pages, of the dense layers alone, lie in the arena:
-where a slot has a dense page, its tokens are in host memory, and what reads the other layers states a hole there.
-Where windows are kept by themselves (`gpu.kv.windows`), pages are of the other layers alone.
-Invariant: a table row is only ever read up to its slot's context, so rows of released slots need no clearing.
+dense pages, of the dense layers alone, lie in the arena. A slot with a dense page has its tokens in host memory, and
+readers of the other layers skip that range. Where windows are kept by themselves (`gpu.kv.windows`), pages are of the
+other layers alone. A table row is read only up to its slot's context, so rows of released slots need no clearing.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Windows of keys and values: of layers that never look further back, a ring of pages for a sequence instead of all.
+"""Windows of keys and values: for layers that never look further back, a ring of pages a sequence in place of all
+pages.
 
-It refuses to know who holds a window and which prefix it is the end of: the scheduler numbers them, and says so in
-window writes. A **window** is a ring of `num_pages` pages in each of these layers: cell c of a context lies in page
-`c // page_tokens % num_pages`. So a page table of its own is all that who reads and writes needs, and a copy of a
-window is one of the same cells. Invariant: cells are read no further back than a layer's window, and a ring is no
-shorter.
+A window is a ring of `num_pages` pages in each of these layers: cell c of a context is in page `c // page_tokens %
+num_pages`. A page table is all that readers and writers need, and a copy of a window is one of the same cells. The
+scheduler numbers windows and says which slot holds which. Cells are read no further back than a layer's window, and a
+ring is no shorter.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
-"""The slots in which the CPU is asked for experts in host memory, and who computes them there.
+"""The slots in which the CPU is asked to compute experts in host memory, and the workers that do.
 
-It refuses to know rates: whether that is faster than fetching them is the plan's to say. Invariant: what the CPU has no
-code for is named in one line, before any step is captured.
+What the CPU has no code for is refused in one line, before any step is captured.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """The layers of a decoder, as its specs say, as functions over tensors.
 
-It refuses to know requests, batching and sampling: attention is handed in, or stands between the two halves of a layer.
-Invariant: each hidden state depends on its own row and on what attention returns for that row, so padding rows and
-packed neighbours change nothing.
+Attention is passed in, or stands between the two halves of a layer. Each hidden state depends on its own row and on
+what attention returns for that row, so padding rows and packed neighbours change nothing.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""The MLP of a layer with experts: routing, the products of those that are taken, their sum and the residual.
+"""The MLP of a layer with experts: routing, the products of the experts that are taken, their sum and the residual.
 
-It refuses to know attention, and how matrices are stored. Invariants: experts that no token takes are not read; where
-they lie changes no bit, as long as it is the card that computes. Which products of a layer depends on the number of
-tokens alone, so a graph holds them: three launches for up to MOST_ALONE where no matrix is packed, else four for up to
-LEAST_PAIRS, and six; where some lie in host memory two more, or one, and one for each tensor that is fetched; or, where
-the CPU computes these, four more, or three: it is asked before the card's own products and awaited behind them.
+Experts that no token takes are not read. Where they lie changes no bit, as long as the card computes them. The products
+of a layer depend on the number of tokens alone, so a graph holds them. Launches: three for up to MOST_ALONE tokens
+where no matrix is packed, else four for up to LEAST_PAIRS, and six beyond. Where some experts are in host memory: two
+more, or one, and one for each tensor that is fetched. Where the CPU computes these: four more, or three; its request
+goes out before the card's own products and is awaited behind them.
 """
 
 from torch import Tensor

@@ -1,8 +1,7 @@
-"""The matrix products of a layer, with the norms, activation and residuals around them: the part that weights decide.
+"""The matrix products of a layer, with the norms, activation and residuals around them.
 
-It refuses to know attention and positions, and how a matrix is stored. Bytes moved: the weights once for each call. On
-the CPU a library repacks them in every call, which prefill does not notice; small decode batches go through
-`gpu.cpu_step.cpu_step` there.
+Bytes moved: the weights once for each call. On the CPU a library repacks them in every call, which prefill does not
+notice; small decode batches go through `gpu.cpu_step.cpu_step` there.
 """
 
 from torch import Tensor

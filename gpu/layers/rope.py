@@ -1,9 +1,8 @@
-"""Rotary position tables: inverse frequencies of every served scaling, and the cosines and sines of all positions.
+"""Rotary position tables: inverse frequencies of every served scaling, and cosines and sines of all positions.
 
-It refuses to know tokens and heads. What of a head is not rotated has angle zero: weights are loaded in an order in
-which element i pairs with i + dim / 2, whatever a checkpoint's layout (`gpu.weights.checkpoint`). Invariant: the tables
-of a deployment never change, so a key cached at a position stays valid for as long as its page lives. Frequencies equal
-Hugging Face's `ROPE_INIT_FUNCTIONS` in float32.
+The part of a head that is not rotated has angle zero. Weights are loaded in an order in which element i pairs with i +
+dim / 2, whatever a checkpoint's layout. The tables of a deployment never change, so a cached key stays valid.
+Frequencies equal Hugging Face's `ROPE_INIT_FUNCTIONS` in float32.
 """
 
 import hashlib

@@ -1,12 +1,11 @@
-"""When experts in host memory come to the card, and where they lie there.
+"""Bring experts from host memory to the card, into slots and stacks that the products read.
 
-A decode step fetches those that its tokens take, each once, into slots that live as long as the layer's products: which
-they are is decided on the device, inside the captured step. A prompt takes nearly all of a layer's, so they are copied
-whole, and the next layer's beside the products of this one; prefill goes layer by layer, so they are kept from chunk to
-chunk. It refuses to know routing and products. Invariants: buffers are filled behind all that was launched on the
-stream that reads them, and read behind what fills them; other streams, and steps that are captured, have memory of
-their own. Bytes over the link: of a decode step each expert that is taken, once; of a prompt each layer's experts once,
-whatever its chunks, while no more than STAGED_STACKS layers are asked for in turn.
+A decode step fetches the experts that its tokens take, each once, into slots that live as long as the layer's products;
+the device decides which, inside the captured step. A prompt takes nearly all experts of a layer, so they are copied
+whole, the next layer's beside the products of this one, and kept from prefill chunk to prefill chunk. Buffers are
+filled behind all that was launched on the stream that reads them, and read behind what fills them. Other streams, and
+captured steps, have memory of their own. Bytes over the link: of a decode step each expert that is taken, once; of a
+prompt each layer's experts once, while no more than STAGED_STACKS layers are needed in turn.
 """
 
 from collections.abc import Sequence

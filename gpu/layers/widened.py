@@ -1,9 +1,8 @@
 """Matrices of few bits as prefill multiplies them, kept from one unit of a layer to the next.
 
-Prefill goes layer by layer, chunk after chunk, so a matrix that is kept is widened once for a layer and not once for a
-chunk. It refuses to know layers: what was used longest ago goes first. Invariant: a kept matrix was written on the
-stream that reads it, the one that this was made on; for other streams, and in a graph that is being captured, matrices
-are widened anew.
+Prefill goes layer by layer, chunk after chunk, so a kept matrix is widened once a layer and not once a chunk. The least
+recently used one is evicted first. A kept matrix is written and read on one stream; for other streams, and in a graph
+that is being captured, matrices are widened anew.
 """
 
 from collections import OrderedDict

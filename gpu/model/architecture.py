@@ -1,7 +1,6 @@
-"""An Architecture from the `config.json` of a Hugging Face folder, a GGUF file, or a named shape. No torch.
+"""Read an Architecture from the `config.json` of a Hugging Face folder, a GGUF file, or a named shape.
 
-It refuses to know what any family's keys mean: `gpu.model.families` does. Invariant: a key that is not understood is
-refused by name, unless `ignore_config_keys` says that nothing hangs on it.
+A key that is not understood is refused by name, unless `ignore_config_keys` names it.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""Rotary scaling from `config.json`, in both of its layouts, and how many positions it makes of a model's. No torch.
+"""Read rotary scaling from `config.json`, in both of its layouts, and the number of positions that it gives.
 
-It refuses to know frequencies. Invariant: a setting that its kind of scaling does not have is refused by name.
+A setting that its kind of scaling does not have is refused by name.
 """
 
 from collections.abc import Mapping

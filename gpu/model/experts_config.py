@@ -1,7 +1,4 @@
-"""Keys of a mixture of experts in a `config.json`. No torch.
-
-It refuses to know which layers have one. Invariant: a token takes at least one expert, and no more than there are.
-"""
+"""Read the keys of a mixture of experts in a `config.json`."""
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.spec import Experts, ModelError

@@ -1,7 +1,6 @@
-"""Which products of a model the library humming-kernels makes, and what that takes beside the matrices. No torch.
+"""Which products of a model the library humming-kernels computes, and the memory that needs beside the matrices.
 
-It refuses to know the library (`gpu.weights.humming_matrix`) and formats one by one (`MatrixFormat.why_not_humming`).
-Invariant: what it is asked for and cannot do is refused by name, or done by our own kernels and said.
+A request that the library cannot fulfil is refused by name, or computed by our own kernels and reported.
 """
 
 from collections import Counter

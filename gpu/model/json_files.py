@@ -1,4 +1,4 @@
-"""Objects in the JSON files of a model's folder. No torch. It refuses to know what they say."""
+"""Read objects from the JSON files of a model's folder."""
 
 import json
 from pathlib import Path

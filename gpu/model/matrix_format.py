@@ -1,8 +1,4 @@
-"""How matrices are stored, and so how many bytes they take. No torch.
-
-It refuses to know how files spell it (`gpu.model.quantisation`) and what multiplies (`packed_matrix`). Invariant:
-these are the bytes that a loaded matrix holds, scales and zero points counted.
-"""
+"""How matrices are stored, and so how many bytes a loaded matrix takes, scales and zero points counted."""
 
 import re
 from collections.abc import Mapping

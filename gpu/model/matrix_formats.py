@@ -1,7 +1,6 @@
-"""Which matrix of a model is stored how: a format, or None for a plain one, and all their bytes. No torch.
+"""The format of each matrix of a model, None for a plain one, and all their bytes.
 
-It refuses to know files beyond the names of their modules. Invariant: the parts of a fused matrix are stored alike; a
-checkpoint in which they are not is refused by name.
+The parts of a fused matrix are stored alike; a checkpoint in which they are not is refused by name.
 """
 
 import math

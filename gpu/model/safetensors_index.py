@@ -1,6 +1,6 @@
-"""Which safetensors files a Hugging Face folder has, and the names of the tensors in them. No torch.
+"""Find the safetensors files of a Hugging Face folder, and the names of the tensors in them.
 
-It refuses to know what tensors are. Invariant: a file that the index lists is there, whole, with what is listed of it.
+A file that the index lists must be there, whole, with what is listed of it.
 """
 
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""The vocabulary of a sentencepiece `tokenizer.model`, as it stands in the file. No torch.
-
-It refuses to know texts and how they are cut into pieces. Invariant: what a piece's place in the file is, is its id.
-"""
+"""Read the vocabulary of a sentencepiece `tokenizer.model`. A piece's place in the file is its id."""
 
 from dataclasses import dataclass
 from enum import IntEnum

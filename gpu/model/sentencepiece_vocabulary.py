@@ -1,8 +1,7 @@
-"""A sentencepiece `tokenizer.model` as a vocabulary of `tokenizers`, so that all that reads texts knows one kind.
+"""Make a vocabulary of `tokenizers` of a sentencepiece `tokenizer.model`.
 
-It refuses to know requests. Invariant: a text has the ids that sentencepiece gives it; around tokens that the folder
-adds to the model's pieces, in `added_tokens.json` and `tokenizer_config.json`, each part is a text of its own, as
-transformers has it for these models.
+A text gets the ids that sentencepiece gives it. Around tokens that the folder adds to the model's pieces, in
+`added_tokens.json` and `tokenizer_config.json`, each part is a text of its own, as in transformers.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,4 @@
-"""A decoder's shape: its sizes, and what each of its layers computes. No torch.
-
-It refuses to know configuration files and checkpoints: a family's adapter (`gpu.model.families`) makes an Architecture
-of the one and says where the tensors of the other go. Invariant: what a spec does not say, no layer does. Byte and FLOP
-formulas stand here, so that plans, floors and the cost model follow it.
-"""
+"""A decoder's shape: its sizes, what each layer computes, and the byte and FLOP counts that follow from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

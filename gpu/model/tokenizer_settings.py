@@ -1,4 +1,4 @@
-"""The settings of a folder's tokenizer: `tokenizer_config.json`, and the tokens that another file adds. No torch."""
+"""Read the settings of a folder's tokenizer: `tokenizer_config.json`, and the tokens that another file adds."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""A folder's vocabulary of tokens, as `tokenizers` has it, whichever file it is in. No torch.
-
-It refuses to know texts and requests. Invariant: whoever encodes and whoever masks tokens has the same ones.
-"""
+"""Read a folder's vocabulary of tokens, as `tokenizers` has it, whichever file it is in."""
 
 from pathlib import Path
 from typing import Any

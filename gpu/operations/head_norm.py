@@ -1,8 +1,4 @@
-"""RMSNorm of each query and key head before its rotation, in place, in plain torch.
-
-On a GPU it is part of `rope_kv_write`. It refuses to know rotations and values, which it leaves as they
-are. Arithmetic: `rms_norm`.
-"""
+"""RMSNorm of each query and key head before its rotation, in place, in plain torch. On a GPU `rope_kv_write` does it."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,10 @@
-"""One draw a row as an exponential race: token i finishes at `e_i / weight_i`, `e_i` exponential, and the first wins.
+"""Draw one token a row as an exponential race: token i finishes at `e_i / weight_i`, `e_i` exponential, and the first
+wins.
 
-The winner is distributed as the weights are (the Gumbel-max trick, before the logarithm), and since `e_i` belongs to
-the token, a small change of the weights moves the winner with a probability below twice the total variation distance;
-an inverse CDF sums the shifts of all its borders. It refuses to know requests, temperatures and filters. Invariant:
-`e_i` is a function of (key of the draw, i) alone: the i-th number of SplitMix64 seeded with the key.
+The winner is distributed as the weights are (the Gumbel-max trick, before the logarithm). Since `e_i` belongs to the
+token, a small change of the weights moves the winner with a probability below twice the total variation distance; an
+inverse CDF sums the shifts of all its borders. `e_i` is a function of (key of the draw, i) alone: the i-th number of
+SplitMix64 seeded with the key.
 
 Bytes moved for each vocabulary entry: 4 read, and on CUDA 4 written and read again by the argmax.
 """

@@ -1,8 +1,8 @@
 """RMSNorm, alone, and before a residual addition.
 
 Arithmetic of Hugging Face's LlamaRMSNorm: float32 inside, rounded to x.dtype, then times the weight; and of its
-Gemma3RMSNorm where the weight is float32 and x is not: times the weight, then rounded. It refuses to know what the
-hidden states are. Bytes moved per token: 2 * hidden * itemsize, and half as many more with a residual.
+Gemma3RMSNorm where the weight is float32 and x is not: times the weight, then rounded. Bytes moved per token: 2 *
+hidden * itemsize, and half as many more with a residual.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """SwiGLU, silu(gate) * up, or GeGLU, gelu(gate) * up by its tanh, over one buffer whose first half is the gate.
 
-It refuses to know the projections. Bytes moved per token: 3 * intermediate * itemsize.
+Bytes moved per token: 3 * intermediate * itemsize.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Which kernel attends to a chunk's past on this machine: measured when an engine starts, and never guessed by a name.
+"""Choose the kernel that attends to a chunk's past on this machine, by measuring when an engine starts.
 
 Candidates are cuDNN over pieces of the past, FlashAttention and efficient attention. One that raises here, or whose
-result is not the reference's but for rounding, is out, and says so in the log. Invariant: whatever cuDNN may be asked
-for later has been asked for here, in the thread that asks: plans are kept by thread.
+result differs from the reference's by more than rounding, is out, and the log says so. Every plan that cuDNN may need
+later is made here, in the thread that will use it: plans are kept by thread.
 """
 
 import logging

@@ -1,8 +1,7 @@
-"""Dense prefill: what a profile whose slot `prefill` is empty means. Each query attends to its whole past, exactly.
+"""Dense prefill, for profiles without a prefill method: each query attends to its whole past, exactly.
 
-It refuses to know how kernels are timed. It stands beside the methods, not among them: short prompts of it are packed
-into one launch (`unit_attention.py`), other methods fall back on it, and it is there where nothing is configured.
-Invariant: which kernel computes depends on the numbers of queries and keys and on what was chosen at start.
+Short prompts are packed into one launch (`unit_attention`), and other methods fall back on it. The kernel depends on
+the numbers of queries and keys and on what was chosen at start.
 """
 
 import logging

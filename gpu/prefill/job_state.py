@@ -1,7 +1,7 @@
-"""A prefill job on the device: its packed tokens, what is kept of them between units, and which are whose.
+"""A prefill job on the device: its packed tokens, what is kept of them between units, and which prompt owns which.
 
-It refuses to know how a layer is computed. Invariant: what is packed stands in the prompts' order, and `offsets` say
-where each begins, also once a job is narrowed to some of its tokens, or a prompt is cut out.
+Packed tokens stand in the prompts' order, and `offsets` say where each begins, also once a job is narrowed to some of
+its tokens, or a prompt is cut out.
 """
 
 from dataclasses import dataclass, replace

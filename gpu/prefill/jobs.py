@@ -1,10 +1,8 @@
 """Prefill jobs: packed prompts that go through the model layer by layer, in resumable units.
 
-It refuses to know when units run, and what else does. Invariants: the hidden states of a job live from its first unit
-to its last or to its drop, those of a prompt until it is cut out; a unit reads only its own job's pages (or staging: a
-prompt that goes down to the host tier is alone in its job, and the only one of its kind; one that takes documents'
-chunks is alone, too), so units of several jobs and decode steps interleave freely, and where one layer's units begin
-need not be where another's do.
+The hidden states of a job live from its first unit to its last or to its drop, those of a prompt until it is cut out. A
+unit reads only its own job's pages or staging, so units of several jobs and decode steps interleave freely, and layers
+may be cut into units at different places. An offloaded prompt is alone in its job, and so is one of document chunks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
-"""What a job gives once its tokens are through all layers: logits to draw of, logprobs of prompts, and vectors.
+"""What a job returns once its tokens are through all layers: logits to draw from, logprobs of prompts, and vectors.
 
-It refuses to know units before that, and when draws are made. Invariant: what a prompt gets depends on its own hidden
-states alone, and no bit of it on where units of logits are cut.
+A prompt's results depend on its own hidden states alone, and no bit of them on where units of logits are cut.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,10 @@
-"""A chunk's past in pieces of a few sizes, each by a kernel that takes it at once, merged with the chunk itself.
+"""Attend to a chunk's past in pieces of a few sizes, and merge these with the chunk itself.
 
-Two reasons to cut. cuDNN makes a plan for every shape, which takes as long as attending to thousands of tokens, and a
-past grows with each chunk. So a past is cut into pieces of powers of two, the longest in front, and queries are padded
-to such a number: the plans that a deployment can ever need are a few dozen, and all are made while it loads. And a
-block of such a kernel has a tile of queries and all keys of its launch, and keeps its SM until it has seen them, to
-whatever the other lane's kernels wait for: a longest piece bounds that. What the pieces leave, and the chunk's own
-causal part, is one launch of a kernel that makes no plans, but for a chunk that is itself such a number and has nothing
-left in front of it. It refuses to know which is faster where, and who waits.
+There are two reasons to cut. cuDNN makes a plan for every shape, which takes as long as attending to thousands of
+tokens, and a past grows with each chunk. So a past is cut into pieces of powers of two, the longest in front, and
+queries are padded to such a number: the few dozen plans that a deployment can need are made while it loads. And a block
+of such a kernel keeps its SM until it has seen all keys of its launch, while the other lane's kernels wait: a longest
+piece bounds that. The rest of the past and the chunk's own causal part are one launch of a kernel that makes no plans.
 """
 
 from collections.abc import Sequence

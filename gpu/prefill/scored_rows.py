@@ -1,8 +1,8 @@
 """Which rows of hidden states go through one product for prompt logprobs: all at once would be gigabytes of logits.
 
-Knows numbers of rows alone. The invariant: a row's logits do not depend on where units begin and end. Products are cut
-out of blocks that begin at multiples of `LOGITS_BLOCK_ROWS` of the prompt; one of few rows may add in another order
-than one of many, so a unit's product never has fewer than `LEAST_ROWS` where its block has more.
+A row's logits do not depend on where units begin and end. Products are cut out of blocks that begin at multiples of
+`LOGITS_BLOCK_ROWS` of the prompt. A product of few rows may add in another order than one of many, so a unit's product
+never has fewer than `LEAST_ROWS` where its block has more.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""What the queries of a unit attend to in a layer: which keys and values, by which method, and who looks on.
+"""Attention of a unit's queries in a layer: which keys and values, by which method, and which methods see them.
 
-It refuses to know what is computed before and behind attention. Invariants: a query is told what it would be told if
-its prompt were alone; methods that will reuse what queries read are shown a prompt's in order.
+A query is given what it would be given if its prompt were alone. Methods that reuse what queries read see a prompt's
+queries in order.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,13 +1,13 @@
 """Filter distributions to draw from: temperature, top-k, top-p and min-p, for all rows of a batch at once.
 
-Knows logits and numbers, nothing of requests. A distribution is how far each token is below the best one, in nats: 0
-for the best, `inf` for what may not be drawn; `race` draws from it. Invariant: the result of a row depends
-on that row alone, on any device: the masses of top-p are **integers**, so that sums are exact and the same in any
-order. A float32 cumulative sum over 128K tokens is off by up to 3e-3 of the mass. Masses are `exp(-distance)` in units
-of `2**-(62 - bits of the vocabulary)` of the most likely token's: 2**-45 for 128K tokens.
+A distribution is how far each token is below the best one, in nats: 0 for the best, `inf` for what may not be drawn;
+`race` draws from it. The result of a row depends on that row alone, on any device: the masses of top-p are
+**integers**, so that sums are exact and the same in any order. A float32 cumulative sum over 128K tokens is off by up
+to 3e-3 of the mass. Masses are `exp(-distance)` in units of `2**-(62 - bits of the vocabulary)` of the most likely
+token's: 2**-45 for 128K tokens.
 
-Nothing is sorted: a threshold is found digit by digit (a radix select over the bits of the distance, by mass), in
-three passes that each read 12 bytes a token. Ties at a threshold go to the lower token id.
+Nothing is sorted: a threshold is found digit by digit (a radix select over the bits of the distance, by mass), in three
+passes that each read 12 bytes a token. Ties at a threshold go to the lower token id.
 """
 
 import torch

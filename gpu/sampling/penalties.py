@@ -1,8 +1,8 @@
-"""Repetition, presence and frequency penalties: which tokens a sequence holds, counted on the device.
+"""Repetition, presence and frequency penalties: counts of the tokens that a sequence holds, on the device.
 
-Knows sequences by the number of a row that it hands out, and keeps memory (5 bytes a vocabulary entry) for all of them
-from the start: steps in flight read it. Invariant: after `count`, the table equals a recount of prompt and output; it
-is updated from tokens on the device, so the host may run ahead.
+Memory for all sequences (5 bytes a vocabulary entry) is kept from the start, because steps in flight read it. After
+`count`, the table equals a recount of prompt and output. It is updated from tokens on the device, so the host may run
+ahead.
 """
 
 import numpy as np

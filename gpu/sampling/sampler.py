@@ -1,11 +1,10 @@
 """The sampler: from logits to tokens, for a batch of sequences with options of their own, without a wait on the device.
 
-It knows slots and their options, and neither models nor pages. Order of the options: logit bias and penalties on the
-raw logits; masks; temperature; top-k, top-p, min-p. Invariants: a sequence's draw is a function of its logits, its
-seed, its mask and the number of the draw, whatever else is in the batch and across preemption, and logits that differ
-by rounding draw the same token but for about the probability mass that the rounding moves; nothing here syncs, so the
-host may run ahead. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn
-row its distances and the race (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.sampling.draw`.
+Order of the options: logit bias and penalties on the raw logits; masks; temperature; top-k, top-p, min-p. A sequence's
+draw is a function of its logits, its seed, its mask and the number of the draw, whatever else is in the batch and
+across preemption. Logits that differ by rounding draw the same token but for about the probability mass that the
+rounding moves. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn row its
+distances and the race (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.sampling.draw`.
 """
 
 import math

@@ -1,6 +1,4 @@
-"""A tensor in its file: where its bytes lie, and what they become before anything is done with them. It refuses to know
-formats of files. Invariant: rows follow one another, none between them and nothing else.
-"""
+"""A tensor in its file: where its bytes lie, row after row, and what they become before they are placed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

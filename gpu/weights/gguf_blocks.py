@@ -1,8 +1,8 @@
 """Blocks of a GGUF file's tensors, as their bytes lie, and the numbers that they are.
 
-Layouts are those of ggml's `block_q4_0` to `block_q6_K`. It refuses to know files. Invariant: a number is `q * d *
-scale - least * offset`, exactly: d, least, scale and offset are the file's own (`gpu.model.gguf.kinds`), but for powers
-of two and signs, which change no digit.
+Layouts are those of ggml's `block_q4_0` to `block_q6_K`. A number is `q * d * scale - least * offset`, exactly: d,
+least, scale and offset are the file's own (`gpu.model.gguf.kinds`), but for powers of two and signs, which change no
+digit.
 """
 
 from collections.abc import Callable

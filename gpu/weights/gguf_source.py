@@ -1,7 +1,7 @@
 """A GGUF file's tensors as a checkpoint's: by its names, rows in its order, norms as it has them.
 
-llama.cpp rotates a Llama's queries and keys in neighbouring pairs, so its files have their
-rows in another order, and it adds to Gemma's norms what Gemma adds when it runs: both are undone here.
+llama.cpp writes a Llama's queries and keys in the order in which neighbours are rotated together, and adds to Gemma's
+norms what Gemma adds when it runs: both are undone here.
 """
 
 import re

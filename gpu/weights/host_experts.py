@@ -1,8 +1,4 @@
-"""Experts of a layer that lie in host memory: where, and how any of them come to the card.
-
-It refuses to know routing, products, and who wants which when (`gpu.layers.staged_experts`). Invariant: what products
-read on the card are the bytes that lie in host memory, whatever format they are in.
-"""
+"""Experts of a layer in host memory: where they lie, and how any of them are copied to the card, byte by byte."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

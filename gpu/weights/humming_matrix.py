@@ -1,15 +1,15 @@
 """Matrices of few bits as the library humming-kernels multiplies them: in its layout, by its kernels, kept on disk.
 
-It refuses to know layers, checkpoints and files, and nothing else here knows the library. A matrix comes packed and is
-laid out anew, so one copy is held. Kernels are for a shape, a format and a range of token counts: `prepare` compiles
-those that a deployment needs (NVRTC or nvcc, seconds each, in parallel) and loads them; a product of a count that
-nobody prepared compiles its own, which `num_compiled` counts. They are kept in the user's cache folder, by version and
-GPU.
-Invariants: a product is that of the packed matrix, but for scales, rounded to bf16 (those of blocks are not), and for
-sums of long rows, whose parts meet in bf16 and in no fixed order, so that its last bits differ between runs; products
-that share locks never run side by side: there are locks for each stream, also of those that graphs are captured on, and
-graphs of one such stream are replayed one after another. Bytes moved: the weights once; a result once more where bias,
-residual or activation come behind it.
+A matrix comes packed and is laid out anew, so one copy is held. Kernels are for a shape, a format and a range of token
+counts: `prepare` compiles those that a deployment needs (NVRTC or nvcc, seconds each, in parallel) and loads them; a
+product of another count compiles its own, which `num_compiled` counts. They are kept in the user's cache folder, by
+version and GPU.
+
+A product is that of the packed matrix, but for scales, rounded to bf16 (those of blocks are not), and for sums of long
+rows, whose parts meet in bf16 and in no fixed order, so that its last bits differ between runs. Products that share
+locks never run side by side: there are locks for each stream, also of those that graphs are captured on, and graphs of
+one such stream are replayed one after another. Bytes moved: the weights once; a result once more where bias, residual
+or activation come behind it.
 """
 
 import logging

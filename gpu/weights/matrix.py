@@ -1,7 +1,6 @@
-"""A matrix as the decoder sees it: what it multiplies, with the fusions of a decode step, and what it weighs.
+"""A matrix as the decoder sees it: its products, with the fusions of a decode step, and its bytes.
 
-It refuses to know layers, and how a matrix came to be stored as it is. Invariant: a product is that of the numbers that
-`unpack` returns, to the rounding of the dtype that computes.
+A product is that of the numbers that `unpack` returns, to the rounding of the dtype that computes.
 """
 
 from typing import Protocol

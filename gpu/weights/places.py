@@ -1,8 +1,7 @@
-"""Where each tensor of a checkpoint goes: into a slice of a fused matrix, mostly; and what becomes of it on the way.
+"""Where each tensor of a checkpoint goes, mostly into a slice of a fused matrix, and what becomes of it on the way.
 
-It refuses to know files, and how weights are used beyond that queries and keys are rotated in halves: rows of a
-checkpoint whose pairs are neighbours, or of heads that are rotated in part, are put in that order here, which no
-product of a query and a key notices.
+Queries and keys are rotated in halves here. So rows of a checkpoint whose pairs are neighbours, or of heads that are
+rotated in part, are put in that order, which no product of a query and a key notices.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
-"""A tensor of a file on its way to its place: which ranges of the file are read, and what becomes of each.
+"""Plan a tensor's way from its file to its place: which ranges of the file are read, and what becomes of each.
 
-It refuses to know how files are read. Rows that need no others go to their places by themselves, and where that is host
-memory, and of the file's type and order, they are read into it; of packed matrices all rows, or as many as are rounded
-at once, are gathered first, on the device, and so are those of a tensor that is changed as a whole. Invariants: a
-tensor's rows are placed once each; a GPU holds one gathered tensor at a time.
+Rows that need no others go to their places by themselves, and where that is host memory, and of the file's type and
+order, they are read into it. Of packed matrices all rows, or as many as are rounded at once, are gathered first, on the
+device, and so are those of a tensor that is changed as a whole. A GPU holds one gathered tensor at a time.
 """
 
 from collections.abc import Iterator

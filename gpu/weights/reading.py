@@ -1,10 +1,9 @@
-"""Bytes of files, read ahead by several threads: straight into host memory that is their place, else by way of staging.
+"""Read bytes of files ahead by several threads: straight into host memory that is their place, else through staging.
 
-It refuses to know tensors and formats, but what becomes of each range is said with it. On a GPU staging is pinned and
-copied from asynchronously, on the stream of who asks. Invariants: of what has no place in host memory that holds
-the staging buffers and no more; who asks places what was staged, range after range in their order; a buffer is written
-to again only once the copy from it is over. Bytes: each is read out of the page cache once and written once, to its
-place or to a buffer that the host's last cache mostly holds.
+On a GPU staging is pinned and copied from asynchronously, on the caller's stream. The caller places what was staged,
+range after range in their order. A buffer is written again only once the copy from it is over, and there is no other
+memory beside the buffers. Bytes: each is read out of the page cache once and written once, to its place or to a buffer
+that the host's last cache mostly holds.
 """
 
 import os

@@ -1,10 +1,9 @@
-"""Matrices of a plain checkpoint in few bits, rounded as they are loaded.
+"""Round matrices of a plain checkpoint to few bits as they are loaded.
 
-Integers: each group of a row has a scale, and where the format has them a zero point; of several scales, from the one
+Integers: each group of a row has a scale, and where the format has them a zero point. Of several scales, from the one
 that holds the whole range down, the one with the least squared error is kept, since clipping an outlier may cost less
-than coarser steps for all others. FP8: a scale a row, its largest number at the top of the range. It refuses to know
-files. A row needs no other, so a matrix is rounded in parts. Invariant: numbers are rounded with the scale that is
-stored, not the one before it was.
+than coarser steps for all others. FP8: a scale a row, its largest number at the top of the range. Numbers are rounded
+with the scale that is stored. A row needs no other, so a matrix is rounded in parts.
 """
 
 import torch

@@ -1,7 +1,6 @@
-"""Where each tensor of a safetensors file lies in it, so that its bytes are read like any other's.
+"""Find where each tensor of a safetensors file lies in it.
 
-It refuses to know what tensors are for. The file's own reader (the `safetensors` package) has looked at the header
-before: that it is whole, and that tensors lie one after another and end with the file.
+The `safetensors` package has checked the header before: it is whole, and tensors lie one after another to the end.
 """
 
 import json

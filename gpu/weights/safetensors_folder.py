@@ -1,7 +1,4 @@
-"""The tensors of a Hugging Face folder, wherever they lie in its safetensors files.
-
-It refuses to know what tensors are (`gpu.model.safetensors_index` finds the files).
-"""
+"""The tensors of a Hugging Face folder, in whichever of its safetensors files they lie."""
 
 from pathlib import Path
 

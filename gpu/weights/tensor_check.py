@@ -1,8 +1,8 @@
-"""Whether a model's files hold the tensors that its configuration asks for, in a process of its own.
+"""Check in a process of its own whether a model's files hold the tensors that its configuration asks for.
 
-Run as `python -m gpu.weights.tensor_check`, with a `ModelConfig` as JSON on standard input: `tandem plan` asks without
-torch in its own process. Reads headers alone. Ends with status REFUSED and the reason as one line on standard output
-where loading the weights would refuse them, in the same words.
+Run as `python -m gpu.weights.tensor_check`, with a `ModelConfig` as JSON on standard input: `tandem plan` checks
+without torch in its own process. Reads headers alone. Ends with status REFUSED and the reason as one line on standard
+output where loading the weights would refuse them, in the same words.
 """
 
 import sys

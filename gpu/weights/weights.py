@@ -1,7 +1,7 @@
 """Weights on the device: how a layer's are laid out, and random ones for a named shape.
 
-A matrix is a tensor, packed in few bits, or laid out as a library multiplies it. It refuses to know how they are used,
-beyond that Q, K and V are one matrix and gate and up another, and where checkpoints have them (`checkpoint`).
+A matrix is a tensor, packed in few bits, or laid out as a library multiplies it. Q, K and V are one matrix, and gate
+and up another.
 """
 
 import logging

@@ -1,9 +1,8 @@
-"""A name for a model's weights by what they hold, wherever they lie: what was computed with them is kept under it.
+"""Name a model's weights by what they hold, so that what was computed with them is found again.
 
-It refuses to know tensors. The digest is of the bytes of all safetensors files and of config.json, which says how they
-are used, or of all parts of a GGUF file. Reading 16 GB takes seconds, so a file's part is kept in the user's cache
-folder and holds while the file's size, times and inode are the same. Invariant: another byte is another digest; a name
-or a place is not.
+The digest is of the bytes of all safetensors files and of config.json, which says how they are used, or of all parts of
+a GGUF file. Reading 16 GB takes seconds, so a file's part is kept in the user's cache folder while the file's size,
+times and inode are the same.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Say how a byte-level tokenizer cuts a text into words before it merges bytes, by a GGUF file's name for it. No torch.
+"""How a byte-level tokenizer cuts a text into words before it merges bytes, by a GGUF file's name for it.
 
 The names are llama.cpp's (`tokenizer.ggml.pre`), and each one's patterns are those of the tokenizer that it stands for.
 """

@@ -1,7 +1,6 @@
-"""Open a GGUF file, or several that were split: what the header says, and where tensors' bytes are. No torch.
+"""Open a GGUF file, or several that were split: what the header says, and where tensors' bytes are.
 
-What keys and tensors mean is read elsewhere (`config`, `tokens`, `tensors`). A file that ends early is refused before
-anything of it is used.
+A file that ends early is refused before anything of it is used.
 """
 
 import mmap

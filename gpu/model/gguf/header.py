@@ -1,9 +1,9 @@
-"""Read the header of a GGUF file: its metadata, and where each tensor's bytes lie. No torch.
+"""Read the header of a GGUF file: its metadata, and where each tensor's bytes lie.
 
-The layout is the published one of ggml (docs/gguf.md), versions 2 and 3. A file is somebody else's input, so every
-count, length and offset is compared with the bytes that there are before anything is allocated: reading takes time and
-memory in proportion to the header's own length. What ggml allows and no published model has is refused: nested arrays,
-tensors that do not follow one another, and numbers in the metadata that are not finite.
+The layout is the published one of ggml (docs/gguf.md), versions 2 and 3. Every count, length and offset is compared
+with the bytes that there are before anything is allocated, so reading takes time and memory in proportion to the
+header. What ggml allows and no published model has is refused: nested arrays, tensors that do not follow one another,
+and numbers in the metadata that are not finite.
 """
 
 import math

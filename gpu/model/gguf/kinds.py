@@ -1,10 +1,9 @@
-"""Kinds of a GGUF file's tensors: which are served, and how a matrix of them is stored here. No torch.
+"""The kinds of tensors in GGUF files that are served, and how a matrix of them is stored here.
 
-It refuses to know bytes (`gpu.weights.gguf_blocks`). A number of every kind of few bits is `q * d * scale - least *
-offset`: q below 2**8, d and least float16 of a run of groups, scale and offset whole numbers of a group, so nothing
-is rounded on the way from the file. Kinds of one scale a group, and the same zero point in all, have a scale alone.
-Invariant: the matrices that are one product here are stored alike: by the finest groups of their parts, in 8 bits if
-one of them has more than 4, and plain if one of them is.
+A number of every kind of few bits is `q * d * scale - least * offset`: q below 2**8, d and least float16 of a run of
+groups, scale and offset whole numbers of a group. So nothing is rounded on the way from the file. Kinds with one scale
+a group, and the same zero point in all, have a scale alone. Matrices that are one product here are stored alike: by the
+finest groups of their parts, in 8 bits if one of them has more than 4, and plain if one of them is.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
-"""A GGUF file's tensors by the names of a Hugging Face checkpoint, and how matrices of few bits are stored. No torch.
+"""A GGUF file's tensors by the names of a Hugging Face checkpoint, and how its matrices of few bits are stored.
 
-It refuses to know bytes. `gguf` says how llama.cpp calls what. Invariant: every tensor of the file has a name here, its
-own if no layer wants it, so that what is extra is told.
+A tensor that no layer wants keeps its own name, so that the check of a checkpoint reports it.
 """
 
 import re

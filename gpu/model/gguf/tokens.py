@@ -1,8 +1,7 @@
-"""A GGUF file's tokenizer: its vocabulary as `tokenizers` has it, and what `tokenizer_config.json` would say. No torch.
+"""Read a GGUF file's tokenizer: its vocabulary as `tokenizers` has it, and what `tokenizer_config.json` would say.
 
-Byte-level merges (`gpt2`) with the cuts that llama.cpp knows by the names of pre-tokenizers, and sentencepiece's pieces
-(`llama`). It refuses to know texts and requests. Invariant: a token's place in the list is its id; a vocabulary whose
-lists disagree, or whose cuts are not known here, is refused by name.
+Served are byte-level merges (`gpt2`), with the cuts that llama.cpp names, and sentencepiece's pieces (`llama`). A
+vocabulary whose lists disagree, or whose cuts are not known here, is refused by name.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
-"""What programs of decode attention have in common: a query group over blocks of a paged context, to a partial.
+"""Parts of decode attention kernels: a query group over blocks of a paged context, to a partial.
 
-It refuses to know how a context is cut into pieces. Invariants: cells that no head reads, and pages that hold nothing
-else, are never touched; logsumexps are of base 2 until a reduction makes them natural. A head's DIM is padded to
-BLOCK_DIM, a power of two, on chip alone.
+Cells that no head reads, and pages that hold nothing else, are never touched. Logsumexps are of base 2 until a
+reduction makes them natural. A head's DIM is padded to BLOCK_DIM, a power of two, on chip alone.
 """
 
 import triton

@@ -1,13 +1,12 @@
-"""Decode attention over rows in codes of 8 bits: each warp takes runs of cells of its own and waits for no other.
+"""Parts of decode attention kernels over rows in codes of 8 bits: each warp takes runs of cells and waits for no other.
 
-It refuses to know how a context is cut into pieces, and layouts of pages beyond `kv_rows`. Bytes are cheap
-here, instructions are not: so codes go from pages to shared memory as they are, a thread takes 16 bytes of a row at
-once, and what it makes of them lies where tensor cores want it, as their first operand; a query group's heads are
-columns, of which 8 do. That holds if the axes' order is that of tensor cores' fragments, which is why rows, columns
-and heads are renumbered below; numbers are the same in any order. Scales are a token's: of logits and of weights.
+Instructions cost more than bytes here. So codes go from pages to shared memory as they are, a thread takes 16 bytes of
+a row at once, and what it widens lies where tensor cores want their first operand. A query group's heads are columns,
+of which 8 do. That holds if the axes have the order of tensor cores' fragments: so rows, columns and heads are
+renumbered below; numbers are the same in any order. Scales are a token's: of logits and of weights.
 
-Invariants: pages of which no head reads a cell are never touched; in others, cells that no head reads may be loaded,
-and are not looked at: a code is always a number. A warp's state is its own until `merge_warps`.
+Pages of which no head reads a cell are never touched. In others, cells that no head reads may be loaded and are not
+used: a code is always a number. A warp's state is its own until `merge_warps`.
 """
 
 import triton

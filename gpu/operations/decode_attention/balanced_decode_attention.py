@@ -1,11 +1,10 @@
-"""Paged decode attention whose heads read different spans, cut into equal pieces over the device: launches and kernels.
+"""Paged decode attention whose heads read different spans, cut into equal pieces over the device.
 
-It refuses to know why spans differ. Every (request, KV head) has a span of blocks for near and one for far: of what
-the heads of its query group read together. Programs are as many as the launch says; the device counts the blocks, and
-each program takes as many in a row, of whatever spans they are. So a CUDA graph holds for all bounds and contexts,
-no program waits for a longer one, and a span's partials are as many as the programs that had some of it.
-Invariants: those of `paged_decode_attention`; program p's partial of span s is at place p + s, so no two
-have one place. Bytes moved: as there; bounds and contexts, read once a program, are small beside.
+Every (request, KV head) has a span of blocks for near and one for far: what the heads of its query group read together.
+The launch fixes the number of programs; the device counts the blocks, and each program takes as many in a row, of
+whatever spans they are. So a CUDA graph holds for all bounds and contexts, and no program waits for a longer one.
+Program p's partial of span s is at place p + s, so no two share a place. Bytes moved: those of
+`paged_decode_attention`; bounds and contexts, read once a program, are small beside.
 """
 
 import torch

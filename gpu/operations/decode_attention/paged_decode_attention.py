@@ -1,14 +1,14 @@
 """Attention of one query token per request over its paged context: partials (out, natural-log lse) of stated cells.
 
-It refuses to know what fills a hole, and why there is one. A (request, head) reads *near*, `[0, hole_begin)` and
-`[cut, context_len)`, and *far*, `[hole_end, cut)`, as two partials; without bounds, near is the whole context.
-Invariants: cells beyond a context or in a hole, and pages that hold nothing else, are never read; no cell gives (0,
--inf). Bytes moved: a key and a value (2 * itemsize * dim; of codes 2 * (dim + 4)) for each cell that a head of a query
-group reads, once for the group, and for the rest of its blocks at the bounds.
+A (request, head) reads *near*, `[0, hole_begin)` and `[cut, context_len)`, and *far*, `[hole_end, cut)`, as two
+partials; without bounds, near is the whole context. Cells beyond a context or in the skipped range, and pages that hold
+nothing else, are never read. No cells give (0, -inf). Bytes moved: a key and a value (2 * itemsize * dim; of codes 2 *
+(dim + 4)) for each cell that a head of a query group reads, once for the group, and for the rest of its blocks at the
+bounds.
 
 On a GPU a whole context is cut into splits (split-KV, as in FlashDecoding), one program for each (request, KV head,
-split); a second kernel merges a request's splits. The number of splits is fixed by the launch, so a CUDA graph holds
-for every context length. With bounds, spans differ, and `balanced_decode_attention` cuts them.
+split); a second kernel merges a request's splits. The launch fixes the number of splits, so a CUDA graph holds for
+every context length. With bounds, spans differ, and `balanced_decode_attention` cuts them.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
-"""Plain torch of `paged_decode_attention`: what serves on the CPU in dtypes other than float32.
+"""Decode attention over paged rows in plain torch: the reference, and what the CPU runs in dtypes other than float32.
 
-It refuses to know splits. Invariant: only cells that some head reads are looked at, so what lies in a hole may be
-anything, or nowhere.
+Cells that no head reads are not looked at, so a skipped range may hold anything, or have no pages.
 """
 
 import torch

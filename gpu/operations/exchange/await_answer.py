@@ -1,9 +1,9 @@
-"""The device waits for the answer to its last ask: one program looks at a stamp in pinned memory until it is there.
+"""Have the device wait for the answer to its last request: one program reads a stamp in pinned memory until it is
+there.
 
-It refuses to know what is answered. Invariant: what is launched behind it reads an answer that was complete before the
-stamp was written: the border between two kernels orders its reads, so the looks themselves need no acquire. A device
-that waits here was launched ahead of the answer, so a launch's time is hidden; the host must answer or release the
-slot, whatever happens to it.
+The next kernel reads an answer that was complete before the stamp was written: the border between two kernels orders
+its reads, so the reads of the stamp need no acquire. The wait is launched ahead of the answer, which hides a launch's
+time. The host must answer or release the slot in any case.
 """
 
 import torch

@@ -1,11 +1,10 @@
-"""A decode step's ask of the CPU: each row's query, codes and what it wants, in pinned memory, and then its flag.
+"""Write a decode step's request to the CPU into pinned memory: each row's query, codes and wishes, then its flag.
 
-It refuses to know layers, and what the CPU does with an ask. One program a row: its threads write, meet at a barrier,
-and one stores the flag, with release order for the whole system; an exchange would go over the link and back, and some
-links have none. Invariant: every program counts every ask, in a counter of its own row
-on the device, also where the row is not in use: a stamp needs no kernel of its own, and captured launches of any batch
-size keep count together. Bytes moved for a row: heads * (dim * itemsize + 2 * tables + 1) and the exclusions', over the
-link.
+One program a row: its threads write, meet at a barrier, and one stores the flag, with release order for the whole
+system; an atomic exchange would go over the link and back, and some links have none. Every program counts every request
+in a counter of its own row on the device, also where the row is not in use. So a stamp needs no kernel of its own, and
+captured launches of any batch size keep count together. Bytes moved for a row: heads * (dim * itemsize + 2 * tables +
+1) and the exclusions', over the link.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""A decode step's ask of the CPU for experts that lie there, in pinned memory, and the sum of its answer on the card.
+"""Write a decode step's request for experts in host memory into pinned memory, and add the CPU's answer on the card.
 
-It refuses to know layers, and what the CPU does. As `exchange_pack`: a program a row writes, meets its own threads at a
-barrier and stores the row's flag with release order; and every program counts every ask, so that launches of any size
-keep count together. Bytes over the link for a row: 4 * hidden and 8 a place down, 4 * hidden up.
+As in `exchange_pack`, a program a row writes, meets its own threads at a barrier and stores the row's flag with release
+order; and every program counts every request, so that launches of any size keep count together. Bytes over the link for
+a row: 4 * hidden and 8 a place to the host, 4 * hidden back.
 """
 
 import torch

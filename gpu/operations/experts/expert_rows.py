@@ -1,10 +1,9 @@
 """A mixture of experts for a few tokens: each row of an expert that a token takes is a product of vectors.
 
-For so few, hardly an expert is taken twice, and bytes of experts are the whole cost. It refuses to know how experts are
-chosen, and those of few bits, which take tiles (`expert_tiles`). Invariant: a program owns whole output
+For so few tokens hardly an expert is taken twice, and bytes of experts are the whole cost. A program owns whole output
 rows of one token and sums over its experts in the order of their places, so a result depends neither on scheduling nor
-on other tokens. Bytes moved: rows of those that are taken, once for each token that takes them; a token's own row again
-for each program, from L2.
+on other tokens. Experts of few bits take tiles (`expert_tiles`). Bytes moved: rows of the experts that are taken, once
+for each token that takes them; a token's own row again for each program, from L2.
 """
 
 import torch

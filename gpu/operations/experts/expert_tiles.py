@@ -1,11 +1,11 @@
 """A mixture of experts for more tokens: tiles of one expert's tokens by its rows, on tensor cores.
 
-Of up to LEAST_PAIRS tokens the programs of gate and up find who takes whom themselves, of the router's logits, and note
-it for down; of more, tiles come listed (`routing`). A launch has as many tiles as there can be, whoever
-takes whom, so that a graph holds it; those without pairs end at once. Packed experts are widened in registers.
-Invariant: a program owns whole outputs of its pairs, and a token's are summed in the order of their
-places, so results do not depend on scheduling. Bytes moved: rows of the experts that are taken, once for each tile of
-tokens; what each expert makes of a token is written and read once.
+Of up to LEAST_PAIRS tokens the programs of gate and up pair tokens with experts themselves, from the router's logits,
+and note it for down; of more, tiles come listed (`routing`). A launch has as many tiles as there can be, so that a
+graph holds it; those without pairs end at once. Packed experts are widened in registers. A program owns whole outputs
+of its pairs, and a token's are summed in the order of their places, so results do not depend on scheduling. Bytes
+moved: rows of the experts that are taken, once for each tile of tokens; each expert's output of a token is written and
+read once.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
-"""A mixture of experts in plain torch, which reads the experts that are taken and no others: the CPU's own path.
+"""A mixture of experts in plain torch, which reads the taken experts alone: the reference, and what the CPU runs.
 
-It refuses to know how kernels cut the same work. Invariant: a token's result is a sum over its experts in the order of
-their weights, so it depends on no other token.
+A token's result is a sum over its experts in the order of their weights, so it depends on no other token.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Experts whose rows do not lie with the others': what products are told of them.
+"""The places of experts that lie apart from a layer's others, as products are given them.
 
-It refuses to know how they came there. Invariant: every expert has one place, on either side. Where those on the far
-side are computed by somebody else, products leave them out, and their sums are float32, since more is to be added.
+Every expert has one place, on either side. Where something else computes those on the far side, products leave them
+out, and their sums are float32, since more is added.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
-"""The experts that a step's tokens chose and that lie in host memory, brought to slots on the card: each one once.
+"""Fetch the experts that a step's tokens chose from host memory to slots on the card, each one once.
 
-It refuses to know layers, routing and products: it is told who chose whom, and says where each expert
-lies. The device reads pinned memory by itself, so what is fetched is decided inside a captured step. Invariants: an
-expert that several tokens chose has one slot; slots are in the order of experts, so a step's list depends on its tokens
-alone. Bytes moved: of each expert that is chosen once over the link, and as many written.
+The device reads pinned memory itself, so what is fetched is decided inside a captured step. An expert that several
+tokens chose has one slot. Slots are in the order of experts, so a step's list depends on its tokens alone. Bytes moved:
+of each chosen expert once over the link, and as many written.
 """
 
 from typing import NamedTuple

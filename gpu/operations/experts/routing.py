@@ -1,9 +1,8 @@
-"""Who takes whom in a mixture of experts: the router's logits behind the norm, a token's largest, and tiles of pairs.
+"""Routing of a mixture of experts: the router's logits behind the norm, a token's largest, and tiles of pairs.
 
-A pair is a token and one of those experts that it takes: pair `token * per_token + place`, places by falling weight. A
-tile is some pairs of one expert. It refuses to know what experts compute. Invariant: of equal logits the lower expert
-is taken first, and nothing depends on how programs are scheduled. Bytes moved: the router once for each of a few tokens
-(from L2), or once for all.
+A pair is a token and one of the experts that it takes: pair `token * per_token + place`, places by falling weight. A
+tile is some pairs of one expert. Of equal logits the lower expert is taken first, and nothing depends on how programs
+are scheduled. Bytes moved: the router once for each of a few tokens (from L2), or once for all.
 """
 
 import torch

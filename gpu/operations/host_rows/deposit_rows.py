@@ -1,8 +1,7 @@
-"""Keys and values as the host keeps them: keys centred, both in bf16, or in int8 with scales.
+"""Convert keys and values to the rows that host memory keeps: keys centred, both in bf16, or in int8 with scales.
 
-It refuses to know layers, copies and codes (which are of the *stored* keys, so that they can be made again from what is
-kept). Invariant: stored key = key - centre and stored value = value, rounded to bf16, or to the nearest of 255 steps of
-the scale and clamped there. Bytes moved: rows read once and written once.
+Stored key = key - centre and stored value = value, rounded to bf16, or to the nearest of 255 steps of the scale and
+clamped there. Bytes moved: rows read once and written once.
 """
 
 import torch

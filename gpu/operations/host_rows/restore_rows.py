@@ -1,7 +1,7 @@
-"""Stored rows as attention reads them: the centre given back to keys, both in the compute dtype.
+"""Convert the rows that host memory keeps back to keys and values in the compute dtype.
 
-It refuses to know where rows came from. Invariant: key = scale * stored + centre and value = scale * stored (scale 1
-for bf16 rows), in float32, rounded once. Bytes moved: rows read once and written once.
+Key = scale * stored + centre and value = scale * stored (scale 1 for bf16 rows), in float32, rounded once. Bytes moved:
+rows read once and written once.
 """
 
 import torch

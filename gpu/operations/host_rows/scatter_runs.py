@@ -1,8 +1,8 @@
-"""Many short runs from one device buffer to pinned host memory, of many layers, in one launch.
+"""Copy many short runs from one device buffer to pinned host memory, of many layers, in one launch.
 
-A copy engine takes some microseconds a run, whatever its length; a lump of 128 tokens is tens of thousands of runs. It
-refuses to know what the runs are. Invariant: `targets[layer][head, inner]` gets `source[layer, head, inner]`, and
-nothing between runs is touched. Bytes moved: the source, over the link.
+A copy engine takes some microseconds a run, whatever its length, and an offload block of 128 tokens is tens of
+thousands of runs. `targets[layer][head, inner]` gets `source[layer, head, inner]`, and nothing between runs is touched.
+Bytes moved: the source, over the link.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """Rows of 8 bits that carry their own scale, in the bytes of fbgemm's fused row-wise operators.
 
-It refuses to know files and layers. A row is its codes, uint8 `[dim]`, then a float32 scale and a float32 bias, in the
-machine's byte order: bias = min x, scale = (max x - bias) / 255, and code = (x - bias) * (255 / (max x - bias + 1e-8))
-to the nearest, ties to even; it is read as code * scale + bias. Invariant: CUDA writes the bytes that fbgemm writes on
-the CPU. A row with an element that is not finite is refused on the CPU; on CUDA, where looking would stall, its scale
-is NaN, and who keeps the bytes looks for it in host memory. Bytes moved: rows read once and written once.
+A row is its codes, uint8 `[dim]`, then a float32 scale and a float32 bias, in the machine's byte order: bias = min x,
+scale = (max x - bias) / 255, and code = (x - bias) * (255 / (max x - bias + 1e-8)) to the nearest, ties to even; it is
+read as code * scale + bias. CUDA writes the bytes that fbgemm writes on the CPU. A row with an element that is not
+finite is refused on the CPU; on CUDA, where a check would stall, its scale is NaN, which the owner of the bytes finds
+in host memory. Bytes moved: rows read once and written once.
 """
 
 import importlib

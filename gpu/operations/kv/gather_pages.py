@@ -1,7 +1,7 @@
-"""Keys and values of one context copied out of their pages, into buffers contiguous in tokens: one launch for both.
+"""Copy keys and values of one context out of their pages, into buffers contiguous in tokens, in one launch.
 
-It refuses to know slots and layers. Invariant: whole pages are copied, so what stands behind a context in its last page
-comes along; codes of 8 bits come out as the numbers that they mean. Bytes moved: rows read once and written once.
+Whole pages are copied, so what stands behind a context in its last page comes along. Codes of 8 bits come out as the
+numbers that they mean. Bytes moved: rows read once and written once.
 """
 
 import triton

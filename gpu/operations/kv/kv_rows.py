@@ -1,15 +1,14 @@
 """Rows of keys and values as pages hold them: in the compute dtype, or as codes of 8 bits with a scale for each row.
 
-It refuses to know slots, layers and attention. A page of a KV head is `page_tokens` rows of `dim` codes and, behind
-them all, `page_tokens` float32 scales: so loads of codes are aligned, and who moves whole pages moves one piece. Its
-tensor has the shape `[pages, kv_heads, page_tokens, dim + 4]` and a dtype that names the format: int8, or uint8 for the
-bytes of FP8 (e4m3). Invariants: a row is read as code * scale, the largest element of a row is the largest code, and a
-row with an element that is not finite is read as NaN. Bytes moved: rows read once and written once.
+A page of a KV head is `page_tokens` rows of `dim` codes and, behind them all, `page_tokens` float32 scales: so loads of
+codes are aligned, and a whole page is one piece to copy. Its tensor has the shape `[pages, kv_heads, page_tokens, dim +
+4]` and a dtype that names the format: int8, or uint8 for the bytes of FP8 (e4m3). A row is read as code * scale, the
+largest element of a row is the largest code, and a row with an element that is not finite is read as NaN. Bytes moved:
+rows read once and written once.
 
-No card needs to know FP8: its byte, moved to the bits of a float, is the number times 2**-120. No code, whatever its
-bits, is read as NaN: that is the scale's to say. In bf16 four codes are widened in 8 (int8) or 10 instructions, since
-conversions between integers and floats are the slowest that a card has: as many bytes as memory gives they can't turn
-around.
+No card needs FP8 arithmetic: its byte, moved to the bits of a float, is the number times 2**-120. No code is read as
+NaN: the scale says that. In bf16 four codes are widened in 8 (int8) or 10 instructions, since conversions between
+integers and floats are the slowest that a card has.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,10 @@
 """Norms of query and key heads, their rotary embedding, and the write of keys and values into their pages, in one pass.
 
-It refuses to know how frequencies are scaled: cos and sin come as tables. Invariant: of `qkv` nothing changes but heads
-that are normed, in place, so its first heads * dim columns are the pre-RoPE query; a token with slot -1 is padding: it
-writes nothing to pages, and its position and cell are not used; codes of 8 bits are made of what pages in the compute
-dtype would hold. The layout is Hugging Face's rotate_half: element i pairs with i + dim / 2. Bytes moved per token:
-2 * (heads + 2 * kv_heads) * dim * itemsize, less what codes are narrower, and 4 * dim of cos and sin; with norms
-(heads + kv_heads) * dim * itemsize more.
+Cos and sin come as tables. In `qkv` only heads that are normed change, in place, so its first heads * dim columns are
+the pre-RoPE query. A token with slot -1 is padding: it writes nothing to pages, and its position and cell are not used.
+Codes of 8 bits are made of what pages in the compute dtype would hold. The layout is Hugging Face's rotate_half:
+element i pairs with i + dim / 2. Bytes moved per token: 2 * (heads + 2 * kv_heads) * dim * itemsize, less what codes
+are narrower, and 4 * dim of cos and sin; with norms (heads + kv_heads) * dim * itemsize more.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """Matrix products of the compiled decode step, for a few tokens at a time, with what follows each of them.
 
 Row vectors are float32 `[tokens, inner]`, matrices `[rows, inner]` of float32, bf16 or few bits. A matrix is
-TABLE_COLUMNS int64: what `transfer.simd.packed_gains` is told of it, and the address of the function that multiplies
-rows of its kind, so that one compiled step serves all mixtures of kinds. It refuses to know layers. Invariant: an
-output is one dot product over its own row and token, in one order, whatever the batch and the number of threads. Bytes
-moved: a matrix once for all tokens; four of its rows stay in the cache for that long.
+TABLE_COLUMNS int64: what `transfer.simd.packed_gains` needs of it, and the address of the function that multiplies rows
+of its kind, so that one compiled step serves all mixtures of kinds. An output is one dot product over its own row and
+token, in one order, whatever the batch and the number of threads. Bytes moved: a matrix once for all tokens; four of
+its rows stay in the cache for that long.
 """
 
 import numba

@@ -1,7 +1,7 @@
-"""What the compiled products are told of a matrix, plain or of few bits: a row of TABLE_COLUMNS int64.
+"""Describe a matrix, plain or of few bits, to the compiled products: a row of TABLE_COLUMNS int64.
 
-It refuses to know who multiplies. Each kind of rows has a function of its own, compiled once a machine and called by
-its address. Invariant: addresses are those of tensors that the caller keeps alive.
+Each kind of rows has a function of its own, compiled once a machine and called by its address. Addresses are those of
+tensors that the caller keeps alive.
 """
 
 from functools import cache

@@ -1,8 +1,7 @@
-"""Matrices of few bits on the CPU outside the compiled step: products with a few tokens, and the matrix, widened.
+"""Multiply matrices of few bits on the CPU outside the compiled step, for a few tokens, and widen them.
 
-One parallel region a call, of torch's threads. It refuses to know layers, and which of the two is faster for so many
-tokens. Invariant: a product is that of the compiled step, to the last bit; a widened number is rounded once. Bytes
-moved: words and scales once; a widened matrix is written, too.
+One parallel region a call, of torch's threads. A product is that of the compiled step, to the last bit; a widened
+number is rounded once. Bytes moved: words and scales once; a widened matrix is written, too.
 """
 
 from functools import cache

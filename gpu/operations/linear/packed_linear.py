@@ -1,10 +1,9 @@
 """Products of tokens with a matrix of 4 or 8 bits, which is widened in registers; and the matrix, widened.
 
 Up to MOST_PACKED_TOKENS: `packed_tiles`, with bias, residual and for the fewest SwiGLU fused in; on the CPU, up to
-MOST_MULTIPLIED_TOKENS, `numba_packed_linear`. More (prefill): the matrix is widened once, to be multiplied by
-the vendor's product. It refuses to know checkpoints. Invariant: a program
-owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero
-points once for each tile of tokens; a widened matrix is written, too.
+MOST_MULTIPLIED_TOKENS, `numba_packed_linear`. More (prefill): the matrix is widened once and multiplied by the vendor's
+product. A program owns whole output rows, so a result does not depend on how programs are scheduled. Bytes moved:
+words, scales and zero points once for each tile of tokens; a widened matrix is written, too.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """A matrix of 4 or 8 bits: words, what scales them, and what they stand for. Products of it: `packed_linear`.
 
-It refuses to know checkpoints. Invariant: number `q` of a group is `(q - zero) * scale`, with `q` in `[0, 2**bits)`, or
-for FP8 (e4m3, no infinities) the number that the byte is, times the scale. Where groups come in runs (GGUF's) it is
-`q * d * scale - least * offset`: d and least float16 of a run, scale and offset signed bytes of a group.
+Number `q` of a group is `(q - zero) * scale`, with `q` in `[0, 2**bits)`, or for FP8 (e4m3, no infinities) the number
+that the byte is, times the scale. Where groups come in runs (GGUF's) it is `q * d * scale - least * offset`: d and
+least float16 of a run, scale and offset signed bytes of a group.
 """
 
 from dataclasses import dataclass, fields

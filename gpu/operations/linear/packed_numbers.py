@@ -1,10 +1,10 @@
-"""What the words of a packed matrix stand for, inside kernels: single numbers in float32, and pairs of them in bf16.
+"""Widen the words of a packed matrix inside kernels: to single numbers in float32, and to pairs of them in bf16.
 
-An integer becomes a float without a conversion. Put at the top of the mantissa of 1.0 it is `1 + q / 2**bits`, and
-`(q - zero) * scale` is that less `1 + zero / 2**bits`, times `scale * 2**bits`. Four bits below the bits of 128.0 in
-bf16 are `128 + q`, so one mask and one sum make two exact numbers of a word; eight bits are two times four. An FP8
-byte, moved to the sign, exponent and mantissa of a float of 8 bits of exponent, is its number times 2**-120, subnormal
-ones, too: no card needs to know FP8. It refuses to know what the numbers are multiplied by.
+An integer becomes a float without a conversion. Put at the top of the mantissa of 1.0 it is `1 + q / 2**bits`, and `(q
+- zero) * scale` is that less `1 + zero / 2**bits`, times `scale * 2**bits`. Four bits below the bits of 128.0 in bf16
+are `128 + q`, so one mask and one sum make two exact numbers of a word; eight bits are two times four. An FP8 byte,
+moved to the sign, exponent and mantissa of a float of 8 bits of exponent, is its number times 2**-120, also if
+subnormal.
 """
 
 import triton

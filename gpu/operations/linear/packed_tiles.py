@@ -4,12 +4,11 @@ Bias and residual are fused in. Numbers are the first operand, so that they go f
 memory. They are exact integers (or FP8 numbers) in bf16; scales multiply the sums of a group, and offsets the sums of
 its tokens, which a product with ones gives. A product is of a run of 32 columns, or of half a run where groups are of
 16 (GGUF's Q6_K). Where they are finer still, numbers are scaled in float32 and rounded once, and scales are loaded for
-each word. Up to MOST_FEW tokens: a program has few rows, and its warps share a row's columns out among themselves, so
-that a small matrix fills the device; up to MOST_GATED with SwiGLU fused in. More: a program has many rows, and the
-tokens of a tile are loaded once for all of them. It refuses to know checkpoints. Invariant: a program owns whole output
-rows, so a result does not depend on how programs are scheduled. Bytes moved: words, scales and zero points once for
-each tile of tokens. Scales are loaded a turn of the loop before they are wanted (`packed_numbers.beside`), those of
-whole rows multiply once.
+each word. Up to MOST_FEW tokens a program has few rows, and its warps share a row's columns, so that a small matrix
+fills the device; up to MOST_GATED with SwiGLU fused in. Beyond, a program has many rows, and the tokens of a tile are
+loaded once for all of them. A program owns whole output rows, so a result does not depend on how programs are
+scheduled. Bytes moved: words, scales and zero points once for each tile of tokens. Scales are loaded one turn of the
+loop ahead (`packed_numbers.beside`); those of whole rows multiply once.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
-"""Numbers of 4 and 8 bits in 32-bit words, laid out so that both halves of a word hold neighbours.
+"""Pack numbers of 4 and 8 bits into 32-bit words, laid out so that both halves of a word hold neighbours. Plain torch.
 
 A row is cut into units of 16 words. Their columns come in runs of 32, a run for each two places of a word: word w has
 columns 2 w and 2 w + 1 of run p in its lower and its upper half, at the bits from `p * bits` on. So one mask takes a
-pair of 16-bit numbers out of each word, in the order in which tokens have them. What a row lacks of a whole unit is
-zero. It refuses to know what the numbers mean. Plain torch, on any device.
+pair of 16-bit numbers out of each word, in the order in which tokens have them. A row's last unit is padded with zeros.
 """
 
 import torch

@@ -1,10 +1,9 @@
-"""Merges what was attended to in pieces: outputs in the model's dtype over disjoint keys become one, in one pass.
+"""Merge outputs in the model's dtype over disjoint keys into one, in one pass.
 
     lse = log(sum of exp(lse_i))      out = sum of exp(lse_i - lse) out_i
 
-It refuses to know which keys a piece had. Invariant: each piece saw at least one key for every query, so no lse is
--inf. Bytes moved: (sides + 1) * itemsize * tokens * heads * dim, and the lse beside. (`transfer.merge` merges float32
-partials of any set, empty ones too.)
+Each piece saw at least one key for every query, so no lse is -inf. Bytes moved: (sides + 1) * itemsize * tokens * heads
+* dim, and the lse beside. (`transfer.merge` merges float32 partials of any set, empty ones too.)
 """
 
 from collections.abc import Sequence

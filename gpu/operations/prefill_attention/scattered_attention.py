@@ -1,8 +1,8 @@
 """Attention of a prompt's queries at any ascending positions, over all tokens up to their own: one pass over the keys.
 
-It refuses to know why queries are where they are. Invariants: query i sees keys `[0, positions[i]]`, or the last
-`window` of these; what stands behind a tile's last query is not read, so it may be NaN. A program holds a tile of
-queries of one head. Floor: 4 * dim operations for each (query, key that it sees), a head.
+Query i sees keys `[0, positions[i]]`, or the last `window` of these. What stands behind a tile's last query is not
+read, so it may be NaN. A program holds a tile of queries of one head. Floor: 4 * dim operations for each (query, key
+that it sees), a head.
 """
 
 import torch
