@@ -31,18 +31,18 @@ class Timer:
             self._times[point] = time.perf_counter()
 
     def wait(self) -> None:
-        """Until the device has passed the end."""
+        """Wait until the device has passed the end."""
         if self._events:
             self._events[1].synchronize()
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has passed the end."""
+        """Return whether the device has passed the end."""
         return not self._events or self._events[1].query()
 
     @property
     def seconds(self) -> float:
-        """After `wait`."""
+        """Return the seconds between begin and end, after `wait`."""
         if self._events:
             return self._events[0].elapsed_time(self._events[1]) / 1000
         return self._times[1] - self._times[0]
@@ -57,7 +57,7 @@ class Awaited:
 
 
 def is_decoded(awaited: Sequence[Awaited], decode: Timer | None) -> bool:
-    """Whether a step's rows are computed, drawn or not; decode: of them, None: there are none."""
+    """Return whether a step's rows are computed, drawn or not; decode: of them, None: there are none."""
     return all(one.answers.is_over for one in awaited) and (decode is None or decode.is_over)
 
 
@@ -87,7 +87,7 @@ class InFlight:
         return [*(job.drawing for job in self.finished_jobs), *self.decoded]
 
     def end(self) -> None:
-        """All of it is drawn: start the copies to the host, on the current stream, and mark where it is over."""
+        """Start the copies to the host on the current stream, once all is drawn, and mark where the step is over."""
         for job in self.finished_jobs:
             job.copy_to_host()
         for drawing in self.decoded:
@@ -96,7 +96,7 @@ class InFlight:
 
     @property
     def is_over(self) -> bool:
-        """Whether `collect` would not wait, once it has ended."""
+        """Return whether `collect` would not wait, once the step has ended."""
         return all(awaited.answers.is_over for awaited in self.awaited) and self.whole.is_over
 
     def collect(self) -> StepResult:
@@ -128,7 +128,7 @@ class InFlight:
         )
 
     def _fail(self, reasons: dict[int, str]) -> None:
-        """Here, in the steps launched behind it, and in those to come."""
+        """Mark slots as failed here, in the steps launched behind this one, and in those to come."""
         step: InFlight | None = self
         while step is not None:
             if step is not self:

@@ -29,7 +29,7 @@ class LaneStreams:
 
     @contextmanager
     def enter(self, lane: Lane, is_fenced: bool) -> Iterator[None]:
-        """Inside, work goes to the lane: a step."""
+        """Run the work inside on the lane's stream, as a step."""
         if not self._streams:
             yield
             return
@@ -42,7 +42,7 @@ class LaneStreams:
         self._ends[lane] = stream.record_event()
 
     def is_busy(self, lane: Lane) -> bool:
-        """Whether the device has not passed what the lane was given so far."""
+        """Return whether the device has not passed what the lane was given so far."""
         end = self._ends.get(lane)
         return end is not None and not end.query()
 
@@ -50,7 +50,7 @@ class LaneStreams:
         return self._streams.get(lane)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """These may be let go of: their memory stays until all lanes have passed what they were given so far."""
+        """Keep the memory of tensors that may be dropped until all lanes have passed what they were given so far."""
         for tensor in tensors:
             for stream in self._streams.values():
                 tensor.record_stream(stream)
@@ -74,7 +74,9 @@ class StepBuffers:
         self._uses: dict[bool, _Use] = {}  # the last one, by whether rows asked
 
     def check(self, plan: StepPlan) -> None:
-        """Raises AssertionError where a plan that is to be launched would write what the other lane's step reads."""
+        """Check that a plan about to be launched writes nothing that the other lane's step reads. Raises
+        AssertionError.
+        """
         for asks in _kinds(plan):
             use = self._uses.get(asks)
             is_free = use is None or plan.is_fenced or plan.lane in use.lanes or use.is_over()
@@ -82,7 +84,7 @@ class StepBuffers:
             assert is_free, f"lanes: rows that {kind} in lane {plan.lane.value}, beside such rows in the other lane"
 
     def note(self, plan: StepPlan, is_over: Callable[[], bool]) -> None:
-        """It is launched. is_over: whether its rows are computed."""
+        """Note a launched plan. is_over: whether its rows are computed."""
         self._uses = {asks: use for asks, use in self._uses.items() if not use.is_over()}
         for use in self._uses.values() if plan.is_fenced else ():
             use.lanes.add(plan.lane)

@@ -19,7 +19,7 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1}
 
 
 def row_bytes(kv: KvFormat, dim: int) -> int:
-    """Of a key or a value of one KV head."""
+    """Return the bytes of a key or a value of one KV head."""
     return dim * _ELEMENT_BYTES[kv] + SCALE_BYTES * (kv in CODE_FORMATS)
 
 
@@ -33,21 +33,21 @@ class PageLayout:
 
     @property
     def dense_per_block(self) -> int:
-        """Dense pages of a block; 0: they need no storage."""
+        """Return the dense pages of a block; 0: they need no storage."""
         return self.num_layers // self.num_dense_layers if self.num_dense_layers else 0
 
     @property
     def num_ids(self) -> int:
-        """Ids of pages of both kinds are below."""
+        """Return the bound that ids of pages of both kinds are below."""
         last = max(0, self.dense_per_block - 1) * self.num_dense_layers
         return (last + 1) * self.num_pages
 
     def blocks_for(self, num_dense_pages: int) -> int:
-        """Blocks that hold so many dense pages."""
+        """Return the blocks that hold so many dense pages."""
         return -(-num_dense_pages // self.dense_per_block) if self.dense_per_block else 0
 
     def dense_pages(self, blocks: Sequence[int], begin: int, end: int) -> list[int]:
-        """Ids of the dense pages `[begin, end)` of a row of blocks; 0 for each where they need no storage."""
+        """Return ids of the dense pages `[begin, end)` of a row of blocks; 0 for each where they need no storage."""
         per_block, stride = self.dense_per_block, self.num_dense_layers * self.num_pages
         if not per_block:
             return [0] * (end - begin)

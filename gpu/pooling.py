@@ -19,5 +19,5 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reads_all(self) -> bool:
-        """Whether every token's hidden state is needed, also that of one whose keys and values are known."""
+        """Return whether every token's hidden state is needed, also that of one whose keys and values are known."""
         return self.kind == "mean"

@@ -182,12 +182,12 @@ class Runner:
 
     @property
     def page_memory(self) -> Commitment | None:
-        """How KV pages come to be there; None: all are, as on a GPU, whose graphs hold their addresses."""
+        """Return how KV pages are committed; None: all are, as on a GPU, whose graphs hold their addresses."""
         return self.pool.commitment if self.device.type == "cpu" else None
 
     @property
     def window_memory(self) -> Commitment | None:
-        """Likewise, of windows."""
+        """Return how windows are committed, likewise."""
         return self.pool.windows.commitment if self.device.type == "cpu" else None
 
     @property
@@ -196,16 +196,18 @@ class Runner:
 
     @property
     def most_rows(self) -> int:
-        """Of a decode step with runs: what more rows cost is little up to here."""
+        """Return the rows of a decode step with runs up to which more rows cost little."""
         return self.decode_steps.most_rows
 
     def is_ready(self, ask: HostRead) -> bool:
-        """Whether the host would answer without a wait what is asked: as far as plans have been launched."""
+        """Return whether the host would answer a read without a wait, as far as plans have been launched."""
         assert self._offload is not None, "runner: a row asks, but there is no tier"
         return self._offload.tier.is_ready(Ask(ask.context_id, ask.end - ask.begin))
 
     def is_loaded(self, job_id: int, layer: int) -> bool:
-        """Whether a unit that begins this layer of the job waits for no disk, as far as plans have been launched."""
+        """Return whether a unit that begins this layer of the job waits for no disk, as far as plans have been
+        launched.
+        """
         return self._prefill.is_loaded(job_id, layer)
 
     def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
@@ -218,23 +220,23 @@ class Runner:
         return None if side is None else side.first_own_token()
 
     def reuse_counts(self) -> dict[str, ReuseCounts]:
-        """What reuse did, by the part that plans name; waits for nothing."""
+        """Return what reuse did, by the part that plans name; waits for nothing."""
         return {name: side.counts() for name, side in self._reusing.items() if isinstance(side, ReuseSide)}
 
     def fetch_counts(self) -> dict[str, FetchCounts]:
-        """What was fetched, by the part that plans name; waits for nothing."""
+        """Return what was fetched, by the part that plans name; waits for nothing."""
         counts = {name: side.fetch_counts() for name, side in self._reusing.items()}
         return {name: one for name, one in counts.items() if one is not None}
 
     def expert_counts(self) -> ExpertMoves | None:
-        """What became of experts in host memory, or None where all lie on the device; waits for nothing."""
+        """Return what became of experts in host memory, or None where all lie on the device; waits for nothing."""
         if self._staged is None:
             return None
         computed = sum(counts.experts for counts in self.computed_counts())
         return ExpertMoves(self._staged.num_fetched, self._staged.num_copied, computed)
 
     def computed_counts(self) -> list[ExpertCounts]:
-        """What the CPU did of them, by lane."""
+        """Return what the CPU computed of them, by lane."""
         return [one.worker.counts for one in self._experts]
 
     @torch.inference_mode()
@@ -281,7 +283,8 @@ class Runner:
 
     @torch.inference_mode()
     def time_prefill(self, lengths: Sequence[int], method: str) -> tuple[list[PrefillUnit], float]:
-        """Prefill a job of prompts of these lengths, on pages nobody owns yet: its units, and their seconds together.
+        """Prefill a job of prompts of these lengths, on pages nobody owns yet; return its units, and their seconds
+        together.
 
         The second of two runs counts; in the first, kernels of the shape may be compiled and chosen.
         """
@@ -298,7 +301,7 @@ class Runner:
         decode: list[DecodeGroup],
         ring_writes: Sequence[RingWrite] = (),
     ) -> tuple[list[PrefillUnit], float]:
-        """Prefill one job in slots from 0 on, layer by layer in one step; then deposit, release, decode, forget it."""
+        """Prefill one job in slots from 0 on, layer by layer in one step; then offload, evict, decode, drop it."""
         greedy = SamplingParams(temperature=0.0)
         prompts, writes, num_pages = [], [], 0
         for slot, length in enumerate(lengths):
@@ -320,7 +323,7 @@ class Runner:
         return units, seconds
 
     def _warm_up_host(self, is_sampled: bool) -> None:
-        """Three pages of tokens, of which the one in the middle goes down."""
+        """Run three pages of tokens, of which the one in the middle is offloaded."""
         page = self.limits.page_tokens
         deposit = Offload(0, 0, page, 2 * page, [1], opens=True, is_sampled=is_sampled)
         release = PageEviction([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])
@@ -341,7 +344,7 @@ class Runner:
 
     @torch.inference_mode()
     def draw(self, step: InFlight, masks: Masks) -> None:
-        """The draws of a step that was launched without; on CUDA it may still run. Slots without a mask draw from all
+        """Draw for a step that was launched without draws; on CUDA it may still run. Slots without a mask draw from all
         tokens. Masks are read before it returns.
         """
         with self._lanes.enter(step.lane, is_fenced=False):
@@ -396,7 +399,7 @@ class Runner:
         return step
 
     def _draw(self, drawing: Drawing, masks: Masks = NO_MASKS) -> None:
-        """What is drawn is the next step's input."""
+        """Draw tokens, which are the next step's input."""
         sampled = drawing.draw(self._sampler, masks)
         slots = upload(np.array(sampled.slots, dtype=np.int64), self.device)
         self._last_tokens.index_copy_(0, slots, sampled.tokens)
@@ -408,7 +411,7 @@ class Runner:
             self._documents.shutdown()
 
     def _launch_deposits(self, deposits: Sequence[Offload]) -> dict[int, str]:
-        """Slots that the host refused memory now, and why."""
+        """Launch offloads; return the slots that the host refused memory now, and why."""
         failures: dict[int, str] = {}
         for deposit in deposits:
             if deposit.slot in self._failures:
@@ -421,7 +424,7 @@ class Runner:
         return failures
 
     def _launch_restores(self, restores: Sequence[FinishedReload]) -> dict[int, str]:
-        """Slots whose rows could not come back, and why."""
+        """Launch the ends of reloads; return the slots whose rows could not come back, and why."""
         failures: dict[int, str] = {}
         for restore in restores:
             assert self._offload is not None
@@ -474,7 +477,8 @@ class Runner:
         return decoded, awaited, timer
 
     def _decode(self, group: DecodeGroup, lane: Lane, asks: bool) -> LaunchedStep:
-        """asks: some row of the plan's did, also one that has failed since: it is what the other lane's step goes by.
+        """Launch decode groups. asks: some row of the plan has a host read, also one that has failed since: the other
+        lane's step goes by it.
 
         Raises ContextLostError, and ExchangeError where an eager step's device asks nothing.
         """
@@ -489,7 +493,7 @@ class Runner:
         return launched
 
     def _with_runs(self, batch: Batch, runs: Sequence[Sequence[int]], lane: Lane) -> Batch:
-        """A row more for each token of a run; their ids stand where no other lane's do."""
+        """Add a row for each token of a run; their ids stand where no other lane's do."""
         token_ids = [token_id for run in runs for token_id in run]
         first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)
         rows = len(batch) + len(token_ids)
@@ -509,7 +513,7 @@ class Runner:
 
 
 def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
-    """The group's other rows; the group itself where it has none of `slots`."""
+    """Return the group's other rows; the group itself where it has none of `slots`."""
     rows = [row for row, slot in enumerate(group.slots) if slot not in slots]
     if len(rows) == len(group.slots):
         return group
@@ -525,7 +529,7 @@ def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
 
 
 def _rows_of(group: DecodeGroup, error: ContextLostError) -> dict[int, str]:
-    """The group's slots over the context that is lost, and why."""
+    """Return the group's slots over the context that is lost, and why."""
     rows = zip(group.slots, _asks_of(group), strict=True)
     return {slot: str(error) for slot, ask in rows if ask is not None and ask.context_id == error.context_id}
 

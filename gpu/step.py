@@ -182,12 +182,16 @@ class PrefillPrompt:
 
     @property
     def is_scored(self) -> bool:
-        """Whether this prefill reports prompt logprobs: a resumed one (output drawn before) did so the first time."""
+        """Return whether this prefill reports prompt logprobs: a resumed one (output drawn before) did so the first
+        time.
+        """
         return self.sampling.num_prompt_logprobs is not None and self.samples == 0
 
     @property
     def num_scored_tokens(self) -> int:
-        """Of prompt tokens `[1, num_prompt_tokens)`, each from the hidden state in front of it."""
+        """Return how many of prompt tokens `[1, num_prompt_tokens)` are scored, each from the hidden state in front of
+        it.
+        """
         return self.num_prompt_tokens - 1 if self.is_scored else 0
 
 
@@ -201,7 +205,7 @@ class PrefillJob:
 
     @property
     def num_tokens(self) -> int:
-        """Behind their begins: of what is in no layer computed, too."""
+        """Return the tokens behind the prompts' begins, also those that no layer computes."""
         return sum(prompt.num_computed_tokens for prompt in self.prompts)
 
     @property
@@ -210,12 +214,12 @@ class PrefillJob:
 
     @property
     def is_of_chunks(self) -> bool:
-        """Whether its prompts are chunks that are computed alone."""
+        """Return whether its prompts are document chunks that are computed alone."""
         return self.prompts[0].capture is not None
 
     @property
     def stages(self) -> list[tuple[int, int]]:
-        """(first layer, tokens that go through the layers from there on), ascending."""
+        """Return (first layer, tokens that go through the layers from there on), ascending."""
         fused = self.fused
         if fused is None:
             return [(0, self.num_tokens)]
@@ -223,7 +227,7 @@ class PrefillJob:
         return [*all_tokens, (fused.select_layer, fused.num_computed)]
 
     def is_scattered(self, layer: int) -> bool:
-        """Whether the tokens that go through the layer may be any of the prompt's."""
+        """Return whether the tokens that go through the layer may be any of the prompt's."""
         return self.fused is not None and layer >= self.fused.select_layer
 
     def num_tokens_in(self, layer: int) -> int:
@@ -356,7 +360,7 @@ class DecodeGroup:
 
     @property
     def lengths(self) -> list[int]:
-        """Rows of each slot."""
+        """Return the rows of each slot."""
         return [1] * len(self.slots) if self.runs is None else [1 + len(run) for run in self.runs]
 
 
@@ -388,7 +392,7 @@ class StepPlan:
     gives_way: bool = False
 
     def __post_init__(self) -> None:
-        """Nothing is added to a plan once it is made: lists are kept as tuples."""
+        """Keep lists as tuples: nothing is added to a plan once it is made."""
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, list):
@@ -396,7 +400,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to carry out."""
+        """Return whether there is nothing to carry out."""
         return self == StepPlan(self.lane)
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """`array` as a tensor of its own dtype and shape on `device`, in stream order. On the CPU it shares memory."""
+    """Return `array` as a tensor of its own dtype and shape on `device`, in stream order. On the CPU it shares
+    memory.
+    """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

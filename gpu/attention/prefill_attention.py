@@ -23,7 +23,7 @@ WINDOW_ROWS = 512  # queries of a window at once, where a mask says what they se
 
 
 def prefill_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
-    """Plain torch, any floating dtype: see `prefill_attention`."""
+    """Compute `prefill_attention` in plain torch, in any floating dtype."""
     tokens, heads, _ = query.shape
     kv_heads, context, _ = key.shape
     group = heads // kv_heads
@@ -41,7 +41,8 @@ Whole = Literal["flash", "efficient"]
 
 
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
-    """query `[tokens, heads, dim]`; key, value `[kv_heads, context, dim]` (strided), context >= tokens, rotated.
+    """Attend to a whole context: query `[tokens, heads, dim]`; key, value `[kv_heads, context, dim]` (strided), context
+    >= tokens, rotated.
 
     The queries are the context's last `tokens`. kernel: `flash` where `has_flash`; on the CPU there is one, by either
     name. out `[tokens, heads, dim]` in the query's dtype, or float32 where it is merged; lse float32 `[tokens, heads]`.
@@ -58,7 +59,9 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, k
 
 
 def past_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
-    """As `prefill_attention`, of keys that every query sees, none of them its own: any number of either."""
+    """Attend to keys that every query sees, none of them its own; any number of either. Otherwise as
+    `prefill_attention`.
+    """
     if kernel == "flash" and query.is_cuda:
         return _flash(query, key, value, False, scale)
     return _two_sided(query, key, value, False, scale)
@@ -67,7 +70,7 @@ def past_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kern
 def scattered_attention(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, window: int | None
 ) -> Attended:
-    """As `prefill_attention`, of queries at any ascending positions: int64 `[tokens]` on the device.
+    """Attend with queries at any ascending positions, int64 `[tokens]` on the device. Otherwise as `prefill_attention`.
 
     window: as in `windowed_attention`, None: a query sees all before it. Behind the last query keys and values may be
     anything, NaN included: those of units to come are not written yet.
@@ -106,7 +109,8 @@ class Packing:
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Attended:
-    """As `prefill_attention`, of queries that see themselves and the tokens before them, `window` together.
+    """Attend with queries that see themselves and the tokens before them, `window` together. Otherwise as
+    `prefill_attention`.
 
     FlashAttention where there is one, else WINDOW_ROWS queries at once with a mask.
     """
@@ -134,7 +138,8 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, s
 def packed_prefill_attention(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None = None
 ) -> Tensor:
-    """What `prefill_attention` of each prompt puts out, or `windowed_attention`, by one kernel; where `has_flash`.
+    """Return the output of `prefill_attention` of each prompt, or of `windowed_attention`, by one kernel; where
+    `has_flash`.
 
     query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`. As query.
     """
@@ -147,17 +152,17 @@ def packed_prefill_attention(
 
 
 def default_kernel(query: Tensor) -> Whole:
-    """Where nothing is measured."""
+    """Return the kernel to use where nothing is measured."""
     return "flash" if has_flash(query) else "efficient"
 
 
 def has_flash(query: Tensor) -> bool:
-    """Whether FlashAttention computes for queries like this."""
+    """Return whether FlashAttention computes for queries like this."""
     return query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % FLASH_DIM_MULTIPLE == 0
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
-    """FlashAttention 2: its causal mask is aligned to the lower right, and it groups query heads itself."""
+    """Run FlashAttention 2: its causal mask is aligned to the lower right, and it groups query heads itself."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), 0.0, causal, False, scale=scale
     )
@@ -165,17 +170,17 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Attended:
-    """mask: added to the scores of every head, `[tokens, context]`."""
+    """Attend with a mask, `[tokens, context]`, that is added to the scores of every head."""
     return _grouped(query, key, value, mask, False, scale)
 
 
 def _two_sided(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
-    """All keys (or, causal, as many keys as queries)."""
+    """Attend to all keys, or causally to as many keys as queries."""
     return _grouped(query, key, value, None, causal, scale)
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Attended:
-    """Query heads of a group are a batch over the same keys."""
+    """Return query heads with those of a group as a batch over the same keys."""
     tokens, heads, dim = query.shape
     kv_heads = key.shape[0]
     if mask is not None and query.is_cuda:  # its rows are read in aligned pieces

@@ -41,7 +41,7 @@ class Attended:
 
     @property
     def partial_lse(self) -> Tensor:
-        """For whoever merges it with another: it has one, or this is our own mistake."""
+        """Return the lse, to merge the output with another; it must have one."""
         assert self.lse is not None, "attended: a method that has no lse covers the whole past"
         return self.lse
 

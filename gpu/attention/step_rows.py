@@ -34,18 +34,18 @@ class StepRows:
         self.holes = narrow[2:]
 
     def bounds(self, num_heads: int) -> Tensor:
-        """Bounds of attention where the host has its part, int32 `[3, rows, heads]`, the last axis expanded: the hole
-        is what the row asks the host for, and nothing is far.
+        """Return bounds of attention beside a host read, int32 `[3, rows, heads]`, the last axis expanded: the row's
+        host read is skipped, and nothing is far.
         """
         return self.holes.unsqueeze(-1).expand(3, self.num_rows, num_heads)
 
     def window_bounds(self, num_heads: int, window_tokens: int) -> Tensor:
-        """Bounds of attention to each row's last `window_tokens` cells: as `bounds`, the hole is all before them."""
+        """Return bounds of attention to each row's last `window_tokens` cells: all before them is skipped."""
         cut = (self.context_lens - window_tokens).clamp_min_(0)
         return torch.stack([torch.zeros_like(cut), cut, cut]).unsqueeze(-1).expand(3, self.num_rows, num_heads)
 
     def of_slots(self, table: Tensor) -> Tensor:
-        """What `[max_running + 1, ..]` holds for each row's slot; padding rows are given the last."""
+        """Return for each row the entry of its slot in `[max_running + 1, ..]`; padding rows get the last."""
         return table[self.slots.long()]
 
     @staticmethod
@@ -55,7 +55,7 @@ class StepRows:
     @staticmethod
     def pack(slots: Sequence[int], token_slots: Sequence[int], positions: Sequence[int], cells: Sequence[int],
              asks: Sequence[HostRead | None], rows: int, padding_token_slot: int) -> np.ndarray:  # fmt: skip
-        """The buffer's bytes, padded to `rows`."""
+        """Return the buffer's bytes, padded to `rows`."""
         packed = np.zeros(StepRows.num_bytes(rows), dtype=np.uint8)
         wide = packed[: 8 * _WIDE * rows].view(np.int64).reshape(_WIDE, rows)
         narrow = packed[8 * _WIDE * rows :].view(np.int32).reshape(_NARROW, rows)

@@ -16,7 +16,7 @@ class StepKind(NamedTuple):
 def steps_to_capture(
     batch_sizes: Iterable[int], max_running: int, with_asks: bool, with_reuse: bool
 ) -> list[tuple[StepKind, int]]:
-    """Each step as its kind and its rows; most rows first.
+    """Return each step as its kind and its number of rows, most rows first.
 
     with_asks: whether anything goes down to the host; then a single row that asks has a graph whatever the sizes.
     with_reuse: whether a profile that is served reuses: then there is each kind with it and without, since rows of all

@@ -20,7 +20,9 @@ _RETRY_STEPS = 128  # after so many steps of a size in two halves one goes whole
 
 
 def step_seconds(parts: int, device_s: float, again_s: float, host_s: float) -> float:
-    """Of a step in so many parts; again_s: of the device, beside `device_s`, to read weights for the second one."""
+    """Return the seconds of a step in so many parts. again_s: of the device, beside `device_s`, to read weights for the
+    second one.
+    """
     return device_s + host_s if parts == 1 else max(device_s + again_s, host_s)
 
 
@@ -42,8 +44,8 @@ class Halving:
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, cells: Sequence[int], asks: Sequence[HostRead | None]) -> int:
-        """How many parts the next step has, 1 or 2. `cells[i]`: the last of row i's context; `asks[i]`: what of it the
-        host reads.
+        """Return how many parts the next step has, 1 or 2. `cells[i]`: the last of row i's context; `asks[i]`: what of
+        it the host reads.
         """
         rows = len(cells)
         if rows < FEWEST_ROWS:
@@ -59,8 +61,8 @@ class Halving:
         return 2 if two < one else 1
 
     def observe(self, rows: int, parts: int, waited_s: float, attended_s: float) -> None:
-        """What a step of so many parts took on each side, as in `transfer.tier.Answered`: the host waits for the device
-        of a whole batch throughout.
+        """Note the seconds of a step of so many parts on each side, as in `transfer.tier.Answered`: the host waits for
+        the device of a whole batch throughout.
         """
         size = self._sizes.get(rows)
         if size is None:
@@ -71,7 +73,7 @@ class Halving:
 
 
 def cut(rows: int, parts: int) -> list[slice]:
-    """A batch's rows in one or two parts; the first has the odd one."""
+    """Cut a batch's rows into one or two parts; the first has the odd one."""
     if parts == 1:
         return [slice(0, rows)]
     middle = -(-rows // 2)
@@ -79,7 +81,7 @@ def cut(rows: int, parts: int) -> list[slice]:
 
 
 def most_rows_of_parts(max_rows: int) -> list[int]:
-    """Most rows of each part in batches of up to `max_rows`, whichever way they are cut."""
+    """Return the most rows of each part in batches of up to `max_rows`, whichever way they are cut."""
     return [max_rows, max_rows // 2] if max_rows >= FEWEST_ROWS else [max_rows]
 
 

@@ -26,18 +26,20 @@ class StepReads:
         self._weights: dict[int, int] = {}  # bytes, by rows
 
     def weights(self, num_rows: int) -> int:
-        """By a step of so many rows; of experts, those that are taken in expectation."""
+        """Return the bytes of weights that a step of so many rows reads; of experts, those that are taken in
+        expectation.
+        """
         if num_rows not in self._weights:
             shape, packed = self._architecture, self._is_packed
             self._weights[num_rows] = step_weight_bytes(shape, self._dtype_bytes, packed, num_rows) if num_rows else 0
         return self._weights[num_rows]
 
     def weights_of_halves(self, num_rows: int) -> int:
-        """By both half batches."""
+        """Return the bytes of weights that both half batches read."""
         return self.weights(-(-num_rows // 2)) + self.weights(num_rows // 2)
 
     def context(self, num_cells: int, ask: HostRead | None) -> int:
-        """Keys and values of a row that reads so many cells, some of them perhaps on the host."""
+        """Return the bytes of keys and values for a row that reads so many cells, some of them perhaps on the host."""
         seen = sum(
             count * (num_cells if window is None else min(num_cells, window)) for window, count in self._windows.items()
         )
@@ -45,7 +47,9 @@ class StepReads:
         return max(seen - asked, 0) * self._layer_token_bytes
 
     def again_share(self, cells: Sequence[int], asks: Sequence[HostRead | None]) -> float:
-        """What two half batches read more than one batch does, of what that reads. `cells[i]`: the last of row i."""
+        """Return the bytes that two half batches read twice, as a share of what one batch reads. `cells[i]`: the last
+        of row i.
+        """
         contexts = sum(self.context(cell + 1, ask) for cell, ask in zip(cells, asks, strict=True))
         whole = self.weights(len(cells))
         return (self.weights_of_halves(len(cells)) - whole) / (whole + contexts)

@@ -26,8 +26,8 @@ _PADDING = 16  # columns between rows: widths that are powers of two would all s
 
 
 def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the compiled step computes this model here: layers of a Llama and nothing more, whole lines of weights,
-    whole blocks of a head. Matrices of few bits are those that `multiplies` serves.
+    """Return whether the compiled step computes this model here: plain Llama layers, whole lines of weights, whole
+    blocks of a head. Matrices of few bits are those that `multiplies` serves.
     """
     if not architecture.is_plain or architecture.norm_offset:
         return False
@@ -55,7 +55,7 @@ class CpuStep:
     def run(
         self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, cells: np.ndarray | None = None
     ) -> Tensor:
-        """Logits float32 `[rows, vocab]`, overwritten by the next step.
+        """Return logits, float32 `[rows, vocab]`, overwritten by the next step.
 
         slots int32 `[rows]`, -1 for a row of padding; positions, token_ids, cells (None: positions) int64 `[rows]`; at
         most MAX_ROWS.
@@ -111,8 +111,8 @@ def _model(decoder: Decoder) -> Model:
 
 
 def _scratch(decoder: Decoder) -> tuple[int, int]:
-    """Float32 of a thread: columns of the widest matrix in an order of its own, and gains of rows that are taken
-    together.
+    """Return how many float32 a thread needs for columns of the widest matrix in an order of its own, and for gains of
+    rows that are taken together.
     """
     held = decoder.weights.matrices
     ordered = [m.inner for m in held if isinstance(m, Packed) and m.order is not None]

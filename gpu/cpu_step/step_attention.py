@@ -53,10 +53,10 @@ def num_parts(context):
 @numba.njit(nogil=True)
 def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows, page_table, parts, query,
            scores, attended):  # fmt: skip
-    """All rows: qkv float32 `[rows, (heads + 2 kv_heads) * dim ..]` -> attended `[rows, heads * dim ..]`.
+    """Attend for all rows: qkv float32 `[rows, (heads + 2 kv_heads) * dim ..]` -> attended `[rows, heads * dim ..]`.
 
-    key_pages, value_pages: addresses of `[pages, kv_heads, page_tokens, dim]`; query `[group, dim]` and scores
-    `[group, PART_TOKENS]`: float32 scratch of this thread. A row with slot -1 writes nothing and gives zeros.
+    key_pages, value_pages: addresses of `[pages, kv_heads, page_tokens, dim]`; query `[group, dim]` and scores `[group,
+    PART_TOKENS]`: float32 scratch of this thread. A row with slot -1 writes nothing and gives zeros.
     """
     tokens = len(rows.slots)
     most = max(1, num_parts(rows.context_lens.max()))
@@ -93,7 +93,7 @@ def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows
 
 @numba.njit(nogil=True)
 def _rotate_query(shape, qkv, kv_head, cos, sin, query):
-    """The group's queries, rotated and scaled."""
+    """Rotate and scale the group's queries."""
     half = shape.dim // 2
     for member in range(query.shape[0]):
         at = (kv_head * query.shape[0] + member) * shape.dim
@@ -118,7 +118,7 @@ def _write(kind, shape, key_pages, value_pages, qkv, kv_head, cos, sin, page, of
 
 @numba.njit(nogil=True)
 def _page_at(pages, kind, shape, table, token, kv_head):
-    """The address of a KV head's rows in the page of `token`."""
+    """Return the address of a KV head's rows in the page of `token`."""
     page = np.int64(table[token // shape.page_tokens])
     return pages + (page * shape.kv_heads + kv_head) * shape.page_tokens * shape.dim * size_of(kind)
 
@@ -126,7 +126,9 @@ def _page_at(pages, kind, shape, table, token, kv_head):
 @numba.njit(nogil=True)
 def _attend_part(kind, shape, key_pages, value_pages, table, row, kv_head, part, begin, end, query, scores,
                  parts):  # fmt: skip
-    """Tokens `[begin, end)`, whole pages from `begin` on; scores of a page's unwritten rows are computed and unused."""
+    """Attend to tokens `[begin, end)`, whole pages from `begin` on; scores of a page's unwritten rows are computed and
+    unused.
+    """
     group, dim = query.shape
     scores_at = address_of(scores)
     for token in range(begin, end, shape.page_tokens):
@@ -168,7 +170,7 @@ def _add_values(kind, values, dim, weights, weight_stride, tokens, group, out, o
 
 @numba.njit(nogil=True, fastmath=FINITE_OR_NOT)
 def _soften(scores):
-    """Scores become exp(score - top), in place; returns top and the sum. NaN shows in the sum."""
+    """Replace scores by exp(score - top) in place; return top and the sum. NaN shows in the sum."""
     top = scores[0]
     for token in range(1, len(scores)):
         top = scores[token] if scores[token] > top else top

@@ -93,7 +93,7 @@ def _embed(team, stage, model, rows, buffers):
 
 @numba.njit(nogil=True, inline="always")
 def _attention(team, layer, model, shape, rows, buffers, parts):
-    """Stages one to three of a layer: attention, added to the hidden states."""
+    """Run stages one to three of a layer: attention, added to the hidden states."""
     qkv, output, pages = model.matrices[layer, QKV], model.matrices[layer, OUTPUT], model.pages[layer]
     stage, normed, ordered = layer * STAGES_A_LAYER, buffers.normed[team.me], buffers.ordered[team.me]
     tokens, gains, width = len(rows.slots), buffers.gains[team.me], (shape.heads + 2 * shape.kv_heads) * shape.dim
@@ -111,7 +111,7 @@ def _attention(team, layer, model, shape, rows, buffers, parts):
 
 @numba.njit(nogil=True, inline="always")
 def _mlp(team, layer, model, tokens, buffers):
-    """Stages four and five of a layer: the MLP, added to the hidden states."""
+    """Run stages four and five of a layer: the MLP, added to the hidden states."""
     gate_up, down, stage = model.matrices[layer, GATE_UP], model.matrices[layer, DOWN], layer * STAGES_A_LAYER + 3
     normed, ordered = buffers.normed[team.me], buffers.ordered[team.me]
     gains, tile = buffers.gains[team.me], buffers.tiles[team.me]
@@ -123,8 +123,9 @@ def _mlp(team, layer, model, tokens, buffers):
 
 
 def _compile(version: int):  # type: ignore[no-untyped-def]
-    """What one thread does of a step. numba's file cache looks at one source file and at the variables that a function
-    closes over; `version` stands for the sources of all that the step calls."""
+    """Compile one thread's work of a step. numba's file cache looks at one source file and at the variables that a
+    function closes over; `version` stands for the sources of all that the step calls.
+    """
 
     @numba.njit(nogil=True, cache=True)
     def work(me, threads, model, shape, rows, buffers, parts):  # type: ignore[no-untyped-def]
@@ -160,5 +161,5 @@ class CompiledStep(Region):
     """The step for the types of one model. A run's `buffers.counters` are zero."""
 
     def __init__(self, *arguments: object) -> None:
-        """`arguments`: a model, shape, rows, buffers and parts like those of the steps to come."""
+        """Compile for a model, shape, rows, buffers and parts like those of the steps to come."""
         super().__init__(_work, _together, *arguments)

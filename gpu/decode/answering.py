@@ -64,8 +64,8 @@ class Answers:
         self._error: BaseException | None = None
 
     def wait(self) -> str | None:
-        """Until the last one is given; then None, or why the step came to nothing. The device, which awaits them, may
-        still compute what is behind the last. Raises what is nobody's but our own fault.
+        """Wait until the last answer is given; return None, or why the step failed. The device, which awaits the
+        answers, may still compute what follows the last. Raises errors that are our own mistakes.
         """
         self._is_over.wait()
         if self._error is None or isinstance(self._error, ExchangeError):
@@ -74,7 +74,7 @@ class Answers:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last one is given, or none will be."""
+        """Return whether the last answer is given, or none will be."""
         return self._is_over.is_set()
 
     def end(self, error: BaseException | None) -> None:
@@ -82,7 +82,7 @@ class Answers:
         self._is_over.set()
 
     def give_up(self, error: BaseException) -> None:
-        """Nobody answers: the device does not wait, and nothing that is read is held."""
+        """Release the slots without an answer, and whatever is read for them."""
         for part in self.parts:
             part.exchange.slot.release()
         for part in self.parts:
@@ -107,7 +107,7 @@ class Answering:
         weakref.finalize(self, self._steps.put, None)
 
     def hand_over(self, host: Answerer, parts: Sequence[AskingRows]) -> Answers:
-        """A step was launched, which asks in these parts in turns."""
+        """Queue a launched step, with the parts whose host reads are answered in turns."""
         answers = self._last = Answers(host, parts)
         if self._is_stopped:
             answers.give_up(_stopped())
@@ -119,13 +119,13 @@ class Answering:
         return answers
 
     def drain(self) -> None:
-        """Until every step that was handed over is answered, or has failed."""
+        """Wait until every queued step is answered, or has failed."""
         if self._last is not None:
             self._last._is_over.wait()
 
     def recover(self) -> None:
-        """Before a step that asks is launched: if one before it failed, wait for those behind it and for the device,
-        and count its asks anew. What steps in flight read and wrote is the caller's to doubt.
+        """Recover before a step with host reads is launched: if one before it failed, wait for those behind it and for
+        the device, and count its requests anew. The caller must not trust what steps in flight read and wrote.
         """
         if self._failure is None and not any(exchange.slot.is_released for exchange in self._exchanges):
             return
@@ -143,7 +143,7 @@ class Answering:
             self._thread.join()
 
     def answer(self, answers: Answers) -> None:
-        """In the other thread."""
+        """Answer queued steps, in the thread of its own."""
         try:
             if self._is_stopped:
                 raise _stopped()

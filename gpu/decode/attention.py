@@ -8,7 +8,7 @@ from gpu.operations.decode_attention.paged_decode_attention import Reading, Work
 
 
 def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, is_counted: bool) -> Reading:
-    """The partials over the cells that are read, of pages that hold the rows' own tokens already."""
+    """Return the partials over the cells that are read, of pages that hold the rows' own tokens already."""
     rows, layer = reads.rows, reads.layer
     cells = (pool.key_pages[layer], pool.value_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale)
     parts = (reads.bounds, reads.has_far, reads.maxima)

@@ -44,20 +44,20 @@ class LayerLoop:
 
     @property
     def max_rows(self) -> int:
-        """Of a step, and slots."""
+        """Return the most rows of a step, which is the number of slots."""
         return (len(self.last_tokens) - 1) // 3
 
     @property
     def reusing(self) -> list[RingSide]:
-        """Methods that have a part in steps alone in which a row holds a ring."""
+        """Return the methods that take part only in steps in which a row holds a ring."""
         return [method for method in self.methods if isinstance(method, RingSide)]
 
     def step(self, rows: StepRows, exchange: SlotExchange | None, reuses: bool,
              experts: ExpertExchange | None = None) -> Step:  # fmt: skip
-        """One token for each row. exchange: where it asks, or None for a step that asks nothing; then no row may have
-        a hole. reuses: whether some row may hold a ring. experts: where the CPU is asked for experts in host memory;
-        None: they are fetched. It stops once a layer that asks for attention: what follows reads the answer, or awaits
-        it on the device; an ask for experts is answered, or awaited, in between.
+        """Compute one token for each row. exchange: for host reads, or None for a step without them; then no row may
+        skip a range. reuses: whether some row may hold a ring. experts: where the CPU computes experts in host memory;
+        None: they are fetched. It yields once a layer has sent its host reads: what follows reads the answer, or awaits
+        it on the device; requests for experts are answered, or awaited, in between.
         """
         decoder = self.decoder
         methods = [method for method in self.methods if reuses or not method.reuses]
@@ -101,8 +101,8 @@ class LayerLoop:
 def check_coverage(
     reads: LayerReads, on_device: Reading, answers: Sequence[Partial], ringed: Sequence[RingSide] = ()
 ) -> None:
-    """Raises CoverageError unless what was read on the device and by the host, and what methods whose sequences hold
-    rings have fetched, taken over or dropped, is each row's context, or its window. Waits for both.
+    """Check that the device, the host and methods with rings together read, took over or dropped each row's context, or
+    its window, once. Waits for device and host. Raises CoverageError.
     """
     rows = reads.rows
     ledger = Coverage(reads.layer, [f"of slot {slot}" for slot in rows.slots.tolist()])

@@ -99,7 +99,7 @@ class Batch:
 
     @property
     def places(self) -> Sequence[int]:
-        """In `last_tokens`."""
+        """Return the places of the rows' input tokens in `last_tokens`."""
         return self.slots if self.token_slots is None else self.token_slots
 
     def __len__(self) -> int:
@@ -142,8 +142,8 @@ class DecodeSteps:
         self._expert_answering = [Answering([one], lambda *told: None) for one in experts]
 
     def run(self, batch: Batch) -> LaunchedStep:
-        """One token a row. Asynchronous, but for eager steps that ask: these return when the last ask is answered and
-        what is behind it launched.
+        """Decode one token a row. Asynchronous, but for eager steps with host reads: these return when the last one is
+        answered and what follows it is launched.
 
         Raises ContextLostError before anything is launched, and ExchangeError where an eager step's device asks
         nothing.
@@ -172,13 +172,15 @@ class DecodeSteps:
 
     @property
     def most_rows(self) -> int:
-        """Of a step, that is not worse off than smaller ones: compiled, or captured, where any are."""
+        """Return the most rows of a step that costs no more a row than smaller ones: compiled, or captured, where any
+        are.
+        """
         if self._compiled is not None:
             return min(MAX_ROWS, self.loop.max_rows)
         return max((size for _, size in self._captured), default=self.loop.max_rows)
 
     def drain(self) -> None:
-        """Until every ask of what was launched has its answer, and is counted, or has failed."""
+        """Wait until every host read of launched steps has its answer, and is counted, or has failed."""
         for answering in self._all_answering:
             answering.drain()
 
@@ -251,7 +253,7 @@ class DecodeSteps:
         return LaunchedStep(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
 
     def _run_eagerly(self, parts: Sequence[Batch], attentions: Sequence[Attention], reuses: bool) -> Tensor:
-        """Logits of all rows. Behind the answers to steps in flight, since their slots are the same."""
+        """Return the logits of all rows, behind the answers to steps in flight, since their slots are the same."""
         assert self.asking is not None
         assert self._answering is not None
         self._answering.drain()
@@ -275,13 +277,13 @@ class DecodeSteps:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _observe(self, rows: int, num_parts: int, answered: Answered, attention_s: float) -> None:
-        """See `answering.OnAnswered`."""
+        """Note the times of an answered step; see `answering.OnAnswered`."""
         assert self.asking is not None
         self.asking.halving.observe(rows, num_parts, answered.waited_s, answered.attended_s)
         self._count(rows, num_parts, attention_s)
 
     def _point(self) -> Event:
-        """Of the current stream, behind all that it was given; whoever waits for it leaves the core to others."""
+        """Return an event of the current stream; whoever waits for it leaves the core to others."""
         device = self.loop.last_tokens.device
         if device.type == "cpu":
             return PASSED
@@ -290,7 +292,7 @@ class DecodeSteps:
         return event
 
     def _count(self, rows: int, num_parts: int, attention_s: float) -> None:
-        """A step that has its answers."""
+        """Count a step that has its answers."""
         assert self.asking is not None
         times = self.asking.times
         times.steps += 1
@@ -320,7 +322,7 @@ class DecodeSteps:
         return logits, attention_s
 
     def _capture(self, kind: StepKind, size: int, pool: tuple[int, int]) -> _Captured:
-        """Nobody answers while a step that asks warms up, so its slots are released."""
+        """Capture steps. Nobody answers while a step with host reads warms up, so its slots are released."""
         num_parts = kind.num_parts
         asking = self.asking.exchanges[:num_parts] if self.asking is not None and num_parts else []
         exchanges: list[SlotExchange | None] = [*asking] or [None]
@@ -341,8 +343,8 @@ class DecodeSteps:
         self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None], reuses: bool,
         experts: ExpertExchange | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """A step whose answers come by themselves, in the order of `_take_turns`; the parts' logits. What it asks of
-        `experts` is what these list afterwards.
+        """Return the logits of a step's parts, in the order of `_take_turns`; its answers come by themselves. Its
+        requests for experts are those that `experts` lists afterwards.
         """
         if experts is not None:
             experts.take_asks()
@@ -356,14 +358,16 @@ class DecodeSteps:
         return [_logits_of(step) for step in steps]
 
     def _experts_of(self, num_rows: int, asks: bool) -> ExpertExchange | None:
-        """Where a step of so many rows asks for experts; None: it fetches them."""
+        """Return where a step of so many rows asks for experts; None: it fetches them."""
         if not self._experts:
             return None
         experts = self._experts[_place(asks)]
         return experts if num_rows <= experts.max_rows else None
 
     def _eager_experts(self, num_rows: int) -> ExpertExchange | None:
-        """On the CPU, which answers at once; a GPU that nobody captured for would wait for who launches."""
+        """Return the exchange for experts of an eager step on the CPU, which answers at once; on a GPU it would wait
+        for the launching thread.
+        """
         experts = self._experts_of(num_rows, asks=False)
         return experts if experts is not None and experts.is_at_once else None
 
@@ -372,7 +376,7 @@ class DecodeSteps:
             self._expert_answering[_place(asks)].recover()
 
     def _answer_experts(self, captured: _Captured, asks: bool) -> tuple[Answers, ...]:
-        """Behind the launch of a step: whoever answers what it asks for experts is told."""
+        """Tell the workers what a launched step asks for experts."""
         if captured.asks is None:
             return ()
         place = _place(asks)
@@ -382,7 +386,7 @@ class DecodeSteps:
         )
 
     def _find(self, kind: StepKind, num_rows: int) -> _Captured | None:
-        """The smallest captured step of a kind that so many rows fit."""
+        """Return the smallest captured step of a kind that so many rows fit."""
         fitting = [size for known, size in self._captured if known == kind and size >= num_rows]
         return self._captured[kind, min(fitting)] if fitting else None
 
@@ -401,12 +405,14 @@ class DecodeSteps:
 
 
 def _place(asks: bool) -> int:
-    """Of a step's exchange for experts among those of all lanes: steps that ask the host have the last."""
+    """Return the place of a step's exchange for experts among those of all lanes: steps with host reads have the
+    last.
+    """
     return -1 if asks else 0
 
 
 def _logits_of(step: Step) -> Tensor:
-    """What a step computes behind its last answer."""
+    """Return what a step computes behind its last answer."""
     try:
         next(step)
     except StopIteration as end:
@@ -419,8 +425,8 @@ def _ask_of(ask: HostRead | None) -> Ask:
 
 
 def _compiled_step(loop: LayerLoop) -> CpuStep | None:
-    """The compiled step where it can take the place of the loop: for rows that ask nothing and hold no ring, uncounted,
-    and in which no method has a part.
+    """Return the compiled step where it can take the place of the loop: for rows without host reads and rings,
+    uncounted, and in which no method takes part.
     """
     if loop.checks_coverage or not all(method.asks_only or method.reuses for method in loop.methods):
         return None

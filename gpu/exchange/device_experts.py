@@ -29,12 +29,12 @@ class ExpertExchange:
         return len(self.slot.flags)
 
     def ask(self, layer: int, normed: Tensor, ids: Tensor, shares: Tensor, on_card: int, slots: Tensor | None) -> None:
-        """Leave a layer's rows and who they take in the slot, and the next stamp. See `ask_experts`."""
+        """Write a layer's rows, their experts and weights to the slot, and the next stamp. See `ask_experts`."""
         ask_experts(normed, ids, shares, on_card, slots, self._counters, self.slot)
         self._asked.append((layer, len(normed)))
 
     def add(self, made: Tensor, dtype: torch.dtype) -> Tensor:
-        """`made`, float32 `[rows, hidden]`, and the answer to the last ask, which the device awaits."""
+        """Return `made`, float32 `[rows, hidden]`, plus the answer to the last request, which the device awaits."""
         if self.is_at_once:
             asks = self.take_asks()
             self.slot.advance(int(asks.table[0, ROWS]))
@@ -43,12 +43,12 @@ class ExpertExchange:
         return add_answer(made, self.slot, dtype)
 
     def take_asks(self) -> ExpertAsks:
-        """Those since the last call, in order: of a step that is captured, what each of its replays asks."""
+        """Return the requests since the last call, in order: of a captured step, what each of its replays requests."""
         asked, self._asked = self._asked, []
         return ExpertAsks(np.array(asked, np.int64).reshape(-1, ASK_COLUMNS))
 
     def forget_asks(self) -> None:
-        """Asks that the host did not count, of a warm-up or of steps that failed, in which the slot was released, are
-        behind both sides; waits for the device.
+        """Count requests that the host did not count, of a warm-up or of failed steps whose slot was released, as
+        answered on both sides; waits for the device.
         """
         catch_up(self._counters, self.slot)

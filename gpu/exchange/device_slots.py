@@ -29,20 +29,22 @@ class SlotExchange:
     def ask(
         self, query: Tensor, codes: Tensor | None, wanted: Tensor | None = None, excluded: Tensor | None = None
     ) -> None:
-        """Leave rotated queries `[rows, heads, dim]`, their codes where the slot has some, what of the context is not
-        wanted (see `exchange_pack`), and the next stamp in the slot.
+        """Write rotated queries `[rows, heads, dim]`, their codes where the slot has some, what of the context is
+        excluded (see `exchange_pack`), and the next stamp to the slot.
         """
         exchange_pack(query, codes, self._counters, self.slot, wanted, excluded)
 
     def answer(self, num_rows: int) -> Partial:
-        """The answer to the last ask, which the device awaits: in host memory, to be read before the next ask."""
+        """Return the answer to the last request, which the device awaits: in host memory, to be read before the next
+        request.
+        """
         await_answer(self._counters, self.slot)
         slot = self.slot
         covered = None if slot.covered is None else slot.covered[:num_rows].to(self._counters.device, copy=True)
         return Partial(slot.out[:num_rows], slot.lse[:num_rows], covered)
 
     def forget_asks(self) -> None:
-        """Asks that the host did not count, of a warm-up or of steps that failed, in which the slot was released, are
-        behind both sides; waits for the device.
+        """Count requests that the host did not count, of a warm-up or of failed steps whose slot was released, as
+        answered on both sides; waits for the device.
         """
         catch_up(self._counters, self.slot)

@@ -28,7 +28,7 @@ class GatheredKv:
         self._tokens = 0
 
     def gather(self, job_id: int, slot: int, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[kv_heads, end, dim]` of tokens `[0, end)`, valid until the next gather.
+        """Return keys and values `[kv_heads, end, dim]` of tokens `[0, end)`, valid until the next gather.
 
         What the last call gathered for the same job, slot and layer is not gathered again.
         """
@@ -44,8 +44,8 @@ class GatheredKv:
         return keys.flatten(1, 2)[:, :end], values.flatten(1, 2)[:, :end]
 
     def gather_exact(self, slot: int, layer: int, end: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of some KV heads after others: which, and keys and values `[their heads, end, dim]` of tokens `[0, end)` as
-        they are stored, codes in float32; valid until the next.
+        """Yield some KV heads after others: which, and keys and values `[their heads, end, dim]` of tokens `[0, end)`
+        as they are stored, codes in float32; valid until the next.
         """
         self.forget()
         dtype = torch.float32 if self.pool.has_codes else self.pool.dtype
@@ -60,7 +60,9 @@ class GatheredKv:
         self.forget()
 
     def pack(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[tokens, kv_heads, dim]` of any tokens, valid until the next gather; `rows` of `rows_of`."""
+        """Return keys and values `[tokens, kv_heads, dim]` of any tokens, valid until the next gather; `rows` of
+        `rows_of`.
+        """
         self.forget()
         kv_heads, dim = self._kv_heads, self.keys.shape[-1]
         packed = []
@@ -74,7 +76,9 @@ class GatheredKv:
         return packed[0], packed[1]
 
     def rows_of(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where the KV heads of tokens lie in a layer's pages, int64 `[tokens * kv_heads]`; both int64 `[tokens]`."""
+        """Return where the KV heads of tokens lie in a layer's pages, int64 `[tokens * kv_heads]`; both arguments int64
+        `[tokens]`.
+        """
         kv_heads, page_tokens = self._kv_heads, self.pool.page_tokens
         pages = self.pool.page_table[slots, positions // page_tokens].long()
         first = pages * (kv_heads * page_tokens) + positions % page_tokens
@@ -82,5 +86,5 @@ class GatheredKv:
         return (first[:, None] + heads).flatten()
 
     def forget(self) -> None:
-        """Nothing gathered before is valid any more."""
+        """Drop what was gathered before."""
         self._holds = None

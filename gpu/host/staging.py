@@ -34,11 +34,11 @@ class Staging:
         self._one_page = torch.zeros(pool.max_slots, 1, dtype=torch.int32, device=pool.device)
 
     def buffer(self, place: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[kv_heads, tokens, dim]`."""
+        """Return keys and values `[kv_heads, tokens, dim]`."""
         return self.keys[place % STAGED_LAYERS], self.values[place % STAGED_LAYERS]
 
     def pages(self, place: int) -> Pages:
-        """The buffer as one long page, which is every slot's first."""
+        """Return the buffer as one long page, which is every slot's first."""
         keys, values = self.buffer(place)
         return keys[None], values[None], self._one_page
 
@@ -71,12 +71,12 @@ class StagedPrompt:
         self._bring(0)
 
     def place(self, layer: int) -> int | None:
-        """The layer's place among those that go down; None: it is dense."""
+        """Return the layer's place among offloaded layers; None: it is dense."""
         layers = self.staging.tier.shape.layers
         return layers.index(layer) if layer in layers else None
 
     def begin_layer(self, place: int) -> None:
-        """Before the layer's first unit: its buffer is free, and what the prompt does not compute stands in it."""
+        """Prepare the layer's buffer before its first unit: it is free, and holds what the prompt does not compute."""
         staging, index = self.staging, place % STAGED_LAYERS
         staging.depositor.streams.wait_for(staging.read[index])
         staging.depositor.streams.wait_for(staging.brought[index])
@@ -85,8 +85,9 @@ class StagedPrompt:
         self._bring(place + 1)
 
     def end_layer(self, place: int) -> None:
-        """After the layer's last unit: the run goes down; sink, window and what of the run is not released go to pages,
-        but for the prefix, which is there; asynchronous."""
+        """Offload the layer's run after its last unit; sink, window and the resident end of the run are written to
+        pages, without the prefix, which is there; asynchronous.
+        """
         if self.begin == 0:
             self._give_to_pages(place, 0, self.host.sink)
         self._give_to_pages(place, max(self.host.released, self.begin), self.end)
@@ -103,7 +104,7 @@ class StagedPrompt:
 
     @property
     def _num_there(self) -> int:
-        """Tokens of the prefix that are down."""
+        """Return how many tokens of the prefix are offloaded already."""
         return max(0, self.begin - self.host.sink)
 
     def _bring(self, place: int) -> None:
@@ -120,16 +121,18 @@ class StagedPrompt:
         staging.brought[index] = staging.depositor.bring(rows, keys[:, own], values[:, own])
 
     def _take_from_pages(self, place: int, end: int) -> None:
-        """Tokens `[0, end)`, whole pages."""
+        """Read tokens `[0, end)`, whole pages, into the buffer."""
         self.staging.pool.read(*self._pages(place, 0, end))
 
     def _give_to_pages(self, place: int, begin: int, end: int) -> None:
-        """Tokens `[begin, end)` from a page border on; the last page is filled up with what stands behind them."""
+        """Write tokens `[begin, end)` from a page border on; the last page is filled up with what stands behind
+        them.
+        """
         self.staging.pool.scatter_rows(*self._pages(place, begin, end))
 
     def _pages(self, place: int, begin: int, end: int) -> tuple[int, Tensor, Tensor, Tensor]:
-        """The layer, ids of the pages with these tokens, and where these pages' keys and values are staged, `[kv_heads,
-        tokens, dim]`.
+        """Return the layer, ids of the pages with these tokens, and where these pages' keys and values are staged,
+        `[kv_heads, tokens, dim]`.
         """
         pool, layer = self.staging.pool, self.staging.tier.shape.layers[place]
         first, last = begin // pool.page_tokens, -(-end // pool.page_tokens)

@@ -34,7 +34,7 @@ class Commitment:
 
     @property
     def lump(self) -> int:
-        """Rows that are worth committing at once, at least."""
+        """Return the fewest rows that are worth committing at once."""
         row_bytes = sum(layer[0].nbytes for layer in self._layers if len(layer))
         return max(1, LUMP_BYTES // row_bytes) if row_bytes else 1
 

@@ -56,7 +56,7 @@ class KvPool:
         self.page_table = torch.zeros(max_slots, self.max_pages, dtype=torch.int32, device=device)
 
     def table_of(self, layer: int) -> Tensor:
-        """The page table of a layer: int32 `[max_slots, max_pages]`, by cell."""
+        """Return the page table of a layer: int32 `[max_slots, max_pages]`, by cell."""
         return self.windows.page_table if layer in self.windows.shape.layers else self.page_table
 
     def write_pages(self, writes: Sequence[PageWrite]) -> None:
@@ -79,8 +79,7 @@ class KvPool:
         self.page_table.view(-1).index_copy_(0, packed[0], packed[1].to(torch.int32))
 
     def release(self, release: PageEviction) -> None:
-        """Resident pages become dense ones; asynchronous. What the other layers have in them is the caller's to send
-        down first.
+        """Replace resident pages by dense ones; asynchronous. The caller has offloaded the other layers' rows before.
 
         Dense pages may lie in the pages that are given up. Raises ValueError for a slot or page that does not exist.
         """
@@ -88,30 +87,34 @@ class KvPool:
         self._move(release.page_ids, release.dense_page_ids, release.places)
 
     def restore(self, restore: FinishedReload) -> None:
-        """Dense pages become resident ones again, in which the other layers' rows are; asynchronous. Raises ValueError
-        for a slot or page that does not exist.
+        """Replace dense pages by resident ones, which hold the other layers' rows; asynchronous. Raises ValueError for
+        a slot or page that does not exist.
         """
         self._check(restore)
         self._move(restore.dense_page_ids, restore.page_ids, restore.places)
 
     def scatter_rows(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keys and values `[kv_heads, tokens, dim]` of a layer, tokens of whole pages, to pages, int64 `[pages]`."""
+        """Write keys and values `[kv_heads, tokens, dim]` of a layer, tokens of whole pages, to pages, int64
+        `[pages]`.
+        """
         self.write(layer, page_ids, None, keys, values)
 
     def write(self, layer: int, page_ids: Tensor, offsets: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        """Likewise; with offsets, int64 `[tokens]` as `page_ids` then are, each token to a cell of its own."""
+        """Write keys and values to pages as `scatter_rows`; with offsets, int64 `[tokens]` as `page_ids` then are, each
+        token to a cell of its own.
+        """
         write_rows(keys, page_ids, offsets, self.key_pages[layer])
         write_rows(values, page_ids, offsets, self.value_pages[layer])
 
     def read(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Whole pages of a layer, int64 `[pages]`, to keys and values `[kv_heads, tokens, dim]`, of which heads may lie
-        apart.
+        """Read whole pages of a layer, int64 `[pages]`, to keys and values `[kv_heads, tokens, dim]`, of which heads
+        may lie apart.
         """
         by_page = [rows.unflatten(1, (-1, self.page_tokens)) for rows in (keys, values)]
         gather_pages(self.key_pages[layer], self.value_pages[layer], page_ids, *by_page)
 
     def _move(self, source_ids: Sequence[int], target_ids: Sequence[int], places: Sequence[TablePlace]) -> None:
-        """Rows of dense layers, and what page tables have."""
+        """Copy rows of dense layers, and replace pages in page tables."""
         count = len(source_ids)
         source, target = upload(np.array([source_ids, target_ids], dtype=np.int64), self.device).unbind(0)
         rows = [pages[layer] for layer in self.dense_layers for pages in (self.key_pages, self.value_pages)]
@@ -136,7 +139,7 @@ class KvPool:
             poison(arena)
 
     def _views(self, arena: Tensor, of_windows: dict[int, Tensor]) -> list[Tensor]:
-        """Of each layer, dense ones in front; those of windows are there."""
+        """Return each layer's view of an arena, dense ones in front; those of windows are given."""
         views = dict(of_windows)
         for place, layer in enumerate((*self.dense_layers, *self.deposited_layers)):
             count = self.layout.num_ids if layer in self.dense_layers else self.num_pages

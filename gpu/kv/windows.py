@@ -48,20 +48,20 @@ class Windows:
 
     @property
     def num_cells(self) -> int:
-        """Of a window."""
+        """Return the cells of a window."""
         return self.shape.num_pages * self.arenas[0].shape[-2]
 
     def views(self) -> list[dict[int, Tensor]]:
-        """Keys and values of each layer, by layer: `[windows * pages, kv_heads, page_tokens, dim]`."""
+        """Return keys and values of each layer, by layer: `[windows * pages, kv_heads, page_tokens, dim]`."""
         return [dict(zip(self.shape.layers, arena.flatten(1, 2).unbind(0), strict=True)) for arena in self.arenas]
 
     def page_ids(self, window: int, cells: Tensor) -> Tensor:
-        """Where a window has these cells: int64, of `views`."""
+        """Return where a window has these cells: int64, of `views`."""
         page_tokens = self.num_cells // self.shape.num_pages
         return window * self.shape.num_pages + cells // page_tokens % self.shape.num_pages
 
     def write(self, writes: Sequence[WindowWrite]) -> None:
-        """Windows are copied and given to slots, in order; asynchronous. Raises ValueError for one out of range."""
+        """Copy windows and give them to slots, in order; asynchronous. Raises ValueError for one out of range."""
         for write in writes:
             named = [write.window] + ([] if write.source is None else [write.source])
             if not all(0 <= window < self.shape.count for window in named):

@@ -19,8 +19,8 @@ def open_exchanges(
     weights: Weights, shape: Architecture, max_rows: int, device: torch.device, open_experts: OpenExperts,
     num_lanes: int,
 ) -> list[ExpertExchange]:  # fmt: skip
-    """A slot of `max_rows` rows for each lane, and who answers in it; none where no expert lies in host memory. Raises
-    ModelError where this machine's CPU, or the model, cannot.
+    """Return a slot of `max_rows` rows for each lane, and the workers that answer in it; none where no expert lies in
+    host memory. Raises ModelError where this machine's CPU, or the model, cannot.
     """
     hosts = [layer.experts and layer.experts.host for layer in weights.layers]
     if not any(hosts):

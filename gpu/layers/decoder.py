@@ -50,23 +50,25 @@ class Decoder:
 
     @property
     def cos(self) -> Tensor:
-        """Of the first layer, and of a plain model's all: float32 `[max_context_tokens, dim // 2]`."""
+        """Return the cosines of the first layer, and of a plain model's all: float32 `[max_context_tokens, dim //
+        2]`.
+        """
         return self._rope_tables[0][0]
 
     @property
     def sin(self) -> Tensor:
-        """As `cos`."""
+        """Return the sines, as `cos`."""
         return self._rope_tables[0][1]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Hidden states `[tokens, hidden]` of token ids, int64 `[tokens]`."""
+        """Return hidden states `[tokens, hidden]` of token ids, int64 `[tokens]`."""
         rows = self.weights.embedding.index_select(0, token_ids)
         return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
               pages: Pages | None = None, cells: Tensor | None = None, see: See | None = None) -> Tensor:  # fmt: skip
-        """One layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots' pages, each
-        to its cell.
+        """Compute one layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots'
+        pages, each to its cell.
 
         positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; pages: None for the pool's; cells:
         int64 `[tokens]`, None: positions are cells; see: is shown what is written. The KV that `attend` sees has these
@@ -79,7 +81,7 @@ class Decoder:
 
     def enter(self, index: int, hidden: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
               pages: Pages | None, see: See | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The part of a layer before attention: keys and values are written, `(query, pre_rope_query)` come back.
+        """Compute the part of a layer before attention: write keys and values, return `(query, pre_rope_query)`.
 
         See `layer`. cells: of the slots' contexts, where they are written. Both queries are `[tokens, heads, dim]`, of
         the weights' dtype.
@@ -111,16 +113,17 @@ class Decoder:
 
     def leave(self, index: int, hidden: Tensor, attended: Tensor, slots: Tensor,
               exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
-        """The part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype, projected and
-        added to `hidden`, and the MLP. slots: see `layer`; exchange: where the CPU is asked for experts, if it is.
+        """Compute the part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype,
+        projected and added to `hidden`, and the MLP. slots: see `layer`; exchange: where the CPU computes experts, if
+        it does.
         """
         rows = attended.reshape(-1, self.query_columns)
         return self.projections.mlp(index, self.projections.output(index, rows, hidden), slots, exchange)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""
+        """Return next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""
         return self.projections.logits(hidden)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """What logits are made of, `[tokens, hidden]`, of the last layer's."""
+        """Return what logits are made of, `[tokens, hidden]`, of the last layer's hidden states."""
         return self.projections.final_norm(hidden)

@@ -48,9 +48,9 @@ class ExpertMlp:
 
     def __call__(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None = None,
                  exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
-        """Norm and experts, added to `hidden`, `[tokens, hidden]` -> the same, new. slots: int32 `[tokens]`, -1 in rows
-        that are not in use, for which nothing is fetched; None: all are. exchange: where the CPU is asked for experts
-        in host memory; None: they are fetched.
+        """Return norm and experts added to `hidden`, `[tokens, hidden]`, new. slots: int32 `[tokens]`, -1 in rows that
+        are not in use, for which nothing is fetched; None: all are. exchange: where the CPU computes experts in host
+        memory; None: they are fetched.
         """
         if self.weights.host is None or len(hidden) == 0:
             exchange = None
@@ -60,7 +60,7 @@ class ExpertMlp:
     def _make(
         self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None
     ) -> Tensor:
-        """What the card makes, added to `hidden`: all of it, or what it does not ask for."""
+        """Return what the card computes, added to `hidden`: all experts, or those that the CPU does not compute."""
         weights, experts = self.weights, self.experts
         gate_up, down = weights.gate_up, weights.down
         if not runs_on_triton(hidden) or len(hidden) == 0:
@@ -97,7 +97,7 @@ class ExpertMlp:
     def _find_far(
         self, normed: Tensor, ids: Tensor, shares: Tensor, slots: Tensor | None, exchange: ExpertExchange | None
     ) -> FarExperts | None:
-        """Those in host memory, fetched; or none of them, and the CPU is asked."""
+        """Fetch the experts in host memory, or ask the CPU for them."""
         host = self.weights.host
         if exchange is None or host is None:
             return self._fetch(ids, slots)
@@ -106,8 +106,8 @@ class ExpertMlp:
         return self._staged.left_out(self._layer)
 
     def _fetch(self, ids: Tensor, slots: Tensor | None) -> FarExperts | None:
-        """Those in host memory that some token takes, if any lie there. Tokens that take as many as there are take
-        nearly all of them, which are then copied whole.
+        """Fetch the experts in host memory that some token takes. Tokens that take as many as there are take nearly all
+        of them, which are then copied whole.
         """
         host, num_experts, num_pairs = self.weights.host, self.experts.num_experts, ids.numel()
         if host is None or num_pairs == 0:

@@ -57,27 +57,27 @@ class Projections:
             experts.warm_up(most_tokens, norm)
 
     def qkv(self, layer: int, hidden: Tensor) -> Tensor:
-        """Norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads."""
+        """Return norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads."""
         weights = self.weights.layers[layer]
         return self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, weights.qkv_bias)
 
     def head_norms(self, layer: int) -> HeadNorms | None:
-        """Of query and key heads, which `rope_kv_write` applies; None: there are none."""
+        """Return the norms of query and key heads, which `rope_kv_write` applies; None: there are none."""
         weights = self.weights.layers[layer]
         if weights.query_norm is None or weights.key_norm is None:
             return None
         return HeadNorms(weights.query_norm, weights.key_norm, self.eps)
 
     def output(self, layer: int, attended: Tensor, hidden: Tensor) -> Tensor:
-        """Attention's output, `[tokens, heads * dim]` of any float type, projected and added to `hidden`."""
+        """Return attention's output, `[tokens, heads * dim]` of any float type, projected and added to `hidden`."""
         weights = self.weights.layers[layer]
         matrix = self._matrices[layer]["output"]
         return self._add(attended, matrix, weights.output_bias, weights.attention_post_norm, hidden)
 
     def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None,
             exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
-        """Norm and MLP, added to `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use; None: all are.
-        exchange: see `ExpertMlp`.
+        """Return norm and MLP added to `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use; None: all
+        are. exchange: see `ExpertMlp`.
         """
         weights, experts = self.weights.layers[layer], self._experts[layer]
         if experts is not None:
@@ -91,7 +91,7 @@ class Projections:
         return self._add(product, down, weights.down_bias, weights.mlp_post_norm, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and logits, float32 `[tokens, vocab]`."""
+        """Return final norm and logits, float32 `[tokens, vocab]`."""
         return self._logits.logits(self.final_norm(hidden))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -107,12 +107,12 @@ class Projections:
 
 
 def _format_of(stored: Stored) -> tuple[object, ...]:
-    """What kernels are compiled for: runs and zero points show in the types of its tensors."""
+    """Return what kernels are compiled for: runs and zero points show in the types of its tensors."""
     return (getattr(stored, "kind", None), getattr(stored, "group", None), *(one.dtype for one in tensors_of(stored)))
 
 
 def _stage(weights: Weights, architecture: Architecture) -> StagedExperts | None:
-    """What brings experts in host memory to the card, if any lie there."""
+    """Return what brings experts in host memory to the card, if any lie there."""
     hosts = [layer.experts and layer.experts.host for layer in weights.layers]
     if not any(hosts):
         return None

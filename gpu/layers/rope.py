@@ -19,7 +19,7 @@ from gpu.model.spec import Architecture, ModelError, RopeScaling
 
 def rope_tables(architecture: Architecture, max_context_tokens: int, device: torch.device,
                 rope: RopeScaling | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """cos and sin, float32 `[max_context_tokens, dim // 2]` on `device`, times the scaling's attention factor.
+    """Return cos and sin, float32 `[max_context_tokens, dim // 2]` on `device`, times the scaling's attention factor.
 
     rope: of some layers, None: the model's own. Pairs that are not rotated have cosine 1 and sine 0.
     """
@@ -32,7 +32,7 @@ def rope_tables(architecture: Architecture, max_context_tokens: int, device: tor
 
 
 def rope_key(architecture: Architecture, max_context_tokens: int) -> str:
-    """32 hexadecimal digits for all frequencies of a deployment: whatever names KV that outlives it names them, too.
+    """Return 32 hexadecimal digits for all frequencies of a deployment, which name stored KV that outlives it.
 
     Values depend on them as rotated keys do: `model.rope` changes them, and of `dynamic` and `longrope` the longest
     context.
@@ -47,7 +47,7 @@ def rope_key(architecture: Architecture, max_context_tokens: int) -> str:
 def layer_rope_tables(
     architecture: Architecture, max_context_tokens: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each layer; layers of the same frequencies share theirs."""
+    """Return the tables of each layer; layers of the same frequencies share theirs."""
     ropes = architecture.ropes
     tables = [rope_tables(architecture, max_context_tokens, device, rope) for rope in ropes]
     return [tables[ropes.index(spec.rope or architecture.rope)] for spec in architecture.layers]
@@ -55,7 +55,8 @@ def layer_rope_tables(
 
 def inverse_frequencies(architecture: Architecture, max_context_tokens: int,
                         rope: RopeScaling | None = None) -> tuple[Tensor, float]:  # fmt: skip
-    """Frequencies in radians a token, float32 `[rotary_dim // 2]` on the CPU, and the factor of cosines and sines.
+    """Return frequencies in radians a token, float32 `[rotary_dim // 2]` on the CPU, and the factor of cosines and
+    sines.
 
     `dynamic` and `longrope` depend on the length of the text, and keys already cached would turn stale as a text grows:
     their frequencies are fixed at the deployment's `max_context_tokens` instead, whatever a text's own length is.
@@ -95,7 +96,7 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeScaling, dim: int, factor: float) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those between."""
     low, high = _setting(rope, "low_freq_factor", None), _setting(rope, "high_freq_factor", None)
     original_tokens = _setting(rope, "original_max_position_embeddings", None)
     plain = _plain(rope.theta, dim)
@@ -105,7 +106,7 @@ def _llama3(rope: RopeScaling, dim: int, factor: float) -> Tensor:
 
 
 def _yarn(rope: RopeScaling, dim: int, factor: float, original_tokens: float) -> Tensor:
-    """YaRN (arXiv 2309.00071), section 3.2: "NTK-by-parts", a linear ramp over the dimensions."""
+    """Compute YaRN (arXiv 2309.00071), section 3.2: "NTK-by-parts", a linear ramp over the dimensions."""
 
     def dimension_of(turns: float) -> float:
         return dim * math.log(original_tokens / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -122,7 +123,9 @@ def _yarn(rope: RopeScaling, dim: int, factor: float, original_tokens: float) ->
 
 
 def _longrope(rope: RopeScaling, dim: int, is_long: bool) -> Tensor:
-    """LongRoPE (arXiv 2402.13753): a factor for each frequency, of one set up to the original length, one beyond."""
+    """Compute LongRoPE (arXiv 2402.13753): a factor for each frequency, of one set up to the original length, one
+    beyond.
+    """
     key = "long_factor" if is_long else "short_factor"
     factors = rope.settings.get(key)
     if not isinstance(factors, list) or len(factors) != dim // 2:

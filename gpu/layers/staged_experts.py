@@ -59,23 +59,23 @@ class StagedExperts:
 
     @property
     def num_fetched(self) -> int:
-        """As `num_listed`, up to the last step that is over; waits for nothing."""
+        """Return `num_listed` up to the last step that is over; waits for nothing."""
         self._most_told = max(self._most_told, int(self._told))  # a lane may tell less, behind one that told more
         return self._most_told
 
     def end_step(self) -> None:
-        """What the step launched last fetches is told once it is over."""
+        """Count what the last launched step fetches once it is over."""
         self._told.copy_(self.num_listed, non_blocking=True)
 
     @property
     def is_kept(self) -> bool:
-        """Whether what is asked for now may stay for who asks next: on this stream, and not in a graph."""
+        """Return whether what is needed now may stay for the next use: on this stream, and not in a graph."""
         if self._stream is None:
             return True
         return torch.cuda.current_stream(self._device) == self._stream and not torch.cuda.is_current_stream_capturing()
 
     def some(self, layer: int, listed: Listed) -> FarExperts:
-        """Those that are listed, in their slots; what reads them is launched before the next call."""
+        """Return the listed experts in their slots; the caller launches what reads them before the next call."""
         own, num_slots = self._of(layer), len(listed.wanted)
         if self.is_kept:
             buffer = self._take(None)
@@ -88,12 +88,12 @@ class StagedExperts:
         return FarExperts(slots.gate_up, slots.down, listed.places)
 
     def left_out(self, layer: int) -> FarExperts:
-        """None of a layer: somebody else computes them."""
+        """Return none of a layer's experts, for something else computes them."""
         return FarExperts(None, None, self._places[layer])
 
     def whole(self, layer: int) -> FarExperts:
-        """All of a layer, in their order; what reads them is launched before the next call. The next layer's follow, if
-        this one's turn came behind that of the layer before it.
+        """Return all experts of a layer, in their order; the caller launches what reads them before the next call. The
+        next layer's copy follows if this layer came behind the one before it.
         """
         assert self.is_kept, "staged experts: nothing is kept for another stream, nor in a graph"
         place = self._numbers.index(layer)

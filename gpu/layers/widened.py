@@ -24,7 +24,7 @@ class Widened:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def __call__(self, packed: Packed) -> Tensor:
-        """`[rows, inner]` of packed.dtype, columns in the matrix's order; not to be written to."""
+        """Return `[rows, inner]` of packed.dtype, columns in the matrix's order; not to be written to."""
         num_bytes = packed.rows * packed.inner * packed.dtype.itemsize
         if num_bytes > self.most_bytes or not self._is_ours:
             return widen(packed)

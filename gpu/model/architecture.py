@@ -74,7 +74,7 @@ def _own_output_matrix(folder: Path, shape: Architecture) -> str | None:
 
 
 def shape_with_rope(name: str, rope: Mapping[str, Any] | None) -> Architecture:
-    """A named shape, with `model.rope` in place of its own scaling. Raises ModelError."""
+    """Return a named shape, with `model.rope` in place of its own scaling. Raises ModelError."""
     return named_shape(name) if rope is None else parse_architecture(named_config(name), name, name, rope)
 
 
@@ -88,5 +88,7 @@ def parse_architecture(
     config: dict[str, Any], name: str, source: str, rope: Mapping[str, Any] | None = None,
     ignored_keys: Sequence[str] = (),
 ) -> Architecture:  # fmt: skip
-    """An Architecture from the keys of a Hugging Face config; `source` names it in errors. See `read_architecture`."""
+    """Return an Architecture from the keys of a Hugging Face config; `source` names it in errors. See
+    `read_architecture`.
+    """
     return parse_config(config, name, source, ignored_keys, rope)

@@ -41,11 +41,11 @@ class ConfigKeys:
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether it stands there, and not as null."""
+        """Return whether the key is there, and not null."""
         return self._config.get(key) is not None
 
     def get(self, key: str) -> Any:
-        """Its value, the family's default where it is absent, or None."""
+        """Return its value, the family's default where it is absent, or None."""
         self._read.add(key)
         return self._config.get(key, self._defaults.get(key))
 
@@ -59,7 +59,7 @@ class ConfigKeys:
         return value
 
     def optional(self, key: str, kind: type) -> Any:
-        """As `positive`, or None where it is absent, null or 0."""
+        """Return its value as `positive`, or None where it is absent, null or 0."""
         value = self.get(key)
         return None if value is None or (value == 0 and not isinstance(value, bool)) else self.positive(key, kind)
 
@@ -70,7 +70,9 @@ class ConfigKeys:
         return bool(value)
 
     def only(self, key: str, *served: Any) -> Any:
-        """Its value, which must be one of these. Absent and null mean the family's default, or else the first."""
+        """Return its value, which must be one of these. Absent and null mean the family's default, or else the first.
+        Raises ModelError.
+        """
         value = self.get(key)
         if value is None:
             value = self._defaults.get(key, served[0])
@@ -82,7 +84,7 @@ class ConfigKeys:
         return as_ids(key, self._config.get(key), self.source)
 
     def refuse_unread(self, named: Collection[str] | None, harmless: Collection[str], ignored: Sequence[str]) -> None:
-        """Raises ModelError for the first key that is neither read, harmless, empty nor `ignored`.
+        """Raise ModelError for the first key that is neither read, harmless, empty nor `ignored`.
 
         named: the keys that transformers' code for the model names: any other one is harmless; None: the model may be
         computed by other code, and only what is known to be harmless is.

@@ -21,8 +21,9 @@ _ORIGINAL = "original_max_position_embeddings"  # may stand beside any kind
 
 
 def parse_rope(keys: ConfigKeys) -> tuple[RopeScaling, int]:
-    """The model's scaling and its positions: `rope_theta` beside `rope_scaling` (to transformers 4), or all of it in
-    `rope_parameters` (from 5 on). YaRN reaches `factor` times its original positions, whatever a file says of them.
+    """Return the model's scaling and its positions: from `rope_theta` beside `rope_scaling` (to transformers 4), or
+    from `rope_parameters` (from 5 on). YaRN reaches `factor` times its original positions, whatever a file says of
+    them.
     """
     max_positions = keys.positive("max_position_embeddings", int)
     given = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
@@ -34,8 +35,9 @@ def parse_rope(keys: ConfigKeys) -> tuple[RopeScaling, int]:
 
 
 def make_rope(given: Mapping[str, Any], theta: float | None, max_positions: int, source: str) -> RopeScaling:
-    """`given`: what stands in a configuration; theta: where it does not say. `partial_rotary_factor` is its family's
-    to read, beside it. Raises ModelError for a kind that is not served and a setting that it does not have.
+    """Return the scaling of `given`, the object of a configuration. theta: where it does not say. Its family reads
+    `partial_rotary_factor` beside it. Raises ModelError for a kind that is not served and a setting that it does not
+    have.
     """
     if not isinstance(given, Mapping):
         raise ModelError(f"model: {source}: rope_scaling is {given!r}; wanted an object")
@@ -57,7 +59,7 @@ def make_rope(given: Mapping[str, Any], theta: float | None, max_positions: int,
 
 
 def rotary_share(keys: ConfigKeys) -> float:
-    """`partial_rotary_factor`, beside the scaling or in it."""
+    """Return `partial_rotary_factor`, beside the scaling or in it. Raises ModelError for what is no share."""
     share = keys.get("partial_rotary_factor")
     share = 1.0 if share is None else share
     for place in ("rope_scaling", "rope_parameters"):
@@ -70,8 +72,8 @@ def rotary_share(keys: ConfigKeys) -> float:
 
 
 def with_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as if `rope`, what `model.rope` says, stood in it: the scaling, and base and positions where it
-    names them. `dynamic` stretches beyond the file's own positions, to those that `rope` names.
+    """Return a configuration with `rope`, what `model.rope` says, in place of its own scaling, and of base and
+    positions where it names them. `dynamic` stretches beyond the file's own positions, to those that `rope` names.
     """
     scaling = dict(rope)
     beside = {key: scaling.pop(key) for key in ("rope_theta", "max_position_embeddings") if key in scaling}

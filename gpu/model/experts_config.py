@@ -5,7 +5,9 @@ from gpu.model.spec import Experts, ModelError
 
 
 def parse_experts(keys: ConfigKeys, count_key: str, size_key: str, is_normalised: bool) -> Experts:
-    """count_key: of how many there are, by either of its names; size_key: of one's intermediate size."""
+    """Return the experts of a layer. count_key: of how many there are, by either of its names; size_key: of one's
+    intermediate size. Raises ModelError where a token would take more than there are.
+    """
     names = (count_key, *(name for name in ("num_experts", "num_local_experts") if name != count_key))
     given = [name for name in names if name in keys]
     for name in given:

@@ -14,7 +14,8 @@ PACKAGE, VERSION = "humming-kernels", "0.1.19"
 
 
 def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture:
-    """With products of few bits by whom `key` asks: "own" kernels, or "humming", as many of them as it has.
+    """Return a shape whose products of few bits are computed as `key` asks: by "own" kernels, or by "humming", as many
+    of them as it has.
 
     Raises ModelError where that is none.
     """
@@ -35,7 +36,9 @@ def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture
 
 
 def why_not_here(device: str, dtype: str) -> str | None:
-    """What keeps a device from multiplying by that library; None: nothing. Whether it is installed is not asked."""
+    """Return what keeps a device from multiplying by that library; None: nothing. Whether it is installed is not
+    checked.
+    """
     if device != "cuda":
         return "model.products: asked humming, the device is the CPU; wanted a CUDA device, or own"
     if dtype != "bfloat16":
@@ -44,7 +47,7 @@ def why_not_here(device: str, dtype: str) -> str | None:
 
 
 def require_installed() -> None:
-    """Raises ModelError, one line, where the library is not there, or is another version."""
+    """Raise ModelError, one line, where the library is not there, or is another version."""
     try:
         found = version(PACKAGE)
     except PackageNotFoundError:
@@ -57,7 +60,9 @@ def require_installed() -> None:
 
 
 def describe_own(architecture: Architecture) -> str:
-    """Of a model that humming multiplies, those matrices of few bits that our own kernels do, and why; "" for none."""
+    """Return which matrices of few bits our own kernels multiply in a model that humming multiplies, and why; "" for
+    none.
+    """
     found: Counter[str] = Counter()
     for layer, spec in enumerate(architecture.layers):
         for name, stored in layer_formats(architecture, layer).items():
@@ -71,7 +76,7 @@ def describe_own(architecture: Architecture) -> str:
 
 
 def laying_out_bytes(architecture: Architecture) -> int:
-    """What it takes at load beside the matrices themselves: the largest one's words in order, and as they become. 0:
+    """Return the bytes needed at load beside the matrices: the largest one's words in order, and as they become. 0:
     humming multiplies none.
     """
     return max(

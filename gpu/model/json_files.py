@@ -8,7 +8,9 @@ from gpu.model.spec import ModelError
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file. Raises ModelError for one that holds anything but a JSON object."""
+    """Return the object of a JSON file, or None where there is no such file. Raises ModelError for one that holds
+    anything else.
+    """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -22,12 +22,12 @@ _RUN_BYTES = 4  # two float16
 
 
 def unit_columns(bits: int) -> int:
-    """Of a unit of words, of numbers of so many bits."""
+    """Return the columns of a unit of words, of numbers of so many bits."""
     return UNIT_WORDS * WORD_BITS // bits
 
 
 def num_words(inner: int, bits: int) -> int:
-    """Of a row of `inner` columns."""
+    """Return the words of a row of `inner` columns."""
     return -(-inner // unit_columns(bits)) * UNIT_WORDS
 
 
@@ -59,15 +59,15 @@ class MatrixFormat:
         return words + groups * each + runs + self.has_order * inner * _ORDER_BYTES
 
     def _humming_bytes(self, rows: int, inner: int) -> int:
-        """Nothing is padded; scales of blocks are float32, all others bf16, and zero points have as many bits as
-        numbers.
+        """Return the bytes in humming's layout: nothing is padded; scales of blocks are float32, all others bf16, and
+        zero points have as many bits as numbers.
         """
         bits, groups = BITS[self.kind], inner // (self.group or inner)
         scales = rows // self.row_block * groups * 4 if self.row_block > 1 < groups else rows * groups * 2
         return (rows * inner + self.has_zeros * rows * groups) * bits // 8 + scales
 
     def why_not_humming(self, rows: int, inner: int) -> str | None:
-        """What keeps the library from multiplying such a matrix; None: nothing."""
+        """Return what keeps the library from multiplying such a matrix; None: nothing."""
         group = inner if self.group is None else self.group
         if self.run is not None:
             return "scales of runs (GGUF)"
@@ -102,7 +102,7 @@ class Quantisation:
     humming: bool = False
 
     def leaves(self, names: tuple[str, ...]) -> bool:
-        """Whether a module, by any of its names, is plain."""
+        """Return whether a module, by any of its names, is plain."""
         return any(_matches(pattern, name) for pattern in self.plain for name in names)
 
 

@@ -20,7 +20,7 @@ OF_EXPERTS = ("experts_gate_up", "experts_down")
 
 
 def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]]:
-    """Rows and columns of a layer's matrices, by name of `weights.LayerWeights.matrices`."""
+    """Return rows and columns of a layer's matrices, by name of `weights.LayerWeights.matrices`."""
     query, experts = a.num_heads * a.dim, spec.experts
     attention = {"qkv": (query + 2 * a.num_kv_heads * a.dim, a.hidden), "output": (a.hidden, query)}
     if experts is None:
@@ -32,7 +32,7 @@ def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]
 
 
 def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
-    """What of `layer_tensors` a matrix is made of, and the rows of each, in their order."""
+    """Return which tensors of `layer_tensors` a matrix is made of, and the rows of each, in their order."""
     if matrix == "qkv":
         key_rows = a.num_kv_heads * a.dim
         return [("query", a.num_heads * a.dim), ("key", key_rows), ("value", key_rows)]
@@ -50,7 +50,7 @@ def of_expert(what: str, expert: int) -> str:
 
 @lru_cache(maxsize=512)
 def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]:
-    """A family's table for such a layer: `gpu.model.family.EACH` in a name stands for each of its experts."""
+    """Return a family's table for such a layer: `gpu.model.family.EACH` in a name stands for each of its experts."""
     table, experts = families()[architecture.family].tensors(architecture), spec.experts
     if experts is None:
         return {name: what for name, what in table.items() if EACH not in name}
@@ -65,8 +65,8 @@ def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]
 
 @lru_cache(maxsize=512)
 def layer_formats(architecture: Architecture, layer: int) -> Mapping[str, MatrixFormat | None]:
-    """By name of `weights.LayerWeights.matrices`. Raises ModelError for parts that differ, and for rows that
-    are no whole words.
+    """Return the format of each matrix of a layer, by name of `weights.LayerWeights.matrices`. Raises ModelError for
+    parts that differ, and for rows that are no whole words.
     """
     quantisation, names = architecture.quantisation, matrix_shapes(architecture, architecture.layers[layer])
     if quantisation is None:
@@ -75,7 +75,7 @@ def layer_formats(architecture: Architecture, layer: int) -> Mapping[str, Matrix
 
 
 def output_format(architecture: Architecture) -> MatrixFormat | None:
-    """Of the output matrix."""
+    """Return the format of the output matrix; None: plain."""
     quantisation = architecture.quantisation
     if quantisation is None or architecture.tied_embeddings or quantisation.leaves(_names("lm_head", architecture)):
         return None
@@ -83,7 +83,9 @@ def output_format(architecture: Architecture) -> MatrixFormat | None:
 
 
 def module_names(architecture: Architecture, layer: int, matrix: str) -> dict[str, str]:
-    """What a matrix is made of in a checkpoint: a part, or the matrix whole, and the canonical name of its module."""
+    """Return the canonical names of a matrix's modules in a checkpoint, by the part that each is, or by the matrix
+    whole.
+    """
     spec, found = architecture.layers[layer], {}
     wanted = {matrix, *(what for what, _ in matrix_parts(architecture, spec, matrix))}
     for name, what in layer_tensors(architecture, spec).items():
@@ -93,14 +95,16 @@ def module_names(architecture: Architecture, layer: int, matrix: str) -> dict[st
 
 
 def weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool) -> int:
-    """Of all weights. is_packed: whether matrices stay as they are stored, as they do on a GPU (`why_unpacked`)."""
+    """Return the bytes of all weights. is_packed: whether matrices stay as they are stored, as they do on a GPU
+    (`why_unpacked`).
+    """
     saved = sum(_saved(architecture, dtype_bytes, lambda experts: 1.0)) if is_packed else 0
     return architecture.num_weights * dtype_bytes - round(saved)
 
 
 def step_weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool, num_tokens: int) -> int:
-    """What a decode step of so many tokens reads of them: everything but the input embedding, of which it takes a row a
-    token, and but those experts that no token takes.
+    """Return the bytes of weights that a decode step of so many tokens reads: everything but the input embedding, of
+    which it takes a row a token, and but those experts that no token takes.
     """
     shares = partial(_share_read, num_tokens)
     saved = sum(_saved(architecture, dtype_bytes, shares)) if is_packed else 0
@@ -112,8 +116,8 @@ def _share_read(num_tokens: int, experts: Experts) -> float:
 
 
 def why_unpacked(architecture: Architecture, has_vectors: bool) -> str | None:
-    """What keeps the CPU from multiplying matrices of few bits as they are stored, so that all are unpacked at load;
-    None: nothing. has_vectors: whether the processor has what its kernels are made of.
+    """Return what keeps the CPU from multiplying matrices of few bits as they are stored, so that all are unpacked at
+    load; None: nothing. has_vectors: whether the processor has the vectors that its kernels need.
     """
     if architecture.quantisation is None:
         return None
@@ -139,7 +143,7 @@ def why_unpacked(architecture: Architecture, has_vectors: bool) -> str | None:
 
 
 def describe_formats(architecture: Architecture) -> str:
-    """Of a quantised one, in a few words."""
+    """Describe the formats of a quantised model in a few words."""
     assert architecture.quantisation is not None, "a plain model has no formats"
     if architecture.quantisation.note is not None:
         return architecture.quantisation.note
@@ -149,8 +153,8 @@ def describe_formats(architecture: Architecture) -> str:
 
 
 def widened_bytes(architecture: Architecture, dtype_bytes: int) -> int:
-    """Of the matrices of few bits that prefill keeps widened: a layer's, or as many as WIDENED_BYTES hold, but the
-    largest in any case; 0 where all are plain. Those of experts are widened where they are multiplied, and what
+    """Return the bytes of matrices of few bits that prefill keeps widened: a layer's, or as many as WIDENED_BYTES hold,
+    but the largest in any case; 0 where all are plain. Those of experts are widened where they are multiplied, and what
     humming multiplies is not.
     """
     if architecture.quantisation is None:
@@ -160,7 +164,7 @@ def widened_bytes(architecture: Architecture, dtype_bytes: int) -> int:
 
 
 def _own_shapes(a: Architecture) -> list[list[tuple[int, int]]]:
-    """Of layers the matrices that our own kernels multiply, but for experts'."""
+    """Return for each layer the shapes that our own kernels multiply, without experts'."""
     is_shared = a.quantisation is not None and a.quantisation.humming
     if not is_shared:
         return [_dense_shapes(a, spec, frozenset()) for spec in set(a.layer_pattern)]
@@ -172,13 +176,14 @@ def _dense_shapes(a: Architecture, spec: LayerSpec, but: frozenset[str]) -> list
 
 
 def humming_names(architecture: Architecture, layer: int) -> frozenset[str]:
-    """Of a layer's matrices, those that humming multiplies."""
+    """Return which of a layer's matrices humming multiplies."""
     formats = layer_formats(architecture, layer)
     return frozenset(name for name, stored in formats.items() if stored is not None and stored.humming)
 
 
 def rounded(architecture: Architecture, asked: str | None, key: str) -> Architecture:
-    """With matrices rounded at load as `key` asks: a name of ROUNDED, "bfloat16" or None, both for as they are.
+    """Return a shape with matrices rounded at load as `key` asks: a name of ROUNDED, "bfloat16" or None, both for as
+    they are.
 
     Raises ModelError where a checkpoint is quantised already.
     """
@@ -200,7 +205,7 @@ def _is_quantised(architecture: Architecture, asked: str, key: str) -> ModelErro
 
 
 def _saved(architecture: Architecture, dtype_bytes: int, share: Callable[[Experts], float]) -> Iterator[float]:
-    """Bytes that each matrix takes less than a plain one; of experts', of this share of them."""
+    """Yield the bytes that each matrix takes less than a plain one; of experts', of this share of them."""
     if architecture.quantisation is None:
         return
     for layer, spec in enumerate(architecture.layers):
@@ -246,13 +251,13 @@ def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matri
 def _multiplied(
     stored: MatrixFormat, quantisation: Quantisation, matrix: str, rows: int, inner: int
 ) -> MatrixFormat:  # fmt: skip
-    """As what multiplies it has it laid out."""
+    """Return the format in which the matrix is laid out for its product."""
     is_humming = quantisation.humming and matrix not in OF_EXPERTS and stored.why_not_humming(rows, inner) is None
     return replace(stored, humming=True) if is_humming else stored
 
 
 def _fitting(stored: MatrixFormat, inner: int, name: str) -> MatrixFormat:
-    """Raises ModelError where a row of `inner` columns, or a group of it, is not of whole words."""
+    """Return the format. Raises ModelError where a row of `inner` columns, or a group of it, is not of whole words."""
     wanted = 8 if stored.kind == "int4" else 4
     for what, size in (("rows", inner), ("groups", stored.group or inner)):
         if size % wanted:
@@ -261,6 +266,6 @@ def _fitting(stored: MatrixFormat, inner: int, name: str) -> MatrixFormat:
 
 
 def _names(module: str, architecture: Architecture) -> tuple[str, ...]:
-    """Canonical, and as the family's checkpoints may have it."""
+    """Return a module's canonical name, and those that the family's checkpoints may have."""
     prefixes: Mapping[str, str] | Any = families()[architecture.family].prefixes
     return (module, *(old + module.removeprefix(new) for old, new in prefixes if module.startswith(new)))

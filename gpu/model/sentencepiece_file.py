@@ -45,7 +45,7 @@ class SentencepieceFile:
 
 
 def read_sentencepiece(path: Path) -> SentencepieceFile:
-    """Raises ModelError for a file that is none, or whose pieces are words or characters."""
+    """Read a sentencepiece file. Raises ModelError for a file that is none, or whose pieces are words or characters."""
     from google.protobuf.message import DecodeError  # where a folder has tokenizer.json, none of this is loaded
     from sentencepiece import sentencepiece_model_pb2
 

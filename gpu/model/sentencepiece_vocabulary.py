@@ -20,8 +20,8 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def build_vocabulary(pieces: SentencepieceFile, folder: Path, settings: Mapping[str, Any]) -> Vocabulary:
-    """settings: of `tokenizer_config.json`, its end and begin tokens filled in. Raises ModelError for tokens whose ids
-    cannot be what the folder says.
+    """Return the vocabulary of a folder. settings: of `tokenizer_config.json`, its end and begin tokens filled in.
+    Raises ModelError for tokens whose ids cannot be what the folder says.
     """
     return assemble_vocabulary(pieces, _added_tokens(folder, settings), str(folder), settings)
 
@@ -29,7 +29,9 @@ def build_vocabulary(pieces: SentencepieceFile, folder: Path, settings: Mapping[
 def assemble_vocabulary(
     pieces: SentencepieceFile, added: dict[int, AddedToken], source: str, settings: Mapping[str, Any]
 ) -> Vocabulary:
-    """As `build_vocabulary`. added: by id, beside the pieces or in place of them; source: names them in errors."""
+    """Return a vocabulary as `build_vocabulary`. added: by id, beside the pieces or in place of them; source: names
+    them in errors.
+    """
     added = dict(added)
     texts = [added[place].content if place in added else text for place, text in enumerate(pieces.texts)]
     vocabulary = Vocabulary(_model(pieces, texts))
@@ -65,7 +67,7 @@ def _model(pieces: SentencepieceFile, texts: list[str]) -> models.Model:
 
 
 def _merges(pieces: SentencepieceFile, texts: list[str]) -> list[tuple[str, str]]:
-    """Every pair of pieces that make a piece, those of the highest score first: sentencepiece has no merges."""
+    """Return every pair of pieces that make a piece, those of the highest score first: sentencepiece has no merges."""
     is_made = (Kind.NORMAL, Kind.USER_DEFINED)
     places = {text: place for place, text in enumerate(texts) if pieces.kinds[place] in is_made}
     found = []
@@ -80,7 +82,9 @@ def _merges(pieces: SentencepieceFile, texts: list[str]) -> list[tuple[str, str]
 def _spelling(
     pieces: SentencepieceFile, settings: Mapping[str, Any]
 ) -> tuple[normalizers.Normalizer, pre_tokenizers.PreTokenizer | None]:
-    """Spaces as pieces spell them. `legacy: false` in the settings: only the text's own begin has one put before it."""
+    """Return what spells spaces as pieces do. `legacy: false` in the settings: only the text's own begin has one put
+    before it.
+    """
     steps: list[normalizers.Normalizer] = []
     if pieces.charsmap:
         steps.append(normalizers.Precompiled(pieces.charsmap))
@@ -94,7 +98,7 @@ def _spelling(
 
 
 def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """By id, those that the folder names, some of which may be pieces by another name."""
+    """Return by id the tokens that the folder names, some of which may be pieces by another name."""
     known = {place: AddedToken(text, normalized=False) for text, place in (read_object(folder / "added_tokens.json") or
                                                                           {}).items()}  # fmt: skip
     stated = settings.get("added_tokens_decoder")
@@ -105,7 +109,7 @@ def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[int, AddedT
 
 
 def _frame(vocabulary: Vocabulary, settings: Mapping[str, Any]) -> None:
-    """What stands before and behind a text that is encoded with special tokens."""
+    """Set what stands before and behind a text that is encoded with special tokens."""
     begin = settings.get("bos_token") if settings.get("add_bos_token", True) else None
     end = settings.get("eos_token") if settings.get("add_eos_token", False) else None
     frame_texts(vocabulary, begin, end)

@@ -36,7 +36,9 @@ class Experts:
     is_normalised: bool
 
     def taken(self, num_tokens: int) -> float:
-        """How many of them a step of so many tokens reads, in expectation, if each token draws its own at random."""
+        """Return how many experts a step of so many tokens reads, in expectation, if each token draws its own at
+        random.
+        """
         return self.num_experts * (1 - (1 - self.per_token / self.num_experts) ** num_tokens)
 
 
@@ -96,22 +98,22 @@ class Architecture:
 
     @property
     def group(self) -> int:
-        """Query heads to a KV head."""
+        """Return how many query heads share a KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """One spec a layer."""
+        """Return one spec a layer."""
         return _repeated(self.layer_pattern, self.num_layers)
 
     @property
     def window_layers(self) -> tuple[int, ...]:
-        """Those that never look further back than their window."""
+        """Return the layers that never look further back than their window."""
         return tuple(layer for layer, spec in enumerate(self.layers) if spec.window_tokens is not None)
 
     @property
     def ropes(self) -> tuple[RopeScaling, ...]:
-        """Each kind of frequencies once, the model's own first."""
+        """Return each kind of frequencies once, the model's own first."""
         ropes = [self.rope]
         for spec in self.layer_pattern:
             if spec.rope is not None and spec.rope not in ropes:
@@ -120,12 +122,14 @@ class Architecture:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer is one of a Llama: nothing beyond norms, projections, one rotation, attention to all."""
+        """Return whether every layer is one of a Llama: nothing beyond norms, projections, one rotation, attention to
+        all.
+        """
         return self.layer_pattern == (LayerSpec(),) and self.embedding_scale == 1.0
 
     @property
     def num_layer_weights(self) -> int:
-        """Of one layer those that a token is multiplied with; of the mean one, where they differ."""
+        """Return how many weights of a layer a token is multiplied with; of the mean one, where they differ."""
         return round(self._sum_layers(lambda experts: experts.per_token) / self.num_layers)
 
     @property
@@ -134,19 +138,19 @@ class Architecture:
 
     @property
     def num_weights(self) -> int:
-        """All of them, whether a token takes them or not."""
+        """Return all weights, whether a token takes them or not."""
         embeddings = self.num_embedding_weights * (1 if self.tied_embeddings else 2)
         return round(self._sum_layers(lambda experts: experts.num_experts)) + embeddings + self.hidden
 
     def num_weights_read(self, num_tokens: int) -> int:
-        """By a step of so many tokens: all layers, of experts those that are taken in expectation, the final norm and
-        the output projection; of the input embedding it reads one row a token.
+        """Return the weights that a step of so many tokens reads: all layers, of experts those that are taken in
+        expectation, the final norm and the output projection; of the input embedding it reads one row a token.
         """
         layers = self._sum_layers(lambda experts: experts.taken(num_tokens))
         return round(layers) + self.num_embedding_weights + self.hidden
 
     def _sum_layers(self, count: Callable[[Experts], float]) -> float:
-        """Weights of all layers, with `count` of each layer's experts."""
+        """Return the weights of all layers, with `count` of each layer's experts."""
         return sum(self._weights_of(spec, count) for spec in self.layers)
 
     def _weights_of(self, spec: LayerSpec, count: Callable[[Experts], float]) -> float:
@@ -160,22 +164,24 @@ class Architecture:
         return self.hidden * (qkv + self.dim * self.num_heads) + mlp + vectors
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Keys and values of one token in all layers."""
+        """Return the bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.dim * dtype_bytes
 
     def seen_tokens(self, context: float) -> float:
-        """How many tokens of a context its last one sees, in the mean over layers."""
+        """Return how many tokens of a context its last one sees, in the mean over layers."""
         seen = sum(context if spec.window_tokens is None else min(context, spec.window_tokens) for spec in self.layers)
         return seen / self.num_layers
 
     def num_pairs(self, begin: int, end: int) -> int:
-        """Of tokens `[begin, end)` and those that each of them sees, itself counted, summed over layers."""
+        """Return how many pairs there are of tokens `[begin, end)` and those that each of them sees, itself counted,
+        summed over layers.
+        """
         return sum(_pairs(end, spec.window_tokens) - _pairs(begin, spec.window_tokens) for spec in self.layers)
 
 
 @lru_cache(maxsize=512)
 def _repeated(pattern: tuple[LayerSpec, ...], num_layers: int) -> tuple[LayerSpec, ...]:
-    """A plan asks for it some hundred thousand times."""
+    """Repeat a pattern over all layers. It is cached since a plan needs it some hundred thousand times."""
     return tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
 
 

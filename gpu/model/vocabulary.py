@@ -30,7 +30,7 @@ def read_vocabulary(folder: Path) -> tuple[Vocabulary, dict[str, Any]]:
 
 
 def token_text(setting: object) -> str | None:
-    """Older tokenizer_config.json files write a token as an object with its `content`."""
+    """Return a token's text. Older tokenizer_config.json files write a token as an object with its `content`."""
     if isinstance(setting, dict):
         setting = setting.get("content")
     return setting if isinstance(setting, str) else None

@@ -15,12 +15,16 @@ def runs_on_numba(tensor: Tensor) -> bool:
 
 
 def runs_on_triton(tensor: Tensor) -> bool:
-    """True on CUDA, and everywhere under Triton's own interpreter (TRITON_INTERPRET=1)."""
+    """Return whether Triton runs for this tensor: on CUDA, and everywhere under its interpreter
+    (TRITON_INTERPRET=1).
+    """
     return tensor.is_cuda or INTERPRETED
 
 
 def multiplies_on_tensor_cores(tensor: Tensor) -> bool:
-    """Whether a kernel of large products is for this: bf16 on CUDA, and all that the interpreter is given."""
+    """Return whether a kernel of large products runs for this tensor: in bf16 on CUDA, and on all that the interpreter
+    gets.
+    """
     return (tensor.is_cuda and tensor.dtype == torch.bfloat16) or INTERPRETED
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm of each query and key head before its rotation, in place, in plain torch. On a GPU `rope_kv_write` does it."""
+"""RMSNorm of each query and key head before its rotation, in place, in plain torch (on a GPU: `rope_kv_write`)."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,8 @@ class HeadNorms:
 
 
 def head_norm(qkv: Tensor, norms: HeadNorms, num_heads: int, kv_heads: int) -> None:
-    """qkv `[tokens, (heads + 2 * kv_heads) * dim]`: the first heads + kv_heads heads of each token become their norms.
+    """Normalise the first heads + kv_heads heads of each token of qkv `[tokens, (heads + 2 * kv_heads) * dim]` in
+    place.
 
     Raises ValueError for another shape, dtype or device.
     """

@@ -27,7 +27,9 @@ _GAMMA, _MIX_A, _MIX_B = tl.constexpr(GAMMA), tl.constexpr(MIX_A), tl.constexpr(
 
 
 def hash_bits_reference(keys: Tensor, num_tokens: int) -> Tensor:
-    """64 random bits for each (key, token): int64 `[rows, tokens]` of `keys` int64 `[rows]`; wraparound arithmetic."""
+    """Return 64 random bits for each (key, token): int64 `[rows, tokens]` of `keys` int64 `[rows]`; wraparound
+    arithmetic.
+    """
     tokens = torch.arange(1, num_tokens + 1, device=keys.device)
     z = keys[:, None] + tokens * _signed(GAMMA)
     z = (z ^ _shifted(z, 30)) * _signed(MIX_A)
@@ -36,13 +38,13 @@ def hash_bits_reference(keys: Tensor, num_tokens: int) -> Tensor:
 
 
 def exponentials_reference(keys: Tensor, num_tokens: int) -> Tensor:
-    """`e_i` of each key: float64 `[rows, tokens]`, positive and finite (1e-16 to 37)."""
+    """Return `e_i` of each key: float64 `[rows, tokens]`, positive and finite (1e-16 to 37)."""
     fraction = _shifted(hash_bits_reference(keys, num_tokens), 64 - FRACTION_BITS).double()
     return -torch.log1p(-(fraction + 0.5) * 2.0**-FRACTION_BITS)
 
 
 def race_reference(distance: Tensor, keys: Tensor) -> Tensor:
-    """Plain torch, in float64; see `race`."""
+    """Compute `race` in plain torch, in float64."""
     return (torch.exp(-distance.double()) / exponentials_reference(keys, distance.shape[1])).argmax(1)
 
 
@@ -51,7 +53,7 @@ def _signed(constant: int) -> int:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 right logically."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -74,8 +76,8 @@ def _race_kernel(distance, keys, out, vocab, BLOCK: tl.constexpr):
 
 @numba.njit(nogil=True, cache=True)
 def _race_cpu(weights, keys, out):
-    """`weights` float32 `[rows, tokens]`, `keys` uint64 `[rows]`. A logarithm is taken only where `e_i > u_i` leaves
-    the token a chance against the best so far.
+    """Run the race for `weights` float32 `[rows, tokens]`, `keys` uint64 `[rows]`. A logarithm is taken only where `e_i
+    > u_i` leaves the token a chance against the best so far.
     """
     for row in range(weights.shape[0]):
         state, best, winner = keys[row], 0.0, 0

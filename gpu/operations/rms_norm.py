@@ -14,7 +14,9 @@ from gpu.operations.arguments import check, check_contiguous, check_dtype, runs_
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Plain torch. x `[tokens, hidden]`, weight `[hidden]` -> `[tokens, hidden]`. float64 stays float64."""
+    """Normalise in plain torch: x `[tokens, hidden]`, weight `[hidden]` -> `[tokens, hidden]`. float64 stays
+    float64.
+    """
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     if weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
@@ -23,7 +25,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_add_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
-    """Plain torch: `residual + rms_norm(x)`."""
+    """Compute `residual + rms_norm(x)` in plain torch."""
     return rms_norm_reference(x, weight, eps).add_(residual)
 
 
@@ -49,7 +51,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / rms(x): x `[tokens, hidden]`, weight `[hidden]` of x.dtype or float32 -> `[tokens, hidden]`.
+    """Return weight * x / rms(x): x `[tokens, hidden]`, weight `[hidden]` of x.dtype or float32 -> `[tokens, hidden]`.
 
     Raises ValueError for a weight of another shape, dtype or device.
     """
@@ -60,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
-    """`residual + rms_norm(x, weight, eps)`, new: x, residual `[tokens, hidden]` of one dtype.
+    """Return `residual + rms_norm(x, weight, eps)`, new: x, residual `[tokens, hidden]` of one dtype.
 
     Raises ValueError for a weight or residual of another shape, dtype or device, or a residual that is not contiguous.
     """

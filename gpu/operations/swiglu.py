@@ -16,19 +16,21 @@ BLOCK = 1024
 
 
 def activate(gate: Tensor, activation: Activation) -> Tensor:
-    """Plain torch."""
+    """Apply the activation in plain torch."""
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 
 def swiglu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """Plain torch. gate_up `[tokens, 2 * intermediate]` -> `[tokens, intermediate]`."""
+    """Compute `swiglu` in plain torch: gate_up `[tokens, 2 * intermediate]` -> `[tokens, intermediate]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return activate(gate, activation).mul_(up)
 
 
 @triton.jit
 def gated(gate, up, GELU: tl.constexpr):
-    """float32. tanh(z) is 2 * sigmoid(2 z) - 1, so gelu by its tanh is x * sigmoid of a cubic."""
+    """Return activation(gate) * up in float32. tanh(z) is 2 * sigmoid(2 z) - 1, so gelu by its tanh is x * sigmoid of a
+    cubic.
+    """
     inner = gate
     if GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -46,7 +48,8 @@ def _swiglu_kernel(gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, BLOCK: 
 
 
 def swiglu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """activation(gate) * up: gate_up `[tokens, 2 * intermediate]`, gate first -> `[tokens, intermediate]`, same dtype.
+    """Return activation(gate) * up: gate_up `[tokens, 2 * intermediate]`, gate first -> `[tokens, intermediate]`, same
+    dtype.
 
     Raises ValueError for an odd last axis or one that is not contiguous.
     """

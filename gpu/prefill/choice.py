@@ -42,7 +42,7 @@ class KernelChoice:
     out: Mapping[str, str]
 
     def kernel(self, num_queries: int, past: int) -> Kernel:
-        """For so many queries behind such a past."""
+        """Return the kernel for so many queries behind such a past."""
         least = self.least_past.get(padded_queries(num_queries))
         return self.whole if least is None or past < least else "cudnn"
 
@@ -89,7 +89,8 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
 def decide(
     candidates: Sequence[str], seconds: Callable[[str, int, int], float], most: int, context: int
 ) -> tuple[Whole, dict[int, int]]:
-    """`whole` and `least_past` of a KernelChoice, from what candidates take over so many queries behind such a past.
+    """Return `whole` and `least_past` of a KernelChoice, from the seconds of candidates over so many queries behind
+    such a past.
 
     most: queries of a unit; context: of queries and past together. Raises RuntimeError where nothing takes any past.
     """
@@ -110,12 +111,12 @@ def decide(
 
 
 def _sizes(most: int) -> list[int]:
-    """Padded numbers of queries of chunks up to `most`."""
+    """Return padded numbers of queries of chunks up to `most`."""
     return [LEAST_QUERIES << place for place in range((padded_queries(most) // LEAST_QUERIES).bit_length())]
 
 
 def _make_plans(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-    """For every number of queries and piece that there can be."""
+    """Make plans for every number of queries and piece that there can be."""
     for size in _sizes(len(query)):
         for piece in range((keys.shape[1] // PIECE_TOKENS).bit_length()):
             own = slice(0, PIECE_TOKENS << piece)
@@ -133,7 +134,7 @@ def _whole(name: Whole) -> Attend:
 
 
 def why_out(attend: Attend, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> str | None:
-    """What is wrong with a kernel's attention of a context's last queries, or None."""
+    """Return what is wrong with a kernel's attention of a context's last queries, or None."""
     try:
         got = attend(query, keys, values, scale)
         if keys.is_cuda:
@@ -158,7 +159,7 @@ def why_out(attend: Attend, query: Tensor, keys: Tensor, values: Tensor, scale: 
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Of a call, launches and all: the better of REPEATS behind one that is not timed."""
+    """Return the seconds of a call, launches and all: the better of REPEATS behind one that is not timed."""
     best = float("inf")
     for repeat in range(REPEATS + 1):
         torch.cuda.synchronize()

@@ -51,8 +51,8 @@ class Dense(PrefillSide):
         keep_measured(measured_path(), "prefill_attention", of, choice.as_row())
 
     def bound_blocks(self, seconds: float) -> None:
-        """Where it gives way, a block has no more keys than it attends to in so many seconds, by what was measured,
-        though a few thousand at the least; 0: as many as there are.
+        """Bound the keys of a block, while it gives way, to those that it attends to in so many seconds, by what was
+        measured, though a few thousand at the least; 0: as many as there are.
         """
         if seconds and self._key_seconds is not None:
             self.longest_piece = longest_piece(seconds, self._key_seconds)

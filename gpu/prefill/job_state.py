@@ -60,13 +60,13 @@ class JobState:
     windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
 
     def num_of_tail(self, unit: PrefillUnit) -> int:
-        """Tokens at the unit's end that stand behind all chunks."""
+        """Return how many tokens at the unit's end stand behind all chunks."""
         assert self.fused is not None
         num_own = self.fused.num_tail_tokens - (self.offsets[-1] - unit.end)
         return min(unit.end - unit.begin, max(0, num_own))
 
     def narrow(self, ids: Tensor) -> None:
-        """From now on only these tokens are computed: packed ids, ascending, int64, the last one among them."""
+        """Compute from now on only these tokens: packed ids, ascending, int64, the last one among them."""
         self.token_ids, self.positions, self.slots = self.token_ids[ids], self.positions[ids], self.slots[ids]
         self.hidden = None if self.hidden is None else self.hidden[ids]
         self.offsets = [0, len(ids)]
@@ -87,7 +87,7 @@ class JobState:
         self.packed = self.windowed = None
 
     def parts(self, unit_begin: int, unit_end: int) -> list[PromptPart]:
-        """Of a unit, prompt by prompt."""
+        """Return the parts of a unit, prompt by prompt."""
         parts = []
         for prompt, prompt_begin, prompt_end in zip(self.job.prompts, self.offsets, self.offsets[1:], strict=False):
             begin, end = max(unit_begin, prompt_begin), min(unit_end, prompt_end)
@@ -97,7 +97,7 @@ class JobState:
 
 
 def pack_job(job: PrefillJob, device: torch.device) -> JobState:
-    """Before its first unit; what goes down, or takes chunks, is for who knows where from and to."""
+    """Pack a job before its first unit; the caller prepares offloaded prompts and those with chunks."""
     offsets = [0]
     for prompt in job.prompts:
         offsets.append(offsets[-1] + prompt.num_computed_tokens)
@@ -116,7 +116,7 @@ def _without(tensor: Tensor, begin: int, end: int) -> Tensor:
 
 
 def ends_with(job: PrefillJob, unit: Unit, num_layers: int) -> bool:
-    """Whether nothing of the job comes after."""
+    """Return whether a unit is the job's last."""
     if isinstance(unit, LogitsUnit):
         return unit.end == job.num_scored_tokens
     is_last = unit.layer == num_layers - 1 and unit.end == job.num_tokens_in(unit.layer)

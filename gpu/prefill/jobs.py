@@ -121,7 +121,7 @@ class Prefill:
                 return
 
     def take_failures(self) -> dict[int, str]:
-        """Slots that failed since the last call, and why: they get no token from their jobs."""
+        """Return the slots that failed since the last call, and why: they get no token from their jobs."""
         failures, self._failures = self._failures, {}
         return failures
 
@@ -130,7 +130,7 @@ class Prefill:
         return len(self._jobs) + len(self._chunk_jobs)
 
     def is_loaded(self, job_id: int, layer: int) -> bool:
-        """Whether a unit that begins this layer of the job waits for no disk, as far as is known."""
+        """Return whether a unit that begins this layer of the job waits for no disk, as far as is known."""
         state = self._jobs.get(job_id)
         return state is None or state.fused is None or state.fused.is_loaded(layer)
 
@@ -157,7 +157,9 @@ class Prefill:
         return finished
 
     def _compute(self, state: JobState, unit: PrefillUnit) -> None:
-        """Raises HostMemoryError where the host has no room for a layer, or cannot give the prefix's rows back."""
+        """Compute a unit. Raises HostMemoryError where the host has no room for a layer, or cannot return the prefix's
+        rows.
+        """
         if state.hidden is None:
             state.hidden = self.decoder.embed(state.token_ids)
         staged = state.staged
@@ -190,7 +192,7 @@ class Prefill:
     def _compute_windowed(
         self, windows: WindowPrefill, state: JobState, layer: int, chunk: slice, hidden: Tensor
     ) -> Tensor:
-        """A layer's hidden states of a chunk, where its windows are kept by themselves."""
+        """Return a layer's hidden states of a chunk, where its windows are kept by themselves."""
         slots, window = state.slots[chunk], self.decoder.specs[layer].window_tokens
         assert window is not None, "prefill: a layer without a window has its rows in pages"
         if state.windowed is None or state.windowed[0] != chunk:
@@ -237,7 +239,7 @@ class Prefill:
         return ChunkJob(token_ids, keys, self.decoder, self._documents, self.attention.sides[DENSE].attend)
 
     def _fuse(self, prompt: PrefillPrompt) -> FusedPrompt:
-        """A chunk that is lost is computed while the prompt waits."""
+        """Begin a prompt of document chunks. A chunk that is lost is computed while the prompt waits."""
         assert self._documents is not None, "prefill: chunks in a plan, but there is no library"
         assert prompt.fused is not None
         chunks = prompt.fused.chunks
@@ -252,7 +254,7 @@ class Prefill:
         return FusedPrompt(prompt, self.decoder, self._documents, compute)
 
     def _begin_fused_layer(self, state: JobState, layer: int, pages: Pages | None) -> None:
-        """Rows of chunks are placed; where the policy looks, it says which tokens go on."""
+        """Place the rows of chunks; where the policy looks, it chooses the tokens that go on."""
         fused, hidden = state.fused, state.hidden
         if fused is None or hidden is None:
             return

@@ -42,12 +42,12 @@ class FinishedJob:
         self.pooled = {slot: to_pinned(vector) for slot, vector in self.pooled.items()}
 
     def prompt_logprobs_to_host(self) -> dict[int, list[TokenLogprob]]:
-        """After the copies have run: `[slot][i]` belongs to prompt token `i + 1`."""
+        """Return prompt logprobs, after the copies have run: `[slot][i]` belongs to prompt token `i + 1`."""
         return {slot: logprobs.to_list() for slot, logprobs in self.prompt_logprobs.items()}
 
 
 def score_tokens(decoder: Decoder, state: JobState, unit: LogitsUnit) -> None:
-    """Logprobs of a unit's tokens, prompt by prompt."""
+    """Return logprobs of a unit's tokens, prompt by prompt."""
     assert state.hidden is not None
     first = 0
     for prompt, offset in zip(state.job.prompts, state.offsets, strict=False):
@@ -76,7 +76,9 @@ def finish_job(decoder: Decoder, state: JobState) -> FinishedJob:
 
 
 def _pool(decoder: Decoder, state: JobState, hidden: Tensor, logits: Tensor) -> dict[int, Tensor]:
-    """By slot, of prompts that ask: `hidden` is of all tokens of the job, `logits` of the prompts' last ones."""
+    """Return vectors by slot, of prompts that ask: `hidden` is of all tokens of the job, `logits` of the prompts' last
+    ones.
+    """
     pooled = {}
     for row, prompt in enumerate(state.job.prompts):
         begin, end = state.offsets[row], state.offsets[row + 1]

@@ -26,8 +26,8 @@ Kernel = Whole | Literal["cudnn"]
 
 
 def cut_past(num_tokens: int, most_tokens: int | None) -> list[range]:
-    """Pieces of `[0, num_tokens)`, the longest in front, none longer than `most_tokens`, a power of two, or any: None;
-    up to PIECE_TOKENS - 1 are left over at the end.
+    """Cut `[0, num_tokens)` into pieces, the longest in front, none longer than `most_tokens`, a power of two, or any:
+    None; up to PIECE_TOKENS - 1 are left over at the end.
     """
     pieces, begin = [], 0
     while num_tokens - begin >= PIECE_TOKENS:
@@ -39,19 +39,21 @@ def cut_past(num_tokens: int, most_tokens: int | None) -> list[range]:
 
 
 def longest_piece(block_seconds: float, key_seconds: float) -> int:
-    """Tokens of the longest piece that a block attends to within so many seconds, at `key_seconds` each: a power of two
-    as pieces are, PIECE_TOKENS at the least.
+    """Return the tokens of the longest piece that a block attends to within so many seconds, at `key_seconds` each: a
+    power of two as pieces are, PIECE_TOKENS at the least.
     """
     return max(PIECE_TOKENS, 1 << (max(1, int(block_seconds / key_seconds)).bit_length() - 1))
 
 
 def key_seconds(flop_s: float, dim: int, num_sms: int) -> float:
-    """What a block takes for a key of its launch, at so many FLOP/s of the whole device: a tile on each SM at once."""
+    """Return the seconds of a block for a key of its launch, at so many FLOP/s of the whole device: a tile on each SM
+    at once.
+    """
     return 4.0 * TILE_QUERIES * dim * num_sms / flop_s
 
 
 def padded_queries(num_queries: int) -> int:
-    """The next power of two, LEAST_QUERIES or more."""
+    """Return the next power of two, LEAST_QUERIES or more."""
     return max(LEAST_QUERIES, 1 << (num_queries - 1).bit_length())
 
 
@@ -59,9 +61,9 @@ def attend_in_pieces(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, kernel: Whole, piece_kernel: Kernel,
     most_tokens: int | None,
 ) -> Attended:  # fmt: skip
-    """As `prefill_attention`, which gets what is left, by `kernel`; pieces of up to `most_tokens`
-    by `piece_kernel`, some merged before the next are computed. Of a past of PIECE_TOKENS or more; cuDNN on CUDA in
-    half precision alone. Raises RuntimeError where cuDNN has no plan.
+    """Attend as `prefill_attention`, which gets the rest by `kernel`; pieces of up to `most_tokens` go to
+    `piece_kernel`, some merged before the next are computed. Of a past of PIECE_TOKENS or more; cuDNN on CUDA in half
+    precision alone. Raises RuntimeError where cuDNN has no plan.
     """
     tokens = query.shape[0]
     pieces = cut_past(keys.shape[1] - tokens, most_tokens)
@@ -83,7 +85,7 @@ def _merge_pieces(
     query: Tensor, keys: Tensor, values: Tensor, pieces: Sequence[range], before: Attended, scale: float,
     kernel: Kernel, dtype: torch.dtype,
 ) -> Attended:  # fmt: skip
-    """Pieces merged with what was attended to before; their own outputs are let go of."""
+    """Merge pieces with what was attended to before, and drop their own outputs."""
     tokens, outs, lses = before.out.shape[0], [], []
     for piece in pieces:
         of_keys, of_values = keys[:, piece.start : piece.stop], values[:, piece.start : piece.stop]
@@ -97,7 +99,7 @@ def _merge_pieces(
 
 
 def compile_merges(num_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Of every number of pieces that are merged at once, from and to what may be: now, not in a prompt."""
+    """Compile merges of every number of pieces that may occur now, not in a prompt."""
     outs = torch.zeros(MERGED_PIECES + 1, LEAST_QUERIES, num_heads, dim, dtype=dtype, device=device)
     lses = torch.zeros(MERGED_PIECES + 1, num_heads, LEAST_QUERIES, device=device).transpose(1, 2)
     for count in range(1, MERGED_PIECES + 1):
@@ -107,8 +109,8 @@ def compile_merges(num_heads: int, dim: int, dtype: torch.dtype, device: torch.d
 
 
 def cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scale: float) -> Attended:
-    """Queries `[tokens, heads, dim]` to all keys `[kv_heads, context, dim]`, or causal to as many, by cuDNN, which
-    has a plan for each shape in each thread. Raises RuntimeError where it has none.
+    """Attend with queries `[tokens, heads, dim]` to all keys `[kv_heads, context, dim]`, or causally to as many, by
+    cuDNN, which has a plan for each shape in each thread. Raises RuntimeError where it has none.
     """
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), None, True, 0.0, is_causal, False,

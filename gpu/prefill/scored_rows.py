@@ -22,7 +22,7 @@ class ScoredRows:
 
 
 def cut_rows(begin: int, end: int, num_rows: int) -> Iterator[ScoredRows]:
-    """Rows `[begin, end)` of a prompt that has `num_rows`, in order."""
+    """Cut rows `[begin, end)` of a prompt that has `num_rows`, in order."""
     for block in range(begin // LOGITS_BLOCK_ROWS * LOGITS_BLOCK_ROWS, end, LOGITS_BLOCK_ROWS):
         block_end = min(block + LOGITS_BLOCK_ROWS, num_rows)
         first, last = max(begin, block), min(end, block_end)

@@ -48,7 +48,7 @@ class UnitAttention:
         self._most_packed_tokens = min(MOST_PACKED_TOKENS, gathered.pool.max_pages * gathered.pool.page_tokens)
 
     def attend(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
-        """Attention of a unit whose keys and values are written; all `[tokens, heads, dim]`, both queries the unit's:
+        """Attend for a unit whose keys and values are written; all `[tokens, heads, dim]`, both queries the unit's:
         rotated, and not.
         """
         if state.job.is_scattered(unit.layer):
@@ -56,13 +56,13 @@ class UnitAttention:
         return self._attend_packed(state, unit, query, pre_rope_query)
 
     def whole(self, state: JobState, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all of the one prompt's tokens, as they stand now."""
+        """Return keys and values of all of the one prompt's tokens, as they stand now."""
         self._gathered.forget()
         prompt = state.job.prompts[0]
         return self._keys_and_values(state, prompt, layer, len(prompt.token_ids))
 
     def _attend_scattered(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
-        """Dense attention of a unit of few tokens among the prompt's."""
+        """Attend densely for a unit of few tokens among the prompt's."""
         keys, values = self.whole(state, unit.layer)
         positions, window = state.positions[unit.begin : unit.end], self._decoder.specs[unit.layer].window_tokens
         num_tokens, scale = keys.shape[1], self._decoder.scale
@@ -76,7 +76,9 @@ class UnitAttention:
         return scattered_attention(query, keys, values, positions, scale, window).out
 
     def _show_tail(self, state: JobState, unit: PrefillUnit, asked: PrefillQuery) -> None:
-        """To the methods that want a prompt's last queries in order: all tokens behind the last chunk are computed."""
+        """Show a prompt's last queries in order to the methods that want them: all tokens behind the last chunk are
+        computed.
+        """
         num_own, slot = state.num_of_tail(unit), state.job.prompts[0].slot
         if not num_own or not any(method.has_ring(slot) for method in self.reusing):
             return
@@ -88,7 +90,7 @@ class UnitAttention:
         self._show(tail, slot)
 
     def _attend_packed(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
-        """Attention of a packed chunk: all prompts at once, or prompt by prompt; all `[tokens, heads, dim]`."""
+        """Attend for a packed chunk: all prompts at once, or prompt by prompt; all `[tokens, heads, dim]`."""
         parts = state.parts(unit.begin, unit.end)
         window = self._decoder.specs[unit.layer].window_tokens
         is_packed = (unit.method == DENSE or window is not None) and len(parts) > 1 and has_flash(query)
@@ -106,7 +108,7 @@ class UnitAttention:
     def _attend_part(
         self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
     ) -> Tensor:
-        """Attention of one prompt's part by the unit's method; both queries are the unit's."""
+        """Attend for one prompt's part by the unit's method; both queries are the unit's."""
         side, prompt = self.sides[unit.method], part.prompt
         num_prompt_tokens = len(prompt.token_ids)
         window = self._decoder.specs[unit.layer].window_tokens
@@ -128,7 +130,7 @@ class UnitAttention:
         return attended.out
 
     def _show(self, query: PrefillQuery, slot: int) -> None:
-        """To the methods that will reuse what queries like these read."""
+        """Show queries to the methods that will reuse what queries like these read."""
         for method in self.reusing:
             if method.has_ring(slot):
                 method.see_prompt(slot, query, self.sides[DENSE].attend)
@@ -136,7 +138,7 @@ class UnitAttention:
     def _ask(
         self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
     ) -> PrefillQuery:
-        """A prompt's part of a unit; both queries are the unit's."""
+        """Return a prompt's part of a unit as a query; both queries are the unit's."""
         keys, values = self._keys_and_values(state, part.prompt, unit.layer, part.context)
         own = slice(part.begin - unit.begin, part.end - unit.begin)
         return PrefillQuery(
@@ -153,7 +155,7 @@ class UnitAttention:
         )
 
     def _pack(self, state: JobState, unit: PrefillUnit, parts: list[PromptPart]) -> PackedTokens:
-        """What the last layer's unit had, if it was of the same tokens."""
+        """Return what the last layer's unit had, if it was of the same tokens."""
         known = state.packed
         if known is not None and (known.begin, known.end) == (unit.begin, unit.end):
             return known
@@ -170,7 +172,7 @@ class UnitAttention:
         return state.packed
 
     def _keys_and_values(self, state: JobState, prompt: PrefillPrompt, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """`[kv_heads, end, dim]` of a prompt's tokens `[0, end)`: staged, or gathered from pages."""
+        """Return `[kv_heads, end, dim]` of a prompt's tokens `[0, end)`: staged, or gathered from pages."""
         place = state.staged.place(layer) if state.staged is not None else None
         if state.staged is None or place is None:
             return self._gathered.gather(state.job.job_id, prompt.slot, layer, end)

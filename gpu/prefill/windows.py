@@ -35,11 +35,11 @@ class Own:
 
     @property
     def first(self) -> int:
-        """The cell of its first token."""
+        """Return the cell of its first token."""
         return self.context - (self.end - self.begin)
 
     def branched(self, num_cells: int) -> slice:
-        """Its tokens of the unit that are in the branch's window, of so many cells, at the end."""
+        """Return its tokens of the unit that are in the branch's window, of so many cells, at the end."""
         if self.branch is None:
             return slice(self.begin, self.begin)
         first = self.begin + max(0, self.branch.end - num_cells - self.first)
@@ -68,11 +68,11 @@ class WindowedUnit:
         self.offsets = cells % pool.page_tokens
 
     def is_whole(self) -> bool:
-        """Whether no prompt has tokens in front of its own."""
+        """Return whether no prompt has tokens in front of its own."""
         return all(part.first == 0 for part in self.parts)
 
     def packing(self, device: torch.device) -> Packing:
-        """Of prompts that are whole."""
+        """Return the packing of prompts that are whole."""
         begins = np.array([0, *(part.end for part in self.parts)], np.int32)
         uploaded, most = upload(begins, device), max(part.context for part in self.parts)
         return Packing(uploaded, uploaded, most, most)
@@ -88,17 +88,17 @@ class WindowPrefill:
         self._resize(0)
 
     def pages(self, num_tokens: int) -> Pages:
-        """The buffer as one page, which is every slot's first; cells there are a unit's tokens."""
+        """Return the buffer as one page, which is every slot's first; cells there are a unit's tokens."""
         if num_tokens > self._keys.shape[2]:
             self._resize(num_tokens)
         return self._keys, self._values, self._one_page
 
     def cells(self, num_tokens: int) -> Tensor:
-        """Of a unit's tokens in the buffer, int64."""
+        """Return the cells of a unit's tokens in the buffer, int64."""
         return self._cells[:num_tokens]
 
     def attend(self, unit: WindowedUnit, layer: int, window: int, query: Tensor) -> Tensor:
-        """query, out: `[tokens, heads, dim]`, of all of a unit's prompts, whose rows are in the buffer."""
+        """Attend for all of a unit's prompts, whose rows are in the buffer; query, out: `[tokens, heads, dim]`."""
         keys, values = self._keys[0], self._values[0]
         if len(unit.parts) > 1 and unit.is_whole() and has_flash(query):
             own = [rows[:, : len(query)].transpose(0, 1) for rows in (keys, values)]
@@ -111,7 +111,7 @@ class WindowPrefill:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def keep(self, unit: WindowedUnit, layer: int) -> None:
-        """The last rows of each prompt go to its window, once they are attended to."""
+        """Write the last rows of each prompt to its window, once they are attended to."""
         kept = [[buffer[0, :, kept] for kept in unit.kept] for buffer in (self._keys, self._values)]
         keys, values = (rows[0] if len(rows) == 1 else torch.cat(rows, 1) for rows in kept)
         self.pool.write(layer, unit.page_ids, unit.offsets, keys, values)
@@ -122,7 +122,9 @@ class WindowPrefill:
         self._values.fill_(float("nan"))
 
     def _before(self, layer: int, part: Own, window: int, own: list[Tensor]) -> list[Tensor]:
-        """Keys and values of a prompt's own tokens, `[kv_heads, tokens, dim]`, behind those in front that they see."""
+        """Return keys and values of a prompt's own tokens, `[kv_heads, tokens, dim]`, behind those in front that they
+        see.
+        """
         first = max(0, part.first - window + 1)
         if first == part.first:
             return own

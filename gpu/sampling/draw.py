@@ -16,7 +16,7 @@ _DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the 31 bits of a flo
 
 
 def distances(scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """How far each token is below the best one, in nats after temperature: float32 `[rows, vocab]`, all >= 0.
+    """Return how far each token is below the best one, in nats after temperature: float32 `[rows, vocab]`, all >= 0.
 
     `scores` float32 `[rows, vocab]`, `best` its row maxima `[rows]`, `temperature` float32 `[rows]`, > 0. A row whose
     maximum is not finite comes out as zeros or huge values, never NaN; its draw means nothing.
@@ -25,19 +25,20 @@ def distances(scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tenso
 
 
 def weigh(distance: torch.Tensor) -> torch.Tensor:
-    """Integer weights, int64 `[rows, vocab]`, in proportion to `exp(-distance)`; a row's sum is below 2**62."""
+    """Return integer weights, int64 `[rows, vocab]`, in proportion to `exp(-distance)`; a row's sum is below 2**62."""
     bits = 62 - (distance.shape[1] - 1).bit_length()
     return torch.exp(-distance).mul_(2.0**bits).long()
 
 
 def keep_top_k(distance: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Mask `[rows, vocab]` of the `top_k` nearest tokens, exactly; `top_k` int64 `[rows]` in `[1, vocab]`."""
+    """Return a mask `[rows, vocab]` of the `top_k` nearest tokens, exactly; `top_k` int64 `[rows]` in `[1, vocab]`."""
     ones = torch.ones((1, 1), dtype=torch.int64, device=distance.device).expand(distance.shape)
     return _keep_nearest(distance, ones, top_k)
 
 
 def keep_top_p(distance: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Mask `[rows, vocab]` of the fewest nearest tokens that hold `top_p` (float64 `[rows]`) of the sum of `weights`.
+    """Return a mask `[rows, vocab]` of the fewest nearest tokens that hold `top_p` (float64 `[rows]`) of the sum of
+    `weights`.
 
     At least one token is kept. With `top_p` 1 every token is, those too that are too unlikely for a weight.
     """
@@ -47,7 +48,8 @@ def keep_top_p(distance: torch.Tensor, weights: torch.Tensor, top_p: torch.Tenso
 
 
 def _keep_nearest(distance: torch.Tensor, mass: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mask of the fewest tokens, nearest first and lower ids first, whose `mass` reaches `target` (int64 `[rows]`).
+    """Return a mask of the fewest tokens, nearest first and lower ids first, whose `mass` reaches `target` (int64
+    `[rows]`).
 
     Tokens at one distance must have one mass, or none. The bits of a float >= 0 order as its value does.
     """

@@ -27,13 +27,13 @@ class Logprobs:
         return Logprobs(to_pinned(self.token), to_pinned(self.top_ids), to_pinned(self.top))
 
     def to_list(self) -> list[TokenLogprob]:
-        """One TokenLogprob a row. Waits for the device unless this is a copy on the host."""
+        """Return one TokenLogprob a row. Waits for the device unless this is a copy on the host."""
         rows = zip(self.token.tolist(), self.top_ids.tolist(), self.top.tolist(), strict=True)
         return [TokenLogprob(token, list(zip(ids, values, strict=True))) for token, ids, values in rows]
 
 
 def join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs:
-    """The rows of all pieces, in order; none of none."""
+    """Return the rows of all pieces, in order; none of none."""
     if not pieces:
         none = torch.empty((0, 0), dtype=torch.float32)
         return Logprobs(none.flatten(), none.long(), none)
@@ -45,14 +45,15 @@ def join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs:
 
 
 def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host that is under way on the current stream; the tensor itself if it is there already."""
+    """Return a copy on the host that is under way on the current stream; the tensor itself if it is there already."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
-    """Of `token_ids` int64 `[rows]` under `logits` (bf16 or float32 `[rows, vocab]`), with `num_top` alternatives.
+    """Return logprobs of `token_ids` int64 `[rows]` under `logits` (bf16 or float32 `[rows, vocab]`), with `num_top`
+    alternatives.
 
     Computed in float32. `num_top` beyond the vocabulary is cut to it. No sync.
     """
@@ -76,7 +77,8 @@ def _gather(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tupl
 
 
 def rank_keys(logits: torch.Tensor) -> torch.Tensor:
-    """Int64 `[rows, vocab]` that order as (logit, then lower id first) does, all different; float32 logits, no NaN.
+    """Return int64 `[rows, vocab]` that order as (logit, then lower id first) does, all different; float32 logits, no
+    NaN.
 
     The upper half is the float's bits made monotone, the lower half counts ids down from 2**32 - 1.
     """

@@ -22,7 +22,7 @@ class PenaltyTable:
         self._free = list(range(num_rows))
 
     def add(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> int:
-        """A row for a sequence; int32 `[tokens]` each."""
+        """Add a row for a sequence; int32 `[tokens]` each."""
         row = self._free.pop()
         self.in_prompt[row].zero_().index_fill_(0, upload(prompt_ids.astype(np.int64), self.device), True)
         ids = upload(output_ids.astype(np.int64), self.device)
@@ -34,7 +34,7 @@ class PenaltyTable:
         self._free.append(row)
 
     def apply(self, scores: torch.Tensor, rows: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
-        """Penalised copies of `scores` float32 `[rows, vocab]`.
+        """Return penalised copies of `scores` float32 `[rows, vocab]`.
 
         `settings` float32 `[3, rows]`: repetition (over prompt and output: positive scores are divided by it, negative
         ones multiplied), then presence and frequency (over the output alone: subtracted, once and per occurrence).

@@ -44,7 +44,7 @@ class KeyStream:
         self._numbers: list[int] = []
 
     def __getitem__(self, number: int) -> int:
-        """As int64 has it, in `[-2**63, 2**63)`."""
+        """Return key number `index` as int64, in `[-2**63, 2**63)`."""
         chunk, offset = divmod(number, _KEYS_KEPT)
         if chunk != self._chunk:
             philox = np.random.Philox(key=self._key, counter=chunk * _KEYS_KEPT // 4)
@@ -62,7 +62,7 @@ class _Slot:
 
     @property
     def is_edited(self) -> bool:
-        """Whether draws are from other scores than the logits, without a mask."""
+        """Return whether draws are from other scores than the logits, without a mask."""
         return self.penalty_row is not None or self.bias is not None
 
 
@@ -85,7 +85,7 @@ class Sampled:
         self._host = to_pinned(self.reported), self.logprobs.copy_to_host() if self.logprobs else None
 
     def to_host(self) -> list[SampledToken]:
-        """One SampledToken a row, in order."""
+        """Return one SampledToken a row, in order."""
         assert self._host is not None, "Sampled.to_host before copy_to_host"
         reported, logprobs = self._host
         return _list_tokens(self.slots, reported.tolist(), self.num_logprobs, logprobs)
@@ -131,13 +131,13 @@ class Drawing:
         return self._sampled
 
     def copy_to_host(self) -> None:
-        """As `Sampled.copy_to_host`."""
+        """Start copies as `Sampled.copy_to_host`."""
         self.sampled.copy_to_host()
         if self._given is not None and self._given.logprobs is not None:
             self._given.logprobs = self._given.logprobs.copy_to_host()
 
     def to_host(self) -> list[SampledToken]:
-        """What is told of each slot, in order: its run, and what it drew."""
+        """Return each slot's tokens, in order: its run, and what it drew."""
         drawn = self.sampled.to_host()
         if self.runs is None or self._given is None:
             return drawn
@@ -196,8 +196,8 @@ class Sampler:
         return Sampled(tokens, reported, list(slots), asked, self._logprobs(logits, tokens, asked))
 
     def take(self, logits: torch.Tensor, slots: list[int], runs: list[list[int]]) -> Given:
-        """Tokens that come without a draw are counted as drawn ones are: `runs[i]` behind the input token of
-        `slots[i]`, whose rows of logits (as in `sample`) are one more than its run is long.
+        """Count tokens that come without a draw as drawn ones are: `runs[i]` behind the input token of `slots[i]`,
+        whose rows of logits (as in `sample`) are one more than its run is long.
         """
         states = [state for slot in slots if (state := self._slots[slot]) is not None]
         assert len(states) == len(slots), f"take: a slot of {slots} is not assigned"
@@ -218,8 +218,8 @@ class Sampler:
     def _choose(
         self, logits: torch.Tensor, states: list[_Slot], samples: list[int], masks: Mapping[int, np.ndarray]
     ) -> torch.Tensor:
-        """Tokens int64 `[rows]`, NOT_FINITE where the logits' maximum is not (NaN and infinity show in it, and a row of
-        `-inf`), and NOTHING_LEFT where it is, but the edited scores' is not.
+        """Return tokens int64 `[rows]`, NOT_FINITE where the logits' maximum is not (NaN and infinity show in it, and a
+        row of `-inf`), and NOTHING_LEFT where it is, but the edited scores' is not.
         """
         drawn = [row for row, state in enumerate(states) if not state.params.is_greedy]
         edited = [row for row, state in enumerate(states) if row in masks or state.is_edited]
@@ -249,7 +249,7 @@ class Sampler:
         return reported
 
     def _edit(self, scores: torch.Tensor, states: list[_Slot]) -> None:
-        """Bias, then penalties, in place and only on rows that ask for them."""
+        """Apply bias, then penalties, in place and only on rows that ask for them."""
         for row, state in enumerate(states):
             if state.bias is not None:
                 scores[row].index_add_(0, *state.bias)
@@ -267,7 +267,7 @@ class Sampler:
         scores.index_copy_(0, rows[0], edited)
 
     def _mask(self, scores: torch.Tensor, masks: Mapping[int, np.ndarray]) -> None:
-        """Rows of `scores`, in place: what is not in a row's mask is not drawn."""
+        """Mask rows of `scores`, in place: what is not in a row's mask is not drawn."""
         if not masks:
             return
         packed = upload(
@@ -322,7 +322,7 @@ class Sampler:
 def _list_tokens(
     slots: list[int], token_ids: list[int], num_logprobs: list[int | None], logprobs: Logprobs | None
 ) -> list[SampledToken]:
-    """logprobs: of those that asked for them, copied to the host."""
+    """Return tokens; logprobs: of those that asked for them, copied to the host."""
     listed = iter(logprobs.to_list() if logprobs else [])
     tokens = []
     for slot, token_id, num_top in zip(slots, token_ids, num_logprobs, strict=True):
@@ -335,5 +335,5 @@ def _list_tokens(
 
 
 def _report(best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`tokens`, but NOT_FINITE where the row's maximum is not."""
+    """Return `tokens`, but NOT_FINITE where the row's maximum is not."""
     return torch.where(best.isfinite(), tokens, NOT_FINITE)

@@ -48,14 +48,14 @@ class Source(Protocol):
     listed_by: Path
 
     def stored_name(self, name: str) -> str:
-        """What its own files call a tensor."""
+        """Return what its own files call a tensor."""
 
     def tensors(self, path: Path) -> list[FileTensor]:
-        """Those of a file, in the order that they lie in."""
+        """Return the tensors of a file, in the order that they lie in."""
 
 
 def open_source(path: Path, architecture: Architecture) -> Source:
-    """Raises ModelError for files that are missing or broken."""
+    """Open a folder or a GGUF file. Raises ModelError for files that are missing or broken."""
     return GgufSource(path, architecture) if is_gguf(path) else SafetensorsFolder(path)
 
 
@@ -87,7 +87,7 @@ def check_checkpoint(folder: Path, architecture: Architecture) -> Source:
 
 def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                 on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """As `load_weights`, and packed on every CPU."""
+    """Load weights as `load_weights`, and packed on every CPU."""
     source = check_checkpoint(folder, architecture)
     weights = allocate_weights(architecture, dtype, device, _find_scales(source, architecture), experts_on_card)
     found = places(weights, architecture)
@@ -121,7 +121,7 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
 
 
 def _read(ranges: Iterator[FileRange], device: torch.device) -> Iterator[int]:
-    """Bytes of each, once it is placed."""
+    """Yield the bytes of each range, once it is placed."""
     try:
         yield from read_ranges(ranges, device)
     except ReadError as error:
@@ -129,7 +129,7 @@ def _read(ranges: Iterator[FileRange], device: torch.device) -> Iterator[int]:
 
 
 def _settled(weights: Weights) -> Weights:
-    """Without orders that change nothing."""
+    """Return the weights without orders that change nothing."""
 
     def settle(stored: Stored) -> Stored:
         if not isinstance(stored, Packed) or stored.order is None:
@@ -142,7 +142,7 @@ def _settled(weights: Weights) -> Weights:
 
 
 def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
-    """What was read, how fast, and the most memory that this process has held so far."""
+    """Log what was read, how fast, and the most memory that this process has held so far."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     log.debug(
         "weights folder=%s gib=%.2f seconds=%.1f gib_s=%.2f peak_rss_gib=%.2f",
@@ -151,8 +151,8 @@ def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
 
 
 def _check_size(source: Source, architecture: Architecture) -> None:
-    """Raises ModelError where the files cannot hold what the configuration asks for, before anything is made for each
-    of its heads and tensors.
+    """Raise ModelError where the files cannot hold what the configuration asks for, before anything is made for each of
+    its heads and tensors.
     """
     num_bytes = sum(path.stat().st_size for path in source.files)
     if architecture.num_weights > _MOST_WEIGHTS_PER_BYTE * num_bytes:

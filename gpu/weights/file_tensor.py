@@ -34,16 +34,16 @@ class FileTensor:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of numbers; bytes, where these stand in blocks."""
+        """Return the dtype of numbers; bytes, where these stand in blocks."""
         return DTYPES.get(self.dtype, torch.uint8)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """As its bytes lie: `[rows, bytes]` where numbers stand in blocks."""
+        """Return the shape as its bytes lie: `[rows, bytes]` where numbers stand in blocks."""
         return self.shape if self.dtype in DTYPES else (self.shape[0], self.num_bytes // self.shape[0])
 
     def rows(self, begin: int, end: int) -> "FileTensor":
-        """These alone."""
+        """Return rows `[begin, end)` alone."""
         row_bytes = self.num_bytes // self.shape[0]
         return replace(
             self, shape=(end - begin, *self.shape[1:]), offset=self.offset + begin * row_bytes,

@@ -29,7 +29,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of numbers."""
+        """Return rows and columns of numbers."""
         return len(self.data), self.data.shape[1] // self.layout.num_bytes * self.layout.block
 
     @property
@@ -47,7 +47,7 @@ class Blocks:
 
     @property
     def rows_at_once(self) -> int:
-        """Few enough to be unpacked."""
+        """Return how many rows are few enough to be unpacked."""
         return max(1, _PART_NUMBERS // self.shape[1])
 
 
@@ -62,7 +62,7 @@ class Numbers:
     offsets: Tensor
 
     def widen(self) -> Tensor:
-        """float32 `[rows, inner]`."""
+        """Return float32 `[rows, inner]`."""
         groups, runs = self.scales.shape[1], self.d.shape[1]
         scale = self.d.float().repeat_interleave(groups // runs, 1) * self.scales
         offset = self.least.float().repeat_interleave(groups // runs, 1) * self.offsets
@@ -78,7 +78,7 @@ def read_numbers(blocks: Blocks) -> Numbers:
 
 
 def widen_blocks(blocks: Blocks, place: Tensor) -> None:
-    """Into `place`, `[rows, inner]` of any float type, each number rounded once."""
+    """Write blocks into `place`, `[rows, inner]` of any float type, each number rounded once."""
     for begin in range(0, blocks.shape[0], blocks.rows_at_once):
         rows = slice(begin, begin + blocks.rows_at_once)
         place[rows].copy_(read_numbers(blocks.rows(rows).to(place.device)).widen())
@@ -88,12 +88,12 @@ _Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _half(block: Tensor, begin: int) -> Tensor:
-    """float16 `[blocks, 1]` of two bytes."""
+    """Return float16 `[blocks, 1]` of two bytes."""
     return block[:, begin : begin + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """All low ones, then all high ones."""
+    """Return all low ones, then all high ones."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
@@ -102,7 +102,7 @@ def _alike(like: Tensor, value: int) -> Tensor:
 
 
 def _fifth_bits(block: Tensor, begin: int) -> Tensor:
-    """Of 32 numbers, in their place above four others."""
+    """Return the fifth bits of 32 numbers, in their place above four others."""
     shifts = torch.arange(8, dtype=torch.uint8, device=block.device)
     return (((block[:, begin : begin + 4, None] >> shifts) & 1) << 4).flatten(1)
 
@@ -128,13 +128,13 @@ def _q5_1(block: Tensor) -> _Parts:
 
 
 def _q8_0(block: Tensor) -> _Parts:
-    """Signed, here from 128 up."""
+    """Read signed numbers, here from 128 up."""
     d = _half(block, 0)
     return block[:, 2:] ^ 128, d, -d, _alike(d, 1), _alike(d, -128)
 
 
 def _sixes(block: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of eight groups, six bits each, of twelve bytes."""
+    """Return scales and offsets of eight groups, six bits each, of twelve bytes."""
     low, middle, high = block[:, 4:8], block[:, 8:12], block[:, 12:16]
     scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)
     offsets = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], 1)
@@ -154,7 +154,7 @@ def _q5_k(block: Tensor) -> _Parts:
 
 
 def _q6_k(block: Tensor) -> _Parts:
-    """From 32 up, so the offset of a group is its scale, 32 times."""
+    """Read numbers from 32 up, so the offset of a group is its scale, 32 times."""
     low = _nibbles(block[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=block.device)[:, None]
     high = ((block[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4

@@ -29,7 +29,7 @@ class GgufSource:
     described_by = "its metadata"
 
     def __init__(self, path: Path, architecture: Architecture) -> None:
-        """Raises ModelError for a file that is missing or broken."""
+        """Open a file. Raises ModelError for one that is missing or broken."""
         self._file, self._architecture = read_gguf(path), architecture
         self._tensors = checkpoint_names(self._file, architecture)
         self._names = stored_names(architecture)
@@ -53,7 +53,9 @@ class GgufSource:
         return FileTensor(name, tensor.kind, tensor.shape, tensor.offset, tensor.num_bytes, change)
 
     def _change(self, name: str) -> Callable[[Tensor], Tensor | Blocks] | None:
-        """What makes the checkpoint's of a tensor whose bytes are as they stand in the file; None: it is the same."""
+        """Return what makes the checkpoint's tensor of one whose bytes are as they stand in the file; None: it is the
+        same.
+        """
         tensor, a = self._tensors[name], self._architecture
         module = name.split(".", 3)[-1].rsplit(".", 1)[0]  # its bias is in the same order
         heads = {_QUERY: a.num_heads, _KEY: a.num_kv_heads}.get(module) if self._is_permuted else None

@@ -17,7 +17,7 @@ NUM_THREADS = 8  # that map and pin
 
 
 def tensors_of(stored: Stored) -> list[Tensor]:
-    """What a matrix is made of, rows first."""
+    """Return what a matrix is made of, rows first."""
     if isinstance(stored, Tensor):
         return [stored]
     held = (getattr(stored, part.name) for part in fields(stored))
@@ -25,7 +25,7 @@ def tensors_of(stored: Stored) -> list[Tensor]:
 
 
 def with_tensors(stored: Stored, made: Iterator[Tensor]) -> Stored:
-    """The matrix with other tensors in the place of its own, taken in the order of `tensors_of`."""
+    """Return the matrix with other tensors in the place of its own, taken in the order of `tensors_of`."""
     if isinstance(stored, Tensor):
         return next(made)
     parts = {part.name: getattr(stored, part.name) for part in fields(stored)}
@@ -33,14 +33,14 @@ def with_tensors(stored: Stored, made: Iterator[Tensor]) -> Stored:
 
 
 def joined(stacks: Sequence[Stored], device: torch.device) -> Stored:
-    """Matrices below each other, as one on the device."""
+    """Return matrices below each other, as one on the device."""
     tensors = zip(*(tensors_of(stack) for stack in stacks), strict=True)
     return with_tensors(stacks[0], (torch.cat([part.to(device) for part in parts]) for parts in tensors))
 
 
 def in_host_memory(layers: Sequence["HostExperts | None"], device: torch.device) -> list["HostExperts | None"]:
-    """Experts of the meta device, by layer, in memory that `device` reads: pinned for CUDA. Not yet filled. Raises
-    ModelError where the host refuses.
+    """Allocate experts of the meta device, by layer, in memory that `device` reads: pinned for CUDA. Not yet filled.
+    Raises ModelError where the host refuses.
     """
     if device.type == "meta":
         return list(layers)
@@ -54,7 +54,7 @@ def _unpinned(matrix: Stored) -> Stored:
 
 
 def pinned_like(matrices: Sequence[Stored]) -> list[Stored]:
-    """Matrices of the meta device, in pinned host memory that is spread over its nodes; not yet filled.
+    """Allocate matrices of the meta device in pinned host memory that is spread over its nodes; not yet filled.
 
     Raises ModelError where the host refuses.
     """
@@ -87,11 +87,11 @@ class HostExperts:
     down: Stored
 
     def num_bytes(self, num_slots: int) -> int:
-        """Of so many of them on the card."""
+        """Return the bytes of so many of them on the card."""
         return sum(_aligned(num_slots * words.shape[1] * 4) for words in self._words())
 
     def slots_in(self, memory: Tensor, num_slots: int) -> "Slots":
-        """Room for so many of them, in uint8 `[num_bytes]` of the card."""
+        """Return room for so many of them, in uint8 `[num_bytes]` of the card."""
         begin, words, views = 0, [], []
         for tensor, own in zip(self._tensors(), self._words(), strict=True):
             size = num_slots * own.shape[1] * 4

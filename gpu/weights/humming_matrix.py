@@ -48,7 +48,9 @@ Progress = Callable[[float], None]
 
 
 def require_products(asked: str, device: str, dtype: str) -> None:
-    """Raises ModelError, one line, where what is asked for cannot multiply on this device: "own" always can."""
+    """Raise ModelError, one line, where the library that is asked for cannot multiply on this device: "own" always
+    can.
+    """
     if asked == "own":
         return
     reason = why_not_here(device, dtype)
@@ -58,7 +60,9 @@ def require_products(asked: str, device: str, dtype: str) -> None:
 
 
 def kernel_folder(gpu: str) -> Path:
-    """Where kernels for a GPU of this name are kept: in the user's cache folder, beside what was measured of it."""
+    """Return where kernels for a GPU of this name are kept: in the user's cache folder, beside what was measured of
+    it.
+    """
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return user / "tandem" / "humming" / f"{VERSION}-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}"
 
@@ -71,7 +75,7 @@ class HummingMatrix:
     dtype = torch.bfloat16
 
     def __init__(self, packed: Packed) -> None:
-        """Raises ModelError for zero points that have no room, and where the library fails."""
+        """Lay out a packed matrix. Raises ModelError for zero points that have no room, and where the library fails."""
         assert packed.dtype == self.dtype, "the plan refuses others"
         self.rows, self.inner = packed.rows, packed.inner
         config, self._tensors = _lay_out(packed)
@@ -96,11 +100,13 @@ class HummingMatrix:
         return swiglu(self._product(rms_norm(x, norm, eps)), activation)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of sums that are rounded to bf16: for an output matrix too coarse, so none is laid out for this."""
+        """Return logits of sums that are rounded to bf16: for an output matrix too coarse, so none is laid out for
+        this.
+        """
         return self._product(x).float()
 
     def unpack(self) -> Tensor:
-        """By products with ones: each number rounded once."""
+        """Unpack by products with ones: each number rounded once."""
         device = self._tensors["weight"].device
         found = torch.empty(self.rows, self.inner, dtype=self.dtype, device=device)
         for columns in torch.arange(self.inner, device=device).split(UNPACKED_COLUMNS):
@@ -154,12 +160,12 @@ class _Kernels:
         return self._ready[bisect_left(self._ends, count)]
 
     def missing(self, counts: Collection[int]) -> dict[str, list[Any]]:
-        """Ranges with what is not compiled yet of what so many tokens want, one for each."""
+        """Return ranges of token counts whose kernels are not compiled yet, one for each kernel."""
         wanted = (self._ranges[place] for place in self._places(counts))
         return {key: one for one in wanted if (key := _made_as(one[2])) not in self._ids}
 
     def compile(self, counts: Collection[int]) -> list[Tensor]:
-        """Those that are missing; returns one launch of each. Raises ModelError where the library fails."""
+        """Compile missing kernels; return one launch of each. Raises ModelError where the library fails."""
         missing = self.missing(counts)
         if missing:
             ranges = list(missing.values())
@@ -178,7 +184,7 @@ class _Kernels:
 
 
 def _made_as(tuning: dict[str, Any]) -> str:
-    """Two that are alike in this are one kernel."""
+    """Return what a kernel is made by: two that are alike in this are one kernel."""
     return str(sorted((key, value) for key, value in tuning.items() if key != "num_sms"))
 
 
@@ -201,7 +207,7 @@ def prepare(matrices: Iterable[object], counts: Collection[int], on_progress: Pr
 
 
 def num_compiled() -> int:
-    """Kernels that products of this process have: none is added by a step behind `prepare`."""
+    """Return how many kernels products of this process have: none is added by a step behind `prepare`."""
     return sum(kernels.num_compiled for kernels in _MADE.values())
 
 
@@ -218,8 +224,8 @@ class _Library(NamedTuple):
 
 @cache
 def _library() -> _Library:
-    """Its folders are read from the environment when it first compiles; one that is set already stays. Raises
-    ModelError where it, or what it compiles with, is not there.
+    """Import the library. Its folders are read from the environment when it first compiles; one that is set already
+    stays. Raises ModelError where it, or what it compiles with, is not there.
     """
     require_installed()
     folder = kernel_folder(torch.cuda.get_device_name())
@@ -249,8 +255,8 @@ def _library() -> _Library:
 
 @contextmanager
 def _without_builders() -> Iterator[None]:
-    """Imported, the library starts two processes that build what its wheel has; told not to, it later compiles with one
-    thread alone, so it is told for as long as it is imported.
+    """Keep the library from starting two processes while it is imported, that build what its wheel has. Told so for
+    longer, it would later compile with one thread alone.
     """
     key = "HUMMING_DISABLE_PARALLEL_BUILD"
     before = os.environ.get(key)
@@ -266,7 +272,7 @@ def _without_builders() -> Iterator[None]:
 
 @contextmanager
 def _failure_in_one_line() -> Iterator[None]:
-    """What the library says of a kernel that it cannot compile, or keep, becomes a ModelError."""
+    """Turn the library's error for a kernel that it cannot compile, or keep, into a ModelError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -288,8 +294,8 @@ def _kernels(config: Any, device: torch.device) -> _Kernels:
 
 
 def _locks(device: torch.device) -> Tensor:
-    """int32 `[LOCKS]` of the current stream, zeros whenever no product is under way. All are allocated by the first
-    product of a process, which is none of a graph's.
+    """Return int32 `[LOCKS]` of the current stream, zeros whenever no product is under way. All are allocated by the
+    first product of a process, which is none of a graph's.
     """
     if device not in _LOCKS:
         _LOCKS[device] = torch.zeros(MOST_STREAMS, LOCKS, dtype=torch.int32, device=device), {}
@@ -301,7 +307,7 @@ def _locks(device: torch.device) -> Tensor:
 
 
 def _lay_out(packed: Packed) -> tuple[Any, dict[str, Tensor]]:
-    """The library's own description, and tensors by the names of its launch."""
+    """Return the library's own description, and tensors by the names of its launch."""
     library, has_zeros = _library(), packed.zeros is not None
     has_blocks = packed.row_block > 1 and packed.group < packed.inner
     schema = library.HummingWeightSchema(
@@ -328,7 +334,7 @@ def _lay_out(packed: Packed) -> tuple[Any, dict[str, Tensor]]:
 
 
 def words_in_order(packed: Packed) -> Tensor:
-    """int32 `[rows, inner * bits / 32]`: columns from the lowest bits of a word up."""
+    """Return int32 `[rows, inner * bits / 32]`: columns from the lowest bits of a word up."""
     words = torch.empty(packed.rows, packed.inner * packed.bits // 32, dtype=torch.int32, device=packed.device)
     step = max(1, NUMBERS_AT_ONCE // packed.inner)
     for own, part in zip(words.split(step), packed.words.split(step), strict=True):
@@ -337,7 +343,7 @@ def words_in_order(packed: Packed) -> Tensor:
 
 
 def numbers_in_order(numbers: Tensor, bits: int) -> Tensor:
-    """uint8 `[rows, columns]` below `2**bits`, 4 or 8 -> int32 `[rows, columns * bits / 32]`."""
+    """Pack uint8 `[rows, columns]` below `2**bits`, 4 or 8, to int32 `[rows, columns * bits / 32]`."""
     if bits == 4:
         numbers = numbers[:, 0::2] | numbers[:, 1::2] << 4
     return numbers.flatten().view(torch.int32).view(len(numbers), -1)

@@ -30,22 +30,22 @@ class Matrix(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of everything that a product reads: scales and zero points, too."""
+        """Return the bytes of everything that a product reads: scales and zero points, too."""
 
     def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`x @ self.T (+ residual)`; x of any floating dtype."""
+        """Return `x @ self.T (+ residual)`; x of any floating dtype."""
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
-        """`rms_norm(x, norm, eps) @ self.T (+ bias)`."""
+        """Return `rms_norm(x, norm, eps) @ self.T (+ bias)`."""
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
-        """`activation(gate) * up` of the two halves of `rms_norm(x, norm, eps) @ self.T`, gate first."""
+        """Return `activation(gate) * up` of the two halves of `rms_norm(x, norm, eps) @ self.T`, gate first."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """`x @ self.T` in float32."""
+        """Return `x @ self.T` in float32."""
 
     def unpack(self) -> Tensor:
-        """All of it, `[rows, inner]` of `dtype`."""
+        """Return all of it, `[rows, inner]` of `dtype`."""
 
 
 class PlainMatrix:
@@ -110,8 +110,8 @@ class PackedMatrix:
 
 
 def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen) -> Matrix:
-    """What multiplies by weights as they lie there: by itself, if it does. widened: what widens packed ones for
-    prefill.
+    """Return what multiplies by weights in place: the weights themselves, if they do. widened: what widens packed ones
+    for prefill.
     """
     if isinstance(held, Packed):
         return PackedMatrix(held, widened)

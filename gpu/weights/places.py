@@ -38,7 +38,7 @@ class Place:
             self.fill_rows(0, stored)
 
     def fill_rows(self, begin: int, stored: Tensor) -> None:
-        """Rows of the checkpoint's tensor from `begin` on; of pinned memory, asynchronously."""
+        """Place rows of the checkpoint's tensor from `begin` on; of pinned memory, asynchronously."""
         rows, end = stored.to(self.tensor.device, non_blocking=True), begin + len(stored)
         if self.offset or self.gain != 1:
             rows = (rows.float() + self.offset) * self.gain
@@ -63,7 +63,7 @@ class Place:
 
 
 def head_order(architecture: Architecture) -> Tensor | None:
-    """Which element of a checkpoint's head each of ours is, int64 `[dim]`, so that element i is rotated against
+    """Return which element of a checkpoint's head each of ours is, int64 `[dim]`, so that element i is rotated against
     i + dim / 2; None: the same one. What is not rotated stands behind what is, in both halves.
     """
     dim, rotary = architecture.dim, architecture.rotary_dim or architecture.dim
@@ -75,7 +75,7 @@ def head_order(architecture: Architecture) -> Tensor | None:
 
 
 def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTensor]:
-    """By canonical name: what tensors are wanted, and what puts each into its place in `weights`."""
+    """Return by canonical name which tensors are wanted, and what puts each into its place in `weights`."""
     offset = architecture.norm_offset
     found = {
         "model.embed_tokens.weight": Place(weights.embedding).wanted,
@@ -95,17 +95,17 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
 
 
 def canonical(name: str, architecture: Architecture) -> str | None:
-    """As in `Family`."""
+    """Return a tensor's canonical name, as in `Family`."""
     return family_of(architecture).canonical(name)
 
 
 def family_of(architecture: Architecture) -> Family:
-    """That made it."""
+    """Return the family that made an architecture."""
     return families()[architecture.family]
 
 
 def wanted_tensors(architecture: Architecture) -> dict[str, StoredTensor]:
-    """What a folder must hold, by canonical name."""
+    """Return what a folder must hold, by canonical name."""
     return places(allocate_weights(architecture, torch.bfloat16, torch.device("meta")), architecture)
 
 
@@ -120,7 +120,7 @@ def _heads(a: Architecture) -> Tensor | None:
 
 
 def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
-    """Of the matrices of few bits: their modules' tensors."""
+    """Return the tensors of modules whose matrices have few bits."""
     found: dict[str, StoredTensor] = {}
     formats, heads = layer_formats(a, index), _heads(a)
     for matrix, stored in formats.items():
@@ -151,7 +151,7 @@ def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Archi
 
 
 def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place]:
-    """Plain ones of one layer, by what a family's table calls them (`gpu.model.family`)."""
+    """Return the plain places of one layer, by what a family's table calls them (`gpu.model.family`)."""
     query, key, offset = a.num_heads * a.dim, a.num_kv_heads * a.dim, a.norm_offset
     order, heads = head_order(a), _heads(a)
     places = {

@@ -21,7 +21,9 @@ from gpu.weights.stored import StoredError, StoredTensor
 def placings(
     tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device
 ) -> Iterator["Placing"]:
-    """Of a tensor, or of so many of its rows each as its place takes at once; arguments are those of `Placing`."""
+    """Yield placings of a tensor, or of so many of its rows each as its place takes at once; arguments are those of
+    `Placing`.
+    """
     step, fill_rows = place.rows_at_once, place.fill_rows
     if step is None or fill_rows is None or tensor.change is not None:
         yield Placing(tensor, place, source, called, device)
@@ -43,7 +45,7 @@ class Placing:
         self._bytes_left = tensor.num_bytes
 
     def ranges(self, file: int) -> Iterator[FileRange]:
-        """Of rows, RANGE_BYTES at most together; `file`: a number of the open file."""
+        """Yield ranges of rows, RANGE_BYTES at most together; `file`: a number of the open file."""
         tensor, target = self._tensor, self._target()
         row_bytes = tensor.num_bytes // (tensor.shape[0] if tensor.shape else 1)
         step = max(1, RANGE_BYTES // row_bytes) * row_bytes
@@ -54,7 +56,7 @@ class Placing:
             yield FileRange(file, self._source, tensor.offset + begin, end - begin, part, done)
 
     def _target(self) -> Tensor | None:
-        """uint8 `[bytes]`, what is read into."""
+        """Return uint8 `[bytes]`, what is read into, or None."""
         if self._fill_rows is None:
             place = self._gather() if self._device.type == "cpu" else None
         else:

@@ -48,7 +48,7 @@ class _Buffer:
         self._copied = torch.cuda.Event() if is_pinned else None
 
     def view(self, num_bytes: int) -> Tensor:
-        """Once the last copy from it is over."""
+        """Return so many bytes, once the last copy from it is over."""
         if self._copied is not None:
             self._copied.synchronize()
         if num_bytes > len(self._bytes):
@@ -56,13 +56,13 @@ class _Buffer:
         return self._bytes[:num_bytes]
 
     def leave(self) -> None:
-        """Copies from it have been launched."""
+        """Note that copies from it have been launched."""
         if self._copied is not None:
             self._copied.record()
 
 
 def read_ranges(ranges: Iterable[FileRange], device: torch.device) -> Iterator[int]:
-    """Bytes of each range, once it is done; on a GPU, once its copies are launched. Raises ReadError."""
+    """Yield the bytes of each range, once it is done; on a GPU, once its copies are launched. Raises ReadError."""
     buffers = [_Buffer(device.type == "cuda") for _ in range(NUM_BUFFERS)]
     pending: deque[tuple[FileRange, _Buffer, Future[Tensor]]] = deque()
 

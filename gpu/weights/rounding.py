@@ -19,12 +19,12 @@ BYTES_A_NUMBER = 24  # at most, while it is rounded and packed; with what was re
 
 
 def rows_at_once(inner: int) -> int:
-    """Of a matrix of `inner` columns, for whose rounding there is memory."""
+    """Return how many rows of `inner` columns there is memory to round at once."""
     return max(1, NUMBERS_AT_ONCE // inner)
 
 
 def round_rows(rows: Tensor, stored: MatrixFormat) -> tuple[Tensor, Tensor, Tensor | None]:
-    """float `[rows, inner]` -> numbers uint8 `[rows, inner]`, scales `[rows, groups]`, zeros uint8 or None."""
+    """Round float `[rows, inner]` to numbers uint8 `[rows, inner]`, scales `[rows, groups]`, zeros uint8 or None."""
     rows = rows.float()
     if stored.kind == "fp8":
         scales = (rows.abs().amax(1, keepdim=True) / FP8_MAX).clamp_(min=_LEAST)

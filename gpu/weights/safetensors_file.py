@@ -13,7 +13,7 @@ _LENGTH = "<Q"  # of the header, in front of it
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """By name, of a file that is known to be whole."""
+    """Return tensors by name, of a file that is known to be whole."""
     with path.open("rb") as file:
         (length,) = struct.unpack(_LENGTH, file.read(struct.calcsize(_LENGTH)))
         header = json.loads(file.read(length))

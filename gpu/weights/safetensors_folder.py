@@ -13,7 +13,7 @@ class SafetensorsFolder:
     described_by = "config.json"
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError for files that are missing or broken."""
+        """Find a folder's files. Raises ModelError for files that are missing or broken."""
         self.files = find_files(folder)
         self.listed_by = next(iter(self.files)) if len(self.files) == 1 else folder / INDEX_FILE
 

@@ -67,7 +67,7 @@ class ModuleRows:
         return self.packed.scales.shape[1]
 
     def put_numbers(self, numbers: Tensor) -> None:
-        """uint8 `[rows, inner]`, columns as files have them."""
+        """Place uint8 `[rows, inner]`, columns as files have them."""
         if self.packed.order is not None:
             numbers = numbers.index_select(1, self.packed.order)
         words = self.packed.words[self.begin : self.end]
@@ -76,18 +76,22 @@ class ModuleRows:
             place.copy_(pack_words(part, self.packed.bits))
 
     def put_scales(self, scales: Tensor, row_block: int) -> None:
-        """`[rows / row_block, groups]`, or one for all."""
+        """Place scales `[rows / row_block, groups]`, or one for all. Raises StoredError for those that are not
+        finite.
+        """
         if not bool(scales.isfinite().all()):
             raise StoredError("holds scales that are not finite")
         self._put(self.packed.scales, scales, row_block)
 
     def put_zeros(self, zeros: Tensor) -> None:
-        """uint8 `[rows, groups]`, or one for all."""
+        """Place zero points, uint8 `[rows, groups]`, or one for all."""
         assert self.packed.zeros is not None, "zero points have a place"
         self._put(self.packed.zeros, zeros, 1)
 
     def put_runs(self, numbers: Numbers) -> None:
-        """Scales and offsets of groups, and what they are multiples of; finer ones than the file's are repeated."""
+        """Place scales and offsets of groups, and what they are multiples of; finer ones than the file's are
+        repeated.
+        """
         assert self.packed.runs is not None, "they have a place"
         for name, values in (("d", numbers.d), ("least", numbers.least)):
             if not bool(values.isfinite().all()):
@@ -98,17 +102,19 @@ class ModuleRows:
         self._put(self.packed.runs, run.repeat_interleave(self.packed.runs.shape[1] // run.shape[1], 1), 1)
 
     def parts(self, num_rows: int) -> Iterator[tuple["ModuleRows", slice | Tensor]]:
-        """Of so many rows each, and which of the module's rows a part takes, in this order."""
+        """Yield parts of so many rows each, and which of the module's rows a part takes, in this order."""
         for begin in range(0, self.rows, num_rows):
             end = min(begin + num_rows, self.rows)
             yield self.cut(begin, end), slice(begin, end) if self.order is None else self.order[begin:end]
 
     def cut(self, begin: int, end: int) -> "ModuleRows":
-        """Of these rows of it, in their order."""
+        """Return these rows of it, in their order."""
         return ModuleRows(self.packed, self.begin + begin, self.begin + end, None)
 
     def put_order(self, groups: Tensor, is_moved: bool) -> None:
-        """int32 `[inner]`, each column's group. is_moved: whether groups need not be of neighbours."""
+        """Place int32 `[inner]`, each column's group. is_moved: whether groups need not be of neighbours. Raises
+        StoredError.
+        """
         group = self.packed.group
         order = torch.argsort(groups, stable=True)
         if not torch.equal(groups.index_select(0, order), torch.arange(len(groups), device=groups.device) // group):

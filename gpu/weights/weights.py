@@ -81,7 +81,7 @@ class LayerWeights:
 
     @property
     def matrices(self) -> dict[str, Held]:
-        """By name, as in `gpu.model.matrix_formats.matrix_shapes`."""
+        """Return the matrices by name, as in `gpu.model.matrix_formats.matrix_shapes`."""
         experts = self.experts
         held = {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down,
                 "experts_gate_up": experts and experts.gate_up, "experts_down": experts and experts.down}  # fmt: skip
@@ -89,25 +89,25 @@ class LayerWeights:
 
     @property
     def biases(self) -> dict[str, Tensor]:
-        """By the names of their matrices, of those that have one."""
+        """Return the biases by the names of their matrices."""
         held = {"qkv": self.qkv_bias, "output": self.output_bias, "gate_up": self.gate_up_bias, "down": self.down_bias}
         return {name: bias for name, bias in held.items() if bias is not None}
 
     def stacks(self, name: str) -> list[Held]:
-        """A matrix, and behind it those of its rows that lie in host memory."""
+        """Return a matrix, and behind it those of its rows that lie in host memory."""
         host = None if self.experts is None else self.experts.host
         far = {} if host is None else {"experts_gate_up": host.gate_up, "experts_down": host.down}
         return [self.matrices[name], *([far[name]] if name in far else [])]
 
     @property
     def mlp(self) -> tuple[Held, Held]:
-        """gate_up and down of a layer without experts."""
+        """Return gate_up and down of a layer without experts."""
         assert self.gate_up is not None, "a layer without experts has an MLP"
         assert self.down is not None, "a layer without experts has an MLP"
         return self.gate_up, self.down
 
     def changed(self, change: Callable[[Held], Held]) -> "LayerWeights":
-        """With every matrix as `change` makes it."""
+        """Return the layer with every matrix as `change` makes it."""
         made = {name: change(matrix) for name, matrix in self.matrices.items()}
         gate_up, down = made.pop("experts_gate_up", None), made.pop("experts_down", None)
         if self.experts is None or gate_up is None or down is None:
@@ -129,25 +129,27 @@ class Weights:
 
     @property
     def matrices(self) -> list[Held]:
-        """Of all layers, and the output matrix."""
+        """Return the matrices of all layers, and the output matrix."""
         return [*(matrix for layer in self.layers for matrix in layer.matrices.values()), self.logits]
 
     @property
     def is_packed(self) -> bool:
-        """Whether any matrix is of few bits."""
+        """Return whether any matrix is of few bits."""
         return not all(isinstance(matrix, Tensor) for matrix in self.matrices)
 
 
 def unpacked(weights: Weights) -> Weights:
-    """All matrices as tensors. Takes the layers out of `weights` as it goes: two copies are of one layer alone."""
+    """Return all matrices as tensors. Takes the layers out of `weights` as it goes: two copies are of one layer
+    alone.
+    """
     layers = [weights.layers.pop(0).changed(_unpacked) for _ in range(len(weights.layers))]
     return Weights(weights.embedding, layers, weights.final_norm, _unpacked(weights.logits))
 
 
 def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
-    """As the device multiplies them: on a CPU that has no code for matrices of few bits as they are stored, all are
-    unpacked, and the log says why; on a GPU those that a library multiplies are laid out for it, and the log says which
-    are not.
+    """Return the weights as the device multiplies them: on a CPU that has no code for matrices of few bits as they are
+    stored, all are unpacked, and the log says why; on a GPU those that a library multiplies are laid out for it, and
+    the log says which are not.
     """
     reason = why_unpacked(architecture, HAS_VECTORS) if device.type == "cpu" else None
     if reason is not None:
@@ -161,7 +163,7 @@ def served(weights: Weights, architecture: Architecture, device: torch.device) -
 
 
 def _lay_out(weights: Weights, architecture: Architecture) -> None:
-    """Matrix by matrix, in the place of the packed ones."""
+    """Lay out matrix by matrix for the library, in the place of the packed ones."""
     for index in range(architecture.num_layers):
         for name, stored in layer_formats(architecture, index).items():
             if stored is not None and stored.humming:
@@ -175,7 +177,7 @@ def _unpacked(held: Held) -> Tensor:
 
 def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
                    on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """As `random_packed_weights`, and as `served`."""
+    """Draw weights as `random_packed_weights`, and as `served`."""
     return served(
         random_packed_weights(architecture, seed, dtype, device, on_progress, experts_on_card), architecture, device
     )
@@ -232,7 +234,7 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
 
 
 def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> None:
-    """Numbers of this standard deviation, normal but for their rounding."""
+    """Draw numbers of this standard deviation, normal but for their rounding."""
     step = RANDOM_STEPS[matrix.kind]
     for words in matrix.words.split(4096):
         drawn = torch.empty(len(words), matrix.inner, device=generator.device).normal_(0.0, step, generator=generator)
@@ -250,7 +252,9 @@ def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> No
 
 
 def _fill_runs(matrix: Packed, step: float) -> None:
-    """The same scale for all groups, and the offset that puts the middle number at 0, of at most a signed byte."""
+    """Fill in the same scale for all groups, and the offset that puts the middle number at 0, of at most a signed
+    byte.
+    """
     assert matrix.runs is not None, "the caller has seen them"
     sign = 1 if matrix.middle < 128 else -1
     pair = torch.tensor([1, sign * matrix.middle], dtype=torch.int8)
@@ -263,7 +267,8 @@ def allocate_weights(
     architecture: Architecture, dtype: torch.dtype, device: torch.device, scales: torch.dtype = torch.bfloat16,
     experts_on_card: int | None = None,
 ) -> Weights:  # fmt: skip
-    """Not yet filled. scales: of integers, 16 bits. On the CPU in huge pages, which are there four times as soon.
+    """Allocate weights, not yet filled. scales: of integers, 16 bits. On the CPU in huge pages, which are there four
+    times as soon.
 
     experts_on_card: of each layer's experts; the others lie in host memory, pinned for CUDA; None: all. Raises
     ModelError where the host refuses that memory.
@@ -283,7 +288,7 @@ def allocate_weights(
         return empty(rows, inner) if stored is None else allocate_packed(rows, inner, stored, dtype, device, scales)
 
     def on_host(index: int, spec: LayerSpec) -> HostExperts | None:
-        """Of the meta device."""
+        """Return a layer's experts in host memory, on the meta device."""
         if spec.experts is None or experts_on_card is None or experts_on_card >= spec.experts.num_experts:
             return None
         count, made = spec.experts.num_experts - experts_on_card, []
@@ -336,7 +341,7 @@ def allocate_weights(
 def allocate_packed(
     rows: int, inner: int, stored: MatrixFormat, dtype: torch.dtype, device: torch.device, scales: torch.dtype
 ) -> Packed:
-    """Not yet filled. scales: of 16 bits, where they have so many."""
+    """Allocate a packed matrix, not yet filled. scales: of 16 bits, where they have so many."""
     group = stored.group or inner
     shape = (-(-rows // stored.row_block), -(-inner // group))
     words = torch.empty(rows, num_words(inner, BITS[stored.kind]), dtype=torch.int32, device=device)

@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 def kept_path() -> Path:
-    """Where parts are kept: the user's cache folder."""
+    """Return where parts are kept: in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "weights.json"
 
 
 def digest_weights(folder: Path, kept: Path) -> str:
-    """32 hexadecimal digits for the model in `folder`, or of a GGUF file, which says itself how it is used; `kept`:
-    parts that are known already. Raises ModelError.
+    """Return 32 hexadecimal digits for the model in `folder`, or of a GGUF file, which says itself how it is used;
+    `kept`: parts that are known already. Raises ModelError.
     """
     is_file = is_gguf(folder)
     files = sorted(part_paths(folder) if is_file else folder.glob("*.safetensors"))
@@ -55,13 +55,15 @@ def digest_weights(folder: Path, kept: Path) -> str:
 
 
 def digest_random(shape: str, seed: int, dtype: str, device: str) -> str:
-    """The same for weights that are drawn: `dtype` and `device` ("cuda", "cpu") decide what the seed draws."""
+    """Return the same for weights that are drawn: `dtype` and `device` ("cuda", "cpu") decide what the seed draws."""
     drawn = json.dumps(["random", shape, seed, dtype, device])
     return hashlib.blake2b(drawn.encode(), digest_size=16).hexdigest()
 
 
 def digest_rounded(digest: str, asked: str | None) -> str:
-    """Of the same weights, rounded as they are loaded to `asked`; None and "bfloat16": as they are."""
+    """Return the digest of the same weights, rounded as they are loaded to `asked`; None and "bfloat16": as they
+    are.
+    """
     if asked in (None, "bfloat16"):
         return digest
     return hashlib.blake2b(json.dumps([digest, asked]).encode(), digest_size=16).hexdigest()
@@ -90,7 +92,7 @@ def _read_kept(kept: Path) -> dict[str, str]:
 
 
 def _keep(kept: Path, parts: dict[str, str]) -> None:
-    """The last ones. Where they cannot be kept, the next start reads the files again."""
+    """Keep the last parts. Where they cannot be kept, the next start reads the files again."""
     written = kept.with_suffix(f".{os.getpid()}")
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ def stored_tensors(scheme: str, stored: MatrixFormat, part: ModuleRows, row_bloc
     rows, inner, groups = part.rows, part.packed.inner, part.num_groups
 
     def numbers(words: Tensor) -> Tensor:
-        """int32 `[lines, rows / 8]` -> uint8 `[rows, lines]`."""
+        """Unpack int32 `[lines, rows / 8]` to uint8 `[rows, lines]`."""
         nibbles = unpack_numbers(words, 4).view(len(words), -1, 8)
         return nibbles[:, :, list(_NIBBLES)].flatten(1).t().contiguous()
 

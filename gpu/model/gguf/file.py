@@ -51,18 +51,19 @@ class GgufFile:
 
     @property
     def name(self) -> str:
-        """Without what says that it is a part."""
+        """Return the name without what says that it is a part."""
         part = _PART.fullmatch(self.path.name)
         return part[1] if part else self.path.stem
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model's path is that of a GGUF file, and not of a folder."""
+    """Return whether a model's path is that of a GGUF file, and not of a folder."""
     return path.suffix == ".gguf" or path.is_file()
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Raises ModelError for a file that is missing, broken or no GGUF, and for tensors of a kind that is not served.
+    """Read a GGUF file. Raises ModelError for one that is missing, broken or no GGUF, and for tensors of a kind that is
+    not served.
 
     What was read last is kept while the files are the same: several readers of one model ask.
     """
@@ -83,7 +84,9 @@ def part_number(path: Path) -> int:
 
 
 def part_paths(path: Path) -> tuple[Path, ...]:
-    """All parts of a split file, by the name of its first. Raises ModelError for another one, and if one is missing."""
+    """Return all parts of a split file, by the name of its first. Raises ModelError for another one, and if one is
+    missing.
+    """
     named = _PART.fullmatch(path.name)
     if named is None:
         return (path,)

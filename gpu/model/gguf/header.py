@@ -190,7 +190,7 @@ class _Reader:
             raise HeaderError(f"{what} is not UTF-8 ({bytes(text[:20])!r})") from None
 
     def _texts(self, key: str, count: int) -> list[str]:
-        """As `_text` so many times, without a call for each of a vocabulary's entries."""
+        """Read so many texts, without a call for each of a vocabulary's entries."""
         data, at, end, read_size = self._data, self._at, len(self._data), struct.Struct("<Q").unpack_from
         texts = []
         for number in range(count):

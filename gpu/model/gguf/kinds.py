@@ -28,7 +28,7 @@ class BlockKind:
 
     @property
     def is_repacked(self) -> bool:
-        """Whether numbers take more bits here than in the file."""
+        """Return whether numbers take more bits here than in the file."""
         return (self.bits, self.stored) not in ((4, "int4"), (8, "int8"))
 
 
@@ -47,7 +47,7 @@ SERVED = (*FLOAT_KINDS, *BLOCK_KINDS)
 
 
 def format_of(kinds: Sequence[str]) -> MatrixFormat | None:
-    """Of a matrix whose parts are of these kinds; None: plain."""
+    """Return the format of a matrix whose parts are of these kinds; None: plain."""
     blocks = [BLOCK_KINDS[kind] for kind in kinds if kind in BLOCK_KINDS]
     if not blocks or len(blocks) < len(kinds):
         return None

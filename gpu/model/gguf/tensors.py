@@ -24,7 +24,9 @@ _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 
 def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
-    """By canonical names of `gpu.model.family`, in the file's order; without what says how tokens are rotated."""
+    """Return tensors by canonical names of `gpu.model.family`, in the file's order, without those that say how tokens
+    are rotated.
+    """
     names = {theirs: ours for ours, theirs in stored_names(architecture).items()}
     found: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
@@ -40,7 +42,7 @@ def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, Gg
 
 
 def _each_expert(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
-    """A tensor of all experts as one of each: they lie one after another."""
+    """Return a tensor of all experts as one of each: they lie one after another."""
     if EACH not in name or len(tensor.shape) != 3:
         return {name: tensor}
     num_experts = tensor.shape[0]
@@ -68,7 +70,7 @@ def stored_names(architecture: Architecture) -> dict[str, str]:
 
 
 def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisation | None:
-    """None where all matrices of layers, and the output matrix, are plain."""
+    """Return which matrices have few bits; None where all matrices of layers, and the output matrix, are plain."""
     tensors = checkpoint_names(file, architecture)
     matrices: dict[tuple[int, str], MatrixFormat | None] = {}
     repacked: Counter[str] = Counter()
@@ -94,8 +96,8 @@ def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisatio
 
 
 def stored_as(architecture: Architecture, kind: str) -> Architecture:
-    """A shape as a file would have it all of whose matrices are of one kind, and the output matrix Q6_K, as most files
-    have that: what random weights are drawn for. Raises ModelError for rows that are no whole blocks.
+    """Return a shape as a file would have it all of whose matrices are of one kind, and the output matrix Q6_K, as most
+    files have that. Raises ModelError for rows that are no whole blocks.
     """
     output = None if architecture.tied_embeddings else format_of(["Q6_K"])
     stored = format_of([kind])
@@ -127,7 +129,7 @@ def _describe(
 
 @lru_cache(maxsize=2)
 def _names(architecture: str, num_layers: int, layer_names: tuple[str, ...]) -> dict[str, str]:
-    """llama.cpp's, by a checkpoint's."""
+    """Return llama.cpp's names by a checkpoint's."""
     import gguf
 
     (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]

@@ -33,7 +33,7 @@ _ENDS = frozenset(
 
 
 def read_gguf_vocabulary(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
-    """As `gpu.model.vocabulary.read_vocabulary`. Raises ModelError."""
+    """Read a vocabulary as `gpu.model.vocabulary.read_vocabulary`. Raises ModelError."""
     file = read_gguf(path)
     settings = _settings(file)
     tokens, kinds = _tokens(file), _kinds(file)
@@ -49,7 +49,9 @@ def read_gguf_vocabulary(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
 
 
 def gguf_end_token_ids(path: Path) -> tuple[int, ...]:
-    """What the file names, and its control tokens that end turns by what they say; sorted. Raises ModelError."""
+    """Return the end tokens that the file names, and its control tokens that end turns by what they say; sorted. Raises
+    ModelError.
+    """
     file = read_gguf(path)
     if not file.metadata.get(_GGML + "tokens"):
         return ()
@@ -81,7 +83,7 @@ def _tokens(file: GgufFile) -> list[str]:
 
 
 def _kinds(file: GgufFile) -> list[Kind]:
-    """Of each token; normal, where a file does not say."""
+    """Return the kind of each token; normal, where a file does not say."""
     tokens = _tokens(file)
     values = _list(file, "token_type", len(tokens)) or [Kind.NORMAL] * len(tokens)
     known = {int(kind) for kind in Kind}
@@ -92,7 +94,7 @@ def _kinds(file: GgufFile) -> list[Kind]:
 
 
 def _list(file: GgufFile, key: str, length: int) -> list[Any] | None:
-    """One of the lists beside the tokens'."""
+    """Return one of the lists beside the tokens'. Raises ModelError for another length."""
     values = file.metadata.get(_GGML + key)
     if values is not None and (not isinstance(values, list) or len(values) != length):
         got = f"{len(values):,} entries" if isinstance(values, list) else shown(values)

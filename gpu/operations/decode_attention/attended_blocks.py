@@ -26,13 +26,13 @@ _MAXIMA_CELLS, _PLAIN = tl.constexpr(MAXIMA_CELLS), tl.constexpr(PLAIN)
 
 
 def group_rows(group: int, kind: int) -> int:
-    """Query heads of a KV head, with the padding that they are attended with."""
+    """Return the query heads of a KV head, with the padding that they are attended with."""
     return max(MIN_GROUP_ROWS if kind == PLAIN else MIN_GROUP_COLUMNS, triton.next_power_of_2(group))
 
 
 @triton.jit
 def _new_state(BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Of no cells: the highest logit, mass, output and cells that were read."""
+    """Return the state of no cells: the highest logit, mass, output and cells that were read."""
     top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_GROUP], tl.float32)
     out = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
@@ -104,7 +104,7 @@ def attend_blocks(
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
     COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Blocks `[first, last)` of a context, of which every head reads all."""
+    """Attend to blocks `[first, last)` of a context, of which every head reads all."""
     if KIND == _PLAIN:
         query = rows
         top, mass, out, covered = _new_state(BLOCK_GROUP, BLOCK_DIM)
@@ -141,8 +141,8 @@ def attend_spans(
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
     COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Blocks `[first, last)` of a run of cells: `[0, front)`, and from `back` on. A head reads of these those below its
-    `below` and in `[its begin, its end)`; all three are 0 where `is_head` is not.
+    """Attend to blocks `[first, last)` of a run of cells: `[0, front)`, and from `back` on. A head reads of these those
+    below its `below` and in `[its begin, its end)`; all three are 0 where `is_head` is not.
 
     No load has a mask: in place of a cell that no head reads, one that a head does read is loaded, and not looked at
     (of codes, in place of a run of cells). Heads whose spans do not meet take turns, so that what lies between is not
@@ -202,7 +202,7 @@ def store_partial(
     split_out, split_lse, split_covered, row, top, mass, out, covered, is_head,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """`row` `[group]`: where each head's partial goes. One without mass stores no output."""
+    """Store each head's partial at `row` `[group]`. One without mass stores no output."""
     has_mass = mass != 0.0
     divisor = tl.where(has_mass, mass, 1.0)
     tl.store(split_lse + row, tl.where(has_mass, top + tl.log2(divisor), float("-inf")), mask=is_head)

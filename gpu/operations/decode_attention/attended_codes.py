@@ -22,7 +22,9 @@ _RUN = tl.constexpr(RUN_CELLS)
 
 @triton.jit
 def order_query(rows, WARPS: tl.constexpr):
-    """Of `[group, dim]` the second operand of logits, `[warps, dim, group]`, its dim in the order of `_load_keys`."""
+    """Turn `[group, dim]` into the second operand of logits, `[warps, dim, group]`, its dim in the order of
+    `_load_keys`.
+    """
     GROUP: tl.constexpr = rows.shape[0]
     DIM: tl.constexpr = rows.shape[1]
     turned = tl.permute(tl.reshape(rows, [GROUP, DIM // 64, 4, 4, 4]), [0, 1, 3, 2, 4])
@@ -32,7 +34,7 @@ def order_query(rows, WARPS: tl.constexpr):
 
 @triton.jit
 def new_states(WARPS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Of no cells: the highest logit, mass, output and cells that were read, for each warp."""
+    """Return the state of no cells for each warp: the highest logit, mass, output and cells that were read."""
     top = tl.full([WARPS, GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([WARPS, GROUP], tl.float32)
     out = tl.zeros([WARPS, DIM, GROUP], tl.float32)
@@ -41,7 +43,7 @@ def new_states(WARPS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def runs_of(block, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """First places of this block's runs, `[runs, warps]`."""
+    """Return the first places of this block's runs, `[runs, warps]`."""
     RUNS: tl.constexpr = BLOCK_TOKENS // (WARPS * _RUN)
     run = tl.arange(0, WARPS)[None, :] * RUNS + tl.arange(0, RUNS)[:, None]
     return block * BLOCK_TOKENS + run * _RUN
@@ -49,7 +51,7 @@ def runs_of(block, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def cells_of(first):
-    """All cells `[warps, cells]` of runs whose first ones these are, `[runs, warps]`."""
+    """Return all cells `[warps, cells]` of runs whose first ones these are, `[runs, warps]`."""
     RUNS: tl.constexpr = first.shape[0]
     WARPS: tl.constexpr = first.shape[1]
     cells = tl.trans(first)[:, :, None] + tl.arange(0, _RUN)[None, None, :]
@@ -58,8 +60,8 @@ def cells_of(first):
 
 @triton.jit
 def _load_keys(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Codes of the runs that begin there, int64 `[runs, warps]`, as numbers `[warps, cells, dim]`. Four lanes take 64
-    columns of a row, 16 each; of those, 4 make neighbours in every step of 16 columns of a product.
+    """Load codes of the runs that begin there, int64 `[runs, warps]`, as numbers `[warps, cells, dim]`. Four lanes take
+    64 columns of a row, 16 each; of those, 4 make neighbours in every step of 16 columns of a product.
     """
     RUNS: tl.constexpr = begin.shape[0]
     WARPS: tl.constexpr = begin.shape[1]
@@ -79,8 +81,8 @@ def _load_keys(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: 
 
 @triton.jit
 def _load_values(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Likewise, `[warps, dim, cells]`: eight lanes take a row of 128 columns, 16 each, and four take every fourth cell,
-    so a lane has neighbours in both. The order of dim is undone by `merge_warps`.
+    """Load values likewise, `[warps, dim, cells]`: eight lanes take a row of 128 columns, 16 each, and four take every
+    fourth cell, so a lane has neighbours in both. The order of dim is undone by `merge_warps`.
     """
     RUNS: tl.constexpr = begin.shape[0]
     WARPS: tl.constexpr = begin.shape[1]
@@ -144,7 +146,7 @@ def attend_runs(
 
 @triton.jit
 def merge_warps(top, mass, out, covered):
-    """States of all warps to one: `[group]`, and out `[group, dim]` in the order of columns."""
+    """Merge the states of all warps into one: `[group]`, and out `[group, dim]` in the order of columns."""
     DIM: tl.constexpr = out.shape[1]
     GROUP: tl.constexpr = out.shape[2]
     PIECE: tl.constexpr = DIM // 8 if DIM < 128 else 16

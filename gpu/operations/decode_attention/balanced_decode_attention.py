@@ -42,17 +42,17 @@ _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
 
 
 def num_pieces(num_sms: int) -> int:
-    """Programs of a launch."""
+    """Return the programs of a launch."""
     return max(LEAST_PIECES, PIECES_PER_SM * num_sms)
 
 
 def num_places(requests: int, kv_heads: int, parts: int, num_sms: int) -> int:
-    """Partials of a query group that a launch has room for."""
+    """Return how many partials of a query group a launch has room for."""
     return num_pieces(num_sms) + requests * kv_heads * parts
 
 
 def merged_at_once(pieces: int, pairs: int) -> int:
-    """Partials of a span that are merged together: about twice what it has, if all of them are as long."""
+    """Return how many partials of a span are merged together: about twice what it has, if all of them are as long."""
     return min(PIECES_AT_ONCE, max(PIECES_A_WARP, triton.next_power_of_2(2 * pieces // pairs + 1)))
 
 
@@ -61,8 +61,8 @@ def _count_blocks(
     hole_begin, hole_end, cut, is_head, context, each, AXIS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of query groups whose heads are `AXIS`; context: of each group, `each`: the same beside heads. Near is a
-    run of cells, `[0, front)` and from `back` on, far one from `far` on; all three are multiples of MAXIMA_CELLS.
+    """Count blocks of query groups whose heads are `AXIS`; context: of each group, `each`: the same beside heads. Near
+    is a run of cells, `[0, front)` and from `back` on, far one from `far` on; all three are multiples of MAXIMA_CELLS.
     """
     front = tl.cdiv(tl.max(tl.where(is_head, hole_begin, 0), AXIS), _MAXIMA_CELLS) * _MAXIMA_CELLS
     back = tl.min(tl.where(is_head, cut, each), AXIS) // _MAXIMA_CELLS * _MAXIMA_CELLS
@@ -81,7 +81,7 @@ def _count_blocks_of(
     pair, pairs, slots, context_lens, bounds, plane_stride, row_stride, head_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, NARROW: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of near and of far of each of these (request, KV head); none of those that are not below `pairs`."""
+    """Count blocks of near and of far of each of these (request, KV head); none of those that are not below `pairs`."""
     request = pair // KV_HEADS
     is_pair = pair < pairs
     member = tl.arange(0, NARROW)[None, :]
@@ -244,8 +244,8 @@ def launch_balanced(
     covered: Tensor | None,
     num_sms: int,
 ) -> None:
-    """Arguments as in `paged_decode_attention`, checked there; piece_out, piece_lse: of `num_places` query groups or
-    more, anything in them; out float32 `[parts, requests, heads, dim]`, lse, covered: to take the partials.
+    """Launch with arguments as in `paged_decode_attention`, checked there; piece_out, piece_lse: of `num_places` query
+    groups or more, anything in them; out float32 `[parts, requests, heads, dim]`, lse, covered: to take the partials.
     """
     parts, requests, heads, dim = out.shape
     kv_heads, page_tokens = key_pages.shape[1:3]

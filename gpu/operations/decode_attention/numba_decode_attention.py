@@ -31,7 +31,7 @@ def paged_decode_attention_cpu(
     has_far: bool = False,
     maxima: Tensor | None = None,
 ) -> Reading:
-    """See `paged_decode_attention`; float32 throughout, always counted."""
+    """Compute `paged_decode_attention` in float32 throughout, always counted."""
     requests, heads, dim = query.shape
     kv_heads = key_pages.shape[1]
     parts = 1 + has_far
@@ -67,7 +67,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 @numba.njit(nogil=True, cache=True, fastmath=FINITE_OR_NOT)
 def _attend(query, key_pages, value_pages, page_table, slots, context_lens, bounds, scale, out, lse, covered, maxima,
             first, end, step):  # fmt: skip
-    """(request, KV head) pairs `first, first + step ..`: near and then, where there is room for it, far."""
+    """Attend for (request, KV head) pairs `first, first + step ..`: near and then, where there is room for it, far."""
     kv_heads = key_pages.shape[1]
     group = query.shape[1] // kv_heads
     logits = np.empty((group, max(1, context_lens.max())), dtype=np.float32)
@@ -92,8 +92,9 @@ def _attend(query, key_pages, value_pages, page_table, slots, context_lens, boun
 
 @numba.njit(nogil=True, fastmath=FINITE_OR_NOT)
 def _attend_cells(query, keys, values, pages, below, begins, ends, scale, logits, out, lse, covered, maxima):
-    """One KV head's query group over the cells that some head reads, those below its `below` and in `[its begin, its
-    end)`: logits, their softmax, then the weighted values."""
+    """Attend with one KV head's query group to the cells that some head reads, those below its `below` and in `[its
+    begin, its end)`: logits, their softmax, then the weighted values.
+    """
     group, dim = query.shape
     page_tokens = keys.shape[1]
     out[:] = np.float32(0.0)
@@ -144,7 +145,7 @@ def _attend_cells(query, keys, values, pages, below, begins, ends, scale, logits
 
 @numba.njit(nogil=True)
 def _place(cell, pages, page_tokens, below, begins, ends):
-    """The page and offset of a cell that some head reads; of others anything, since there may be no page."""
+    """Return the page and offset of a cell that some head reads; of others anything, since there may be no page."""
     for member in range(len(below)):
         if cell < below[member] or begins[member] <= cell < ends[member]:
             return pages[cell // page_tokens], cell % page_tokens

@@ -96,13 +96,15 @@ def workspace_for(
 
 
 def num_rows(requests: int, kv_heads: int, max_context_tokens: int, parts: int, num_sms: int) -> int:
-    """Of a workspace for so many requests, with bounds or without."""
+    """Return the rows of a workspace for so many requests, with bounds or without."""
     splits = num_splits(requests, kv_heads, max_context_tokens, num_sms)
     return max(requests * splits, -(-num_places(requests, kv_heads, parts, num_sms) // kv_heads))
 
 
 def num_splits(requests: int, kv_heads: int, max_context_tokens: int, num_sms: int) -> int:
-    """Splits of one context: enough programs to fill the device, and no split so long that it ends last alone."""
+    """Return the splits of one context: enough programs to fill the device, and no split so long that it ends last
+    alone.
+    """
     to_fill = -(-PROGRAMS_PER_SM * num_sms // (requests * kv_heads))
     to_bound = -(-max_context_tokens // MAX_SPLIT_TOKENS)
     return max(1, min(MAX_SPLITS, max(to_fill, to_bound)))
@@ -120,7 +122,7 @@ def paged_decode_attention_reference(
     has_far: bool = False,
     maxima: Tensor | None = None,
 ) -> Reading:
-    """Plain torch, on CPU only; see `paged_decode_attention`. In float64 the partials are float64 too."""
+    """Compute `paged_decode_attention` in plain torch, on CPU only. In float64 the partials are float64 too."""
     pages = (key_pages, value_pages, page_table, slots)
     context = torch.where(slots >= 0, context_lens, 0)[:, None]
     if bounds is None and maxima is None:
@@ -218,16 +220,16 @@ def paged_decode_attention(
     maxima: Tensor | None = None,
     is_counted: bool = False,
 ) -> Reading:
-    """Softmax attention of each request's query over the cells of slot `slots[i]` that its heads read.
+    """Compute softmax attention of each request's query over the cells of slot `slots[i]` that its heads read.
 
     query: `[requests, heads, dim]`, after RoPE; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, the
-    query's dtype, or of codes (`kv_rows`); page_table: int32 `[max_slots, max_pages]`, by cell; slots,
-    context_lens (in cells): int32 `[requests]`; slot -1 or context 0 is padding and gives empty partials. bounds: int32
-    `[3, requests, heads]`, in which axes may be expanded: hole_begin <= hole_end <= cut, or None: all is near. has_far:
-    False where all cuts are at the hole's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural
-    logit of each 16 cells of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse
-    float32 `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another
-    shape, dtype or device, or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
+    query's dtype, or of codes (`kv_rows`); page_table: int32 `[max_slots, max_pages]`, by cell; slots, context_lens (in
+    cells): int32 `[requests]`; slot -1 or context 0 is padding and gives empty partials. bounds: int32 `[3, requests,
+    heads]`, in which axes may be expanded: hole_begin <= hole_end <= cut, or None: all is near. has_far: False where
+    all cuts are at the hole's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural logit of
+    each 16 cells of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse float32
+    `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another shape, dtype
+    or device, or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
     """
     op, (requests, heads, dim), device = "paged_decode_attention", query.shape, query.device
     num_pages, kv_heads, page_tokens = key_pages.shape[:3]
@@ -289,7 +291,7 @@ def _launch_splits(
     lse: Tensor,
     covered: Tensor | None,
 ) -> None:
-    """All of each context; arguments are checked. out, lse, covered: of one part, to take the partial."""
+    """Launch for all of each context; arguments are checked. out, lse, covered: of one part, to take the partial."""
     (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
     block_tokens, num_warps, num_stages = CONFIGS[key_pages.element_size(), dim]
     splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)

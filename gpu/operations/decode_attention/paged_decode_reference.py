@@ -23,7 +23,7 @@ def attend_whole(
     context_lens: Tensor,
     scale: float,
 ) -> Partial:
-    """The partial over `[0, context_lens)`; in float64 it is float64 too. See `paged_decode_attention`.
+    """Return the partial over `[0, context_lens)`; in float64 it is float64 too. See `paged_decode_attention`.
 
     Short contexts go through torch's flash attention in one padded batch, long ones each by itself.
     """
@@ -56,8 +56,8 @@ def attend_cells(
     wanted: Tensor,
     scale: float,
 ) -> tuple[Partial, Tensor]:
-    """The partial over the cells that `wanted`, bool `[requests, heads, cells]`, names, with counts; and the logits,
-    of the partial's dtype `[requests, heads, cells]`, -inf where a head reads nothing.
+    """Return the partial over the cells that `wanted`, bool `[requests, heads, cells]`, names, with counts; and the
+    logits, of the partial's dtype `[requests, heads, cells]`, -inf where a head reads nothing.
     """
     (kv_heads, page_tokens), partial, wide = key_pages.shape[1:3], _empty(query), _wide(query)
     partial = Partial(partial.out, partial.lse, wanted.sum(-1, dtype=torch.int32))
@@ -95,7 +95,9 @@ def _attend(
     contexts: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of requests with contexts of one token or more, padded to the longest with tokens of their own."""
+    """Return (out, lse) of requests with contexts of one token or more, padded to the longest with tokens of their
+    own.
+    """
     query = query.to(_wide(query)) if has_codes(key_pages) else query  # what codes mean is not rounded
     requests, heads, dim = query.shape
     kv_heads, page_tokens = key_pages.shape[1:3]
@@ -125,7 +127,7 @@ def _attend(
 
 
 def _whole_pages(pages: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """A page's tokens of one KV head are one row: `[rows, page_tokens, dim]` of these."""
+    """Return pages with a page's tokens of one KV head as one row: `[rows, page_tokens, dim]` of these."""
     by_head = pages.flatten(0, 1)
     own = by_head.index_select(0, rows)
     return read_codes(codes_of(own), scales_of(own), dtype) if has_codes(pages) else own

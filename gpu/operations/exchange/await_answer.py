@@ -18,7 +18,7 @@ _RELEASED = tl.constexpr(RELEASED)
 
 
 def await_answer_reference(counters: Tensor, slot: Handshake) -> None:
-    """On the CPU the host has answered before it comes here; raises AssertionError where it has not."""
+    """Check on the CPU that the host has answered already. Raises AssertionError where it has not."""
     stamp, answered = int(counters[0]), int(slot.answered)
     assert answered in (stamp, RELEASED), f"await_answer: ask {stamp} has the answer to ask {answered}"
 

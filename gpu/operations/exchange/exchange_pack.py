@@ -33,12 +33,12 @@ _STORE_RELEASE = tl.constexpr(
 
 
 def new_counters(slot: Handshake, device: torch.device) -> Tensor:
-    """The device's count of a slot's asks: int32 `[max_rows]`, all equal."""
+    """Return the device's count of a slot's requests: int32 `[max_rows]`, all equal."""
     return torch.full((len(slot.flags),), slot.stamp, dtype=torch.int32, device=device)
 
 
 def catch_up(counters: Tensor, slot: Handshake) -> None:
-    """The host counts asks that it was not told of, of a warm-up, as answered; waits for the device. Counting back
+    """Count requests that the host was not told of, of a warm-up, as answered; waits for the device. Counting back
     instead would give stamps twice, and a flag of the first time would be taken for one of the second.
     """
     slot.stamp = int(counters[0])
@@ -53,7 +53,7 @@ def exchange_pack_reference(
     wanted: Tensor | None = None,
     excluded: Tensor | None = None,
 ) -> None:
-    """Plain torch on the CPU; see `exchange_pack`."""
+    """Compute `exchange_pack` in plain torch on the CPU."""
     rows = len(queries)
     slot.wanted[:rows] = 1 if wanted is None else wanted
     if slot.excluded is not None:
@@ -67,7 +67,9 @@ def exchange_pack_reference(
 
 @triton.jit
 def store_release(pointer, value):
-    """Who sees this int32, on the device or the host, sees all that the program stored before its last barrier."""
+    """Store an int32 so that a reader of it, on the device or the host, sees all that the program stored before its
+    last barrier.
+    """
     if _INTERPRETED:  # which knows no assembly, and one thread
         tl.store(pointer, value)
     else:

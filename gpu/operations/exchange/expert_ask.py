@@ -23,7 +23,7 @@ ADD_BLOCK = 1024
 def ask_experts_reference(
     normed: Tensor, ids: Tensor, shares: Tensor, on_card: int, slots: Tensor | None, counters: Tensor, slot: ExpertSlot
 ) -> None:
-    """Plain torch on the CPU; see `ask_experts`."""
+    """Compute `ask_experts` in plain torch on the CPU."""
     rows = len(normed)
     is_here = ids >= on_card
     if slots is not None:
@@ -101,7 +101,8 @@ def ask_experts(
 
 
 def add_answer(made: Tensor, slot: ExpertSlot, dtype: torch.dtype) -> Tensor:
-    """`made` and the answer to the last ask, of which there is one: `[rows, hidden]` of `dtype`, rounded once.
+    """Return `made` plus the answer to the last request, of which there is one: `[rows, hidden]` of `dtype`, rounded
+    once.
 
     made: float32 `[rows, hidden]`, contiguous. Raises ValueError for another dtype.
     """

@@ -26,8 +26,8 @@ MIXED_PLACES = 8
 
 @triton.jit
 def _lay_rows(token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """A program's rows, so many of each of its token's experts: the place of the expert among these, the row in the
-    expert, the pair, and whether there is one.
+    """Lay out a program's rows, so many of each of its token's experts: the place of the expert among these, the row in
+    the expert, the pair, and whether there is one.
     """
     lane = tl.arange(0, SLOTS * BLOCK_ROWS)
     slot = lane % SLOTS
@@ -39,8 +39,8 @@ def _take_rows(
     logits, ids, shares, token, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row of a program its row in the expert, pair, expert (int64), and whether it is one. The program of row 0
-    writes who is taken.
+    """Return for each row of a program its row in the expert, pair, expert (int64), and whether it is one. The program
+    of row 0 writes which experts are taken.
     """
     slot, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
     expert, share = take_experts(
@@ -53,7 +53,7 @@ def _take_rows(
 
 @triton.jit
 def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """As `_take_rows`, with the expert's weight, of what was written."""
+    """Return rows as `_take_rows`, with the expert's weight, from what was written."""
     _, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
     expert = tl.load(ids + place, mask=is_ours, other=0).to(tl.int64)
     return row, place, expert, tl.load(shares + place, mask=is_ours, other=0.0), is_ours
@@ -123,7 +123,7 @@ def _down_kernel(
 def _store_sum(
     weighed, residual, out, token, residual_stride, HIDDEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Of a row what its experts make of it, `[rows * SLOTS]`, and the residual."""
+    """Store for a row the sum of its experts' outputs, `[rows * SLOTS]`, and the residual."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = row < HIDDEN
     result = tl.sum(tl.reshape(weighed, [BLOCK_ROWS, SLOTS]), 1)
@@ -135,11 +135,11 @@ def gate_up_rows(
     normed: Tensor, logits: Tensor, gate_up: Tensor, experts: Experts, activation: Activation,
     far: FarExperts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype, and who
-    they are: ids int32 and weights float32, as `routing.choose` gives them.
+    """Return `activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype,
+    and the experts: ids int32 and weights float32, as `routing.choose` gives them.
 
-    normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of
-    experts that lie elsewhere. Raises ValueError for another shape, dtype or device, and for packed experts.
+    normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of experts that
+    lie elsewhere. Raises ValueError for another shape, dtype or device, and for packed experts.
     """
     tokens, hidden = normed.shape
     _refuse_packed("gate_up_rows", "gate_up", gate_up, far and far.gate_up)
@@ -165,12 +165,12 @@ def down_rows(
     product: Tensor, ids: Tensor, shares: Tensor, down: Tensor, residual: Tensor, experts: Experts,
     far: FarExperts | None = None,
 ) -> Tensor:  # fmt: skip
-    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new, of its dtype, or
-    float32 where some are left out.
+    """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
+    dtype, or float32 where some are left out.
 
     product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
-    `weights.ExpertWeights`; far: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device,
-    and for packed experts.
+    `weights.ExpertWeights`; far: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device, and for
+    packed experts.
     """
     tokens, hidden = residual.shape
     _refuse_packed("down_rows", "down", down, far and far.down)
@@ -188,12 +188,12 @@ def down_rows(
 
 
 def dtype_of_sum(product: Tensor, far: FarExperts | None) -> torch.dtype:
-    """Of what experts make: more is added to it where some are left out."""
+    """Return the dtype of the experts' sum: float32 where some are left out, since more is added."""
     return torch.float32 if leaves_out(far) else product.dtype
 
 
 def far_matrix(near: Stored, stored: Stored | None) -> Stored:
-    """The far one, or anything where nothing is read there."""
+    """Return the far matrix, or anything where nothing is read there."""
     return near if stored is None else stored
 
 
@@ -234,7 +234,9 @@ def _refuse_packed(op: str, name: str, near: Stored, there: Stored | None) -> No
 
 
 def _sized(config: tuple[int, int, int, int], experts: Experts) -> tuple[int, int, int, int, int]:
-    """A configuration, with as many rows together where fewer experts are taken than it is for, or more; and places."""
+    """Return a configuration with as many rows together where fewer experts are taken than it is for, or more; and
+    places.
+    """
     rows, block, num_warps, unroll = config
     slots = triton.next_power_of_2(experts.per_token)
     return max(1, rows * MIXED_PLACES // slots), block, num_warps, unroll, slots

@@ -61,7 +61,7 @@ class Tiles:
 
 @triton.jit
 def _read_tile(tile_experts, takers, tile, BLOCK_PAIRS: tl.constexpr):
-    """Its expert, below 0 if there is none, and its pairs, of which those below 0 are none."""
+    """Return a tile's expert, below 0 if there is none, and its pairs, of which those below 0 are none."""
     expert = tl.load(tile_experts + tile)
     lane = tl.arange(0, BLOCK_PAIRS)
     return expert, tl.load(takers + tile.to(tl.int64) * BLOCK_PAIRS + lane)
@@ -72,8 +72,9 @@ def _find_tile(
     logits, tile_experts, takers, shares, tile, num_tokens, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """As `_read_tile`, of no more tokens than a tile has pairs, from their logits. A tile is an expert's; or BY_PAIR of
-    that expert that the pair of its number takes, if no token before it does. The programs of row 0 write it all.
+    """Return a tile as `_read_tile`, of no more tokens than a tile has pairs, from their logits. A tile is an expert's;
+    or BY_PAIR of that expert that the pair of its number takes, if no token before it does. The programs of row 0 write
+    it all.
     """
     token = tl.arange(0, BLOCK_PAIRS)
     is_token = token < num_tokens
@@ -115,7 +116,7 @@ def _own_tile(
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program's, listed or found."""
+    """Return a program's tile, listed or found."""
     tile = tl.program_id(1)
     if ROUTES:
         expert, taker = _find_tile(
@@ -178,7 +179,7 @@ def _store_tile(
 
 @triton.jit
 def _leave_out(places, expert, taker, out, NUM_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The expert, or -1 where somebody else computes it: what it makes is zero here, and nothing of it is read."""
+    """Return the expert, or -1 where something else computes it: its output is zero here, and nothing of it is read."""
     _, is_far = find_place(places, tl.maximum(expert, 0), True)
     pair = tl.where(tl.where(is_far, expert, -1) >= 0, taker, -1)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -275,14 +276,14 @@ def _sum_pairs_kernel(
 
 
 def sizes_of_tiles(experts: Experts, most_tokens: int) -> list[int]:
-    """Numbers of tokens, one for each size of tiles and of blocks that pairs are sorted in."""
+    """Return numbers of tokens, one for each size of tiles and of blocks that pairs are sorted in."""
     pairs = [size * experts.num_experts for size in (16, 32, 64, 128)] + list(SORTED_BLOCKS)
     return sorted({min(most_tokens, max(1, one // experts.per_token)) for one in pairs} | {most_tokens})
 
 
 def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool) -> Tiles:
-    """Pairs of `routing.choose`'s ids and weights, in tiles of about as many as an expert has. has_packed: whether
-    gate_up or down is: both are multiplied in these tiles.
+    """Return the pairs of `routing.choose`'s ids and weights, in tiles of about as many as an expert has. has_packed:
+    whether gate_up or down is: both are multiplied in these tiles.
     """
     mean = -(-ids.numel() // experts.num_experts)
     most = MOST_PACKED_PAIRS if has_packed else MOST_PAIRS
@@ -291,7 +292,9 @@ def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool) -> 
 
 
 def pair_few(logits: Tensor, experts: Experts) -> Tiles:
-    """Tiles of up to LEAST_PAIRS tokens, which gate and up's programs fill. logits: of `routing.router_logits`."""
+    """Return tiles of up to LEAST_PAIRS tokens, which gate and up's programs fill. logits: of
+    `routing.router_logits`.
+    """
     tokens = len(logits)
     check("pair_few", "logits", logits, (tokens, experts.num_experts), torch.float32, logits.device)
     if not 0 < tokens <= LEAST_PAIRS:
@@ -307,10 +310,10 @@ def gate_up_tiles(
     normed: Tensor, tiles: Tiles, gate_up: Stored, experts: Experts, activation: Activation,
     far: FarExperts | None = None,
 ) -> Tensor:  # fmt: skip
-    """`activation(gate) * up` of each pair, `[pairs, intermediate]` of normed's dtype, pairs by token and place.
+    """Return `activation(gate) * up` of each pair, `[pairs, intermediate]` of normed's dtype, pairs by token and place.
 
-    normed `[tokens, hidden]`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of experts that lie
-    elsewhere. Raises ValueError for another shape, dtype or device.
+    normed `[tokens, hidden]`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of experts that lie elsewhere.
+    Raises ValueError for another shape, dtype or device.
     """
     check_experts(
         "gate_up_tiles", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
@@ -324,11 +327,11 @@ def down_tiles(
     product: Tensor, tiles: Tiles, down: Stored, residual: Tensor, experts: Experts,
     far: FarExperts | None = None,
 ) -> Tensor:  # fmt: skip
-    """`residual` and what the experts make of `product`, weighed and summed: `[tokens, hidden]`, new, of its dtype, or
-    float32 where some are left out.
+    """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
+    dtype, or float32 where some are left out.
 
-    product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in
-    `weights.ExpertWeights`; far: as in `gate_up_tiles`. Raises ValueError for another shape, dtype or device.
+    product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in `weights.ExpertWeights`; far: as
+    in `gate_up_tiles`. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = residual.shape
     check_experts("down_tiles", "down", down, far, far and far.down, experts, hidden, product)

@@ -16,8 +16,8 @@ from gpu.operations.swiglu import swiglu_reference
 
 
 def route_reference(normed: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Who takes whom: ids int64 and weights float32 (float64 of such tokens), both `[tokens, per_token]`, the largest
-    first and of equals the lower one.
+    """Return each token's experts: ids int64 and weights float32 (float64 of such tokens), both `[tokens, per_token]`,
+    the largest first and of equals the lower one.
 
     normed `[tokens, hidden]`, behind the layer's norm; router `[experts, hidden]`. Logits are never rounded.
     """
@@ -26,7 +26,7 @@ def route_reference(normed: Tensor, router: Tensor, experts: Experts) -> tuple[T
 
 
 def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """As `route_reference`, of logits `[tokens, experts]`."""
+    """Return experts as `route_reference`, of logits `[tokens, experts]`."""
     shares, ids = torch.softmax(logits, 1).sort(dim=1, descending=True, stable=True)
     shares, ids = shares[:, : experts.per_token], ids[:, : experts.per_token]
     return ids, shares / shares.sum(1, keepdim=True) if experts.is_normalised else shares
@@ -34,9 +34,9 @@ def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Stored, down: Stored, experts: Experts,
                       activation: Activation, far: FarExperts | None = None) -> Tensor:  # fmt: skip
-    """What the experts make of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
-    `route_reference`; gate_up, down: as in `weights.ExpertWeights`; far: of those that lie elsewhere. Where
-    some are left out, not of the tokens' dtype, but as wide as the weights.
+    """Return the experts' outputs of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
+    `route_reference`; gate_up, down: as in `weights.ExpertWeights`; far: of those that lie elsewhere. Where some are
+    left out, not of the tokens' dtype, but as wide as the weights.
     """
     tokens, width = normed.shape[0], experts.intermediate
     made = normed.new_zeros(tokens, experts.per_token, normed.shape[1])
@@ -57,7 +57,7 @@ def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Sto
 
 
 def rows_of(stored: Stored, begin: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Rows `[begin, begin + count)` of a matrix, widened if they are packed; whole blocks of rows."""
+    """Return rows `[begin, begin + count)` of a matrix, widened if they are packed; whole blocks of rows."""
     end = begin + count
     if isinstance(stored, Tensor):
         return stored[begin:end].to(dtype)

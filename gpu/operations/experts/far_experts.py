@@ -25,7 +25,7 @@ class FarExperts:
     places: Tensor
 
     def find(self, expert: int, near: tuple[Stored, Stored]) -> tuple[tuple[Stored, Stored], int] | None:
-        """Its matrices, and its number in them; None: it is left out. Waits for the device."""
+        """Return an expert's matrices, and its number in them; None: it is left out. Waits for the device."""
         place = int(self.places[expert])
         if place >= 0:
             return near, place
@@ -36,7 +36,9 @@ class FarExperts:
 
 @triton.jit
 def find_place(places, expert, HAS_FAR: tl.constexpr):
-    """Of experts, integers of any shape: the number of each in its matrix, int64, and whether that is the far one."""
+    """Return for experts, integers of any shape, the number of each in its matrix, int64, and whether that is the far
+    one.
+    """
     number = expert.to(tl.int64)
     is_far = number < 0
     if HAS_FAR:
@@ -48,7 +50,7 @@ def find_place(places, expert, HAS_FAR: tl.constexpr):
 
 @triton.jit
 def base_of(near, far, is_far, HAS_FAR: tl.constexpr):
-    """Of a pair of pointers, the one that each expert's rows are counted from."""
+    """Return which of a pair of pointers each expert's rows are counted from."""
     base = near
     if HAS_FAR:
         base = tl.where(is_far, far, near)
@@ -56,10 +58,10 @@ def base_of(near, far, is_far, HAS_FAR: tl.constexpr):
 
 
 def leaves_out(far: FarExperts | None) -> bool:
-    """Whether those on the far side are computed by somebody else."""
+    """Return whether something else computes the experts on the far side."""
     return far is not None and far.gate_up is None
 
 
 def places_of(far: FarExperts | None, x: Tensor) -> Tensor:
-    """What a kernel is given as `places`; anything, where nothing lies far."""
+    """Return what a kernel is given as `places`; anything, where nothing lies far."""
     return x if far is None else far.places

@@ -33,7 +33,7 @@ class Listed(NamedTuple):
 def list_experts_reference(
     chosen: Tensor, num_on_card: int, num_experts: int, num_slots: int, rows: Tensor | None, total: Tensor | None
 ) -> Listed:
-    """Plain torch; see `list_experts`."""
+    """Compute `list_experts` in plain torch."""
     live = chosen if rows is None else chosen[rows >= 0]
     own = live[live >= num_on_card].unique() - num_on_card  # ascending
     wanted = torch.full((num_slots,), -1, dtype=torch.int32, device=chosen.device)
@@ -137,7 +137,7 @@ def fetch_experts(source: Tensor, into: Tensor, listed: Listed) -> None:
 
 
 def words_of(stack: Tensor, num_experts: int) -> Tensor:
-    """A view of a stack, an expert's rows behind another's: int32 `[experts, words]`, what is fetched of it.
+    """Return a view of a stack, an expert's rows behind another's: int32 `[experts, words]`, what is fetched of it.
 
     Raises ValueError for rows of an expert that are no whole words.
     """

@@ -46,20 +46,20 @@ def _router_logits_kernel(
 
 @triton.jit
 def _in_order(bits):
-    """Between the bits of a float32 and an int32 of the same order, both ways."""
+    """Convert between the bits of a float32 and an int32 of the same order, both ways."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def keys_of(values, is_expert):
-    """Integers of the order of logits, so that whatever is there, an expert is taken that there is."""
+    """Return integers of the order of logits, so that an existing expert is taken whatever the logits are."""
     keys = _in_order((values + 0.0).to(tl.int32, bitcast=True))  # no -0.0
     return tl.where(is_expert, keys, -0x80000000)
 
 
 @triton.jit
 def logit_of(keys):
-    """float32, the reverse of `keys_of`."""
+    """Return float32, the reverse of `keys_of`."""
     return _in_order(keys).to(tl.float32, bitcast=True)
 
 
@@ -68,9 +68,9 @@ def take_experts(
     logits, slot, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    """The expert at each place of `slot`, int32 of any length, and its weight, float32: of one token's logits. An
-    expert's place is the number of those before it: all are counted at once, where rounds of the largest that is left
-    would have all warps wait for one another twice in each.
+    """Return the expert at each place of `slot`, int32 of any length, and its weight, float32: of one token's logits.
+    An expert's place is the number of those before it: all are counted at once, where rounds of the largest that is
+    left would have all warps wait for one another twice in each.
     """
     expert = tl.arange(0, BLOCK_EXPERTS)
     is_expert = expert < NUM_EXPERTS
@@ -125,7 +125,8 @@ def _tile_pairs_kernel(
 
 
 def router_logits(x: Tensor, norm: Tensor, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
-    """`rms_norm(x)` of x's dtype, `[tokens, hidden]`, and its products with the router, float32 `[tokens, experts]`.
+    """Return `rms_norm(x)` of x's dtype, `[tokens, hidden]`, and its products with the router, float32 `[tokens,
+    experts]`.
 
     x `[tokens, hidden]`, norm `[hidden]` of its dtype or float32, router `[experts, hidden]` of its dtype. Raises
     ValueError for another shape, dtype or device.
@@ -147,7 +148,8 @@ def router_logits(x: Tensor, norm: Tensor, eps: float, router: Tensor) -> tuple[
 
 
 def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """ids int32 and weights float32 of those that each token takes, `[tokens, per_token]`, the largest first.
+    """Return ids int32 and weights float32 of the experts that each token takes, `[tokens, per_token]`, the largest
+    first.
 
     logits float32 `[tokens, experts]`, contiguous. Raises ValueError for another shape or dtype.
     """
@@ -166,7 +168,7 @@ def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def taking(experts: Experts) -> dict[str, object]:
-    """What `take_experts` asks of a mixture."""
+    """Return the arguments of `take_experts` for a mixture."""
     return {
         "NUM_EXPERTS": experts.num_experts, "BLOCK_EXPERTS": triton.next_power_of_2(experts.num_experts),
         "PER_TOKEN": experts.per_token, "IS_NORMALISED": experts.is_normalised,
@@ -174,7 +176,7 @@ def taking(experts: Experts) -> dict[str, object]:
 
 
 def tile_pairs(ids: Tensor, num_experts: int, per_tile: int) -> tuple[Tensor, Tensor]:
-    """Of each tile its expert, int32 `[tiles]`, -1 of one without pairs, and the pairs that it has, int32
+    """Return for each tile its expert, int32 `[tiles]`, -1 of one without pairs, and the pairs that it has, int32
     `[tiles, per_tile]`, -1 where there are no more: an expert's in their order, `pairs // per_tile + experts` tiles.
     ids: of `choose`. Raises ValueError for another dtype.
     """
@@ -194,7 +196,7 @@ def tile_pairs(ids: Tensor, num_experts: int, per_tile: int) -> tuple[Tensor, Te
 
 
 def _tile_pairs_reference(ids: Tensor, num_experts: int, per_tile: int, num_tiles: int) -> tuple[Tensor, Tensor]:
-    """Plain torch."""
+    """Compute `tile_pairs` in plain torch."""
     counts = torch.bincount(ids.long(), minlength=num_experts)
     begins = counts.cumsum(0) - counts
     order = ids.argsort(stable=True)

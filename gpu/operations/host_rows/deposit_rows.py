@@ -35,8 +35,8 @@ def _sum_kernel(
 
 
 def centre_of(keys: Tensor) -> Tensor:
-    """Mean over the tokens of keys `[kv_heads, tokens, dim]` (heads and tokens strided): float32 `[kv_heads, dim]`,
-    summed in float32 by parts of PART_TOKENS tokens, wherever they lie.
+    """Return the mean over the tokens of keys `[kv_heads, tokens, dim]` (heads and tokens strided): float32 `[kv_heads,
+    dim]`, summed in float32 by parts of PART_TOKENS tokens, wherever they lie.
     """
     heads, tokens, dim = keys.shape
     if not runs_on_triton(keys) or keys.numel() == 0 or keys.stride(2) != 1:
@@ -51,14 +51,14 @@ def centre_of(keys: Tensor) -> Tensor:
 
 
 def key_scale_of(keys: Tensor, centre: Tensor) -> Tensor:
-    """A step of int8 keys: float32 `[kv_heads]`; the largest centred element of any token is 127 steps."""
+    """Return a step of int8 keys: float32 `[kv_heads]`; the largest centred element of any token is 127 steps."""
     low, high = keys.aminmax(dim=1)
     spread = torch.maximum(high.float() - centre, centre - low.float()).amax(-1)
     return spread.div_(INT8_STEPS).clamp_min_(SMALLEST_SCALE)
 
 
 def value_scale_of(values: Tensor) -> Tensor:
-    """A step of int8 values, by channel: float32 `[kv_heads, dim]`; the largest of any token is 127 steps."""
+    """Return a step of int8 values, by channel: float32 `[kv_heads, dim]`; the largest of any token is 127 steps."""
     low, high = values.aminmax(dim=1)
     return torch.maximum(high.float(), -low.float()).div_(INT8_STEPS).clamp_min_(SMALLEST_SCALE)
 
@@ -72,7 +72,7 @@ def deposit_rows_reference(
     stored_keys: Tensor,
     stored_values: Tensor,
 ) -> None:
-    """Plain torch; see `deposit_rows`."""
+    """Compute `deposit_rows` in plain torch."""
     centred = keys - centre[:, None]  # float32, or wider
     if key_scale is None or value_scale is None:
         stored_keys.copy_(centred)

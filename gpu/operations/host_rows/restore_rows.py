@@ -24,7 +24,7 @@ def restore_rows_reference(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Plain torch; see `restore_rows`."""
+    """Compute `restore_rows` in plain torch."""
     if key_scale is None or value_scale is None:
         keys.copy_(stored_keys + centre[:, None])
         values.copy_(stored_values)

@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def scatter_runs_reference(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Plain torch; see `scatter_runs`."""
+    """Compute `scatter_runs` in plain torch."""
     for layer, target in zip(source, targets, strict=True):
         target.copy_(layer)
 
@@ -62,7 +62,9 @@ def scatter_runs(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def launch(source: Tensor, addresses: Tensor, strides: tuple[int, ...], is_aligned: bool) -> None:
-    """`addresses`: int64 `[layers]`, where each layer's target begins; `strides`: of heads and inner, in elements."""
+    """Launch the copy. `addresses`: int64 `[layers]`, where each layer's target begins; `strides`: of heads and inner,
+    in elements.
+    """
     layers, heads, inners, length = source.shape
     _scatter_kernel[(layers * heads * inners, triton.cdiv(length, BLOCK))](
         source, addresses, heads, inners, length, strides[0], strides[1],

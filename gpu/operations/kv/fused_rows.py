@@ -23,17 +23,21 @@ BLOCK_ROWS = 16
 
 
 def fuse_rows_reference(rows: Tensor) -> Tensor:
-    """fbgemm's operator: float32 rows `[..., dim]` on the CPU to uint8 `[..., dim + 8]`. It turns NaN into numbers."""
+    """Run fbgemm's operator: float32 rows `[..., dim]` on the CPU to uint8 `[..., dim + 8]`. It turns NaN into
+    numbers.
+    """
     return _fbgemm().FloatOrHalfToFused8BitRowwiseQuantized(rows.contiguous())
 
 
 def widen_rows_reference(fused: Tensor) -> Tensor:
-    """fbgemm's inverse: uint8 `[..., dim + 8]` on the CPU to float32 `[..., dim]`."""
+    """Run fbgemm's inverse: uint8 `[..., dim + 8]` on the CPU to float32 `[..., dim]`."""
     return _fbgemm().Fused8BitRowwiseQuantizedToFloat(fused.contiguous())
 
 
 def _fbgemm() -> Any:
-    """The operators, which importing the library makes known to torch. Where CUDA does the work, nobody needs it."""
+    """Return the operators, which importing the library registers with torch. Where CUDA does the work, it is not
+    needed.
+    """
     try:
         importlib.import_module("fbgemm_gpu")
     except ImportError as error:
@@ -114,7 +118,9 @@ def _widen_kernel(
 
 
 def widen_rows(fused: Tensor, rows: Tensor) -> None:
-    """The inverse of `fuse_rows`, within half a scale: fill rows `[tokens, heads, dim]`, bf16 or float32, strided."""
+    """Fill rows `[tokens, heads, dim]`, bf16 or float32, strided, with the inverse of `fuse_rows`, within half a
+    scale.
+    """
     _check("widen_rows", rows, fused)
     if not runs_on_triton(rows) or rows.numel() == 0:
         rows.copy_(widen_rows_reference(fused))
@@ -127,14 +133,14 @@ def widen_rows(fused: Tensor, rows: Tensor) -> None:
 
 
 def find_unstorable(fused: Tensor) -> tuple[int, int] | None:
-    """Token and head of the first row of uint8 `[tokens, heads, dim + 8]` whose scale or bias is not finite."""
+    """Return token and head of the first row of uint8 `[tokens, heads, dim + 8]` whose scale or bias is not finite."""
     tails = fused.view(torch.float32)[..., -2:]
     broken = (~tails.isfinite().all(-1)).nonzero()
     return (int(broken[0, 0]), int(broken[0, 1])) if len(broken) else None
 
 
 def _require_storable(rows: Tensor, fused: Tensor) -> None:
-    """`find_unstorable` on the CPU, where fbgemm hides a NaN."""
+    """Raise where `find_unstorable` finds a row on the CPU, where fbgemm hides a NaN."""
     broken = (~rows.isfinite().all(-1)).nonzero().tolist()
     place = tuple(broken[0]) if broken else find_unstorable(fused)
     if place is not None:

@@ -29,7 +29,7 @@ _PLAIN = tl.constexpr(PLAIN)
 def gather_pages_reference(
     key_pages: Tensor, value_pages: Tensor, page_ids: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    """Plain torch; see `gather_pages`."""
+    """Compute `gather_pages` in plain torch."""
     for pages, gathered in ((key_pages, keys), (value_pages, values)):
         if not has_codes(pages):
             gathered.copy_(pages.index_select(0, page_ids).transpose(0, 1))
@@ -64,10 +64,9 @@ def _gather_pages_kernel(
 
 
 def gather_pages(key_pages: Tensor, value_pages: Tensor, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Pages `[num_pages, kv_heads, page_tokens, dim]`, contiguous but for heads that are left out, to keys and values
-    `[kv_heads, pages, page_tokens, dim]` (heads strided, alike) of the pages' dtype, or of codes
-    (`kv_rows`) in any; page_ids: an integer type, `[pages]`, contiguous. Raises ValueError where shapes,
-    dtypes or devices do not fit.
+    """Copy pages `[num_pages, kv_heads, page_tokens, dim]`, contiguous but for heads that are left out, to keys and
+    values `[kv_heads, pages, page_tokens, dim]` (heads strided, alike) of the pages' dtype, or of codes (`kv_rows`) in
+    any; page_ids: an integer type, `[pages]`, contiguous. Raises ValueError where shapes, dtypes or devices do not fit.
     """
     num_pages, kv_heads, page_tokens = key_pages.shape[:3]
     dim, dtype, device = dim_of(key_pages), keys.dtype, key_pages.device

@@ -66,32 +66,32 @@ _FP8_TO_BF16 = tl.constexpr(
 
 
 def stored_dtype(kv: KvFormat, dtype: torch.dtype) -> torch.dtype:
-    """Of pages in this format; dtype: that computes."""
+    """Return the dtype of pages in this format; dtype: that computes."""
     return CODE_DTYPES.get(kv, dtype)
 
 
 def width_of(stored: torch.dtype, dim: int) -> int:
-    """Elements that a row takes of a page, its scale among them."""
+    """Return how many elements a row takes of a page, its scale among them."""
     return dim + SCALE_BYTES * (stored in LARGEST_CODE)
 
 
 def poison(pages: Tensor) -> None:
-    """Every row becomes NaN: a debug and test aid."""
+    """Fill every row with NaN: a debug and test aid."""
     pages.view(torch.uint8).fill_(0xFF) if has_codes(pages) else pages.fill_(float("nan"))
 
 
 def has_codes(pages: Tensor) -> bool:
-    """Whether rows are codes of 8 bits."""
+    """Return whether rows are codes of 8 bits."""
     return pages.dtype in LARGEST_CODE
 
 
 def dim_of(pages: Tensor) -> int:
-    """Elements of a row."""
+    """Return the elements of a row."""
     return pages.shape[-1] - SCALE_BYTES * has_codes(pages)
 
 
 def kind_of(pages: Tensor) -> int:
-    """How a kernel meets these rows: PLAIN, INT8 or FP8."""
+    """Return how a kernel reads these rows: PLAIN, INT8 or FP8."""
     if not has_codes(pages):
         return PLAIN
     return INT8 if pages.dtype == torch.int8 else FP8
@@ -109,19 +109,21 @@ def check_pages(op: str, name: str, pages: Tensor, shape: tuple[int, ...], dtype
 
 
 def codes_of(pages: Tensor) -> Tensor:
-    """A view of `[.., page_tokens, dim + 4]`, contiguous in its last two axes: codes `[.., page_tokens, dim]`."""
+    """Return a view of `[.., page_tokens, dim + 4]`, contiguous in its last two axes: codes `[.., page_tokens,
+    dim]`.
+    """
     tokens, dim = pages.shape[-2], dim_of(pages)
     return pages.flatten(-2)[..., : tokens * dim].unflatten(-1, (tokens, dim))
 
 
 def scales_of(pages: Tensor) -> Tensor:
-    """Likewise: float32 `[.., page_tokens]`."""
+    """Return a view of the scales likewise: float32 `[.., page_tokens]`."""
     tokens, dim = pages.shape[-2], dim_of(pages)
     return pages.flatten(-2)[..., tokens * dim :].view(torch.float32)
 
 
 def make_codes(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows `[.., dim]` as codes of that dtype and scales float32 `[..]`, plain torch."""
+    """Return rows `[.., dim]` as codes of that dtype and scales float32 `[..]`, plain torch."""
     rows = rows.float()
     top = LARGEST_CODE[dtype]
     scales = (rows.abs().amax(-1) / top).clamp_min_(SMALLEST_SCALE) + (rows * 0.0).sum(-1)
@@ -132,14 +134,14 @@ def make_codes(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def read_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The reverse of `make_codes`: codes `[.., dim]` and scales `[..]` to rows of `dtype`, in float64 exact."""
+    """Return rows of `dtype`, the reverse of `make_codes`: of codes `[.., dim]` and scales `[..]`, in float64 exact."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     numbers = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
     return (numbers.to(wide) * scales[..., None].to(wide)).to(dtype)
 
 
 def read_cells(pages: Tensor, page_ids: Tensor, heads: Tensor | int, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows `[.., dim]` of `pages[page_ids, heads, offsets]`, which broadcast; plain torch."""
+    """Return rows `[.., dim]` of `pages[page_ids, heads, offsets]`, which broadcast; plain torch."""
     if not has_codes(pages):
         return pages[page_ids, heads, offsets].to(dtype)
     at = (page_ids, heads, offsets)
@@ -151,7 +153,7 @@ def read_cells(pages: Tensor, page_ids: Tensor, heads: Tensor | int, offsets: Te
 
 @triton.jit
 def widen(codes, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Codes as numbers of DTYPE, which holds all of them."""
+    """Convert codes to numbers of DTYPE, which holds all of them."""
     if tl.bfloat16 == DTYPE and not _INTERPRETED:
         if KIND == _INT8:
             numbers = tl.inline_asm_elementwise(_INT8_TO_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
@@ -168,14 +170,14 @@ def widen(codes, DTYPE: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def scale_of(largest, broken, KIND: tl.constexpr):
-    """Of rows whose largest magnitude this is, float32; broken: the sum of their elements times 0."""
+    """Return the scale of rows whose largest magnitude this is, float32; broken: the sum of their elements times 0."""
     TOP: tl.constexpr = 127.0 if KIND == _INT8 else 448.0
     return tl.maximum(tl.div_rn(largest, largest * 0.0 + TOP), _SMALLEST) + broken
 
 
 @triton.jit
 def encode_rows(x, scale, KIND: tl.constexpr):
-    """Codes of float32 rows, `scale` of their shape or broadcast to it."""
+    """Return codes of float32 rows, `scale` of their shape or broadcast to it."""
     TOP: tl.constexpr = 127.0 if KIND == _INT8 else 448.0
     steps = tl.div_rn(x, scale + x * 0.0)
     steps = tl.minimum(tl.maximum(steps, -TOP), TOP)
@@ -194,7 +196,7 @@ def encode_rows(x, scale, KIND: tl.constexpr):
 
 @triton.jit
 def floats_of(pages):
-    """The pages again, counted in words: where scales are read and written."""
+    """Return the pages counted in words: where scales are read and written."""
     return pages.to(tl.pointer_type(tl.float32), bitcast=True)
 
 
@@ -219,7 +221,7 @@ def _read_rows_kernel(
 
 
 def read_rows(pages: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Rows of pages `[num_pages, kv_heads, page_tokens, ..]`, counted through all KV heads' pages, to out `[rows,
+    """Read rows of pages `[num_pages, kv_heads, page_tokens, ..]`, counted through all KV heads' pages, to out `[rows,
     dim]`, contiguous; rows: int64 `[rows]`. Raises ValueError for another shape, dtype or device.
     """
     op, dim = "read_rows", dim_of(pages)
@@ -267,7 +269,7 @@ def _write_rows_kernel(
 
 
 def write_rows(rows: Tensor, page_ids: Tensor, offsets: Tensor | None, pages: Tensor) -> None:
-    """Rows `[kv_heads, tokens, dim]` (heads and tokens strided) to `pages[page_ids[t], head, offsets[t]]`.
+    """Write rows `[kv_heads, tokens, dim]` (heads and tokens strided) to `pages[page_ids[t], head, offsets[t]]`.
 
     page_ids, offsets: int64 `[tokens]`; without offsets page_ids is `[tokens / page_tokens]`, of whole pages in order.
     pages: `[num_pages, kv_heads, page_tokens, ..]`, contiguous. Raises ValueError for another shape, dtype or device;
@@ -305,8 +307,8 @@ def write_rows(rows: Tensor, page_ids: Tensor, offsets: Tensor | None, pages: Te
 
 
 def _parts(rows: Tensor, pages: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Codes, then scales of `[tokens, ..]`, and where they are copied to, `[pages, page_tokens, ..]`, a KV head after
-    another.
+    """Return codes, then scales of `[tokens, ..]`, and where they are copied to, `[pages, page_tokens, ..]`, a KV head
+    after another.
     """
     codes, scales = codes_of(pages), scales_of(pages)
     for head, own in enumerate(rows):

@@ -22,7 +22,7 @@ def rope_kv_write_cpu(
     num_heads: int,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """See `rope_kv_write`; float32 throughout. A padding token's query is zero."""
+    """Compute `rope_kv_write` in float32 throughout. A padding token's query is zero."""
     kv_heads, _, dim = key_pages.shape[1:]
     if norms is not None:
         head_norm(qkv, norms, num_heads, kv_heads)

@@ -38,8 +38,8 @@ INNER, MULTIPLY, ORDER, TABLE_COLUMNS = range(MATRIX_COLUMNS, MATRIX_COLUMNS + 4
 
 @numba.njit(nogil=True)
 def multiply_rows(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains):
-    """`product` of four rows of a matrix from one on; matrix: the address of its TABLE_COLUMNS; gains: of room for
-    those of four rows (`num_gains`).
+    """Compute `product` of four rows of a matrix from one on; matrix: the address of its TABLE_COLUMNS; gains: of room
+    for those of four rows (`num_gains`).
     """
     m = numba.carray(pointer_to(matrix), (TABLE_COLUMNS,), np.int64)
     if is_packed(kind):
@@ -50,8 +50,8 @@ def multiply_rows(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains
 
 @numba.njit(nogil=True)
 def product(kind, rows, row_bytes, gains, room, inner, x, x_stride, tokens, out, out_stride, ahead):
-    """`out[token, 0 .. 4]` of the four rows at `rows`, for all tokens. Addresses; strides in float32 elements. gains,
-    room: of packed rows (`product_block`).
+    """Compute `out[token, 0 .. 4]` of the four rows at `rows`, for all tokens. Addresses; strides in float32 elements.
+    gains, room: of packed rows (`product_block`).
     """
     token, offsets = 0, gains + 4 * ROWS * room
     while tokens - token >= _WIDE:
@@ -81,13 +81,13 @@ def rows_an_item(row_bytes):
 
 @numba.njit(nogil=True)
 def count_items(rows, row_bytes):
-    """Claims that a matrix is cut into."""
+    """Return how many claims a matrix is cut into."""
     return -(-rows // rows_an_item(row_bytes))
 
 
 @numba.njit(nogil=True)
 def in_order(matrix, x, tokens, ordered):
-    """x as the matrix has its columns: x itself, or in `ordered`, float32 of this thread with room for it."""
+    """Return x as the matrix has its columns: x itself, or in `ordered`, float32 of this thread with room for it."""
     if matrix[ORDER] == 0:
         return x
     order = numba.carray(pointer_to(matrix[ORDER]), (matrix[INNER],), np.int64)
@@ -99,8 +99,8 @@ def in_order(matrix, x, tokens, ordered):
 
 @numba.njit(nogil=True)
 def project(team, stage, matrix, rows, x, tokens, gains, out):
-    """`out[:, :rows] = x @ matrix.T`; `rows` at least four. x: in the matrix's order, here and below; gains: float32
-    `[num_gains]` of this thread.
+    """Compute `out[:, :rows] = x @ matrix.T`; `rows` at least four. x: in the matrix's order, here and below; gains:
+    float32 `[num_gains]` of this thread.
     """
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
     items, step = count_items(rows, row_bytes), rows_an_item(row_bytes)
@@ -117,7 +117,9 @@ def project(team, stage, matrix, rows, x, tokens, gains, out):
 
 @numba.njit(nogil=True)
 def project_and_add(team, stage, matrix, rows, x, tokens, gains, tile, out):
-    """`out[:, :rows] += x @ matrix.T`; `rows` a multiple of four; tile: float32 `[2, tokens, 4]` of this thread."""
+    """Compute `out[:, :rows] += x @ matrix.T`; `rows` a multiple of four; tile: float32 `[2, tokens, 4]` of this
+    thread.
+    """
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
     items, step = count_items(rows, row_bytes), rows_an_item(row_bytes)
     x_at, tile_at, done = address_of(x), address_of(tile), 0
@@ -135,7 +137,7 @@ def project_and_add(team, stage, matrix, rows, x, tokens, gains, tile, out):
 
 @numba.njit(nogil=True)
 def project_gated(team, stage, matrix, rows, x, tokens, gains, tile, out):
-    """`out = silu(gate) * up` of `matrix`, `[2 * rows, inner]` with gates first; `rows` a multiple of four."""
+    """Compute `out = silu(gate) * up` of `matrix`, `[2 * rows, inner]` with gates first; `rows` a multiple of four."""
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
     items, step = count_items(rows, 2 * row_bytes), rows_an_item(2 * row_bytes)
     x_at, gate_at, up_at = address_of(x), address_of(tile[0]), address_of(tile[1])
@@ -161,7 +163,7 @@ def _gate(tile, tokens, row, out):
 
 @numba.njit(nogil=True, fastmath=FINITE_OR_NOT)
 def normalise(x, weight, eps, tokens, out):
-    """RMSNorm of rows: `out[:, :hidden] = weight * x / rms(x)`; weight float32 `[hidden]`."""
+    """Compute RMSNorm of rows: `out[:, :hidden] = weight * x / rms(x)`; weight float32 `[hidden]`."""
     hidden = weight.shape[0]
     for token in range(tokens):
         squares = np.float32(0.0)

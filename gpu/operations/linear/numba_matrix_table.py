@@ -22,7 +22,7 @@ SOURCES = (product, emission, memory, packed_gains, packed_rows, region, vectors
 
 
 def rows_of(stored: Stored) -> Rows:
-    """As kernels are told of it; the order of its columns is not among that."""
+    """Return the rows as kernels need them, without the order of the columns."""
     if not isinstance(stored, Packed):
         return stored
     return PackedRows(
@@ -32,7 +32,7 @@ def rows_of(stored: Stored) -> Rows:
 
 
 def table_row(stored: Stored) -> list[int]:
-    """Of TABLE_COLUMNS. A packed matrix is one that `multiplies` serves."""
+    """Return a row of TABLE_COLUMNS. A packed matrix is one that `multiplies` serves."""
     rows, row = rows_of(stored), [0] * TABLE_COLUMNS
     tensors = [rows] if not isinstance(rows, PackedRows) else rows.tensors
     assert all(tensor.is_contiguous() for tensor in tensors), "compiled products read whole, contiguous tensors"
@@ -44,7 +44,7 @@ def table_row(stored: Stored) -> list[int]:
 
 
 def gains_room(stored: Stored) -> int:
-    """Float32 that a thread needs for the gains and offsets of rows that are taken together."""
+    """Return how many float32 a thread needs for the gains and offsets of rows that are taken together."""
     return 2 * ROWS * num_gains(rows_of(stored))
 
 
@@ -62,13 +62,15 @@ class Kind:
 
 
 def multiply_address(kind: Any) -> int:
-    """Of a C function `multiply_rows` for such rows."""
+    """Return the address of a C function `multiply_rows` for such rows."""
     return int(_compile(Kind(kind), version(*SOURCES)).address)
 
 
 @cache
 def _compile(key: Kind, version: int) -> Any:
-    """`version` stands for the sources of all that is called, which numba's file cache does not look at."""
+    """Compile `multiply_rows` for a kind. `version` stands for the sources of all that is called, which numba's file
+    cache does not look at.
+    """
     kind = key.value
 
     @numba.cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64)", cache=True)

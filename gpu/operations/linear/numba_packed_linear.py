@@ -40,15 +40,15 @@ _LINE_FLOATS = 16  # threads write to lines of their own
 
 
 def multiplies(packed: Packed) -> bool:
-    """Whether there is code for it here."""
+    """Return whether this module multiplies the matrix."""
     if not HAS_VECTORS or packed.device.type != "cpu" or packed.rows < ROWS or packed.inner % MULTIPLIED_COLUMNS:
         return False
     return packed.scales.shape[1] == 1 or packed.group % MULTIPLIED_GROUP == 0
 
 
 def packed_product(x: Tensor, packed: Packed) -> Tensor:
-    """`x @ packed.T` in float32, `[tokens, rows]`: x float32 `[tokens, inner]`, contiguous, columns in the matrix's
-    order. The matrix is one that `multiplies` serves.
+    """Return `x @ packed.T` in float32, `[tokens, rows]`: x float32 `[tokens, inner]`, contiguous, columns in the
+    matrix's order. The matrix is one that `multiplies` serves.
     """
     out = torch.empty(len(x), packed.rows)
     _run(_compile_products(version(*SOURCES, team)), packed, {
@@ -58,7 +58,9 @@ def packed_product(x: Tensor, packed: Packed) -> Tensor:
 
 
 def widen_packed(packed: Packed) -> Tensor:
-    """`[rows, inner]` of packed.dtype, columns in the matrix's order. The matrix is one that `multiplies` serves."""
+    """Return `[rows, inner]` of packed.dtype, columns in the matrix's order. The matrix is one that `multiplies`
+    serves.
+    """
     out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype)
     ask_huge_pages(out.data_ptr(), out.nbytes)
     kinds = Kind(kind_of(rows_of(packed))), Kind(KINDS[packed.dtype](0))
@@ -89,15 +91,16 @@ def _team(c, me, threads):
 
 @numba.njit(nogil=True)
 def _given(context):
-    """The context, and the matrix's row."""
+    """Return the context, and the matrix's row."""
     c = numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
     return c, numba.carray(pointer_to(c[MATRIX]), (TABLE_COLUMNS,), np.int64)
 
 
 @cache
 def _compile_products(version: int) -> Any:
-    """As C functions of the context's address, here and below; `version` stands for the sources of all that is called,
-    which numba's file cache does not look at."""
+    """Compile C functions of the context's address, here and below; `version` stands for the sources of all that is
+    called, which numba's file cache does not look at.
+    """
 
     @numba.cfunc("void(int64, int64, int64)", cache=True)
     def work(me, threads, context):  # type: ignore[no-untyped-def]
@@ -135,7 +138,7 @@ def _compile_widening(version: int) -> Any:
 
 @cache
 def _compile_rows(rows: Kind, numbers: Kind, version: int) -> Any:
-    """`widen_row` of so many rows, of one kind to another."""
+    """Compile `widen_row` of so many rows, from one kind to another."""
     kind, out_kind = rows.value, numbers.value
 
     @numba.cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64)", cache=True)

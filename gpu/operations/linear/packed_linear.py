@@ -57,7 +57,8 @@ def _unpack_kernel(
 
 
 def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, widened: Widen | None = None) -> Tensor:
-    """`x @ packed.T (+ residual)`: x `[tokens, inner]` of any float type, residual `[tokens, rows]` of packed.dtype.
+    """Return `x @ packed.T (+ residual)`: x `[tokens, inner]` of any float type, residual `[tokens, rows]` of
+    packed.dtype.
 
     The result, `[tokens, rows]`, is new and of packed.dtype. widened: what widens the matrix for more than
     MOST_PACKED_TOKENS, None: `widen`. Raises ValueError for another shape, dtype or device.
@@ -69,7 +70,9 @@ def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, wid
 
 
 def packed_logits(x: Tensor, packed: Packed) -> Tensor:
-    """`x @ packed.T` in float32, by kernels never rounded to bf16. Raises ValueError for another shape or device."""
+    """Return `x @ packed.T` in float32, by kernels never rounded to bf16. Raises ValueError for another shape or
+    device.
+    """
     x = _ordered("packed_logits", x, packed)
     most = MOST_PACKED_TOKENS if runs_on_triton(x) else most_multiplied(packed) or len(x)
     if len(x) <= most:
@@ -80,7 +83,7 @@ def packed_logits(x: Tensor, packed: Packed) -> Tensor:
 def packed_norm_linear(
     x: Tensor, norm: Tensor, eps: float, packed: Packed, bias: Tensor | None, widened: Widen | None = None
 ) -> Tensor:
-    """`rms_norm(x, norm, eps) @ packed.T (+ bias)`: norm `[inner]` of x.dtype or float32, bias `[rows]`.
+    """Return `rms_norm(x, norm, eps) @ packed.T (+ bias)`: norm `[inner]` of x.dtype or float32, bias `[rows]`.
 
     Raises ValueError for another shape, dtype or device.
     """
@@ -94,7 +97,7 @@ def packed_norm_linear(
 def packed_norm_gate_up(
     x: Tensor, norm: Tensor, eps: float, packed: Packed, activation: Activation, widened: Widen | None = None
 ) -> Tensor:
-    """`activation(gate) * up` of `rms_norm(x, norm, eps) @ packed.T`, gate first -> `[tokens, rows / 2]`.
+    """Return `activation(gate) * up` of `rms_norm(x, norm, eps) @ packed.T`, gate first -> `[tokens, rows / 2]`.
 
     Raises ValueError for another shape, dtype or device.
     """
@@ -104,7 +107,7 @@ def packed_norm_gate_up(
 
 
 def unpack(packed: Packed) -> Tensor:
-    """`[rows, inner]` of packed.dtype, each number rounded once, columns as tokens have them."""
+    """Return `[rows, inner]` of packed.dtype, each number rounded once, columns as tokens have them."""
     wide = widen(packed)
     if packed.order is None:
         return wide
@@ -114,12 +117,12 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def most_multiplied(packed: Packed) -> int:
-    """How many tokens the CPU multiplies by a matrix as it is stored; 0: there is no code for it."""
+    """Return how many tokens the CPU multiplies by a matrix as it is stored; 0: there is no code for it."""
     return MOST_MULTIPLIED_TOKENS[packed.dtype.itemsize] if multiplies(packed) else 0
 
 
 def _ordered(op: str, x: Tensor, packed: Packed) -> Tensor:
-    """Columns of x as the matrix has them."""
+    """Return the columns of x in the matrix's order. Raises ValueError for another shape or device."""
     if x.ndim != 2 or x.shape[1] != packed.inner or x.device != packed.words.device:
         got = f"x {tuple(x.shape)} on {x.device}, a matrix {packed.rows, packed.inner} on {packed.words.device}"
         raise ValueError(f"{op}: got {got}; wanted [tokens, in] and [out, in] on one device")
@@ -131,7 +134,7 @@ def _product(
     x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype,
     widened: Widen | None,
 ) -> Tensor:  # fmt: skip
-    """x in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all."""
+    """Compute a product of x in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all."""
     if runs_on_triton(x) and 0 < len(x) <= MOST_PACKED_TOKENS:
         return packed_tiles(x, packed, added, activation, dtype)
     if not runs_on_triton(x) and 0 < len(x) <= most_multiplied(packed):
@@ -144,7 +147,7 @@ def _product(
 
 
 def widen(packed: Packed) -> Tensor:
-    """As `unpack`, columns in the matrix's own order."""
+    """Return `[rows, inner]` as `unpack`, columns in the matrix's own order."""
     if not runs_on_triton(packed.words):
         if multiplies(packed):
             return widen_packed(packed)

@@ -49,17 +49,17 @@ class Packed:
 
     @property
     def num_words(self) -> int:
-        """Of a row."""
+        """Return the words of a row."""
         return num_words(self.inner, self.bits)
 
     @property
     def run(self) -> int:
-        """Columns of one; 0: there are none."""
+        """Return the columns of a run; 0: there are none."""
         return 0 if self.runs is None else self.inner // self.runs.shape[1]
 
     @property
     def middle(self) -> int:
-        """The zero point where none is stored."""
+        """Return the zero point where none is stored."""
         return 2 ** (self.bits - 1)
 
     @property
@@ -72,7 +72,7 @@ Stored = Tensor | Packed  # a matrix, plain or of few bits
 
 
 def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """Plain torch: `[rows, inner]` of `dtype`, in which it computes, columns as tokens have them."""
+    """Unpack in plain torch: `[rows, inner]` of `dtype`, in which it computes, columns as tokens have them."""
     numbers = unpack_words(packed.words, packed.bits, packed.inner)
     row = torch.arange(packed.rows, device=numbers.device) // packed.row_block
     column = torch.arange(packed.inner, device=numbers.device) // packed.group

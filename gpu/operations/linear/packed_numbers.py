@@ -36,7 +36,9 @@ _FLOAT = tl.constexpr(
 
 
 def layout(packed: Packed) -> dict[str, object]:
-    """What kernels must know of it while they are compiled. COLUMNS: of a unit, which has several groups if IS_FINE."""
+    """Return what kernels must know of a matrix while they are compiled. COLUMNS: of a unit, which has several groups
+    if IS_FINE.
+    """
     columns, groups = unit_columns(packed.bits), packed.scales.shape[1]
     return {
         "INNER": packed.inner, "COLUMNS": columns, "NUM_WORDS": packed.num_words, "GROUP": packed.group,
@@ -48,7 +50,7 @@ def layout(packed: Packed) -> dict[str, object]:
 
 @triton.jit
 def _moved(words, SHIFT: tl.constexpr):
-    """Left by SHIFT bits, or right."""
+    """Move bits left by SHIFT, or right."""
     if SHIFT >= 0:
         return words << SHIFT
     return words >> -SHIFT
@@ -56,7 +58,7 @@ def _moved(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def factor(words, PLACE: tl.constexpr, KIND: tl.constexpr):
-    """float32, of the numbers at a place of words: `1 + q / 2**bits`, or an FP8 number times 2**-120."""
+    """Return float32 of the numbers at a place of words: `1 + q / 2**bits`, or an FP8 number times 2**-120."""
     if KIND == 4:
         bits = (_moved(words, 19 - 4 * PLACE) & 0x00780000) | 0x3F800000
     elif KIND == 8:
@@ -68,14 +70,14 @@ def factor(words, PLACE: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _low_half(both):
-    """float32 of the float16 in a word's lower bits."""
+    """Return float32 of the float16 in a word's lower bits."""
     return both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _signed_byte(words, SHIFT: tl.constexpr):
-    """float32 of the signed byte from bit SHIFT on. 128 more than it, below the bits of 2**23: an integer takes four
-    times as long to become a float by a conversion.
+    """Return float32 of the signed byte from bit SHIFT on. 128 more than it, below the bits of 2**23: an integer takes
+    four times as long to become a float by a conversion.
     """
     bits = ((words >> SHIFT).to(tl.int32) & 255) ^ 0x4B000080
     return bits.to(tl.float32, bitcast=True) - (2.0**23 + 128.0)
@@ -83,20 +85,20 @@ def _signed_byte(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def run_of(runs, row, column, inside, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr):
-    """What a run's scales and offsets are multiples of: both float16 numbers in a word."""
+    """Return what a run's scales and offsets are multiples of: both float16 numbers in a word."""
     return tl.load(runs + row * NUM_RUNS + column // (GROUP * NUM_GROUPS // NUM_RUNS), mask=inside, other=0)
 
 
 @triton.jit
 def group_of_run(scales, both, row, column, inside, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """Offset and scale of a group, float32, both exact: a number is `q * scale - offset`. both: of its run."""
+    """Return offset and scale of a group, float32, both exact: a number is `q * scale - offset`. both: of its run."""
     pair = tl.load(scales + row * NUM_GROUPS + column // GROUP, mask=inside, other=0)
     return group_of_pairs(pair, both, 0)
 
 
 @triton.jit
 def group_of_pairs(pairs, both, AT: tl.constexpr):
-    """As `group_of_run`, of the AT-th of the groups whose scales and offsets are in `pairs`."""
+    """Return as `group_of_run` those of the AT-th of the groups whose scales and offsets are in `pairs`."""
     return _low_half(both >> 16) * _signed_byte(pairs, 16 * AT + 8), _low_half(both) * _signed_byte(pairs, 16 * AT)
 
 
@@ -105,10 +107,10 @@ def beside(
     scales, runs, row, unit, INNER: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
     NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """What stands beside the words of a unit, as it is stored: scales, and a run where there are some. AHEAD: groups of
-    a unit, whose pairs of bytes come in one load; 1 also where a unit, or a row, is part of a group; 0: nothing is
-    loaded here. Loads of fewer than 32 bits, and what no tensor core is given, are not copied ahead by Triton: so they
-    are made a turn of the loop before they are wanted.
+    """Load what stands beside the words of a unit, as it is stored: scales, and a run where there are some. AHEAD:
+    groups of a unit, whose pairs of bytes come in one load; 1 also where a unit, or a row, is part of a group; 0:
+    nothing is loaded here. Loads of fewer than 32 bits, and what no tensor core is given, are not copied ahead by
+    Triton: so they are made a turn of the loop before they are wanted.
     """
     inside = unit < INNER
     scale, run = unit, unit
@@ -131,9 +133,9 @@ def scales_of(
     scales, zeros, row, column, inside, HAS_ZEROS: tl.constexpr, KIND: tl.constexpr, ROW_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
 ):  # fmt: skip
-    """What is taken off factors times a gain, and that gain, float32 as rows and columns broadcast; of FP8 0 and the
-    scale. All three have so few bits that the difference is exact. zeros: runs, where there are NUM_RUNS of a row; what
-    is taken off is then an offset alone, and factors are less one.
+    """Return what is taken off factors times a gain, and that gain, float32 as rows and columns broadcast; of FP8 0 and
+    the scale. All three have so few bits that the difference is exact. zeros: runs, where there are NUM_RUNS of a row;
+    what is taken off is then an offset alone, and factors are less one.
     """
     BASE: tl.constexpr = 16.0 if KIND == 4 else 256.0
     if NUM_RUNS > 0:
@@ -152,7 +154,7 @@ def scales_of(
 
 @triton.jit
 def widened(words, less, gain, PLACE: tl.constexpr, KIND: tl.constexpr, NUM_RUNS: tl.constexpr):
-    """float32 numbers at a place of words, scaled."""
+    """Return float32 numbers at a place of words, scaled."""
     if NUM_RUNS > 0:
         return (factor(words, PLACE, KIND) - 1.0) * gain - less  # the product is exact
     if KIND == 0:
@@ -165,7 +167,7 @@ def zeros_of(
     zeros, row, column, inside, HAS_ZEROS: tl.constexpr, KIND: tl.constexpr, ROW_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Zero points of integers, int32 as rows and columns broadcast."""
+    """Return zero points of integers, int32 as rows and columns broadcast."""
     if HAS_ZEROS:
         return tl.load(zeros + (row // ROW_BLOCK) * NUM_GROUPS + column // GROUP, mask=inside, other=0).to(tl.int32)
     return ((row + column) * 0 + (8 if KIND == 4 else 128)).to(tl.int32)
@@ -173,8 +175,8 @@ def zeros_of(
 
 @triton.jit
 def no_byte(words, unit):
-    """int32 0, as a byte that is never loaded, for assembly that does not look at it. Triton gives a thread eight
-    neighbouring columns where numbers come of bytes, and four where it sees none; eight are one load from shared
+    """Return int32 0, as a byte that is never loaded, for assembly that does not look at it. Triton gives a thread
+    eight neighbouring columns where numbers come of bytes, and four where it sees none; eight are one load from shared
     memory, of words and of tokens. unit: not below 0.
     """
     return tl.load(words.to(tl.pointer_type(tl.int8), bitcast=True) + unit, mask=unit < 0, other=0).to(tl.int32)
@@ -182,8 +184,8 @@ def no_byte(words, unit):
 
 @triton.jit
 def exact_pairs(words, zero, byte, PLACE: tl.constexpr, KIND: tl.constexpr):
-    """bf16 `[.., words, 2]`: the numbers of both halves of words at a place, less `zero` (which broadcasts), not yet
-    scaled. zero: int32, of FP8 not looked at; byte: of `no_byte`.
+    """Return bf16 `[.., words, 2]`: the numbers of both halves of words at a place, less `zero` (which broadcasts), not
+    yet scaled. zero: int32, of FP8 not looked at; byte: of `no_byte`.
     """
     PLACES: tl.constexpr = 4 if KIND == 4 else 2
     if _INTERPRETED:  # which knows no assembly
@@ -217,8 +219,8 @@ def exact_pairs(words, zero, byte, PLACE: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def ones_like(words, byte):
-    """bf16 `[.., words, 2]` of ones, in registers as numbers of these words are: a second operand of tokens that is
-    wanted in two ways is not copied ahead.
+    """Return bf16 `[.., words, 2]` of ones, in registers as numbers of these words are: a second operand of tokens that
+    is wanted in two ways is not copied ahead.
     """
     if _INTERPRETED:
         low = tl.full(words.shape, 1.0, tl.bfloat16)
@@ -232,11 +234,11 @@ def ones_like(words, byte):
 
 @triton.jit
 def _halves(both):
-    """bf16 in the lower and the upper bits of words."""
+    """Return bf16 in the lower and the upper bits of words."""
     return both.to(tl.int16).to(tl.bfloat16, bitcast=True), (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _less_of_128(number):
-    """bf16 of `-(128 + number)`, twice, for numbers below 128."""
+    """Return bf16 of `-(128 + number)`, twice, for numbers below 128."""
     return (number * 0x00010001 + 0x43004300) ^ -0x7FFF8000

@@ -63,9 +63,9 @@ class Tiles:
 
 
 def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, is_short: bool, is_halved: bool) -> Tiles:
-    """rows: of the result. is_short: whether a unit takes hardly more than a turn of the loop over columns costs; a
-    turn has two of them then. is_halved: whether products are of half a run of columns, of which few tokens have too
-    few bytes for eight warps to copy ahead.
+    """Return the tiles for so many rows of the result. is_short: whether a unit takes hardly more than a turn of the
+    loop over columns costs; a turn has two of them then. is_halved: whether products are of half a run of columns, of
+    which few tokens have too few bytes for eight warps to copy ahead.
     """
     if dtype != torch.bfloat16:  # products of float32 are not for speed
         return Tiles(8, 16, 2, 4, 1) if tokens <= MOST_GATED else Tiles(16, 16, 1, 4, 1)
@@ -80,13 +80,13 @@ def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, is_short: 
 
 
 def is_short(bits: int, group: int) -> bool:
-    """Whether a unit has few columns, and scales of which none is wanted for each number."""
+    """Return whether a unit has few columns, and scales of which none is wanted for each number."""
     return bits == 8 and group % RUN_COLUMNS == 0
 
 
 def is_halved(group: int, inner: int, has_runs: bool) -> bool:
-    """Whether products are of half a run of columns, which then has one group. Not where zero points, which are bytes,
-    would stand beside them (see `row_tile`); no file has such groups.
+    """Return whether products are of half a run of columns, which then has one group. Not where zero points, which are
+    bytes, would stand beside them (see `row_tile`); no file has such groups.
     """
     return has_runs and group < inner and group % RUN_COLUMNS != 0 and group % HALF_RUN == 0
 
@@ -99,9 +99,9 @@ def row_tile(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
     DTYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """sums, and the products of a unit of columns for each split. scale, zero: what stands `beside` it; scales of
-    whole rows are left to `scaled`. AT_ONCE: columns of a product, a run or half a run: then without `no_byte`, since
-    four threads of eight columns would hold them twice, and Triton 3.6 multiply them twice.
+    """Return sums, and the products of a unit of columns for each split. scale, zero: what stands `beside` it; scales
+    of whole rows are left to `scaled`. AT_ONCE: columns of a product, a run or half a run: then without `no_byte`,
+    since four threads of eight columns would hold them twice, and Triton 3.6 multiply them twice.
     """
     PLACES: tl.constexpr = 4 if KIND == 4 else 2
     IS_WHOLE: tl.constexpr = NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS
@@ -167,7 +167,7 @@ def row_tile(
 
 @triton.jit
 def scaled(sums, scale, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr, HAS_ZEROS: tl.constexpr):
-    """Sums of `row_tile`, where a row has one scale and no zero point: that is `beside` its first unit."""
+    """Scale sums of `row_tile`, where a row has one scale and no zero point: that is `beside` its first unit."""
     return sums * scale.to(tl.float32) if NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS else sums
 
 
@@ -239,7 +239,7 @@ def _packed_tiles_kernel(
 
 
 def tile_layout(packed: Packed) -> dict[str, object]:
-    """What `row_tile` must know of a matrix while it is compiled."""
+    """Return what `row_tile` must know of a matrix while it is compiled."""
     halves = is_halved(packed.group, packed.inner, packed.runs is not None)
     is_exact = halves or packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0
     is_narrow = packed.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
@@ -251,7 +251,9 @@ def tile_layout(packed: Packed) -> dict[str, object]:
 
 
 def groups_ahead(packed: Packed) -> int:
-    """Of a unit's groups, whose scales are loaded at once (`packed_numbers.beside`): 0 where they are not."""
+    """Return how many of a unit's groups have their scales loaded at once (`packed_numbers.beside`): 0 where they are
+    not.
+    """
     columns, groups = unit_columns(packed.bits), packed.scales.shape[1]
     if groups == 1 and packed.runs is None:
         return 1
@@ -262,7 +264,7 @@ def groups_ahead(packed: Packed) -> int:
 
 
 def tensors_of(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
-    """Words, scales, and zero points, or runs; anything, where there are none."""
+    """Return words, scales, and zero points, or runs; anything, where there are none."""
     beside = packed.zeros if packed.runs is None else packed.runs
     return packed.words, packed.scales, packed.scales if beside is None else beside
 
@@ -270,8 +272,8 @@ def tensors_of(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
 def packed_tiles(
     x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype
 ) -> Tensor:
-    """x `[tokens, inner]`, bf16 or float32, in the matrix's order; arguments are checked. added: `[tokens, rows]`, or
-    `[rows]` for all; none with an activation.
+    """Multiply x `[tokens, inner]`, bf16 or float32, in the matrix's order; arguments are checked. added: `[tokens,
+    rows]`, or `[rows]` for all; none with an activation.
     """
     if activation is not None and len(x) > MOST_GATED:
         return swiglu(packed_tiles(x, packed, None, None, packed.dtype), activation).to(dtype)

@@ -29,7 +29,7 @@ VOCABULARY_ROWS = 32_000
 
 
 def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Plain torch: `x @ weight.T (+ residual)`.
+    """Compute `x @ weight.T (+ residual)` in plain torch.
 
     The residual is copied by a kernel. `torch.addmm` orders a copy of memory, and in a captured step that is a node
     without a priority: it waits for every block of a kernel beside the step that has less of it.
@@ -41,14 +41,14 @@ def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) 
 def norm_linear_reference(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Plain torch: `rms_norm(x) @ weight.T (+ bias)`."""
+    """Compute `rms_norm(x) @ weight.T (+ bias)` in plain torch."""
     return F.linear(rms_norm_reference(x, norm_weight, eps), weight, bias)
 
 
 def norm_gate_up_swiglu_reference(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
 ) -> Tensor:
-    """Plain torch: `swiglu(rms_norm(x) @ gate_up_weight.T)`."""
+    """Compute `swiglu(rms_norm(x) @ gate_up_weight.T)` in plain torch."""
     return swiglu_reference(F.linear(rms_norm_reference(x, norm_weight, eps), gate_up_weight), activation)
 
 
@@ -96,7 +96,8 @@ def _gemv_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """`x @ weight.T (+ residual)`: x `[tokens, in]`, weight `[out, in]`, residual `[tokens, out]` -> `[tokens, out]`.
+    """Return `x @ weight.T (+ residual)`: x `[tokens, in]`, weight `[out, in]`, residual `[tokens, out]` -> `[tokens,
+    out]`.
 
     The result is new and in weight.dtype; x may be float32 where the weight is bf16 (a partial's output, for instance).
     Raises ValueError for another shape, or a residual of another dtype or device.
@@ -110,7 +111,7 @@ def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` in float32: x `[tokens, in]` and weight `[vocab, in]` of one dtype -> `[tokens, vocab]`.
+    """Return `x @ weight.T` in float32: x `[tokens, in]` and weight `[vocab, in]` of one dtype -> `[tokens, vocab]`.
 
     On CUDA sums are never rounded to bf16: spacing 2**-4 at a logit of 16 would tie and reorder tokens. On the CPU bf16
     products have no float32 output and are widened after it. Raises ValueError for another shape, dtype or device.
@@ -125,8 +126,8 @@ def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rms_norm(x, norm_weight, eps) @ weight.T (+ bias)`: x `[tokens, hidden]`, weight `[out, hidden]`, bias `[out]`,
-    norm_weight `[hidden]` of weight.dtype or float32 -> `[tokens, out]`.
+    """Return `rms_norm(x, norm_weight, eps) @ weight.T (+ bias)`: x `[tokens, hidden]`, weight `[out, hidden]`, bias
+    `[out]`, norm_weight `[hidden]` of weight.dtype or float32 -> `[tokens, out]`.
 
     Raises ValueError for another shape, dtype or device.
     """
@@ -142,7 +143,8 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
 def norm_gate_up_swiglu(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
 ) -> Tensor:
-    """`swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first; or GeGLU.
+    """Return `swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first; or
+    GeGLU.
 
     Returns `[tokens, intermediate]`. Raises ValueError for another shape, dtype or device.
     """
@@ -166,7 +168,7 @@ def _is_gemv(x: Tensor, weight: Tensor) -> bool:
 
 
 def shape_class(num_rows: int, inner: int, gated: bool) -> str:
-    """The row of CONFIGS that serves a weight of `num_rows` (twice that if gated) by `inner`."""
+    """Return the row of CONFIGS that serves a weight of `num_rows` (twice that if gated) by `inner`."""
     if gated:
         return "gated"
     if inner > WIDE_INNER:

@@ -15,7 +15,7 @@ RUN_COLUMNS = 2 * UNIT_WORDS
 
 
 def pack_words(numbers: Tensor, bits: int) -> Tensor:
-    """uint8 `[rows, inner]` below `2**bits` -> int32 `[rows, num_words(inner, bits)]`."""
+    """Pack uint8 `[rows, inner]` below `2**bits` to int32 `[rows, num_words(inner, bits)]`."""
     rows, inner = numbers.shape
     places = WORD_BITS // bits // 2
     padded = F.pad(numbers, (0, -inner % unit_columns(bits)))
@@ -28,7 +28,7 @@ def pack_words(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, inner: int) -> Tensor:
-    """The reverse of `pack_words`, of rows of `inner` columns."""
+    """Unpack rows of `inner` columns, the reverse of `pack_words`."""
     rows, places = words.shape[0], WORD_BITS // bits // 2
     cut = words.view(rows, words.shape[1] // UNIT_WORDS, UNIT_WORDS)
     shifts = [[bits * place + WORD_BITS // 2 * half for half in range(2)] for place in range(places)]

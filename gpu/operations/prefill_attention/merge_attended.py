@@ -22,7 +22,7 @@ ROWS_PER_PROGRAM = 8
 def merge_attended_reference(
     outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Plain torch, see `merge_attended`; float64 where the lses are."""
+    """Compute `merge_attended` in plain torch; in float64 where the lses are."""
     stacked = torch.stack([*lses])  # [sides, tokens, heads]
     lse = torch.logsumexp(stacked, 0)
     weights = (stacked - lse).exp()[..., None]
@@ -69,7 +69,7 @@ def _merge_attended_kernel(
 
 @triton.jit
 def _add(piece, lses, place, address, inside, reads, top, mass, merged):
-    """One more side, of mass exp(lse): `merged` and `mass` are relative to exp(top)."""
+    """Add one more side, of mass exp(lse): `merged` and `mass` are relative to exp(top)."""
     lse = tl.load(lses + place, mask=inside, other=0.0)
     rows = tl.load(piece + address, mask=reads, other=0.0).to(tl.float32)
     higher = tl.maximum(top, lse)
@@ -78,9 +78,9 @@ def _add(piece, lses, place, address, inside, reads, top, mass, merged):
 
 
 def merge_attended(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """outs `[tokens, heads, dim]` in any floating dtype, lses float32 `[tokens, heads]`, natural log; new ones, out in
-    `dtype`. Reads are in place where the lses of all sides but the last are alike in strides. Raises ValueError where
-    shapes do not fit.
+    """Merge outs `[tokens, heads, dim]` in any floating dtype and lses float32 `[tokens, heads]`, natural log; return
+    new ones, out in `dtype`. Reads are in place where the lses of all sides but the last are alike in strides. Raises
+    ValueError where shapes do not fit.
     """
     shape, device = outs[0].shape, outs[0].device
     for out, lse in zip(outs, lses, strict=True):

@@ -24,7 +24,7 @@ NO_WINDOW = 1 << 30
 def scattered_attention_reference(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Plain torch, any floating dtype, all at once; see `scattered_attention_kernel`."""
+    """Compute `scattered_attention_kernel` in plain torch, in any floating dtype, all at once."""
     group = query.shape[1] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     logits = torch.einsum("thd,hcd->htc", query, keys) * scale
@@ -113,14 +113,14 @@ def _scattered_attention_kernel(
 
 
 def serves(query: Tensor) -> bool:
-    """Whether the kernel computes for queries like this."""
+    """Return whether the kernel computes for queries like this."""
     return multiplies_on_tensor_cores(query) and query.shape[-1] in CONFIGS
 
 
 def scattered_attention_kernel(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """out `[tokens, heads, dim]` in the query's dtype, lse float32 `[tokens, heads]`, natural; where `serves`.
+    """Return out `[tokens, heads, dim]` in the query's dtype, lse float32 `[tokens, heads]`, natural; where `serves`.
 
     query: `[tokens, heads, dim]` (tokens strided); keys, values: `[kv_heads, context, dim]` (heads and tokens strided),
     of tokens from 0 on; positions: int64 `[tokens]`, ascending, below context: trusted. Raises ValueError for another

@@ -45,7 +45,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
 
 
 def _ropes(keys: ConfigKeys, max_positions: int) -> tuple[RopeScaling, RopeScaling]:
-    """Of the layers that see everything, and of those with a window."""
+    """Return the scaling of the layers that see everything, and of those with a window."""
     theta, local_theta = keys.get("rope_theta"), keys.get("rope_local_base_freq")
     new, old = keys.get("rope_parameters"), keys.get("rope_scaling")
     if isinstance(new, dict) and old is None:
@@ -64,7 +64,7 @@ def _ropes(keys: ConfigKeys, max_positions: int) -> tuple[RopeScaling, RopeScali
 
 
 def unwrap(config: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's part of a model that sees pictures, with the end tokens that stand beside it."""
+    """Return the decoder's part of a model that sees pictures, with the end tokens that stand beside it."""
     text = config.get("text_config")
     if config.get("model_type") != "gemma3" or not isinstance(text, dict):
         return config

@@ -10,7 +10,7 @@ def _shape(*sizes: Any, **more: Any) -> dict[str, Any]:
 
 
 def _longrope(pairs: int) -> dict[str, Any]:
-    """Factors of no model: random weights have no use for the real ones."""
+    """Return factors of no model: random weights have no use for the real ones."""
     long = [1.0 + 47.0 * pair / (pairs - 1) for pair in range(pairs)]
     return {"type": "longrope", "short_factor": [1.0] * pairs, "long_factor": long}
 

@@ -15,7 +15,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
 
 
 def qwen_windows(keys: ConfigKeys) -> list[int | None]:
-    """From `max_window_layers` on, if windows are used at all."""
+    """Return each layer's window: from `max_window_layers` on, if windows are used at all."""
     num_layers = keys.positive("num_hidden_layers", int)
     first = keys.optional("max_window_layers", int) if keys.get("max_window_layers") is not None else num_layers
     window = keys.optional("sliding_window", int) if keys.flag("use_sliding_window") else None

@@ -31,7 +31,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
 
 
 def _find_mixtures(keys: ConfigKeys, num_layers: int) -> list[bool]:
-    """Of each layer, whether `mlp_only_layers` leaves it to be one."""
+    """Return for each layer whether it may be a mixture by `mlp_only_layers`."""
     named = keys.get("mlp_only_layers") or []
     is_list = isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)
     if not is_list or any(not 0 <= one < num_layers for one in named):
