@@ -98,7 +98,7 @@ def run_long_context_benchmark(
             served: dict[str, Served] = {}
             for profile in profiles:
                 console.print(f"profile {profile.name}", highlight=False)
-                own = prompts if not served or profile.is_sampled or benchmark.own_prompts else prompts[:1]
+                own = prompts if not served or profile.reading.is_estimate or benchmark.own_prompts else prompts[:1]
                 served[profile.name] = _serve(client, own, benchmark, profile, floors, not served, console)
                 _compare(served, console)
                 yield _rows(benchmark, deployment, served, floors, gate)

@@ -86,7 +86,7 @@ class LongFloors:
 
     def prefill(self, profile: Profile, num_tokens: int) -> Floor:
         """A prompt of `num_tokens`: its products, or its rows and codes on their way down, whichever takes longer."""
-        code_bytes = self.shape.num_tables * CODE_BYTES if profile.is_sampled else 0
+        code_bytes = self.shape.num_tables * CODE_BYTES if profile.reading.has_tables else 0
         down_rows = self._deposited(profile, num_tokens) * self.step.host_rows_of_token
         num_bytes = down_rows * (self.step.host_row + code_bytes)
         return self._slower(self.step.flops(0, num_tokens), num_bytes, "down", "device_to_host_gb_s")
@@ -102,7 +102,7 @@ class LongFloors:
 
     def _deposited(self, profile: Profile, num_tokens: int) -> int:
         """Tokens of a prompt that are down."""
-        if not profile.goes_down:
+        if not profile.offloads:
             return 0
         return self.capacity.of(profile.name).most_run_tokens(num_tokens)
 

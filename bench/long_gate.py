@@ -80,13 +80,13 @@ def check_host_path(
 
     rows: how the host keeps them; batch: the largest that will be timed. Raises GateError.
     """
-    if not any(profile.goes_down for profile in profiles):
+    if not any(profile.offloads for profile in profiles):
         return {}
     agreements = {}
-    sampled = sorted(profile.name for profile in profiles if profile.is_sampled)
-    for name, is_sampled in [("offloaded", False), *((name, True) for name in sampled)]:
+    sampled = sorted(profile.name for profile in profiles if profile.reading.is_estimate)
+    for name, is_estimate in [("offloaded", False), *((name, True) for name in sampled)]:
         num_tokens = _prompt_tokens(client, capacity.of(name), name)
-        stretches = 1 if is_sampled else STRETCHES
+        stretches = 1 if is_estimate else STRETCHES
         prompts = [
             np.repeat(client.prompt(stretches), -(-num_tokens // stretches))[:num_tokens].tolist()
             for _ in range(min(batch, ROWS))
@@ -96,13 +96,13 @@ def check_host_path(
         before = client.host_stats()
         answers = _decode(client, prompts, name)
         after = client.host_stats()
-        allowed = TIMES_OWN * own.apart + ROUNDING[rows] + (SAMPLED if is_sampled else 0.0)
+        allowed = TIMES_OWN * own.apart + ROUNDING[rows] + (SAMPLED if is_estimate else 0.0)
         agreements[name] = agreement = _measure(client, answers, allowed)
         _print(console, name, agreement, own)
         _require(name, agreement)
         require(after.rows_read > before.rows_read, f"{name}: the CPU read nothing of {num_tokens:,} tokens")
         require(after.tables_failed == 0, f"{name}: tables of {after.tables_failed} layers could not be built")
-        if is_sampled:
+        if is_estimate:
             samples = check_samples(client, name, num_tokens, len(prompts), console)
             agreements[name] = replace(agreement, samples=samples)
     client.forget_contexts()

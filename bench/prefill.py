@@ -53,7 +53,7 @@ def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, c
     try:
         client = Client(engine, ready.vocab_size, ready.profiles)
         assert deployment.host is not None, "prefill: a deployment with a host section"
-        going_down = [profile for profile in profiles if profile.goes_down]
+        going_down = [profile for profile in profiles if profile.offloads]
         if going_down:
             with client.fixed_residence():
                 check_host_path(client, floors.capacity, deployment.host.rows, going_down, 1, console)

@@ -98,7 +98,8 @@ class WatchedAttention:
             if ask.context_id is None:
                 continue
             runs = self._watched.tier.runs(ask.context_id)
-            exact = torch.cat([torch.full((tokens,), not is_sampled) for tokens, is_sampled in runs])[: ask.num_tokens]
+            pieces = [torch.full((tokens,), not reading.has_tables) for tokens, reading in runs]
+            exact = torch.cat(pieces)[: ask.num_tokens]
             answer = Answer(ask.context_id, layer, queries[row], slot.out[row].clone(), slot.lse[row].clone(), exact)
             self._watched.asks.append(answer)
 

@@ -117,7 +117,7 @@ class PieceTables:
             columns[:, index, END] = piece.tokens
             columns[:, index, RUN_BEGIN] = run_begin
             built = [state is TableState.BUILT for state in piece.segment.tables]
-            columns[:, index, MODE] = np.where(built, SAMPLED, EXACT) if piece.is_sampled else EXACT
+            columns[:, index, MODE] = np.where(built, SAMPLED, EXACT) if piece.reading.has_tables else EXACT
             run_begin += piece.tokens
         self._contexts[context.context_id] = _cut(context, tokens), columns
         return columns

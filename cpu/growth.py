@@ -14,7 +14,8 @@ from cpu.host_context import MERGE_DUE_SHARE, Context, ContextPiece, Merge
 from cpu.jobs import Source
 from cpu.segment import Centre, Segment
 from cpu.store import SegmentStore
-from transfer.host_memory import TAIL_TOKENS, split_tokens, without_tables
+from transfer.host_memory import TAIL_TOKENS, shape_for, split_tokens
+from transfer.reading import Reading
 from transfer.tier import HostMemoryError, LayerRows, TierShape
 
 PREPARE_TOKENS = TAIL_TOKENS // 4  # with so little room left, memory for the next tail is made ready
@@ -64,7 +65,7 @@ class Growth:
         Raises HostMemoryError, and then nothing has changed.
         """
         assert num_tokens > 0, "reserve: one token or more"
-        shape = self._shape if context.is_sampled else without_tables(self._shape)
+        shape = shape_for(self._shape, context.reading)
         plan = self._plan(context, num_tokens, shape)
         last = context.pieces[-1] if context.pieces else None
         continued = last.segment.centre if last else None
@@ -80,18 +81,18 @@ class Growth:
             self._replace_tail(context, segments.pop(0))
         if plan.seals_tail:
             self._store.seal(context.pieces[-1].segment)
-            context.pieces[-1].is_sampled = True
+            context.pieces[-1].reading = context.reading
         if plan.appended:
             tail = context.pieces[-1]
             reservations.append(self._append(context, tail, plan.appended, begin, has_centre=True))
         for (tokens, _), segment in zip(plan.opened, segments, strict=True):
             begin = context.tokens
-            context.pieces.append(ContextPiece(segment, 0, is_bulk and context.is_sampled and segment.has_codes))
+            context.pieces.append(ContextPiece(segment, 0, context.reading if is_bulk else Reading.WHOLE))
             has_centre = not is_bulk and continued is not None
             reservations.append(self._append(context, context.pieces[-1], tokens, begin, has_centre))
         context.touch()
         if _is_nearly_full(context):
-            alike = [one for one in others if one is not context and one.is_sampled == context.is_sampled]
+            alike = [one for one in others if one is not context and one.reading is context.reading]
             self._store.prepare(shape, TAIL_TOKENS, min(1 + sum(map(_is_nearly_full, alike)), MOST_PREPARED))
         return reservations
 
@@ -132,7 +133,7 @@ class Growth:
         with self._store.changed:
             copy.take(shared.tokens)
         self._store.copy([Source(shared.segment, 0, shared.tokens)], copy)
-        context.pieces.append(ContextPiece(copy, shared.tokens, False))
+        context.pieces.append(ContextPiece(copy, shared.tokens, Reading.WHOLE))
         with self._store.changed:
             shared.segment.give_up()
 
@@ -206,7 +207,7 @@ class Growth:
             self.drop_merge(context)
             return
         merged = context.pieces[merge.first : merge.last]
-        context.pieces[merge.first : merge.last] = [ContextPiece(target, target.used, True)]
+        context.pieces[merge.first : merge.last] = [ContextPiece(target, target.used, context.reading)]
         context.merge = None
         self.merges += 1
         with self._store.changed:

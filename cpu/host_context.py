@@ -11,6 +11,7 @@ import numpy as np
 
 from cpu.segment import Segment, TableState
 from transfer.host_memory import SEGMENT_TOKENS
+from transfer.reading import Reading
 
 MERGE_DUE_SHARE = 16  # a merge is due when the context has grown by this share of it: it has been copied long before
 
@@ -19,11 +20,11 @@ _new_version = count().__next__
 
 @dataclass(eq=False, slots=True)
 class ContextPiece:
-    """The first `tokens` of a segment. is_sampled: by its tables (exactly, where they failed); else all is read."""
+    """The first `tokens` of a segment. reading: SAMPLE goes by its tables, if they stand."""
 
     segment: Segment
     tokens: int
-    is_sampled: bool
+    reading: Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Context:
     """
 
     context_id: int
-    is_sampled: bool
+    reading: Reading
     pieces: list[ContextPiece] = field(default_factory=list)
     merge: Merge | None = None
     version: int = field(default_factory=_new_version)
@@ -65,7 +66,7 @@ class Context:
         for piece in self.pieces:
             if left == 0:
                 break
-            cut.append(ContextPiece(piece.segment, min(piece.tokens, left), piece.is_sampled))
+            cut.append(ContextPiece(piece.segment, min(piece.tokens, left), piece.reading))
             left -= cut[-1].tokens
         return cut
 
@@ -81,8 +82,8 @@ class Context:
     def sample_sealed(self) -> None:
         """Pieces of segments that are whole by now are sampled from here on."""
         for piece in self.pieces:
-            is_due = self.is_sampled and piece.segment.has_codes and piece.segment.is_whole
-            piece.is_sampled = piece.is_sampled or is_due
+            if piece.segment.has_codes and piece.segment.is_whole:
+                piece.reading = self.reading
 
     def find_merge(self) -> tuple[int, int] | None:
         """Pieces `[first, last)` that are to be one: sampled, of one centre, each sum at least half its neighbour.
@@ -91,7 +92,7 @@ class Context:
         ones'.
         """
         last = len(self.pieces)
-        while last > 0 and not self.pieces[last - 1].is_sampled:
+        while last > 0 and not self.pieces[last - 1].reading.has_tables:
             last -= 1
         if last == 0 or not self.pieces[last - 1].segment.is_whole:
             return None
@@ -99,7 +100,7 @@ class Context:
         centre = self.pieces[last - 1].segment.centre
         while first > 0:
             piece = self.pieces[first - 1]
-            if not (piece.is_sampled and piece.segment.is_whole and piece.segment.centre is centre):
+            if not (piece.reading.has_tables and piece.segment.is_whole and piece.segment.centre is centre):
                 break
             if piece.tokens > 2 * tokens or piece.tokens + tokens > SEGMENT_TOKENS:
                 break

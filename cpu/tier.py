@@ -22,6 +22,7 @@ from cpu.store import SegmentStore
 from transfer.config import ErrorsConfig
 from transfer.exchange import ExchangeSlot
 from transfer.host_pages import map_pages, pin_pages, unpin_pages
+from transfer.reading import Reading
 from transfer.slabs import PageSource, SlabPool
 from transfer.tier import (
     Answered,
@@ -103,23 +104,23 @@ class CpuTier:
         self._tables = PieceTables(len(shape.layers), self._store.changed)
         self._contexts: dict[int, Context] = {}
 
-    def open(self, context_id: int, is_sampled: bool) -> None:
-        """A new, empty context. `is_sampled`: attention over it samples; else it reads all of it."""
+    def open(self, context_id: int, reading: Reading) -> None:
+        """A new, empty context. `reading`: how attention reads it."""
         assert context_id not in self._contexts, "context: opened once"
-        self._contexts[context_id] = Context(context_id, is_sampled and self.shape.num_tables > 0)
+        self._contexts[context_id] = Context(context_id, reading.on_cpu(self.shape.num_tables))
 
-    def fork(self, source_id: int, context_id: int, num_tokens: int, is_sampled: bool) -> None:
+    def fork(self, source_id: int, context_id: int, num_tokens: int, reading: Reading) -> None:
         """A new context that shares the first `num_tokens` of another's run."""
         source = self._contexts[source_id]
-        self.open(context_id, is_sampled)
+        self.open(context_id, reading)
         context = self._contexts[context_id]
         context.pieces = source.first_pieces(num_tokens)
         context.take_readings(source)
         with self._store.changed:
             for piece in context.pieces:
                 piece.segment.want()
-                piece.is_sampled = piece.is_sampled and context.is_sampled
-        if context.is_sampled and not source.is_sampled:
+                piece.reading = piece.reading if context.reading is source.reading else Reading.WHOLE
+        if context.reading is not source.reading:
             context.sample_sealed()
 
     def close(self, context_id: int) -> None:
@@ -155,9 +156,9 @@ class CpuTier:
             self._store.wait_for_rows(piece.segment, (layer,), piece.tokens)
         return [piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces]
 
-    def runs(self, context_id: int) -> list[tuple[int, bool]]:
-        """Of a context's tokens, in order: how many, and whether attention samples them or reads them all."""
-        return [(piece.tokens, piece.is_sampled) for piece in self._contexts[context_id].pieces]
+    def runs(self, context_id: int) -> list[tuple[int, Reading]]:
+        """Of a context's tokens, in order: how many, and how attention reads them."""
+        return [(piece.tokens, piece.reading) for piece in self._contexts[context_id].pieces]
 
     def is_ready(self, ask: Ask) -> bool:
         """Whether `attention` would begin without a wait for it, or fail at once. Not if the context does not have so
@@ -169,7 +170,7 @@ class CpuTier:
         if context.tokens < ask.num_tokens or self._tables.knows(context, ask.num_tokens):
             return context.tokens >= ask.num_tokens
         pieces = context.first_pieces(ask.num_tokens)
-        return all(self._store.is_ready(piece.segment, piece.tokens, piece.is_sampled) for piece in pieces)
+        return all(self._store.is_ready(piece.segment, piece.tokens, piece.reading.has_tables) for piece in pieces)
 
     def attention(self, asks: Sequence[Ask]) -> StepAttention:
         """For a decode step, an ask a row, which holds a lease on all that it reads. Waits for the rows that are asked
@@ -240,7 +241,7 @@ class CpuTier:
                 self._store.wait_for_rows(piece.segment, range(len(self.shape.layers)), piece.tokens)
             except HostMemoryError as error:
                 raise ContextLostError(context.context_id, str(error)) from error
-            if piece.is_sampled:
+            if piece.reading.has_tables:
                 self._store.wait_for_tables(piece.segment)
 
 

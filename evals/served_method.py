@@ -97,10 +97,10 @@ def group_by_deployment(
     """
     served = {method: found for method in methods if (found := served_method(method, deployment)) is not None}
     groups: list[tuple[Deployment | None, dict[str, str]]] = []
-    for method, found in sorted(served.items(), key=lambda item: not item[1].profile.goes_down):
+    for method, found in sorted(served.items(), key=lambda item: not item[1].profile.offloads):
         profile = found.profile
         for known, members in groups:
-            is_same = not profile.goes_down and _resolve(known, profile.name, method).parts == profile.parts
+            is_same = not profile.offloads and _resolve(known, profile.name, method).parts == profile.parts
             if known == found.deployment or is_same:
                 members[method] = profile.name
                 break

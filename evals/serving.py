@@ -31,6 +31,7 @@ from scheduler.messages import Delta, EngineRequest, Logprob, ReuseStats, pack_t
 from server.deployment import Deployment
 from transfer.config import HostConfig
 from transfer.machine import GIB, probe_machine
+from transfer.reading import Reading
 
 CUDA_PROMPTS, CPU_PROMPTS = 32, 4
 """Under way at once in an engine that is made for a run."""
@@ -99,8 +100,8 @@ class ServingEngine:
     def fractions(self, before: DecodeReads, profile: str) -> Fractions | None:
         """What was read since `before`, all of it under this profile; None if nothing was decoded."""
         found = self._profiles[profile]
-        is_hosts = found.ring_part is None or found.ring_part.method.reading is not None
-        layers = len(self._engine.host_layers) if found.goes_down and is_hosts else 0
+        is_hosts = found.ring_part is None or found.ring_part.method.reading is not Reading.NONE
+        layers = len(self._engine.host_layers) if found.offloads and is_hosts else 0
         return served_fractions(self.reads() - before, self._shape, layers)
 
     def did_apply(self, before: DecodeReads, profile: str, longest_tokens: int) -> bool | None:
@@ -110,8 +111,8 @@ class ServingEngine:
         """
         found, reads = self._profiles[profile], self.reads() - before
         did: list[bool] = []
-        if found.goes_down:
-            did.append(reads.host_tokens > reads.host_keys if found.is_sampled else reads.host_tokens > 0)
+        if found.offloads:
+            did.append(reads.host_tokens > (reads.host_keys if found.reading.is_estimate else 0))
         if found.ring_part is not None:
             did.append(reads.hits > 0 or reads.dropped_rows > 0)
         if (first := self._engine.first_own_token(found.prefill_method)) is not None:
@@ -240,4 +241,6 @@ def context_bytes(host: HostConfig, shape: Architecture, longest_tokens: int) ->
     """What admission charges for a context of this length, with hash tables."""
     kept = find_kept(resolve_profiles({}, host).values(), host, shape)
     demand = resolve_host(host, kept, shape, GpuConfig().page_tokens, BFLOAT16_BYTES, 1)
-    return bytes_of_run(demand.tier_shape, max(longest_tokens, SMALLEST_CONTEXT_TOKENS), LUMP_TOKENS, True, False)
+    return bytes_of_run(
+        demand.tier_shape, max(longest_tokens, SMALLEST_CONTEXT_TOKENS), LUMP_TOKENS, Reading.SAMPLE, False
+    )

@@ -23,6 +23,7 @@ from gpu.model.architecture import Architecture
 from gpu.step import DENSE
 from transfer.config import HostConfig
 from transfer.nearest_name import nearest_hint
+from transfer.reading import Reading, join_readings
 from transfer.settings import Settings
 
 UNCHANGED = "exact"
@@ -70,14 +71,14 @@ class Profile:
         return None if part is None or fetches is None else fetches(part.settings)
 
     @property
-    def goes_down(self) -> bool:
-        """Whether contexts beyond the resident limit go to host memory."""
-        return any(part.method.reading is not None for part in self.parts)
+    def offloads(self) -> bool:
+        """Tell whether contexts beyond the resident limit go to host memory."""
+        return self.reading is not Reading.NONE
 
     @property
-    def is_sampled(self) -> bool:
-        """Whether the CPU reads a sample of what is there; else it reads all of it."""
-        return any(part.method.reading == "sample" for part in self.parts)
+    def reading(self) -> Reading:
+        """Return how a context's part in host memory is read; NONE: every context stays on the device."""
+        return join_readings(part.method.reading for part in self.parts)
 
 
 def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) -> dict[str, Profile]:
@@ -89,7 +90,7 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
     built_in = {name: method for name, method in methods.items() if is_built_in(method)}
     profiles = {}
     for name, method in built_in.items():
-        if method.reading is None or host is not None:
+        if method.reading is Reading.NONE or host is not None:
             profiles[name] = _compose(name, Composition(host=MethodChoice(method=name)), methods, host)
     for name, composition in named.items():
         if name in built_in:
@@ -115,7 +116,7 @@ def why_unknown(name: str, known: Iterable[str]) -> str:
 def needs_host(name: str) -> bool:
     """Whether it is a built-in profile that only a deployment with a `host` section has."""
     method = list_methods().get(name)
-    return method is not None and method.reading is not None and is_built_in(method)
+    return method is not None and method.reading is not Reading.NONE and is_built_in(method)
 
 
 def is_built_in(method: Method) -> bool:
@@ -183,7 +184,7 @@ def _compose(name: str, composition: Composition, methods: Mapping[str, Method],
             continue
         where = f"profiles.{name}.{slot}"
         method = _find_method(where, slot, choice.method, methods)
-        if method.reading is not None and host is None:
+        if method.reading is not Reading.NONE and host is None:
             raise ProfileError(
                 f"{where}: {method.name!r} keeps KV in host memory; this deployment has no `host` section: add one, or "
                 "take the profile out"

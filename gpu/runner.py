@@ -65,6 +65,7 @@ from transfer.chunks.library import ChunkLibrary
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
 from transfer.expert_exchange import ExpertCounts, OpenExperts
+from transfer.reading import Reading
 from transfer.tier import Ask, ContextLostError, HostMemoryError, HostTier
 from transfer.tier_shape import BLOCK_TOKENS
 
@@ -275,10 +276,10 @@ class Runner:
             ]
         steps.append(self._prefill.warm_up_chunks)
         rehearse = partial(self._rehearse, [tokens - 1], DENSE, [], [], [DecodeGroup([0], [tokens - 1], [1])])
-        steps += [rehearse, *(partial(rehearse, [RingWrite(0, part, 0, False)]) for part in self._reusing)]
+        steps += [rehearse, *(partial(rehearse, [RingWrite(0, part, 0, Reading.BLOCKS)]) for part in self._reusing)]
         if self._offload is not None:
-            kinds = (False,) if self._offload.tier.shape.num_tables == 0 else (False, True)
-            steps += [partial(self._warm_up_host, is_sampled) for is_sampled in kinds]
+            readings = dict.fromkeys(reading.on_cpu(self._offload.tier.shape.num_tables) for reading in Reading)
+            steps += [partial(self._warm_up_host, reading) for reading in readings]
         return steps
 
     @torch.inference_mode()
@@ -322,10 +323,10 @@ class Runner:
             seconds = max(seconds, result.unit_seconds)
         return units, seconds
 
-    def _warm_up_host(self, is_sampled: bool) -> None:
+    def _warm_up_host(self, reading: Reading) -> None:
         """Run three pages of tokens, of which the one in the middle is offloaded."""
         page = self.limits.page_tokens
-        deposit = Offload(0, 0, page, 2 * page, [1], opens=True, is_sampled=is_sampled)
+        deposit = Offload(0, 0, page, 2 * page, [1], opens=True, reading=reading)
         release = PageEviction([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])
         decode = [DecodeGroup([0], [3 * page - 1], [1], [HostRead(0, page, 2 * page)])]
         self._rehearse([3 * page - 1], DENSE, [deposit], [release], decode)

@@ -14,6 +14,7 @@ import numpy as np
 from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
 from transfer.chunks.format import ChunkKey
+from transfer.reading import Reading
 
 NOT_FINITE = -1
 NOTHING_LEFT = -2
@@ -66,7 +67,7 @@ class HostPrompt:
     sink: int
     released: int
     end: int
-    is_sampled: bool
+    reading: Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +118,13 @@ class RingCopy:
 @dataclass(frozen=True, slots=True)
 class RingWrite:
     """A slot holds ring number `ring` of `part` (`ProfilePart`) until it is released; nobody else does.
-    is_sampled: what its host reads for it is a sample. source: what it has; None: nothing.
+    reading: of its context in host memory. source: what it has; None: nothing.
     """
 
     slot: int
     part: str
     ring: int
-    is_sampled: bool
+    reading: Reading
     source: RingCopy | None = None
 
 
@@ -280,7 +281,7 @@ class Offload:
     end: int
     page_ids: list[int]
     opens: bool
-    is_sampled: bool
+    reading: Reading
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from gpu.memory.plan import MemoryPlan
 from gpu.page_layout import PageLayout
 from gpu.profiles import Profile
 from scheduler.messages import EngineRequest
-from transfer.host_memory import TAIL_TOKENS, bytes_of_context, without_tables
+from transfer.host_memory import TAIL_TOKENS, bytes_of_context, shape_for
+from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
 SETTLING_TOKENS = 8  # of output behind a deposit, until its rows are taken to have landed: some 0.1 s at the least
@@ -31,7 +32,7 @@ class HostCapacity:
     """A context beyond `resident_tokens` is `[0, sink)` on the device, `[sink, end)` in host memory, the rest a window.
 
     Lengths but `resident_tokens` are whole pages. `is_adaptive`: what is in host memory stays in pages of the device as
-    well, while nobody needs them. `bytes_of_run(bulk, more, is_sampled, is_fork)`: what tokens take
+    well, while nobody needs them. `bytes_of_run(bulk, more, reading, is_fork)`: what tokens take
     there at most that go down at once, and those that follow lump by lump; a fork's, behind those that it shares.
     `own`: by name, of profiles whose methods need longer windows; all else in it is the same.
     """
@@ -44,7 +45,7 @@ class HostCapacity:
     window_tokens: int
     lump_tokens: int
     resident_tokens: int
-    bytes_of_run: Callable[[int, int, bool, bool], int]
+    bytes_of_run: Callable[[int, int, Reading, bool], int]
     own: Mapping[str, "HostCapacity"] = field(default_factory=dict)
 
     def of(self, profile: str) -> "HostCapacity":
@@ -163,7 +164,7 @@ class Capacity:
             (self.max_hidden_tokens, "hidden states fit", "scheduler.prefill.max_hidden_tokens"),
         ]
         in_pages = self.num_pages * self.page_tokens
-        if self.host is None or not profile.goes_down:
+        if self.host is None or not profile.offloads:
             return [limits[0], (in_pages, "KV pages hold", "gpu.kv_cache_gib"), limits[1]]
         host = self.host.of(profile.name)
         if in_pages < min(host.most_resident_tokens, self.max_context_tokens):
@@ -173,7 +174,7 @@ class Capacity:
         limits.append((in_dense, "pages of dense layers hold", "gpu.kv_cache_gib"))
 
         def bytes_of(run: int) -> int:
-            return host.bytes_of_run(run, host.lump_tokens, profile.is_sampled, False)
+            return host.bytes_of_run(run, host.lump_tokens, profile.reading, False)
 
         in_host = self._longest_run(host, bytes_of, host.limit_bytes)
         return [*limits, (in_host, "host memory holds", "host.memory_limit_gib")]
@@ -223,13 +224,13 @@ def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
     return replace(host, own=own)
 
 
-def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, is_sampled: bool, is_fork: bool) -> int:
+def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, reading: Reading, is_fork: bool) -> int:
     """The most that a context takes of its own for tokens that come at once, and then lump by lump.
 
     What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
     may have to copy the open tail that it shares the front of.
     """
-    rows = shape if is_sampled else without_tables(shape)
+    rows = shape_for(shape, reading)
     is_bulk = bulk_tokens >= TAIL_TOKENS
     num_bytes = bytes_of_context(rows, bulk_tokens) if is_bulk else 0
     num_tails = -(-(more_tokens if is_bulk else bulk_tokens + more_tokens) // TAIL_TOKENS)

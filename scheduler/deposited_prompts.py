@@ -74,7 +74,7 @@ class DepositedPrompts:
 
     def run_end(self, sequence: Sequence) -> int:
         """Where the run ends that goes down with its prompt; 0: none does."""
-        if not self._profile(sequence).goes_down:
+        if not self._profile(sequence).offloads:
             return 0
         if self._frontier.is_adaptive:
             return self._host_of(sequence).prompt_end(sequence.num_tokens)
@@ -152,7 +152,7 @@ class DepositedPrompts:
         """The run that a sequence is admitted with: its prompt's, and that of some output."""
         most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
         num_blocks = self._host_of(sequence).most_run_tokens(most) // self._host.page_tokens
-        return RunSize(num_shared, num_own, num_blocks, self._profile(sequence).is_sampled)
+        return RunSize(num_shared, num_own, num_blocks, self._profile(sequence).reading)
 
     def _least_pages(self, need: _Need) -> int:
         """For a prompt's own blocks, as many of them released as may be."""
@@ -229,7 +229,7 @@ class DepositedPrompts:
             sink=self._host.sink_tokens,
             released=self._host.end_of_blocks(context.num_released),
             end=start.end,
-            is_sampled=self._profile(sequence).is_sampled,
+            reading=self._profile(sequence).reading,
         )
 
     def finish_prefill(self, sequence: Sequence, context: HostContext) -> None:

@@ -73,7 +73,7 @@ class Deposits:
         """How many tokens, at most that many, may follow the next draw's in its step: in none of the steps that these
         would take is anything written down, or settled.
         """
-        if not self._profile(sequence).goes_down:
+        if not self._profile(sequence).offloads:
             return most
         context, host = sequence.open_context, self._host_of(sequence)
         run_end = None if context is None else self._run_end(context)
@@ -126,7 +126,7 @@ class Deposits:
 
     def _end(self, sequence: Sequence) -> int:
         """Where the run ends after the deposit that the next draw makes due; 0: it makes none."""
-        if not self._profile(sequence).goes_down:
+        if not self._profile(sequence).offloads:
             return 0
         context = sequence.open_context
         run_end = None if context is None else self._run_end(context)
@@ -138,8 +138,8 @@ class Deposits:
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
         """Whether there is room for a context of so many blocks, which the sequence holds then."""
-        is_sampled = self._profile(sequence).is_sampled
-        context = self._contexts.add(RunSize(0, num_blocks, num_blocks, is_sampled), None)
+        reading = self._profile(sequence).reading
+        context = self._contexts.add(RunSize(0, num_blocks, num_blocks, reading), None)
         if context is not None:
             self._frontier.hold(sequence, context)
         return context is not None
@@ -155,18 +155,18 @@ class Deposits:
         begin = self._run_end(context)
         page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
         self._contexts.deposit(context, page_ids)
-        is_sampled = self._profile(sequence).is_sampled
-        return Offload(sequence.slot, context.context_id, begin, end, page_ids, opens, is_sampled)
+        reading = self._profile(sequence).reading
+        return Offload(sequence.slot, context.context_id, begin, end, page_ids, opens, reading)
 
     def _stays(self, sequence: Sequence) -> bool:
         """Whether it is on the device whole, and long enough to have a middle."""
-        goes_down = self._profile(sequence).goes_down and sequence.context is None
-        return goes_down and self._middle_end(sequence) > self._host.sink_tokens
+        offloads = self._profile(sequence).offloads and sequence.context is None
+        return offloads and self._middle_end(sequence) > self._host.sink_tokens
 
     def _middle_end(self, sequence: Sequence) -> int:
         host = self._host_of(sequence)
         num_tokens = sequence.next_position - host.window_tokens - host.sink_tokens
         return host.sink_tokens + num_tokens // host.lump_tokens * host.lump_tokens
 
-    def _turn(self, sequence: Sequence) -> tuple[bool, int]:
-        return not self._profile(sequence).is_sampled, -sequence.next_position
+    def _turn(self, sequence: Sequence) -> tuple[int, int]:
+        return self._profile(sequence).reading.cost_order, -sequence.next_position

@@ -123,7 +123,7 @@ class Documents:
         """Where cells must be positions."""
         if any(window is not None for window in self._windows):
             return "the model has layers with a window, which is one of positions"
-        if profile.goes_down:
+        if profile.offloads:
             return f"contexts of the profile {profile.name!r} go to host memory"
         if profile.ring_part is not None:
             return f"the profile {profile.name!r} takes over what was read of cells before"

@@ -78,7 +78,7 @@ class Frontier:
         having = [one for one in self._contexts if one.num_resident]
         idle = sorted((one for one in having if not one.is_held), key=lambda one: one.used)
         held = sorted(
-            (one for one in having if one.is_held), key=lambda one: (not one.size.is_sampled, -one.num_resident)
+            (one for one in having if one.is_held), key=lambda one: (one.size.reading.cost_order, -one.num_resident)
         )
         return idle + held
 

@@ -56,6 +56,6 @@ def _may_grow(context: HostContext) -> bool:
     return context.num_released > 0 and context.is_written
 
 
-def _turn(context: HostContext) -> tuple[bool, int]:
+def _turn(context: HostContext) -> tuple[int, int]:
     """Those whose tokens cost the host most come first, and of these the one that soonest asks for nothing."""
-    return context.size.is_sampled, context.num_released
+    return -context.size.reading.cost_order, context.num_released

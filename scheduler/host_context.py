@@ -5,6 +5,8 @@ Knows ids, blocks and pages; never sees a row. Invariant: a block is a context's
 
 from dataclasses import dataclass, field
 
+from transfer.reading import Reading
+
 
 @dataclass(frozen=True, slots=True)
 class RunSize:
@@ -13,7 +15,7 @@ class RunSize:
     num_shared: int
     num_bulk: int
     num_blocks: int
-    is_sampled: bool
+    reading: Reading
 
     @property
     def num_own(self) -> int:

@@ -247,7 +247,7 @@ class HostContexts:
         num_bulk = min(size.num_own, size.num_bulk)
         bulk_tokens = num_bulk * self._host.page_tokens
         more_tokens = (size.num_own - num_bulk) * self._host.page_tokens
-        return self._host.bytes_of_run(bulk_tokens, more_tokens, size.is_sampled, size.num_shared > 0)
+        return self._host.bytes_of_run(bulk_tokens, more_tokens, size.reading, size.num_shared > 0)
 
     def _charge(self, context: HostContext, num_blocks: int) -> None:
         """It may have so many blocks, and is charged for its own among them, in place of what it was charged for."""

@@ -67,7 +67,7 @@ def _own_windows(
     profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan
 ) -> dict[str, int]:
     """By name, in whole pages, of profiles whose contexts go down and whose methods need more than `host` says."""
-    asked = {one.name: find_kept([one], host, architecture).window_tokens for one in profiles if one.goes_down}
+    asked = {one.name: find_kept([one], host, architecture).window_tokens for one in profiles if one.offloads}
     pages = {name: -(-tokens // plan.page_tokens) for name, tokens in asked.items()}
     whole = {name: count * plan.page_tokens for name, count in pages.items()}
     return {name: tokens for name, tokens in whole.items() if tokens > plan.window_tokens}

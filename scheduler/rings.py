@@ -40,9 +40,9 @@ class Rings:
             return
         ring = self._free[str(part)].pop()
         sequence.ring = str(part), ring
-        is_sampled = self._profiles[sequence.request.attention_profile].is_sampled
+        reading = self._profiles[sequence.request.attention_profile].reading
         source = self._find_source(sequence, begin, running)
-        self._writes.append(RingWrite(sequence.slot, str(part), ring, is_sampled, source))
+        self._writes.append(RingWrite(sequence.slot, str(part), ring, reading, source))
 
     def give_back(self, sequence: Sequence) -> None:
         """It leaves its slot."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transfer import places
 from transfer.exchange import ExchangeSlot
+from transfer.reading import Reading
 from transfer.tier import (
     Answered,
     Ask,
@@ -89,23 +90,23 @@ class ReferenceTier:
         self.bulk_tokens = bulk_tokens
         self.max_chunk_tokens = max_chunk_tokens
         self.contexts: dict[int, list[Piece]] = {}
-        self.is_sampled: dict[int, bool] = {}
+        self.readings: dict[int, Reading] = {}
         self.loans: list[ReferenceLoan] = []
 
-    def open(self, context_id: int, is_sampled: bool) -> None:
+    def open(self, context_id: int, reading: Reading) -> None:
         assert context_id not in self.contexts, f"reference tier: context {context_id} is open already"
         self.contexts[context_id] = []
-        self.is_sampled[context_id] = is_sampled
+        self.readings[context_id] = reading
 
-    def fork(self, source_id: int, context_id: int, num_tokens: int, is_sampled: bool) -> None:
+    def fork(self, source_id: int, context_id: int, num_tokens: int, reading: Reading) -> None:
         source = self.contexts[source_id]
         assert num_tokens <= self.num_tokens(source_id), "reference tier: a fork of more tokens than there are"
-        self.open(context_id, is_sampled)
+        self.open(context_id, reading)
         self.contexts[context_id] = _first(source, num_tokens)
 
     def close(self, context_id: int) -> None:
         self.contexts.pop(context_id, None)
-        self.is_sampled.pop(context_id, None)
+        self.readings.pop(context_id, None)
 
     def reserve(self, context_id: int, num_tokens: int) -> list[Reservation]:
         pieces = self.contexts[context_id]

@@ -7,6 +7,7 @@ refuse to know addresses and contexts. Invariant: a layer of a segment is one sl
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
 SEGMENT_TOKENS = 65_536  # at most in a segment: entries of tables are uint16
@@ -43,6 +44,11 @@ class CentreLayout:
 def without_tables(shape: TierShape) -> TierShape:
     """The same rows, never sampled."""
     return replace(shape, num_tables=0)
+
+
+def shape_for(shape: TierShape, reading: Reading) -> TierShape:
+    """Return the shape in which rows are kept for contexts of that reading."""
+    return shape if reading.has_tables else without_tables(shape)
 
 
 def num_offsets(bits_per_table: int, tokens: int) -> int:

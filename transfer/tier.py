@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from transfer.exchange import ExchangeSlot
+from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
 __all__ = [
@@ -147,10 +148,10 @@ class HostTier(Protocol):
 
     shape: TierShape
 
-    def open(self, context_id: int, is_sampled: bool) -> None:
-        """A new, empty context. `is_sampled`: attention over it samples; else it reads all of it."""
+    def open(self, context_id: int, reading: Reading) -> None:
+        """A new, empty context. `reading`: how attention reads it."""
 
-    def fork(self, source_id: int, context_id: int, num_tokens: int, is_sampled: bool) -> None:
+    def fork(self, source_id: int, context_id: int, num_tokens: int, reading: Reading) -> None:
         """A new context that shares the first `num_tokens` of another's run."""
 
     def close(self, context_id: int) -> None:

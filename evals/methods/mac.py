@@ -94,7 +94,7 @@ class Mac(DecodeMethod):
             outs=torch.zeros(*shape, dim, dtype=_SUMMARIES[self.summaries], device=device),
             lses=torch.zeros(shape, device=device),
             origins=torch.zeros(shape, dtype=torch.int32, device=device),
-            is_sampled=torch.zeros(shape, dtype=torch.uint8, device=device),
+            is_estimate=torch.zeros(shape, dtype=torch.uint8, device=device),
         )
         attend, num_seeds = Dense().attend, self.served.num_seeds
         for request, length in enumerate(prompt.lengths.tolist()):
@@ -134,8 +134,8 @@ class Mac(DecodeMethod):
         far = (position >= end) & (position < cut)
         logits = step_logits(step)
         parts = [_attend(step, logits, chosen) for chosen in (near, far)]
-        is_sampled = torch.full((requests,), rest is not None, dtype=torch.uint8, device=cells.device)
-        whole = complete(*parts, filled, query, matched, state.ring, state.rings, cells, limits, is_sampled)
+        is_estimate = torch.full((requests,), rest is not None, dtype=torch.uint8, device=cells.device)
+        whole = complete(*parts, filled, query, matched, state.ring, state.rings, cells, limits, is_estimate)
         is_hit, read = matched.entries >= 0, near | far
         keys = read.sum(-1).float()
         rows = read.view(requests, kv_heads, -1, step.longest).any(2).sum(-1).float() + self._ring_rows(step, limits)

@@ -4,10 +4,10 @@ from gpu.kv.pool import KvPool
 from gpu.methods.device_side import LayerReads
 from gpu.operations.arguments import runs_on_numba
 from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
-from gpu.operations.decode_attention.paged_decode_attention import Reading, Workspace, paged_decode_attention
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, Workspace, paged_decode_attention
 
 
-def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, is_counted: bool) -> Reading:
+def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, is_counted: bool) -> DevicePartials:
     """Return the partials over the cells that are read, of pages that hold the rows' own tokens already."""
     rows, layer = reads.rows, reads.layer
     cells = (pool.key_pages[layer], pool.value_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale)

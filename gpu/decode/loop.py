@@ -19,7 +19,7 @@ from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import DeviceSide, LayerReads, RingSide
-from gpu.operations.decode_attention.paged_decode_attention import Reading, Workspace
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, Workspace
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
 # A step under way: it stops where the host must answer, and returns logits, float32 `[rows, vocab]`.
@@ -99,7 +99,7 @@ class LayerLoop:
 
 
 def check_coverage(
-    reads: LayerReads, on_device: Reading, answers: Sequence[Partial], ringed: Sequence[RingSide] = ()
+    reads: LayerReads, on_device: DevicePartials, answers: Sequence[Partial], ringed: Sequence[RingSide] = ()
 ) -> None:
     """Check that the device, the host and methods with rings together read, took over or dropped each row's context, or
     its window, once. Waits for device and host. Raises CoverageError.

@@ -57,7 +57,7 @@ class Offloader:
         """Send a deposit's rows down; asynchronous. Raises HostMemoryError."""
         num_tokens = deposit.end - deposit.begin
         if deposit.opens:
-            self.tier.open(deposit.context_id, deposit.is_sampled)
+            self.tier.open(deposit.context_id, deposit.reading)
         reservations = self.tier.reserve(deposit.context_id, num_tokens)
         layers = range(len(self.tier.shape.layers))
         rooms = [(one, [one.layer(layer) for layer in layers]) for one in reservations]  # all of them, or it raises

@@ -63,9 +63,9 @@ class StagedPrompt:
         self.begin = prompt.begin
         self.end = len(prompt.token_ids)
         if host.source_id is not None:
-            tier.fork(host.source_id, host.context_id, self._num_there, host.is_sampled)
+            tier.fork(host.source_id, host.context_id, self._num_there, host.reading)
         elif prompt.begin == 0:
-            tier.open(host.context_id, host.is_sampled)
+            tier.open(host.context_id, host.reading)
         num_tokens = host.end - max(self.begin, host.sink)
         self._reservations = tier.reserve(host.context_id, num_tokens) if num_tokens > 0 else []
         self._bring(0)

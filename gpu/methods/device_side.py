@@ -18,7 +18,7 @@ from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.attention.step_rows import StepRows
 from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture
-from gpu.operations.decode_attention.paged_decode_attention import Reading
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import HostRead, RingWrite
 from transfer.partial import Owner, Partial
 from transfer.tier_shape import TierShape
@@ -129,10 +129,10 @@ class DeviceSide:
     def before(self, reads: LayerReads) -> None:
         """Keys and values of the step's tokens are written, and nothing is read yet."""
 
-    def read(self, reads: LayerReads, on_device: Reading) -> None:
+    def read(self, reads: LayerReads, on_device: DevicePartials) -> None:
         """The host is asked, if it is, and near and far are read: what a method reads itself goes to `fetched`."""
 
-    def after(self, reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
+    def after(self, reads: LayerReads, on_device: DevicePartials, filled: Sequence[Partial]) -> None:
         """What others filled the holes with is there as well, `fetched` and the host's; nothing is merged yet."""
 
     def finish(self, rows: StepRows) -> None:

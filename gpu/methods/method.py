@@ -11,10 +11,10 @@ from typing import Any, Literal
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
+from transfer.reading import Reading
 from transfer.settings import Settings
 
 Slot = Literal["prefill", "reuse", "host"]
-HostReading = Literal["whole", "sample"]
 
 
 class NoSettings(Settings):
@@ -97,8 +97,8 @@ class Method:
     both empty: it writes what the model itself would. slot_bytes: device memory for one running sequence, by settings
     and model. rings: which of them have that, or None: all. refuses: methods that it cannot be composed with, by how
     their names begin, and why. why_impossible: these settings beside a `host` section, or None where they are not.
-    reading: how the CPU reads what is in host memory, or None: nothing goes down
-    there. keeps: what of a context that goes down it needs on the device, by settings, `host` section and model, or
+    reading: how a context's part in host memory is read; NONE: nothing goes there.
+    keeps: what of a context that goes down it needs on the device, by settings, `host` section and model, or
     None: it asks for nothing.
     device_side: the module with torch whose `make_device_side(settings, site)` makes what the method does on the device
     (`gpu.methods.device_side`), or None: nothing; of one with rings, `make_ring_side(settings, site, num_rings)`.
@@ -122,7 +122,7 @@ class Method:
     rings: RingUse | None
     refuses: Mapping[str, str]
     why_impossible: Callable[[Any, HostConfig], str | None]
-    reading: HostReading | None
+    reading: Reading
     keeps: Callable[[Any, HostConfig, Architecture], Kept] | None
     device_side: str | None
     prefill_side: str | None

@@ -169,11 +169,11 @@ def _gate(benchmark: LshBenchmark, layer: Layer, segments: _Segments, kernel: Ho
         query = _widen(queries[0, head])
         logits = keys @ query * SCALE
         cosines = keys @ query / np.linalg.norm(keys, axis=1) / np.linalg.norm(query)
-        is_sampled = (layer.codes[0] == codes[0, head][:, None]).sum(0) >= 2
+        is_chosen = (layer.codes[0] == codes[0, head][:, None]).sum(0) >= 2
         u = sample_probability(cosines, benchmark.bits, benchmark.tables)
         shift = layer.centre[0].astype(np.float64) @ query * SCALE
         for name, result, chosen, weights in (
-            ("sampled", sampled, is_sampled, -np.log(u)), ("exact", exact, slice(None), np.zeros(len(u))),
+            ("sampled", sampled, is_chosen, -np.log(u)), ("exact", exact, slice(None), np.zeros(len(u))),
         ):  # fmt: skip
             scores = (logits + weights)[chosen]
             mass = np.exp(scores - scores.max())

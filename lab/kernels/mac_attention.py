@@ -24,7 +24,7 @@ from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, Matched, match
 from gpu.methods.mac.rings import Ring
 from gpu.operations.decode_attention.paged_decode_attention import (
-    Reading,
+    DevicePartials,
     Workspace,
     paged_decode_attention,
     workspace_for,
@@ -104,7 +104,7 @@ class Fixed:
     context_lens: Tensor
     is_matching: Tensor
     counts: Tensor
-    is_sampled: Tensor
+    is_estimate: Tensor
 
 
 def make_pages(
@@ -179,7 +179,7 @@ def make_fixed(pages: Pages) -> Fixed:
         context_lens=torch.full((batch,), pages.tokens, dtype=torch.int32, device=device),
         is_matching=torch.ones(1, dtype=torch.int32, device=device),
         counts=torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device),
-        is_sampled=torch.zeros(batch, dtype=torch.uint8, device=device),
+        is_estimate=torch.zeros(batch, dtype=torch.uint8, device=device),
     )
 
 
@@ -196,18 +196,18 @@ class Path:
         return match(layer.query, layer.ring, fixed.rings, fixed.cells, fixed.holes, self.shape.limits,
                      fixed.is_matching, fixed.counts, self.shape.kv_heads)  # fmt: skip
 
-    def attend(self, layer: Layer, bounds: Tensor | None) -> Reading:
+    def attend(self, layer: Layer, bounds: Tensor | None) -> DevicePartials:
         fixed, pages = self.fixed, self.pages
         return paged_decode_attention(
             layer.query, pages.keys, pages.values, layer.page_table, fixed.slots, fixed.context_lens, DIM**-0.5,
             pages.workspace, bounds, has_far=bounds is not None,
         )  # fmt: skip
 
-    def complete(self, layer: Layer, reading: Reading, matched: Matched) -> Partial:
+    def complete(self, layer: Layer, reading: DevicePartials, matched: Matched) -> Partial:
         fixed = self.fixed
         assert reading.far is not None
         return complete(reading.near, reading.far, None, layer.query, matched, layer.ring, fixed.rings, fixed.cells,
-                        self.shape.limits, fixed.is_sampled)  # fmt: skip
+                        self.shape.limits, fixed.is_estimate)  # fmt: skip
 
     def whole(self, layer: Layer) -> Partial:
         matched = self.match(layer)

@@ -28,6 +28,7 @@ from gpu.profiles import resolve_profiles
 from gpu.runner import Runner
 from gpu.step import PageWrite, RingWrite, StepPlan
 from gpu.weights.weights import random_weights
+from transfer.reading import Reading
 
 PAGE_TOKENS = 16
 CALIBRATION_STEPS = 8
@@ -73,7 +74,7 @@ def time_steps(
     times = [StepTimes(None, bench.time(steps), 0.0, 0.0, 1.0, {})]
     side = runner._reusing[name]
     assert isinstance(side, Mac)
-    held = [RingWrite(slot, name, slot, False) for slot in range(batch)]
+    held = [RingWrite(slot, name, slot, Reading.NONE) for slot in range(batch)]
     runner.launch(StepPlan(ring_writes=held)).collect()
     bench.run(capacity)
     for rate in rates:

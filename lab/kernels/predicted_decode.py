@@ -42,6 +42,7 @@ from lab.speed.trace_lanes import HostSpan
 from transfer.config import HostConfig
 from transfer.copies import PASSED
 from transfer.machine import count_physical_cores
+from transfer.reading import Reading
 from transfer.tier import Answered
 from transfer.tier_shape import BLOCK_TOKENS, TierShape
 
@@ -118,7 +119,7 @@ class Contexts:
 
     def _fill(self) -> None:
         pattern = torch.randn(self.shape.num_kv_heads, PATTERN_TOKENS, self.shape.dim, dtype=torch.bfloat16)
-        self.tier.open(0, False)
+        self.tier.open(0, Reading.WHOLE)
         for reservation in self.tier.reserve(0, self.run_tokens):
             for layer in range(len(self.tier_shape.layers)):
                 rows = reservation.layer(layer)
@@ -129,7 +130,7 @@ class Contexts:
                     rows.values[:, into].copy_(pattern[:, : into.stop - begin])
             self.tier.fill(reservation, range(len(self.tier_shape.layers)), PASSED)
         for context_id in range(1, self.batch):
-            self.tier.fork(0, context_id, self.run_tokens, False)
+            self.tier.fork(0, context_id, self.run_tokens, Reading.WHOLE)
 
     def shutdown(self) -> None:
         self.tier.shutdown()
@@ -161,7 +162,7 @@ class Steps:
             down = self.runner.pool.layout.dense_pages(range(first + resident, first + each), 0, dense)
             sink = SINK // PAGE_TOKENS
             writes.append(PageWrite(slot, 0, own[:sink] + down + own[sink:]))
-        held = [RingWrite(slot, str(part), slot, False) for slot in range(batch)]
+        held = [RingWrite(slot, str(part), slot, Reading.BLOCKS) for slot in range(batch)]
         self.runner.launch(StepPlan(page_writes=writes, ring_writes=held)).collect()
         side = self.runner._reusing[str(part)]
         assert isinstance(side, Predicted)

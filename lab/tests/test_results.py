@@ -21,6 +21,7 @@ from lab.quality.served_results import served_cells, served_methods
 from tests.evals.test_run import record
 from tests.evals.test_served import DEPLOYMENT, SAMPLED
 from tests.gpu.toy_method import add_toy
+from transfer.reading import Reading
 
 
 def test_a_table_says_that_a_method_did_not_apply() -> None:
@@ -50,7 +51,7 @@ def test_the_set_of_served_rows_has_full_attention_and_both_settings() -> None:
 
 def test_the_set_of_served_rows_has_what_methods_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without = served_methods()
-    add_toy(tmp_path, monkeypatch, "host", "whole")
+    add_toy(tmp_path, monkeypatch, "host", Reading.WHOLE)
     assert served_methods() == (*without, "profile:toy")
     assert all(served_method(name, DEPLOYMENT) is not None for name in served_methods())
 

@@ -134,9 +134,7 @@ def _tell_what_gains_nothing(device: str, profiles: Mapping[str, Profile]) -> tu
     slower = [
         name
         for name, profile in profiles.items()
-        if profile.is_sampled
-        or profile.block_fetch is not None
-        or any(part.method.slot == "prefill" for part in profile.parts)
+        if not profile.reading.reads_all or any(part.method.slot == "prefill" for part in profile.parts)
     ]
     if device != "cpu" or not slower:
         return ()

@@ -29,6 +29,7 @@ from server.deployment import Deployment
 from server.planning.deployment_plan import ResolvedPlan
 from transfer.config import HostConfig
 from transfer.rates import Rates
+from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
 Name = Literal["device", "offloaded", "sampled", "predicted", "predicted+sampled"]
@@ -40,8 +41,13 @@ WORDS: dict[Name, str] = {
     "predicted+sampled": "predicted blocks, the rest sampled",
 }
 ALWAYS: tuple[Name, ...] = ("device", "offloaded", "sampled")
-EXACT: tuple[Name, ...] = ("device", "offloaded")
-SAMPLING: tuple[Name, ...] = ("sampled", "predicted+sampled")
+READINGS: dict[Name, Reading] = {
+    "device": Reading.NONE,
+    "offloaded": Reading.WHOLE,
+    "sampled": Reading.SAMPLE,
+    "predicted": Reading.BLOCKS,
+    "predicted+sampled": Reading.SAMPLE,
+}
 BATCHES = (1, 2, 4, 8, 16)  # of those, what fits anywhere
 PAYS = 1.1  # tokens/s of sampling over those of reading all: for less, nobody should give up what it leaves out
 
@@ -184,11 +190,15 @@ def expected_share(bits_per_table: int, num_tables: int) -> float:
 
 
 def _name_of(profile: Profile) -> Name:
-    if not profile.goes_down:
-        return "device"
-    if profile.block_fetch is not None:
-        return "predicted+sampled" if profile.is_sampled else "predicted"
-    return "sampled" if profile.is_sampled else "offloaded"
+    match profile.reading:
+        case Reading.NONE:
+            return "device"
+        case Reading.WHOLE:
+            return "offloaded"
+        case Reading.SAMPLE:
+            return "sampled" if profile.block_fetch is None else "predicted+sampled"
+        case Reading.BLOCKS:
+            return "predicted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +213,10 @@ class _Planned:
     architecture: Architecture
     context: int
     fetches: ProfilePart | None
+
+    @property
+    def reading(self) -> Reading:
+        return READINGS[self.name]
 
     @property
     def tier(self) -> TierShape | None:
@@ -232,7 +246,7 @@ def _plan_for(name: Name, taken: Name, deployment: Deployment, plan: ResolvedPla
 
 def _without_host(profiles: Profiles) -> Profiles:
     methods = list_methods()
-    return {name: one for name, one in profiles.items() if methods[one.host.method].reading is None}
+    return {name: one for name, one in profiles.items() if methods[one.host.method].reading is Reading.NONE}
 
 
 def _place(planned: _Planned, batches: Sequence[int], share: float, rates: Rates) -> Placement:
@@ -257,7 +271,7 @@ def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
     blocks = -(-demand.running_tokens(context) // memory.page_tokens) + demand.dense_blocks(down)
     in_pages = memory.num_pages // (blocks if down else pages)
     capacity = host_capacity(memory, tier)
-    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, planned.name in SAMPLING, False) if down else 0
+    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, planned.reading, False) if down else 0
     in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
     most = min(running, in_pages, in_host)
     if planned.fetches is not None:
@@ -290,15 +304,15 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEsti
             gb_s = rates.of["host_to_device_gb_s" if is_cuda else "host_stream_gb_s"]
             rows = batch * fetch.most_fetched_tokens(down) * moved.host_rows_of_token
             fetch_ms = rows * moved.host_row / gb_s / 1e6
-        if fetch is not None and planned.name == "predicted":
-            rows = fetch.full_share * batch * (down - read_tokens) * moved.host_rows_of_token
-            host_gb_s = rates.of["host_stream_gb_s"]
-        elif planned.name in SAMPLING:
-            rows = batch * share * (down - read_tokens) * len(tier.layers) * tier.num_heads
-            host_gb_s = rates.of["host_random_rows_gb_s"]
-        else:
-            rows, host_gb_s = batch * down * moved.host_rows_of_token, rates.of["host_stream_gb_s"]
-        host_ms = rows * moved.host_row / host_gb_s / 1e6
+        full_share = 1.0 if fetch is None else fetch.full_share
+        match planned.reading:
+            case Reading.SAMPLE:
+                rows = batch * share * (down - read_tokens) * len(tier.layers) * tier.num_heads
+                rate = "host_random_rows_gb_s"
+            case Reading.NONE | Reading.WHOLE | Reading.BLOCKS:
+                rows = full_share * batch * (down - read_tokens) * moved.host_rows_of_token
+                rate = "host_stream_gb_s"
+        host_ms = rows * moved.host_row / rates.of[rate] / 1e6
     return StepEstimate(
         batch,
         down,
@@ -326,7 +340,8 @@ def _find_best(placements: Sequence[Placement]) -> Name | None:
     for placement in placements:
         if placement.first is None:
             continue
-        gain = PAYS if placement.name not in EXACT and (best is None or best.name in EXACT) else 1.0
+        reads_less = not READINGS[placement.name].reads_all
+        gain = PAYS if reads_less and (best is None or READINGS[best.name].reads_all) else 1.0
         if best is None or best.first is None or best.first.ms > gain * placement.first.ms:
             best = placement
     return None if best is None else best.name
@@ -358,7 +373,7 @@ def _explain(placements: Sequence[Placement], taken: Name, best: Name | None, co
 
 def _judge_sampling(placements: Sequence[Placement]) -> str:
     """For which batches it gives more tokens/s than the best that reads all, at as many contexts or fewer."""
-    exact = [placement for placement in placements if placement.name in EXACT]
+    exact = [placement for placement in placements if READINGS[placement.name].reads_all]
     sampled = next(placement for placement in placements if placement.name == "sampled")
     if sampled.first is None:
         return "sampling: cannot be had here"

@@ -35,6 +35,7 @@ from server.planning.deployment_plan import resolve_plan
 from transfer.config import HostConfig
 from transfer.exchange import ExchangeSlot
 from transfer.machine import probe_machine
+from transfer.reading import Reading
 
 SMALL_GIB = 0.0625  # what rates are measured over; the machine's own size takes seconds
 DEPLOYMENT = {
@@ -201,26 +202,26 @@ def samples(attention: StepAttention) -> bool:
     return bool((attention.table["mode"] == SAMPLED).any())
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, is_sampled: bool, spoil) -> None:
+def broken(monkeypatch: pytest.MonkeyPatch, reading: Reading, spoil) -> None:
     """`spoil(layer, slot)` has the CPU's answers of one kind of steps after they are given."""
     run = StepAttention.run
 
     def run_and_spoil(attention: StepAttention, layer: int, slot: ExchangeSlot) -> None:
         run(attention, layer, slot)
-        if samples(attention) == is_sampled:
+        if samples(attention) == reading.has_tables:
             spoil(layer, slot)
 
     monkeypatch.setattr(StepAttention, "run", run_and_spoil)
 
 
 def test_a_kv_head_that_one_layer_loses_gives_no_number(check, monkeypatch):
-    broken(monkeypatch, False, lambda layer, slot: slot.out[:, :2].mul_(0.0 if layer == 1 else 1.0))
+    broken(monkeypatch, Reading.WHOLE, lambda layer, slot: slot.out[:, :2].mul_(0.0 if layer == 1 else 1.0))
     with pytest.raises(GateError, match="offloaded: log-probabilities are"):
         check("offloaded")
 
 
 def test_answers_that_are_those_of_another_head_give_no_number_in_sampled_steps_either(check, monkeypatch):
-    broken(monkeypatch, True, lambda layer, slot: slot.out.copy_(slot.out.roll(2, 1)))
+    broken(monkeypatch, Reading.SAMPLE, lambda layer, slot: slot.out.copy_(slot.out.roll(2, 1)))
     with pytest.raises(GateError, match="sampled: log-probabilities are"):
         check("sampled")
 
@@ -270,7 +271,7 @@ def test_tables_of_wrong_codes_give_no_number(client, monkeypatch, spoil):
 
 def test_weights_that_are_off_by_a_five_hundredth_give_no_number(client, monkeypatch):
     assert sample(client).agree == 1.0
-    broken(monkeypatch, True, lambda layer, slot: slot.lse.add_(0.002))
+    broken(monkeypatch, Reading.SAMPLE, lambda layer, slot: slot.lse.add_(0.002))
     with pytest.raises(GateError, match=r"sampled: 0\.0% of"):
         sample(client)
 

@@ -18,6 +18,7 @@ from cpu.tier import CpuTier
 from tests.cpu.sampling_oracle import Answer, Stored, attend, simhash
 from transfer.copies import PASSED
 from transfer.exchange import ExchangeSlot, new_slot
+from transfer.reading import Reading
 from transfer.slabs import PageSource
 from transfer.tier import Ask, LayerRows, Reservation, TierShape
 
@@ -94,14 +95,14 @@ class Witness:
             self.close(context_id)
 
     def open(self, context_id: int) -> None:
-        self.tier.open(context_id, True)
+        self.tier.open(context_id, Reading.SAMPLE)
         nothing = np.zeros((2, self.kv_heads, 0, self.dim))
         self.stored[context_id] = Stored(
             nothing, nothing, np.zeros((2, self.kv_heads, 0, len(self.planes)), int), nothing[0]
         )
 
     def fork(self, source_id: int, context_id: int, num_tokens: int) -> None:
-        self.tier.fork(source_id, context_id, num_tokens, True)
+        self.tier.fork(source_id, context_id, num_tokens, Reading.SAMPLE)
         self.stored[context_id] = self.stored[source_id].first(num_tokens)
 
     def close(self, context_id: int) -> None:

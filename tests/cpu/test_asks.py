@@ -18,6 +18,7 @@ from tests.reference_tier import ReferenceTier
 from tests.tolerances import TIER_FLOAT32
 from transfer.copies import PASSED
 from transfer.exchange import new_slot
+from transfer.reading import Reading
 from transfer.tier import Ask
 
 FEW, MORE = ("bfloat16", 6, 20), ("int8", 8, 60)
@@ -163,11 +164,11 @@ def test_tables_are_kept_while_the_cut_and_the_context_stay(witness: Witness) ->
     witness.close(3)
 
 
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_only_what_is_asked_for_must_have_landed(is_sampled: bool) -> None:
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+def test_only_what_is_asked_for_must_have_landed(reading: Reading) -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 2) as device, ThreadPoolExecutor(1) as aside:
-        device.open(1, is_sampled)
+        device.open(1, reading)
         device.deposit(1, 2100)
         lates = device.deposit_late(1, 2100)
         out, lse, queries = device.attend([1], cuts=[1500])
@@ -188,7 +189,7 @@ def test_a_slot_that_does_not_count_is_answered_alike() -> None:
     """And one whose bits are all clear, or that has none."""
     tier = new_tier(tier_shape(bits=6, tables=20))
     with Device(tier, 3) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 2500)
         answers = []
         for more in ({}, {"counted": True}, {"kv_heads": 1, "exclusion_blocks": 200}):
@@ -212,7 +213,7 @@ def test_the_tests_own_tier_answers_the_same() -> None:
         slot = new_slot(
             rows, MODEL_HEADS, DIM, 0, torch.float32, torch.device("cpu"), kv_heads=1, exclusion_blocks=19, counted=True
         )
-        one.open(1, False)
+        one.open(1, Reading.WHOLE)
         for reservation in one.reserve(1, tokens):
             for layer in range(len(shape.layers)):
                 down = reservation.layer(layer)

@@ -19,9 +19,11 @@ from transfer.host_memory import (
     bytes_of_context,
     bytes_of_segment,
     lay_out_layer,
+    shape_for,
     slab_bytes,
     without_tables,
 )
+from transfer.reading import Reading
 from transfer.slabs import PageSource
 from transfer.tier import Ask, HostMemoryError
 
@@ -54,7 +56,7 @@ def test_the_tier_counts_keys_by_head_and_bytes_by_row(make_tier, rows, row_byte
     """What is read exactly: each key by all heads, each row once for the heads of a group, and no index."""
     tier = make_tier(tier_shape(rows))
     with Device(tier, 0) as device:
-        device.open(1, False)
+        device.open(1, Reading.WHOLE)
         device.deposit(1, 700)
         device.attend([1])
     counts, shape = tier.stats().attention, tier.shape
@@ -67,7 +69,7 @@ def test_the_bytes_of_a_lookup_are_counted_with_the_rows_that_it_finds(make_tier
     """Each head looks at a bucket of every table: its two borders at least, and an entry for each key that is found."""
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 3000)
         device.attend([1])
     counts, shape = tier.stats().attention, tier.shape
@@ -76,13 +78,13 @@ def test_the_bytes_of_a_lookup_are_counted_with_the_rows_that_it_finds(make_tier
     assert index_bytes >= LAYERS * shape.num_heads * shape.num_tables * 8 + 2 * 2 * counts.keys_scored
 
 
-@pytest.mark.parametrize("is_sampled", [True, False])
+@pytest.mark.parametrize("reading", [Reading.SAMPLE, Reading.WHOLE])
 @pytest.mark.parametrize("tokens", [1, TAIL_TOKENS - 1, TAIL_TOKENS, 5000, 65_536, 65_537, 131_071])
-def test_a_reservation_takes_what_was_promised(make_tier, tokens, is_sampled):
+def test_a_reservation_takes_what_was_promised(make_tier, tokens, reading):
     tier = make_tier(tier_shape(bits=3, tables=3))
-    tier.open(1, is_sampled)
+    tier.open(1, reading)
     reservations = tier.reserve(1, tokens)
-    shape = tier.shape if is_sampled else without_tables(tier.shape)
+    shape = shape_for(tier.shape, reading)
     assert tier.stats().bytes_in_use == bytes_of_context(shape, tokens)
     assert [one.begin for one in reservations] == [0, *(one.end for one in reservations[:-1])]
     assert reservations[-1].end == tokens
@@ -92,7 +94,7 @@ def test_a_reservation_takes_what_was_promised(make_tier, tokens, is_sampled):
 def test_small_reservations_share_a_tail_and_its_centre(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 3000)
         in_use = tier.stats().bytes_in_use
         tail = tier.reserve(1, 1500)
@@ -109,7 +111,7 @@ def test_small_reservations_share_a_tail_and_its_centre(make_tier):
 def test_a_full_tail_is_sampled_from_the_next_reservation_on(make_tier):
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         for _ in range(TAIL_TOKENS // LUMP):
             device.deposit(1, LUMP)
         assert rows_read(device, 1) == TAIL_TOKENS * LAYERS, "a row is read once for the heads of a group"
@@ -120,37 +122,37 @@ def test_a_full_tail_is_sampled_from_the_next_reservation_on(make_tier):
 def test_an_open_tail_is_sealed_by_a_reservation_that_needs_segments_of_its_own(make_tier):
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 1500)
-        device.fork(1, 2, 1200, True)
+        device.fork(1, 2, 1200, Reading.SAMPLE)
         for context_id in (1, 2):
             device.deposit(context_id, 2100)
             assert rows_read(device, context_id) < 1200 * LAYERS
-        device.fork(1, 3, 3600, False)
+        device.fork(1, 3, 3600, Reading.WHOLE)
         assert_dense(device, [3])
 
 
 def test_an_offloaded_context_reads_every_row_and_has_no_tables(make_tier):
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
-        device.open(1, False)
+        device.open(1, Reading.WHOLE)
         device.deposit(1, 4000)
         assert tier.stats().bytes_in_use == bytes_of_context(without_tables(tier.shape), 4000)
         assert_dense(device, [1])
-        device.open(2, True)
+        device.open(2, Reading.SAMPLE)
         device.deposit(2, 4000)
-        device.fork(2, 3, 3000, False)
+        device.fork(2, 3, 3000, Reading.WHOLE)
         assert_dense(device, [1, 3])
 
 
 def test_small_segments_are_merged_and_other_holders_keep_theirs(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         for lump in range(6 * TAIL_TOKENS // LUMP):
             device.deposit(1, LUMP)
             if lump == 4 * TAIL_TOKENS // LUMP:
-                device.fork(1, 2, device.tokens(1), True)
+                device.fork(1, 2, device.tokens(1), Reading.SAMPLE)
             assert_dense(device, [1])
         assert tier.stats().merges >= 2
         assert_dense(device, [1, 2])
@@ -161,7 +163,7 @@ def test_small_segments_are_merged_and_other_holders_keep_theirs(make_tier):
 
 def grow_until_a_merge_is_due(device):
     """By lumps whose tables stand before the next one comes."""
-    device.open(1, True)
+    device.open(1, Reading.SAMPLE)
     (context,) = device.tier._contexts.values()
     while context.merge is None or context.tokens < context.merge.due_tokens:
         device.deposit(1, LUMP)
@@ -222,7 +224,7 @@ def test_with_adaptive_residence_pieces_are_read_until_their_merge_stands(make_t
 def test_with_adaptive_residence_no_merge_begins_of_what_nobody_reads_and_is_being_built(make_tier):
     tier = make_tier(tier_shape(), is_adaptive=True)
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         tier._builder.pause()
         for _ in range(2 * TAIL_TOKENS // LUMP + 2):
             device.deposit(1, LUMP)
@@ -239,9 +241,9 @@ def test_with_adaptive_residence_no_merge_begins_of_what_nobody_reads_and_is_bei
 def test_a_lone_heir_of_a_closed_context_goes_on_in_its_tail(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 1000)
-        device.fork(1, 2, 1000, True)
+        device.fork(1, 2, 1000, Reading.SAMPLE)
         in_use = tier.stats().bytes_in_use
         device.close(1)
         device.deposit(2, 500)
@@ -252,7 +254,7 @@ def test_a_lone_heir_of_a_closed_context_goes_on_in_its_tail(make_tier):
 def test_rows_come_back_as_they_were_stored(make_tier):
     tier = make_tier(tier_shape("int8"))
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 2500)
         device.deposit(1, 700)
         for layer in range(LAYERS):
@@ -271,7 +273,7 @@ def test_a_reservation_that_fails_changes_nothing(make_tier):
     shape = tier_shape()
     tier = make_tier(shape, bytes_of_context(shape, 3000) + bytes_of_context(shape, 100))
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 3000)
         out, lse, _ = device.attend([1])
         before = tier.stats()
@@ -291,7 +293,7 @@ def test_memory_that_is_closing_is_waited_for_before_a_reservation_fails(make_ti
     tier = make_tier(shape, bytes_of_context(shape, 3000))
     with Device(tier, 0) as device:
         for context_id in range(5):
-            device.open(context_id, True)
+            device.open(context_id, Reading.SAMPLE)
             device.deposit(context_id, 3000)
             device.close(context_id)
 
@@ -305,10 +307,10 @@ def test_a_host_that_refuses_to_pin_is_told_of_and_the_rest_goes_on(make_tier):
 
     tier = make_tier(tier_shape(), source=PageSource(poisoned_pages, pin, lambda pages: None))
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 3000)
         refuses.append(True)
-        device.open(2, True)
+        device.open(2, Reading.SAMPLE)
         with pytest.raises(HostMemoryError, match=r"cudaHostRegister failed .*ulimit -l"):
             device.deposit(2, 4000)
         device.close(2)
@@ -316,7 +318,7 @@ def test_a_host_that_refuses_to_pin_is_told_of_and_the_rest_goes_on(make_tier):
         assert tier.stats().bytes_in_use == bytes_of_context(tier.shape, 3000)
         assert_dense(device, [1])
         refuses.clear()
-        device.open(3, True)
+        device.open(3, Reading.SAMPLE)
         device.deposit(3, 4000)
         assert_dense(device, [1, 3])
 
@@ -330,10 +332,10 @@ def test_a_host_that_refuses_room_for_a_copied_tail_leaves_the_fork_as_it_was(ma
 
     tier = make_tier(tier_shape(), source=PageSource(poisoned_pages, pin, lambda pages: None))
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 6000)
         device.deposit(1, 1000)
-        device.fork(1, 2, 6600, True)
+        device.fork(1, 2, 6600, Reading.SAMPLE)
         before = tier.stats()
         refused_bytes.append(slab_bytes(lay_out_layer(tier.shape, 600).num_bytes))
         with pytest.raises(HostMemoryError, match="it refused"):
@@ -356,7 +358,7 @@ def test_a_failed_build_leaves_its_layer_exact_and_is_counted(make_tier, monkeyp
     monkeypatch.setattr(cpu.jobs, "build_tables", fail_once)
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 3000)
         out, _, queries = device.attend([1])
         wanted, _ = device.expect([1], queries)
@@ -372,7 +374,7 @@ def test_a_failed_build_leaves_its_layer_exact_and_is_counted(make_tier, monkeyp
 def test_attention_waits_for_rows_on_their_way_and_nothing_else_does(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         lates = device.deposit_late(1, 3000)
         began = time.monotonic()
         timer = threading.Timer(0.3, lambda: [late.arrive() for late in lates])
@@ -388,7 +390,7 @@ def test_attention_waits_for_rows_on_their_way_and_nothing_else_does(make_tier):
 def test_memory_of_a_closed_context_stays_until_its_rows_have_landed(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         lates = device.deposit_late(1, 3000)
         device.close(1)
         assert tier.stats().bytes_in_use == bytes_of_context(tier.shape, 3000)
@@ -405,7 +407,7 @@ def test_a_copy_that_fails_is_raised_where_its_rows_are_read(make_tier):
 
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit_late(1, 3000, Broken())
         with pytest.raises(RuntimeError, match="the device is gone"):
             device.attend([1])
@@ -415,12 +417,12 @@ def script(tier):
     """The same calls each time, with forks, merges and closes among them; all answers on the way."""
     answers = []
     with Device(tier, 3) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 2600)
         for lump in range(5 * TAIL_TOKENS // LUMP):
             device.deposit(1, LUMP)
             if lump % 20 == 7:
-                device.fork(1, 100 + lump, device.tokens(1) - 33, True)
+                device.fork(1, 100 + lump, device.tokens(1) - 33, Reading.SAMPLE)
                 device.deposit(100 + lump, 400 if lump % 40 == 7 else 2300)
             if lump == 50:
                 device.close(107)
@@ -456,8 +458,8 @@ def test_memory_for_the_next_tail_of_every_context_is_there_before_it_is_due(mak
     tier = make_tier(SELECTIVE, source=PageSource(count_pages, None, None))
     tail_bytes = slab_bytes(lay_out_layer(SELECTIVE, TAIL_TOKENS).num_bytes)
     with Device(tier, 0) as device:
-        for context_id, is_sampled in ((3, False), (1, True), (2, True)):
-            device.open(context_id, is_sampled)
+        for context_id, reading in ((3, Reading.WHOLE), (1, Reading.SAMPLE), (2, Reading.SAMPLE)):
+            device.open(context_id, reading)
             device.deposit(context_id, 3 * TAIL_TOKENS)
         await_idle(tier)
         assert made.count(tail_bytes) == 2 * LAYERS
@@ -472,7 +474,7 @@ def test_contexts_that_are_kept_have_little_memory_ready(make_tier, monkeypatch)
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
         for context_id in range(4):
-            device.open(context_id, True)
+            device.open(context_id, Reading.SAMPLE)
             device.deposit(context_id, 3 * TAIL_TOKENS)
         await_idle(tier)
         stats = tier.stats()

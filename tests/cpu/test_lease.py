@@ -10,6 +10,7 @@ import pytest
 from tests.cpu.tier_model import LAYERS, Device, new_tier, tier_shape
 from transfer import places
 from transfer.host_memory import TAIL_TOKENS
+from transfer.reading import Reading
 from transfer.tier import Ask, HostMemoryError
 
 NOT_YET_S = 0.2
@@ -27,12 +28,12 @@ def answers_of(device: Device, attention, num_rows: int) -> np.ndarray:
     return np.stack(out)
 
 
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_closed_contexts_are_read_until_the_last_answer_and_count_as_used_until_then(is_sampled: bool) -> None:
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+def test_closed_contexts_are_read_until_the_last_answer_and_count_as_used_until_then(reading: Reading) -> None:
     """Two steps in flight read the same, and one reads more; memory that was given back would be poisoned anew."""
     tier = new_tier(tier_shape())
     with Device(tier, 1) as device:
-        device.open(1, is_sampled)
+        device.open(1, reading)
         device.deposit(1, 3000)
         device.deposit(1, 200)
         wanted, _, _ = device.attend([1])
@@ -55,12 +56,12 @@ def test_closed_contexts_are_read_until_the_last_answer_and_count_as_used_until_
 def test_a_deposit_waits_for_memory_that_a_step_in_flight_still_reads() -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 2) as device, ThreadPoolExecutor(1) as launches:
-        device.open(1, False)
+        device.open(1, Reading.WHOLE)
         device.deposit(1, 3000)
         wanted, _, _ = device.attend([1])
         attention = tier.attention([Ask(1, 3000)])
         tier._pool.limit_bytes = tier.stats().bytes_in_use * 3 // 2
-        device.open(2, False)
+        device.open(2, Reading.WHOLE)
         with pytest.raises(HostMemoryError, match="asked"):  # of memory that is not closed
             device.deposit(2, 3000)
         device.close(1)
@@ -75,13 +76,13 @@ def test_a_deposit_waits_for_memory_that_a_step_in_flight_still_reads() -> None:
 def test_a_tail_that_grows_is_forked_and_merged_is_read_as_it_was() -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 3) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit(1, 3000)
         device.deposit(1, 100)
         wanted, _, _ = device.attend([1])
         attention = tier.attention([Ask(1, 3100)])
         merges = tier._growth.merges
-        device.fork(1, 2, 3050, True)
+        device.fork(1, 2, 3050, Reading.SAMPLE)
         device.deposit(2, 300)
         while tier._growth.merges == merges:
             device.deposit(1, TAIL_TOKENS // 4)
@@ -111,7 +112,7 @@ class Passing:
 def test_what_is_lent_to_the_device_stays_until_it_has_passed_whoever_has_answered_and_closed() -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 1) as device:
-        device.open(1, False)
+        device.open(1, Reading.WHOLE)
         device.deposit(1, 3000)
         device.attend([1])
         first, second = (tier.attention([Ask(1, 3000)]) for _ in range(2))
@@ -135,7 +136,7 @@ def test_places_name_the_rows_that_are_asked_for_over_segments_of_other_centres(
     """What stands at the addresses is what `rows` gives, of a run of several segments whose last one is cut."""
     tier = new_tier(tier_shape())
     with Device(tier, 3) as device:
-        device.open(1, False)
+        device.open(1, Reading.WHOLE)
         for tokens in (2100, 128, 2200, 256):
             device.deposit(1, tokens)
         asked = 2100 + 128 + 2200 + 16

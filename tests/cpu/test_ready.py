@@ -3,6 +3,7 @@
 import pytest
 
 from tests.cpu.tier_model import Device, new_tier, tier_shape
+from transfer.reading import Reading
 from transfer.tier import Ask
 
 PATIENCE_S = 20.0
@@ -23,7 +24,7 @@ def test_rows_are_asked_for_without_a_wait_once_they_have_landed() -> None:
     with Device(tier, 0) as device:
         assert not tier.is_ready(Ask(1, 5)), "there is no such context yet"
         assert tier.is_ready(Ask(None, 0))
-        device.open(1, False)
+        device.open(1, Reading.WHOLE)
         device.deposit(1, 2300)
         lates = device.deposit_late(1, 100)
         settle(tier, 2300)  # what lies behind is not waited for
@@ -38,17 +39,17 @@ def test_rows_are_asked_for_without_a_wait_once_they_have_landed() -> None:
     tier.shutdown()
 
 
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_sampled_rows_wait_for_their_tables(is_sampled: bool) -> None:
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+def test_sampled_rows_wait_for_their_tables(reading: Reading) -> None:
     tier = new_tier(tier_shape(bits=7, tables=20))
     with Device(tier, 0) as device:
         tier._builder.pause()
-        device.open(1, is_sampled)
+        device.open(1, reading)
         device.deposit(1, 2400)
         (segment,) = tier._store._alive()
         with tier._store.changed:
             assert tier._store.changed.wait_for(lambda: not any(segment.fills), PATIENCE_S)
-        assert tier.is_ready(Ask(1, 2400)) != is_sampled
+        assert tier.is_ready(Ask(1, 2400)) != reading.has_tables
         tier._builder.go_on()
         settle(tier)
     tier.shutdown()
@@ -57,7 +58,7 @@ def test_sampled_rows_wait_for_their_tables(is_sampled: bool) -> None:
 def test_rows_that_cannot_come_are_not_waited_for() -> None:
     tier = new_tier(tier_shape(bits=7, tables=20))
     with Device(tier, 0) as device:
-        device.open(1, True)
+        device.open(1, Reading.SAMPLE)
         device.deposit_late(1, 2400, Broken())
         settle(tier)
         with pytest.raises(RuntimeError, match="the link is gone"):

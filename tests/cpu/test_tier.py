@@ -14,6 +14,7 @@ from tests.tolerances import TIER_FLOAT32, TIER_INT8
 from transfer import host_memory
 from transfer.exchange import ExchangeError
 from transfer.host_memory import TAIL_TOKENS
+from transfer.reading import Reading
 
 GROWTH = st.one_of(st.integers(1, 300), st.sampled_from([1, TAIL_TOKENS - 1, TAIL_TOKENS]), st.integers(1, 5000))
 STEP = st.tuples(
@@ -78,7 +79,7 @@ def test_contexts_read_their_own_rows_and_their_memory_comes_back(tier, steps, s
 
 def test_the_comparison_sees_one_row_less(tier):
     with Device(tier, 1) as device:
-        device.open(next(_ids), True)
+        device.open(next(_ids), Reading.SAMPLE)
         (context_id,) = device.keys
         device.deposit(context_id, 3000)
         assert_dense(device, [context_id])
@@ -92,7 +93,7 @@ def test_an_ask_that_comes_late_is_answered_in_the_same_call(tier):
     """The call waits for the flags of every layer; one that did not would answer the ask before."""
     with Device(tier, 1) as device:
         context_id = next(_ids)
-        device.open(context_id, True)
+        device.open(context_id, Reading.SAMPLE)
         device.deposit(context_id, 700)
         wanted, _, _ = device.attend([context_id])
         waited = tier.stats().attention.wait_s
@@ -101,13 +102,13 @@ def test_an_ask_that_comes_late_is_answered_in_the_same_call(tier):
         assert tier.stats().attention.wait_s - waited > 0.02 * len(wanted)
 
 
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_a_step_in_one_call_gives_what_its_layers_give_one_by_one(is_sampled):
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+def test_a_step_in_one_call_gives_what_its_layers_give_one_by_one(reading):
     """The second half batch needs more room than the first: the call makes it and goes on where it was."""
     tier = new_tier(tier_shape(bits=7, tables=20), threads=2)
     with Device(tier, 0) as device:
         for context_id, tokens in enumerate((300, 5000, 2500)):
-            device.open(context_id, is_sampled)
+            device.open(context_id, reading)
             device.deposit(context_id, tokens)
         parts = [[0], [1, 2]]
         got = device.attend_by_itself(parts)
@@ -132,7 +133,7 @@ def test_a_step_whose_device_stops_asking_names_the_layer_and_ends(tier, asked, 
     with Device(tier, 1) as device:
         first, second = next(_ids), next(_ids)
         for context_id in (first, second):
-            device.open(context_id, True)
+            device.open(context_id, Reading.SAMPLE)
             device.deposit(context_id, 700)
         with pytest.raises(ExchangeError, match=f"layer {asked}: row 0 of 2"):
             device.attend_by_itself([[first], [first, second]], asks=asked)
@@ -145,7 +146,7 @@ def test_an_ask_that_never_comes_is_named_and_the_builder_goes_on(tier, asked, m
     monkeypatch.setattr(decode_step, "ASK_LIMIT_S", 0.1)
     with Device(tier, 1) as device:
         context_id = next(_ids)
-        device.open(context_id, True)
+        device.open(context_id, Reading.SAMPLE)
         device.deposit(context_id, 700)
         with pytest.raises(ExchangeError, match=f"layer {asked}: row 0 of 1"):
             device.attend([context_id], asks=asked)

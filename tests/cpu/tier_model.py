@@ -60,12 +60,12 @@ class Device:
         self.normals = np.random.default_rng(5).standard_normal((DIM, max(shape.num_tables, 1) * shape.bits_per_table))
         self.keys, self.values = {}, {}  # id -> [layers, kv_heads, tokens, dim]
 
-    def open(self, context_id, is_sampled):
-        self.tier.open(context_id, is_sampled)
+    def open(self, context_id, reading):
+        self.tier.open(context_id, reading)
         self.keys[context_id] = self.values[context_id] = np.zeros((LAYERS, KV_HEADS, 0, DIM))
 
-    def fork(self, source_id, context_id, num_tokens, is_sampled):
-        self.tier.fork(source_id, context_id, num_tokens, is_sampled)
+    def fork(self, source_id, context_id, num_tokens, reading):
+        self.tier.fork(source_id, context_id, num_tokens, reading)
         self.keys[context_id] = self.keys[source_id][:, :, :num_tokens]
         self.values[context_id] = self.values[source_id][:, :, :num_tokens]
 

@@ -30,6 +30,7 @@ from server.deployment import Deployment
 from tests.evals.test_run import MODEL, SETTINGS
 from tests.gpu.toy_method import add_toy
 from transfer.config import HostConfig
+from transfer.reading import Reading
 
 SAMPLED = "profile:sampled:bits_per_table=10,num_tables="
 DEPLOYMENT = Deployment(model=ModelConfig(path=MODEL), host=HostConfig(resident_tokens=0))
@@ -188,7 +189,7 @@ def test_settings_of_a_named_profile_are_those_of_all_that_share_them() -> None:
     found = served_method("profile:careful:num_tables=40", deployment)
     assert found is not None
     assert found.deployment is not None
-    assert (found.profile.name, found.profile.is_sampled) == ("careful", True)
+    assert (found.profile.name, found.profile.reading) == ("careful", Reading.SAMPLE)
     profiles = resolve_profiles(found.deployment.profiles, found.deployment.host)
     assert "tables=40" in profiles["careful"].kv_key
     assert profiles["careful"].kv_key == profiles["sampled"].kv_key
@@ -200,7 +201,7 @@ def test_settings_of_a_named_profile_are_those_of_all_that_share_them() -> None:
 def test_settings_that_a_profile_has_for_itself_change_that_profile_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_toy(tmp_path, monkeypatch, "prefill", None)
+    add_toy(tmp_path, monkeypatch, "prefill", Reading.NONE)
     toys = {name: Composition.model_validate({"prefill": "toy"}) for name in ("one", "other")}
     deployment = DEPLOYMENT.model_copy(update={"profiles": toys})
     found = served_method("profile:one:size=8", deployment)

@@ -30,6 +30,7 @@ from gpu.methods.sampled.projections import draw_projections
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams
 from transfer.partial import Partial, merge
+from transfer.reading import Reading
 from transfer.tier import Ask, TierShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64
@@ -111,7 +112,7 @@ def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
     with small_tier(device_name) as tier:
         depositor = Depositor(tier.shape, codes.encode_keys, device, Streams(device))
         exchange = SlotExchange(1, HEADS, DIM, TABLES, torch.float32, device)
-        tier.open(1, True)
+        tier.open(1, Reading.SAMPLE)
         begin = SINK
         for number, query in enumerate(case.queries[:steps]):
             length = PROMPT + number + 1

@@ -27,6 +27,7 @@ from gpu.weights.weights import Weights, random_weights
 from tests.gpu.reference_model import layer_units
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams
+from transfer.reading import Reading
 from transfer.tier import TierShape
 
 PAGE, SINK, WINDOW = 16, 16, 32
@@ -157,7 +158,7 @@ def draw_prompt(num_tokens: int, seed: int) -> np.ndarray:
 def host_prompt(num_tokens: int, context_id: int, source_id: int | None = None, num_kept: int = 0) -> HostPrompt:
     """All but the sink and a window of 32 to 47 tokens goes down; the last `num_kept` of it stay as well."""
     end = (num_tokens - WINDOW) // PAGE * PAGE
-    return HostPrompt(context_id, source_id, SINK, end - num_kept, end, is_sampled=True)
+    return HostPrompt(context_id, source_id, SINK, end - num_kept, end, reading=Reading.SAMPLE)
 
 
 def units_of(job: PrefillJob, chunk_tokens: int) -> list[Unit]:

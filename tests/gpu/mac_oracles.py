@@ -36,7 +36,7 @@ class Summary:
     mass: float
     weighted: np.ndarray
     origin: int
-    is_sampled: bool
+    is_estimate: bool
     share: float
 
 
@@ -85,7 +85,7 @@ class Head:
 
     def step(
         self, query: np.ndarray, turned: np.ndarray, m: int, keys: np.ndarray, values: np.ndarray, scale: float,
-        hole: tuple[int, int], is_sampled: bool, is_matching: bool = True,
+        hole: tuple[int, int], is_estimate: bool, is_matching: bool = True,
     ) -> Step:  # fmt: skip
         """query: before the rotation, `turned` after it; keys, values: `[m + 1, dim]`; hole: what the host reads."""
         sink, cut = self.rule.sink, m + 1 - self.rule.band
@@ -101,7 +101,7 @@ class Head:
         if matched is None:
             read = everything - set(range(*hole))
             mass, weighted = summary_of(range(sink, max(sink, cut)))
-            origin, of_sample = m, is_sampled and hole[0] < hole[1]
+            origin, of_sample = m, is_estimate and hole[0] < hole[1]
             near = summary_of(everything - set(range(sink, max(sink, cut))))
         else:
             reused = self.summaries[matched]
@@ -109,7 +109,7 @@ class Head:
             read = everything - set(range(sink, begin))
             middle = summary_of(range(begin, cut))  # the band and the tail, less what the next summary leaves out
             mass, weighted = reused.mass + middle[0], reused.weighted + middle[1]
-            origin, of_sample = reused.origin, reused.is_sampled
+            origin, of_sample = reused.origin, reused.is_estimate
             near = summary_of(everything - set(range(sink, cut)))
         whole = mass + near[0]
         prefix = Summary(query, mass, weighted, origin, of_sample, mass / whole)

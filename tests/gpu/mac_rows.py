@@ -59,7 +59,7 @@ class MacRows:
     def __init__(
         self, shape: Shape, rule: oracle.Rule, prompts: list[int], steps: int, dtype: torch.dtype, device: str,
         plain: tuple[int, ...] = (), holes: list[tuple[int, int]] | None = None, is_turned: bool = True,
-        outs: torch.dtype | None = None, is_sampled: tuple[int, ...] = (),
+        outs: torch.dtype | None = None, is_estimate: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         rows = len(prompts)
         self.shape, self.rule, self.prompts, self.device, self.dtype = shape, rule, np.array(prompts), device, dtype
@@ -68,7 +68,7 @@ class MacRows:
         self.paged = Paged(dtype, device, (shape.heads, shape.kv_heads, shape.dim, 16), contexts, max_context=24_576)
         self.generator = np.random.default_rng(sum(prompts) + shape.heads)
         self.holes = holes or [(0, 0)] * rows
-        self.is_sampled = torch.tensor([row in is_sampled for row in range(rows)], dtype=torch.uint8, device=device)
+        self.is_estimate = torch.tensor([row in is_estimate for row in range(rows)], dtype=torch.uint8, device=device)
         order = self.generator.permutation(rows)  # a row's ring is not its own number
         own = [-1 if row in plain else int(order[row]) for row in range(rows)]
         self.rings = torch.tensor(own, dtype=torch.int32, device=device)
@@ -121,7 +121,7 @@ class MacRows:
         reading = paged.read(matched.bounds, has_far=True, is_counted=True)
         filled = self.fill(turned, matched)
         whole = complete(reading.near, reading.far, filled, query, matched, self.ring, self.rings, on_device, limits,
-                         self.is_sampled)  # fmt: skip
+                         self.is_estimate)  # fmt: skip
         return Taken(matched, reading.near, reading.far, whole, self.wanted(wide(query), wide(turned), cells), cells)
 
     def fill(self, turned: Tensor, matched: Matched) -> Partial | None:
@@ -142,11 +142,11 @@ class MacRows:
         steps: list[list[oracle.Step | None]] = []
         for row, m in enumerate(cells):
             keys, values = self.paged.keys[row][: m + 1], self.paged.values[row][: m + 1]
-            hole, is_sampled = self.holes[row], bool(self.is_sampled[row])
+            hole, is_estimate = self.holes[row], bool(self.is_estimate[row])
             steps.append([
                 None if self.rings[row] < 0 else self.heads[row][head].step(
                     query[row, head], turned[row, head], int(m), keys[:, head // group], values[:, head // group],
-                    self.paged.scale, hole, is_sampled, bool(self.is_matching),
+                    self.paged.scale, hole, is_estimate, bool(self.is_matching),
                 )
                 for head in range(self.shape.heads)
             ])  # fmt: skip

@@ -19,6 +19,7 @@ from cpu import decode_step
 from gpu.decode.answering import Answering, Answers, AskingRows
 from tests.cpu.tier_model import DIM, HEADS, LAYERS, Device, new_tier, tier_shape
 from transfer.exchange import ExchangeError, ExchangeSlot, new_slot
+from transfer.reading import Reading
 from transfer.simd.memory import load_acquire_int32, store_release_int32
 from transfer.simd.team import look_again, now_ns
 from transfer.tier import Answered, Ask
@@ -209,7 +210,7 @@ def tier_with_a_context(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(decode_step, "ASK_LIMIT_S", limit_s)
     tier = new_tier(tier_shape())
     with Device(tier, 1) as device:
-        device.open(1, False)
+        device.open(1, Reading.WHOLE)
         device.deposit(1, 300)
         yield device, device._new_slot()
     tier.shutdown()

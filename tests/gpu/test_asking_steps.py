@@ -13,7 +13,7 @@ from gpu.exchange.device_slots import SlotExchange
 from gpu.methods.device_side import LayerReads, ReuseSide
 from gpu.methods.sampled.encode import arrange, encode_rows_reference
 from gpu.methods.sampled.projections import PROJECTION_SEED, draw_projections
-from gpu.operations.decode_attention.paged_decode_attention import Reading
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import GREEDY, document_prompt, layer_units
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES, Twins, check_steps, furthest
@@ -21,6 +21,7 @@ from tests.reference_tier import ReferenceAttention
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
 from transfer.exchange import ExchangeError
 from transfer.partial import CoverageError, Partial, merge_all
+from transfer.reading import Reading
 from transfer.tier import Ask
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
@@ -89,7 +90,7 @@ def test_sampled_steps_leave_the_codes_of_the_rotated_query_in_the_slot(monkeypa
     monkeypatch.setattr(
         SlotExchange, "ask", lambda self, query, *rest: (queries.append(query.clone()), ask(self, query, *rest))[1]
     )
-    twins = Twins(is_sampled=True)
+    twins = Twins(reading=Reading.SAMPLE)
     twins.prefill(PROMPTS[:1])
     check_steps(twins, [0], 2)
     slot = asking(twins).exchanges[0].slot
@@ -111,7 +112,9 @@ def test_what_is_on_the_device_and_in_host_memory_is_the_whole_context(device: s
     for layer in twins.deposits.weights.layers:
         layer.qkv[: NUM_HEADS * DIM].zero_()
 
-    def recording(reads: LayerReads, on_device: Reading, filled: list[Partial], reusing: list[ReuseSide]) -> None:
+    def recording(
+        reads: LayerReads, on_device: DevicePartials, filled: list[Partial], reusing: list[ReuseSide]
+    ) -> None:
         check_coverage(reads, on_device, filled, reusing)
         checked.append((reads.rows.context_lens.cpu(), merge_all([on_device.near, *filled]).lse.cpu()))
 
@@ -219,7 +222,7 @@ def test_a_refused_prompt_gets_no_token_and_its_neighbour_goes_on() -> None:
     twins = Twins(capacity_tokens=300)
     twins.prefill_down(0, PROMPTS[0])
     prompt = PrefillPrompt(
-        1, PROMPTS[2], 0, len(PROMPTS[2]), GREEDY, "offloaded", HostPrompt(101, None, 16, 256, 256, False)
+        1, PROMPTS[2], 0, len(PROMPTS[2]), GREEDY, "offloaded", HostPrompt(101, None, 16, 256, 256, Reading.WHOLE)
     )
     job = PrefillJob(1, [prompt])
     pages = [PageWrite(1, 0, list(range(len(PROMPTS[2]) // 16 + 1)))]
@@ -256,7 +259,7 @@ def test_a_context_whose_last_tokens_are_also_on_the_device_is_asked_for_its_fir
     ahead = twins.tier.contexts[100]
     sequence = twins.sequences[1]
     sequence.context_id = 101
-    twins.tier.fork(100, 101, twins.tier.num_tokens(100), False)
+    twins.tier.fork(100, 101, twins.tier.num_tokens(100), Reading.WHOLE)
     sequence.run_end = twins.sequences[0].run_end
     twins.give_up(sequence, PAGE + 128)
     assert twins.tier.num_tokens(101) > 128
@@ -302,13 +305,13 @@ def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pyt
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
 @pytest.mark.parametrize("sizes", [(), (1, 4, 5)])
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 def test_on_cuda_graphs_and_eager_segments_equal_the_exact_profile(
-    is_sampled: bool, sizes: tuple[int, ...], num_rows: int
+    reading: Reading, sizes: tuple[int, ...], num_rows: int
 ) -> None:
-    twins = Twins(device="cuda", is_sampled=is_sampled, graph_batch_sizes=sizes)
+    twins = Twins(device="cuda", reading=reading, graph_batch_sizes=sizes)
     twins.prefill(PROMPTS[:num_rows])
     check_steps(twins, list(range(num_rows)), NUM_STEPS)
 

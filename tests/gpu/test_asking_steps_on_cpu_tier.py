@@ -15,6 +15,7 @@ from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_asking_steps import asking
 from tests.gpu.twin_runners import DEFAULT_DENSE, Twins, furthest, tier_shape
 from tests.tolerances import HOP_LOGITS_ALL_SAMPLED, HOP_LOGITS_FLOAT32
+from transfer.reading import Reading
 
 MIB = 2**20
 LENGTHS = (2600, 300, 2300, 190, 2450)
@@ -28,14 +29,14 @@ ON_DEVICES = [("cpu", 2), *(pytest.param("cuda", rows, marks=pytest.mark.gpu) fo
 
 @contextmanager
 def twins_on_cpu_tier(
-    device: str, is_sampled: bool, tables: tuple[int, int], sizes: tuple[int, ...] = (), dtype: str = "float32"
+    device: str, reading: Reading, tables: tuple[int, int], sizes: tuple[int, ...] = (), dtype: str = "float32"
 ) -> Iterator[Twins]:
     tier = open_tier(
         tier_shape(DEFAULT_DENSE, *tables), getattr(torch, dtype), 512 * MIB, num_threads=1, is_pinned=device == "cuda"
     )
     try:
         yield Twins(
-            device=device, dtype=dtype, graph_batch_sizes=sizes, is_sampled=is_sampled, tier=tier, max_context=2816,
+            device=device, dtype=dtype, graph_batch_sizes=sizes, reading=reading, tier=tier, max_context=2816,
             num_pages=5 * 2816 // 16,
         )  # fmt: skip
     finally:
@@ -43,17 +44,17 @@ def twins_on_cpu_tier(
 
 
 @pytest.mark.parametrize(("device", "num_rows"), ON_DEVICES)
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_logits_are_those_of_the_exact_profile(device: str, num_rows: int, is_sampled: bool) -> None:
-    with twins_on_cpu_tier(device, is_sampled, ALL, (1, 4, 5) if device == "cuda" else ()) as twins:
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+def test_logits_are_those_of_the_exact_profile(device: str, num_rows: int, reading: Reading) -> None:
+    with twins_on_cpu_tier(device, reading, ALL, (1, 4, 5) if device == "cuda" else ()) as twins:
         twins.prefill(PROMPTS[:num_rows])
         slots = list(range(num_rows))
-        bound = HOP_LOGITS_ALL_SAMPLED if is_sampled else HOP_LOGITS_FLOAT32
+        bound = HOP_LOGITS_ALL_SAMPLED if reading is Reading.SAMPLE else HOP_LOGITS_FLOAT32
         for _ in range(NUM_STEPS):
             assert not twins.step(slots).failures
             assert furthest(twins, slots) < bound
         counts = twins.tier.stats().attention
-        if is_sampled:
+        if reading is Reading.SAMPLE:
             assert counts.rows_read > 0.5 * counts.tokens_covered
             assert twins.tier.stats().tables_built > 0
         else:
@@ -69,11 +70,11 @@ def test_that_comparison_sees_a_few_keys_left_out(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_on_cuda_graphs_give_the_bits_of_eager_segments(is_sampled: bool) -> None:
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+def test_on_cuda_graphs_give_the_bits_of_eager_segments(reading: Reading) -> None:
     logits = []
     for sizes in ((), (3, 5)):
-        with twins_on_cpu_tier("cuda", is_sampled, FEW, sizes, "bfloat16") as twins:
+        with twins_on_cpu_tier("cuda", reading, FEW, sizes, "bfloat16") as twins:
             asking(twins).halving.always = 2
             twins.prefill(PROMPTS[:3])
             for _ in range(8):

@@ -26,6 +26,7 @@ from tests.gpu.twin_runners import Twins, tier_shape
 from tests.reference_tier import ReferenceTier
 from tests.tolerances import FAMILY_LOGITS, FAMILY_OFFLOADED
 from transfer.config import HostConfig
+from transfer.reading import Reading
 from transfer.tier import HostTier
 
 # heads of 128, 64, 256, 8 and 96; 8, 16, 2, 7 and 2 to a KV head
@@ -38,7 +39,7 @@ MIB = 2**20
 
 @contextmanager
 def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int] | None = None,
-             is_sampled: bool = False, rows: Literal["bfloat16", "int8"] = "bfloat16",
+             reading: Reading = Reading.WHOLE, rows: Literal["bfloat16", "int8"] = "bfloat16",
              **more: Any) -> Iterator[Twins]:  # fmt: skip
     """tables: of the tier that serves, or None: the plain one, with such rows; more: of the twins."""
     known = checkpoint(name, num_hidden_layers=LAYERS[name])
@@ -58,7 +59,7 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
     if tables is not None:
         tier = open_tier(tier_shape(dense, *tables), torch.float32, 128 * MIB, num_threads=1, is_pinned=False)
     try:
-        yield Twins(dense_layers=dense, tier=tier, is_sampled=is_sampled, **more)
+        yield Twins(dense_layers=dense, tier=tier, reading=reading, **more)
     finally:
         if tables is not None:
             tier.shutdown()
@@ -93,14 +94,14 @@ def test_that_comparison_sees_one_token_of_one_layer(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.long  # each head dimension and group is compiled, half a minute
-@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
 @pytest.mark.parametrize("name", ["qwen3", "glm4", "gemma3", "phi3", "qwen3_moe"])
 def test_the_tier_that_serves_reads_them_all_likewise(
-    name: str, is_sampled: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with twins_of(name, monkeypatch, ALL, is_sampled) as twins:
+    with twins_of(name, monkeypatch, ALL, reading) as twins:
         bound = (
-            FAMILY_LOGITS if not is_sampled else 100 * FAMILY_LOGITS
+            FAMILY_LOGITS if reading is Reading.WHOLE else 100 * FAMILY_LOGITS
         )  # a few keys opposite to the query are left out
         assert decode(twins, 6) < bound
 

@@ -74,7 +74,7 @@ def check_entry(rows: MacRows, row: int, head: int, step, out: float, lse: float
     rounding = MAC_SUMMARY_BFLOAT16 if ring.outs.dtype == torch.bfloat16 else 0
     assert np.linalg.norm(wide(ring.outs[at]) - kept) < (out + rounding) * np.linalg.norm(kept)
     assert int(ring.origins[at]) == prefix.origin
-    assert bool(ring.is_sampled[at]) == prefix.is_sampled
+    assert bool(ring.is_estimate[at]) == prefix.is_estimate
 
 
 def run(rows: MacRows, steps: int, repeat, out: float | None = None, lse: float | None = None) -> int:
@@ -142,11 +142,11 @@ def test_a_layer_that_does_not_match_reads_all_and_still_fills_its_rings(dtype, 
 def test_holes_are_the_hosts_where_heads_missed_and_reused_where_they_hit(dtype, device):
     steps = 30
     rows = MacRows(SMALL, RULE, [60, 70, 50], steps, dtype, device, holes=[(4, 36), (4, 40), (4, 20)], plain=(1,),
-                   is_sampled=(0, 1))  # fmt: skip
+                   is_estimate=(0, 1))  # fmt: skip
     generator = np.random.default_rng(2)
     hits = run(rows, steps, lambda *_: int(generator.integers(1, 17)) if generator.random() < 0.6 else 0)
     assert hits > 50
-    sampled = rows.ring.is_sampled[rows.rings[[0, 2]].long()].cpu()
+    sampled = rows.ring.is_estimate[rows.rings[[0, 2]].long()].cpu()
     assert sampled[0].all()
     assert not sampled[1].any()
 

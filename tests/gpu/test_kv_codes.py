@@ -21,6 +21,7 @@ from tests.gpu.test_mac_serving import STRICT, MacTwins
 from tests.gpu.test_predicted_serving import WIDE, PredictedTwins
 from tests.gpu.twin_runners import Kv, Twins, furthest
 from tests.tolerances import KV_FLIP_LOGITS, KV_ROUNDED_AGAIN_LOGITS
+from transfer.reading import Reading
 
 on_codes = pytest.mark.parametrize("kv", ["int8", "fp8"])
 PROMPTS = [document_prompt(length, length) for length in (300, 70)]
@@ -36,10 +37,10 @@ def steps(twins: Twins, slots: list[int], count: int) -> float:
 
 
 @on_codes
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_what_stays_and_what_goes_down_is_what_the_codes_mean(kv: Kv, is_sampled: bool) -> None:
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+def test_what_stays_and_what_goes_down_is_what_the_codes_mean(kv: Kv, reading: Reading) -> None:
     """Prompt, decode, lumps, pages that are given up, in two rows."""
-    twins = Twins(kv=kv, is_sampled=is_sampled)
+    twins = Twins(kv=kv, reading=reading)
     twins.prefill(PROMPTS)
     assert steps(twins, [0, 1], 16) < KV_FLIP_LOGITS
     assert twins.sequences[0].released > 16
@@ -149,10 +150,10 @@ def test_prefixes_are_not_shared_across_formats() -> None:
 
 @pytest.mark.gpu
 @on_codes
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_on_cuda_graphs_read_what_the_codes_mean(kv: Kv, is_sampled: bool) -> None:
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+def test_on_cuda_graphs_read_what_the_codes_mean(kv: Kv, reading: Reading) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    twins = Twins(kv=kv, is_sampled=is_sampled, device="cuda", graph_batch_sizes=(1, 2))
+    twins = Twins(kv=kv, reading=reading, device="cuda", graph_batch_sizes=(1, 2))
     twins.prefill(PROMPTS)
     assert steps(twins, [0, 1], 30) < KV_FLIP_LOGITS

@@ -8,17 +8,18 @@ from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_mac_serving import LOOSE, SMALL, STRICT, MacTwins
 from tests.gpu.twin_runners import check_steps
 from tests.tolerances import BF16_LOGPROB_ATOL
+from transfer.reading import Reading
 
 PROMPTS = [document_prompt(300, 1), document_prompt(280, 3), document_prompt(60, 2)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(), (1, 3)])
-@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
 def test_on_cuda_where_nothing_matches_the_logits_are_the_exact_profiles(
-    sizes: tuple[int, ...], is_sampled: bool
+    sizes: tuple[int, ...], reading: Reading
 ) -> None:
-    twins = MacTwins(STRICT, ringed=(0, 2), device="cuda", graph_batch_sizes=sizes, is_sampled=is_sampled)
+    twins = MacTwins(STRICT, ringed=(0, 2), device="cuda", graph_batch_sizes=sizes, reading=reading)
     twins.prefill(PROMPTS)
     check_steps(twins, [0, 1, 2], 20)
     torch.cuda.synchronize()

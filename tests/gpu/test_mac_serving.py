@@ -20,6 +20,7 @@ from tests.gpu.reference_model import document_prompt, layer_units
 from tests.gpu.twin_runners import NUM_HEADS, NUM_LAYERS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32, MAC_QUERY_RTOL, MAC_SUMMARY_ATOL, MAC_SUMMARY_STORED_ATOL
 from transfer.config import HostConfig
+from transfer.reading import Reading
 
 SMALL = {
     "capacity": 32, "band": 16, "max_prefix_share": 1.0, "min_context_tokens": 0, "summaries": "float32",
@@ -47,7 +48,7 @@ class MacTwins(Twins):
             self.assign(slot, slot)
 
     def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
-        write = RingWrite(slot, str(self.part), ring, self.is_sampled, source)
+        write = RingWrite(slot, str(self.part), ring, self.reading, source)
         self.deposits.launch(StepPlan(ring_writes=[write])).collect()
 
     @property
@@ -78,11 +79,11 @@ def test_where_nothing_matches_the_logits_are_the_exact_profiles(goes_down: bool
     assert sum(twins.counts.hits) == 0
 
 
-@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
 @pytest.mark.parametrize("kept_tokens", [0, 96])
-def test_hits_and_misses_cover_every_cell_once_wherever_it_lies(is_sampled: bool, kept_tokens: int) -> None:
+def test_hits_and_misses_cover_every_cell_once_wherever_it_lies(reading: Reading, kept_tokens: int) -> None:
     """Coverage is checked in each layer of each step; heads that hit ask the host for nothing."""
-    twins = MacTwins(LOOSE, is_sampled=is_sampled, check_coverage=True, kept_tokens=kept_tokens)
+    twins = MacTwins(LOOSE, reading=reading, check_coverage=True, kept_tokens=kept_tokens)
     twins.prefill([PROMPT])
     for _ in range(80):
         assert not twins.step([0]).failures
@@ -240,7 +241,7 @@ def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
     part = mac_part(LOOSE)
     twins = Twins(more_parts=[part, other], check_coverage=True)
     for slot, own in ((0, part), (1, other)):
-        twins.deposits.launch(StepPlan(ring_writes=[RingWrite(slot, str(own), 0, False)])).collect()
+        twins.deposits.launch(StepPlan(ring_writes=[RingWrite(slot, str(own), 0, Reading.NONE)])).collect()
     twins.prefill([PROMPT, document_prompt(290, 5), document_prompt(280, 6)])
     for _ in range(8):
         assert not twins.step([0, 1, 2]).failures

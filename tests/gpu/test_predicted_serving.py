@@ -24,6 +24,7 @@ from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
 from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.turns import NEVER
+from gpu.methods.registry import list_methods
 from gpu.profiles import resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.reference_model import document_prompt
@@ -33,6 +34,7 @@ from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.config import HostConfig
 from transfer.copies import Event
 from transfer.places import COLUMNS, KEY_SCALE, VALUE_ROW_BYTES
+from transfer.reading import Reading
 
 WEIGHTS = Path(__file__).parents[2] / "deploy" / "predictors" / "reference.safetensors"
 WIDE = {"weights": str(WEIGHTS), "budget_tokens": 512, "min_context_tokens": 0, "local_tokens": 32, "history": 8}
@@ -54,12 +56,12 @@ class PredictedTwins(Twins):
     def __init__(self, settings: dict[str, Any], method: str = "predicted", ringed: tuple[int, ...] = (0,),
                  **more: Any) -> None:  # fmt: skip
         self.part = predicted_part(settings, method)
-        super().__init__(more_parts=[self.part], is_sampled=method != "predicted", **more)
+        super().__init__(more_parts=[self.part], reading=list_methods()[method].reading, **more)
         for slot in ringed:
             self.assign(slot, slot)
 
     def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
-        write = RingWrite(slot, str(self.part), ring, self.is_sampled, source)
+        write = RingWrite(slot, str(self.part), ring, self.reading, source)
         self.deposits.launch(StepPlan(ring_writes=[write])).collect()
 
     @property
@@ -517,7 +519,7 @@ def test_scores_are_kept_where_they_see_what_they_saw_at_the_turn_before(every: 
         cells = [own[number] if number < len(own) else -1 for own in steps.values()]
         cells[1] = cells[1] if number % 2 else -1  # in every other step
         if number == 70:
-            side.assign(RingWrite(2, "", 2, False, None))
+            side.assign(RingWrite(2, "", 2, Reading.BLOCKS, None))
             begins.pop(2, None)
         if number == 140:
             side._choose = lambda *_: None  # its blocks lie nowhere

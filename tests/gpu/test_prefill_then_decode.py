@@ -22,6 +22,7 @@ from gpu.step import (
 from tests.gpu.reference_model import GREEDY, document_prompt, layer_units, needle_prompt
 from tests.gpu.twin_runners import DEFAULT_DENSE, NUM_LAYERS, NUM_PAGES, layout_of, load, tier_shape
 from tests.reference_tier import ReferenceTier
+from transfer.reading import Reading
 
 PAGE, SINK, LUMP = 16, 16, 128
 CONTEXT = 5
@@ -78,7 +79,7 @@ def decode(runner: Runner, slot: int, num_prompt: int, run_end: int, drawn: rang
 def plan_down(ids: np.ndarray, slot: int, context_id: int) -> tuple[StepPlan, int]:
     """The step in which a whole prompt goes down, and where its run ends; pages of slot 0 are others."""
     end = (len(ids) - 64) // PAGE * PAGE
-    host = HostPrompt(context_id, None, SINK, end, end, is_sampled=False)
+    host = HostPrompt(context_id, None, SINK, end, end, reading=Reading.WHOLE)
     job = PrefillJob(2, [PrefillPrompt(slot, ids, 0, len(ids), GREEDY, "offloaded", host)])
     window = range(200, 200 + -(-(len(ids) + NUM_TOKENS - end) // PAGE))
     pages = [199, *DENSE_PAGES[: (end - SINK) // PAGE], *window]
@@ -105,7 +106,7 @@ def test_what_a_deposit_adds_to_a_prompt_that_went_down_is_read_where_it_went(ru
     tokens = [launch(runner, plan).tokens[0].token_id]
     tokens += decode(runner, 1, len(ids), end, range(1, NUM_TOKENS // 2))
     first = (end - SINK) // PAGE
-    deposit = Offload(1, CONTEXT, end, end + 2 * PAGE, [200, 201], opens=False, is_sampled=False)
+    deposit = Offload(1, CONTEXT, end, end + 2 * PAGE, [200, 201], opens=False, reading=Reading.WHOLE)
     release = PageEviction([200, 201], DENSE_PAGES[first : first + 2], [TablePlace(1, end // PAGE)])
     launch(runner, StepPlan(offloads=[deposit], evictions=[release]))
     for pages in (*runner.pool.key_pages, *runner.pool.value_pages):

@@ -19,6 +19,7 @@ from gpu.profiles import Profile, ProfileError, find_kept, get_profile, list_sta
 from tests.gpu.toy_method import add_toy
 from transfer.config import HostConfig, SampledConfig
 from transfer.machine import load_machine
+from transfer.reading import Reading
 
 HOST = HostConfig()
 LAPTOP = Path(__file__).parents[2] / "deploy" / "machines" / "laptop.json"
@@ -34,10 +35,10 @@ def resolve(named: dict[str, Any], host: HostConfig | None = HOST) -> dict[str, 
 def test_the_methods_of_the_slot_host_are_profiles_of_their_own_names() -> None:
     profiles = resolve({})
     assert list(profiles) == ["exact", "offloaded", "sampled"]
-    assert {name: (one.goes_down, one.is_sampled) for name, one in profiles.items()} == {
-        "exact": (False, False),
-        "offloaded": (True, False),
-        "sampled": (True, True),
+    assert {name: (one.offloads, one.reading) for name, one in profiles.items()} == {
+        "exact": (False, Reading.NONE),
+        "offloaded": (True, Reading.WHOLE),
+        "sampled": (True, Reading.SAMPLE),
     }
     assert [one.composition for one in profiles.values()] == [
         "host: exact",
@@ -55,9 +56,9 @@ def test_a_composition_reads_as_its_methods_do() -> None:
     assert list(profiles)[3:] == ["careful", "whole", "plain"]
     for name, built_in in (("careful", "sampled"), ("whole", "offloaded"), ("plain", "exact")):
         one, other = profiles[name], profiles[built_in]
-        assert (one.goes_down, one.is_sampled, one.composition) == (
-            other.goes_down,
-            other.is_sampled,
+        assert (one.offloads, one.reading, one.composition) == (
+            other.offloads,
+            other.reading,
             other.composition,
         )
 
@@ -257,7 +258,7 @@ def test_a_profile_that_is_a_built_in_one_by_another_name_shares_its_kv() -> Non
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method in a folder of its own, for prompts; no list names it."""
-    add_toy(tmp_path, monkeypatch, "prefill", None)
+    add_toy(tmp_path, monkeypatch, "prefill", Reading.NONE)
 
 
 def plan_with(profiles: dict[str, Profile]) -> MemoryPlan:
@@ -280,7 +281,7 @@ def test_a_folder_is_all_that_a_method_takes() -> None:
     assert profiles["fast"].composition == (
         "prefill: toy (size 7, colour red), host: sampled (bits_per_table 10, num_tables 150)"
     )
-    assert profiles["fast"].is_sampled
+    assert profiles["fast"].reading is Reading.SAMPLE
     assert profiles["fast"].kv_key == f"toy size=7 + {profiles['sampled'].kv_key}"
     assert profiles["small"].kv_key == "toy size=3"
     with pytest.raises(ProfileError, match=r"profiles\.x\.prefill\.size: Input should be greater .* \(got 0\)"):
@@ -305,12 +306,12 @@ def test_what_changes_no_kv_is_in_no_key() -> None:
 
 
 def test_a_method_of_the_slot_host_is_a_profile_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_toy(tmp_path, monkeypatch, "host", "whole")
+    add_toy(tmp_path, monkeypatch, "host", Reading.WHOLE)
     profiles = resolve({"big": {"host": {"method": "toy", "size": 9}}})
     assert list(profiles) == ["exact", "offloaded", "sampled", "toy", "big"]
-    assert (profiles["toy"].goes_down, profiles["toy"].is_sampled, profiles["toy"].kv_key) == (
+    assert (profiles["toy"].offloads, profiles["toy"].reading, profiles["toy"].kv_key) == (
         True,
-        False,
+        Reading.WHOLE,
         "toy size=3",
     )
     assert "toy" not in resolve({}, None)
@@ -350,8 +351,8 @@ def test_what_stays_on_the_device_is_what_all_methods_need_together() -> None:
 def test_methods_that_cannot_be_together_are_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_toy(tmp_path, monkeypatch, "prefill", None, refuses={"offl": "it was not measured"})
-    assert resolve({"x": {"prefill": "toy", "host": "sampled"}})["x"].is_sampled
+    add_toy(tmp_path, monkeypatch, "prefill", Reading.NONE, refuses={"offl": "it was not measured"})
+    assert resolve({"x": {"prefill": "toy", "host": "sampled"}})["x"].reading is Reading.SAMPLE
     with pytest.raises(ProfileError) as refused:
         resolve({"x": {"prefill": "toy", "host": "offloaded"}})
     assert str(refused.value) == (

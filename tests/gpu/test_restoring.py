@@ -10,6 +10,7 @@ from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_asking_steps import check_steps
 from tests.gpu.twin_runners import Twins, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32
+from transfer.reading import Reading
 from transfer.tier import HostMemoryError
 
 PAGE = 16
@@ -17,10 +18,10 @@ PROMPT = document_prompt(700, 3)
 
 
 @pytest.mark.parametrize("dense_layers", [(0, 2), (), (1,)])
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_rows_come_back_in_pieces_and_are_read_on_the_device(dense_layers: tuple[int, ...], is_sampled: bool) -> None:
+@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+def test_rows_come_back_in_pieces_and_are_read_on_the_device(dense_layers: tuple[int, ...], reading: Reading) -> None:
     """Pages are NaN until they are written and once they are given up: what is read is there."""
-    twins = Twins(check_coverage=True, kept_tokens=2048, dense_layers=dense_layers, is_sampled=is_sampled)
+    twins = Twins(check_coverage=True, kept_tokens=2048, dense_layers=dense_layers, reading=reading)
     twins.prefill_down(0, PROMPT)
     sequence = twins.sequences[0]
     twins.give_up(sequence, 560)

@@ -12,7 +12,7 @@ import torch
 from gpu.methods.device_side import DeviceSide, LayerReads, Site
 from gpu.methods.method import ProfilePart
 from gpu.methods.registry import list_methods
-from gpu.operations.decode_attention.paged_decode_attention import Reading
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import NUM_HEADS, NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32
@@ -39,7 +39,7 @@ class Toy(DeviceSide):
             reads.wanted = torch.ones(reads.query.shape[:2], dtype=torch.uint8)
             reads.wanted[:, : self.unasked] = 0
 
-    def after(self, reads: LayerReads, on_device: Reading, filled: list[Partial]) -> None:
+    def after(self, reads: LayerReads, on_device: DevicePartials, filled: list[Partial]) -> None:
         assert on_device.far is not None
         nothing = all(bool(partial.lse[:, : self.unasked].isneginf().all()) for partial in filled)
         self.seen.append((reads.asks, len(filled), nothing))
@@ -57,7 +57,7 @@ class Excluding(DeviceSide):
         if reads.asks and self.has_bits:
             reads.excluded = torch.full((len(reads.query), NUM_KV_HEADS, 1), 1 << self.block, dtype=torch.int32)
 
-    def after(self, reads: LayerReads, on_device: Reading, filled: list[Partial]) -> None:
+    def after(self, reads: LayerReads, on_device: DevicePartials, filled: list[Partial]) -> None:
         for partial in filled if self.has_bits else ():
             self.covered += partial.covered.unique().tolist()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import gpu.methods
+from transfer.reading import Reading
 
 TOY = '''"""A toy."""
 
@@ -13,6 +14,7 @@ from pydantic import Field
 
 from gpu.methods.method import Method, possible
 from gpu.methods.kept import Kept
+from transfer.reading import Reading
 from transfer.settings import Settings
 
 
@@ -33,12 +35,12 @@ METHOD = Method(
 
 
 def add_toy(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, slot: str, reading: str | None, refuses: dict[str, str] | None = None
+    folder: Path, monkeypatch: pytest.MonkeyPatch, slot: str, reading: Reading, refuses: dict[str, str] | None = None
 ) -> None:
     side = "gpu.methods.toy" if slot == "prefill" else None
     (folder / "toy").mkdir()
     (folder / "toy" / "__init__.py").write_text(
-        TOY.format(slot=slot, reading=repr(reading), side=repr(side), refuses=repr(refuses or {}))
+        TOY.format(slot=slot, reading=reading, side=repr(side), refuses=repr(refuses or {}))
     )
     monkeypatch.setattr(gpu.methods, "__path__", [*gpu.methods.__path__, str(folder)])
     monkeypatch.delitem(sys.modules, "gpu.methods.toy", raising=False)

@@ -40,6 +40,7 @@ from tests.gpu.reference_model import GREEDY, layer_units, prefill_prompts, shal
 from tests.reference_tier import ReferenceTier, stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.config import HostConfig, SampledConfig
+from transfer.reading import Reading
 from transfer.tier import HostTier, TierShape
 
 NUM_LAYERS = 4  # two of them dense by default
@@ -51,7 +52,7 @@ MAX_CONTEXT = 1024
 NUM_PAGES = 512
 BITS, NUM_TABLES = 6, 5
 Kv = Literal["auto", "fp8", "int8"]
-PROFILES = {False: "offloaded", True: "sampled"}
+PROFILES = {Reading.WHOLE: "offloaded", Reading.BLOCKS: "offloaded", Reading.SAMPLE: "sampled"}
 
 
 def tier_shape(dense_layers: tuple[int, ...], bits: int = BITS, num_tables: int = NUM_TABLES) -> TierShape:
@@ -149,8 +150,9 @@ class Twins:
     """
 
     def __init__(self, *, dense_layers: tuple[int, ...] = DEFAULT_DENSE, page_tokens: int = 16, window_tokens: int = 64,
-                 lump_tokens: int = 64, is_sampled: bool = False, capacity_tokens: int = 100_000, max_running: int = 5,
-                 device: str = "cpu", dtype: str = "float32", graph_batch_sizes: tuple[int, ...] = (),
+                 lump_tokens: int = 64, reading: Reading = Reading.WHOLE, capacity_tokens: int = 100_000,
+                 max_running: int = 5, device: str = "cpu", dtype: str = "float32",
+                 graph_batch_sizes: tuple[int, ...] = (),
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
                  check_coverage: bool = False, more_parts: Many[ProfilePart] = (),
                  kept_tokens: int = 0, kv: Kv = "auto") -> None:  # fmt: skip
@@ -160,7 +162,7 @@ class Twins:
         """
         self.tier = tier or ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
         self.page_tokens, self.window_tokens, self.lump_tokens = page_tokens, window_tokens, lump_tokens
-        self.is_sampled, self.kept_tokens = is_sampled, kept_tokens
+        self.reading, self.kept_tokens = reading, kept_tokens
         self.num_pages, sizes = num_pages, (max_context, num_pages)
         self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
         self.deposits = load(
@@ -202,8 +204,8 @@ class Twins:
         sequence.pages = [
             (self._dense if page in dense else self._free).pop() for page in range(-(-num_tokens // self.page_tokens))
         ]
-        host = HostPrompt(sequence.context_id, None, sink, released, end, self.is_sampled)
-        prompt = PrefillPrompt(slot, token_ids, 0, num_tokens, GREEDY, PROFILES[self.is_sampled], host)
+        host = HostPrompt(sequence.context_id, None, sink, released, end, self.reading)
+        prompt = PrefillPrompt(slot, token_ids, 0, num_tokens, GREEDY, PROFILES[self.reading], host)
         job = PrefillJob(slot, [prompt])
         units = layer_units(job, 512, NUM_LAYERS)
         writes = [PageWrite(slot, 0, sequence.pages)]
@@ -260,7 +262,8 @@ class Twins:
     def fork(self, source: int, slot: int) -> None:
         """`slot`, of the same tokens, gives up its pages for a fork of `source`'s context."""
         sequence, run_end = self.sequences[slot], self.sequences[source].run_end
-        self.tier.fork(self.sequences[source].context_id, sequence.context_id, run_end - self.page_tokens, False)
+        num_tokens = run_end - self.page_tokens
+        self.tier.fork(self.sequences[source].context_id, sequence.context_id, num_tokens, Reading.WHOLE)
         sequence.run_end = run_end
         self.give_up(sequence, self.sequences[source].released)
 
@@ -318,7 +321,7 @@ class Twins:
         pages = slice(begin // self.page_tokens, end // self.page_tokens)
         return [
             Offload(sequence.slot, sequence.context_id, begin, end, sequence.pages[pages],
-                    opens=not sequence.run_end, is_sampled=self.is_sampled)
+                    opens=not sequence.run_end, reading=self.reading)
         ]  # fmt: skip
 
     def _release(self, sequence: Sequence, deposits: list[Offload]) -> PageEviction | None:

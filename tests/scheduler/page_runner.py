@@ -33,6 +33,7 @@ from gpu.step import (
     Unit,
 )
 from tests.scheduler.window_model import TokenWindows
+from transfer.reading import Reading
 
 VOCAB = 50
 
@@ -99,7 +100,7 @@ class PageRunner:
         self.is_dense: dict[int, bool] = {}  # by block
         self.context_of: dict[int, int] = {}  # by slot
         self.profiles: dict[int, str] = {}
-        self.is_sampled: dict[int, bool] = {}  # by context
+        self.readings: dict[int, Reading] = {}  # by context
         self.sampling: dict[int, SamplingParams] = {}
         self.last: dict[int, int] = {}
         self.jobs: dict[int, _Job] = {}
@@ -290,7 +291,7 @@ class PageRunner:
         shared = [] if host.source_id is None else self.contexts[host.source_id][: max(0, prompt.begin - host.sink)]
         assert shared == prompt.token_ids[host.sink : prompt.begin].tolist(), "the source has what is shared"
         self.contexts[host.context_id] = shared
-        self.is_sampled[host.context_id] = host.is_sampled
+        self.readings[host.context_id] = host.reading
         if self.refuses_memory:
             self._fail(prompt.slot)
 
@@ -298,7 +299,7 @@ class PageRunner:
         if deposit.opens:
             self.context_of[deposit.slot] = deposit.context_id
             self.contexts[deposit.context_id] = []
-            self.is_sampled[deposit.context_id] = deposit.is_sampled
+            self.readings[deposit.context_id] = deposit.reading
         table, context = self.tables[deposit.slot], self.contexts[deposit.context_id]
         first, last = deposit.begin // self.page_tokens, deposit.end // self.page_tokens
         assert deposit.end <= len(table) * self.page_tokens

@@ -23,6 +23,7 @@ from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
 from tests.scheduler.window_model import TokenWindows
 from transfer.config import HostConfig
+from transfer.reading import Reading
 
 REUSE = {"method": "mac", "min_context_tokens": 100}
 COMPOSITIONS = {
@@ -39,10 +40,10 @@ BLOCK_BYTES = 1000
 TABLE_BYTES = 300  # of a block, where contexts are sampled
 
 
-def bytes_of_run(bulk_tokens: int, more_tokens: int, is_sampled: bool, is_fork: bool) -> int:
+def bytes_of_run(bulk_tokens: int, more_tokens: int, reading: Reading, is_fork: bool) -> int:
     """What comes later is dearer, as in the store, and a fork has a tail to copy."""
     blocks = bulk_tokens // PAGE + -(-2 * more_tokens // PAGE) + (is_fork and bulk_tokens + more_tokens > 0)
-    return blocks * (BLOCK_BYTES + TABLE_BYTES * is_sampled)
+    return blocks * (BLOCK_BYTES + TABLE_BYTES * reading.has_tables)
 
 
 def make_engine(
@@ -125,7 +126,7 @@ def test_a_conversation_of_thousands_of_turns_is_let_go_at_once(way: str) -> Non
     turn = None
     for number in range(num_turns):
         num_shared = min(number, 1)
-        turn = contexts.add(RunSize(num_shared, 1, num_shared + 1, False), turn)
+        turn = contexts.add(RunSize(num_shared, 1, num_shared + 1, Reading.WHOLE), turn)
         assert turn is not None
         turn.is_open = True
         contexts.deposit(turn, pages.allocate(1))
@@ -151,7 +152,7 @@ def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelin
     check_output(request, drain(engine)["a"])
     host = next(prompt.host for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts)
     assert host is not None
-    assert (host.sink, host.source_id, host.is_sampled) == (SINK, None, False)
+    assert (host.sink, host.source_id, host.reading) == (SINK, None, Reading.WHOLE)
     assert WINDOW <= length - host.end < WINDOW + PAGE
     lumps = [deposit for plan in runner.plans for deposit in plan.offloads]
     assert len(lumps) >= 3
@@ -229,7 +230,10 @@ def test_profiles_do_not_share_contexts() -> None:
     for profile in ("offloaded", "sampled"):
         engine.submit([ask(profile, prompt_of(500), profile=profile)])
         assert drain(engine)[profile][0].num_cached_tokens == 0
-    assert [p.host.is_sampled for plan in runner.plans for job in plan.new_jobs for p in job.prompts] == [False, True]
+    assert [p.host.reading for plan in runner.plans for job in plan.new_jobs for p in job.prompts] == [
+        Reading.WHOLE,
+        Reading.SAMPLE,
+    ]
 
 
 def test_prompt_logprobs_fork_nothing() -> None:

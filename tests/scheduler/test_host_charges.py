@@ -10,6 +10,7 @@ from cpu.tier import CpuTier
 from scheduler.capacity import bytes_of_run
 from transfer.copies import PASSED
 from transfer.host_memory import TAIL_TOKENS
+from transfer.reading import Reading
 from transfer.slabs import PageSource
 from transfer.tier import TierShape
 
@@ -38,30 +39,30 @@ def taken_bytes(tier: CpuTier) -> int:
     return tier.stats().bytes_in_use
 
 
-@pytest.mark.parametrize("is_sampled", [True, False])
+@pytest.mark.parametrize("reading", [Reading.SAMPLE, Reading.WHOLE])
 @pytest.mark.parametrize("bulk", [200, TAIL_TOKENS - 48, TAIL_TOKENS, BULK])
-def test_what_grows_in_lumps_takes_no_more_than_its_charge(tier: CpuTier, bulk: int, is_sampled: bool) -> None:
-    tier.open(1, is_sampled)
+def test_what_grows_in_lumps_takes_no_more_than_its_charge(tier: CpuTier, bulk: int, reading: Reading) -> None:
+    tier.open(1, reading)
     deposit(tier, 1, bulk)
-    assert taken_bytes(tier) == bytes_of_run(SHAPE, bulk, 0, is_sampled, is_fork=False)
+    assert taken_bytes(tier) == bytes_of_run(SHAPE, bulk, 0, reading, is_fork=False)
     for more in range(LUMP, 4 * TAIL_TOKENS, LUMP):
         deposit(tier, 1, LUMP)
-        assert taken_bytes(tier) <= bytes_of_run(SHAPE, bulk, more, is_sampled, is_fork=False)
+        assert taken_bytes(tier) <= bytes_of_run(SHAPE, bulk, more, reading, is_fork=False)
 
 
-@pytest.mark.parametrize("is_sampled", [True, False])
+@pytest.mark.parametrize("reading", [Reading.SAMPLE, Reading.WHOLE])
 @pytest.mark.parametrize("shared", [BULK, BULK + LUMP, BULK + TAIL_TOKENS - LUMP])
 @pytest.mark.parametrize("bulk", [0, 200, TAIL_TOKENS - 48, TAIL_TOKENS, BULK])
-def test_a_fork_takes_no_more_than_its_charge(tier: CpuTier, bulk: int, shared: int, is_sampled: bool) -> None:
+def test_a_fork_takes_no_more_than_its_charge(tier: CpuTier, bulk: int, shared: int, reading: Reading) -> None:
     """It shares the front of an open tail, which its source keeps, so it gets a copy of that."""
-    tier.open(1, is_sampled)
+    tier.open(1, reading)
     deposit(tier, 1, BULK)
     deposit(tier, 1, TAIL_TOKENS - LUMP)
     before = taken_bytes(tier)
-    tier.fork(1, 2, shared, is_sampled)
+    tier.fork(1, 2, shared, reading)
     if bulk:
         deposit(tier, 2, bulk)
-    assert taken_bytes(tier) - before <= bytes_of_run(SHAPE, bulk, 0, is_sampled, is_fork=True)
+    assert taken_bytes(tier) - before <= bytes_of_run(SHAPE, bulk, 0, reading, is_fork=True)
     for more in range(LUMP, 2 * TAIL_TOKENS, LUMP):
         deposit(tier, 2, LUMP)
-        assert taken_bytes(tier) - before <= bytes_of_run(SHAPE, bulk, more, is_sampled, is_fork=True)
+        assert taken_bytes(tier) - before <= bytes_of_run(SHAPE, bulk, more, reading, is_fork=True)

@@ -23,6 +23,7 @@ from scheduler.scheduler import Scheduler
 from tests.scheduler import test_host
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import check_output, drain, make_request, prompt_of
+from transfer.reading import Reading
 
 SHAPE = NAMED_SHAPES["tiny"]
 PAGE, ALIGN = 16, 32
@@ -43,7 +44,7 @@ def make_profile(name: str, align_tokens: int) -> Profile:
         rings=None,
         refuses={},
         why_impossible=possible,
-        reading=None,
+        reading=Reading.NONE,
         keeps=None,
         device_side=None,
         prefill_side="nowhere",

@@ -9,6 +9,7 @@ from scheduler.engine import Engine
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import RINGS, ask, check_idle, make_engine
 from tests.scheduler.test_scheduler import check_output, drain, prompt_of
+from transfer.reading import Reading
 
 
 def ring_writes(runner: PageRunner) -> list[RingWrite]:
@@ -158,6 +159,6 @@ def test_a_plan_that_copies_a_ring_is_fenced_while_the_other_lane_is_busy() -> N
     engine, _ = make_engine(num_rings=2, order=Random(3))
     start(engine, [ask("a", prompt_of(300), 60, "reusing-down")])
     scheduler = engine.scheduler
-    plan = StepPlan(ring_writes=[RingWrite(1, RINGS, 1, False, object())])
+    plan = StepPlan(ring_writes=[RingWrite(1, RINGS, 1, Reading.NONE, object())])
     scheduler._launched[next(lane for lane in scheduler.lanes if lane is not plan.lane)].append(object())
     assert scheduler._fence(plan, [])

@@ -11,6 +11,7 @@ from server.commands.configuration_page import describe_default, list_sections, 
 from server.deployment import Deployment, ServerConfig
 from server.http.request_scope import OPEN_PATHS
 from tests.gpu.toy_method import add_toy
+from transfer.reading import Reading
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "CONFIGURATION.md"
@@ -26,7 +27,7 @@ def test_the_page_is_current() -> None:
 def test_every_method_is_on_the_page_with_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("exact", "offloaded", "sampled"):
         assert f"### `{name}`" in write_page()
-    add_toy(tmp_path, monkeypatch, "reuse", None)
+    add_toy(tmp_path, monkeypatch, "reuse", Reading.NONE)
     _, _, toy = write_page().partition("### `toy`")
     assert "Fills the slot `reuse`. Plays." in toy
     assert "| `size` | integer, at least 1 | 3 | how large the toy is |" in toy

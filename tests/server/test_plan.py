@@ -15,6 +15,7 @@ from server.deployment import Deployment, load_deployment
 from server.planning.deployment_plan import ResolvedPlan, find_architecture, resolve_plan
 from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
+from transfer.reading import Reading
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PAIRS = [("laptop", "laptop"), ("reference", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"),
@@ -140,7 +141,7 @@ def test_each_profile_is_shown_with_what_it_is_made_of_and_its_longest_context()
 
 
 def test_a_methods_state_for_what_runs_is_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_toy(tmp_path, monkeypatch, "reuse", None)
+    add_toy(tmp_path, monkeypatch, "reuse", Reading.NONE)
     tree = {
         "model": {"random_weights": "tiny"},
         "scheduler": {"max_running": 7},

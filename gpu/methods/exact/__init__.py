@@ -1,6 +1,7 @@
 """Full attention over a context that stays on the device: what an empty slot `host` means."""
 
 from gpu.methods.method import Method, NoSettings, any_token, no_bytes, possible
+from transfer.reading import Reading
 
 METHOD = Method(
     name="exact",
@@ -14,7 +15,7 @@ METHOD = Method(
     rings=None,
     refuses={},
     why_impossible=possible,
-    reading=None,
+    reading=Reading.NONE,
     keeps=None,
     device_side=None,
     prefill_side=None,

@@ -12,6 +12,7 @@ from gpu.methods.mac.settings import MacSettings
 from gpu.methods.method import Method, RingUse, any_token, no_bytes, no_work_bytes, possible
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
+from transfer.reading import Reading
 
 QUERY_BYTES, NUMBER_BYTES, FLAG_BYTES = 2, 4, 1  # bfloat16 queries; norms, masses and origins; whether mass is sampled
 SUMMARY_BYTES = {"float32": 4, "bfloat16": 2}
@@ -67,7 +68,7 @@ METHOD = Method(
     rings=RingUse(count_rings, least_tokens, no_bytes, no_work_bytes, fetches=None),
     refuses={"predicted": "a head that reuses reads no blocks, so what predicts them would see too few"},
     why_impossible=possible,
-    reading=None,
+    reading=Reading.NONE,
     keeps=keep_what_is_matched,
     device_side="gpu.methods.mac.device",
     prefill_side=None,

@@ -31,7 +31,7 @@ def complete_reference(
     rings: Tensor,
     cells: Tensor,
     limits: Limits,
-    is_sampled_row: Tensor,
+    is_estimate_row: Tensor,
 ) -> Partial:
     """Plain torch; see `complete`. Partials may be float64."""
     wide, capacity = near.out.dtype, ring.norms.shape[-1]
@@ -44,9 +44,9 @@ def complete_reference(
         rest_lse = torch.where(is_hit, rest_lse, filled.lse)
     prefix_out, prefix_lse = merge_outputs_reference([far.out, rest_out], [far.lse, rest_lse])
     whole = Partial(*merge_outputs_reference([near.out, prefix_out], [near.lse, prefix_lse]))
-    is_asked = (matched.bounds[0] < matched.bounds[1]) & (is_sampled_row != 0)[:, None]
+    is_asked = (matched.bounds[0] < matched.bounds[1]) & (is_estimate_row != 0)[:, None]
     origins = torch.where(is_hit, ring.origins[entries], cells[:, None].int())
-    is_sampled = torch.where(is_hit, ring.is_sampled[entries], is_asked.to(torch.uint8))
+    is_estimate = torch.where(is_hit, ring.is_estimate[entries], is_asked.to(torch.uint8))
     rounded = query.to(torch.bfloat16)
     is_reusable = (cells + 1 - limits.band > limits.sink)[:, None] & prefix_lse.isfinite()
     norms, is_refused = rounded.to(wide).square().sum(-1), prefix_lse - whole.lse > limits.max_log_share
@@ -55,7 +55,7 @@ def complete_reference(
     place = rings[own].long()[:, None], heads, (cells[own] % capacity)[:, None]
     for kept, new in (
         (ring.queries, rounded), (ring.norms, norms), (ring.outs, prefix_out), (ring.lses, prefix_lse),
-        (ring.origins, origins), (ring.is_sampled, is_sampled),
+        (ring.origins, origins), (ring.is_estimate, is_estimate),
     ):  # fmt: skip
         kept[place] = new[own].to(kept.dtype)
     return whole
@@ -79,8 +79,8 @@ def _add(out_a, lse_a, out_b, lse_b):
 
 @triton.jit
 def _complete_kernel(
-    near_out, near_lse, far_out, far_lse, filled_out, filled_lse, query, entries, bounds, rings, cells, is_sampled_row,
-    queries, norms, outs, lses, origins, is_sampled, out, lse, query_row, query_head, plane, sink, band,
+    near_out, near_lse, far_out, far_lse, filled_out, filled_lse, query, entries, bounds, rings, cells, is_estimate_row,
+    queries, norms, outs, lses, origins, is_estimate, out, lse, query_row, query_head, plane, sink, band,
     max_log_share,
     HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def _complete_kernel(
     rest = tl.load(outs + (first + entry) * DIM + column, mask=reused, other=0.0).to(tl.float32)
     rest_lse = tl.load(lses + first + entry, mask=is_hit, other=float("-inf"))
     origin = tl.load(origins + first + entry, mask=is_hit, other=0)
-    holds_sampled = tl.load(is_sampled + first + entry, mask=is_hit, other=0)
+    holds_sampled = tl.load(is_estimate + first + entry, mask=is_hit, other=0)
     if FILLED:
         is_filled = is_column & (column >= tl.where(is_hit, DIM, 0))
         other = tl.load(filled_out + at * DIM + column, mask=is_filled, other=0.0)
@@ -112,7 +112,7 @@ def _complete_kernel(
     if ring >= 0:
         own = tl.load(query + row * query_row + head * query_head + column, mask=is_column, other=0.0).to(tl.bfloat16)
         wide = own.to(tl.float32)
-        is_asked = (tl.load(bounds + at) < tl.load(bounds + plane + at)) & (tl.load(is_sampled_row + row) != 0)
+        is_asked = (tl.load(bounds + at) < tl.load(bounds + plane + at)) & (tl.load(is_estimate_row + row) != 0)
         is_reusable = (cell + 1 - band > sink) & (prefix_lse > float("-inf")) & (prefix_lse < float("inf"))
         to = first + cell % CAPACITY
         tl.debug_barrier()  # the entry may be the one that was read
@@ -123,7 +123,7 @@ def _complete_kernel(
         tl.store(outs + to * DIM + column, prefix.to(outs.dtype.element_ty), mask=is_column)
         tl.store(lses + to, prefix_lse)
         tl.store(origins + to, tl.where(is_hit, origin, cell.to(tl.int32)))
-        tl.store(is_sampled + to, tl.where(is_hit, holds_sampled, is_asked.to(tl.uint8)))
+        tl.store(is_estimate + to, tl.where(is_hit, holds_sampled, is_asked.to(tl.uint8)))
 
 
 def complete(
@@ -136,14 +136,14 @@ def complete(
     rings: Tensor,
     cells: Tensor,
     limits: Limits,
-    is_sampled_row: Tensor,
+    is_estimate_row: Tensor,
 ) -> Partial:
     """The whole attention of each (row, head), float32; and a new entry of each row's ring, at `cells % capacity`.
 
     near, far: read with `matched.bounds`; filled: what the host filled holes with, or None where it was not asked; it
     may lie in pinned host memory, and what it says of hits is not looked at. query: before RoPE, `[rows, heads, dim]`,
-    as matched; rings, cells: as there. is_sampled_row: uint8 `[rows]`: whether the host samples for it. A summary is of
-    the oldest cell that a part of it was computed at. No two rows may have one ring. Raises ValueError for another
+    as matched; rings, cells: as there. is_estimate_row: uint8 `[rows]`: whether the host samples for it. A summary is
+    of the oldest cell that a part of it was computed at. No two rows may have one ring. Raises ValueError for another
     shape, dtype or device.
     """
     op, (rows, heads, dim), device = "complete", query.shape, query.device
@@ -154,10 +154,10 @@ def complete(
     check(op, "ring.norms", ring.norms, shape, ring.norms.dtype, device)
     check(op, "ring.lses", ring.lses, shape, ring.norms.dtype, device)
     check(op, "ring.origins", ring.origins, shape, torch.int32, device)
-    check(op, "ring.is_sampled", ring.is_sampled, shape, torch.uint8, device)
+    check(op, "ring.is_estimate", ring.is_estimate, shape, torch.uint8, device)
     check(op, "rings", rings, (rows,), torch.int32, device)
     check(op, "cells", cells, (rows,), torch.int64, device)
-    check(op, "is_sampled_row", is_sampled_row, (rows,), torch.uint8, device)
+    check(op, "is_estimate_row", is_estimate_row, (rows,), torch.uint8, device)
     check(op, "entries", matched.entries, (rows, heads), torch.int32, device)
     check(op, "bounds", matched.bounds, (3, rows, heads), torch.int32, device)
     for name, side in (("near", near), ("far", far), ("filled", filled)):
@@ -165,9 +165,9 @@ def complete(
             got = f"{tuple(side.out.shape)} and {tuple(side.lse.shape)}"
             raise ValueError(f"{op}: {name} is {got}; wanted {tuple(query.shape)} and {(rows, heads)}")
     if not runs_on_triton(query) or rows == 0:
-        return complete_reference(near, far, filled, query, matched, ring, rings, cells, limits, is_sampled_row)
+        return complete_reference(near, far, filled, query, matched, ring, rings, cells, limits, is_estimate_row)
     check(op, "query", query, (rows, heads, dim), query.dtype, device)
-    own = (ring.queries, ring.norms, ring.outs, ring.lses, ring.origins, ring.is_sampled)
+    own = (ring.queries, ring.norms, ring.outs, ring.lses, ring.origins, ring.is_estimate)
     sides = [tensor for side in (near, far, filled or far) for tensor in (side.out, side.lse)]
     for tensor in (*own, *sides, matched.entries, matched.bounds):
         check_contiguous(op, "an argument", tensor)
@@ -176,7 +176,7 @@ def complete(
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
     _complete_kernel[(rows, heads)](
-        *sides, query, matched.entries, matched.bounds, rings, cells, is_sampled_row, *own, out, lse, query.stride(0),
+        *sides, query, matched.entries, matched.bounds, rings, cells, is_estimate_row, *own, out, lse, query.stride(0),
         query.stride(1), rows * heads, limits.sink, limits.band, limits.max_log_share,
         HEADS=heads, CAPACITY=capacity, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), FILLED=filled is not None,
         num_warps=1,

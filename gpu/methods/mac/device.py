@@ -22,7 +22,7 @@ from gpu.methods.mac.match import NUM_COUNTS, Count, Limits, Matched, match
 from gpu.methods.mac.rings import Ring
 from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
-from gpu.operations.decode_attention.paged_decode_attention import Reading
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.operations.kv.kv_rows import width_of
 from gpu.step import RingWrite
 from transfer.partial import Owner, Partial, merge_all
@@ -32,10 +32,10 @@ SUMMARIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _RingRows:
-    """Of the rows of a step: rings int32 `[rows]`, -1: none; is_sampled uint8 `[rows]`: what the host reads of them."""
+    """Of the rows of a step: rings int32 `[rows]`, -1: none; is_estimate uint8 `[rows]`: the host samples for them."""
 
     rings: Tensor
-    is_sampled: Tensor
+    is_estimate: Tensor
 
 
 def make_ring_side(settings: MacSettings, site: Site, num_rings: int) -> ReuseSide:
@@ -56,7 +56,7 @@ class Mac(ReuseSide):
             outs=torch.zeros(*sizes, shape.dim, dtype=SUMMARIES[settings.summaries], device=device),
             lses=torch.zeros(sizes, device=device),
             origins=torch.zeros(sizes, dtype=torch.int32, device=device),
-            is_sampled=torch.zeros(sizes, dtype=torch.uint8, device=device),
+            is_estimate=torch.zeros(sizes, dtype=torch.uint8, device=device),
         )
         self._rings = {layer: _map(self._store, lambda field, at=at: field[at]) for at, layer in enumerate(self.layers)}
         self.sink = max(settings.sink_tokens, site.sink_tokens)
@@ -72,7 +72,7 @@ class Mac(ReuseSide):
             stops=settings.stops_matching,
         )
         self._ring_of_slot = torch.full((site.max_running + 1,), -1, dtype=torch.int32, device=device)  # and of padding
-        self._is_sampled = torch.zeros(site.max_running + 1, dtype=torch.uint8, device=device)
+        self._is_estimate = torch.zeros(site.max_running + 1, dtype=torch.uint8, device=device)
         self._held: dict[int, int] = {}  # by slot, in the order of plans
         self._no_holes = torch.zeros(3, site.max_running, dtype=torch.int32, device=device)
         self._of_rows: WeakKeyDictionary[StepRows, _RingRows] = WeakKeyDictionary()
@@ -92,7 +92,7 @@ class Mac(ReuseSide):
                 norms[..., cells].fill_(torch.inf)
         self._held[write.slot] = write.ring
         self._ring_of_slot[write.slot].fill_(write.ring)
-        self._is_sampled[write.slot].fill_(write.is_sampled)
+        self._is_estimate[write.slot].fill_(write.reading.is_estimate)
 
     def release(self, slot: int) -> None:
         if self._held.pop(slot, None) is not None:
@@ -129,7 +129,7 @@ class Mac(ReuseSide):
             wanted = wanted & reads.wanted
         reads.bounds, reads.has_far, reads.wanted = bounds, True, wanted
 
-    def after(self, reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
+    def after(self, reads: LayerReads, on_device: DevicePartials, filled: Sequence[Partial]) -> None:
         ring = self._rings.get(reads.layer)
         if ring is None:
             return
@@ -137,7 +137,7 @@ class Mac(ReuseSide):
         own, matched = self._rows_of(reads), self._matched(reads)
         whole = complete(
             on_device.near, on_device.far, merge_all(filled) if filled else None, reads.pre_rope_query, matched, ring,
-            own.rings, reads.rows.cells, self._limits[reads.layer], own.is_sampled,
+            own.rings, reads.rows.cells, self._limits[reads.layer], own.is_estimate,
         )  # fmt: skip
         if reads.attended is None:
             reads.attended = whole
@@ -178,7 +178,7 @@ class Mac(ReuseSide):
         """Looked up in a step's first layer that matches: a captured step's rows change from replay to replay."""
         rows = reads.rows
         if reads.layer == self.layers[0] and self not in reads.kept:
-            self._of_rows[rows] = _RingRows(rows.of_slots(self._ring_of_slot), rows.of_slots(self._is_sampled))
+            self._of_rows[rows] = _RingRows(rows.of_slots(self._ring_of_slot), rows.of_slots(self._is_estimate))
         return self._of_rows[rows]
 
     def _matched(self, reads: LayerReads) -> Matched:

@@ -17,7 +17,7 @@ class Ring:
     """queries: bfloat16 `[rings, heads, capacity, dim]`, pre-RoPE; norms: float32 `[rings, heads, capacity]`, squared,
     of the stored query, negative: refused for its share; outs: float32 or bfloat16 `[rings, heads, capacity, dim]`,
     lses: float32 `[rings, heads, capacity]`, natural log: of cells `[sink, p + 1 - band)` of the entry's cell p;
-    origins: int32 `[rings, heads, capacity]`, the cell at which the oldest part was computed; is_sampled: uint8,
+    origins: int32 `[rings, heads, capacity]`, the cell at which the oldest part was computed; is_estimate: uint8,
     likewise shaped: whether it holds
     sampled mass.
     """
@@ -27,4 +27,4 @@ class Ring:
     outs: Tensor
     lses: Tensor
     origins: Tensor
-    is_sampled: Tensor
+    is_estimate: Tensor

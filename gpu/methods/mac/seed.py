@@ -63,7 +63,7 @@ def seed(
         (ring.outs, summary.out.transpose(0, 1)),
         (ring.lses, lses),
         (ring.origins, cells.expand(lses.shape)),
-        (ring.is_sampled, torch.zeros_like(lses)),
+        (ring.is_estimate, torch.zeros_like(lses)),
     ):
         field[number].index_copy_(1, entries, values.to(field.dtype))
 

@@ -6,6 +6,7 @@ MOMO ("Measure Once, Mask Once: Delta Refined Block Sparse Attention"). Its outp
 
 from gpu.methods.method import Method, no_bytes, possible
 from gpu.methods.momo.settings import MomoSettings
+from transfer.reading import Reading
 
 
 def align_tokens(settings: MomoSettings) -> int:
@@ -35,7 +36,7 @@ METHOD = Method(
     rings=None,
     refuses={},
     why_impossible=possible,
-    reading=None,
+    reading=Reading.NONE,
     keeps=None,
     device_side=None,
     prefill_side="gpu.methods.momo.prefill",

@@ -3,6 +3,7 @@
 from gpu.methods.deposit_keys import DEPOSIT_KEYS
 from gpu.methods.kept import keep_as_set
 from gpu.methods.method import Method, NoSettings, any_token, no_bytes, possible
+from transfer.reading import Reading
 
 METHOD = Method(
     name="offloaded",
@@ -16,7 +17,7 @@ METHOD = Method(
     rings=None,
     refuses={},
     why_impossible=possible,
-    reading="whole",
+    reading=Reading.WHOLE,
     keeps=keep_as_set,
     device_side=None,
     prefill_side=None,

@@ -16,6 +16,7 @@ from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
 from transfer.places import COLUMNS
+from transfer.reading import Reading
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
 DEVICE_SIDE = "gpu.methods.predicted.device"
@@ -115,7 +116,7 @@ METHOD = Method(
     rings=RINGS,
     refuses={},
     why_impossible=possible,
-    reading="whole",
+    reading=Reading.BLOCKS,
     keeps=keep_what_is_exempt,
     device_side=DEVICE_SIDE,
     prefill_side=None,

@@ -34,7 +34,7 @@ from gpu.methods.predicted.turns import NEVER, Choice, RingRows, Turns, find_rin
 from gpu.model.architecture import ModelError
 from gpu.operations.arguments import runs_on_numba, runs_on_triton
 from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
-from gpu.operations.decode_attention.paged_decode_attention import Reading, paged_decode_attention, workspace_for
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, paged_decode_attention, workspace_for
 from gpu.predictor.network import PredictorError, load_network
 from gpu.predictor.predict import pack, predict_blocks
 from gpu.step import HostRead, RingWrite
@@ -42,6 +42,7 @@ from gpu.upload import upload
 from transfer.copies import Streams
 from transfer.partial import Owner, Partial
 from transfer.places import ALIGN_BYTES, CENTRE, COLUMNS, KEYS, VALUE_SCALE
+from transfer.reading import Reading
 from transfer.tier_shape import BLOCK_TOKENS
 
 CHAINS = 3
@@ -94,7 +95,7 @@ class Predicted(RingSide):
         )  # fmt: skip
         self._ring_of_slot = torch.full((site.max_running + 1,), -1, dtype=torch.int32, device=device)  # and of padding
         self._held: dict[int, int] = {}  # by slot, in the order of plans
-        self._is_sampled = False  # one part of a profile has one way of reading; on the device:
+        self._reading = Reading.BLOCKS  # one part of a profile has one way of reading; on the device:
         self._samples = torch.zeros(1, dtype=torch.bool, device=device)
         self.turns = Turns(
             settings, num_rings, shape.num_kv_heads, self._first_block, self.blocks.history.shape[3], device
@@ -129,8 +130,8 @@ class Predicted(RingSide):
         self.turns.last_cells[write.ring].fill_(NEVER)
         self._chosen.pop(write.ring, None)
         self._held[write.slot] = write.ring
-        self._is_sampled = write.is_sampled
-        self._samples.fill_(write.is_sampled)
+        self._reading = write.reading
+        self._samples.fill_(not write.reading.drops_rest)
         self._ring_of_slot[write.slot].fill_(write.ring)
 
     def release(self, slot: int) -> None:
@@ -188,7 +189,7 @@ class Predicted(RingSide):
             rest = (rows.holes[1] - rows.holes[0]) * self._kv_heads - listed.tokens.view(rows.num_rows, -1).sum(1)
             self._counts[place, WHOLE].add_(torch.where(own.full >= 0, rest, 0).sum())
 
-    def read(self, reads: LayerReads, on_device: Reading) -> None:
+    def read(self, reads: LayerReads, on_device: DevicePartials) -> None:
         listed, place = reads.kept.get(self), self._places.get(reads.layer)
         if listed is None or place is None:
             return
@@ -206,7 +207,7 @@ class Predicted(RingSide):
         reads.fetched.append(partial)
         reads.kept[self] = Fetched(maxima, listed, partial.lse)
 
-    def after(self, reads: LayerReads, on_device: Reading, filled: Sequence[Partial]) -> None:
+    def after(self, reads: LayerReads, on_device: DevicePartials, filled: Sequence[Partial]) -> None:
         place = self._places.get(reads.layer)
         if place is None:
             return
@@ -257,14 +258,14 @@ class Predicted(RingSide):
         tokens = fetched.listed.tokens.view(reads.rows.num_rows, -1).repeat_interleave(self._group, 1)
         is_partial = (self._of_rows[reads.rows].partial >= 0)[:, None]
         hole = torch.where(is_partial, (holes[1] - holes[0])[:, None] - tokens, 0)
-        return {Owner.FETCHED: tokens, Owner.DROPPED: torch.zeros_like(hole) if self._is_sampled else hole}
+        return {Owner.FETCHED: tokens, Owner.DROPPED: hole if self._reading.drops_rest else torch.zeros_like(hole)}
 
     def end_step(self) -> None:
         self._told.copy_(self._counts, non_blocking=True)
 
     def fetch_counts(self) -> FetchCounts:
         sums = self._told.sum(0).tolist()
-        dropped = 0 if self._is_sampled else sums[HOLE] - sums[READ] - sums[WHOLE]
+        dropped = sums[HOLE] - sums[READ] - sums[WHOLE] if self._reading.drops_rest else 0
         return FetchCounts(sums[HOLE], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE])
 
     # --- inside -------------------------------------------------------------------------------------------------------

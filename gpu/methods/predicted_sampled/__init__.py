@@ -11,6 +11,7 @@ from gpu.methods.predicted import KV_SETTINGS
 from gpu.methods.predicted import METHOD as PREDICTED
 from gpu.methods.predicted_sampled.settings import PredictedSampledSettings
 from transfer.config import HostConfig
+from transfer.reading import Reading
 
 
 def why_impossible(settings: Any, host: HostConfig) -> str | None:
@@ -29,5 +30,5 @@ METHOD = replace(
     settings=PredictedSampledSettings,
     kv_settings={**KV_SETTINGS, "late": "late"},
     why_impossible=why_impossible,
-    reading="sample",
+    reading=Reading.SAMPLE,
 )

@@ -7,6 +7,7 @@ from gpu.methods.deposit_keys import DEPOSIT_KEYS
 from gpu.methods.kept import keep_as_set
 from gpu.methods.method import Method, any_token, no_bytes, possible
 from transfer.config import SampledConfig
+from transfer.reading import Reading
 
 METHOD = Method(
     name="sampled",
@@ -20,7 +21,7 @@ METHOD = Method(
     rings=None,
     refuses={},
     why_impossible=possible,
-    reading="sample",
+    reading=Reading.SAMPLE,
     keeps=keep_as_set,
     device_side="gpu.methods.sampled.codes",
     prefill_side=None,

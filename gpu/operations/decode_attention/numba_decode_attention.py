@@ -13,7 +13,7 @@ from torch import Tensor
 
 import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
 from gpu.operations.arguments import FINITE_OR_NOT
-from gpu.operations.decode_attention.paged_decode_attention import MAXIMA_CELLS, Reading
+from gpu.operations.decode_attention.paged_decode_attention import MAXIMA_CELLS, DevicePartials
 from transfer.partial import Partial
 
 SPREAD_TOKENS = 8192  # context tokens of a batch from which more than one thread pays for its start
@@ -30,7 +30,7 @@ def paged_decode_attention_cpu(
     bounds: Tensor | None = None,
     has_far: bool = False,
     maxima: Tensor | None = None,
-) -> Reading:
+) -> DevicePartials:
     """Compute `paged_decode_attention` in float32 throughout, always counted."""
     requests, heads, dim = query.shape
     kv_heads = key_pages.shape[1]
@@ -56,7 +56,7 @@ def paged_decode_attention_cpu(
         for other in others:
             other.result()
     partials = [Partial(out[part], lse[part], covered[part]) for part in range(parts)]
-    return Reading(partials[0], partials[1] if has_far else None)
+    return DevicePartials(partials[0], partials[1] if has_far else None)
 
 
 @cache

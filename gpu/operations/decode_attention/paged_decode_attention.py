@@ -65,7 +65,7 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class DevicePartials:
     """What a launch read: near, and far where it was asked for and there are bounds."""
 
     near: Partial
@@ -121,13 +121,13 @@ def paged_decode_attention_reference(
     bounds: Tensor | None = None,
     has_far: bool = False,
     maxima: Tensor | None = None,
-) -> Reading:
+) -> DevicePartials:
     """Compute `paged_decode_attention` in plain torch, on CPU only. In float64 the partials are float64 too."""
     pages = (key_pages, value_pages, page_table, slots)
     context = torch.where(slots >= 0, context_lens, 0)[:, None]
     if bounds is None and maxima is None:
         whole = attend_whole(query, *pages, context_lens, scale)
-        return Reading(Partial(whole.out, whole.lse, context.expand(query.shape[:2]).to(torch.int32)), None)
+        return DevicePartials(Partial(whole.out, whole.lse, context.expand(query.shape[:2]).to(torch.int32)), None)
     hole_begin, hole_end, cut = torch.zeros(3, *query.shape[:2]) if bounds is None else bounds.minimum(context)
     cells = torch.arange(max(int(context.max()), 1))
     is_near = (cells < hole_begin[..., None]) | ((cells >= cut[..., None]) & (cells < context[..., None]))
@@ -138,7 +138,7 @@ def paged_decode_attention_reference(
         largest = logits.maximum(more_logits).split(MAXIMA_CELLS, -1)
         maxima.fill_(float("-inf"))
         maxima[..., : len(largest)] = torch.stack([block.amax(-1) for block in largest], -1)
-    return Reading(near, far if has_far else None)
+    return DevicePartials(near, far if has_far else None)
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def paged_decode_attention(
     has_far: bool = False,
     maxima: Tensor | None = None,
     is_counted: bool = False,
-) -> Reading:
+) -> DevicePartials:
     """Compute softmax attention of each request's query over the cells of slot `slots[i]` that its heads read.
 
     query: `[requests, heads, dim]`, after RoPE; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, the
@@ -274,7 +274,7 @@ def paged_decode_attention(
         launch_balanced(*pages, bounds, maxima, workspace.out, workspace.lse, out, lse, covered, workspace.num_sms)
     counts = [None] * parts if covered is None else covered.unbind()
     near, *far = map(Partial, out.unbind(), lse.unbind(), counts)
-    return Reading(near, *(far or [None]))
+    return DevicePartials(near, *(far or [None]))
 
 
 def _launch_splits(

@@ -1,0 +1,80 @@
+"""How attention reads the part of a context that lies in host memory."""
+
+from collections.abc import Iterable
+from enum import Enum
+
+
+class Reading(Enum):
+    """A way to read a context in host memory; the properties say all that others may ask of it.
+
+    NONE: nothing of the context lies there. WHOLE: the CPU reads all of it. SAMPLE: the CPU reads a sample that hash
+    tables choose. BLOCKS: the device fetches predicted blocks and the rest is dropped; a row without a ring has the CPU
+    read all of it.
+    """
+
+    NONE = "none"
+    WHOLE = "whole"
+    SAMPLE = "sample"
+    BLOCKS = "blocks"
+
+    @property
+    def has_tables(self) -> bool:
+        """Tell whether the host keeps key codes and hash tables beside the rows."""
+        match self:
+            case Reading.SAMPLE:
+                return True
+            case Reading.NONE | Reading.WHOLE | Reading.BLOCKS:
+                return False
+
+    @property
+    def reads_all(self) -> bool:
+        """Tell whether every token of the context takes part in each step."""
+        match self:
+            case Reading.NONE | Reading.WHOLE:
+                return True
+            case Reading.SAMPLE | Reading.BLOCKS:
+                return False
+
+    @property
+    def is_estimate(self) -> bool:
+        """Tell whether the softmax mass of what is there is estimated rather than summed."""
+        match self:
+            case Reading.SAMPLE:
+                return True
+            case Reading.NONE | Reading.WHOLE | Reading.BLOCKS:
+                return False
+
+    @property
+    def drops_rest(self) -> bool:
+        """Tell whether nobody reads the tokens that the device does not fetch."""
+        match self:
+            case Reading.BLOCKS:
+                return True
+            case Reading.NONE | Reading.WHOLE | Reading.SAMPLE:
+                return False
+
+    @property
+    def cost_order(self) -> int:
+        """Order readings by what one token there costs the host in a step: more is dearer."""
+        match self:
+            case Reading.NONE:
+                return 0
+            case Reading.SAMPLE:
+                return 1
+            case Reading.WHOLE | Reading.BLOCKS:
+                return 2
+
+    def on_cpu(self, num_tables: int) -> "Reading":
+        """Return how the CPU reads such a context in a store of so many hash tables."""
+        match self:
+            case Reading.SAMPLE:
+                return Reading.SAMPLE if num_tables else Reading.WHOLE
+            case Reading.NONE | Reading.WHOLE | Reading.BLOCKS:
+                return Reading.WHOLE
+
+
+def join_readings(readings: Iterable[Reading]) -> Reading:
+    """Return the reading of a profile whose methods have these: the first of sample, blocks and whole among them."""
+    given = set(readings)
+    order = (Reading.SAMPLE, Reading.BLOCKS, Reading.WHOLE)
+    return next((reading for reading in order if reading in given), Reading.NONE)
