@@ -104,6 +104,14 @@ $(VENV)/installed-$(EXTRA)-test: pyproject.toml | $(VENV)/installed-$(EXTRA)
 	@touch $@
 
 # Faults that the tests must see, each in a copy of the project: tests/mutants/README.md. ONLY=cpu/* chooses by file.
-.PHONY: mutants
+.PHONY: mutants mutants-changed
 mutants: $(VENV)/installed-$(EXTRA)-test
 	$(BIN)/python -m tests.mutants $(if $(ONLY),--only '$(ONLY)')
+
+# A mutation tool on the lines that changed since BASE, or on whole FILES: what survives is printed as a diff.
+mutants-changed: $(VENV)/installed-$(EXTRA)-mutation
+	$(BIN)/python -m tests.mutants.changed $(if $(BASE),--base $(BASE)) $(if $(FILES),--whole $(FILES))
+
+$(VENV)/installed-$(EXTRA)-mutation: pyproject.toml | $(VENV)/installed-$(EXTRA)-test
+	@$(PIP) --editable '.[$(EXTRA),test,mutation]'
+	@touch $@

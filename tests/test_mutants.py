@@ -1,6 +1,5 @@
 """The faults on file are sound data, and the command that applies them tells a seen fault from an unseen one."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.__main__ import choose, exit_status
+from tests.mutants.changed import find_tests, read_changed_lines
 from tests.mutants.faults import Fault, find_flaws, read_faults
 from tests.mutants.tree import Tree, find_importers
 from tests.mutants.trial import BROKEN, Case, Verdict, judge, share_out
@@ -64,18 +64,18 @@ def test_every_fault_on_file_is_sound() -> None:
     assert len(faults) <= 150, "faults of small changes are for `make mutants-changed`"
 
 
-def test_the_command_tells_a_seen_fault_from_an_unseen_one(toy: Path, tmp_path: Path) -> None:
+def test_the_command_tells_a_seen_fault_from_an_unseen_one(toy: Path) -> None:
     before = {name: (toy / name).read_text() for name in TOY}
-    status, printed = run_command(toy, "--json", str(tmp_path / "table.json"), "-j", "1")
-    table = json.loads((tmp_path / "table.json").read_text())
-    states = {fault["why"]: (fault["state"], fault["words"]) for fault in table["faults"]}
-    assert states["seen by another process"] == ("killed", "tests.test_sums::test_elsewhere"), printed
-    assert states["unseen"] == ("SURVIVED", "tests/test_sums.py::test_nothing")
-    assert states["of a device"] == ("skipped", "no such device")
-    assert states["of a test that fails anyway"][0] == "BROKEN"
-    assert "does not pass without the fault" in states["of a test that fails anyway"][1]
+    status, printed = run_command(toy, "-j", "1")
+    rows = [[cell.strip() for cell in line.split("│")[2:-2]] for line in printed.splitlines() if line.startswith("│")]
+    assert [row for row in rows if row[0]] == [
+        ["seen by another process (toy/sums.py)", "killed", "tests.test_sums::test_elsewhere"],
+        ["of a device (toy/sums.py)", "skipped", "no such device"],
+        ["of a test that fails anyway (toy/sums.py)", "BROKEN", rows[2][2]],
+        ["unseen (toy/sums.py)", "SURVIVED", "tests/test_sums.py::test_nothing"],
+    ]
+    assert "does not pass without the fault" in rows[2][2]
     assert status == 1
-    assert table["faults"][-1]["why"] == "unseen", "survivors stand last"
     assert "of 4: 1 killed, 1 skipped, 1 BROKEN, 1 SURVIVED" in printed
     assert {name: (toy / name).read_text() for name in TOY} == before
 
@@ -85,18 +85,16 @@ def test_the_command_fails_for_a_survivor_or_data_that_say_nothing(state: str, s
     assert exit_status([Verdict(FAULT, "killed", "", 0.0), Verdict(FAULT, state, "", 0.0)]) == status
 
 
-def test_faults_are_chosen_by_package_file_and_description() -> None:
-    faults = [FAULT, replace(FAULT, package="other", file="other/a.py", why="unseen")]
-    assert choose(faults, None, None) == faults
-    assert choose(faults, ["toy"], None) == faults[:1]
-    assert choose(faults, None, ["other/*"]) == faults[1:]
-    assert choose(faults, None, ["diff*"]) == faults[:1]
-    assert choose(faults, None, ["other/*", "diff*"]) == faults
-    assert choose(faults, ["toy"], ["other/*"]) == []
+def test_faults_are_chosen_by_file_and_description() -> None:
+    faults = [FAULT, replace(FAULT, file="other/a.py", why="unseen")]
+    assert choose(faults, None) == faults
+    assert choose(faults, ["other/*"]) == faults[1:]
+    assert choose(faults, ["diff*"]) == faults[:1]
+    assert choose(faults, ["other/*", "diff*"]) == faults
 
 
 def test_a_choice_that_matches_nothing_is_an_error(toy: Path) -> None:
-    status, printed = run_command(toy, "--package", "tyo")
+    status, printed = run_command(toy, "--only", "tyo")
     assert status == 2
     assert "no fault matches" in printed
 
@@ -136,11 +134,9 @@ def test_only_a_test_that_ran_and_failed_is_a_kill() -> None:
         assert judge(FAULT, status, [])[0] == BROKEN
     uncollected = [Case("::tests.test_sums", "failed", "collection failure", 0.0)]
     assert judge(FAULT, 2, uncollected)[0] == BROKEN
-    assert judge(replace(FAULT, breaks_import=True), 2, uncollected)[0] == "killed"
     hung = [Case("tests.test_sums::test_add", "failed", "Failed: Timeout (>5.0s) from pytest-timeout.", 5.0)]
     for status, cases in ((None, []), (1, hung)):
         assert judge(FAULT, status, cases)[0] == BROKEN
-        assert judge(replace(FAULT, may_hang=True), status, cases)[0] == "killed"
 
 
 def test_a_case_belongs_to_its_test_alone() -> None:
@@ -194,3 +190,14 @@ def test_faults_of_a_test_file_are_tried_in_one_tree() -> None:
     assert sorted(len(share) for share in shares) == [3, 6]
     files = [{fault.tests[0] for fault in share} for share in shares]
     assert not files[0] & files[1]
+
+
+def test_the_lines_that_a_diff_adds_are_mutated_and_those_it_removes_are_not() -> None:
+    diff = "--- a/cpu/a.py\n+++ b/cpu/a.py\n@@ -3 +3,2 @@ def f():\n@@ -9,2 +11,0 @@\n@@ -20 +20 @@\n"
+    assert read_changed_lines(diff) == {"cpu/a.py": ["3-4", "20-20"]}
+
+
+def test_a_mutant_is_tried_with_the_tests_that_import_its_file() -> None:
+    tests = find_tests("cpu/collision.py")
+    assert "tests/cpu/test_collision.py" in tests
+    assert "tests/test_mutants.py" not in tests

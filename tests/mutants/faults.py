@@ -1,9 +1,4 @@
-"""Faults as data: a file, a text in it, what it becomes, and the tests that see it. What is unsound is refused here.
-
-One file a package, `<package>.toml`, each entry a `[[mutant]]`. This module never runs anything: it reads, checks, and
-gives the faulty text. Invariant: a fault that `find_flaws` passes changes what one file means, in one place, and names
-tests that are there.
-"""
+"""Faults as data, in `<package>.toml`: a file, a text in it, its replacement, and the tests that see it."""
 
 import ast
 import tomllib
@@ -20,15 +15,13 @@ class Fault:
     text: str  # occurs once in the file
     replacement: str
     tests: tuple[str, ...]  # pytest's ids, the fewest that see it
-    breaks_import: bool = False  # tests are not even collected
-    may_hang: bool = False  # a test that never ends has seen it
 
     def apply(self, source: str) -> str:
         return source.replace(self.text, self.replacement)
 
 
 def read_faults(folder: Path) -> list[Fault]:
-    """All faults of `folder/*.toml`. Raises ValueError for an entry with missing or unknown keys."""
+    """Read all faults of `folder/*.toml`. Raises ValueError for an entry with missing or unknown keys."""
     known = {field.name for field in fields(Fault)} - {"package"}
     found = []
     for path in sorted(folder.glob("*.toml")):
@@ -43,7 +36,7 @@ def read_faults(folder: Path) -> list[Fault]:
 
 
 def find_flaws(fault: Fault, root: Path) -> str | None:
-    """Why `fault` says nothing about the tree at `root`, or None: then it is worth a run."""
+    """Return why `fault` says nothing about the tree at `root`, or None if it is sound."""
     path = root / fault.file
     if not path.is_file():
         return f"no file {fault.file}"
@@ -69,7 +62,7 @@ def find_flaws(fault: Fault, root: Path) -> str | None:
 
 
 def has_test(root: Path, test: str) -> bool:
-    """Whether `file.py`, `file.py::test`, or `file.py::Class::test[case]` is defined; cases are not looked at."""
+    """Return whether `file.py`, `file.py::test`, or `file.py::Class::test[case]` is defined, whatever the case."""
     file, *names = test.partition("[")[0].split("::")
     path = root / file
     return path.is_file() and (not names or tuple(names) in list_tests(path))
@@ -81,7 +74,7 @@ def parse(source: str) -> ast.Module:
 
 
 def _dump(tree: ast.Module, begin: int, source: str, length: int) -> list[str]:
-    """Of a module's statements, those that have a line of `length` characters from `begin` on: others are the same."""
+    """Dump the statements of a module that have a line among `length` characters from `begin`."""
     first = source.count("\n", 0, begin) + 1
     last = first + source.count("\n", begin, begin + length)
     found = []

@@ -1,7 +1,6 @@
-"""A copy of the project to be broken: what git would commit, large files as links, one fault in it at a time.
+"""A copy of the project in which one fault at a time is put: what git would commit, with large files as links.
 
-Tests that run here import the copy and write nowhere else. Python's and numba's caches are kept true to what is in the
-files: numba keys a compiled function by its own file alone, so what a fault reaches through imports is compiled anew.
+numba keys a compiled function by its own file alone, so whatever imports the faulty file is compiled anew.
 """
 
 import ast
@@ -16,12 +15,13 @@ from pathlib import Path
 
 from tests.mutants.faults import Fault
 
+PACKAGES = ("server", "scheduler", "gpu", "cpu", "transfer")
 LARGE_BYTES = 1 << 20  # a file of this size is data: linked, not copied
 
 
 class Tree:
     def __init__(self, root: Path, folder: Path, threads: int) -> None:
-        """Copies the project at `root` to `folder`, its tests to run on `threads` threads each."""
+        """Copy the project at `root` to `folder`. Its tests run on `threads` threads each."""
         self.root = folder / "tree"
         self.numba_cache = folder / "numba"
         self.scratch = folder / "numba-with-a-fault"
@@ -36,7 +36,7 @@ class Tree:
         self.importers = find_importers(self.root)
 
     def environment(self, numba_cache: Path) -> dict[str, str]:
-        """Of a test run: it imports the copy, and hypothesis (by `CI`) draws the same examples for all faults."""
+        """Return the environment of a test run: it imports the copy, and hypothesis draws the same (`CI`)."""
         inherited = ("PYTEST_XDIST_", "PYTEST_CURRENT_TEST")  # where a test of this command runs it
         kept = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
         return kept | {
@@ -49,7 +49,7 @@ class Tree:
         }
 
     def find_strangers(self, files: set[str]) -> list[str]:
-        """Those of `files` that are modules of packages but would be imported from elsewhere."""
+        """Return those of `files` that are modules of packages but would be imported from elsewhere."""
         names = {module_name(file): str(self.root / file) for file in files if is_module(self.root, file)}
         program = (
             "import importlib.util, json, sys\n"
@@ -70,25 +70,26 @@ class Tree:
 
     @contextmanager
     def broken_by(self, fault: Fault) -> Iterator[Path]:
-        """The fault is in the tree. Yields a numba cache that knows nothing of what the fault may have changed."""
+        """Put the fault into the tree and yield a numba cache without anything that the fault may have changed."""
         path = self.root / fault.file
         source, times = path.read_text(), path.stat()
         forget_bytecode(path)
         path.write_text(fault.apply(source))
         try:
-            yield self.fresh_cache(fault)
+            yield self.cache_without(fault.file)
         finally:
             path.write_text(source)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
             forget_bytecode(path)
             shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def fresh_cache(self, fault: Fault) -> Path:
-        """The cache of the sound tree, less what was compiled from modules that import the faulty one."""
-        stale = [Path(file) for file in self.importers.get(fault.file, {fault.file})]
+    def cache_without(self, file: str) -> Path:
+        """Return a copy of the sound tree's cache without what was compiled from modules that import `file`."""
+        stale = [Path(name) for name in self.importers.get(file, {file})]
+        shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
         for folder in self.numba_cache.glob("*"):  # {name of the module's folder}_{hash of its path}
-            gone = tuple(f"{file.stem}." for file in stale if file.parent.name == folder.name.rpartition("_")[0])
+            gone = tuple(f"{path.stem}." for path in stale if path.parent.name == folder.name.rpartition("_")[0])
             (self.scratch / folder.name).mkdir()
             for entry in folder.iterdir():
                 if not entry.name.startswith(gone):
@@ -112,25 +113,30 @@ def module_name(file: str) -> str:
 
 
 def find_importers(root: Path) -> dict[str, set[str]]:
-    """Of each file of the packages: itself and all files that import it, directly or through others."""
+    """Return for each file of the packages itself and all files that import it, directly or through others."""
     found = [path.relative_to(root) for path in root.rglob("*.py")]
     files = [str(path) for path in found if not path.parts[0].startswith(".")]  # no environment of the project's own
     modules = {module_name(file): file for file in files if is_module(root, file) and not file.startswith("tests/")}
     importers: dict[str, set[str]] = {file: set() for file in modules.values()}
     for file in modules.values():
-        for node in ast.walk(ast.parse((root / file).read_text())):
-            named = []
-            if isinstance(node, ast.Import):
-                named = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                named = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            for module in {prefix for name in named for prefix in prefixes(name)} & modules.keys():
-                importers[modules[module]].add(file)
+        for module in imported_modules((root / file).read_text()) & modules.keys():
+            importers[modules[module]].add(file)
     return {file: reach(importers, file) for file in importers}
 
 
+def imported_modules(source: str) -> set[str]:
+    """Return the names of all modules, and of their packages, that a module's text imports."""
+    named = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            named += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            named += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return {prefix for name in named for prefix in prefixes(name)}
+
+
 def prefixes(name: str) -> list[str]:
-    """`a.b.c` as `a`, `a.b` and `a.b.c`: what an import of it runs."""
+    """Return `a`, `a.b` and `a.b.c` for `a.b.c`: what an import of it runs."""
     parts = name.split(".")
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 

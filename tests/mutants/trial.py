@@ -1,7 +1,6 @@
-"""Trials: does a named test fail when a fault is in the tree, and only then?
+"""Trials of faults. A fault is killed if a test that passes on the sound copy runs and fails with the fault in it.
 
-A test counts if it passed on the sound copy. A kill is a test that ran and failed: not a file that could not be
-collected, not a name that does not exist, not a test that ran out of time, unless the fault says so.
+A file that cannot be collected, a name that does not exist, and a test that runs out of time are no kills.
 """
 
 import os
@@ -49,7 +48,7 @@ class Case:
 
 
 class Trials:
-    """Tries faults in one tree, one after another. `stop` ends what runs, from another thread."""
+    """Try faults in one tree, one after another. `stop` ends what runs, from another thread."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -62,7 +61,7 @@ class Trials:
             end_group(self.process)
 
     def run(self, faults: list[Fault], report: Callable[[Verdict], None]) -> None:
-        """Runs the sound copy, then each fault. `report` hears of each as it is known."""
+        """Run the tests on the sound copy, then with each fault, and call `report` with each verdict."""
         sound = []
         for fault in faults:
             if flaw := find_flaws(fault, self.tree.root):
@@ -81,7 +80,7 @@ class Trials:
             report(self.judge_baseline(fault, cases) or self.try_fault(fault, cases))
 
     def judge_baseline(self, fault: Fault, cases: list[Case]) -> Verdict | None:
-        """A verdict where the sound copy's run already decides: its tests do not pass, or are skipped here."""
+        """Return a verdict where the sound run decides already: the tests do not pass, or are skipped here."""
         skipped = []
         for test in fault.tests:
             states = {case.state: case.words for case in cases if case.belongs_to(test)}
@@ -103,7 +102,7 @@ class Trials:
     def run_tests(
         self, tests: list[str], numba_cache: Path, limit_seconds: float | None, *options: str
     ) -> tuple[int | None, list[Case]]:
-        """Pytest's exit status, None where it ran out of time, and the cases that it told of."""
+        """Return pytest's exit status (None where it ran out of time) and the cases that it reported."""
         results = self.tree.root.parent / "results.xml"
         results.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", *tests, *options, f"--junitxml={results}"]
@@ -128,11 +127,11 @@ class Trials:
 
 def judge(fault: Fault, status: int | None, failed: list[Case]) -> tuple[str, str]:
     if status is None or any(case.words.startswith("Failed: Timeout") for case in failed):
-        return (KILLED if fault.may_hang else BROKEN), "a test ran out of time"
+        return BROKEN, "a test ran out of time"
     if status == 0:
         return SURVIVED, ", ".join(fault.tests)
     if any(case.words == "collection failure" for case in failed):
-        return (KILLED if fault.breaks_import else BROKEN), "a test file cannot be imported"
+        return BROKEN, "a test file cannot be imported"
     if status != FAILED or not failed:
         return BROKEN, f"pytest ended with status {status}"
     first = failed[0]
@@ -166,7 +165,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def share_out(faults: Iterable[Fault], num_shares: int) -> list[list[Fault]]:
-    """Faults of the same test file stay together, so that its sound run and its compiled code are made once."""
+    """Divide the faults. Those of one test file stay together, so that its sound run is made once."""
     groups: dict[str, list[Fault]] = {}
     for fault in faults:
         groups.setdefault(fault.tests[0].partition("::")[0] if fault.tests else "", []).append(fault)
