@@ -16,6 +16,7 @@ from gpu.in_flight import InFlight
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture
 from gpu.runner import Runner
+from gpu.runner_settings import RunnerSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
 from gpu.weights.weights import Weights
@@ -54,16 +55,20 @@ def build_runner(
     runner = Runner(
         architecture,
         weights,
-        num_pages=max_batch * _num_pages(context),
-        page_tokens=PAGE_TOKENS,
-        max_running=max((max_batch, *served_graph_sizes([max_batch]))),
-        max_context_tokens=context,
-        max_hidden_tokens=max_batch * context,
-        tier=None,
-        parts=(),
-        dtype=dtype,
-        device=device,
-        windows=WindowShape(architecture.window_layers, max_batch, _num_pages(max(windows))) if windows else NO_WINDOWS,
+        RunnerSettings(
+            num_pages=max_batch * _num_pages(context),
+            page_tokens=PAGE_TOKENS,
+            max_running=max((max_batch, *served_graph_sizes([max_batch]))),
+            max_context_tokens=context,
+            max_hidden_tokens=max_batch * context,
+            tier=None,
+            parts=(),
+            dtype=dtype,
+            device=device,
+            windows=WindowShape(architecture.window_layers, max_batch, _num_pages(max(windows)))
+            if windows
+            else NO_WINDOWS,
+        ),
     )
     runner.warm_up(min(context, 128), lambda fraction: None)
     return runner

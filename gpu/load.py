@@ -4,27 +4,23 @@ The memory plan decides all sizes. What cannot be served ends here with one line
 """
 
 import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.cpu_step.step_kernel import COMPILED
 from gpu.kv.windows import NO_WINDOWS, WindowShape
-from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.operations.decode_attention.paged_decode_attention import DECODED_DIMS
 from gpu.runner import Runner
+from gpu.runner_settings import LoadSettings, RunnerSettings
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.humming_matrix import prepare, require_products
 from gpu.weights.weights import Weights, random_weights
-from transfer.chunks.library import ChunkLibrary
-from transfer.expert_exchange import OpenExperts
 from transfer.simd.compilation import told
-from transfer.tier import HostTier
 
 RANDOM_SEED = 20_240_901
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -40,24 +36,18 @@ class LoadedModel:
     weights: Weights
 
 
-def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_context_tokens: int | None,
-                chunk_tokens: int, max_hidden_tokens: int, num_pages: int, tier: HostTier | None,
-                parts: Sequence[ProfilePart], on_progress: LoadProgress,
-                num_rings: Mapping[str, int] = MappingProxyType({}),
-                sink_tokens: int = 0, library: ChunkLibrary | None = None,
-                num_windows: int = 0, window_pages: int = 1, experts_on_card: int | None = None,
-                open_experts: OpenExperts | None = None, computed_rows: int = 0,
-                loaded: LoadedModel | None = None) -> Runner:  # fmt: skip
-    """Load a model and make its runner; `on_progress(stage, fraction)` is told of "weights", "products" (of a library,
-    whose kernels are compiled), "kernels" (compiled at a machine's first start) and "graphs".
+def load_runner(
+    model: ModelConfig,
+    gpu: GpuConfig,
+    asked: LoadSettings,
+    on_progress: LoadProgress,
+    loaded: LoadedModel | None = None,
+) -> Runner:
+    """Load a model and make its runner.
 
-    `chunk_tokens`: most tokens of a prefill unit; `max_hidden_tokens`: of all prefill jobs under way.
-    tier: memory of contexts that leave the device, made by the caller, or None. parts: of the profiles that are served.
-    num_rings, sink_tokens, library: see `Runner`. num_windows: of `window_pages` pages (`gpu.kv.windows`); 0: all
-    layers have all of every context in pages. experts_on_card: of each layer's, the others lie in host memory; None:
-    all are on the card. open_experts, computed_rows: see `Runner`. loaded: the model, where the caller has loaded it;
-    None: it is loaded here.
-    Sets torch's threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
+    `on_progress(stage, fraction)` hears of "weights", "products" (of a library, whose kernels are compiled), "kernels"
+    (compiled at a machine's first start) and "graphs". loaded: the model, where the caller has loaded it. Sets torch's
+    threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
         torch.set_num_threads(gpu.threads)
@@ -68,7 +58,7 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
         served = ", ".join(map(str, DECODED_DIMS))
         raise ModelError(f"model: {architecture.name} has heads of {architecture.dim}; on a GPU served: {served}")
     require_products(model.products, device.type, _resolve_dtype(gpu, device))
-    context = max_context_tokens or architecture.max_context_tokens
+    context = asked.max_context_tokens or architecture.max_context_tokens
     if context > architecture.max_context_tokens:
         raise ModelError(
             f"scheduler.max_context_tokens: asked {context}, {architecture.name} has "
@@ -83,21 +73,23 @@ def load_runner(model: ModelConfig, gpu: GpuConfig, *, max_running: int, max_con
         if loaded is not None:
             weights = loaded.weights
         elif model.path is not None:
-            weights = load_weights(model.path, architecture, dtype, device, weights_progress, experts_on_card)
+            weights = load_weights(model.path, architecture, dtype, device, weights_progress, asked.experts_on_card)
         else:
-            weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress, experts_on_card)
-        most_tokens = max(chunk_tokens, max_running)
+            weights = random_weights(architecture, RANDOM_SEED, dtype, device, weights_progress, asked.experts_on_card)
+        most_tokens = max(asked.chunk_tokens, asked.max_running)
         prepare(weights.matrices, range(1, most_tokens + 1), lambda fraction: on_progress("products", fraction))
         on_progress("kernels", 0.0)
-        runner = Runner(
-            architecture, weights, num_pages=num_pages, page_tokens=gpu.page_tokens,
-            max_running=max_running, max_context_tokens=context, max_hidden_tokens=max_hidden_tokens, dtype=dtype,
-            device=device, tier=tier, parts=parts, num_rings=num_rings, sink_tokens=sink_tokens,
-            checks_coverage=gpu.check_coverage, library=library, kv=gpu.kv if gpu.kv != "auto" else "bfloat16",
-            windows=WindowShape(architecture.window_layers, num_windows, window_pages) if num_windows else NO_WINDOWS,
-            open_experts=open_experts, computed_rows=computed_rows,
+        settings = RunnerSettings(
+            num_pages=asked.num_pages, page_tokens=gpu.page_tokens, max_running=asked.max_running,
+            max_context_tokens=context, max_hidden_tokens=asked.max_hidden_tokens, dtype=dtype, device=device,
+            tier=asked.tier, parts=asked.parts, num_rings=asked.num_rings, sink_tokens=asked.sink_tokens,
+            checks_coverage=gpu.check_coverage, library=asked.library, kv=gpu.kv if gpu.kv != "auto" else "bfloat16",
+            windows=WindowShape(architecture.window_layers, asked.num_windows, asked.window_pages)
+            if asked.num_windows else NO_WINDOWS,
+            open_experts=asked.open_experts, computed_rows=asked.computed_rows,
         )  # fmt: skip
-        runner.warm_up(chunk_tokens, lambda fraction: on_progress("kernels", fraction))
+        runner = Runner(architecture, weights, settings)
+        runner.warm_up(asked.chunk_tokens, lambda fraction: on_progress("kernels", fraction))
         on_progress("kernels", 1.0)
         runner.capture(gpu.graph_batch_sizes, lambda fraction: on_progress("graphs", fraction))
     return runner

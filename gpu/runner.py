@@ -5,10 +5,9 @@ next token while an earlier step is still in flight. A sequence whose logits are
 memory, or whose decode step was left unanswered, gets token -1 and disturbs no other.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -26,20 +25,18 @@ from gpu.host.offload import Offloader
 from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.kv.commitment import Commitment
 from gpu.kv.pool import KvPool
-from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.lanes import LaneStreams, StepBuffers
 from gpu.layers.computed_experts import open_exchanges
 from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import FetchCounts, ReuseCounts, ReuseSide, Site, make_device_sides
-from gpu.methods.method import ProfilePart
 from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
 from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from gpu.operations.kv.kv_rows import stored_dtype
-from gpu.page_layout import KvFormat
 from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
 from gpu.prefill.outputs import FinishedJob
+from gpu.runner_settings import RunnerSettings
 from gpu.sampling.sampler import NO_MASKS, Drawing, Masks, Sampler
 from gpu.sampling_params import SamplingParams
 from gpu.step import (
@@ -61,12 +58,11 @@ from gpu.step import (
 )
 from gpu.upload import upload
 from gpu.weights.weights import Progress, Weights
-from transfer.chunks.library import ChunkLibrary
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
-from transfer.expert_exchange import ExpertCounts, OpenExperts
+from transfer.expert_exchange import ExpertCounts
 from transfer.reading import Reading
-from transfer.tier import Ask, ContextLostError, HostMemoryError, HostTier
+from transfer.tier import Ask, ContextLostError, HostMemoryError
 from transfer.tier_shape import BLOCK_TOKENS
 
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
@@ -97,39 +93,30 @@ class ExpertMoves:
 class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
-    tier: where contexts go that leave the device, or None. parts: what the profiles are made of that are served
-    (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes. num_rings: of the parts that keep
-    some; sink_tokens: what a context that goes down keeps in front. ask_times: of all steps with a part on the host.
-    checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
-    is not the whole context; a debug run, without graphs. library: where documents' chunks are, or None. windows: of
-    layers that keep no more; of the others pages hold all of a context. kv: how pages hold rows; what is no format of
-    codes, in `dtype`. open_experts: the CPU computes experts in host memory for decode steps of up to `computed_rows`
-    rows; None: they are fetched.
+    ask_times: of all steps with host reads.
     """
 
-    def __init__(self, architecture: Architecture, weights: Weights, *, num_pages: int, page_tokens: int,
-                 max_running: int, max_context_tokens: int, max_hidden_tokens: int, dtype: torch.dtype,
-                 device: torch.device, tier: HostTier | None, parts: Sequence[ProfilePart],
-                 num_rings: Mapping[str, int] = MappingProxyType({}), sink_tokens: int = 0,
-                 checks_coverage: bool = False, library: ChunkLibrary | None = None,
-                 windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16",
-                 open_experts: OpenExperts | None = None, computed_rows: int = 0) -> None:  # fmt: skip
+    def __init__(self, architecture: Architecture, weights: Weights, settings: RunnerSettings) -> None:
+        device, dtype, tier, parts = settings.device, settings.dtype, settings.tier, settings.parts
+        max_running, context = settings.max_running, settings.max_context_tokens
         self.architecture = architecture
         self.weights = weights
         self.device = device
-        self.limits = Limits(num_pages, page_tokens, max_context_tokens, max_running, architecture.vocab_size)
+        self.limits = Limits(settings.num_pages, settings.page_tokens, context, max_running, architecture.vocab_size)
         deposited = tier.shape.layers if tier is not None else range(architecture.num_layers)
         dense_layers = [layer for layer in range(architecture.num_layers) if layer not in deposited]
         self.pool = KvPool(
-            architecture, num_pages, dense_layers, page_tokens, max_running, max_context_tokens, dtype,
-            device, windows, kv,
+            architecture, settings.num_pages, dense_layers, settings.page_tokens, max_running, context, dtype, device,
+            settings.windows, settings.kv,
         )  # fmt: skip
-        decoder = Decoder(architecture, weights, self.pool, max_context_tokens)
+        decoder = Decoder(architecture, weights, self.pool, context)
         self._lanes = LaneStreams(device)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
         shape = None if tier is None else tier.shape
-        site = Site(architecture, shape, sink_tokens, max_running, dtype, stored_dtype(kv, dtype), device)
-        methods, self._reusing = make_device_sides(parts, site, num_rings)
+        site = Site(
+            architecture, shape, settings.sink_tokens, max_running, dtype, stored_dtype(settings.kv, dtype), device
+        )
+        methods, self._reusing = make_device_sides(parts, site, settings.num_rings)
         encoders = [method.encode_keys for method in methods if method.makes_codes]
         assert len(encoders) <= 1, "runner: two methods make codes of keys, and the tier has one kind of table"
         encode_keys = encoders[0] if encoders else None
@@ -137,15 +124,15 @@ class Runner:
         self.dense = Dense()
         self._sides = make_prefill_sides(parts, site, self.dense)
         prefill_sides = {DENSE: self.dense, **self._sides}
-        self._documents = None if library is None else Documents(library, device)
+        self._documents = None if settings.library is None else Documents(settings.library, device)
         self._prefill = Prefill(
-            decoder, self._sampler, max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier, depositor,
-            self._documents,
+            decoder, self._sampler, settings.max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier,
+            depositor, self._documents,
         )  # fmt: skip
         self._last_tokens = torch.zeros(3 * max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
         workspaces = [
-            workspace_for(max_running, *heads, max_context_tokens, device, has_far=bool(self._reusing))
+            workspace_for(max_running, *heads, context, device, has_far=bool(self._reusing))
             for _ in range(1 if tier is None else 2)
         ]
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
@@ -154,7 +141,7 @@ class Runner:
         self._offload: Offloader | None = None
         self.ask_times = AskTimes()
         asked_layers = () if tier is None else tuple(tier.shape.layers)
-        self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, kv, len(asked_layers))
+        self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, settings.kv, len(asked_layers))
         asking = None
         if tier is not None and depositor is not None:
             assert self._prefill.staging is not None
@@ -163,21 +150,21 @@ class Runner:
             exclusion_blocks = -(-architecture.max_context_tokens // BLOCK_TOKENS) if excludes else 0
             exchanges = [
                 SlotExchange(rows, architecture.num_heads, architecture.dim, tier.shape.num_tables, dtype, device,
-                             checks_coverage, architecture.num_kv_heads, exclusion_blocks)
+                             settings.checks_coverage, architecture.num_kv_heads, exclusion_blocks)
                 for rows in most_rows_of_parts(max_running)
             ]  # fmt: skip
             always = 1 if device.type == "cpu" else None  # the CPU computes both sides
             halving = Halving(self.reads, always)
             asking = Asking(tier, exchanges, halving, self.ask_times)
         loop = LayerLoop(
-            decoder, asked_layers, self._last_tokens, workspaces[0], workspaces[-1], methods, checks_coverage
+            decoder, asked_layers, self._last_tokens, workspaces[0], workspaces[-1], methods, settings.checks_coverage
         )
         self._staged = decoder.projections.staged
         experts: list[ExpertExchange] = []
-        if open_experts is not None:
+        if settings.open_experts is not None:
             num_lanes = 2 if asking is not None and device.type == "cuda" else 1
-            most = min(max_running, computed_rows)
-            experts = open_exchanges(weights, architecture, most, device, open_experts, num_lanes)
+            most = min(max_running, settings.computed_rows)
+            experts = open_exchanges(weights, architecture, most, device, settings.open_experts, num_lanes)
         self._experts = experts
         self.decode_steps = DecodeSteps(loop, asking, self._lanes.stream(Lane.HOST), experts)
 

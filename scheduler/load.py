@@ -24,6 +24,7 @@ from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.runner import Runner
+from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE, Lane
 from gpu.weights.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
 from scheduler.capacity import plan_capacity
@@ -83,21 +84,23 @@ def load_engine(
     runner = load_runner(
         config.model,
         gpu,
-        max_running=config.scheduler.max_running,
-        max_context_tokens=plan.max_context_tokens,
-        chunk_tokens=config.scheduler.prefill.chunk_tokens,
-        max_hidden_tokens=plan.max_hidden_tokens,
-        num_pages=plan.num_pages,
-        num_windows=plan.num_windows,
-        window_pages=plan.window_pages,
-        experts_on_card=plan.experts_on_card,
-        open_experts=find_expert_worker(config.host, plan),
-        computed_rows=plan.computed_rows,
-        tier=tier,
-        parts=served_parts(profiles.values()),
-        num_rings=plan.num_rings,
-        sink_tokens=plan.sink_tokens,
-        library=library,
+        LoadSettings(
+            max_running=config.scheduler.max_running,
+            max_context_tokens=plan.max_context_tokens,
+            chunk_tokens=config.scheduler.prefill.chunk_tokens,
+            max_hidden_tokens=plan.max_hidden_tokens,
+            num_pages=plan.num_pages,
+            num_windows=plan.num_windows,
+            window_pages=plan.window_pages,
+            experts_on_card=plan.experts_on_card,
+            open_experts=find_expert_worker(config.host, plan),
+            computed_rows=plan.computed_rows,
+            tier=tier,
+            parts=served_parts(profiles.values()),
+            num_rings=plan.num_rings,
+            sink_tokens=plan.sink_tokens,
+            library=library,
+        ),
         on_progress=on_progress,
         loaded=loaded,
     )

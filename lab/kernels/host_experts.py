@@ -41,6 +41,7 @@ from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, step_weight_bytes
 from gpu.runner import Runner
+from gpu.runner_settings import RunnerSettings
 from gpu.weights.host_experts import joined
 from gpu.weights.weights import LayerWeights, Weights, random_packed_weights
 from scheduler.expert_choice import ExpertTimes
@@ -242,11 +243,22 @@ class _Bench:
         plan = self.plan
         open_experts = partial(HostExperts, threads=self.benchmark.num_threads) if way == "compute" else None
         runner = Runner(
-            self.shape, weights, num_pages=plan.num_pages, page_tokens=plan.page_tokens,
-            max_running=_max_running(self.benchmark), max_context_tokens=plan.max_context_tokens,
-            max_hidden_tokens=plan.max_hidden_tokens, dtype=weights.embedding.dtype, device=self.device, tier=None,
-            parts=(), open_experts=open_experts, computed_rows=MOST_COMPUTED_ROWS,
-        )  # fmt: skip
+            self.shape,
+            weights,
+            RunnerSettings(
+                num_pages=plan.num_pages,
+                page_tokens=plan.page_tokens,
+                max_running=_max_running(self.benchmark),
+                max_context_tokens=plan.max_context_tokens,
+                max_hidden_tokens=plan.max_hidden_tokens,
+                dtype=weights.embedding.dtype,
+                device=self.device,
+                tier=None,
+                parts=(),
+                open_experts=open_experts,
+                computed_rows=MOST_COMPUTED_ROWS,
+            ),
+        )
         runner.warm_up(min(self.benchmark.chunk_tokens, plan.max_context_tokens - 1), lambda fraction: None)
         runner.capture(served_graph_sizes(self.benchmark.batches), lambda fraction: None)
         for batch in self.benchmark.batches:

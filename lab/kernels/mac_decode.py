@@ -26,6 +26,7 @@ from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture
 from gpu.profiles import resolve_profiles
 from gpu.runner import Runner
+from gpu.runner_settings import RunnerSettings
 from gpu.step import PageWrite, RingWrite, StepPlan
 from gpu.weights.weights import random_weights
 from transfer.reading import Reading
@@ -60,11 +61,21 @@ def time_steps(
     longest = context + capacity + (room * (len(rates) + 1))
     pages, sizes = -(-longest // PAGE_TOKENS), served_graph_sizes([batch])
     runner = Runner(
-        shape, random_weights(shape, RANDOM_SEED, torch.bfloat16, device, lambda fraction: None),
-        num_pages=batch * pages, page_tokens=PAGE_TOKENS, max_running=max((batch, *sizes)),
-        max_context_tokens=longest, max_hidden_tokens=4096, tier=None, parts=(part,), num_rings={name: num_rings},
-        dtype=torch.bfloat16, device=device,
-    )  # fmt: skip
+        shape,
+        random_weights(shape, RANDOM_SEED, torch.bfloat16, device, lambda fraction: None),
+        RunnerSettings(
+            num_pages=batch * pages,
+            page_tokens=PAGE_TOKENS,
+            max_running=max((batch, *sizes)),
+            max_context_tokens=longest,
+            max_hidden_tokens=4096,
+            tier=None,
+            parts=(part,),
+            num_rings={name: num_rings},
+            dtype=torch.bfloat16,
+            device=device,
+        ),
+    )
     for arena in runner.pool.arenas:
         arena.normal_()
     writes = [PageWrite(slot, 0, list(range(slot * pages, (slot + 1) * pages))) for slot in range(batch)]

@@ -34,6 +34,7 @@ from gpu.model.architecture import Architecture
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from gpu.runner import Runner
+from gpu.runner_settings import RunnerSettings
 from gpu.step import HostRead, PageWrite, RingWrite, StepPlan
 from gpu.weights.weights import Weights
 from lab.kernels.predicted_ways import NO_FETCH, WAYS, Forced, Replayed, Wanted, Way, Ways, fetch
@@ -147,12 +148,22 @@ class Steps:
         blocks = PageLayout(shape.num_layers, len(DENSE_LAYERS), 0).blocks_for(dense)
         each = resident + blocks
         self.runner = Runner(
-            shape, contexts.weights, num_pages=batch * each, page_tokens=PAGE_TOKENS,
-            max_running=max((batch, *served_graph_sizes([batch]))), max_context_tokens=longest,
-            max_hidden_tokens=4096, tier=contexts.tier, parts=(part,),
-            num_rings={str(part): batch}, sink_tokens=SINK, dtype=contexts.weights.embedding.dtype,
-            device=contexts.device,
-        )  # fmt: skip
+            shape,
+            contexts.weights,
+            RunnerSettings(
+                num_pages=batch * each,
+                page_tokens=PAGE_TOKENS,
+                max_running=max((batch, *served_graph_sizes([batch]))),
+                max_context_tokens=longest,
+                max_hidden_tokens=4096,
+                tier=contexts.tier,
+                parts=(part,),
+                num_rings={str(part): batch},
+                sink_tokens=SINK,
+                dtype=contexts.weights.embedding.dtype,
+                device=contexts.device,
+            ),
+        )
         for arena in self.runner.pool.arenas:
             arena.normal_()
         writes = []

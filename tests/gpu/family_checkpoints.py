@@ -20,6 +20,7 @@ from gpu.load import load_runner
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
+from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
 from transfer.expert_exchange import OpenExperts
@@ -137,19 +138,21 @@ def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", i
     runner = load_runner(
         ModelConfig(path=folder),
         GpuConfig(device="cpu", dtype=dtype, threads=None, page_tokens=PAGE_TOKENS, check_coverage=is_counted),
-        max_running=2,
-        max_context_tokens=max_context_tokens,
-        chunk_tokens=CHUNK_TOKENS,
-        max_hidden_tokens=4096,
-        num_pages=260,
-        tier=None,
-        parts=(),
+        LoadSettings(
+            max_running=2,
+            max_context_tokens=max_context_tokens,
+            chunk_tokens=CHUNK_TOKENS,
+            max_hidden_tokens=4096,
+            num_pages=260,
+            tier=None,
+            parts=(),
+            num_windows=num_windows if windows else 0,
+            window_pages=-(-max(windows, default=1) // PAGE_TOKENS) + spare_pages,
+            experts_on_card=experts_on_card,
+            open_experts=open_experts,
+            computed_rows=computed_rows,
+        ),
         on_progress=lambda stage, fraction: None,
-        num_windows=num_windows if windows else 0,
-        window_pages=-(-max(windows, default=1) // PAGE_TOKENS) + spare_pages,
-        experts_on_card=experts_on_card,
-        open_experts=open_experts,
-        computed_rows=computed_rows,
     )
     runner.pool.poison()
     if runner._prefill.windows is not None:

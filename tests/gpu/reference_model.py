@@ -16,6 +16,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
+from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import (
     DecodeGroup,
@@ -88,13 +89,15 @@ def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: i
     runner = load_runner(
         ModelConfig(path=FOLDER),
         GpuConfig(device=device, dtype=dtype, threads=None, graph_batch_sizes=graph_batch_sizes, kv=kv),
-        max_running=max_running,
-        max_context_tokens=max_context_tokens,
-        chunk_tokens=2048,
-        max_hidden_tokens=max_hidden_tokens,
-        num_pages=num_pages,
-        tier=None,
-        parts=(),
+        LoadSettings(
+            max_running=max_running,
+            max_context_tokens=max_context_tokens,
+            chunk_tokens=2048,
+            max_hidden_tokens=max_hidden_tokens,
+            num_pages=num_pages,
+            tier=None,
+            parts=(),
+        ),
         on_progress=lambda stage, fraction: None,
     )
     runner.dense.choice = None

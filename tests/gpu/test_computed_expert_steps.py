@@ -4,6 +4,7 @@ which order they ask, and what becomes of those that come to nothing. A thread s
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import DecodeSteps
 from gpu.load import load_runner
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
+from gpu.runner_settings import LoadSettings
 from gpu.step import DecodeGroup, StepPlan
 from tests.gpu import twin_runners
 from tests.gpu.family_checkpoints import draw_prompt, generate
@@ -41,10 +43,10 @@ def twins_that_compute(monkeypatch: pytest.MonkeyPatch, limit_s: float = LIMIT_S
     def open_experts(layers: list[LayerExperts | None], max_rows: int, per_token: int) -> HostExperts:
         return HostExperts(layers, max_rows, per_token, 1, limit_s)
 
-    def load(*arguments: Any, tier: Any, **rest: Any):
-        if tier is not None:
-            rest |= {"experts_on_card": ON_CARD, "open_experts": open_experts, "computed_rows": computed_rows}
-        return load_runner(*arguments, tier=tier, **rest)
+    def load(model: ModelConfig, gpu: GpuConfig, asked: LoadSettings, **rest: Any):
+        if asked.tier is not None:
+            asked = replace(asked, experts_on_card=ON_CARD, open_experts=open_experts, computed_rows=computed_rows)
+        return load_runner(model, gpu, asked, **rest)
 
     monkeypatch.setattr(twin_runners, "load_runner", load)
     with twins_of("qwen3_moe", monkeypatch, **more) as twins:
@@ -217,10 +219,20 @@ def test_a_captured_step_computes_what_a_whole_model_computes(few_bits: str | No
         runner = load_runner(
             ModelConfig(random_weights="tiny-qwen3-moe", weights=few_bits),
             GpuConfig(device="cuda", dtype="float32", graph_batch_sizes=(1, 4)),
-            max_running=4, max_context_tokens=1024, chunk_tokens=128, max_hidden_tokens=1024, num_pages=256, tier=None,
-            parts=(), on_progress=lambda stage, fraction: None, experts_on_card=on_card,
-            open_experts=None if on_card is None else partial(HostExperts, threads=4), computed_rows=4,
-        )  # fmt: skip
+            LoadSettings(
+                max_running=4,
+                max_context_tokens=1024,
+                chunk_tokens=128,
+                max_hidden_tokens=1024,
+                num_pages=256,
+                tier=None,
+                parts=(),
+                experts_on_card=on_card,
+                open_experts=None if on_card is None else partial(HostExperts, threads=4),
+                computed_rows=4,
+            ),
+            on_progress=lambda stage, fraction: None,
+        )
         if on_card is None:
             whole = runner.weights
         else:

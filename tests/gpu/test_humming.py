@@ -25,6 +25,7 @@ from gpu.model.matrix_format import MatrixFormat
 from gpu.model.matrix_formats import layer_formats, matrix_shapes, rounded, weight_bytes, widened_bytes
 from gpu.model.spec import ModelError
 from gpu.operations.linear.packed_matrix import Packed
+from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE
 from gpu.weights import humming_matrix
 from gpu.weights.checkpoint import load_weights
@@ -179,10 +180,19 @@ def test_a_model_decodes_and_prefills_as_its_unpacked_numbers_and_steps_compile_
     config = ModelConfig.model_validate({"random_weights": "tiny", "weights": "int4", "products": "humming"})
     told: list[tuple[str, float]] = []
     runner = load_runner(
-        config, GpuConfig.model_validate({"device": "cuda", "graph_batch_sizes": [1, 2]}), max_running=2,
-        max_context_tokens=256, chunk_tokens=64, max_hidden_tokens=256, num_pages=64, tier=None, parts=(),
+        config,
+        GpuConfig.model_validate({"device": "cuda", "graph_batch_sizes": [1, 2]}),
+        LoadSettings(
+            max_running=2,
+            max_context_tokens=256,
+            chunk_tokens=64,
+            max_hidden_tokens=256,
+            num_pages=64,
+            tier=None,
+            parts=(),
+        ),
         on_progress=lambda stage, fraction: told.append((stage, fraction)),
-    )  # fmt: skip
+    )
     of_products = [fraction for stage, fraction in told if stage == "products"]
     assert of_products == sorted(of_products)
     assert (of_products[0], of_products[-1]) == (0.0, 1.0)
@@ -450,17 +460,16 @@ def test_a_plan_counts_what_is_held_and_a_matrix_twice_more_and_says_by_whom_it_
 def test_it_is_refused_without_the_library_without_a_gpu_and_in_float32(monkeypatch):
     model = ModelConfig.model_validate({"random_weights": "tiny", "weights": "int4", "products": "humming"})
     assert load_architecture(model).quantisation.humming
-    common = {
-        "max_running": 1, "max_context_tokens": 64, "chunk_tokens": 16, "max_hidden_tokens": 64, "num_pages": 8,
-        "tier": None, "parts": (), "on_progress": lambda *_: None,
-    }  # fmt: skip
+    asked = LoadSettings(
+        max_running=1, max_context_tokens=64, chunk_tokens=16, max_hidden_tokens=64, num_pages=8
+    )  # fmt: skip
     with pytest.raises(ModelError, match=r"model\.products: asked humming, the device is the CPU"):
-        load_runner(model, GpuConfig.model_validate({"device": "cpu"}), **common)
+        load_runner(model, GpuConfig.model_validate({"device": "cpu"}), asked, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ModelError, match=r"multiplies in bfloat16, gpu\.dtype is float32"):
-        load_runner(model, GpuConfig.model_validate({"device": "cuda", "dtype": "float32"}), **common)
+        load_runner(model, GpuConfig.model_validate({"device": "cuda", "dtype": "float32"}), asked, lambda *_: None)
     for found in ("none", "0.1.18"):
         monkeypatch.setattr(humming_formats, "version", found_version(found))
         wanted = rf"found {found} of humming-kernels; wanted 0.1.19: pip install '\.\[humming\]'"
         with pytest.raises(ModelError, match=wanted):
-            load_runner(model, GpuConfig.model_validate({"device": "cuda"}), **common)
+            load_runner(model, GpuConfig.model_validate({"device": "cuda"}), asked, lambda *_: None)

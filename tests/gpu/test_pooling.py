@@ -11,6 +11,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.pooling import Pooling
 from gpu.runner import Runner
+from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import Pages, document_prompt, layer_units, shallow_model
@@ -28,9 +29,17 @@ def runner() -> Runner:
     return load_runner(
         ModelConfig(path=Path(shallow_model(LAYERS).name)),
         GpuConfig(device="cpu", dtype="float32", graph_batch_sizes=()),
-        max_running=8, max_context_tokens=512, chunk_tokens=16, max_hidden_tokens=1024, num_pages=70,
-        tier=None, parts=(), on_progress=lambda stage, fraction: None,
-    )  # fmt: skip
+        LoadSettings(
+            max_running=8,
+            max_context_tokens=512,
+            chunk_tokens=16,
+            max_hidden_tokens=1024,
+            num_pages=70,
+            tier=None,
+            parts=(),
+        ),
+        on_progress=lambda stage, fraction: None,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import torch
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.model.architecture import ModelError, named_shape
+from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import layer_units
@@ -18,11 +19,19 @@ SHAPE = named_shape("tiny")
 def load_tiny(max_context_tokens: int | None):
     stages: list[tuple[str, float]] = []
     runner = load_runner(
-        ModelConfig(random_weights="tiny"), GpuConfig(device="cpu"), max_running=2,
-        max_context_tokens=max_context_tokens, chunk_tokens=64, max_hidden_tokens=1000, num_pages=8,
-        tier=None, parts=(),
+        ModelConfig(random_weights="tiny"),
+        GpuConfig(device="cpu"),
+        LoadSettings(
+            max_running=2,
+            max_context_tokens=max_context_tokens,
+            chunk_tokens=64,
+            max_hidden_tokens=1000,
+            num_pages=8,
+            tier=None,
+            parts=(),
+        ),
         on_progress=lambda stage, fraction: stages.append((stage, fraction)),
-    )  # fmt: skip
+    )
     return runner, stages
 
 

@@ -15,6 +15,7 @@ from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.matrix_formats import OF_EXPERTS, rounded
 from gpu.operations.experts.fetch_experts import Listed
 from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.runner_settings import LoadSettings
 from gpu.weights.checkpoint import load_packed
 from gpu.weights.host_experts import HostExperts, Slots, tensors_of, with_tensors
 from gpu.weights.weights import LayerWeights, Weights, allocate_weights, random_packed_weights, random_weights
@@ -221,9 +222,18 @@ def test_a_captured_step_fetches_what_its_tokens_take_and_says_what_a_whole_mode
         runner = load_runner(
             ModelConfig(random_weights=TINY),
             GpuConfig(device="cuda", graph_batch_sizes=(1, 4)),
-            max_running=4, max_context_tokens=1024, chunk_tokens=128, max_hidden_tokens=1024, num_pages=256, tier=None,
-            parts=(), on_progress=lambda stage, fraction: None, experts_on_card=on_card,
-        )  # fmt: skip
+            LoadSettings(
+                max_running=4,
+                max_context_tokens=1024,
+                chunk_tokens=128,
+                max_hidden_tokens=1024,
+                num_pages=256,
+                tier=None,
+                parts=(),
+                experts_on_card=on_card,
+            ),
+            on_progress=lambda stage, fraction: None,
+        )
         if on_card is None:
             whole = runner.weights
         else:

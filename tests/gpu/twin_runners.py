@@ -20,6 +20,7 @@ from gpu.operations.kv.kv_rows import make_codes, read_codes
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles, served_parts
 from gpu.runner import Runner
+from gpu.runner_settings import LoadSettings
 from gpu.step import (
     DecodeGroup,
     FinishedReload,
@@ -89,18 +90,20 @@ def load(
             check_coverage=check_coverage,
             kv=kv,
         ),
-        max_running=max_running,
-        max_context_tokens=max_context,
-        chunk_tokens=512,
-        max_hidden_tokens=4096,
-        num_pages=num_resident,
-        tier=tier,
-        parts=(*(() if tier is None else parts_for(tier.shape)), *more_parts),
+        LoadSettings(
+            max_running=max_running,
+            max_context_tokens=max_context,
+            chunk_tokens=512,
+            max_hidden_tokens=4096,
+            num_pages=num_resident,
+            tier=tier,
+            parts=(*(() if tier is None else parts_for(tier.shape)), *more_parts),
+            num_rings={str(part): 3 for part in more_parts if part.method.rings is not None},
+            sink_tokens=page_tokens if tier is not None else 0,
+            num_windows=0 if tier is None or not WINDOW_LAYERS else max_running,
+            window_pages=WINDOW_PAGES,
+        ),
         on_progress=lambda stage, fraction: None,
-        num_rings={str(part): 3 for part in more_parts if part.method.rings is not None},
-        sink_tokens=page_tokens if tier is not None else 0,
-        num_windows=0 if tier is None or not WINDOW_LAYERS else max_running,
-        window_pages=WINDOW_PAGES,
     )
     runner.pool.windows.write([WindowWrite(slot, None, slot) for slot in range(runner.pool.windows.shape.count)])
     runner.dense.choice = None  # which kernel attends to prompts follows from times, and bits from the kernel

@@ -1,0 +1,72 @@
+"""What a runner is made of beside its model: as the loader resolves it, and as its caller states it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gpu.kv.windows import NO_WINDOWS, WindowShape
+from gpu.methods.method import ProfilePart
+from gpu.page_layout import KvFormat
+from transfer.chunks.library import ChunkLibrary
+from transfer.expert_exchange import OpenExperts
+from transfer.tier import HostTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSettings:
+    """The sizes and parts of a runner.
+
+    max_hidden_tokens: of all prefill jobs under way. tier: memory of offloaded contexts, or None; the caller made it.
+    parts: of the profiles that are served (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes.
+    num_rings: of the parts that keep some. sink_tokens: what an offloaded context keeps in front. checks_coverage:
+    count in every decode step who covers which tokens, and end with CoverageError where that is not the whole context;
+    a debug run, without graphs. library: where document chunks are, or None. windows: of layers that keep no more; of
+    the others pages hold all of a context. kv: how pages hold rows; what is no format of codes, in `dtype`.
+    open_experts: the CPU computes experts in host memory for decode steps of up to `computed_rows` rows; None: they are
+    fetched.
+    """
+
+    num_pages: int
+    page_tokens: int
+    max_running: int
+    max_context_tokens: int
+    max_hidden_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    tier: HostTier | None = None
+    parts: Sequence[ProfilePart] = ()
+    num_rings: Mapping[str, int] = field(default_factory=dict)
+    sink_tokens: int = 0
+    checks_coverage: bool = False
+    library: ChunkLibrary | None = None
+    windows: WindowShape = NO_WINDOWS
+    kv: KvFormat = "bfloat16"
+    open_experts: OpenExperts | None = None
+    computed_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSettings:
+    """What the caller of `gpu.load.load_runner` decides; the other settings come from the configuration.
+
+    max_context_tokens: None: the model's. chunk_tokens: most tokens of a prefill unit. num_windows: of `window_pages`
+    pages (`gpu.kv.windows`); 0: all layers have all of every context in pages. experts_on_card: of each layer's, the
+    other experts lie in host memory; None: all are on the card. Further fields as in RunnerSettings.
+    """
+
+    max_running: int
+    max_context_tokens: int | None
+    chunk_tokens: int
+    max_hidden_tokens: int
+    num_pages: int
+    tier: HostTier | None = None
+    parts: Sequence[ProfilePart] = ()
+    num_rings: Mapping[str, int] = field(default_factory=dict)
+    sink_tokens: int = 0
+    library: ChunkLibrary | None = None
+    num_windows: int = 0
+    window_pages: int = 1
+    experts_on_card: int | None = None
+    open_experts: OpenExperts | None = None
+    computed_rows: int = 0
