@@ -90,8 +90,8 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = ReferenceTier.answer
     monkeypatch.setattr(ReferenceTier, "answer", lambda *arguments: (torch.set_num_threads(1), answer(*arguments))[1])
     monkeypatch.setattr(DecodeSteps, "run", run_and_wait)
-    for name in ("slot", "expert"):
-        monkeypatch.setattr(f"gpu.host.{name}_exchange.await_answer", await_on_the_host)
+    for name in ("slots", "experts"):
+        monkeypatch.setattr(f"gpu.exchange.device_{name}.await_answer", await_on_the_host)
 
 
 def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
