@@ -1,4 +1,4 @@
-"""An engine in a benchmark's own process runs as it does in the process that serves one: `scheduler.engine_process`.
+"""An engine in a benchmark's own process runs as it does in the process that serves one.
 
 Threads hand the interpreter over as often there, and collections do not look at what stands before the first request:
 the whole of it takes longer than a token does. Invariant: the interpreter is left as it was found.
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from scheduler.engine_process import HANDOVER_SECONDS
+from scheduler.engine.engine_process import HANDOVER_SECONDS
 
 
 @contextmanager

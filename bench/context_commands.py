@@ -136,7 +136,7 @@ def failures_told() -> Iterator[None]:
     """A wrong result, or a profile that there cannot be, ends with status 1 and no number."""
     from bench.rows import GateError
     from gpu.profiles import ProfileError
-    from scheduler.capacity import TooLargeError
+    from scheduler.sequences.capacity import TooLargeError
 
     try:
         yield

@@ -29,12 +29,12 @@ from gpu.fusion.plan import VANILLA
 from gpu.model.architecture import Architecture, load_architecture
 from gpu.profiles import get_profile, resolve_profiles
 from gpu.sampling_params import SamplingParams
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
 from scheduler.fusion_labels import UnknownLabelError, parse_fusions
-from scheduler.load import load_engine
-from scheduler.memory import plan_engine
 from scheduler.messages import ChunkSpan, ChunksStored, EngineRequest, Fusion, StoreChunks, pack_tokens
-from scheduler.step_bytes import StepBytes
+from scheduler.planning.engine_memory import plan_engine
+from scheduler.planning.step_bytes import StepBytes
 from server.deployment import Deployment
 from transfer.chunks.store import ChunkStore
 from transfer.machine import GIB, probe_machine

@@ -44,10 +44,10 @@ from gpu.runner import Runner
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.humming_matrix import prepare, require_products
 from gpu.weights.weights import Weights, random_weights, unpacked
-from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
-from scheduler.load import load_engine
-from scheduler.memory import plan_engine
-from scheduler.step_bytes import prompt_flops
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.planning.engine_memory import plan_engine
+from scheduler.planning.step_bytes import prompt_flops
 from transfer.machine import GIB, probe_machine
 
 # Share of tokens that the peer chooses too. In float32 only near-ties differ. In bf16 random weights of 8B differ at

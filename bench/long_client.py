@@ -16,7 +16,7 @@ from bench.rows import require
 from bench.sample_gate import WatchedTier
 from cpu.tier import CpuTier
 from gpu.sampling_params import SamplingParams
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest, HostStats, Logprob, pack_tokens
 from transfer.tier import HostTier
 

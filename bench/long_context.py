@@ -29,7 +29,7 @@ from bench.memory_cap import cap_memory
 from bench.rates import device_name
 from bench.rows import Row, announce, summarise
 from gpu.profiles import Profile, get_profile, resolve_profiles
-from scheduler.load import load_engine
+from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
 from transfer.machine import GIB
 

@@ -19,10 +19,10 @@ from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture, load_architecture
 from gpu.model.matrix_formats import step_weight_bytes
 from gpu.profiles import Profile
-from scheduler.capacity import HostCapacity, host_capacity
-from scheduler.config import EngineConfig
-from scheduler.memory import find_tier_shape, plan_engine
-from scheduler.step_bytes import StepBytes
+from scheduler.engine_config import EngineConfig
+from scheduler.planning.engine_memory import find_tier_shape, plan_engine
+from scheduler.planning.step_bytes import StepBytes
+from scheduler.sequences.capacity import HostCapacity, host_capacity
 from transfer.machine import count_physical_cores, probe_machine
 from transfer.tier_shape import TierShape
 

@@ -23,8 +23,8 @@ from bench.rows import require
 from bench.sample_gate import SampleAgreement, measure_samples, require_samples
 from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams
-from scheduler.capacity import HostCapacity
 from scheduler.messages import Logprob
+from scheduler.sequences.capacity import HostCapacity
 from transfer.host_memory import TAIL_TOKENS
 
 ROWS = 3  # of a batch at most: a half batch of two, and one of one

@@ -27,8 +27,8 @@ from bench.load.records import RequestRecord
 from bench.rates import device_name
 from bench.rows import GateError, Row, announce, require, summarise
 from gpu.sampling_params import SamplingParams
-from scheduler.engine import Engine
-from scheduler.load import load_engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
 from scheduler.messages import EngineRequest, Ready, pack_tokens
 from server.planning.deployment_plan import ResolvedPlan
 

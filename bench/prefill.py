@@ -18,7 +18,7 @@ from bench.long_gate import check_host_path
 from bench.rates import device_name
 from bench.rows import Row, announce
 from gpu.profiles import Profile, get_profile, resolve_profiles
-from scheduler.load import load_engine
+from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
 
 GIB = 2**30

@@ -32,12 +32,12 @@ from gpu.attention.prefill_query import PrefillQuery
 from gpu.fusion.plan import VANILLA, get_policy
 from gpu.model.architecture import read_architecture
 from gpu.sampling_params import SamplingParams
-from scheduler.config import EngineConfig
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig
 from scheduler.fusion_labels import parse_fusions
-from scheduler.load import load_engine
-from scheduler.memory import plan_engine
 from scheduler.messages import ChunkSpan, EngineRequest, Fusion, Logprob, pack_tokens
+from scheduler.planning.engine_memory import plan_engine
 from transfer.config import DocumentsConfig
 from transfer.machine import probe_machine
 

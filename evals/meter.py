@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu.model.architecture import Architecture
-from scheduler.decode_reads import DecodeReads
+from scheduler.engine.decode_reads import DecodeReads
 from scheduler.messages import ReuseStats
 
 LEAST_SPARED = 1e-6

@@ -45,7 +45,7 @@ def one_line_errors() -> Iterator[None]:
     from evals.methods.method import MethodError
     from gpu.memory.plan import PlanError
     from gpu.model.architecture import ModelError
-    from scheduler.capacity import TooLargeError
+    from scheduler.sequences.capacity import TooLargeError
     from server.deployment import ConfigError
     from transfer.tier import HostMemoryError
 

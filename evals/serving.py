@@ -21,13 +21,13 @@ from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
 from gpu.model.architecture import Architecture, load_architecture, read_architecture
 from gpu.profiles import Profile, find_kept, resolve_profiles
 from gpu.sampling_params import SamplingParams
-from scheduler.capacity import QueueFullError, TooLargeError, bytes_of_run
-from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
-from scheduler.decode_reads import DecodeReads
-from scheduler.engine import Engine
-from scheduler.load import load_engine
-from scheduler.memory import plan_engine
+from scheduler.engine.decode_reads import DecodeReads
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest, Logprob, ReuseStats, pack_tokens
+from scheduler.planning.engine_memory import plan_engine
+from scheduler.sequences.capacity import QueueFullError, TooLargeError, bytes_of_run
 from server.deployment import Deployment
 from transfer.config import HostConfig
 from transfer.machine import GIB, probe_machine

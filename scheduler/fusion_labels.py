@@ -1,7 +1,4 @@
-"""How evaluations and benchmarks name a policy with its settings: `a3`, or `a3:select_layer=3,keep_tokens=1024`.
-
-It refuses to know what settings do. A name alone is the policy as its paper has it, whatever deployments take.
-"""
+"""Parse policy labels with settings: `a3`, or `a3:select_layer=3,keep_tokens=1024`."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""What the API process and the engine process say to each other: msgspec structs over ZeroMQ, MessagePack inside.
+"""Messages between the API process and the engine process: msgspec structs, MessagePack over ZeroMQ.
 
-Each engine process has its own pair of sockets (PUSH/PULL), so messages of a dead engine can never reach a new one.
-Times are `time.monotonic()` seconds, which on Linux all processes of a host share. No torch here.
+Each engine process has its own pair of sockets (PUSH/PULL), so messages of a dead engine never reach a new one. Times
+are `time.monotonic()` seconds, which on Linux all processes of a host share.
 """
 
 from array import array

@@ -12,7 +12,7 @@ from gpu.config import Composition, MethodChoice, ModelConfig
 from gpu.methods.method import Slot
 from gpu.methods.registry import list_methods
 from gpu.model.gguf.folder import model_path, name_gguf_files
-from scheduler.config import EngineConfig
+from scheduler.engine_config import EngineConfig
 from transfer.nearest_name import nearest_hint
 from transfer.settings import Settings
 

@@ -44,8 +44,8 @@ from gpu.runner import Runner
 from gpu.runner_settings import RunnerSettings
 from gpu.weights.host_experts import joined
 from gpu.weights.weights import LayerWeights, Weights, random_packed_weights
-from scheduler.expert_choice import ExpertTimes
-from scheduler.step_bytes import prompt_flops
+from scheduler.planning.expert_choice import ExpertTimes
+from scheduler.planning.step_bytes import prompt_flops
 from transfer.machine import GIB, MachineProfile, count_physical_cores, probe_machine
 from transfer.rates import core_rate
 

@@ -25,7 +25,7 @@ from bench.rates import device_name
 from bench.rows import Row, announce, summarise
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from lab.speed.lane_watch import LaneWatch, describe
-from scheduler.load import load_engine
+from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
 
 _SHORT_PROFILE = "exact"

@@ -21,12 +21,12 @@ from bench.rates import device_name
 from bench.rows import Row, require
 from gpu.model.architecture import load_architecture
 from gpu.sampling_params import SamplingParams
-from scheduler.constraints import Constraints, read_tokens
-from scheduler.engine import Engine
-from scheduler.grammar import bytes_alone
-from scheduler.load import load_engine
-from scheduler.memory import plan_engine
+from scheduler.constraints.constraints import Constraints, read_tokens
+from scheduler.constraints.grammar import bytes_alone
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
 from scheduler.messages import EngineRequest, pack_tokens
+from scheduler.planning.engine_memory import plan_engine
 from server.deployment import Deployment
 from server.grammar.structured import schema_grammar
 from transfer.machine import probe_machine

@@ -18,7 +18,7 @@ import numpy as np
 from bench.long_client import Client
 from gpu.in_flight import InFlight
 from gpu.step import Lane, StepPlan, StepResult
-from scheduler.lanes import rows_of
+from scheduler.sequences.lane_fences import rows_of
 
 
 @dataclass(slots=True)

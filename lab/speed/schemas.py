@@ -22,7 +22,7 @@ from jsonschema.validators import validator_for
 from llguidance import LLMatcher, LLTokenizer
 from referencing.exceptions import Unresolvable
 
-from scheduler.grammar import bytes_alone, limits, shorten
+from scheduler.constraints.grammar import bytes_alone, limits, shorten
 from server.api_error import ApiError
 from server.grammar.structured import schema_grammar
 

@@ -17,7 +17,7 @@ def schemas(
     from gpu.config import ModelConfig
     from gpu.model.architecture import load_architecture
     from lab.speed.schemas import Writer, examine_suite
-    from scheduler.constraints import read_tokens
+    from scheduler.constraints.constraints import read_tokens
 
     console = Console()
     config = ModelConfig(path=model)

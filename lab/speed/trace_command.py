@@ -24,7 +24,7 @@ def trace(
     from bench.long_floors import measure_floors
     from lab.speed.prefill_trace import tabulate_groups, trace_prefill
     from lab.speed.step_trace import tabulate_parts, trace_steps
-    from scheduler.load import load_engine
+    from scheduler.engine.load_engine import load_engine
 
     console = Console()
     deployment = load_with_host(config, console)

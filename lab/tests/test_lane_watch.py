@@ -10,7 +10,7 @@ import pytest
 from bench.as_served import interpreter_as_served
 from gpu.step import DecodeGroup, HostRead, Lane, StepPlan, StepResult
 from lab.speed.lane_watch import LaneWatch, describe
-from scheduler.engine_process import HANDOVER_SECONDS
+from scheduler.engine.engine_process import HANDOVER_SECONDS
 
 ASK = HostRead(0, 16, 160)
 

@@ -10,7 +10,7 @@ import pytest
 from gpu.config import ModelConfig
 from lab.speed import schemas
 from lab.speed.schemas import Writer, accepts, check_text, examine_suite
-from scheduler.constraints import read_tokens
+from scheduler.constraints.constraints import read_tokens
 from server.grammar.structured import choice_grammar, lark_grammar, regex_grammar, schema_grammar
 from tests.server.live_server import REFERENCE
 

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from gpu.memory.host_demand import HostDemand
 from gpu.page_layout import row_bytes
-from scheduler.capacity import plan_capacity
-from scheduler.memory import find_host_demand
+from scheduler.planning.engine_memory import find_host_demand
+from scheduler.sequences.capacity import plan_capacity
 from server.deployment import Deployment
 from server.planning.deployment_plan import ResolvedPlan
 from transfer.host_memory import bytes_of_context, bytes_per_token, table_bytes_of_context, without_tables

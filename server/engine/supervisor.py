@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from gpu.memory.plan import MemoryPlan
-from scheduler.config import EngineStart
+from scheduler.engine_config import EngineStart
 from scheduler.messages import (
     Accepted,
     Cancel,

@@ -19,9 +19,9 @@ from queue import LifoQueue
 from threading import Lock
 from typing import IO
 
-from scheduler.grammar import MOST_MEMORY_BYTES, MOST_SECONDS
-from scheduler.grammar_worker import HEAD
-from scheduler.lexeme_trial import Lexeme
+from scheduler.constraints.grammar import MOST_MEMORY_BYTES, MOST_SECONDS
+from scheduler.constraints.grammar_worker import HEAD
+from scheduler.constraints.lexeme_trial import Lexeme
 
 _PROCESSES = 2
 _PATIENCE = 8.0  # of a machine whose cores are busy: wall seconds for one of processor time, and ...
@@ -96,7 +96,8 @@ class GrammarChecks:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         """A session of its own keeps a terminal's Ctrl-C from it; what it says when its memory ends is ours to say."""
-        command = [sys.executable, "-m", "scheduler.grammar_worker", str(self._seconds), str(self._memory_bytes)]
+        limits = [str(self._seconds), str(self._memory_bytes)]
+        command = [sys.executable, "-m", "scheduler.constraints.grammar_worker", *limits]
         pipe = subprocess.PIPE
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True, bufsize=0

@@ -6,7 +6,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from scheduler.lexeme_trial import Lexeme
+from scheduler.constraints.lexeme_trial import Lexeme
 from server.grammar.schema_fault import refuse_pattern
 from server.grammar.schema_places import show, walk
 

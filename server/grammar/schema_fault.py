@@ -11,7 +11,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from scheduler.lexeme_trial import GROWS
+from scheduler.constraints.lexeme_trial import GROWS
 from server.grammar.schema_formats import OWN_FORMATS
 from server.grammar.schema_places import OF_LISTS, OF_NAMES, OF_ONE, show, walk
 

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, grammar_from
 
-from scheduler.grammar import MOST_BYTES
-from scheduler.lexeme_trial import Lexeme
+from scheduler.constraints.grammar import MOST_BYTES
+from scheduler.constraints.lexeme_trial import Lexeme
 from server.api_error import UNSUPPORTED_GRAMMAR, invalid
 from server.bodies.answer_form import StructuredOutputs, form_param
 from server.bodies.generation_bodies import GenerationBody

@@ -40,7 +40,7 @@ from server.routes.vectors import vector_routes
 from server.service.service import Service, build_service, require_tls
 from server.stores.document_registry import RegistryError, RegistryFull
 
-ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine_process")
+ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine.engine_process")
 
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _POLL_S = 0.02

@@ -23,8 +23,8 @@ from gpu.model.architecture import (
 from gpu.model.humming_formats import describe_own, multiplied
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
-from scheduler.expert_choice import Way, captured_rows
-from scheduler.memory import find_expert_shares, plan_engine
+from scheduler.planning.engine_memory import find_expert_shares, plan_engine
+from scheduler.planning.expert_choice import Way, captured_rows
 from server.deployment import Deployment
 from transfer.machine import GIB, MachineProfile
 

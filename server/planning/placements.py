@@ -21,10 +21,10 @@ from gpu.methods.method import BlockFetch, ProfilePart
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError
-from scheduler.capacity import host_capacity
-from scheduler.expert_choice import ExpertTimes, find_times
-from scheduler.memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
-from scheduler.step_bytes import StepBytes
+from scheduler.planning.engine_memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
+from scheduler.planning.expert_choice import ExpertTimes, find_times
+from scheduler.planning.step_bytes import StepBytes
+from scheduler.sequences.capacity import host_capacity
 from server.deployment import Deployment
 from server.planning.deployment_plan import ResolvedPlan
 from transfer.config import HostConfig

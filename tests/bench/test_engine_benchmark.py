@@ -23,8 +23,8 @@ from gpu.model.matrix_formats import step_weight_bytes
 from gpu.runner import Runner
 from gpu.step import StepPlan
 from gpu.weights.weights import random_weights
-from scheduler.config import EngineConfig
-from scheduler.step_bytes import prompt_flops
+from scheduler.engine_config import EngineConfig
+from scheduler.planning.step_bytes import prompt_flops
 from server.deployment import Deployment, load_deployment
 from server.planning.deployment_plan import resolve_plan
 from transfer.machine import probe_machine

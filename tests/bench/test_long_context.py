@@ -27,9 +27,9 @@ from cpu.tables import build_tables
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from gpu.step import HostRead
-from scheduler.capacity import HostCapacity
-from scheduler.load import load_engine
+from scheduler.engine.load_engine import load_engine
 from scheduler.messages import Delta, HostStats
+from scheduler.sequences.capacity import HostCapacity
 from server.deployment import Deployment
 from server.planning.deployment_plan import resolve_plan
 from transfer.config import HostConfig

@@ -8,8 +8,8 @@ import pytest
 from bench.long_floors import LongFloors
 from gpu.model.architecture import load_architecture
 from gpu.profiles import resolve_profiles
-from scheduler.capacity import host_capacity
-from scheduler.memory import find_tier_shape, plan_engine
+from scheduler.planning.engine_memory import find_tier_shape, plan_engine
+from scheduler.sequences.capacity import host_capacity
 from server.deployment import Deployment
 from server.planning.deployment_plan import find_architecture
 from transfer.machine import load_machine, probe_machine

@@ -12,7 +12,7 @@ from bench.long_gate import Agreement, check_host_path
 from bench.rows import GateError
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
-from scheduler.capacity import HostCapacity
+from scheduler.sequences.capacity import HostCapacity
 from transfer.config import HostConfig
 
 # Root mean squares in nats, as measured: the device from itself in bf16 with 12 layers, and what one query head's

@@ -30,7 +30,7 @@ class ServerProcess:
     @property
     def engine(self) -> psutil.Process:
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            if "scheduler.engine_process" in child.cmdline():
+            if "scheduler.engine.engine_process" in child.cmdline():
                 return child
         raise AssertionError("no engine process")
 

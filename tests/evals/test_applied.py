@@ -11,7 +11,7 @@ from evals.run import name_weights
 from evals.serving import ServingEngine
 from gpu.config import Composition
 from gpu.profiles import resolve_profiles
-from scheduler.decode_reads import DecodeReads
+from scheduler.engine.decode_reads import DecodeReads
 from tests.gpu.family_checkpoints import checkpoint
 from transfer.config import HostConfig
 

@@ -6,7 +6,7 @@ import pytest
 
 from evals.meter import served_fractions
 from gpu.model.architecture import read_architecture
-from scheduler.decode_reads import DecodeReads
+from scheduler.engine.decode_reads import DecodeReads
 from tests.evals.test_serving import MODEL
 from tests.tolerances import EXACT_FRACTION
 

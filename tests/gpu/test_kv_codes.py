@@ -14,7 +14,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
-from scheduler.load import model_key
+from scheduler.engine.load_engine import model_key
 from tests.gpu.paged_rows import read_raw
 from tests.gpu.reference_model import document_prompt, generate, needle_prompt, reference_runner, tokenizer
 from tests.gpu.test_mac_serving import STRICT, MacTwins

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scheduler.capacity import Capacity, QueueFullError, TooLargeError
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
+from scheduler.sequences.capacity import Capacity, QueueFullError, TooLargeError
 from tests.scheduler.test_scheduler import PAGE, PROFILES, drain, make_engine, make_request, prompt_of
 
 

@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 from gpu.sampling_params import SamplingParams
-from scheduler.capacity import TooLargeError
-from scheduler.connection import _SHORT_TOKENS, Arrival, Connection, Prepared
+from scheduler.engine.connection import _SHORT_TOKENS, Arrival, Connection, Prepared
 from scheduler.messages import Accepted, Cancel, EngineRequest, FromEngine, Refused, Shutdown, Submit, pack_tokens
-from scheduler.sequence import Sequence
+from scheduler.sequences.capacity import TooLargeError
+from scheduler.sequences.sequence import Sequence
 
 
 def request_of(name: str, prompt: bytes) -> EngineRequest:

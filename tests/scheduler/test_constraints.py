@@ -14,9 +14,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from gpu.sampling_params import SamplingParams
 from gpu.step import StepPlan
-from scheduler import constraints
-from scheduler.constraints import Constraints, GrammarError
-from scheduler.engine import Engine
+from scheduler.constraints import constraints
+from scheduler.constraints.constraints import Constraints, GrammarError
+from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest, pack_tokens
 from tests.scheduler import test_host
 from tests.scheduler.page_runner import VOCAB, PageRunner, draw_token

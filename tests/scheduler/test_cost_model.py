@@ -5,8 +5,8 @@ import pytest
 
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.step import DENSE, PrefillUnit
-from scheduler.cost_model import CostModel
-from scheduler.lanes import Rows
+from scheduler.prefill.cost_model import CostModel
+from scheduler.sequences.lane_fences import Rows
 from tests.tolerances import COST_MODEL
 
 SHAPE = NAMED_SHAPES["tiny"]

@@ -20,11 +20,9 @@ from gpu.model.spec import RopeScaling
 from gpu.profiles import resolve_profiles
 from gpu.sampling_params import SamplingParams
 from gpu.step import FUSED, PrefillUnit, StepPlan
-from scheduler.capacity import TooLargeError
-from scheduler.config import EngineConfig, PrefillConfig, SchedulerConfig
-from scheduler.engine import Engine
-from scheduler.load import chunk_kv_key, load_engine
-from scheduler.memory import plan_engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import chunk_kv_key, load_engine
+from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import (
     ChunkSpan,
     ChunksStored,
@@ -36,6 +34,8 @@ from scheduler.messages import (
     StoreChunks,
     pack_tokens,
 )
+from scheduler.planning.engine_memory import plan_engine
+from scheduler.sequences.capacity import TooLargeError
 from tests.tolerances import EVICTED_LITTLE, FUSED_LOGIT_ATOL
 from transfer.chunks.format import ChunkKey, digest_tokens
 from transfer.config import DocumentsConfig, HostConfig
@@ -324,7 +324,7 @@ def test_chunks_to_store_are_overtaken_by_a_bounded_number_of_requests(
     has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others' prompts never end. has_begun: there was nothing else to do for a moment, and a job of them stands."""
-    monkeypatch.setattr("scheduler.documents.MOST_OVERTAKEN", 5)
+    monkeypatch.setattr("scheduler.prefill.document_chunks.MOST_OVERTAKEN", 5)
     engine = make_engine(tmp_path, max_jobs=2 if has_begun else 1)
     assert engine.scheduler.documents is not None
     STORED.clear()
@@ -358,7 +358,7 @@ def test_chunks_to_store_that_are_overtaken_still_wait_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for them meanwhile."""
-    monkeypatch.setattr("scheduler.documents.MOST_OVERTAKEN", 0)
+    monkeypatch.setattr("scheduler.prefill.document_chunks.MOST_OVERTAKEN", 0)
     monkeypatch.setattr("transfer.chunks.library.LEAST_AHEAD_BYTES", 0)
     engine = make_engine(tmp_path, memory_limit_gib=0.0)
     engine.store_chunks(StoreChunks("s", [pack_tokens(CHUNKS[0])], ""))

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from scheduler.config import EngineConfig
-from scheduler.engine_process import _read_start
+from scheduler.engine.engine_process import _read_start
+from scheduler.engine_config import EngineConfig
 from server.deployment import Deployment
 from server.engine.prometheus import Metrics
 from server.engine.supervisor import Supervisor

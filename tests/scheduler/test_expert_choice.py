@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from gpu.memory.demand import PlanError
 from gpu.memory.expert_shares import ExpertShares
 from gpu.memory.plan import MemoryPlan
-from scheduler.config import EngineConfig
-from scheduler.expert_choice import FURTHER_ROWS, HOP_MS, READ_SHARE, ExpertTimes
-from scheduler.memory import find_expert_shares, plan_engine
+from scheduler.engine_config import EngineConfig
+from scheduler.planning.engine_memory import find_expert_shares, plan_engine
+from scheduler.planning.expert_choice import FURTHER_ROWS, HOP_MS, READ_SHARE, ExpertTimes
 from server.deployment import Deployment
 from server.planning.deployment_plan import find_architecture, resolve_plan
 from transfer.expert_exchange import new_expert_slot

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpu.step import PrefillUnit
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_engine, make_request, prompt_of
 from tests.tolerances import PREFILL_SHARE

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler import engine_process
+from scheduler.engine import engine_process
 
 
 def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from gpu.kv.commitment import SPARE_BYTES
 from gpu.step import StepPlan
-from scheduler.engine import Engine
-from scheduler.load import load_engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
 from scheduler.messages import Delta
-from scheduler.scheduler import NO_MEMORY
+from scheduler.steps.scheduler import NO_MEMORY
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_memory import DEPLOYMENT, plan_on
 from tests.scheduler.test_scheduler import PAGE, check_output, drain, make_engine, make_request, prompt_of

@@ -1,6 +1,6 @@
 """Who gives way when pages or host memory are short: idle contexts first, and then the youngest, whatever it holds."""
 
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
 from scheduler.messages import EngineRequest
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import RESIDENT, ask, check_idle, make_engine

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from gpu.batching.step_reads import StepReads
 from gpu.model.shapes import named_shape
 from gpu.step import HostRead
-from scheduler.cost_model import CostModel
-from scheduler.grouping import (
+from scheduler.prefill.cost_model import CostModel
+from scheduler.sequences.lane_fences import Rows
+from scheduler.steps.grouping import (
     DWELL_STEPS,
     JOIN_WAIT,
     LEAST_GAIN,
@@ -30,7 +31,6 @@ from scheduler.grouping import (
     expect_joint,
     joins,
 )
-from scheduler.lanes import Rows
 from tests.scheduler.test_scheduler import SHAPE
 
 H100, H200 = 2860, 3950  # GB/s that a step of full attention reads at: 13B and 34B, 16,000 tokens

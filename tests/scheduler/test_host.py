@@ -11,13 +11,13 @@ from gpu.config import Composition
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from gpu.step import HostRead, Lane
-from scheduler import growing_back
-from scheduler.capacity import Capacity, HostCapacity, TooLargeError
-from scheduler.config import PrefillConfig, SchedulerConfig
-from scheduler.engine import Engine
-from scheduler.host_context import RunSize
+from scheduler.engine.engine import Engine
+from scheduler.engine_config import PrefillConfig, SchedulerConfig
 from scheduler.messages import EngineRequest
-from scheduler.scheduler import Scheduler
+from scheduler.residence import reloads
+from scheduler.sequences.capacity import Capacity, HostCapacity, TooLargeError
+from scheduler.sequences.offloaded_context import RunSize
+from scheduler.steps.scheduler import Scheduler
 from tests.scheduler.lane_runner import LaneRunner
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
@@ -494,8 +494,8 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
 def soon() -> Iterator[None]:
     """What was given up comes back after a few steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growing_back, "QUIET_STEPS", 2)
-        patch.setattr(growing_back, "FETCHED_TOKENS", 2 * LUMP)
+        patch.setattr(reloads, "QUIET_STEPS", 2)
+        patch.setattr(reloads, "FETCHED_TOKENS", 2 * LUMP)
         yield
 
 

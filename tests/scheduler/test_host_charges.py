@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cpu.tier import CpuTier
-from scheduler.capacity import bytes_of_run
+from scheduler.sequences.capacity import bytes_of_run
 from transfer.copies import PASSED
 from transfer.host_memory import TAIL_TOKENS
 from transfer.reading import Reading

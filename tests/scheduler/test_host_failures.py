@@ -22,12 +22,12 @@ from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import load_architecture
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, Lane
-from scheduler.capacity import TooLargeError
-from scheduler.config import EngineConfig, SchedulerConfig
-from scheduler.engine import Engine
-from scheduler.load import load_engine
-from scheduler.memory import plan_engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest, pack_tokens
+from scheduler.planning.engine_memory import plan_engine
+from scheduler.sequences.capacity import TooLargeError
 from tests.gpu.reference_model import shallow_model
 from transfer.config import HostConfig, SampledConfig
 from transfer.exchange import ExchangeError, ExchangeSlot
@@ -334,7 +334,7 @@ def test_an_engine_whose_memory_is_not_pinned_does_not_start_and_says_why(monkey
         raise OSError(2, "cudaHostRegister failed with CUDA error 2; locked memory is 64 KiB (ulimit -l)")
 
     open_tier = cpu.tier.open_tier
-    monkeypatch.setattr("scheduler.load.open_tier", open_refusing)
+    monkeypatch.setattr("scheduler.engine.load_engine.open_tier", open_refusing)
     monkeypatch.setattr("cpu.tier.pin_pages", pin)
     config = EngineConfig(
         model=ModelConfig(random_weights="tiny"),

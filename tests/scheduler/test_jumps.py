@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from gpu.step import DecodeGroup
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest
 from tests.scheduler import test_host, test_scheduler
 from tests.scheduler.page_runner import PageRunner

@@ -10,11 +10,11 @@ import pytest
 from gpu.config import GpuConfig, ModelConfig
 from gpu.model.architecture import load_architecture
 from gpu.sampling_params import SamplingParams
-from scheduler.config import EngineConfig, SchedulerConfig
-from scheduler.engine import Engine
-from scheduler.load import load_engine
-from scheduler.memory import plan_engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
+from scheduler.planning.engine_memory import plan_engine
 from server.grammar.structured import schema_grammar
 from tests.gpu.reference_model import FOLDER, shallow_model
 from tests.scheduler.test_scheduler import drain, prompt_of, text

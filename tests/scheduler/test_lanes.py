@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from gpu.step import Lane, PageEviction, StepPlan, TablePlace
-from scheduler.engine import _PATIENCE_SECONDS, Engine
-from scheduler.lanes import Lanes, Rows, rows_of
+from scheduler.engine.engine import _PATIENCE_SECONDS, Engine
+from scheduler.sequences.lane_fences import Lanes, Rows, rows_of
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import ask, check_idle, make_engine
 from tests.scheduler.test_scheduler import check_output, drain, prompt_of

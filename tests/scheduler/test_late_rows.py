@@ -3,7 +3,7 @@
 import pytest
 
 from gpu.step import HostRead
-from scheduler import late_rows
+from scheduler.steps import late_rows
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import ask, check_idle, make_engine
 from tests.scheduler.test_scheduler import check_output, drain, prompt_of

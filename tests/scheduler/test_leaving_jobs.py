@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpu.step import PrefillJob, PrefillPrompt
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import check_empty, check_output, make_engine, make_request, prompt_of

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.engine import Engine
-from scheduler.load import load_engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
 from server.planning.deployment_plan import resolve_plan
 from tests.scheduler.test_scheduler import drain, make_request, text

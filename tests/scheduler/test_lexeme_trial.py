@@ -7,9 +7,9 @@ import pytest
 from llguidance import LLMatcher
 
 from gpu.config import ModelConfig
-from scheduler.constraints import read_tokens
-from scheduler.grammar import bytes_alone, check, limits
-from scheduler.lexeme_trial import grows
+from scheduler.constraints.constraints import read_tokens
+from scheduler.constraints.grammar import bytes_alone, check, limits
+from scheduler.constraints.lexeme_trial import grows
 from tests.server.live_server import REFERENCE
 
 ANCHORED = {  # by whether they grow, as a text that they match as a whole

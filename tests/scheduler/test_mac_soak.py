@@ -11,9 +11,9 @@ import pytest
 
 from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.methods.device_side import ReuseCounts
-from scheduler.config import EngineConfig, SchedulerConfig
-from scheduler.engine import Engine
-from scheduler.load import load_engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig, SchedulerConfig
 from tests.gpu.reference_model import shallow_model
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
 from transfer.config import HostConfig, SampledConfig

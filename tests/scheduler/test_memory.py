@@ -8,11 +8,11 @@ import pytest
 from numba.core import event
 
 import gpu.memory.plan
-import scheduler.load
 from cpu.parts import attend_rows
 from gpu.memory.plan import MemoryPlan, PlanError
 from gpu.profiles import ProfileError
-from scheduler.load import load_engine
+from scheduler.engine import load_engine as loading
+from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
 from server.planning.deployment_plan import resolve_plan
 from tests.scheduler.test_prefill_methods import make_profile
@@ -36,7 +36,7 @@ def test_an_engine_allocates_what_it_is_handed_and_plans_nothing(monkeypatch: py
     def plan_again(*_: object, **__: object) -> None:
         raise AssertionError("it plans again")
 
-    monkeypatch.setattr("scheduler.memory.plan_memory", plan_again)
+    monkeypatch.setattr("scheduler.planning.engine_memory.plan_memory", plan_again)
     engine, ready = load_engine(DEPLOYMENT, plan, lambda *_: None)
     assert (ready.num_pages, engine.scheduler.pages.num_pages) == (37, 37)
     assert engine._runner.pool.key_pages[0].shape[0] == 37
@@ -56,14 +56,18 @@ def test_a_start_tells_of_each_stage_before_it_begins_and_of_its_end(
     told: list[tuple[str, float]] = []
     for name, stage in (("load_tier", "host_attention"), ("open_library", "documents")):
 
-        def make(*given: object, make: Callable[..., object] = getattr(scheduler.load, name), stage: str = stage):
+        def make(
+            *given: object,
+            make: Callable[..., object] = getattr(loading, name),
+            stage: str = stage,
+        ):
             assert told[-1] == (stage, 0.0)
             with event.trigger_event("numba:compile", {"dispatcher": attend_rows}):
                 pass
             assert (told[-1] == (stage, 0.0)) == (stage == "documents"), "what attends is told of as it is compiled"
             return make(*given)
 
-        monkeypatch.setattr(scheduler.load, name, make)
+        monkeypatch.setattr(loading, name, make)
     engine, _ = load_engine(deployment, plan, lambda stage, fraction: told.append((stage, fraction)))
     engine.shutdown()
     assert list(dict(told).items()) == [(stage, 1.0) for stage in ("host_attention", "documents", "weights", "kernels")]
@@ -86,8 +90,8 @@ def test_a_gpu_that_is_not_the_one_planned_for_is_refused_before_anything_is_loa
     card = load_machine(MACHINES / "rtx4090.json").gpu
     assert card is not None
     gpu_now: GpuProfile | None = None if found is None else card.model_copy(update=found)
-    monkeypatch.setattr(scheduler.load, "probe_gpu", lambda: gpu_now)
-    monkeypatch.setattr(scheduler.load, "load_architecture", load)
+    monkeypatch.setattr(loading, "probe_gpu", lambda: gpu_now)
+    monkeypatch.setattr(loading, "load_architecture", load)
     with pytest.raises(PlanError, match=words):
         load_engine(DEPLOYMENT, plan_on("rtx4090"), lambda *_: None)
 
@@ -100,7 +104,7 @@ def test_the_gpu_that_was_planned_for_is_not_refused(monkeypatch: pytest.MonkeyP
 
 def test_a_method_whose_blocks_are_longer_than_a_unit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     profiles = {"blocky": make_profile("blocky", 4096)}
-    monkeypatch.setattr("scheduler.memory.resolve_profiles", lambda named, host: profiles)
+    monkeypatch.setattr("scheduler.planning.engine_memory.resolve_profiles", lambda named, host: profiles)
     words = r"profiles\.blocky: units of 'prefill: blocky' end at multiples of 4096 tokens, and one has 2048 at most"
     with pytest.raises(ProfileError, match=words):
         plan_on("laptop")

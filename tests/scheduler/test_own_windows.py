@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.capacity import plan_capacity
-from scheduler.engine import Engine
-from scheduler.memory import find_host_demand, find_tier_shape
-from scheduler.scheduler import Scheduler
+from scheduler.engine.engine import Engine
+from scheduler.planning.engine_memory import find_host_demand, find_tier_shape
+from scheduler.sequences.capacity import plan_capacity
+from scheduler.steps.scheduler import Scheduler
 from server.deployment import Deployment
 from server.planning.deployment_plan import ResolvedPlan, resolve_plan
 from tests.scheduler.page_runner import PageRunner

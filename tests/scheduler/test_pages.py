@@ -7,11 +7,11 @@ import numpy as np
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.profiles import Profile
-from scheduler.load import model_key
-from scheduler.pages import PagePool
-from scheduler.prefix_cache import PrefixCache
-from scheduler.sequence import Sequence
-from scheduler.windows import Windows
+from scheduler.cache.page_pool import PagePool
+from scheduler.cache.prefix_cache import PrefixCache
+from scheduler.cache.window_pool import Windows
+from scheduler.engine.load_engine import model_key
+from scheduler.sequences.sequence import Sequence
 from tests.scheduler.test_scheduler import make_request, prompt_of
 
 HASHES = [b"first", b"second", b"third"]

@@ -14,12 +14,12 @@ from gpu.model.architecture import NAMED_SHAPES
 from gpu.profiles import Profile, resolve_profiles
 from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
-from scheduler.capacity import Capacity
-from scheduler.config import PrefillConfig, SchedulerConfig
-from scheduler.cost_model import CostModel
-from scheduler.engine import Engine
-from scheduler.prefill_queue import JobInProgress, PrefillQueue
-from scheduler.scheduler import Scheduler
+from scheduler.engine.engine import Engine
+from scheduler.engine_config import PrefillConfig, SchedulerConfig
+from scheduler.prefill.cost_model import CostModel
+from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.sequences.capacity import Capacity
+from scheduler.steps.scheduler import Scheduler
 from tests.scheduler import test_host
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import check_output, drain, make_request, prompt_of

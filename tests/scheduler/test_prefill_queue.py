@@ -8,9 +8,9 @@ import pytest
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, PrefillJob, PrefillPrompt
-from scheduler.config import PrefillConfig
-from scheduler.cost_model import CostModel
-from scheduler.prefill_queue import LEAST_UNIT_TOKENS, JobInProgress, PrefillQueue
+from scheduler.engine_config import PrefillConfig
+from scheduler.prefill.cost_model import CostModel
+from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS, JobInProgress, PrefillQueue
 
 SHAPE = NAMED_SHAPES["tiny"]
 LAYERS = SHAPE.num_layers

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import zmq
 
+from scheduler.engine.heartbeat import PulseThread
 from scheduler.messages import FromEngine, Pulse
-from scheduler.pulse import PulseThread
 
 WAIT_MS = 5000
 

@@ -8,10 +8,10 @@ import pytest
 from gpu.model.architecture import named_shape
 from gpu.profiles import resolve_profiles
 from gpu.step import DENSE, PrefillUnit
-from scheduler.capacity import Capacity
-from scheduler.config import PrefillConfig, SchedulerConfig
-from scheduler.load import block_seconds, rehearse
-from scheduler.scheduler import Scheduler
+from scheduler.engine.load_engine import block_seconds, rehearse
+from scheduler.engine_config import PrefillConfig, SchedulerConfig
+from scheduler.sequences.capacity import Capacity
+from scheduler.steps.scheduler import Scheduler
 from tests.gpu.reference_model import GREEDY, NUM_LAYERS, document_prompt, generate, reference_runner
 
 SHAPE = named_shape("tiny")

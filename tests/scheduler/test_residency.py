@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.step import Offload, PageEviction
-from scheduler.capacity import SETTLING_TOKENS
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
 from scheduler.messages import EngineRequest
+from scheduler.sequences.capacity import SETTLING_TOKENS
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import LUMP, PROFILES, RESIDENT, SINK, ask, check_idle, make_engine
 from tests.scheduler.test_scheduler import PAGE, check_output, drain, prompt_of

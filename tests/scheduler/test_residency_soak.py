@@ -15,11 +15,11 @@ from cpu.tier import CpuTier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kv.pool import KvPool
 from gpu.sampling_params import SamplingParams
-from scheduler import growing_back
-from scheduler.config import EngineConfig, SchedulerConfig
-from scheduler.engine import Engine
-from scheduler.load import load_engine
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest
+from scheduler.residence import reloads
 from tests.gpu.reference_model import shallow_model
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
 from tests.tolerances import FLIP_LOGIT_GAP, PLACED_LOGPROB_ATOL
@@ -67,7 +67,7 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
     restored: list[int] = []
     restore = KvPool.restore
     monkeypatch.setattr(KvPool, "restore", lambda pool, one: (restored.append(len(one.page_ids)), restore(pool, one)))
-    monkeypatch.setattr(growing_back, "QUIET_STEPS", 2)
+    monkeypatch.setattr(reloads, "QUIET_STEPS", 2)
     left = [f"r{index}" for index in (2, 5, 9)]
     pushed = [f"r{index}" for index in (0, 1, 3)]
 

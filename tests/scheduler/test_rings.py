@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from gpu.step import RingWrite, StepPlan
-from scheduler.engine import Engine
+from scheduler.engine.engine import Engine
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import RINGS, ask, check_idle, make_engine
 from tests.scheduler.test_scheduler import check_output, drain, prompt_of

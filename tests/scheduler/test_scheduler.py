@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams
-from scheduler.capacity import Capacity, QueueFullError, TooLargeError
-from scheduler.config import PrefillConfig, SchedulerConfig
-from scheduler.engine import Engine
+from scheduler.cache.page_pool import Memory
+from scheduler.engine.engine import Engine
+from scheduler.engine_config import PrefillConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest, pack_tokens
-from scheduler.pages import Memory
-from scheduler.scheduler import Scheduler
+from scheduler.sequences.capacity import Capacity, QueueFullError, TooLargeError
+from scheduler.steps.scheduler import Scheduler
 from tests.scheduler.page_runner import PageRunner, expected_output
 from tests.scheduler.window_model import TokenWindows
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.memory import find_tier_shape
-from scheduler.step_bytes import StepBytes
+from scheduler.planning.engine_memory import find_tier_shape
+from scheduler.planning.step_bytes import StepBytes
 from server.deployment import Deployment
 from server.planning.deployment_plan import resolve_plan
 from transfer.machine import load_machine

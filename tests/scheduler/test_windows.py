@@ -2,8 +2,8 @@
 
 import pytest
 
+from scheduler.cache.window_pool import Windows
 from scheduler.messages import EngineRequest
-from scheduler.windows import Windows
 from tests.scheduler.test_scheduler import (
     PAGE,
     check_empty,

@@ -19,6 +19,7 @@ import numpy as np
 import zmq
 
 from gpu.pooling import Pooling
+from scheduler.engine.heartbeat import PulseThread
 from scheduler.messages import (
     Accepted,
     Cancel,
@@ -42,7 +43,6 @@ from scheduler.messages import (
     ToEngine,
     pack_tokens,
 )
-from scheduler.pulse import PulseThread
 from transfer.chunks.format import digest_tokens
 
 VOCAB = 8192

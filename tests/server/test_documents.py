@@ -7,7 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from scheduler.config import PrefillConfig
+from scheduler.engine_config import PrefillConfig
 from scheduler.messages import EngineRequest
 from server.commands.servable import require_settings
 from server.deployment import ConfigError, load_deployment

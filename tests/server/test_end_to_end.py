@@ -312,7 +312,7 @@ def test_progress_and_disconnect_during_a_prefill(server):
 def test_a_killed_engine_is_replaced(server, client):
     def engine() -> psutil.Process | None:
         children = psutil.Process(server[0].pid).children()
-        return next((child for child in children if "scheduler.engine_process" in child.cmdline()), None)
+        return next((child for child in children if "scheduler.engine.engine_process" in child.cmdline()), None)
 
     first = engine()
     assert first is not None

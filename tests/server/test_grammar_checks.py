@@ -16,8 +16,8 @@ import psutil
 import pytest
 from llguidance import LLMatcher
 
-from scheduler.grammar import MOST_BYTES, check
-from scheduler.grammar_worker import HEAD
+from scheduler.constraints.grammar import MOST_BYTES, check
+from scheduler.constraints.grammar_worker import HEAD
 from server.api_error import ApiError
 from server.grammar import grammar_checks, structured
 from server.grammar.grammar_checks import GrammarChecks
@@ -43,7 +43,8 @@ def checks(seconds: float = 5.0, memory_bytes: int = MANY_BYTES, num_processes: 
 
 
 def children() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "scheduler.grammar_worker" in " ".join(one.cmdline())]
+    module = "scheduler.constraints.grammar_worker"
+    return [one for one in psutil.Process().children() if module in " ".join(one.cmdline())]
 
 
 async def test_a_prompt_does_not_wait_for_grammars(live: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_a_slow_one_holds_up_no_more_than_its_own_process() -> None:
 
 def test_a_check_outlives_nobody_that_asked_by_more_than_the_bound() -> None:
     """A server that is killed leaves a process that is busy: the kernel ends it."""
-    command = [sys.executable, "-m", "scheduler.grammar_worker", "0.05", str(MANY_BYTES)]
+    command = [sys.executable, "-m", "scheduler.constraints.grammar_worker", "0.05", str(MANY_BYTES)]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert worker.stdin is not None
     raw = json.dumps([SLOW, []]).encode()
@@ -145,7 +146,7 @@ def test_a_check_outlives_nobody_that_asked_by_more_than_the_bound() -> None:
 
 
 def test_half_a_frame_and_no_more_ends_a_worker() -> None:
-    command = [sys.executable, "-m", "scheduler.grammar_worker", "5", str(MANY_BYTES)]
+    command = [sys.executable, "-m", "scheduler.constraints.grammar_worker", "5", str(MANY_BYTES)]
     for raw in (b"", b"\0\0", HEAD.pack(9) + b"abc"):
         done = subprocess.run(command, input=raw, capture_output=True, timeout=60)
         assert done.returncode == 0

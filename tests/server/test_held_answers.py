@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from gpu.config import ModelConfig
-from scheduler.constraints import read_tokens
+from scheduler.constraints.constraints import read_tokens
 from server.api_error import ApiError
 from server.parsing.answer_formats import choose_format
 from server.parsing.answer_parts import ReadAnswer, join_parts

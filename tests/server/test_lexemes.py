@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from scheduler.grammar import MOST_MEMORY_BYTES, MOST_SECONDS
-from scheduler.lexeme_trial import GROWS, grows
+from scheduler.constraints.grammar import MOST_MEMORY_BYTES, MOST_SECONDS
+from scheduler.constraints.lexeme_trial import GROWS, grows
 from server.api_error import ApiError
 from server.grammar import structured
 from server.grammar.grammar_checks import GrammarChecks
@@ -144,7 +144,7 @@ def test_the_worst_expressions_take_bounded_time_and_memory() -> None:
             regex_grammar("x", pattern)
         with pytest.raises(ApiError, match="grows too complex"):
             schema_grammar("x", {"pattern": pattern})
-    (process,) = [one for one in psutil.Process().children() if "scheduler.grammar_worker" in one.cmdline()]
+    (process,) = [one for one in psutil.Process().children() if "scheduler.constraints.grammar_worker" in one.cmdline()]
     assert sum(process.cpu_times()[:2]) < MOST_SECONDS * len(HOSTILE)
     assert process.memory_info().rss < 128 << 20
     began = time.monotonic()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.grammar import check
+from scheduler.constraints.grammar import check
 from server.api_error import ApiError
 from server.grammar.schema_fault import FORMATS, TYPES
 from server.grammar.structured import schema_grammar

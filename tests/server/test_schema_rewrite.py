@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field, create_model
 
-from scheduler import grammar
+from scheduler.constraints import grammar
 from server.api_error import ApiError
 from server.grammar import structured
 from server.grammar.schema_formats import OWN_FORMATS, PATTERNS

@@ -5,7 +5,7 @@ import json
 import pytest
 from llguidance import LLMatcher
 
-from scheduler.grammar import MOST_BYTES, check
+from scheduler.constraints.grammar import MOST_BYTES, check
 from server.api_error import ApiError
 from server.grammar.structured import (
     MOST_PROPERTIES,

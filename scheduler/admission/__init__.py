@@ -1,0 +1,1 @@
+"""Decide which requests wait, which hold a slot, and which are preempted."""

@@ -1,0 +1,315 @@
+"""The queue of waiting requests, and rounds of admission.
+
+Invariants: a request leaves the queue with a slot and all that its prompt needs, or stays. One that does not fit, or
+waits for a prefix, is overtaken a bounded number of times. The cost of looking at a request does not grow with its
+prompt.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from gpu.step import DENSE, PageWrite, PrefillJob, PrefillPrompt
+from scheduler.cache.ring_pool import Rings
+from scheduler.engine_config import SchedulerConfig
+from scheduler.prefill.document_chunks import Documents
+from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.residence.offloaded_prompts import Start
+from scheduler.residence.residence import Residence
+from scheduler.sequences.capacity import QueueFullError
+from scheduler.sequences.offloaded_context import HostContext
+from scheduler.sequences.sequence import Sequence, State
+
+_MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
+_MANY_PAGES = 1 << 62
+_MOST_TRIED_DOWN = 4  # in a round, of those that go down: it is the host's room that they do not find, and one goes
+
+
+@dataclass(slots=True)
+class _Batches:
+    """Prompts that share a job: in order, up to one chunk of tokens together, of one prefill method; one that goes down
+    is alone, and so is one that takes documents' chunks.
+    """
+
+    chunk_tokens: int
+    jobs: list[list[tuple[Sequence, Start]]] = field(default_factory=list)
+    room: int = 0
+    method: str = DENSE
+
+    def add(self, sequence: Sequence, start: Start, method: str) -> None:
+        num_new = sequence.num_tokens - start.begin
+        is_alone = bool(start.end or sequence.chunks)
+        if not is_alone and num_new <= self.room and method == self.method:
+            self.jobs[-1].append((sequence, start))
+            self.room -= num_new
+        else:
+            self.jobs.append([(sequence, start)])
+            self.room = 0 if is_alone else self.chunk_tokens - num_new
+            self.method = method
+
+
+@dataclass(slots=True)
+class _Round:
+    """What one round of admission has given away and seen refused.
+
+    `num_coming_pages`: what those that hold pages may take soon; `seconds_left`: of prefills that others wait for;
+    `fewest_refused`: pages that were asked and not there, so that nobody who asks as many needs another look.
+    """
+
+    batches: _Batches
+    num_hidden: int
+    num_coming_pages: int
+    is_depositing: bool
+    kept: list[HostContext]
+    has_others: bool
+    num_admitted: int = 0
+    num_tried_down: int = 0
+    fewest_refused: int = _MANY_PAGES
+    seconds_left: dict[Sequence, float] = field(default_factory=dict)
+
+
+class Admission:
+    """`waiting`: in order, by priority and then by arrival, where preempted ones came first; one that was overtaken by
+    so many of less priority is overtaken by none. `free_slots`: the last one is taken first.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        max_hidden_tokens: int,
+        residence: Residence,
+        prefill: PrefillQueue,
+        rings: Rings,
+        documents: Documents | None,
+    ) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.free_slots = list(range(config.max_running - 1, -1, -1))
+        self._config = config
+        self._max_hidden_tokens = max_hidden_tokens
+        self._residence = residence
+        self._prefill = prefill
+        self._rings = rings
+        self._documents = documents
+        self._next_job_id = 0
+        self._refused: Sequence | None = None
+
+    def queue(self, sequences: list[Sequence]) -> None:
+        """All of these or none. Raises QueueFullError."""
+        if len(self.waiting) + len(sequences) > self._config.max_queue + len(self.free_slots):
+            raise QueueFullError(
+                f"queue: {len(self.waiting)} requests wait, asked {len(sequences)} more, room for "
+                f"{self._config.max_queue}; try again later or raise scheduler.max_queue"
+            )
+        for sequence in sequences:
+            self._residence.await_room(sequence)
+            self._line_up(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """It has given way, and goes first, but for those of less priority."""
+        self._residence.await_room(sequence)
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].goes_before(sequence):
+            place += 1
+        self.waiting.insert(place, sequence)
+
+    def _line_up(self, sequence: Sequence) -> None:
+        """Behind all but those that it may overtake."""
+        place = len(self.waiting)
+        while place and sequence.goes_before(self.waiting[place - 1]):
+            place -= 1
+            self.waiting[place].num_overtaken += 1
+        self.waiting.insert(place, sequence)
+
+    def awaited(self) -> list[HostContext]:
+        """Contexts that those left which gave way: they will begin with them."""
+        return [sequence.left for sequence in self.waiting if sequence.left is not None]
+
+    def take_refused(self) -> Sequence | None:
+        """The one in front, if the last round found that the host refuses it memory though nobody else holds any."""
+        refused, self._refused = self._refused, None
+        return refused
+
+    def admit(self, holding: list[Sequence]) -> tuple[list[PrefillJob], list[PageWrite]]:
+        """Take from the queue, in order, what fits beside those that hold pages; what does not fit may be passed by
+        what does, a bounded number of times. Short prompts admitted together share a job."""
+        most_jobs = self._config.prefill.max_jobs - len(self._prefill.jobs)
+        if not self.waiting or not self.free_slots or most_jobs <= 0:
+            return [], []
+        if self._documents is not None and self._documents.is_due:
+            return [], []  # they take the job that is free, or the next one
+        this = self._begin_round(holding)
+        prefixes = self._residence.prefixes
+        passed: list[tuple[Sequence, int]] = []
+        for sequence in list(self.waiting):
+            if sequence.num_in_flight or (sequence.run_end and this.is_depositing):
+                continue
+            if self._documents is not None and not self._documents.is_ready(sequence):  # its chunks are computed first
+                passed.append((sequence, this.num_admitted))
+                if sequence.num_bypassed > _MOST_BYPASSES:
+                    break  # by a job that others would begin instead
+                continue
+            if self._rings.lacks(sequence):
+                continue  # one that leaves gives its ring back, whoever goes first
+            if self._residence.windows.lacks():
+                self._refuse(sequence, this)
+                break  # as it does its window, which all need
+            start, is_waiting = None, False
+            self._residence.pages.is_refused = False
+            if sequence.run_end:
+                start = self._try_down(sequence, this)
+            else:
+                other = prefixes.look(sequence)
+                is_waiting = other is not None and self._is_worth_waiting(sequence, other, this)
+                if not is_waiting and (
+                    sequence.num_pages - sequence.num_known_blocks < this.fewest_refused or sequence.left is not None
+                ):
+                    start = self._try(sequence, this)
+            if start is not None:
+                self._enter(sequence, start, this, holding)
+                if not self.free_slots or len(this.batches.jobs) >= most_jobs:
+                    break
+                continue
+            if self._residence.pages.is_refused:
+                self._refuse(sequence, this)
+            passed.append((sequence, this.num_admitted))
+            if not is_waiting and sequence.num_bypassed > _MOST_BYPASSES:
+                break
+        for sequence, num_before in passed:
+            sequence.num_bypassed += this.num_admitted - num_before
+        if this.num_admitted:
+            self._refused = None
+        batches = this.batches.jobs
+        writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for batch in batches for sequence, _ in batch]
+        return [self._start_job(batch) for batch in batches], writes
+
+    def _refuse(self, sequence: Sequence, this: _Round) -> None:
+        """It waits for who gives memory back, unless there is nobody: then it is the first one that gets none."""
+        if not this.has_others and not self._prefill.jobs and self._refused is None:
+            self._refused = sequence
+
+    def compute_chunks(self) -> list[PrefillJob]:
+        """A job of chunks that those wait for who are in front, or of some to store: where there is nothing to do, or
+        where many requests began before them.
+        """
+        if self._documents is None:
+            return []
+        self._documents.look()
+        if len(self._prefill.jobs) >= self._config.prefill.max_jobs:
+            return []
+        room = self._max_hidden_tokens - self._prefill.num_hidden_tokens
+        is_idle = not (self.waiting or self._prefill.jobs)
+        entry = self._documents.next_job(self._next_job_id, self.waiting, room, is_idle)
+        if entry is None:
+            return []
+        self._next_job_id += 1
+        self._prefill.jobs.append(entry)
+        return [entry.job]
+
+    def _begin_round(self, holding: list[Sequence]) -> _Round:
+        return _Round(
+            batches=_Batches(self._config.prefill.chunk_tokens),
+            num_hidden=self._prefill.num_hidden_tokens,
+            num_coming_pages=sum(map(self._residence.room.num_coming_pages, holding)),
+            is_depositing=any(prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts),
+            kept=self.awaited(),
+            has_others=bool(holding),
+        )
+
+    def _is_worth_waiting(self, sequence: Sequence, other: Sequence, this: _Round) -> bool:
+        """Whether waiting for another one's prefill, which computes what comes next, is less work than it saves.
+
+        What is computed once is saved twice: for the one that waits, and for the one under way, which it would pass,
+        being shorter by now, with the same work. Together they are done earlier by that, and later by the wait.
+        """
+        prefixes, page_tokens = self._residence.prefixes, self._residence.page_tokens
+        method = self._residence.profile_of(sequence).prefill_method  # the other one's, too: they share KV
+        left = this.seconds_left.get(other)
+        if left is None:
+            left = self._prefill.seconds_left(other)
+            if left is None:  # it is admitted in this round
+                left = self._prefill.prompt_seconds(other.num_published * page_tokens, other.num_tokens, method)
+            this.seconds_left[other] = left
+        num_shared = prefixes.count_shared(sequence, other)
+        begin, end = sequence.num_known_blocks * page_tokens, num_shared * page_tokens
+        return 2 * self._prefill.prompt_seconds(begin, end, method) > left
+
+    def _try(self, sequence: Sequence, this: _Round) -> Start | None:
+        """Give it what its prompt needs, if there is room; its known blocks are counted.
+
+        Numbers are looked at before any page is held: it asks for all pages but those that somebody holds already.
+        """
+        begin = sequence.num_known_blocks * self._residence.page_tokens
+        if this.num_hidden + sequence.num_tokens - begin > self._max_hidden_tokens:
+            return None
+        num_pages = sequence.num_pages - self._residence.prefixes.count_held(sequence)
+        if num_pages >= this.fewest_refused and sequence.left is None:  # one that gave way may take what it left
+            return None
+        kept = self._kept(sequence, this)
+        if not self._residence.room.has_pages(num_pages + this.num_coming_pages, kept):
+            if sequence.left is None:
+                this.fewest_refused = num_pages
+            return None
+        start = Start(begin, 0, None)
+        return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
+
+    def _try_down(self, sequence: Sequence, this: _Round) -> Start | None:
+        """Likewise, for a prompt of which a part goes down."""
+        start = self._residence.find(sequence)
+        this.num_tried_down += 1
+        if (
+            this.num_tried_down > _MOST_TRIED_DOWN
+            or this.num_hidden + sequence.num_tokens - start.begin > self._max_hidden_tokens
+        ):
+            return None
+        kept = self._kept(sequence, this)
+        return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
+
+    def _kept(self, sequence: Sequence, this: _Round) -> list[HostContext]:
+        """Idle contexts that do not give way to it."""
+        return [context for context in this.kept if context is not sequence.left] if this.has_others else []
+
+    def _enter(self, sequence: Sequence, start: Start, this: _Round, holding: list[Sequence]) -> None:
+        self.waiting.remove(sequence)
+        sequence.state = State.PREFILLING
+        sequence.slot = self.free_slots.pop()
+        sequence.num_bypassed = 0
+        self._rings.take(sequence, start.begin, [one for one in holding if one.state is State.RUNNING])
+        num_seen = 0 if sequence.run_end else sequence.num_seen_blocks
+        self._residence.windows.take(sequence, start.begin // self._residence.page_tokens, num_seen)
+        self._residence.prefixes.start(sequence, start.begin)
+        if sequence.started_s is None:
+            sequence.started_s = time.monotonic()
+            sequence.num_cached_tokens = start.begin
+            self._residence.prefixes.count(sequence.num_tokens, start.begin)
+        this.batches.add(sequence, start, self._residence.profile_of(sequence).prefill_method)
+        this.num_hidden += sequence.num_tokens - start.begin
+        this.num_coming_pages += self._residence.room.num_coming_pages(sequence)
+        this.is_depositing |= start.end > 0
+        this.num_admitted += 1
+        this.has_others = True
+        if self._documents is not None:
+            self._documents.count_begun()
+
+    def _start_job(self, batch: list[tuple[Sequence, Start]]) -> PrefillJob:
+        prompts = [
+            PrefillPrompt(
+                slot=sequence.slot,
+                token_ids=sequence.tokens_from(0),
+                begin=start.begin,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                sampling=sequence.request.sampling,
+                profile=sequence.request.attention_profile,
+                host=self._residence.host_prompt(sequence, start),
+                pooling=sequence.request.pooling,
+                branch=sequence.branch,
+                fused=None if self._documents is None else self._documents.plan(sequence, start.begin),
+            )
+            for sequence, start in batch
+        ]
+        job = PrefillJob(self._next_job_id, prompts)
+        self._next_job_id += 1
+        profile = self._residence.profile_of(batch[0][0])
+        self._prefill.jobs.append(
+            JobInProgress(job, [sequence for sequence, _ in batch], profile.prefill_method, profile.align_tokens)
+        )
+        return job

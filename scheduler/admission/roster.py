@@ -1,0 +1,181 @@
+"""The unfinished requests: queue them, preempt them, and give back what they hold when they leave.
+
+Invariants: a page belongs to a sequence from admission until it is finished or preempted. A preempted sequence waits in
+front, with the tokens it has. If a sequence leaves its prefill job, the others keep what was computed of them.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from gpu.step import Lane, PageWrite
+from scheduler.admission.admission import Admission
+from scheduler.cache.ring_pool import Rings
+from scheduler.prefill.document_chunks import Documents
+from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.residence.residence import Residence
+from scheduler.sequences.lane_fences import Lanes
+from scheduler.sequences.offloaded_context import HostContext
+from scheduler.sequences.sequence import Sequence, State
+
+log = logging.getLogger(__name__)
+
+
+class Roster:
+    """`running`: in the order in which their prefills ended."""
+
+    def __init__(
+        self,
+        residence: Residence,
+        rings: Rings,
+        admission: Admission,
+        prefill: PrefillQueue,
+        lanes: Lanes,
+        documents: Documents | None,
+    ) -> None:
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._residence = residence
+        self._rings = rings
+        self._admission = admission
+        self._prefill = prefill
+        self._lanes = lanes
+        self._documents = documents
+        self._released_slots: list[int] = []
+        self._unfinished: dict[str, Sequence] = {}
+
+    def queue(self, sequences: list[Sequence]) -> None:
+        """All of these, as `Intake` has prepared them, or none. Raises QueueFullError."""
+        self._admission.queue(sequences)
+        if self._documents is not None:
+            for sequence in sequences:
+                self._documents.hold(sequence)
+        self._unfinished |= {sequence.request_id: sequence for sequence in sequences}
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Forget these requests: pages and slots are free at once, and so is what a prefill has brought to the host.
+
+        The context of one that runs stays, idle, for those that begin with its tokens. Unknown ids are ignored.
+        """
+        for request_id in request_ids:
+            sequence = self._unfinished.get(request_id)
+            if sequence is not None:
+                self.retire(sequence)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    def holding(self) -> Iterator[Sequence]:
+        """Those that hold slots and pages."""
+        yield from self.running
+        for entry in self._prefill.jobs:
+            yield from entry.sequences
+
+    @property
+    def has_released(self) -> bool:
+        """Whether sequences have left slots, and the runner has not heard of it."""
+        return bool(self._released_slots)
+
+    def take_released(self) -> list[int]:
+        """Return the slots that sequences left since the last call."""
+        released, self._released_slots = self._released_slots, []
+        return released
+
+    def start(self, entry: JobInProgress) -> dict[int, Sequence]:
+        """A job's last unit is planned: its blocks can be shared, and its prompts' first draws are in flight."""
+        for sequence in entry.sequences:
+            self._residence.prefixes.stop(sequence)
+            self._residence.finish_prefill(sequence)
+            self._residence.publish(sequence, sequence.num_tokens)
+            self._residence.windows.keep_prompt(sequence)
+            sequence.state = State.RUNNING
+            sequence.num_in_flight += 1
+            self.running.append(sequence)
+        return {sequence.slot: sequence for sequence in entry.sequences}
+
+    def grow(self, stepping: list[Sequence]) -> list[PageWrite]:
+        """What the next token of each of these needs, by priority and then the oldest first. If there is not enough,
+        short ones are written to the host and give up pages; after that the last in this order give way.
+        """
+        writes = []
+        spared = self._spared_contexts()
+        for sequence in sorted(stepping, key=_turn):
+            while sequence.wants_draw and (short := self._residence.reserve(sequence, spared)) is not None:
+                if short == "pages" and self._residence.write_down(self.running):
+                    continue
+                others = [other for other in self.holding() if short == "pages" or other.context is not None]
+                self.preempt_youngest([sequence, *others])
+                spared = self._spared_contexts()
+            if sequence.wants_draw:
+                writes += self._residence.grow(sequence)
+        held = {sequence.slot for sequence in self.running}
+        return [write for write in writes if write.slot in held]
+
+    def preempt_youngest(self, candidates: Iterable[Sequence]) -> None:
+        """The last of these by priority and then by age gives way."""
+        candidates = list(candidates)
+        victim = max(candidates, key=_turn)
+        victim.num_overtaken += any(_arrival(one) > _arrival(victim) for one in candidates)
+        log.warning("preempted request=%s context_tokens=%d", victim.request_id, victim.num_tokens)
+        self.num_preemptions += 1
+        self._leave_slot(victim)
+        victim.state = State.WAITING
+        if self._documents is not None:
+            self._documents.hold(victim)
+        self._admission.requeue(victim)
+
+    def retire(self, sequence: Sequence) -> None:
+        """It is done with, whatever it was doing."""
+        if sequence.state is State.WAITING:
+            self._admission.waiting.remove(sequence)
+        else:
+            self._leave_slot(sequence)
+        sequence.state = State.FINISHED
+        self.let_go(sequence)
+        del self._unfinished[sequence.request_id]
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Of documents' chunks: they are read, or will not be."""
+        if self._documents is not None:
+            self._documents.let_go(sequence)
+
+    def retract(self, sequence: Sequence) -> None:
+        """Its chunks gave no finite logits."""
+        if self._documents is not None:
+            self._documents.retract(sequence)
+
+    def _spared_contexts(self) -> list[HostContext]:
+        """Idle contexts that give no pages to one that grows: others gave way and will begin with them.
+
+        Where it has the device to itself it gets them, or it would give way to nobody.
+        """
+        is_alone = len(self.running) <= 1 and not self._prefill.jobs
+        return [] if is_alone else self._admission.awaited()
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        """Give back slot and pages; the others in its prefill job go on from where they are.
+
+        What a prefill has brought to the host is of no use before it ends.
+        """
+        if sequence.state is State.PREFILLING:
+            self._prefill.cut(sequence)
+            self._residence.prefixes.stop(sequence)
+        else:
+            self.running.remove(sequence)
+        is_kept = sequence.state is State.RUNNING and not sequence.has_failed
+        self._residence.windows.give_back(sequence, is_kept)
+        self._residence.leave(sequence, is_kept)
+        self._rings.give_back(sequence)
+        self._lanes.give_back(sequence.lane)
+        sequence.lane = Lane.DEVICE
+        self._released_slots.append(sequence.slot)
+        self._admission.free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+
+def _arrival(sequence: Sequence) -> float:
+    return sequence.request.arrival_s
+
+
+def _turn(sequence: Sequence) -> tuple[float, float]:
+    return sequence.priority, _arrival(sequence)

@@ -1,0 +1,294 @@
+"""KV pages on the device: who holds which, and which of them hold a known prefix.
+
+A page is held by sequences (counted) or free. A free page whose content is published under a block hash can be found
+until it is needed for something else, least recently used first. Where the host gives memory on demand (`Memory`), a
+page that is not there yet is taken before a known prefix is evicted. Invariants: every page is in exactly one of held,
+`idle` (free, published) and `blank` (free, content unknown); a block is published only as long as the block before it
+is, so the number of known blocks of a prompt is found without looking at each.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+
+_MOST_FRONTS = 16  # remembered fronts
+
+
+def extend_hashes(hashes: list[bytes], token_ids: np.ndarray, page_tokens: int, seed: bytes) -> None:
+    """Append the hashes of the full blocks of `token_ids`, int32: the tokens behind those that are hashed already.
+
+    Each covers all tokens to its end. `seed` (at most 64 bytes) names the model and what produced the KV, so that KV of
+    another making never matches.
+    """
+    block_bytes = page_tokens * token_ids.itemsize
+    raw = token_ids.tobytes()
+    last = hashes[-1] if hashes else seed
+    for begin in range(0, len(raw) - block_bytes + 1, block_bytes):
+        last = blake2b(raw[begin : begin + block_bytes], key=last, digest_size=16).digest()
+        hashes.append(last)
+
+
+def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, end: int) -> int:
+    """How many of the first `end` hashes `has` holds for; it holds for those in front of one that it holds for.
+
+    Two looks if it is still `near`, at most `end`, and a binary search else.
+    """
+    low, high = 0, end
+    if near and not has(hashes[near - 1]):
+        high = near - 1
+    elif near == end or not has(hashes[near]):
+        return near
+    else:
+        low = near + 1
+    while low < high:
+        middle = (low + high) // 2
+        if has(hashes[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The pages of a prompt's first blocks, in the two forms in which they are wanted: int64 `[blocks]` and a list."""
+
+    array: np.ndarray
+    page_ids: list[int]
+
+
+class Memory(Protocol):
+    """How pages, or windows, come to be there on a host that gives memory as it is asked.
+
+    commit(begin, end): whether those of these numbers are there from now on. `lump`: how many are worth asking for.
+    """
+
+    @property
+    def lump(self) -> int: ...
+
+    def commit(self, begin: int, end: int) -> bool: ...
+
+
+def commit_more(memory: Memory, num_there: int, num_all: int, counts: Sequence[int]) -> int:
+    """Return how many of `num_all` are there once the first of these counts that can be had is, beside `num_there`."""
+    for count in counts:
+        end = min(num_all, num_there + count)
+        if num_there < end and memory.commit(num_there, end):
+            return end
+    return num_there
+
+
+_NO_FRONT = Front(np.zeros(0, np.int64), [])
+
+
+class PagePool:
+    """Allocation and the prefix cache over page ids `[first_page, first_page + num_pages)`. memory: how these come
+    to be there, the first ones first; None: all are. `is_refused`: fewer came than were asked for last.
+    """
+
+    def __init__(self, first_page: int, num_pages: int, prefix_cache: bool,
+                 memory: Memory | None = None) -> None:  # fmt: skip
+        self.num_pages = num_pages
+        self.is_refused = False
+        self._memory = memory
+        self._num_there = num_pages if memory is None else 0
+        self.prefix_cache = prefix_cache
+        self._first_page = first_page
+        self._holders = np.zeros(num_pages, np.int32)
+        self._blank: deque[int] = deque(range(first_page, first_page + self._num_there))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._before: dict[bytes, bytes | None] = {}  # of a published block, the one in front of it
+        self._num_behind: dict[bytes, int] = {}  # published blocks right behind one, where there are any
+        self._twins: dict[bytes, int] = {}  # a held page with a block that is published in another
+        self._twin_of: dict[int, bytes] = {}
+        self._fronts: dict[bytes, Front] = {}  # those that were asked for, by their last blocks
+
+    @property
+    def num_available(self) -> int:
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        return self._num_there - self.num_available
+
+    @property
+    def num_committed(self) -> int:
+        """Return the number of pages whose memory the host has given, which is all of them on a GPU."""
+        return self._num_there
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def num_holders(self, page: int) -> int:
+        return int(self._holders[page - self._first_page])
+
+    def reach(self, count: int) -> None:
+        """Have so many free pages, as far as the host gives memory; those with a known prefix are the last to count."""
+        self.is_refused = False
+        num_short = count - len(self._blank)
+        if self._memory is None or num_short <= 0:
+            return
+        before, first = self._num_there, self._first_page
+        counts = max(num_short, self._memory.lump), num_short, count - self.num_available
+        self._num_there = commit_more(self._memory, before, self.num_pages, counts)
+        self._blank.extend(range(first + before, first + self._num_there))
+        self.is_refused = self.num_available < count and self._num_there < self.num_pages
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages of unknown content, held once. The caller has checked `num_available`."""
+        assert count <= self.num_available, f"pages: asked {count}, have {self.num_available}"
+        pages = []
+        for _ in range(count):
+            if not self._blank:
+                self.retract(self._hash_of[next(iter(self._idle))])
+            pages.append(self._blank.popleft())
+        self._holders[np.array(pages, np.int64) - self._first_page] = 1
+        return pages
+
+    def hold(self, pages: list[int] | np.ndarray) -> None:
+        """One more holder for each of these pages, which are known or held, and all different."""
+        places = np.asarray(pages, np.int64) - self._first_page
+        for place in places[self._holders[places] == 0].tolist():
+            del self._idle[place + self._first_page]
+        self._holders[places] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """One holder less. Last blocks become the first to be evicted, so that prefixes outlive their branches."""
+        places = np.array(pages[::-1], np.int64) - self._first_page
+        self._holders[places] -= 1
+        for place in places[self._holders[places] == 0].tolist():
+            self._let_go(place + self._first_page)
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+
+    def count_known(self, hashes: list[bytes], near: int, end: int) -> int:
+        """How many of the first `end` blocks are published: all in front of one that is.
+
+        Two looks if it is still `near`, the last count.
+        """
+        page_of = self._page_of
+        if (not near or hashes[near - 1] in page_of) and (near == end or hashes[near] not in page_of):
+            return near
+        return count_front(hashes, page_of.__contains__, near, end)
+
+    def count_held(self, hashes: list[bytes], near: int, end: int) -> int:
+        """How many of the first `end` blocks, which are published, are in pages that somebody holds.
+
+        Whoever holds one holds those in front. It may be short where three sequences have computed the same block.
+        """
+        return count_front(hashes, self._is_held, near, end)
+
+    def front_of(self, hashes: list[bytes], count: int) -> Front:
+        """Of the first `count` blocks, which are published; not held by this call, and not to be changed.
+
+        What was asked last is remembered: a front is as it was for as long as its last block is published.
+        """
+        if not count:
+            return _NO_FRONT
+        front = self._fronts.get(hashes[count - 1])
+        if front is None:
+            page_ids = list(map(self._page_of.__getitem__, hashes[:count]))
+            front = Front(np.array(page_ids, np.int64), page_ids)
+            if len(self._fronts) == _MOST_FRONTS:
+                self._fronts.clear()
+            self._fronts[hashes[count - 1]] = front
+        return front
+
+    def publish(self, hashes: list[bytes], pages: list[int], begin: int, end: int) -> None:
+        """A prompt's blocks `[begin, end)` are final and known, if the one before them is; `pages` are those of all.
+
+        The first publisher of a hash wins; the page of the next one takes over when nobody holds the first one's.
+        Where the first block is not known none behind it is, and all go in at once.
+        """
+        before = hashes[begin - 1] if begin else None
+        if not self.prefix_cache or begin >= end or (before is not None and before not in self._page_of):
+            return
+        new, places = hashes[begin:end], pages[begin:end]
+        fronts = [before, *new[:-1]]
+        if new[0] in self._page_of or not self._hash_of.keys().isdisjoint(places):
+            for digest, front, page in zip(new, fronts, places, strict=True):
+                self._publish(digest, front, page)
+            return
+        self._page_of.update(zip(new, places, strict=True))
+        self._hash_of.update(zip(places, new, strict=True))
+        self._before.update(zip(new, fronts, strict=True))
+        self._num_behind.update(dict.fromkeys(new[:-1], 1))
+        if before is not None:
+            self._num_behind[before] = self._num_behind.get(before, 0) + 1
+
+    def retract(self, digest: bytes) -> None:
+        """Take back what is published by this hash, if anything, and with it all that is behind it."""
+        if digest in self._page_of:
+            for one in self._all_behind(digest) if digest in self._num_behind else [digest]:
+                self._forget(one)
+
+    def _publish(self, digest: bytes, before: bytes | None, page: int) -> None:
+        """One block, unless its page has another or the one `before` it is not known."""
+        if page in self._hash_of or (before is not None and before not in self._page_of):
+            return
+        if digest in self._page_of:
+            if digest not in self._twins and page not in self._twin_of:
+                self._twins[digest], self._twin_of[page] = page, digest
+            return
+        self._page_of[digest] = page
+        self._hash_of[page] = digest
+        self._before[digest] = before
+        if before is not None:
+            self._num_behind[before] = self._num_behind.get(before, 0) + 1
+
+    def _is_held(self, digest: bytes) -> bool:
+        return bool(self._holders[self._page_of[digest] - self._first_page])
+
+    def _let_go(self, page: int) -> None:
+        """Nobody holds it any more."""
+        digest = self._hash_of.get(page)
+        twin = None if digest is None else self._twins.get(digest)
+        if digest is None:
+            self._drop_twin(page)
+            self._blank.append(page)
+        elif twin is None:
+            self._idle[page] = None
+        else:
+            self._drop_twin(twin)
+            del self._hash_of[page]
+            self._hash_of[twin], self._page_of[digest] = digest, twin
+            self._fronts.clear()
+            self._blank.append(page)
+
+    def _drop_twin(self, page: int) -> None:
+        digest = self._twin_of.pop(page, None)
+        if digest is not None:
+            del self._twins[digest]
+
+    def _all_behind(self, digest: bytes) -> list[bytes]:
+        """A published block and all that are behind it: by a scan, since what is evicted has nothing behind it."""
+        behind: dict[bytes | None, list[bytes]] = {}
+        for one, before in self._before.items():
+            behind.setdefault(before, []).append(one)
+        found = [digest]
+        for one in found:
+            found += behind.get(one, [])
+        return found
+
+    def _forget(self, digest: bytes) -> None:
+        before = self._before.pop(digest)
+        if before is not None:
+            if self._num_behind[before] == 1:
+                del self._num_behind[before]
+            else:
+                self._num_behind[before] -= 1
+        if digest in self._twins:
+            self._drop_twin(self._twins[digest])
+        self._fronts.pop(digest, None)
+        page = self._page_of.pop(digest)
+        del self._hash_of[page]
+        if page in self._idle:
+            del self._idle[page]
+            self._blank.append(page)

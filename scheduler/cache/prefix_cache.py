@@ -1,0 +1,169 @@
+"""Find which prefixes of a prompt are known or being computed, and publish those that a plan computes.
+
+A block's hash covers all tokens to its end and is seeded with the model, the profile and the salt, so KV of another
+making is never shared. Where a profile's KV is made in aligned blocks, a prefix ends at such a border, and a prompt's
+last block is never published. Of a prompt with document chunks only the text before the first chunk is published. Where
+layers keep windows, a prefix is found up to where a window is kept. Invariant: a published block's page holds final
+keys and values once every launched plan is carried out, and they depend on the tokens up to the block's end alone.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+
+import numpy as np
+
+from gpu.profiles import Profile
+from scheduler.cache.page_pool import PagePool, extend_hashes
+from scheduler.cache.window_pool import Windows
+from scheduler.sequences.sequence import Sequence
+
+_NO_END = 1 << 62
+_BLOCKS_AT_ONCE = 64  # hashed between two rests: a tenth of a millisecond
+
+
+class PrefixCache:
+    """`profiles`: those that are served, by name; of one `kv_key` they share blocks."""
+
+    def __init__(self, pages: PagePool, windows: Windows, page_tokens: int, enabled: bool, model_key: bytes,
+                 profiles: Mapping[str, Profile]) -> None:  # fmt: skip
+        self._pages = pages
+        self._windows = windows
+        self._page_tokens = page_tokens
+        self.is_enabled = enabled
+        self._seeds = {name: _seed(model_key, profile.kv_key) for name, profile in profiles.items()}
+        self._align_tokens = {name: profile.align_tokens for name, profile in profiles.items()}
+        self._computing: dict[bytes, Sequence] = {}
+        self.queries_tokens = 0
+        self.hits_tokens = 0
+
+    # --- hashes -------------------------------------------------------------------------------------------------------
+
+    def hash_prompt(self, prompt: np.ndarray, profile: str, salt: str, rest: Callable[[], None]) -> list[bytes]:
+        """Of its full blocks; int32 `[tokens]`. `rest` is called every now and then. Any thread may ask."""
+        hashes: list[bytes] = []
+        if self.is_enabled:
+            seed = self._seed_of(profile, salt)
+            size = _BLOCKS_AT_ONCE * self._page_tokens
+            for begin in range(0, len(prompt), size):
+                extend_hashes(hashes, prompt[begin : begin + size], self._page_tokens, seed)
+                rest()
+        return hashes
+
+    def known_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of all full blocks of the tokens known so far."""
+        if self.is_enabled and len(sequence.hashes) < sequence.num_tokens // self._page_tokens:
+            seed = self._seed_of(sequence.request.attention_profile, sequence.request.cache_salt)
+            unhashed = sequence.tokens_from(len(sequence.hashes) * self._page_tokens)
+            extend_hashes(sequence.hashes, unhashed, self._page_tokens, seed)
+        return sequence.hashes
+
+    def _seed_of(self, profile: str, salt: str) -> bytes:
+        """Requests of different salts find nothing of each other."""
+        seed = self._seeds[profile]
+        return blake2b(salt.encode(), key=seed, digest_size=32).digest() if salt else seed
+
+    def await_blocks(self, sequence: Sequence) -> None:
+        """The sequence waits from now on: which of its blocks need not be computed if they are known.
+
+        Its last token is always computed, for its logits; all are, when prompt logprobs are asked, or their mean.
+        """
+        self.known_hashes(sequence)
+        is_used = self.is_enabled and not sequence.needs_every_token
+        sequence.num_usable_blocks = (sequence.num_tokens - 1) // self._page_tokens if is_used else 0
+        align = self._align_tokens[sequence.request.attention_profile]
+        end = _NO_END if align == 1 else (sequence.num_tokens - 1) // align * align
+        if sequence.chunks:  # behind the first one nothing is what others would compute
+            end = min(end, sequence.chunks[0].begin)
+            sequence.num_usable_blocks = min(sequence.num_usable_blocks, end // self._page_tokens)
+        sequence.num_final_blocks = end // self._page_tokens
+        sequence.num_known_blocks = sequence.num_held_blocks = sequence.num_seen_blocks = 0
+        sequence.shares = None
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    def look(self, sequence: Sequence) -> Sequence | None:
+        """Count the usable blocks in front that are published, from where they ended at the last look, up to a border.
+
+        Returns the sequence whose prefill under way computes the next usable one, if any does, and leaves them where
+        this one may begin behind them.
+        """
+        hashes, end = sequence.hashes, sequence.num_usable_blocks
+        known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
+        step = self._step_of(sequence)
+        sequence.num_seen_blocks = known // step * step
+        sequence.num_known_blocks = self.align_blocks(sequence, known)
+        if self._windows.count:  # what is behind the last window is computed anew, whether it is known or not
+            known = sequence.num_known_blocks
+        other = self._computing.get(hashes[known]) if known < end and self._computing else None
+        if other is None or not self._windows.count:
+            return other
+        return other if known < self._windows.first_end(other) <= self.count_shared(sequence, other) else None
+
+    def align_blocks(self, sequence: Sequence, num_blocks: int) -> int:
+        """The most of these blocks in front that end where a prefill of its profile may begin."""
+        return self._windows.last_end(sequence.hashes, num_blocks, self._step_of(sequence))
+
+    def _step_of(self, sequence: Sequence) -> int:
+        """Blocks from one border to the next where a prefill of its profile may begin."""
+        align = self._align_tokens[sequence.request.attention_profile]
+        return math.lcm(align, self._page_tokens) // self._page_tokens
+
+    def count_held(self, sequence: Sequence) -> int:
+        """Of the blocks that `look` has counted, those in front whose pages somebody holds."""
+        near, known = sequence.num_held_blocks, sequence.num_known_blocks
+        sequence.num_held_blocks = held = self._pages.count_held(sequence.hashes, min(near, known), known)
+        return held
+
+    def count_shared(self, sequence: Sequence, other: Sequence) -> int:
+        """Usable blocks in front that the other one's prompt begins with as well."""
+        if sequence.shares is None or sequence.shares[0] is not other:
+            end = min(sequence.num_usable_blocks, len(other.hashes))
+            differs = bisect_left(range(end), True, key=lambda block: sequence.hashes[block] != other.hashes[block])
+            sequence.shares = (other, differs)
+        return sequence.shares[1]
+
+    def count(self, num_tokens: int, num_cached_tokens: int) -> None:
+        self.queries_tokens += num_tokens
+        self.hits_tokens += num_cached_tokens
+
+    # --- what is being computed ---------------------------------------------------------------------------------------
+
+    def start(self, sequence: Sequence, num_cached_tokens: int) -> None:
+        """The sequence's prefill begins: it computes the blocks after the first `num_cached_tokens` tokens.
+
+        Nobody waits for a prompt that goes down: its pages do not hold its blocks in all layers.
+        """
+        sequence.num_published = num_cached_tokens // self._page_tokens
+        if sequence.context is not None:
+            return
+        for digest in sequence.hashes[sequence.num_published : sequence.num_final_blocks]:
+            self._computing.setdefault(digest, sequence)
+
+    def stop(self, sequence: Sequence) -> None:
+        """The sequence computes no blocks any more: its prefill is dropped, or done and about to be published."""
+        for digest in sequence.hashes[sequence.num_published :]:
+            if self._computing.get(digest) is sequence:
+                del self._computing[digest]
+
+    # --- what is published --------------------------------------------------------------------------------------------
+
+    def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Make the sequence's final blocks among its first `num_computed_tokens` tokens findable."""
+        end = min(num_computed_tokens // self._page_tokens, sequence.num_final_blocks)
+        if not self.is_enabled or not sequence.pages or end <= sequence.num_published:
+            return
+        self._pages.publish(self.known_hashes(sequence), sequence.pages, sequence.num_published, end)
+        sequence.num_published = end
+
+    def retract(self, sequence: Sequence) -> None:
+        """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""
+        if sequence.hashes:
+            self._pages.retract(sequence.hashes[0])
+            self._windows.retract(sequence)
+
+
+def _seed(model_key: bytes, kv_key: str) -> bytes:
+    """A key of a digest: of any length, where a hash's own key is limited to 64 bytes."""
+    return blake2b(model_key + kv_key.encode(), digest_size=32).digest()

@@ -1,0 +1,76 @@
+"""Rings of the methods that reuse: give one to a sequence at admission, and take it back when it leaves.
+
+Invariant: a ring is free, or held by one sequence that holds a slot.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from gpu.methods.method import ProfilePart
+from gpu.profiles import Profile
+from gpu.step import RingCopy, RingWrite
+from scheduler.sequences.sequence import Sequence
+
+
+class Rings:
+    """counts: of each part of a profile that keeps rings. `profiles`: those that are served, by name."""
+
+    def __init__(self, counts: Mapping[str, int], profiles: Mapping[str, Profile], page_tokens: int) -> None:
+        self._free = {part: list(range(count - 1, -1, -1)) for part, count in counts.items()}
+        self._profiles = profiles
+        self._page_tokens = page_tokens
+        self._writes: list[RingWrite] = []
+
+    @property
+    def num_free(self) -> dict[str, int]:
+        """By part."""
+        return {part: len(free) for part, free in self._free.items()}
+
+    def lacks(self, sequence: Sequence) -> bool:
+        """Whether it needs a ring and none is free."""
+        part = self._part_of(sequence)
+        return part is not None and not self._free[str(part)]
+
+    def take(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> None:
+        """It holds a ring from the next plan on, if it needs one. begin: its prompt is computed from there; what is in
+        front was another's, and if that one runs with a ring of the kind, its entries are copied.
+        """
+        part = self._part_of(sequence)
+        if part is None:
+            return
+        ring = self._free[str(part)].pop()
+        sequence.ring = str(part), ring
+        reading = self._profiles[sequence.request.attention_profile].reading
+        source = self._find_source(sequence, begin, running)
+        self._writes.append(RingWrite(sequence.slot, str(part), ring, reading, source))
+
+    def give_back(self, sequence: Sequence) -> None:
+        """It leaves its slot."""
+        if sequence.ring is not None:
+            part, ring = sequence.ring
+            self._free[part].append(ring)
+            sequence.ring = None
+
+    def take_writes(self) -> list[RingWrite]:
+        """Rings given since the last call."""
+        writes, self._writes = self._writes, []
+        return writes
+
+    def _part_of(self, sequence: Sequence) -> ProfilePart | None:
+        """Whose ring it needs, by its prompt and the longest answer: so by what it asks for alone."""
+        part = self._profiles[sequence.request.attention_profile].ring_part
+        if part is None or part.method.rings is None:
+            return None
+        longest = sequence.num_prompt_tokens + sequence.request.max_tokens
+        return part if longest >= part.method.rings.least_tokens(part.settings) else None
+
+    def _find_source(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> RingCopy | None:
+        """Of one that runs and has the same tokens before `begin`, by the hash of the block that ends there."""
+        block = begin // self._page_tokens - 1
+        if block < 0 or sequence.ring is None:
+            return None
+        for other in running:
+            if other.ring is None or other.ring[0] != sequence.ring[0] or len(other.hashes) <= block:
+                continue
+            if other.hashes[block] == sequence.hashes[block]:
+                return RingCopy(other.ring[1], begin, max(other.next_position, sequence.num_tokens))
+        return None

@@ -1,0 +1,210 @@
+"""Windows of layers with sliding attention: who holds which, and which are kept as the ends of prefixes.
+
+A sequence holds a window while it holds a slot. A kept window is one that nobody writes to: a prompt that begins with
+the tokens it ends may go on from a copy, and the one used longest ago is evicted first. A copy is kept when a prompt is
+computed, if there is a window for it, and the window itself when its sequence leaves. A prompt whose front is in pages,
+further than any window is kept, computes that front again and leaves a window there, a **branch**, for the next one.
+Invariants: a window is free, held or kept. A kept one has, for each of its ends, all cells that a layer sees from there
+on. A copy lacks what its source had overwritten.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from gpu.step import WindowBranch, WindowWrite
+from scheduler.cache.page_pool import Memory, commit_more
+from scheduler.sequences.sequence import Sequence
+
+_SPOILT = 1 << 62  # cells that were written: none that a prefix ends with is left
+_LONG_BRANCH_BLOCKS = 16  # computed again at least, for a branch to take the place of what is kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Ends that are in a window: behind its first `begin` blocks, and each one more, the hash of the last. `root`: of
+    the prefix's first block.
+    """
+
+    root: bytes
+    begin: int
+    hashes: list[bytes]
+
+    def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
+        """The last one among the first `num_blocks` of these, a multiple of `step`; 0: there is none."""
+        last = min(self.begin + len(self.hashes) - 1, num_blocks) // step * step
+        for end in range(last, self.begin - 1, -step):
+            if hashes[end - 1] == self.hashes[end - self.begin]:
+                return end
+        return 0
+
+
+class Windows:
+    """count: windows; 0: there are none, and nothing is held or refused. spare_tokens: cells of a window beyond what a
+    layer sees: so far behind the last cell may a prefix end that it still has. memory: how windows come to be
+    there, the first ones first; None: all are.
+    """
+
+    def __init__(self, count: int, spare_tokens: int, page_tokens: int, keeps: bool,
+                 memory: Memory | None = None) -> None:  # fmt: skip
+        self.count = count
+        self._memory = memory
+        self._num_there = count if memory is None else 0
+        self._spare_tokens = spare_tokens
+        self._page_tokens = page_tokens
+        self._keeps = keeps
+        self._free = list(range(self._num_there - 1, -1, -1))
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # last used last
+        self._written = [0] * count  # cells that a window, or what it was copied from, ever had
+        self._roots: dict[int, bytes] = {}  # of the windows that are held: of the first block, where there was one
+        self._writes: list[WindowWrite] = []
+        self._coming: dict[bytes, _Kept | None] = {}  # of branches under way, by the hash of the last block in front
+
+    @property
+    def num_free(self) -> int:
+        """That nobody holds, kept ones among them."""
+        return len(self._free) + len(self._kept)
+
+    def lacks(self) -> bool:
+        """Whether one that needs a window finds none."""
+        self._reach()
+        return bool(self.count) and not self.num_free
+
+    def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
+        """The most of these blocks in front that a prompt may begin behind, a multiple of `step`."""
+        if not self.count:
+            return num_blocks // step * step
+        return max((kept.last_end(hashes, num_blocks, step) for kept in self._kept.values()), default=0)
+
+    def first_end(self, sequence: Sequence) -> int:
+        """Behind how many of its blocks a prompt may begin at least, once this one's is computed and kept; 0: none."""
+        if sequence.branch is not None:
+            return sequence.branch.end // self._page_tokens
+        kept = self._ends_of(sequence, sequence.num_tokens) if self._keeps else None
+        return 0 if kept is None else kept.begin
+
+    def take(self, sequence: Sequence, num_blocks: int, num_seen_blocks: int) -> None:
+        """It holds a window from the next plan on, whose first `num_blocks` blocks are known; pages have
+        `num_seen_blocks` of its front.
+        """
+        if not self.count:
+            return
+        source = None
+        if num_blocks:
+            source = next(
+                window
+                for window, kept in reversed(self._kept.items())
+                if kept.last_end(sequence.hashes, num_blocks, 1) == num_blocks
+            )
+            self._kept.move_to_end(source)
+        written = 0 if source is None else self._written[source]
+        sequence.window = self._take_one()
+        self._written[sequence.window] = written
+        self._roots[sequence.window] = sequence.hashes[0] if sequence.hashes else b""
+        self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
+        if num_seen_blocks > num_blocks and self._keeps:
+            self._branch(sequence, source, num_blocks, num_seen_blocks)
+
+    def _branch(self, sequence: Sequence, source: int | None, num_blocks: int, num_seen_blocks: int) -> None:
+        """If nobody leaves one there already, and there is a window for it: one that is kept, where it saves enough."""
+        end, is_long = num_seen_blocks * self._page_tokens, num_seen_blocks - num_blocks >= _LONG_BRANCH_BLOCKS
+        written = max(end, 0 if source is None else self._written[source])
+        kept = self._kept_ends(sequence, written, num_seen_blocks)
+        self._reach()
+        is_coming = sequence.hashes[num_seen_blocks - 1] in self._coming
+        if kept is None or is_coming or not (self._free or (is_long and len(self._kept) > 1)):
+            return
+        window = self._take_one()
+        self._written[window] = written
+        if source is not None:
+            self._writes.append(WindowWrite(window, source, None))
+        sequence.branch = WindowBranch(window, end)
+        self._coming[sequence.hashes[num_seen_blocks - 1]] = kept
+
+    def _end_branch(self, sequence: Sequence, is_kept: bool) -> None:
+        """Its prefill is over, or was dropped."""
+        if sequence.branch is None:
+            return
+        branch, sequence.branch = sequence.branch, None
+        kept = self._coming.pop(sequence.hashes[branch.end // self._page_tokens - 1])
+        if is_kept and kept is not None:
+            self._keep(branch.window, kept)
+        else:
+            self._free.append(branch.window)
+
+    def keep_prompt(self, sequence: Sequence) -> None:
+        """Its prompt is computed by the plan under way: a copy is kept behind that, if there is room for one."""
+        self._end_branch(sequence, True)
+        if sequence.window is None or not self._keeps:
+            return
+        self._reach()
+        if not self.num_free:
+            return
+        kept = self._ends_of(sequence, sequence.num_tokens)
+        if kept is not None:
+            window = self._take_one()
+            self._written[window] = max(self._written[sequence.window], sequence.num_tokens)
+            self._writes.append(WindowWrite(window, sequence.window, None))
+            self._keep(window, kept)
+
+    def give_back(self, sequence: Sequence, is_kept: bool) -> None:
+        """It leaves its slot. is_kept: what it has written is for others to find."""
+        self._end_branch(sequence, False)
+        if sequence.window is None:
+            return
+        kept = self._ends_of(sequence, sequence.next_position) if is_kept and self._keeps else None
+        del self._roots[sequence.window]
+        if kept is None:
+            self._free.append(sequence.window)
+        else:
+            self._written[sequence.window] = max(self._written[sequence.window], sequence.next_position)
+            self._keep(sequence.window, kept)
+        sequence.window = None
+
+    def retract(self, sequence: Sequence) -> None:
+        """Nothing that begins as it does is found any more, nor will what others have begun so and still hold."""
+        if sequence.hashes:
+            for window in [window for window, kept in self._kept.items() if kept.root == sequence.hashes[0]]:
+                del self._kept[window]
+                self._free.append(window)
+            for window, root in self._roots.items():
+                if root == sequence.hashes[0]:
+                    self._written[window] = _SPOILT
+            for end, coming in self._coming.items():
+                if coming is not None and coming.root == sequence.hashes[0]:
+                    self._coming[end] = None
+
+    def take_writes(self) -> list[WindowWrite]:
+        """What was given and copied since the last call, in order."""
+        writes, self._writes = self._writes, []
+        return writes
+
+    def _reach(self) -> None:
+        """Have a free window, as far as the host gives memory for one."""
+        if self._memory is not None and not self._free:
+            before = self._num_there
+            self._num_there = commit_more(self._memory, before, self.count, (1,))
+            self._free += range(before, self._num_there)
+
+    def _take_one(self) -> int:
+        return self._free.pop() if self._free else self._kept.popitem(last=False)[0]
+
+    def _keep(self, window: int, kept: _Kept) -> None:
+        """Another one of the same ends is of no more use."""
+        for other in [other for other, had in self._kept.items() if had == kept]:
+            del self._kept[other]
+            self._free.append(other)
+        self._kept[window] = kept
+
+    def _ends_of(self, sequence: Sequence, num_written: int) -> _Kept | None:
+        """Of its window, with the first `num_written` cells of a sequence, those in front of its last token."""
+        if sequence.window is not None:
+            num_written = max(num_written, self._written[sequence.window])
+        return self._kept_ends(sequence, num_written, (sequence.num_tokens - 1) // self._page_tokens)
+
+    def _kept_ends(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
+        """Of a window that ever had the first `num_written` cells, up to the first `num_blocks` of the sequence."""
+        last = min(num_blocks, sequence.num_final_blocks, len(sequence.hashes))
+        begin = max(1, -(-(num_written - self._spare_tokens) // self._page_tokens))
+        if last < begin:
+            return None
+        return _Kept(sequence.hashes[0], begin, sequence.hashes[begin - 1 : last])

@@ -1,0 +1,1 @@
+"""Grammars and token rules that a request's draws must obey."""

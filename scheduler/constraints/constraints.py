@@ -1,0 +1,301 @@
+"""Make the token masks of draws: grammars, allowed and banned tokens, and ends that may not come yet.
+
+Grammars are compiled in threads, each once for all requests that have the same. Where only one token may follow, the
+mask is that token, and it is known before it is drawn. Invariants: a matcher has consumed its request's output and what
+must follow in the steps in flight; a matcher that fails fails its own request alone.
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
+
+from gpu.config import ModelConfig
+from gpu.model.end_tokens import end_token_ids
+from gpu.model.spec import ModelError
+from gpu.model.vocabulary import read_vocabulary, token_text
+from scheduler.constraints import grammar
+from scheduler.messages import EngineRequest, MaskStats
+
+_COMPILING_THREADS = 2
+_MOST_COMPILED = 64  # grammars, kept for those that come again
+_LOOK_SECONDS = 1e-3
+_PATIENCE = 10.0  # wall seconds, for each of processor time that its check may have taken
+_WORD_BITS = 32
+
+
+class GrammarError(Exception):
+    """A request's grammar cannot be compiled for this model's vocabulary."""
+
+
+class Constraint:
+    """One request's. `matcher`: None, if it has no grammar. Tokens that must come are **taken** before the request has
+    them: the matcher is ahead by these.
+    """
+
+    def __init__(self, request: EngineRequest, vocab_size: int, matcher: LLMatcher | None) -> None:
+        self.matcher = matcher
+        self._min_tokens = request.min_tokens
+        self._allowed = _words_of(request.allowed_token_ids or None, vocab_size)
+        self._stop_token_ids = frozenset(request.stop_token_ids)
+        self._followers: dict[int, list[list[int]]] = {}  # by the last token of a prefix: prefixes and what is banned
+        for sequence in request.bad_token_ids:
+            if len(sequence) == 1:
+                _clear(self._allowed, sequence)
+            else:
+                self._followers.setdefault(sequence[-2], []).append(sequence)
+        self._before_end = self._allowed.copy()
+        _clear(self._before_end, request.stop_token_ids)
+        self._forced: deque[int] | None = None  # what must come next, as the matcher writes it; None: nobody looked
+        self._taken: deque[int] = deque()
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether a mask depends on what was drawn before."""
+        return self.matcher is not None or bool(self._followers)
+
+    @property
+    def error(self) -> str:
+        """Why nothing more can be drawn as the grammar asks; empty while it can, and while tokens are on their way."""
+        failed = self.matcher is not None and not self._taken and self.matcher.is_error()
+        return grammar.shorten(self.matcher.get_error()) if failed and self.matcher is not None else ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the grammar allows nothing more behind what the request has."""
+        return not self._taken and self.has_stopped
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it allows nothing more behind what is taken."""
+        return self.matcher is not None and self.matcher.is_stopped()
+
+    @property
+    def num_taken(self) -> int:
+        """Tokens that must come, and that the request does not have yet."""
+        return len(self._taken)
+
+    def consume(self, token_id: int) -> None:
+        """What the request has next; nothing, where the grammar allowed nothing."""
+        if self._taken:
+            taken = self._taken.popleft()
+            assert taken == token_id, "consume: what must come did not"
+        elif not self.has_stopped:
+            self._advance(token_id)
+
+    def take_next(self, number: int, output: Sequence[int]) -> int | None:
+        """The token that must come as number `number`, which is taken; None: there are several, another rule forbids
+        it, or what comes before it is not known. `output`: what the request has.
+        """
+        if self.matcher is None or len(output) + len(self._taken) != number or self.matcher.is_stopped():
+            return None
+        if self._forced is None:
+            self._forced = deque(self.matcher.compute_ff_tokens())
+        if not self._forced or not self._allows(self._forced[0], number, output):
+            return None
+        token_id = self._forced[0]
+        self._advance(token_id)
+        self._taken.append(token_id)
+        return token_id
+
+    def take_run(self, number: int, output: Sequence[int], most: int) -> list[int]:
+        """Tokens from number `number` on that must come, at most so many, which are taken. One that ends a text is
+        drawn.
+        """
+        run: list[int] = []
+        while len(run) < most and not (self._forced and self._forced[0] in self._stop_token_ids):
+            token_id = self.take_next(number + len(run), output)
+            if token_id is None:
+                break
+            run.append(token_id)
+        return run
+
+    def _advance(self, token_id: int) -> None:
+        assert self.matcher is not None, "consume: this constraint has no grammar"
+        if self._forced is not None and len(self._forced) > 1 and self._forced[0] == token_id:
+            self._forced.popleft()
+        else:
+            self._forced = None  # the next look finds what is forced behind it
+        self.matcher.consume_token(token_id)  # 5 us, less than it takes to wake a thread
+
+    def _allows(self, token_id: int, number: int, output: Sequence[int]) -> bool:
+        """Whether no rule beside the grammar forbids it."""
+        words = self._before_end if number < self._min_tokens else self._allowed
+        is_in = words[token_id // _WORD_BITS] >> np.uint32(token_id % _WORD_BITS) & 1
+        return bool(is_in) and token_id not in self._banned(output)
+
+    def _banned(self, output: Sequence[int]) -> list[int]:
+        """Behind what the request has, and what is taken."""
+        if not self._followers:
+            return []
+        behind = [*output, *self._taken]
+        runs = self._followers.get(behind[-1], ()) if behind else ()
+        return [run[-1] for run in runs if behind[-len(run) + 1 :] == run[:-1]]
+
+    def narrow(self, words: np.ndarray, number: int, output: Sequence[int]) -> None:
+        """Take what this draw may not be from `words` uint32 `[words]`; it is draw `number`, behind `output`."""
+        words &= self._before_end if number < self._min_tokens else self._allowed
+        _clear(words, self._banned(output))
+
+
+class Constraints:
+    """Those of an engine. `read_tokens`: makes the vocabulary that grammars are compiled for, when the first one comes;
+    it raises GrammarError where there is none.
+    """
+
+    def __init__(self, vocab_size: int, read_tokens: Callable[[], LLTokenizer]) -> None:
+        self._vocab_size = vocab_size
+        self._read_tokens = read_tokens
+        self._threads = ThreadPoolExecutor(_COMPILING_THREADS, "grammar")
+        self._tokens: LLTokenizer | None = None
+        self._tokens_lock = Lock()
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._num_requests = 0
+        self._words = np.empty((0, 0), np.uint32)
+        self._num_masks = 0
+        self._num_runs = 0
+        self._num_run_tokens = 0
+        self._seconds = 0.0
+
+    def prepare(self, requests: Iterable[EngineRequest], rest: Callable[[], None]) -> list[Constraint | None]:
+        """What each is held to, or None: one thread asks, any. While a grammar is compiled, `rest` is called. Raises
+        GrammarError.
+        """
+        return [self._make(request, rest) if _has_any(request) else None for request in requests]
+
+    def consume(self, drawn: Sequence[tuple[Constraint, int]]) -> None:
+        """What requests have next, in order; a constraint whose grammar does not allow it has an `error` then."""
+        began = time.perf_counter()
+        for one, token_id in drawn:
+            if one.matcher is not None:
+                one.consume(token_id)
+        self._seconds += time.perf_counter() - began
+
+    def take_run(self, one: Constraint, number: int, output: Sequence[int], most: int) -> list[int]:
+        """See `Constraint.take_run`; counted."""
+        if not most:
+            return []
+        began = time.perf_counter()
+        run = one.take_run(number, output, most)
+        self._num_runs += bool(run)
+        self._num_run_tokens += len(run)
+        self._seconds += time.perf_counter() - began
+        return run
+
+    def fill(self, rows: Sequence[tuple[Constraint, int, Sequence[int]]]) -> list[np.ndarray]:
+        """A mask for each constraint, number of the draw, and output so far: uint32 `[ceil(vocab / 32)]`. One that
+        fails, or is over, has all tokens: nobody reads what it draws. The next call writes over them.
+        """
+        began = time.perf_counter()
+        if len(self._words) < len(rows):
+            self._words = np.empty((len(rows), -(-self._vocab_size // _WORD_BITS)), np.uint32)
+        words = self._words[: len(rows)]  # fresh memory of 16 KiB a row would cost its first touch in every step
+        words.fill(0xFFFFFFFF)
+        for row, (one, number, output) in enumerate(rows):
+            token_id = one.take_next(number, output)
+            if token_id is not None:
+                words[row] = 0
+                words[row, token_id // _WORD_BITS] = 1 << token_id % _WORD_BITS
+                continue
+            if one.matcher is not None and not one.has_stopped:
+                # one after another: a mask takes 26 us, and waking threads for them ten times that
+                fill_next_token_bitmask(one.matcher, words.view(np.int32), row)
+                if one.matcher.is_error():  # it failed in this mask
+                    words[row] = 0xFFFFFFFF
+            one.narrow(words[row], number, output)
+        self._num_masks += len(rows)
+        self._seconds += time.perf_counter() - began
+        return list(words)
+
+    def stats(self) -> MaskStats:
+        return MaskStats(
+            held_requests=self._num_requests,
+            masks=self._num_masks,
+            mask_seconds=self._seconds,
+            jumps=self._num_runs,
+            jumped_tokens=self._num_run_tokens,
+        )
+
+    def shutdown(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, request: EngineRequest, rest: Callable[[], None]) -> Constraint:
+        self._num_requests += 1
+        if not request.grammar:
+            return Constraint(request, self._vocab_size, None)
+        future = self._compiled.get(request.grammar)
+        if future is None:
+            future = self._compiled[request.grammar] = self._threads.submit(self._compile, request.grammar)
+            while len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(request.grammar)
+        until = time.monotonic() + _PATIENCE * grammar.MOST_SECONDS
+        while not wait([future], _LOOK_SECONDS).done:
+            if time.monotonic() > until:  # its limits end it, and its request need not wait
+                raise GrammarError(f"grammar: not compiled within {_PATIENCE * grammar.MOST_SECONDS:g} s; try later")
+            rest()
+        return Constraint(request, self._vocab_size, future.result().deep_copy())
+
+    def _compile(self, text: str) -> LLMatcher:
+        """With its first mask, so that the lexer's first states are there."""
+        with self._tokens_lock:
+            if self._tokens is None:
+                self._tokens = self._read_tokens()
+        matcher = LLMatcher(self._tokens, text, log_level=0, limits=grammar.limits())
+        if not matcher.is_error():
+            matcher.compute_logit_bias()
+        if matcher.is_error():
+            raise GrammarError(f"grammar: {grammar.shorten(matcher.get_error())}")
+        return matcher
+
+
+def refuse_grammars() -> LLTokenizer:
+    """`read_tokens` of an engine without a vocabulary."""
+    raise GrammarError("grammar: this engine has no tokenizer; set model.tokenizer to a folder that has one")
+
+
+def read_tokens(model: ModelConfig, vocab_size: int) -> LLTokenizer:
+    """A model's vocabulary, of as many ids as its logits have, and what ends its texts. Raises GrammarError."""
+    folder = model.tokenizer or model.path
+    if folder is None:
+        return refuse_grammars()
+    try:
+        vocabulary, settings = read_vocabulary(folder)
+        end_ids = set(end_token_ids(model.path or folder))
+    except (ModelError, OSError) as error:
+        raise GrammarError(f"grammar: {error}") from None
+    own = vocabulary.token_to_id(token_text(settings.get("eos_token")) or "")
+    ends = sorted(token_id for token_id in {*end_ids, own} if token_id is not None and token_id < vocab_size)
+    if not ends:
+        raise GrammarError("grammar: this model has no token that ends a text, so no answer could end")
+    vocabulary.no_truncation()
+    vocabulary.no_padding()
+    try:
+        return LLTokenizer(vocabulary.to_str(), n_vocab=vocab_size, eos_token=ends)
+    except ValueError as error:
+        raise GrammarError(f"grammar: {folder}: {grammar.shorten(str(error))}") from None
+
+
+def _has_any(request: EngineRequest) -> bool:
+    is_late = request.min_tokens > 0 and bool(request.stop_token_ids)
+    return bool(request.grammar or request.allowed_token_ids or request.bad_token_ids or is_late)
+
+
+def _words_of(token_ids: Iterable[int] | None, vocab_size: int) -> np.ndarray:
+    """Uint32 `[words]` with their bits; None: all bits."""
+    num_words = -(-vocab_size // _WORD_BITS)
+    if token_ids is None:
+        return np.full(num_words, 0xFFFFFFFF, np.uint32)
+    bits = np.zeros(num_words * _WORD_BITS, np.uint8)
+    bits[np.fromiter(token_ids, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _clear(words: np.ndarray, token_ids: Sequence[int]) -> None:
+    for token_id in token_ids:
+        words[token_id // _WORD_BITS] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % _WORD_BITS))

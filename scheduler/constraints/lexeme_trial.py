@@ -1,0 +1,96 @@
+"""Try on a few texts whether a regular expression's automaton outgrows what masks can hold.
+
+llguidance makes an automaton's states as a text reaches them, and gives up where one step takes too long or there are
+too many. Their number is not known beforehand, so texts are written that match the expression, with a vocabulary in
+which a mask looks as far ahead as with a model's. Deterministic and bounded. What passes may still end an answer, if
+its text is worse than these.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from scheduler.constraints.grammar import MOST_STATES, MOST_STEP_FUEL, ByteVocabulary, limits_of
+
+GROWS = "it grows too complex as a text goes on; write it with fewer counts inside of counts, or between ^ and $"
+_STATES = MOST_STATES // 2  # an answer goes on for longer than these texts
+_TEXTS = 6
+_TOKENS = 32  # of a text
+_SHORT = 3  # characters: there are all words up to this length, ...
+_LONG = 16  # ... and of this one, those of one character and some others
+_NUM_LONG = 64
+_NUM_NAMED = 4  # characters of the expression, of which words are made
+_OTHERS = "0 xaé漢"
+_MOST_CHARACTERS = 8
+_ANY = 0.1  # how often another byte comes
+_COUNTS = re.compile(r"\{[\d,]*\}")
+_NOTATION = frozenset("\\^$.|?*+()[]{}")
+
+
+class Lexeme(NamedTuple):
+    """`told`: begins what is said of one that grows; `grammar`: of it alone; `text`: as it is written."""
+
+    told: str
+    grammar: str
+    text: str
+
+
+@lru_cache(1024)
+def grows(grammar: str, text: str) -> bool:
+    """Whether a lexeme's automaton gets too large, or a step of it too slow. One that does not compile is not said to.
+
+    grammar, text: as `Lexeme` has them.
+    """
+    draw = random.Random(0)
+    characters = _choose_characters(text, draw)
+    runs = [one * _LONG for one in characters]
+    mixed = ["".join(draw.choices(characters, k=_LONG)) for _ in range(_NUM_LONG)]
+    short = ["".join(word) for size in range(1, _SHORT + 1) for word in product(characters, repeat=size)]
+    words = [raw for raw in dict.fromkeys(word.encode() for word in short + runs + mixed) if len(raw) > 1]
+    token_ids = {raw: 257 + i for i, raw in enumerate(words)} | {bytes([byte]): byte + 1 for byte in range(256)}
+    one_by_one, same, others = ([token_ids[word.encode()] for word in some] for some in (characters, runs, mixed))
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary(words)))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits_of(MOST_STEP_FUEL, _STATES))
+    if matcher.is_error():
+        return False
+    pools = [[same, one_by_one], [one_by_one], [others, one_by_one]]
+    for number in range(_TEXTS):
+        for _ in range(_TOKENS):
+            allowed = matcher.compute_bitmask()
+            if matcher.is_error():
+                return True
+            token_id = _choose(allowed, pools[0] if number == 0 else draw.choice(pools[1:]), draw, number == 0)
+            if token_id is None or not matcher.consume_token(token_id) or matcher.is_stopped():
+                break
+        if matcher.is_error():
+            return True
+        matcher.reset()
+    return False
+
+
+def _choose(allowed: bytes, pools: Sequence[Sequence[int]], draw: random.Random, is_first: bool) -> int | None:
+    """A token that the mask `allowed` has, of the first pool that has one: its first one, or any. Now and then, and
+    where no pool has one, any byte; None if there is none."""
+    if is_first or draw.random() > _ANY:
+        for pool in pools:
+            known = [token_id for token_id in pool if _is_in(allowed, token_id)]
+            if known:
+                return known[0] if is_first else draw.choice(known)
+    known = [token_id for token_id in range(1, 257) if _is_in(allowed, token_id)]
+    return draw.choice(known) if known else None
+
+
+def _is_in(mask: bytes, token_id: int) -> bool:
+    return bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+
+
+def _choose_characters(text: str, draw: random.Random) -> list[str]:
+    """Some that the expression names, and others."""
+    found = [one for one in dict.fromkeys(_COUNTS.sub("", text)) if one.isprintable() and one not in _NOTATION]
+    named = found if len(found) <= _NUM_NAMED else draw.sample(found, _NUM_NAMED)
+    return list(dict.fromkeys([*named, *_OTHERS]))[:_MOST_CHARACTERS]

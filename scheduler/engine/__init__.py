@@ -1,0 +1,1 @@
+"""The engine process: loading, the loop over steps, and the sockets."""

@@ -1,0 +1,176 @@
+"""The engine process's end of its two sockets, read by a thread that also prepares submissions.
+
+Prompts are unpacked and hashed while the engine steps, a tenth of a millisecond at a time, so the loop never waits
+longer for the interpreter. Invariants: everything but submissions is handed over as it is read. Submissions take one of
+two lanes: those with many tokens to hash, or with a grammar, take the long one. Each lane keeps its order, each
+submission is handed over once, and a long one goes on after each short one. What was cancelled before it was ready is
+not handed over.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from scheduler.constraints.constraints import GrammarError
+from scheduler.messages import (
+    Cancel,
+    DropChunks,
+    EngineRequest,
+    FromEngine,
+    Refused,
+    Shutdown,
+    StoreChunks,
+    Submit,
+    ToEngine,
+)
+from scheduler.sequences.capacity import TooLargeError
+from scheduler.sequences.sequence import Sequence
+
+_POLL_MS = 100
+_REST_SECONDS = 50e-6  # long enough for whoever waits for the interpreter to have it
+_SHORT_TOKENS = 8192  # to hash, some 3 ms
+_BYTES_PER_TOKEN = 4
+
+Prepare = Callable[[list[EngineRequest], Callable[[], None]], list[Sequence]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A submission that only has to be queued."""
+
+    submit_id: str
+    sequences: list[Sequence]
+
+
+Arrival = Prepared | Refused | Cancel | Shutdown | StoreChunks | DropChunks
+
+
+class Connection:
+    """Messages to and from the API process: `send` and `receive` are the loop's, and nobody else's."""
+
+    def __init__(self, requests: str, replies: str) -> None:
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.PULL)
+        self._replies = self._context.socket(zmq.PUSH)
+        for socket, address in ((self._requests, requests), (self._replies, replies)):
+            socket.set_hwm(0)
+            socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._arrivals: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
+        self._is_closing = threading.Event()
+        self._reader: _Reader | None = None
+
+    def listen(self, prepare: Prepare) -> None:
+        """Messages are read from now on; `prepare` makes sequences of requests, in the thread that reads."""
+        self._reader = _Reader(self._requests, self._arrivals, prepare, self._is_closing)
+        self._reader.start()
+
+    def receive(self, wait_seconds: float) -> list[Arrival]:
+        """All that has come; waits for a first one at most this long. Raises RuntimeError if nothing more can come."""
+        arrivals: list[Arrival] = []
+        try:
+            arrival = self._arrivals.get(timeout=wait_seconds) if wait_seconds else self._arrivals.get_nowait()
+            while True:
+                if arrival is None:
+                    raise RuntimeError("connection: its reader has ended, so no request can come; see the error above")
+                arrivals.append(arrival)
+                arrival = self._arrivals.get_nowait()
+        except queue.Empty:
+            return arrivals
+
+    def send(self, message: FromEngine) -> None:
+        self._replies.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        self._is_closing.set()
+        if self._reader is not None:
+            self._reader.join()
+        self._context.destroy(linger=2000)
+
+
+class _Reader(threading.Thread):
+    """The thread, and what it has read and not handed over yet; `_unready` names the requests of that."""
+
+    def __init__(
+        self,
+        requests: zmq.Socket[bytes],
+        arrivals: queue.SimpleQueue[Arrival | None],
+        prepare: Prepare,
+        is_closing: threading.Event,
+    ) -> None:
+        super().__init__(name="reader", daemon=True)
+        self._requests = requests
+        self._arrivals = arrivals
+        self._prepare = prepare
+        self._is_closing = is_closing
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._short: deque[Submit] = deque()
+        self._long: deque[Submit] = deque()
+        self._unready: set[str] = set()
+
+    def run(self) -> None:
+        try:
+            while not self._is_closing.is_set():
+                self._read(0 if self._short or self._long else _POLL_MS)
+                if self._short:
+                    self._make_ready(self._short.popleft(), self._rest)
+                elif self._long:
+                    self._make_ready(self._long.popleft(), self._rest_in_long)
+        finally:
+            self._arrivals.put(None)
+
+    def _read(self, wait_ms: int) -> None:
+        """All that has come; waits for a first message at most this long."""
+        while self._requests.poll(wait_ms):
+            wait_ms = 0
+            message = self._decoder.decode(self._requests.recv())
+            if isinstance(message, Submit):
+                self._unready.update(request.request_id for request in message.packed)
+                is_short = _tokens_to_hash(message) <= _SHORT_TOKENS and not _has_grammar(message)
+                (self._short if is_short else self._long).append(message)
+                continue
+            if isinstance(message, Cancel):
+                self._unready.difference_update(message.request_ids)
+            self._arrivals.put(message)
+
+    def _make_ready(self, message: Submit, rest: Callable[[], None]) -> None:
+        """Hand it over, less what is cancelled by then; if that is all of it, there is no answer."""
+        requests = [request for request in message.requests() if request.request_id in self._unready]
+        arrival: Prepared | Refused
+        try:
+            sequences = self._prepare(requests, rest)
+        except TooLargeError as error:
+            arrival = Refused(message.submit_id, "too_large", str(error))
+        except GrammarError as error:
+            arrival = Refused(message.submit_id, "grammar", str(error))
+        else:
+            arrival = Prepared(message.submit_id, [each for each in sequences if each.request_id in self._unready])
+        names = {request.request_id for request in requests}
+        if names & self._unready:
+            self._unready -= names
+            self._arrivals.put(arrival)
+
+    def _rest(self) -> None:
+        """Let the loop have the interpreter, and see what has come."""
+        time.sleep(_REST_SECONDS)
+        self._read(0)
+
+    def _rest_in_long(self) -> None:
+        if self._short:
+            self._make_ready(self._short.popleft(), self._rest)
+        self._rest()
+
+
+def _tokens_to_hash(message: Submit) -> int:
+    """Of all its prompts; one that requests share is hashed, and sent, once."""
+    return sum(len(request.prompt) for request in message.packed) // _BYTES_PER_TOKEN
+
+
+def _has_grammar(message: Submit) -> bool:
+    return any(request.grammar for request in message.packed)

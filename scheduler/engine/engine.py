@@ -1,0 +1,330 @@
+"""The engine's loop: plan a step, launch it, and report the results of the one before.
+
+On CUDA a lane's step is planned and launched while the one before it still runs, so the device never waits for Python.
+On the CPU a launch computes. A step with masked draws is launched without them; they follow once the step before has
+been drawn. Invariant: a lane has at most two steps in flight, and none behind one that is not drawn. A fenced step is
+reported behind all that were launched before it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from dataclasses import asdict, fields, replace
+
+from msgspec import structs
+
+from cpu.tier import CpuTier
+from gpu.attention.prefill_query import PrefillQuery
+from gpu.in_flight import InFlight
+from gpu.methods.device_side import FetchCounts
+from gpu.runner import Runner
+from gpu.step import Lane, StepPlan
+from scheduler.engine.decode_reads import DecodeReads
+from scheduler.messages import (
+    ChunksStored,
+    Delta,
+    DropChunks,
+    EngineRequest,
+    ExpertStats,
+    FetchStats,
+    HostStats,
+    Progress,
+    ReuseStats,
+    Stats,
+    StoreChunks,
+)
+from scheduler.sequences.sequence import Sequence
+from scheduler.steps.scheduler import Scheduler
+from transfer.tier_shape import BLOCK_TOKENS
+
+log = logging.getLogger(__name__)
+
+MOST_IN_FLIGHT = 2  # steps of a lane
+_LOOK_SECONDS = 1e-4  # between two looks at what may be over, where there are two lanes ...
+_PATIENCE_SECONDS = 30.0  # longer than the host's answers are waited for
+_NO_STORE = "this engine stores no keys and values of documents; it computes them with each prompt"
+_LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwhile are looked at
+
+
+class Engine:
+    """Drives one runner. Not thread-safe: one thread submits, cancels and steps. `most_in_flight`: steps of a lane; a
+    benchmark changes it, with nothing under way: by 1 the device waits for Python between two steps.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, tier: CpuTier | None, is_pipelined: bool) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._tier = tier
+        self.most_in_flight = MOST_IN_FLIGHT
+        self._is_pipelined = is_pipelined
+        self._in_flight: list[
+            tuple[StepPlan, InFlight, float]
+        ] = []  # in the order of their launches, and when that was
+        self._undrawn: dict[Lane, InFlight] = {}
+        self._told: list[Delta] = []  # of steps that were collected so that others could be drawn
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._decode_context_tokens = 0
+        self._evicted_tokens = 0  # of the contexts of decode steps
+        self._refused: list[ChunksStored] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Also once all requests are gone: what they held on the device and the host is given back now."""
+        scheduler, documents = self.scheduler, self.scheduler.documents
+        has_documents = documents is not None and documents.has_work
+        return scheduler.roster.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes or has_documents
+
+    def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
+        """What `queue` takes, its prompts hashed: the one thing that any thread may ask. `rest` is called every tenth
+        of a millisecond or so. Raises TooLargeError and GrammarError."""
+        return self.scheduler.intake.prepare(requests, rest)
+
+    def queue(self, sequences: list[Sequence]) -> None:
+        """Queue all or none. Raises QueueFullError."""
+        self.scheduler.roster.queue(sequences)
+
+    def submit(self, requests: list[EngineRequest]) -> None:
+        """Prepare and queue all or none. Raises QueueFullError, TooLargeError or GrammarError."""
+        self.queue(self.prepare(requests, lambda: None))
+
+    def cancel(self, request_ids: list[str]) -> None:
+        self.scheduler.roster.cancel(request_ids)
+
+    def store_chunks(self, message: StoreChunks) -> None:
+        """Answered by one of `take_stored`."""
+        if self.scheduler.documents is None:
+            self._refused.append(ChunksStored(message.request_id, 0, 0, _NO_STORE))
+        else:
+            self.scheduler.documents.store(message)
+
+    def drop_chunks(self, message: DropChunks) -> None:
+        if self.scheduler.documents is not None:
+            self.scheduler.documents.drop(message)
+
+    def take_stored(self) -> list[ChunksStored]:
+        """Answers to `store_chunks` since the last call."""
+        documents = self.scheduler.documents
+        refused, self._refused = self._refused, []
+        return refused if documents is None else documents.take_stored()
+
+    def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
+        """See `Runner.watch_prefill`."""
+        self._runner.watch_prefill(watch)
+
+    def first_own_token(self, prefill_method: str) -> int | None:
+        """See `Runner.first_own_token`."""
+        return self._runner.first_own_token(prefill_method)
+
+    def step(self) -> list[Delta]:
+        """Launch each lane's next step if there is one, and report a finished one if there is one."""
+        began = time.perf_counter()
+        plans = [plan for lane in self.scheduler.lanes if (plan := self._launch(lane)) is not None]
+        most = self.most_in_flight - 1 if self._is_pipelined else 0
+        if not plans or any(self._num_in_flight(plan.lane) > most for plan in plans):
+            self._told += self._collect(self._next_over())
+            for lane in list(self._undrawn):
+                self._draw(lane)
+        deltas, self._told = self._told, []
+        if not plans and not deltas and not self._in_flight:
+            time.sleep(_LOOK_SECONDS)  # for copies of chunks to land, and the disk
+        self._step_seconds += time.perf_counter() - began
+        return deltas
+
+    def progress(self) -> list[Progress]:
+        return self.scheduler.progress()
+
+    def stats(self) -> Stats:
+        parts = self._host_stats(), self._reuse_stats(), self._fetch_stats(), self._expert_stats()
+        told = self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
+        documents = self.scheduler.documents
+        return told if documents is None else structs.replace(told, chunks=documents.stats())
+
+    def _fetch_stats(self) -> FetchStats | None:
+        """Sums over the parts of profiles that fetch."""
+        counts = list(self._runner.fetch_counts().values())
+        if not counts:
+            return None
+        return FetchStats(**{each.name: sum(getattr(one, each.name) for one in counts) for each in fields(FetchCounts)})
+
+    def _expert_stats(self) -> ExpertStats | None:
+        counts = self._runner.expert_counts()
+        return None if counts is None else ExpertStats(**asdict(counts))
+
+    def _reuse_stats(self) -> ReuseStats | None:
+        """Sums over the parts of profiles that reuse."""
+        counts = list(self._runner.reuse_counts().values())
+        if not counts:
+            return None
+
+        def sum_up(rows: Iterable[Many[int]]) -> list[int]:
+            return [sum(numbers) for numbers in zip(*rows, strict=True)]
+
+        return ReuseStats(
+            tries=sum_up(one.tries for one in counts),
+            hits=sum_up(one.hits for one in counts),
+            context_cells=sum_up(one.context_cells for one in counts),
+            skipped_cells=sum_up(one.skipped_cells for one in counts),
+            gaps=sum_up(one.gaps for one in counts),
+            ages=sum_up(one.ages for one in counts),
+            kv_cells=sum_up(one.kv_cells for one in counts),
+            whole_groups=sum_up(one.whole_groups for one in counts),
+            refused=sum_up(one.refused for one in counts),
+            stops=sum_up(one.num_stops for one in counts),
+            num_matching=sum_up(one.is_matching for one in counts),
+        )
+
+    def decode_reads(self) -> DecodeReads:
+        """What decode steps read since the start; all of them are in once there is no work."""
+        host = (0, 0, 0)
+        if self._tier is not None:
+            counts = self._tier.stats().attention
+            host = counts.tokens_covered, counts.keys_scored, counts.bytes_read
+        reads = DecodeReads(self._decode_context_tokens, *host)
+        for one in self._runner.reuse_counts().values():
+            cells, group = sum(one.context_cells), self._runner.architecture.group
+            reads = replace(
+                reads,
+                tries=reads.tries + sum(one.tries),
+                hits=reads.hits + sum(one.hits),
+                tried_tokens=reads.tried_tokens + cells,
+                reused_tokens=reads.reused_tokens + sum(one.skipped_cells),
+                spared_rows=reads.spared_rows + cells // group - sum(one.kv_cells),
+                ring_bytes=reads.ring_bytes + sum(one.ring_bytes),
+            )
+        shape = self._runner.architecture
+        reads = replace(reads, dropped_rows=self._evicted_tokens * shape.num_layers * shape.num_kv_heads)
+        for fetched in self._runner.fetch_counts().values():
+            reads = replace(
+                reads,
+                dropped_rows=reads.dropped_rows + fetched.dropped_tokens,
+                looked_rows=reads.looked_rows + fetched.looked_blocks * BLOCK_TOKENS,
+            )
+        return reads
+
+    @property
+    def host_layers(self) -> tuple[int, ...]:
+        """Layers whose KV goes down to host memory; none without a tier."""
+        return () if self._tier is None else tuple(self._tier.shape.layers)
+
+    def shutdown(self) -> None:
+        """End the host's threads, once they have given what is in flight its answers, and give the tier's memory back.
+        The engine steps no more.
+        """
+        self.scheduler.constraints.shutdown()
+        if self._tier is None and self.scheduler.documents is None and self._runner.expert_counts() is None:
+            return
+        self._draw_all()
+        for _, step, _ in self._in_flight:
+            step.collect()
+        self._runner.shutdown()
+        if self._tier is not None:
+            self._tier.shutdown()
+
+    def _host_stats(self) -> HostStats | None:
+        if self._tier is None:
+            return None
+        tier, counts, times = self._tier.stats(), self.scheduler.residence.counts, self._runner.ask_times
+        return HostStats(
+            bytes_used=tier.bytes_in_use,
+            bytes_promised=counts.num_promised_bytes,
+            bytes_limit=tier.limit_bytes,
+            contexts=tier.contexts,
+            tokens=counts.num_deposited_tokens,
+            tokens_released=counts.num_released_tokens,
+            tokens_resident=counts.num_resident_tokens,
+            tokens_restored=counts.num_restored_tokens,
+            segments=tier.segments,
+            tables_built=tier.tables_built,
+            tables_failed=tier.tables_failed,
+            tokens_covered=tier.attention.tokens_covered,
+            rows_read=tier.attention.rows_read,
+            rows_left_out=self.scheduler.num_rows_left_out,
+            ready_seconds=times.ready_s,
+            wait_seconds=tier.attention.wait_s,
+            attend_seconds=tier.attention.attend_s,
+            answers_estimated=tier.errors.estimated,
+            answers_heavy=tier.errors.heavy,
+            answers_beyond=tier.errors.beyond,
+            answers_heavy_beyond=tier.errors.heavy_beyond,
+            steps_beyond=tier.errors.steps_beyond,
+            answers_in_full=tier.errors.in_full,
+        )
+
+    def _launch(self, lane: Lane) -> StepPlan | None:
+        """A lane's next step, if it may have one and there is one."""
+        if self._num_in_flight(lane) >= self.most_in_flight or lane in self._undrawn:
+            return None
+        plan = self.scheduler.schedule(self._runner.is_ready, lane)
+        self._told += self.scheduler.take_refused()
+        if plan.is_empty:
+            return None
+        if plan.is_fenced or plan.released_slots:
+            self._draw_all()
+        step = self._runner.launch(plan)
+        self._in_flight.append((plan, step, time.perf_counter()))
+        if plan.masked_slots:
+            self._undrawn[lane] = step
+            self._draw(lane)
+        self._num_steps += 1
+        self._count_contexts(plan)
+        return plan
+
+    def _count_contexts(self, plan: StepPlan) -> None:
+        """Of the rows of a step: n of a slot, the first behind p tokens, read `n * p + n * (n + 1) / 2`."""
+        for group in plan.decode:
+            lengths = group.lengths
+            for num_rows, place in zip(lengths, group.positions, strict=True):
+                self._decode_context_tokens += num_rows * place + num_rows * (num_rows + 1) // 2
+            if group.cells is not None:
+                evicted = zip(lengths, group.positions, group.cells, strict=True)
+                self._evicted_tokens += sum(num_rows * (place - cell) for num_rows, place, cell in evicted)
+
+    def _draw(self, lane: Lane) -> None:
+        """The draws of a lane's newest step, if what its rows are held to is known."""
+        masks = self.scheduler.masks(lane)
+        if masks is not None:
+            self._runner.draw(self._undrawn.pop(lane), masks)
+
+    def _draw_all(self) -> None:
+        """Of every step that is launched, behind the results of those that it takes."""
+        for lane in list(self._undrawn):
+            self._draw(lane)
+            while lane in self._undrawn:
+                self._told += self._collect(next(i for i in range(len(self._in_flight)) if self._may_be_next(i)))
+                self._draw(lane)
+
+    def _num_in_flight(self, lane: Lane) -> int:
+        return sum(plan.lane is lane for plan, _, _ in self._in_flight)
+
+    def _next_over(self) -> int | None:
+        """Which step in flight is told of next: the only one there may be, or the first that is over; None if that
+        takes long. It waits; for one that takes very long with all that comes, so that whoever watches sees it hang.
+        """
+        firsts = [index for index in range(len(self._in_flight)) if self._may_be_next(index)]
+        if len(self.scheduler.lanes) == 1:
+            return firsts[0] if firsts else None
+        now = time.perf_counter()
+        if firsts and now - self._in_flight[0][2] > _PATIENCE_SECONDS:
+            return 0
+        until = now + _LOOKING_SECONDS
+        while firsts and time.perf_counter() < until:
+            for index in firsts:
+                if self._in_flight[index][1].is_over:
+                    return index
+            time.sleep(_LOOK_SECONDS)
+        return None
+
+    def _may_be_next(self, index: int) -> bool:
+        """Whether it is drawn, and its lane's first, and of all, if it is fenced."""
+        before, (plan, step, _) = self._in_flight[:index], self._in_flight[index]
+        if any(step is undrawn for undrawn in self._undrawn.values()):
+            return False
+        return not before or not (plan.is_fenced or any(other.lane is plan.lane for other, _, _ in before))
+
+    def _collect(self, index: int | None) -> list[Delta]:
+        if index is None:
+            return []
+        plan, step, _ = self._in_flight.pop(index)
+        return self.scheduler.postprocess(step.collect(), plan.lane)

@@ -1,0 +1,176 @@
+"""Run an engine behind two sockets: `python -m scheduler.engine.engine_process REQUESTS REPLIES PARENT_ID`.
+
+`EngineStart` comes as JSON on standard input. Without work the process sleeps until a message comes. Invariant: it ends
+on Shutdown, and never outlives process PARENT_ID, which started it: not while it loads, and not if a step hangs.
+"""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from gpu.memory.plan import PlanError
+from gpu.model.architecture import ModelError
+from gpu.profiles import ProfileError
+from scheduler.engine.connection import Connection, Prepared
+from scheduler.engine.engine import Engine
+from scheduler.engine.heartbeat import PulseThread
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineStart
+from scheduler.messages import (
+    Accepted,
+    Cancel,
+    Delta,
+    DropChunks,
+    Failed,
+    Loading,
+    Outputs,
+    Progress,
+    Refused,
+    Shutdown,
+    Stats,
+    StoreChunks,
+)
+from scheduler.sequences.capacity import QueueFullError
+from transfer.tier import HostMemoryError
+
+log = logging.getLogger("engine")
+
+_OUR_LOGGERS = ("engine", "scheduler", "gpu", "cpu", "transfer")
+_STATS_SECONDS = 0.25
+_PROGRESS_SECONDS = 0.1
+_LOADING_STEP = 0.1
+_PARENT_SECONDS = 1.0
+# After so long a thread gives the interpreter to another that waits for it: the one that answers decode steps needs it
+# between two of them, and the device leaves it about a millisecond.
+HANDOVER_SECONDS = 0.0005
+
+
+class Loop:
+    """Steps the engine, and paces what is reported besides tokens."""
+
+    def __init__(self, engine: Engine, connection: Connection, pulse: PulseThread) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._pulse = pulse
+        self._stats_due = 0.0
+        self._progress_due = 0.0
+
+    def run(self) -> None:
+        """Until Shutdown comes."""
+        while True:
+            self._pulse.begin_turn()
+            wait = 0.0 if self._engine.has_work else _STATS_SECONDS
+            for message in self._connection.receive(wait):
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(message)
+            self._report(self._engine.step() if self._engine.has_work else [])
+            for stored in self._engine.take_stored():
+                self._connection.send(stored)
+
+    def _handle(self, message: Prepared | Refused | Cancel | StoreChunks | DropChunks) -> None:
+        if isinstance(message, StoreChunks):
+            self._engine.store_chunks(message)
+            return
+        if isinstance(message, DropChunks):
+            self._engine.drop_chunks(message)
+            return
+        if isinstance(message, Cancel):
+            self._engine.cancel(message.request_ids)
+            return
+        if isinstance(message, Refused):
+            self._connection.send(message)
+            return
+        try:
+            self._engine.queue(message.sequences)
+        except QueueFullError as error:
+            self._connection.send(Refused(message.submit_id, "queue_full", str(error)))
+        else:
+            self._connection.send(Accepted(message.submit_id))
+
+    def _report(self, deltas: list[Delta]) -> None:
+        now = time.monotonic()
+        progress: list[Progress] = []
+        stats: Stats | None = None
+        if now >= self._progress_due:
+            self._progress_due = now + _PROGRESS_SECONDS
+            progress = self._engine.progress()
+        if now >= self._stats_due:
+            self._stats_due = now + _STATS_SECONDS
+            stats = self._engine.stats()
+        if deltas or progress or stats:
+            self._connection.send(Outputs(deltas, progress, stats))
+
+
+def main(requests: str, replies: str, parent_id: str) -> int:
+    threading.Thread(target=_end_with_parent, args=(int(parent_id), [requests, replies]), daemon=True).start()
+    sys.setswitchinterval(HANDOVER_SECONDS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
+    connection = Connection(requests, replies)
+    pulse = PulseThread(replies)
+    pulse.start()
+    try:
+        start = _read_start(sys.stdin.read())
+        engine, ready = load_engine(start.config, start.memory, _loading(connection))
+    except (HostMemoryError, ModelError, PlanError, ProfileError, ValidationError) as error:
+        log.error("failed reason=%s", error)
+        connection.send(Failed(" ".join(str(error).split())))
+        connection.close()
+        return 1
+    connection.listen(engine.prepare)
+    gc.collect()
+    gc.freeze()  # of what stands now nothing is ever garbage, and to look at all of it takes longer than a token does
+    connection.send(ready)
+    Loop(engine, connection, pulse).run()
+    pulse.stop()
+    engine.shutdown()
+    connection.close()
+    gc.unfreeze()  # what the interpreter's end does not collect, Triton's extension lists as leaked
+    return 0
+
+
+def _end_with_parent(parent_id: int, addresses: list[str]) -> None:
+    """End this process, whatever its other threads do, once `parent_id` is not its parent any more.
+
+    Takes the sockets with it, and their folder if that is empty then: who made them cannot.
+    """
+    while os.getppid() == parent_id:
+        time.sleep(_PARENT_SECONDS)
+    with suppress(OSError):
+        for address in addresses:
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        Path(addresses[0].removeprefix("ipc://")).parent.rmdir()
+    os._exit(1)
+
+
+def _read_start(text: str) -> EngineStart:
+    start = EngineStart.model_validate_json(text)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    for name in _OUR_LOGGERS:  # numba's debug log is thousands of lines a function
+        logging.getLogger(name).setLevel(start.log_level.upper())
+    return start
+
+
+def _loading(connection: Connection) -> Callable[[str, float], None]:
+    """Reports each stage's begin and end, and every step of a tenth between."""
+    reported: dict[str, float] = {}
+
+    def report(stage: str, fraction: float) -> None:
+        if stage not in reported or fraction >= 1.0 or fraction - reported[stage] >= _LOADING_STEP:
+            reported[stage] = fraction
+            connection.send(Loading(stage, fraction))
+
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

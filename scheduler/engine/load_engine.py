@@ -1,0 +1,222 @@
+"""Build an engine from a configuration and its memory plan: load the model, then rehearse common prefills."""
+
+import hashlib
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+
+from cpu.attention import COMPILED
+from cpu.experts import HostExperts
+from cpu.tier import CpuTier, open_tier
+from gpu.config import GpuConfig, ModelConfig
+from gpu.decode.steps import LAUNCHES_BLOCK
+from gpu.layers.rope import rope_key
+from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
+from gpu.memory.plan import MemoryPlan, require_device
+from gpu.model.architecture import Architecture, ModelError, load_architecture
+from gpu.profiles import get_profile, resolve_profiles, served_parts
+from gpu.runner import Runner
+from gpu.runner_settings import LoadSettings
+from gpu.step import DENSE, Lane
+from gpu.weights.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
+from scheduler.constraints.constraints import Constraints, read_tokens
+from scheduler.engine.engine import Engine
+from scheduler.engine_config import EngineConfig, SchedulerConfig
+from scheduler.messages import Ready
+from scheduler.planning.engine_memory import find_tier_shape
+from scheduler.prefill.document_chunks import Documents
+from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS
+from scheduler.sequences.capacity import plan_capacity
+from scheduler.steps.scheduler import Scheduler
+from transfer.chunks.format import ChunkShape
+from transfer.chunks.library import ChunkLibrary
+from transfer.chunks.store import open_chunks
+from transfer.config import DocumentsConfig, HostConfig
+from transfer.expert_exchange import OpenExperts
+from transfer.machine import probe_gpu
+from transfer.simd.compilation import told
+from transfer.tier_shape import TierShape
+
+log = logging.getLogger(__name__)
+
+_REHEARSED_PROMPTS = 8
+_LAUNCHES_A_LAYER = 12  # of a decode step that asks, each of which may come when prefill's blocks have every SM
+_WAITING_SHARE = 0.5  # of the token gap target: for all of them, if each waits for a whole block
+
+
+def load_engine(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    on_progress: Callable[[str, float], None],
+    loaded: LoadedModel | None = None,
+) -> tuple[Engine, Ready]:
+    """Load the model into the memory that is planned, and build an engine that is ready to step. `loaded`: the model,
+    where the caller (a benchmark, whose peer needs the weights as well) has loaded it.
+
+    `on_progress(stage, fraction)` is told of "host_attention" (memory for contexts, and what attends to them: compiled
+    once a machine, function by function), "documents" (weights are read, to name them), what `load_runner` does, and
+    "rehearsal". Raises ModelError, HostMemoryError, PlanError where the plan's device is not there, or ProfileError for
+    a profile that there cannot be, and for a default one that does not exist.
+    """
+    began = time.monotonic()
+    profiles = resolve_profiles(config.profiles, config.host)
+    get_profile(config.scheduler.default_profile, profiles, "scheduler.default_profile")
+    require_device(plan, probe_gpu() if plan.device == "cuda" else None, platform.node())
+    architecture = load_architecture(config.model) if loaded is None else loaded.architecture
+    resolved = {"device": plan.device, "dtype": plan.dtype, "kv": plan.kv, "threads": plan.threads}
+    gpu = config.gpu.model_copy(update=resolved)
+    shape = None if config.host is None else find_tier_shape(config, architecture, plan)
+    tier = library = None
+    if config.host is not None and shape is not None:
+        with _told(on_progress, "host_attention"), told(COMPILED, partial(on_progress, "host_attention")):
+            tier = load_tier(config.host, shape, plan)
+    if config.documents is not None:
+        with _told(on_progress, "documents"):
+            library = open_library(config.documents, config.model, architecture, plan)
+    runner = load_runner(
+        config.model,
+        gpu,
+        LoadSettings(
+            max_running=config.scheduler.max_running,
+            max_context_tokens=plan.max_context_tokens,
+            chunk_tokens=config.scheduler.prefill.chunk_tokens,
+            max_hidden_tokens=plan.max_hidden_tokens,
+            num_pages=plan.num_pages,
+            num_windows=plan.num_windows,
+            window_pages=plan.window_pages,
+            experts_on_card=plan.experts_on_card,
+            open_experts=find_expert_worker(config.host, plan),
+            computed_rows=plan.computed_rows,
+            tier=tier,
+            parts=served_parts(profiles.values()),
+            num_rings=plan.num_rings,
+            sink_tokens=plan.sink_tokens,
+            library=library,
+        ),
+        on_progress=on_progress,
+        loaded=loaded,
+    )
+    runner.dense.bound_blocks(block_seconds(config.scheduler, architecture.num_layers))
+    capacity = plan_capacity(plan, shape)
+    has_lanes = tier is not None and plan.device == "cuda" and not LAUNCHES_BLOCK
+    lanes = (Lane.HOST, Lane.DEVICE) if has_lanes else (Lane.DEVICE,)
+    scheduler = Scheduler(
+        config.scheduler,
+        architecture,
+        capacity,
+        model_key(config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
+        profiles,
+        lanes,
+        None if library is None else make_documents(library, config, architecture, plan, runner),
+        Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
+        runner.most_rows,
+        runner.reads,
+        runner.page_memory,
+        runner.window_memory,
+    )
+    if plan.device == "cuda":
+        with _told(on_progress, "rehearsal"):
+            rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
+    longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
+    ready = Ready(
+        vocab_size=architecture.vocab_size,
+        num_layers=architecture.num_layers,
+        max_context_tokens=max(longest.values()),
+        profiles=longest,
+        default_profile=config.scheduler.default_profile,
+        num_pages=plan.num_pages,
+        page_tokens=plan.page_tokens,
+        device=plan.device,
+        load_seconds=time.monotonic() - began,
+    )
+    return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
+
+
+@contextmanager
+def _told(on_progress: Callable[[str, float], None], stage: str) -> Iterator[None]:
+    on_progress(stage, 0.0)
+    yield
+    on_progress(stage, 1.0)
+
+
+def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:
+    """Prefill what is common by each method, so that its kernels are ready and the scheduler knows what units take from
+    the start.
+    """
+    limits = runner.limits
+    most = min(chunk_tokens, limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
+    few = min(LEAST_UNIT_TOKENS, most)
+    together = max(1, min(limits.max_running, _REHEARSED_PROMPTS, most // (few + limits.page_tokens)))
+    for method in scheduler.prefill_methods:
+        for lengths in ([few], [few] * together, [most]):
+            units, seconds = runner.time_prefill(lengths, method)
+            scheduler.learn_units(units, [lengths[-1]] * len(units), seconds)
+
+
+def block_seconds(scheduler: SchedulerConfig, num_layers: int) -> float:
+    """That a block of prefill's attention may take beside rows that wait for the host; 0: any."""
+    if scheduler.prefill.block_us is not None:
+        return 1e-6 * scheduler.prefill.block_us
+    return 1e-3 * _WAITING_SHARE * scheduler.token_gap_target_ms / (_LAUNCHES_A_LAYER * num_layers)
+
+
+def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
+    """Memory and threads for deposited contexts; pinned where a GPU copies into it."""
+    threads = host.threads or plan.threads
+    is_pinned = plan.device == "cuda"
+    errors, is_adaptive = host.sampled.errors, host.residency == "adaptive"
+    return open_tier(shape, DTYPES[plan.dtype], plan.host_limit_bytes, threads, is_pinned, errors, is_adaptive)
+
+
+def find_expert_worker(host: HostConfig | None, plan: MemoryPlan) -> OpenExperts | None:
+    """Threads that compute experts in host memory, as many as attend there; None where these are fetched."""
+    if not plan.computed_rows:
+        return None
+    if LAUNCHES_BLOCK:
+        log.warning("experts in host memory are fetched: CUDA_LAUNCH_BLOCKING is set, and no step can wait for the CPU")
+        return None
+    threads = (host.threads if host is not None else None) or plan.threads
+    return partial(HostExperts, threads=threads)
+
+
+def open_library(
+    documents: DocumentsConfig, model: ModelConfig, architecture: Architecture, plan: MemoryPlan
+) -> ChunkLibrary:
+    """Documents' chunks of this model, whatever its folder is called. Raises ModelError."""
+    if documents.rows == "int8" and plan.device == "cpu" and find_spec("fbgemm_gpu") is None:
+        raise ModelError("documents.rows: int8 on the CPU wants fbgemm; pip install '.[cpu]', or choose bfloat16")
+    if model.path is not None:
+        digest = digest_rounded(digest_weights(model.path, kept_path()), model.weights)
+    else:
+        split = "" if plan.experts_on_card is None else f" with {plan.experts_on_card} experts drawn first"
+        drawn = digest_random(f"{model.random_weights}{split}", RANDOM_SEED, plan.dtype, plan.device)
+        digest = digest_rounded(drawn, model.weights)
+    shape = ChunkShape(architecture.num_layers, architecture.num_kv_heads, architecture.dim, documents.rows)
+    return ChunkLibrary(open_chunks(documents, plan.documents_bytes, digest, shape, is_pinned=plan.device == "cuda"))
+
+
+def make_documents(
+    library: ChunkLibrary, config: EngineConfig, architecture: Architecture, plan: MemoryPlan, runner: Runner
+) -> Documents:
+    """Which prompts take chunks is the scheduler's to say. A chunk is no longer than a unit of prefill."""
+    windows = tuple(spec.window_tokens for spec in architecture.layers)
+    key = chunk_kv_key(architecture, plan.dtype, plan.max_context_tokens)
+    most_tokens = min(config.scheduler.prefill.chunk_tokens, plan.max_hidden_tokens)
+    return Documents(library, key, windows, most_tokens, runner.is_loaded)
+
+
+def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int) -> str:
+    """What a chunk's keys and values depend on beside weights and tokens: the type that computes, what attends, and the
+    rotation inside the chunk.
+    """
+    return f"{dtype}:{DENSE}:{rope_key(architecture, max_context_tokens)}"
+
+
+def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:
+    """Names the weights, their precision, that of rows in pages, and the rotation (`rope_key`) in prefix hashes."""
+    source = f"{model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{gpu.kv}:{rope}"
+    return hashlib.blake2b(source.encode(), digest_size=16).digest()

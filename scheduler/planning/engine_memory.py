@@ -1,0 +1,145 @@
+"""Plan the memory of a configuration on a machine.
+
+The plan is made once and goes to the engine with the configuration, so what `tandem plan` prints is what is allocated.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+
+from gpu.memory.expert_shares import ExpertShares, most_experts
+from gpu.memory.host_demand import HostDemand
+from gpu.memory.host_shares import resolve_host
+from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
+from gpu.methods.kept import Kept
+from gpu.model.architecture import Architecture
+from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
+from scheduler.engine_config import EngineConfig
+from scheduler.planning.expert_choice import asked_rows, captured_rows, choose
+from transfer.config import DocumentsConfig, HostConfig
+from transfer.machine import MachineProfile
+from transfer.measured import measured_path
+from transfer.rates import find_rates
+from transfer.tier_shape import TierShape
+
+
+def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
+    """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
+
+    Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
+    again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
+    """
+    profiles = list(resolve_profiles(config.profiles, config.host).values())
+    _check_units(profiles, config.scheduler.prefill.chunk_tokens)
+    _check_select_layer(config.documents, architecture.num_layers)
+    share_out = partial(
+        plan_memory,
+        architecture,
+        config.gpu,
+        host=config.host,
+        kept=None if config.host is None else find_kept(profiles, config.host, architecture),
+        states=list_states(profiles, architecture),
+        max_running=config.scheduler.max_running,
+        chunk_tokens=config.scheduler.prefill.chunk_tokens,
+        max_context_tokens=config.scheduler.max_context_tokens,
+        max_hidden_tokens=config.scheduler.prefill.max_hidden_tokens,
+        machine=machine,
+        documents=config.documents,
+    )
+    asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())
+    max_running = config.scheduler.max_running
+    plan = share_out(computed_rows=captured_rows(config.gpu, max_running, asked_rows(asked) or 0))
+    known = config.gpu, max_running, architecture
+    computed_rows, said = choose(asked, *known, plan, find_expert_shares(architecture, plan), rates)
+    if computed_rows != plan.computed_rows:
+        plan = share_out(computed_rows=computed_rows)
+        _, said = choose(computed_rows, *known, plan, find_expert_shares(architecture, plan), rates)
+    notes: list[str] = []
+    if config.host is not None:
+        plan = replace(plan, own_windows=_own_windows(profiles, config.host, architecture, plan))
+        notes = _say_kept(profiles, config.host, architecture, plan)
+    return replace(plan, notes=(*plan.notes, *notes, *([] if said is None else [said])))
+
+
+def _own_windows(
+    profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan
+) -> dict[str, int]:
+    """By name, in whole pages, of profiles whose contexts go down and whose methods need more than `host` says."""
+    asked = {one.name: find_kept([one], host, architecture).window_tokens for one in profiles if one.offloads}
+    pages = {name: -(-tokens // plan.page_tokens) for name, tokens in asked.items()}
+    whole = {name: count * plan.page_tokens for name, count in pages.items()}
+    return {name: tokens for name, tokens in whole.items() if tokens > plan.window_tokens}
+
+
+def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan) -> list[str]:
+    """What stays on the device of every context though less of it was asked for, and who needs it."""
+    notes = []
+    kept = [
+        (profile.name, part.method.name, part.method.keeps(part.settings, host, architecture))
+        for profile in profiles
+        for part in profile.parts
+        if part.method.keeps is not None
+    ]
+    needs = [(profile, method, one.sink_tokens) for profile, method, one in kept]
+    profile, method, most = max(needs, key=itemgetter(2), default=("", "", 0))
+    if most > host.sink_tokens:
+        notes.append(
+            f"host.sink_tokens: {plan.sink_tokens:,} in place of {host.sink_tokens:,}: {method!r} of the profile "
+            f"{profile!r} needs {most:,}"
+        )
+    for name, window in plan.own_windows.items():
+        method = max((one for one in kept if one[0] == name), key=lambda one: one[2].window_tokens)[1]
+        note = f"profiles.{name}: a window of {window:,} tokens in place of {plan.window_tokens:,}: {method!r} needs it"
+        resident = plan.resident_tokens_of(name)
+        if resident > plan.resident_tokens:
+            note += f", and contexts of up to {resident:,}, not {plan.resident_tokens:,}, stay on the device"
+        notes.append(note)
+    if plan.resident_tokens - host.resident_tokens >= plan.page_tokens:
+        notes.append(
+            f"host.resident_tokens: {plan.resident_tokens:,} in place of {host.resident_tokens:,}: "
+            f"{plan.sink_tokens:,} in front, a window of {plan.window_tokens:,} and {plan.lump_tokens:,} that go down "
+            "at once"
+        )
+    return notes
+
+
+def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
+    for profile in profiles:
+        if profile.align_tokens > chunk_tokens:
+            raise ProfileError(
+                f"profiles.{profile.name}: units of {profile.prefill_method!r} end at multiples of "
+                f"{profile.align_tokens} tokens, and one has {chunk_tokens} at most; raise "
+                "scheduler.prefill.chunk_tokens"
+            )
+
+
+def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> None:
+    """A default that is behind a small model's last layer is that one (`gpu.fusion.plan.find_select_layer`)."""
+    if documents is None or "select_layer" not in documents.model_fields_set:
+        return
+    if documents.select_layer >= num_layers:
+        raise PlanError(
+            f"documents.select_layer: asked {documents.select_layer}, the model has layers 0 to {num_layers - 1}; name "
+            "one of them"
+        )
+
+
+def find_host_demand(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> HostDemand:
+    """What the planned deployment's host tier asks for."""
+    assert config.host is not None
+    longest_window = max([plan.window_tokens, *plan.own_windows.values()])
+    kept = Kept(plan.sink_tokens, longest_window, plan.dense_layers)
+    max_running = config.scheduler.max_running
+    return resolve_host(config.host, kept, architecture, plan.page_tokens, plan.dtype_bytes, max_running, plan.kv)
+
+
+def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:
+    """What of the model goes down."""
+    return find_host_demand(config, architecture, plan).tier_shape
+
+
+def find_expert_shares(architecture: Architecture, plan: MemoryPlan) -> ExpertShares:
+    """Where the planned deployment's experts lie."""
+    most = most_experts(architecture)
+    return ExpertShares(architecture, plan.dtype_bytes, most if plan.experts_on_card is None else plan.experts_on_card)

@@ -1,0 +1,165 @@
+"""Predict how long a prefill unit or a decode step takes, from those that ran.
+
+A unit's time is a sum of three terms: one for itself, one for its projections' FLOPs, one for its attention's FLOPs
+(machines run the two at different rates). The coefficients are the non-negative least squares fit, in relative error,
+to the last steps that had units, for each prefill method; a method that has not run is taken to cost what dense does.
+Units of logits have a fit of their own, and cost what projections do until one has run. A step has units of one kind
+and method.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+from gpu.model.architecture import Architecture
+from gpu.step import DENSE, LogitsUnit, PrefillUnit, Unit
+from scheduler.sequences.lane_fences import Rows
+
+_FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine
+_WINDOW_STEPS = 64
+_SMOOTHING = 0.3
+_RUN_SHARE = 0.25  # of a decode step: so much longer it may take for tokens that are known
+_KEPT_OF_UNSEEN = 0.98  # a step
+_MANY = 1 << 30
+
+
+class _Fit:
+    """What the terms of a sum cost, learnt from sums."""
+
+    def __init__(self, costs: list[float]) -> None:
+        self._seen: deque[tuple[np.ndarray, float]] = deque(maxlen=_WINDOW_STEPS)
+        self.costs = costs
+
+    @property
+    def has_seen(self) -> bool:
+        return bool(self._seen)
+
+    def observe(self, terms: np.ndarray, seconds: float) -> None:
+        self._seen.append((terms, seconds))
+        relative = np.array([total / taken for total, taken in self._seen])  # [steps, terms]
+        scale = np.maximum(relative.max(axis=0), 1e-30)
+        self.costs = (nnls(relative / scale, np.ones(len(relative)))[0] / scale).tolist()
+
+
+class CostModel:
+    def __init__(self, architecture: Architecture) -> None:
+        self._weights = architecture.num_layer_weights
+        self._windows = Counter(spec.window_tokens for spec in architecture.layers)
+        self._num_layers = architecture.num_layers
+        self._attention_width = architecture.num_heads * architecture.dim
+        self._logits_flops = 2.0 * architecture.hidden * architecture.vocab_size
+        self._layers = {DENSE: _Fit([0.0, 1.0 / _FIRST_RATE, 1.0 / _FIRST_RATE])}
+        self._logits = _Fit([])
+        self._largest_tokens: dict[str, int] = {}
+        self._largest_rows = 0
+        self._architecture = architecture
+        self.decode_seconds = dict.fromkeys(Rows, 0.0)  # of a decode step; 0: none has run
+        self._known_seconds = dict.fromkeys(Rows, 0.0)  # that a row of a known token adds to it
+
+    def knows(self, unit: Unit) -> bool:
+        """Whether what it takes is more than a guess: of logits, once some have run."""
+        return isinstance(unit, PrefillUnit) or self._logits.has_seen
+
+    def seconds_of(self, unit: Unit, context: int) -> float:
+        """Of a unit of either kind; one of a layer ends at position `context` of its prompt."""
+        if isinstance(unit, LogitsUnit):
+            return self.logits_seconds(unit.end - unit.begin)
+        return self.unit_seconds(unit.end - unit.begin, context, unit.method)
+
+    def unit_seconds(self, num_tokens: int, context: int, method: str) -> float:
+        """Of one layer over `num_tokens` tokens that end at position `context`."""
+        one, projections, attention = self._layers.get(method, self._layers[DENSE]).costs
+        terms = self._terms(num_tokens, context)
+        return one * terms[0] + projections * terms[1] + attention * terms[2]
+
+    def logits_seconds(self, num_rows: int) -> float:
+        """Of logprobs of so many scored tokens; none take none."""
+        one, flops = self._logits.costs if self._logits.has_seen else self._layers[DENSE].costs[:2]
+        return one + flops * self._logits_flops * num_rows if num_rows else 0.0
+
+    def rows_within(self, seconds: float, most: int, least: int) -> int:
+        """The most scored tokens, a power of two times `least` or `most`, whose logprobs fit `seconds`."""
+        return _longest(most, least, lambda count: self.logits_seconds(count) <= seconds)
+
+    def tokens_within(self, seconds: float, begin: int, most: int, least: int, method: str) -> int:
+        """The most tokens, a power of two times `least` or `most`, whose unit from position `begin` fits `seconds`."""
+        return _longest(most, least, lambda count: self.unit_seconds(count, begin + count, method) <= seconds)
+
+    def familiar_tokens(self, method: str) -> int:
+        """Twice the most tokens that a step has had in its units: what more would cost is not known yet."""
+        return 2 * self._largest_tokens.get(method, 0)
+
+    @property
+    def familiar_rows(self) -> int:
+        """Likewise, scored tokens."""
+        return 2 * self._largest_rows
+
+    def observe_units(self, units: Sequence[Unit], contexts: list[int], seconds: float) -> None:
+        """Learn from units of one kind and method that ran in `seconds`; `contexts[i]` is where unit i ended."""
+        count = sum(unit.end - unit.begin for unit in units)
+        if not count or seconds <= 0:
+            return
+        if isinstance(units[0], LogitsUnit):
+            self._largest_rows = max(self._largest_rows, count)
+            self._logits.observe(np.array([len(units), self._logits_flops * count]), seconds)
+            return
+        method = units[0].method
+        self._largest_tokens[method] = max(self._largest_tokens.get(method, 0), count)
+        terms = [self._terms(unit.end - unit.begin, end) for unit, end in zip(units, contexts, strict=True)]
+        fit = self._layers.setdefault(method, _Fit([]))
+        fit.observe(np.sum(terms, axis=0), seconds)
+
+    def room_for_runs(self, rows: Rows, num_rows: int, cells: int, target_seconds: float) -> tuple[int, int]:
+        """Of a decode step of so many rows over contexts of `cells` together: how many tokens that are known may have
+        rows beside these, and how many cells these may read. All of them together take less than a step each would,
+        which reads the weights, too; but others wait for them: for a share of what they wait for anyhow. One that runs
+        alone keeps to the target.
+        """
+        seconds, row_seconds = self.decode_seconds[rows], self._known_seconds[rows]
+        share = _RUN_SHARE
+        if num_rows == 1:
+            share = max(share, target_seconds / seconds - 1.0) if seconds else 1.0
+        most_rows = share * seconds / row_seconds if row_seconds else _MANY
+        return int(min(most_rows, _MANY)), int(share * (self._weight_cells(num_rows) + cells))
+
+    def observe_decode(self, rows: Rows, seconds: float, num_known: int) -> None:
+        """num_known: of its rows, those of known tokens. What such a row adds is learnt beside what steps take without
+        (normalised least mean squares); one slow step is none, and what is not seen is forgotten, or tried no more.
+        """
+        if seconds <= 0:
+            return
+        known, row_seconds = self.decode_seconds[rows] or seconds, self._known_seconds[rows]
+        error = seconds - known - num_known * row_seconds
+        if num_known:
+            error = min(error, known) / (1 + num_known**2)
+            row_seconds = max(row_seconds + _SMOOTHING * error * num_known, 0.0)
+        self.decode_seconds[rows] = max(known + _SMOOTHING * error, 0.0)
+        self._known_seconds[rows] = row_seconds if num_known else _KEPT_OF_UNSEEN * row_seconds
+
+    def _weight_cells(self, num_rows: int) -> float:
+        """Whose keys and values are as many numbers as the weights that a step of so many rows reads."""
+        a = self._architecture
+        return a.num_weights_read(num_rows) / (2 * a.num_layers * a.num_kv_heads * a.dim)
+
+    def _terms(self, num_tokens: int, context: int) -> tuple[float, float, float]:
+        """1, projection FLOPs, attention FLOPs over what the chunk's mean token sees in the mean layer."""
+        mean_context = max(context - num_tokens / 2, 1.0)
+        seen = sum(
+            count * (mean_context if window is None else min(mean_context, window))
+            for window, count in self._windows.items()
+        )
+        attention = 4.0 * self._attention_width * seen / self._num_layers
+        return 1.0, 2.0 * self._weights * num_tokens, attention * num_tokens
+
+
+def _longest(most: int, least: int, fits: Callable[[int], bool]) -> int:
+    """The longest that fits, of a power of two times `least`, or `most`; at least `least`."""
+    best = count = min(least, most)
+    while count < most:
+        count = min(count * 2, most)
+        if not fits(count):
+            break
+        best = count
+    return best

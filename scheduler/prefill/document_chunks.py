@@ -1,0 +1,351 @@
+"""Document chunks of requests: which are there, which to compute before a request begins, and which to store.
+
+Invariants: a request that waits for a chunk holds it in the library, so it is there when the prompt begins. A chunk
+that cannot be kept is computed as plain text. Chunks to store are overtaken by a bounded number of requests. Any
+thread may name chunks.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpu.fusion.plan import VANILLA, UnknownPolicyError, get_policy, plan_fused
+from gpu.profiles import Profile
+from gpu.sampling_params import SamplingParams
+from gpu.step import DENSE, NO_SLOT, FusionPlan, PlacedChunk, PrefillJob, PrefillPrompt
+from scheduler.messages import ChunksStored, ChunkStats, DropChunks, EngineRequest, StoreChunks
+from scheduler.prefill.prefill_queue import JobInProgress
+from scheduler.sequences.capacity import TooLargeError
+from scheduler.sequences.sequence import MOST_OVERTAKEN, Sequence
+from transfer.chunks.format import ChunkKey, name_chunk, name_digest
+from transfer.chunks.library import ChunkLibrary
+from transfer.chunks.store import ChunkStore
+
+_NOT_STORED = "the disk has no room or refused (documents.folder, documents.disk_limit_gib), see the server's log"
+_NOT_KEPT = "keys and values could not be kept (in 8 bits, those that are not finite cannot), see the server's log"
+_DROPPED = "the document was deleted meanwhile"
+_MOST_LOOKED_FOR = 64  # chunks at a turn of the loop, on the disk
+
+
+@dataclass(eq=False, slots=True)
+class _Storing:
+    """A `StoreChunks` that is not answered yet. `left`: chunks that it waits for."""
+
+    request_id: str
+    left: int
+    num_stored: int = 0
+    num_known: int = 0
+    reason: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class _ToStore:
+    key: ChunkKey
+    token_ids: np.ndarray
+    storing: _Storing
+
+
+@dataclass(slots=True)
+class _Computing:
+    """A chunk in a job, and who is told what becomes of it."""
+
+    entry: JobInProgress
+    num_bytes: int
+    storing: list[_Storing] = field(default_factory=list)
+    is_dropped: bool = False  # since it was planned; it is deleted once it is written
+
+
+class Documents:
+    """kv_key: all that chunks depend on beside weights, tokens and salt. windows: of the model's layers. is_loaded:
+    whether a unit of (job, layer) waits for no disk.
+    """
+
+    def __init__(
+        self, library: ChunkLibrary, kv_key: str, windows: tuple[int | None, ...], most_tokens: int,
+        is_loaded: Callable[[int, int], bool],
+    ) -> None:  # fmt: skip
+        self.is_loaded = is_loaded
+        self._library = library
+        self._kv_key = kv_key
+        self._windows = windows
+        self._most_tokens = most_tokens  # of a job, and so of a chunk
+        self._computing: dict[str, _Computing] = {}
+        self._to_store: deque[_ToStore] = deque()
+        self._num_overtaken = 0  # requests that began before what is to be stored
+        self._writing: list[tuple[Future[bool], _Storing]] = []
+        self._stored: list[ChunksStored] = []
+        self._dropping: dict[str, Future[None]] = {}  # what is still found, and will not be
+
+    @property
+    def store_of_chunks(self) -> ChunkStore:
+        return self._library.store
+
+    def stats(self) -> ChunkStats:
+        store = self._library.store
+        counts = store.counts()
+        return ChunkStats(
+            memory_bytes=store.bytes_in_memory,
+            written=counts["stored"],
+            refused=counts["refused"],
+            evicted=counts["evicted"],
+            set_aside=counts["set_aside"],
+            lost=counts["lost"],
+        )
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def check(self, request: EngineRequest, profile: Profile) -> None:
+        """Raises TooLargeError for what cannot be served, by name."""
+        fusion = request.fusion
+        if fusion is None:
+            return
+        try:
+            policy = get_policy(fusion.policy)
+        except UnknownPolicyError as error:
+            raise TooLargeError(str(error)) from None
+        num_layers = len(self._windows)
+        if policy.looks and fusion.select_layer >= num_layers:
+            raise TooLargeError(
+                f"fusion.select_layer: asked {fusion.select_layer}, the model has layers 0 to {num_layers - 1}; name "
+                "one of them"
+            )
+        why = self._why_all_is_kept(profile) if fusion.keep_tokens and request.chunks else None
+        if why is not None:
+            raise TooLargeError(
+                f"fusion.keep_tokens: asked {fusion.keep_tokens}, but {why}; set documents.keep_tokens to 0, or ask "
+                "for another profile"
+            )
+
+    def _why_all_is_kept(self, profile: Profile) -> str | None:
+        """Where cells must be positions."""
+        if any(window is not None for window in self._windows):
+            return "the model has layers with a window, which is one of positions"
+        if profile.offloads:
+            return f"contexts of the profile {profile.name!r} go to host memory"
+        if profile.ring_part is not None:
+            return f"the profile {profile.name!r} takes over what was read of cells before"
+        return None
+
+    def name_chunks(self, sequence: Sequence) -> None:
+        """Of its prompt. One that is scored is computed whole, and has none."""
+        request = sequence.request
+        fusion = request.fusion
+        if fusion is None or fusion.policy == VANILLA or sequence.needs_every_token:
+            return
+        end = 0
+        for span in request.chunks:
+            if not end <= span.begin < span.end <= len(sequence.prompt) or span.end - span.begin > self._most_tokens:
+                continue  # what is no chunk, or none that a job has room for, is text
+            end = span.end
+            key = self._name(sequence.prompt[span.begin : span.end], span.salt)
+            sequence.chunks.append(PlacedChunk(span.begin, span.end, key))
+
+    def hold(self, sequence: Sequence) -> None:
+        """It will read its chunks."""
+        if sequence.holds_chunks or not sequence.chunks:
+            return
+        sequence.holds_chunks = True
+        sequence.missing = [chunk for chunk in sequence.chunks if not self._library.hold(chunk.key)]
+        if sequence.num_found_tokens is None:  # later it finds what was computed for itself
+            found = (chunk.end - chunk.begin for chunk in sequence.chunks if chunk not in sequence.missing)
+            sequence.num_found_tokens = sum(found)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """It has read its chunks, or will not."""
+        if sequence.holds_chunks:
+            sequence.holds_chunks = False
+            for chunk in sequence.chunks:
+                self._library.let_go(chunk.key)
+
+    def retract(self, sequence: Sequence) -> None:
+        """It gave no finite logits: its chunks are found no more, so that they are computed anew."""
+        for chunk in sequence.chunks:
+            self._library.store.delete(chunk.key)
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether all of its chunks are there; those that cannot be kept are taken out."""
+        if not sequence.missing:
+            return True
+        sequence.missing = [chunk for chunk in sequence.missing if not self._library.is_there(chunk.key)]
+        for chunk in [one for one in sequence.missing if self._library.is_refused(one.key)]:
+            sequence.missing.remove(chunk)
+            sequence.chunks.remove(chunk)
+            self._library.let_go(chunk.key)
+        return not sequence.missing
+
+    def plan(self, sequence: Sequence, begin: int) -> FusionPlan | None:
+        """How its prompt is computed from `begin` on, which no chunk begins before."""
+        fusion = sequence.request.fusion
+        sequence.num_evicted = 0
+        if fusion is None or not sequence.chunks:
+            return None
+        plan = plan_fused(
+            fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens, sequence.chunks,
+            begin, sequence.num_tokens, sequence.num_prompt_tokens, self._windows,
+        )  # fmt: skip
+        if plan is not None:
+            sequence.num_evicted = plan.num_evicted
+        if plan is not None and not sequence.output:  # one that gave way has been told of
+            num_left = len(sequence.prompt) - begin - plan.num_computed  # of chunks, as they were computed alone
+            num_found = sequence.num_found_tokens or 0
+            sequence.num_recomputed_tokens = plan.num_chosen
+            sequence.num_reused_tokens = max(0, min(num_found - plan.num_chosen, num_left))
+        return plan
+
+    # --- chunks to compute --------------------------------------------------------------------------------------------
+
+    def next_job(
+        self, job_id: int, waiting: Iterable[Sequence], room_tokens: int, is_idle: bool
+    ) -> JobInProgress | None:
+        """Chunks that are computed next, of what fits: those that the first ones wait for, or, where there is nothing
+        else to do or these were overtaken often enough, those that are to be stored. Only of the first one's are there
+        ever more than the library has room for: who waits for long holds little, and a slow disk is waited for.
+        """
+        prompts: list[PrefillPrompt] = []
+        most, room_bytes, is_due = min(self._most_tokens, room_tokens), self._room_bytes, self.is_due
+        entry = JobInProgress(PrefillJob(job_id, prompts), [], DENSE, 1, is_background=is_idle and not is_due)
+        num_to_store = len(self._to_store)
+        while (is_idle or is_due) and room_bytes > 0 and (found := self._next_to_store(most)) is not None:
+            most -= found.key.num_tokens
+            room_bytes -= self._add(found.key, entry, [found.storing])
+            prompts.append(_prompt_of(found.key, found.token_ids))
+        if len(self._to_store) < num_to_store:
+            self._num_overtaken = 0
+        for number, sequence in enumerate(one for one in waiting if one.chunks):
+            for chunk in sequence.missing:
+                known = self._computing.get(chunk.key.name)
+                if known is not None:
+                    known.entry.is_background = False
+                elif chunk.key.num_tokens <= most and (number == 0 or room_bytes > 0):
+                    most -= chunk.key.num_tokens
+                    room_bytes -= self._add(chunk.key, entry, [])
+                    prompts.append(_prompt_of(chunk.key, sequence.prompt[chunk.begin : chunk.end]))
+        return entry if prompts else None
+
+    def count_begun(self) -> None:
+        """A request begins. A job of chunks to store that stood behind all requests does so no more, in time."""
+        background = [one.entry for one in self._computing.values() if one.entry.is_background]
+        self._num_overtaken += bool(self._to_store or background)
+        if self._num_overtaken >= MOST_OVERTAKEN:
+            for entry in background:
+                entry.is_background = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether no request begins before chunks that are to be stored: there is room for them."""
+        return bool(self._to_store) and self._num_overtaken >= MOST_OVERTAKEN and self._room_bytes > 0
+
+    @property
+    def _room_bytes(self) -> int:
+        """For chunks that are computed from now on."""
+        return self._library.room_bytes - sum(one.num_bytes for one in self._computing.values())
+
+    def _add(self, key: ChunkKey, entry: JobInProgress, storing: list[_Storing]) -> int:
+        """The chunk is computed in that job; how many bytes it is."""
+        num_bytes = self._library.store.folder.shape.chunk_bytes(key.num_tokens)
+        self._computing[key.name] = _Computing(entry, num_bytes, storing)
+        return num_bytes
+
+    def _next_to_store(self, most_tokens: int) -> _ToStore | None:
+        """The first that is not known by now, if it is no longer than that; those before it are counted."""
+        for _ in range(min(_MOST_LOOKED_FOR, len(self._to_store))):
+            if self._to_store[0].key.num_tokens > most_tokens:
+                return None
+            one = self._to_store.popleft()
+            known = self._computing.get(one.key.name)
+            if known is not None:
+                known.storing.append(one.storing)
+                known.is_dropped = False
+            elif self._is_dropping(one.key):
+                return one
+            elif (written := self._library.find_written(one.key)) is not None:
+                self._writing.append((written, one.storing))
+            elif self._library.has(one.key):
+                one.storing.num_known += 1
+                self._settle(one.storing)
+            else:
+                return one
+        return None
+
+    def _is_dropping(self, key: ChunkKey) -> bool:
+        self._dropping = {name: gone for name, gone in self._dropping.items() if not gone.done()}
+        return key.name in self._dropping
+
+    # --- chunks to store ----------------------------------------------------------------------------------------------
+
+    def store(self, message: StoreChunks) -> None:
+        """Answered by one of `take_stored`."""
+        storing = _Storing(message.request_id, len(message.chunks) + 1)
+        for packed in message.chunks:
+            token_ids = np.frombuffer(packed, np.int32)
+            if 0 < len(token_ids) <= self._most_tokens:
+                self._to_store.append(_ToStore(self._name(token_ids, message.salt), token_ids, storing))
+                continue
+            storing.reason = f"a chunk of {len(token_ids)} tokens; wanted 1 to {self._most_tokens}"
+            self._settle(storing)
+        self._settle(storing)
+
+    def drop(self, message: DropChunks) -> None:
+        """No document has these chunks: they are not stored any more, and those that are leave the store."""
+        names = set()
+        for chunk in message.chunks:
+            kv_key = self._salted(chunk.salt)
+            key = name_digest(chunk.tokens, chunk.num_tokens, self._library.store.folder.shape, kv_key)
+            names.add(key.name)
+            if key.name in self._computing:
+                self._computing[key.name].is_dropped = True
+            self._dropping[key.name] = self._library.store.delete(key)
+        dropped = [one for one in self._to_store if one.key.name in names]
+        self._to_store = deque(one for one in self._to_store if one.key.name not in names)
+        for one in dropped:
+            one.storing.reason = _DROPPED
+            self._settle(one.storing)
+
+    def take_stored(self) -> list[ChunksStored]:
+        """Since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
+
+    def look(self) -> None:
+        """What has become of chunks that were computed, and of those that were written."""
+        for key, written in self._library.take_done():
+            known = self._computing.pop(key.name, None)
+            if known is not None and known.is_dropped:
+                self._dropping[key.name] = self._library.store.delete(key)
+            for storing in known.storing if known is not None else ():
+                if written is None:
+                    storing.reason = _NOT_KEPT
+                    self._settle(storing)
+                else:
+                    self._writing.append((written, storing))
+        for written, storing in [one for one in self._writing if one[0].done()]:
+            self._writing.remove((written, storing))
+            storing.num_stored += written.result()
+            storing.reason = storing.reason if written.result() else _NOT_STORED
+            self._settle(storing)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is to be computed or written, or told of."""
+        return bool(self._to_store or self._computing or self._writing or self._stored)
+
+    def _settle(self, storing: _Storing) -> None:
+        storing.left -= 1
+        if not storing.left:
+            self._stored.append(
+                ChunksStored(storing.request_id, storing.num_stored, storing.num_known, storing.reason)
+            )  # fmt: skip
+
+    def _name(self, token_ids: np.ndarray, salt: str) -> ChunkKey:
+        return name_chunk(token_ids, self._library.store.folder.shape, self._salted(salt))
+
+    def _salted(self, salt: str) -> str:
+        return f"{self._kv_key}:{salt}"
+
+
+def _prompt_of(key: ChunkKey, token_ids: np.ndarray) -> PrefillPrompt:
+    greedy = SamplingParams(temperature=0.0)
+    return PrefillPrompt(NO_SLOT, token_ids, 0, len(token_ids), greedy, "exact", capture=key)

@@ -1,0 +1,263 @@
+"""Prefill jobs under way, and which unit runs next.
+
+The job of the highest priority with the least left runs first, while the oldest gets its share. A job goes through the
+layers one by one; a unit is as long as its time allows and ends at a prompt's end or at the method's alignment. Where
+prompts are scored, units of logits come after the last layer. If a prompt is cut out of a job, the others go on; if
+nothing is left to compute, a unit of no tokens ends the job. Invariants: units of a job come in order and each token
+once; of the estimated time, the oldest job gets `oldest_share`, less at most one unit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from gpu.step import FUSED, LogitsUnit, PrefillJob, PrefillUnit, Unit
+from scheduler.engine_config import PrefillConfig
+from scheduler.prefill.cost_model import CostModel
+from scheduler.sequences.sequence import Sequence
+
+LEAST_UNIT_TOKENS = 64
+MOST_SCORED_TOKENS = 512  # of a unit: the logits of one may take what several layers of it do
+
+
+@dataclass(eq=False, slots=True)
+class JobInProgress:
+    """Where a job stands: the next unit begins at token `begin` of `layer`, after the last one at that scored token.
+
+    method: of all its prompts, and units of it end at multiples of `align_tokens` in a prompt, or where one ends.
+    is_background: it runs where no other job could.
+    """
+
+    job: PrefillJob
+    sequences: list[Sequence]
+    method: str
+    align_tokens: int
+    layer: int = 0
+    begin: int = 0
+    is_background: bool = False
+
+    @property
+    def priority(self) -> float:
+        """The least of its sequences'; chunks have that of requests that say none."""
+        return min((sequence.priority for sequence in self.sequences), default=0)
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether its next unit is of tokens that may be any of its prompt's."""
+        return self.job.is_scattered(self.layer)
+
+    @property
+    def unit_method(self) -> str:
+        """By which its next unit is attended to, and learnt."""
+        return FUSED if self.is_scattered else self.method
+
+    def remaining(self, num_layers: int) -> int:
+        """Token-layers still to do; the logits of a scored token count as one."""
+        return self._token_layers(self.layer, num_layers) + self.job.num_scored_tokens - self.begin
+
+    def total(self, num_layers: int) -> int:
+        return self._token_layers(0, num_layers) + self.job.num_scored_tokens
+
+    def _token_layers(self, first: int, num_layers: int) -> int:
+        """Of layers from `first` on."""
+        stages = pairwise([*self.job.stages, (num_layers, 0)])
+        return sum(tokens * max(0, end - max(begin, first)) for (begin, tokens), (end, _) in stages)
+
+    def advance(self, length: int, num_layers: int) -> None:
+        """So many more tokens of the layer are planned, or scored tokens behind the last one."""
+        self.begin += length
+        if self.layer < num_layers and self.begin == self.job.num_tokens_in(self.layer):
+            self.layer, self.begin = self.layer + 1, 0
+
+    def cut(self, sequence: Sequence, num_layers: int) -> None:
+        """Take one of several prompts out: the job stands where it stood, without that one's tokens."""
+        index = self.sequences.index(sequence)
+        prompts = self.job.prompts
+        is_scoring = self.layer == num_layers
+        counts = [prompt.num_scored_tokens if is_scoring else prompt.num_computed_tokens for prompt in prompts]
+        self.begin -= min(counts[index], max(0, self.begin - sum(counts[:index])))
+        self.job = replace(self.job, prompts=[*prompts[:index], *prompts[index + 1 :]])
+        del self.sequences[index]
+        self.advance(0, num_layers)
+
+    def context_of(self, unit: Unit) -> int:
+        """Where a unit ends in its prompt; logits have no context."""
+        if isinstance(unit, LogitsUnit):
+            return 0
+        return self.longest if self.job.is_scattered(unit.layer) else self.context_at(unit.end)
+
+    @property
+    def longest(self) -> int:
+        """Of its first prompt, of which others there are none where tokens are scattered."""
+        return len(self.job.prompts[0].token_ids)
+
+    def context_at(self, token: int) -> int:
+        """The position in its prompt of packed token `token - 1`, plus one: the context that token attends to."""
+        for prompt in self.job.prompts:
+            if token <= prompt.num_computed_tokens:
+                return prompt.begin + token
+            token -= prompt.num_computed_tokens
+        raise AssertionError("token past the end of the job")
+
+    def aligned(self, length: int) -> int:
+        """Tokens of the longest unit that may come next, of no more than `length`; of the shortest, if it is longer."""
+        if self.is_scattered:
+            return length
+        end = self.begin + length
+        last = 0
+        for prompt in self.job.prompts:
+            first, last = last, last + prompt.num_computed_tokens
+            if first < end < last:
+                down = end - (prompt.begin + end - first) % self.align_tokens
+                return (down if down > self.begin else min(down + self.align_tokens, last)) - self.begin
+        return length
+
+
+class PrefillQueue:
+    def __init__(self, config: PrefillConfig, num_layers: int, costs: CostModel) -> None:
+        self._config = config
+        self._num_layers = num_layers
+        self._costs = costs
+        self._owed_seconds = 0.0  # to the oldest job, by the shorter ones that passed it
+        self.is_loaded: Callable[[int, int], bool] = lambda job_id, layer: True  # whether it could go on with a layer
+        self.jobs: list[JobInProgress] = []  # in order of arrival
+
+    @property
+    def num_hidden_tokens(self) -> int:
+        return sum(entry.job.num_tokens for entry in self.jobs)
+
+    def next_units(self, seconds: float | None) -> tuple[list[Unit], list[JobInProgress]]:
+        """Units for one step, and the jobs that they complete (taken off the queue).
+
+        `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
+        one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more.
+        """
+        finished = [entry for entry in self.jobs if not entry.remaining(self._num_layers)]
+        if finished:  # what was left of them was cut out
+            for entry in finished:
+                self.drop(entry)
+            return [self._unit(entry, 0) for entry in finished], finished
+        units: list[Unit] = []
+        left_tokens = self._config.chunk_tokens
+        kind = None
+        while left_tokens > 0 and (able := self._able(seconds, bool(units))):
+            entry = min(able, key=lambda one: (one.priority, one.remaining(self._num_layers)))
+            if not units:
+                if self.jobs[0] in able and self._is_oldest_due(seconds):
+                    entry = self.jobs[0]
+                left_tokens, kind = self._most_tokens(entry, seconds), self._kind(entry)
+            if self._kind(entry) != kind:
+                break
+            rest = self._left(entry)
+            if units and entry.begin == 0 and left_tokens < rest <= self._config.chunk_tokens:
+                break  # what fits of it would be a launch more
+            whole = min(left_tokens, rest)
+            length, cost = self._next_unit(entry, left_tokens, seconds)
+            if units and length > left_tokens:
+                break
+            if seconds is not None:
+                if units and cost > seconds:
+                    break
+                seconds -= cost
+            units.append(self._unit(entry, length))
+            self._settle(entry, cost)
+            entry.advance(length, self._num_layers)
+            if entry.remaining(self._num_layers) == 0:
+                self.drop(entry)
+                finished.append(entry)
+            left_tokens -= length
+            if length < whole:
+                break
+        return units, finished
+
+    def cut(self, sequence: Sequence) -> None:
+        """Take a sequence's prompt out of its job; one of no other prompt is dropped."""
+        entry = next(entry for entry in self.jobs if sequence in entry.sequences)
+        if len(entry.sequences) == 1:
+            self.drop(entry)
+        else:
+            entry.cut(sequence, self._num_layers)
+
+    def drop(self, entry: JobInProgress) -> None:
+        if entry is self.jobs[0]:
+            self._owed_seconds = 0.0
+        self.jobs.remove(entry)
+
+    def seconds_left(self, sequence: Sequence) -> float | None:
+        """Of work until the sequence's job is done, whatever comes between; None if it has none."""
+        for entry in self.jobs:
+            if sequence in entry.sequences:
+                prompts, method = entry.job.prompts, entry.method
+                whole = sum(self.prompt_seconds(prompt.begin, len(prompt.token_ids), method) for prompt in prompts)
+                whole += self._costs.logits_seconds(entry.job.num_scored_tokens)
+                return whole * entry.remaining(self._num_layers) / entry.total(self._num_layers)
+        return None
+
+    def prompt_seconds(self, begin: int, end: int, method: str) -> float:
+        """Of work for a prompt's tokens `[begin, end)` in all layers."""
+        return self._num_layers * self._costs.unit_seconds(end - begin, end, method)
+
+    def _able(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
+        """Jobs that may have the next unit: those of the background only where there are no others; one whose next
+        layer is on its way from the disk only where there is nothing else to do.
+        """
+        jobs = [entry for entry in self.jobs if not entry.is_background] or self.jobs
+        loaded = [entry for entry in jobs if entry.begin or self.is_loaded(entry.job.job_id, entry.layer)]
+        return loaded if loaded or has_units or seconds is not None else jobs
+
+    def _is_oldest_due(self, seconds: float | None) -> bool:
+        """Whether what the oldest is owed pays for its next unit. It is asked once a step, and a step of shorter jobs
+        owes it less than a step: two whole units of it never come in a row while one that is shorter waits.
+        """
+        if self._owed_seconds <= 0:
+            return False
+        oldest = self.jobs[0]
+        return self._owed_seconds >= self._next_unit(oldest, self._most_tokens(oldest, seconds), seconds)[1]
+
+    def _most_tokens(self, entry: JobInProgress, seconds: float | None) -> int:
+        """Of a step of units like the job's next."""
+        most = self._config.chunk_tokens
+        if seconds is None:
+            return most
+        return min(most, max(self._costs.familiar_tokens(entry.unit_method), LEAST_UNIT_TOKENS))
+
+    def _next_unit(self, entry: JobInProgress, left_tokens: int, seconds: float | None) -> tuple[int, float]:
+        """Tokens of a job's next unit, and what it takes, as estimated."""
+        length = min(left_tokens, self._left(entry))
+        if self._is_scoring(entry):
+            length = min(length, MOST_SCORED_TOKENS)
+            if seconds is not None:
+                familiar = max(self._costs.familiar_rows, LEAST_UNIT_TOKENS)
+                length = self._costs.rows_within(seconds, min(length, familiar), LEAST_UNIT_TOKENS)
+            return length, self._costs.logits_seconds(length)
+        method = entry.unit_method
+        begin = entry.longest - length if entry.is_scattered else entry.context_at(entry.begin + 1) - 1
+        if seconds is not None:
+            length = self._costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS, method)
+        length = entry.aligned(length)
+        return length, self._costs.unit_seconds(length, begin + length, method)
+
+    def _kind(self, entry: JobInProgress) -> str | None:
+        """What units of a step have in common: the method of their jobs, or None for logits."""
+        return None if self._is_scoring(entry) else entry.unit_method
+
+    def _is_scoring(self, entry: JobInProgress) -> bool:
+        return entry.layer == self._num_layers
+
+    def _left(self, entry: JobInProgress) -> int:
+        """Tokens of a layer, or scored tokens, from where the job stands."""
+        job = entry.job
+        return (job.num_scored_tokens if self._is_scoring(entry) else job.num_tokens_in(entry.layer)) - entry.begin
+
+    def _unit(self, entry: JobInProgress, length: int) -> Unit:
+        begin, end = entry.begin, entry.begin + length
+        if self._is_scoring(entry):
+            return LogitsUnit(entry.job.job_id, begin, end)
+        return PrefillUnit(entry.job.job_id, entry.layer, begin, end, entry.unit_method)
+
+    def _settle(self, entry: JobInProgress, cost: float) -> None:
+        if entry is self.jobs[0]:
+            self._owed_seconds = max(0.0, self._owed_seconds - cost)
+        else:
+            share = self._config.oldest_share
+            self._owed_seconds += cost * share / (1.0 - share)

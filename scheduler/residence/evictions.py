@@ -1,0 +1,235 @@
+"""Evict the resident pages of offloaded blocks, and restore them where pages are free.
+
+A block moves for its context and for all that share it. Invariants: evicted blocks are in front of resident ones; an
+evicted block has a dense page, a resident one a resident page. Rows come back in two plans: one reloads them to pages
+that nobody reads yet, and once it is carried out another gives these pages to their readers.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from gpu.step import FinishedReload, HostRead, PageEviction, Reload, TablePlace
+from scheduler.cache.page_pool import PagePool
+from scheduler.residence.host_contexts import HostContexts
+from scheduler.sequences.capacity import HostCapacity
+from scheduler.sequences.offloaded_context import HostContext, end_of_shared, owner_of
+from scheduler.sequences.sequence import Sequence
+
+_RELEASED_LUMPS = 8  # at once, at most
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Blocks `[first, last)` of the run of all that share them: whose own they are, and who has them."""
+
+    owner: HostContext
+    first: int
+    last: int
+    sharing: list[HostContext]
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Where they are among the owner's own blocks."""
+        return self.first - self.owner.size.num_shared, self.last - self.owner.size.num_shared
+
+
+class Frontier:
+    """`holders`: the sequences that hold contexts. `is_adaptive`: what is down stays on the device while nobody needs
+    its pages; else it leaves by token counts alone. A benchmark changes it, with nothing under way.
+    """
+
+    def __init__(self, host: HostCapacity, contexts: HostContexts, pages: PagePool) -> None:
+        self.is_adaptive = host.is_adaptive
+        self._host = host
+        self._contexts = contexts
+        self._pages = pages
+        self._lump = host.lump_tokens // host.page_tokens
+        self._releases: list[PageEviction] = []
+        self._restores: list[FinishedReload] = []
+        self._coming: tuple[_Span, list[int]] | None = None  # blocks that are brought back, and the pages to be theirs
+        self.num_releases = 0
+        self.num_restored = 0  # blocks, since the start
+        self.holders: dict[HostContext, Sequence] = {}
+
+    def hold(self, sequence: Sequence, context: HostContext) -> None:
+        """The context is the sequence's from now on."""
+        sequence.context = context
+        self.holders[context] = sequence
+
+    # --- up -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_yielding(self) -> int:
+        """Pages that are free at most once all that the host has is released, and what comes back is not; 0 where that
+        frees none.
+        """
+        if self._host.layout.dense_per_block == 1:
+            return 0
+        num_coming = 0 if self._coming is None else len(self._coming[1])
+        return num_coming + self._contexts.num_resident - self._host.layout.blocks_for(self._contexts.num_resident)
+
+    def yielding(self) -> list[HostContext]:
+        """Contexts with pages to give up, in the order in which they give way: idle ones, those used longest ago first;
+        then those that run, sampled ones first, since a token of these costs the host least, and of these the one with
+        the most.
+        """
+        having = [one for one in self._contexts if one.num_resident]
+        idle = sorted((one for one in having if not one.is_held), key=lambda one: one.used)
+        held = sorted(
+            (one for one in having if one.is_held), key=lambda one: (one.size.reading.cost_order, -one.num_resident)
+        )
+        return idle + held
+
+    def yield_pages(self, num_pages: int, contexts: Collection[HostContext]) -> None:
+        """These contexts give up pages in turn until so many are free, or they have no more. Rows that may still be on
+        their way down are the last to be asked for.
+        """
+        for only_settled in (True, False):
+            for context in contexts:
+                while (num_short := num_pages - self._pages.num_available) > 0:
+                    end = context.num_settled if only_settled else context.num_blocks
+                    num_blocks = min(end - context.num_released, -(-2 * num_short // self._lump) * self._lump)
+                    if num_blocks <= 0 or not self.give_up(context, num_blocks):
+                        break
+
+    def release_to(self, context: HostContext, num_blocks: int) -> bool:
+        """Whether the first `num_blocks` of its run, at least, are released."""
+        while context.num_released < num_blocks:
+            if not self.give_up(context, num_blocks - context.num_released):
+                return False
+        return True
+
+    def give_up(self, context: HostContext, num_blocks: int) -> bool:
+        """Evict up to so many blocks more, the first ones that are not, for all contexts that share them: the device
+        hears of it, and all that read them.
+
+        Of no more than a few lumps: the device holds the dense layers' rows of a release twice for a moment. What is on
+        its way back comes back first. False, and nothing else has changed, where all are released or a prefill still
+        writes them, and where there is no room for their dense pages.
+        """
+        self.end_restore()
+        first = context.num_released
+        if first == context.num_blocks:
+            return False
+        span = self._span_from(context, min(num_blocks, _RELEASED_LUMPS * self._lump))
+        owner, page_ids = span.owner, context.pages[first : span.last]
+        if not owner.is_written:
+            return False
+        num_new = self._host.layout.blocks_for(span.own[1]) - len(owner.storage)
+        num_freed = sum(self._pages.num_holders(page) == len(span.sharing) for page in page_ids)
+        if num_new > num_freed + self._pages.num_available:
+            return False
+        for _ in span.sharing:
+            self._pages.release(page_ids)
+        owner.storage += self._pages.allocate(num_new)
+        dense_page_ids = self._host.layout.dense_pages(owner.storage, *span.own)
+        places = self._exchange(span, dense_page_ids)
+        for one in span.sharing:
+            one.num_released = span.last
+        self._releases.append(PageEviction(page_ids, dense_page_ids, places))
+        self.num_releases += 1
+        return True
+
+    def take_releases(self) -> list[PageEviction]:
+        """What was given up since the last call."""
+        releases, self._releases = self._releases, []
+        return releases
+
+    # --- down ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_restoring(self) -> bool:
+        return self._coming is not None
+
+    def begin_restore(
+        self, context: HostContext, num_blocks: int, is_ready: Callable[[HostRead], bool]
+    ) -> Reload | None:
+        """Bring back up to so many blocks of those that are released, the last ones, for all that share them; one that
+        shares them and has given up more gets its own back first. There are as many pages.
+
+        None, and nothing has changed, where rows are on their way down still, and beside a prefill that reads them.
+        """
+        span = self._span_before(context, num_blocks)
+        host, page_tokens = self._host, self._host.page_tokens
+        ask = HostRead(span.owner.context_id, host.sink_tokens, host.end_of_blocks(span.last))
+        if not all(one.is_written for one in (span.owner, *span.sharing)) or not is_ready(ask):
+            return None
+        page_ids = self._pages.allocate(span.last - span.first)
+        self._coming = span, page_ids
+        return Reload(span.owner.context_id, span.first * page_tokens, span.last * page_tokens, page_ids)
+
+    def end_restore(self) -> None:
+        """What is brought back goes to who has it, in the plan to come; the device awaits rows that are not there.
+
+        Nothing happens where nothing is. Where the context is gone, so are the pages.
+        """
+        if self._coming is None:
+            return
+        (span, page_ids), self._coming = self._coming, None
+        owner = span.owner
+        if owner.is_closed:
+            self._pages.release(page_ids)
+            return
+        sharing = self._contexts.sharing(owner, span.first)
+        assert all(one.num_released == span.last for one in sharing), "what comes back is still released, for all"
+        span = _Span(owner, span.first, span.last, sharing)
+        for _ in sharing[1:]:
+            self._pages.hold(page_ids)
+        dense_page_ids = owner.pages[span.first : span.last]
+        places = self._exchange(span, page_ids)
+        for one in sharing:
+            one.num_released = span.first
+        kept = self._host.layout.blocks_for(span.own[0])
+        self._pages.release(owner.storage[kept:])
+        del owner.storage[kept:]
+        self._restores.append(FinishedReload(page_ids, dense_page_ids, places))
+        self.num_restored += len(page_ids)
+
+    def take_restores(self) -> list[FinishedReload]:
+        """What came back since the last call."""
+        restores, self._restores = self._restores, []
+        return restores
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _span_from(self, context: HostContext, num_blocks: int) -> _Span:
+        """Blocks of one owner from where those end that are released, as many as all that share them have alike."""
+        first = context.num_released
+        owner, sharing = owner_of(context, first), self._contexts.sharing(context, first)
+        page_ids = owner.pages[first : first + num_blocks]
+        alike = min(_count_alike(one.pages[first : first + len(page_ids)], page_ids) for one in sharing)
+        return _Span(owner, first, first + alike, sharing)
+
+    def _span_before(self, context: HostContext, num_blocks: int) -> _Span:
+        """Blocks of one owner up to where those end that are released, all of them had by the same contexts, and by
+        none that has given up more.
+        """
+        while True:
+            last = context.num_released
+            owner, sharing = owner_of(context, last - 1), self._contexts.sharing(context, last - 1)
+            further = max(sharing, key=lambda one: one.num_released)
+            if further.num_released == last:
+                break
+            context = further
+        ends = [end_of_shared(one, owner) for one in self._contexts if one not in sharing]
+        return _Span(owner, max(owner.size.num_shared, last - num_blocks, *ends, 0), last, sharing)
+
+    def _exchange(self, span: _Span, page_ids: list[int]) -> list[TablePlace]:
+        """Other pages for the blocks of a span, in all that have them; where the page tables are told."""
+        places = []
+        before = self._host.num_sink_blocks
+        for one in span.sharing:
+            one.pages[span.first : span.last] = page_ids
+            sequence = self.holders.get(one)
+            if sequence is not None:
+                sequence.pages[before + span.first : before + span.last] = page_ids
+                if sequence.slot >= 0:
+                    places.append(TablePlace(sequence.slot, before + span.first))
+        return places
+
+
+def _count_alike(first: list[int], second: list[int]) -> int:
+    """How many in front are the same."""
+    return next(
+        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -1,0 +1,300 @@
+"""Contexts in host memory: who holds them, which are forks of others, what they are charged, and which are dropped.
+
+A context is a run of blocks (whole pages of tokens behind the sink), all of them in host memory. Its first blocks are
+evicted and have a dense page each on the device; the others still have resident pages. A finished sequence's context
+stays, idle, for prompts that begin with the same tokens. A context is charged the most that its own blocks may take:
+at first for all that it may grow to before anybody is asked again, and once its sequence has left for what it has.
+Invariants: charges never exceed the limit; a context outlives its forks; one that nobody holds, finds or forked is
+closed; a block is found only where the one before it is; forks have the pages of the blocks they share.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from scheduler.cache.page_pool import PagePool
+from scheduler.sequences.capacity import HostCapacity
+from scheduler.sequences.offloaded_context import HostContext, RunSize, owner_of, root_of
+
+
+class HostContexts:
+    """`keeps_idle`: whether a context outlives its sequence. `used_bytes`: all charges together."""
+
+    def __init__(self, host: HostCapacity, pages: PagePool, keeps_idle: bool) -> None:
+        self.limit_bytes = host.limit_bytes
+        self.used_bytes = 0
+        self._host = host
+        self._pages = pages
+        self._layout = host.layout
+        self._keeps_idle = keeps_idle
+        self._contexts: dict[int, HostContext] = {}
+        self._owners: dict[bytes, list[HostContext]] = {}
+        self._next_id = 0
+        self._uses = 0
+        self._closed: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def __iter__(self) -> Iterator[HostContext]:
+        return iter(self._contexts.values())
+
+    @property
+    def num_held(self) -> int:
+        return sum(context.is_held for context in self._contexts.values())
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are down, a shared one counted once."""
+        return sum(context.num_own for context in self._contexts.values())
+
+    @property
+    def num_released(self) -> int:
+        """Of these, those without resident pages."""
+        return sum(max(0, one.num_released - one.size.num_shared) for one in self._contexts.values())
+
+    @property
+    def num_resident(self) -> int:
+        """Blocks whose pages could be given up, a shared one counted once."""
+        contexts = (one for one in self._contexts.values() if one.is_written)
+        return sum(len(one.pages) - max(one.num_released, one.size.num_shared) for one in contexts)
+
+    def find(self, hashes: list[bytes], begin: int, end: int) -> tuple[HostContext | None, int]:
+        """A context with the longest run that begins with these blocks, and how many of them it has."""
+        last = bisect_left(range(begin, end), True, key=lambda block: hashes[block] not in self._owners)
+        return (self._owners[hashes[begin + last - 1]][0], last) if last else (None, 0)
+
+    # --- holding ------------------------------------------------------------------------------------------------------
+
+    def has_room(self, size: RunSize, parent: HostContext | None) -> bool:
+        """Whether `add` would find room, idle ones gone but `parent` and what that stands on."""
+        return self._can_free(self._bytes_of(size), _some(parent))
+
+    def add(self, size: RunSize, parent: HostContext | None) -> HostContext | None:
+        """A context, held, that shares its front with a parent; None if there is no room now."""
+        if not self._make_room(self._bytes_of(size), _some(parent)):
+            return None
+        num_shared = size.num_shared
+        shared = [] if parent is None else parent.pages[:num_shared]
+        hashes = [] if parent is None else parent.hashes[:num_shared]
+        num_released = 0 if parent is None else min(parent.num_released, num_shared)
+        context = HostContext(
+            self._next_id, parent, replace(size, num_blocks=num_shared), shared, num_released, num_shared, hashes
+        )
+        self._next_id += 1
+        self._contexts[context.context_id] = context
+        self._pages.hold(shared[num_released:])
+        self._charge(context, size.num_blocks)
+        self._use(context)
+        if parent is not None:
+            parent.num_forks += 1
+            self._use(parent)
+            self.keep_sink(context, parent.sink_pages)
+        return context
+
+    def keep_sink(self, context: HostContext, pages: list[int]) -> None:
+        """The context needs these pages of the device as long as it stands."""
+        context.sink_pages = list(pages)
+        self._pages.hold(context.sink_pages)
+
+    def grow(self, context: HostContext, num_blocks: int) -> bool:
+        """Whether the context may have `num_blocks`; idle ones give way to it."""
+        if num_blocks <= context.size.num_blocks:
+            return True
+        num_bytes = self._bytes_of(replace(context.size, num_blocks=num_blocks))
+        if not self._make_room(num_bytes - context.charged_bytes, [context]):
+            return False
+        self._charge(context, num_blocks)
+        return True
+
+    def deposit(self, context: HostContext, page_ids: list[int]) -> None:
+        """The next blocks are written; the context holds these pages, which are theirs, from now on."""
+        assert context.num_blocks + len(page_ids) <= context.size.num_blocks, "a deposit is paid for before it is made"
+        context.pages += page_ids
+
+    def deposit_released(self, context: HostContext, num_blocks: int) -> None:
+        """The next blocks are written, and have no resident pages: there is room for their dense ones."""
+        assert context.num_blocks + num_blocks <= context.size.num_blocks, "a deposit is paid for before it is made"
+        assert context.num_resident == 0, "what is released is in front"
+        begin, end = context.num_own, context.num_own + num_blocks
+        context.storage += self._pages.allocate(self._layout.blocks_for(end) - len(context.storage))
+        context.pages += self._layout.dense_pages(context.storage, begin, end)
+        context.num_released += num_blocks
+
+    def sharing(self, context: HostContext, block: int) -> list[HostContext]:
+        """All that have this block of the context's run: whose own it is, and forks that stand on that one."""
+        owner = owner_of(context, block)
+        behind = [one for one in self._contexts.values() if block < one.num_blocks]
+        return [one for one in behind if owner_of(one, block) is owner]
+
+    def publish(self, context: HostContext, hashes: list[bytes]) -> None:
+        """The run's first blocks are final and known by these hashes, those published before among them."""
+        if context.is_closed or not context.is_findable or not self._keeps_idle:
+            return
+        for digest in hashes[len(context.hashes) :]:
+            self._owners.setdefault(digest, []).append(context)
+            context.hashes.append(digest)
+
+    def let_go(self, context: HostContext, is_kept: bool) -> None:
+        """Its sequence is done with it; `is_kept`: what is down is good for others."""
+        context.is_held = False
+        context.num_settled = context.num_blocks
+        self._charge(context, context.num_blocks)
+        self._use(context)
+        hidden = [context]
+        if not (is_kept and self._keeps_idle and context.is_open and context.num_own):
+            hidden = self._hide(context)
+        for one in hidden:
+            self._close_unused(one)
+
+    def discard(self, context: HostContext) -> None:
+        """What is down is not what was planned: nobody new may find it."""
+        if not context.is_closed:
+            for hidden in self._hide(context):
+                self._close_unused(hidden)
+
+    def retract(self, hashes: list[bytes]) -> None:
+        """Blocks of these hashes are wrong: no context that has one, or stands on one that has, is found any more."""
+        owners = {context for digest in hashes for context in self._owners.get(digest, [])}
+        for root in {root_of(context) for context in owners}:
+            self._hide(root)
+        for context in list(self._contexts.values()):
+            self._close_unused(context)
+
+    def num_standing(self, context: HostContext) -> int:
+        """Pages of the device that it and what it stands on have at least, once all is released."""
+        pages, one = len(context.sink_pages), context
+        while True:
+            pages += self._layout.blocks_for(one.num_own)
+            if one.parent is None:
+                return pages
+            one = one.parent
+
+    def idle_pages(self, kept: Collection[HostContext]) -> set[int]:
+        """Pages of the device that are free once idle contexts are gone, all but `kept` and what these stand on."""
+        num_idle_holders = Counter(page for context in self._idle(kept) for page in _held(context))
+        return {page for page, count in num_idle_holders.items() if self._pages.num_holders(page) == count}
+
+    def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
+        """Whether so many pages of the device are free; idle contexts give way to that if it is enough, but never
+        `kept`, nor one that would free none.
+        """
+        if num_pages <= self._pages.num_available:
+            return True
+        spare = self.idle_pages(kept)
+        if num_pages > self._pages.num_available + len(spare):
+            return False
+        while num_pages > self._pages.num_available:
+            freed = self._evict([one for one in self._idle(kept) if not spare.isdisjoint(_held(one))])
+            assert freed, "what can be freed was counted"
+        return True
+
+    def evict_idle(self, kept: Collection[HostContext]) -> bool:
+        """Close the idle context without forks that was used longest ago, but not `kept`; False if there is none."""
+        return self._evict(self._idle(kept))
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether the device has yet to hear of some."""
+        return bool(self._closed)
+
+    def take_closed(self) -> list[int]:
+        """Contexts closed since the last call, for the device to hear of."""
+        closed, self._closed = self._closed, []
+        return closed
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def _can_free(self, num_bytes: int, kept: Collection[HostContext]) -> bool:
+        spare_bytes = self.limit_bytes - self.used_bytes + sum(context.charged_bytes for context in self._idle(kept))
+        return num_bytes <= spare_bytes
+
+    def _idle(self, kept: Collection[HostContext]) -> list[HostContext]:
+        """Contexts that may go: those that are held stay, and `kept`, and what these stand on."""
+        pinned: set[HostContext] = set()
+        context: HostContext | None
+        for context in [*(one for one in self._contexts.values() if one.is_held), *kept]:
+            while context is not None and context not in pinned:
+                pinned.add(context)
+                context = context.parent
+        return [context for context in self._contexts.values() if context not in pinned]
+
+    def _evict(self, idle: list[HostContext]) -> bool:
+        """Close the one without forks that was used longest ago; False if there is none."""
+        leaves = [context for context in idle if not context.num_forks]
+        if leaves:
+            self.discard(min(leaves, key=lambda context: context.used))
+        return bool(leaves)
+
+    def _make_room(self, num_bytes: int, kept: Collection[HostContext]) -> bool:
+        """Idle contexts give way, but only if that is enough, and never `kept`."""
+        if not self._can_free(num_bytes, kept):
+            return False
+        while self.used_bytes + num_bytes > self.limit_bytes:
+            freed = self.evict_idle(kept)
+            assert freed, "what can be freed was counted"
+        return True
+
+    def _bytes_of(self, size: RunSize) -> int:
+        """The most that a context's own blocks may take: those that come at once, and those that follow one by one."""
+        num_bulk = min(size.num_own, size.num_bulk)
+        bulk_tokens = num_bulk * self._host.page_tokens
+        more_tokens = (size.num_own - num_bulk) * self._host.page_tokens
+        return self._host.bytes_of_run(bulk_tokens, more_tokens, size.reading, size.num_shared > 0)
+
+    def _charge(self, context: HostContext, num_blocks: int) -> None:
+        """It may have so many blocks, and is charged for its own among them, in place of what it was charged for."""
+        context.size = replace(context.size, num_blocks=num_blocks)
+        num_bytes = self._bytes_of(context.size)
+        self.used_bytes += num_bytes - context.charged_bytes
+        context.charged_bytes = num_bytes
+
+    def _use(self, context: HostContext) -> None:
+        self._uses += 1
+        context.used = self._uses
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def _hide(self, context: HostContext) -> list[HostContext]:
+        """Let nobody new find it, nor what stands on it. Returns all of these, forks before what they stand on."""
+        forks: dict[HostContext, list[HostContext]] = {}
+        for one in self._contexts.values() if context.num_forks else ():
+            if one.parent is not None:
+                forks.setdefault(one.parent, []).append(one)
+        hidden = [context]
+        for one in hidden:  # a conversation has a fork a turn
+            hidden += forks.get(one, ())
+        for one in hidden:
+            one.is_findable = False
+            for digest in one.hashes[one.size.num_shared :]:
+                owners = self._owners[digest]
+                owners.remove(one)
+                if not owners:
+                    del self._owners[digest]
+            del one.hashes[one.size.num_shared :]
+        return hidden[::-1]
+
+    def _close_unused(self, context: HostContext | None) -> None:
+        """Close it if nobody holds, finds or forked it, and then what it stood on."""
+        while context is not None and not (
+            context.is_closed or context.is_held or context.is_findable or context.num_forks
+        ):
+            self._charge(context, context.size.num_shared)  # it has nothing of its own any more
+            self._pages.release(_held(context))
+            del self._contexts[context.context_id]
+            context.is_closed = True
+            if context.is_open:
+                self._closed.append(context.context_id)
+            if context.parent is not None:
+                context.parent.num_forks -= 1
+            context = context.parent
+
+
+def _held(context: HostContext) -> list[int]:
+    """Pages of the device that a context holds."""
+    return [*context.sink_pages, *context.storage, *context.pages[context.num_released :]]
+
+
+def _some(context: HostContext | None) -> list[HostContext]:
+    return [] if context is None else [context]

@@ -1,0 +1,254 @@
+"""Prompts of which a part is offloaded: where each may begin, and what it takes of both memories.
+
+Such a prompt is a sink in pages, a run of blocks that is offloaded, and a window in pages. The run's first blocks may
+be shared with another context, the `source`; the others are its own and are computed. With fixed residence token counts
+say how many of its own blocks begin evicted, with adaptive residence as few as find no pages. Invariant: a prompt has
+all that it needs, or holds nothing.
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from gpu.profiles import Profile
+from gpu.step import HostPrompt
+from scheduler.cache.page_pool import PagePool
+from scheduler.cache.prefix_cache import PrefixCache
+from scheduler.residence.evictions import Frontier
+from scheduler.residence.host_contexts import HostContexts
+from scheduler.residence.page_room import PageRoom
+from scheduler.sequences.capacity import HostCapacity
+from scheduler.sequences.offloaded_context import HostContext, RunSize
+from scheduler.sequences.sequence import Sequence
+
+_AHEAD_TOKENS = 2048  # of a long context's output, paid for when it is admitted: it runs a while before it gives way
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a prompt's prefill begins: behind blocks that are known, or behind the front of a `source` context.
+
+    `end`: where the run ends that goes down; 0: all of it stays on the device.
+    """
+
+    begin: int
+    end: int
+    source: HostContext | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a prompt takes. Of its run, in blocks: `num_shared` are its source's, `num_own` its own, of which at least
+    `num_released` begin released. In pages of all layers: `num_new` for its window, and its sink unless its source has
+    that; `num_spare` that it may take soon. `size`: of the context that it is admitted with.
+    """
+
+    num_shared: int
+    num_own: int
+    num_released: int
+    num_new: int
+    num_spare: int
+    size: RunSize
+
+
+class DepositedPrompts:
+    """`profiles`: those that are served, by name."""
+
+    def __init__(
+        self,
+        host: HostCapacity,
+        contexts: HostContexts,
+        frontier: Frontier,
+        pages: PagePool,
+        room: PageRoom,
+        prefixes: PrefixCache,
+        profiles: Mapping[str, Profile],
+    ) -> None:
+        self._host = host
+        self._contexts = contexts
+        self._frontier = frontier
+        self._pages = pages
+        self._room = room
+        self._prefixes = prefixes
+        self._profiles = profiles
+
+    def run_end(self, sequence: Sequence) -> int:
+        """Where the run ends that goes down with its prompt; 0: none does."""
+        if not self._profile(sequence).offloads:
+            return 0
+        if self._frontier.is_adaptive:
+            return self._host_of(sequence).prompt_end(sequence.num_tokens)
+        return self._host_of(sequence).run_end(sequence.num_prompt_tokens, sequence.num_tokens)
+
+    # --- where one begins ---------------------------------------------------------------------------------------------
+
+    def find(self, sequence: Sequence) -> Start:
+        """The best start there is now."""
+        source, num_shared = self._find_source(sequence)
+        begin = 0 if source is None else self._host.end_of_blocks(num_shared)
+        return Start(begin, sequence.run_end, source)
+
+    def _find_source(self, sequence: Sequence) -> tuple[HostContext | None, int]:
+        """The context with the longest front of the sequence's run, and how many blocks of it are shared."""
+        num_sink = self._host.num_sink_blocks
+        end = min(self._settled_end(sequence) // self._host.page_tokens, sequence.num_usable_blocks)
+        source, num_shared = self._contexts.find(sequence.hashes, num_sink, max(num_sink, end))
+        if source is None:
+            return None, 0
+        if not self._frontier.is_adaptive:
+            num_shared = min(num_shared, source.num_settled)
+        num_shared = max(0, self._prefixes.align_blocks(sequence, num_sink + num_shared) - num_sink)
+        if num_shared == 0 or not self._fits_beside(sequence, source, num_shared):
+            return None, 0
+        return source, num_shared
+
+    def _fits_beside(self, sequence: Sequence, source: HostContext, num_shared: int) -> bool:
+        """Whether both memories hold the prompt beside its source, all that may go gone. If not, the source must go."""
+        need = self._need(sequence, num_shared)
+        if not self._contexts.num_held and not self._contexts.has_room(need.size, source):
+            return False
+        num_pages = need.num_new + need.num_spare + self._least_pages(need)
+        return num_pages + self._contexts.num_standing(source) <= self._pages.num_pages
+
+    # --- what one takes -----------------------------------------------------------------------------------------------
+
+    def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
+        """Give the sequence what its prompt needs of both memories, if that leaves `num_spare` pages; else nothing.
+
+        Idle contexts but `kept` give way to it, and pages that the host has copies of.
+        """
+        source = start.source
+        need = self._need(sequence, 0 if source is None else self._host.blocks_of_run(start.begin))
+        num_left = need.num_spare + num_spare
+        if not self._make_room(need, num_left, kept if source is None else [*kept, source]):
+            return False
+        num_released = self._num_to_release(need, need.num_new + num_left, source)
+        if not self._release_source(need, num_released, source) or not self._has_pages(need, num_released):
+            return False
+        context = self._add_context(need, source)
+        if context is None:
+            return False
+        self._take_pages(sequence, context, need, num_released)
+        self._frontier.hold(sequence, context)
+        return True
+
+    def _need(self, sequence: Sequence, num_shared: int) -> _Need:
+        """Of a prompt, `num_shared` blocks of whose run are its source's; 0: it has none."""
+        host, is_adaptive = self._host, self._frontier.is_adaptive
+        num_run = host.blocks_of_run(sequence.run_end)
+        num_own = num_run - num_shared
+        num_window = sequence.num_pages - self._host.num_sink_blocks - num_run
+        num_released = 0
+        if not is_adaptive:
+            num_released = max(0, host.blocks_of_run(self._settled_end(sequence)) - num_shared)
+        size = self._admitted_size(sequence, num_shared, num_own)
+        num_there = num_own if is_adaptive else num_released
+        num_resident = self._host.num_sink_blocks + num_window + num_own - num_there
+        num_spare = self._room.most_window_pages(sequence) - num_resident + self._room.num_coming_dense(size, num_there)
+        num_new = num_window if num_shared else num_window + self._host.num_sink_blocks
+        return _Need(num_shared, num_own, num_released, num_new, num_spare, size)
+
+    def _admitted_size(self, sequence: Sequence, num_shared: int, num_own: int) -> RunSize:
+        """The run that a sequence is admitted with: its prompt's, and that of some output."""
+        most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
+        num_blocks = self._host_of(sequence).most_run_tokens(most) // self._host.page_tokens
+        return RunSize(num_shared, num_own, num_blocks, self._profile(sequence).reading)
+
+    def _least_pages(self, need: _Need) -> int:
+        """For a prompt's own blocks, as many of them released as may be."""
+        num_released = need.num_own if self._frontier.is_adaptive else need.num_released
+        return self._own_pages(need, num_released)
+
+    def _own_pages(self, need: _Need, num_released: int) -> int:
+        """For a prompt's own blocks, so many of them released, with dense pages alone."""
+        return need.num_own - num_released + self._host.layout.blocks_for(num_released)
+
+    # --- step by step -------------------------------------------------------------------------------------------------
+
+    def _make_room(self, need: _Need, num_left: int, kept: Collection[HostContext]) -> bool:
+        """Whether the fewest pages that will do are free, and `num_left` more may be; what gives way gives way."""
+        num_pages = need.num_new + self._least_pages(need)
+        return self._room.has_pages(num_pages + num_left, kept) and self._room.free_pages(num_pages, kept)
+
+    def _num_to_release(self, need: _Need, num_other: int, source: HostContext | None) -> int:
+        """How many of a prompt's own blocks begin released, so that `num_other` pages are left: all that must.
+
+        Idle contexts give up theirs first, the source's last.
+        """
+        if not self._frontier.is_adaptive:
+            return need.num_released
+        num_own, frontier = need.num_own, self._frontier
+        self._pages.reach(num_own + num_other)
+        idle = [one for one in frontier.yielding() if not one.is_held]
+        frontier.yield_pages(num_own + num_other, [one for one in idle if one is not source])
+        if source is not None and num_own + num_other > self._pages.num_available:
+            frontier.yield_pages(num_own + num_other, [source])
+        num_free, lump = self._pages.num_available - num_other, self._host.lump_tokens // self._host.page_tokens
+        fewest = bisect_left(range(num_own), True, key=lambda num: self._own_pages(need, num) <= num_free)
+        return min(num_own, -(-fewest // lump) * lump)
+
+    def _release_source(self, need: _Need, num_released: int, source: HostContext | None) -> bool:
+        """Whether what is shared is released, which it must be where a block behind it begins released."""
+        if source is None or (self._frontier.is_adaptive and not num_released):
+            return True
+        return self._frontier.release_to(source, need.num_shared)
+
+    def _has_pages(self, need: _Need, num_released: int) -> bool:
+        return need.num_new + self._own_pages(need, num_released) <= self._pages.num_available
+
+    def _add_context(self, need: _Need, source: HostContext | None) -> HostContext | None:
+        """A context for the run, with host memory for some output, too; None: there is no room now."""
+        self._frontier.end_restore()  # before its contexts have another to share with
+        context = self._contexts.add(need.size, source)
+        if context is None and not self._contexts.num_held:  # it has the host to itself: no room to grow, but it fits
+            context = self._contexts.add(replace(need.size, num_blocks=need.num_shared + need.num_own), source)
+        return context
+
+    def _take_pages(self, sequence: Sequence, context: HostContext, need: _Need, num_released: int) -> None:
+        """For sink, run and window, in this order; so many of the run's own blocks have dense ones alone."""
+        if context.parent is None:
+            sink = self._pages.allocate(self._host.num_sink_blocks)
+            self._contexts.keep_sink(context, sink)
+        else:
+            sink = context.sink_pages
+            self._pages.hold(sink)
+        if num_released:
+            self._contexts.deposit_released(context, num_released)
+        self._contexts.deposit(context, self._pages.allocate(need.num_own - num_released))
+        context.is_open, context.is_written = True, False
+        sequence.pages = sink + context.pages
+        sequence.pages += self._pages.allocate(sequence.num_pages - len(sequence.pages))
+
+    # --- its prefill --------------------------------------------------------------------------------------------------
+
+    def host_prompt(self, sequence: Sequence, context: HostContext, start: Start) -> HostPrompt:
+        """What the prefill is told of the part that goes down."""
+        return HostPrompt(
+            context_id=context.context_id,
+            source_id=None if start.source is None else start.source.context_id,
+            sink=self._host.sink_tokens,
+            released=self._host.end_of_blocks(context.num_released),
+            end=start.end,
+            reading=self._profile(sequence).reading,
+        )
+
+    def finish_prefill(self, sequence: Sequence, context: HostContext) -> None:
+        """The plan under way ends it: what went down is in host memory behind it."""
+        context.is_written = True
+        context.num_settled = self._host.blocks_of_run(self._settled_end(sequence))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _profile(self, sequence: Sequence) -> Profile:
+        return self._profiles[sequence.request.attention_profile]
+
+    def _host_of(self, sequence: Sequence) -> HostCapacity:
+        return self._host.of(sequence.request.attention_profile)
+
+    def _settled_end(self, sequence: Sequence) -> int:
+        """Of a prompt's run, what is released when its prefill ends, where residence is fixed; and where what it may
+        share ends.
+        """
+        if self._frontier.is_adaptive:
+            return sequence.run_end
+        return self._host_of(sequence).settled_end(sequence.num_prompt_tokens, sequence.num_tokens)

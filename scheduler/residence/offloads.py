@@ -1,0 +1,167 @@
+"""Decide when the next tokens of a running sequence are offloaded to host memory."""
+
+from collections.abc import Iterable, Mapping
+
+from gpu.profiles import Profile
+from gpu.step import Offload
+from scheduler.cache.page_pool import PagePool
+from scheduler.residence.evictions import Frontier
+from scheduler.residence.host_contexts import HostContexts
+from scheduler.sequences.capacity import HostCapacity
+from scheduler.sequences.offloaded_context import HostContext, RunSize
+from scheduler.sequences.sequence import Sequence
+
+
+class Deposits:
+    """`profiles`: those that are served, by name."""
+
+    def __init__(
+        self,
+        host: HostCapacity,
+        contexts: HostContexts,
+        frontier: Frontier,
+        pages: PagePool,
+        profiles: Mapping[str, Profile],
+    ) -> None:
+        self._host = host
+        self._contexts = contexts
+        self._frontier = frontier
+        self._pages = pages
+        self._profiles = profiles
+        self._written_down: list[tuple[Sequence, Offload]] = []  # by the plan under way
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Whether there is room in host memory for the deposit that the next draw makes due, if it does."""
+        end = self._end(sequence)
+        if not end:
+            return True
+        num_blocks = self._host.blocks_of_run(end)
+        if sequence.context is not None:
+            return self._contexts.grow(sequence.context, num_blocks)
+        return self._open(sequence, num_blocks)
+
+    def num_dense_pages(self, sequence: Sequence) -> int:
+        """Pages that its dense layers take where what settles at the next draw leaves the device at once."""
+        context = sequence.open_context
+        if self._frontier.is_adaptive or context is None or not self._settles(sequence, context):
+            return 0
+        return self._host.layout.blocks_for(context.num_own) - len(context.storage)
+
+    def settle(self, sequence: Sequence) -> None:
+        """What was written may settle at the next draw. Fixed residence releases it at once, by token counts alone, so
+        that nobody else takes the pages that were free for its dense layers when this was asked.
+        """
+        context = sequence.open_context
+        if context is None or not self._settles(sequence, context):
+            return
+        context.num_settled = context.num_blocks
+        if not self._frontier.is_adaptive:
+            given = self._frontier.release_to(context, context.num_settled)
+            assert given, "room for what is released was made when it was reserved"
+
+    def next_deposit(self, sequence: Sequence) -> Offload | None:
+        """Old tokens are written to the host where the next draw makes it due."""
+        end = self._end(sequence)
+        return self._write(sequence, end) if end else None
+
+    def most_ahead(self, sequence: Sequence, most: int) -> int:
+        """How many tokens, at most that many, may follow the next draw's in its step: in none of the steps that these
+        would take is anything written down, or settled.
+        """
+        if not self._profile(sequence).offloads:
+            return most
+        context, host = sequence.open_context, self._host_of(sequence)
+        run_end = None if context is None else self._run_end(context)
+        for ahead in range(1, most + 1):
+            num_tokens = sequence.next_position + 1 + ahead
+            settles = context is not None and context.num_settled < context.num_blocks
+            if host.deposit_end(num_tokens, run_end) or (settles and host.is_settled(num_tokens, run_end or 0)):
+                return ahead - 1
+        return most
+
+    def write_down(self, running: Iterable[Sequence]) -> bool:
+        """Whether one that stays on the device whole, being short, is written to host memory, so that it can give up
+        pages: one that is sampled first, and of these the longest. What it writes is whole lumps of its middle.
+        """
+        for sequence in sorted(filter(self._stays, running), key=self._turn):
+            end = self._middle_end(sequence)
+            num_blocks = self._host.blocks_of_run(end)
+            own = sequence.pages[self._host.num_sink_blocks :][:num_blocks]
+            num_freed = sum(self._pages.num_holders(page) == 1 for page in own)
+            if num_freed > self._host.layout.blocks_for(num_blocks) and self._open(sequence, num_blocks):
+                self._written_down.append((sequence, self._write(sequence, end)))
+                return True
+        return False
+
+    def take_written_down(self) -> list[tuple[Sequence, Offload]]:
+        """Deposits of short ones since the last call, and whose they are."""
+        written_down, self._written_down = self._written_down, []
+        return written_down
+
+    def forget(self, sequence: Sequence) -> None:
+        """It gives way in the plan that writes it down: the device hears nothing of its context."""
+        left = [entry for entry in self._written_down if entry[0] is not sequence]
+        if len(left) < len(self._written_down) and sequence.context is not None:
+            sequence.context.is_open = False
+        self._written_down = left
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._host.page_tokens
+
+    def _profile(self, sequence: Sequence) -> Profile:
+        return self._profiles[sequence.request.attention_profile]
+
+    def _host_of(self, sequence: Sequence) -> HostCapacity:
+        return self._host.of(sequence.request.attention_profile)
+
+    def _run_end(self, context: HostContext) -> int:
+        return self._host.end_of_blocks(context.num_blocks)
+
+    def _end(self, sequence: Sequence) -> int:
+        """Where the run ends after the deposit that the next draw makes due; 0: it makes none."""
+        if not self._profile(sequence).offloads:
+            return 0
+        context = sequence.open_context
+        run_end = None if context is None else self._run_end(context)
+        return self._host_of(sequence).deposit_end(sequence.next_position + 1, run_end)
+
+    def _settles(self, sequence: Sequence, context: HostContext) -> bool:
+        """Whether all that its context has written is settled at the next draw."""
+        return self._host_of(sequence).is_settled(sequence.next_position + 1, self._run_end(context))
+
+    def _open(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether there is room for a context of so many blocks, which the sequence holds then."""
+        reading = self._profile(sequence).reading
+        context = self._contexts.add(RunSize(0, num_blocks, num_blocks, reading), None)
+        if context is not None:
+            self._frontier.hold(sequence, context)
+        return context is not None
+
+    def _write(self, sequence: Sequence, end: int) -> Offload:
+        """The run goes on to `end`, which is paid for."""
+        context, host = sequence.context, self._host
+        assert context is not None, "a deposit is planned after its room is reserved"
+        opens = not context.is_open
+        if opens:
+            self._contexts.keep_sink(context, sequence.pages[: host.num_sink_blocks])
+            context.is_open = True
+        begin = self._run_end(context)
+        page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
+        self._contexts.deposit(context, page_ids)
+        reading = self._profile(sequence).reading
+        return Offload(sequence.slot, context.context_id, begin, end, page_ids, opens, reading)
+
+    def _stays(self, sequence: Sequence) -> bool:
+        """Whether it is on the device whole, and long enough to have a middle."""
+        offloads = self._profile(sequence).offloads and sequence.context is None
+        return offloads and self._middle_end(sequence) > self._host.sink_tokens
+
+    def _middle_end(self, sequence: Sequence) -> int:
+        host = self._host_of(sequence)
+        num_tokens = sequence.next_position - host.window_tokens - host.sink_tokens
+        return host.sink_tokens + num_tokens // host.lump_tokens * host.lump_tokens
+
+    def _turn(self, sequence: Sequence) -> tuple[int, int]:
+        return self._profile(sequence).reading.cost_order, -sequence.next_position

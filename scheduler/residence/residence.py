@@ -1,0 +1,279 @@
+"""Keys and values of sequences: pages on the device, and contexts in host memory for what is offloaded.
+
+Offloaded tokens keep their pages while nobody needs them, and lose them at once where they do; nothing is computed
+again. Invariant: `sequence.pages` has a page for each position, in order. Those of its context's run are the context's,
+dense ones in front; the sequence holds all others.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Literal
+
+from gpu.profiles import Profile
+from gpu.step import FinishedReload, HostPrompt, HostRead, Offload, PageEviction, PageWrite, Reload
+from scheduler.cache.page_pool import Memory, PagePool
+from scheduler.cache.prefix_cache import PrefixCache
+from scheduler.cache.window_pool import Windows
+from scheduler.residence.evictions import Frontier
+from scheduler.residence.host_contexts import HostContexts
+from scheduler.residence.offloaded_prompts import DepositedPrompts, Start
+from scheduler.residence.offloads import Deposits
+from scheduler.residence.page_room import PageRoom
+from scheduler.residence.reloads import GrowingBack
+from scheduler.residence.residence_counts import ResidenceCounts
+from scheduler.sequences.capacity import Capacity
+from scheduler.sequences.offloaded_context import HostContext
+from scheduler.sequences.sequence import Sequence
+
+Shortage = Literal["pages", "host"]
+
+
+class Residence:
+    """`profiles`: those that are served, by name; `model_key` names the model in prefix hashes. `contexts`, `frontier`:
+    None where every context stays on the device. page_memory, window_memory: how these come to be there; None: all are.
+    """
+
+    def __init__(
+        self, capacity: Capacity, prefix_cache: bool, model_key: bytes, profiles: Mapping[str, Profile],
+        page_memory: Memory | None = None, window_memory: Memory | None = None,
+    ) -> None:  # fmt: skip
+        page_tokens = capacity.page_tokens
+        self._capacity = capacity
+        self._profiles = profiles
+        self.pages = PagePool(0, capacity.num_pages, prefix_cache, page_memory)
+        self.windows = Windows(
+            capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache, window_memory
+        )
+        self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key, profiles)
+        self.contexts: HostContexts | None = None
+        self.frontier: Frontier | None = None
+        host = capacity.host
+        self._num_sink_blocks = 0 if host is None else host.num_sink_blocks
+        if host is not None:
+            self.contexts = HostContexts(host, self.pages, prefix_cache)
+            self.frontier = Frontier(host, self.contexts, self.pages)
+        self.room = PageRoom(capacity, self.pages, self.contexts, self.frontier)
+        self.counts = ResidenceCounts(page_tokens, self.contexts, self.frontier)
+        if host is not None and self.contexts is not None and self.frontier is not None:
+            self._prompts = DepositedPrompts(
+                host, self.contexts, self.frontier, self.pages, self.room, self.prefixes, profiles
+            )  # fmt: skip
+            self._deposits = Deposits(host, self.contexts, self.frontier, self.pages, profiles)
+            self._growing_back = GrowingBack(host, self.frontier, self.pages)
+
+    @property
+    def page_tokens(self) -> int:
+        return self._capacity.page_tokens
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether what is in host memory stays on the device while nobody needs its pages; not so without a host."""
+        return self.frontier is not None and self.frontier.is_adaptive
+
+    def profile_of(self, sequence: Sequence) -> Profile:
+        return self._profiles[sequence.request.attention_profile]
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def await_room(self, sequence: Sequence) -> None:
+        """The sequence waits from now on: what it will take does not change meanwhile."""
+        sequence.num_pages = self._capacity.pages_for(sequence.num_tokens)
+        sequence.run_end = 0 if self.frontier is None else self._prompts.run_end(sequence)
+        self.prefixes.await_blocks(sequence)
+
+    def find(self, sequence: Sequence) -> Start:
+        """The best start there is now of a prompt that goes down."""
+        return self._prompts.find(sequence)
+
+    def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
+        """Give the sequence what its prompt needs, if that leaves `num_spare` pages; else nothing.
+
+        One with a window needs few pages more than it has: room for all of them is left, so that no long prompt is
+        computed twice for want of a page. Idle contexts but `kept` give way to it.
+        """
+        if start.end:
+            return self._prompts.take(sequence, start, num_spare, kept)
+        front = self.pages.front_of(sequence.hashes, self._blocks(start.begin))
+        self.pages.hold(front.array)
+        num_new = sequence.num_pages - len(front.page_ids)
+        if not self.room.has_pages(num_new + num_spare, kept) or not self.room.free_pages(num_new, kept):
+            self.pages.release(front.page_ids)
+            return False
+        sequence.pages = front.page_ids + self.pages.allocate(num_new)
+        return True
+
+    def host_prompt(self, sequence: Sequence, start: Start) -> HostPrompt | None:
+        """What a prefill is told of the part that goes down, if any does."""
+        context = sequence.context
+        return None if context is None else self._prompts.host_prompt(sequence, context, start)
+
+    def finish_prefill(self, sequence: Sequence) -> None:
+        """The plan under way ends it: what went down is in host memory behind it."""
+        context = sequence.context
+        if context is not None:
+            self._prompts.finish_prefill(sequence, context)
+            if context.parent is not None and context.num_released:
+                self._growing_back.hasten()
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, sequence: Sequence, kept: Collection[HostContext]) -> Shortage | None:
+        """Make room for the next draw, and for the deposit that it makes due; what is short if there is none.
+
+        Idle contexts give way, but `kept` no page.
+        """
+        num_pages = int(self._needs_page(sequence))
+        if self.frontier is not None:
+            if not self._deposits.reserve(sequence):
+                return "host"
+            num_pages += self._deposits.num_dense_pages(sequence)
+        return "pages" if num_pages and not self.room.free_pages(num_pages, kept) else None
+
+    def grow(self, sequence: Sequence) -> list[PageWrite]:
+        """The page that the next token begins, if it begins one; what settles with it moves. There is room: `reserve`
+        has said so, and it is called for nobody else in between.
+        """
+        if self.frontier is not None:
+            self._deposits.settle(sequence)
+        if not self._needs_page(sequence):
+            return []
+        write = PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(1))
+        sequence.pages += write.page_ids
+        return [write]
+
+    def most_ahead(self, sequence: Sequence, most: int, num_spare: int) -> int:
+        """How many tokens, at most that many, may follow the next draw's in its step, with what is free: that leaves
+        `num_spare` pages, and nobody gives way.
+        """
+        self.pages.reach(num_spare + most // self._capacity.page_tokens + 1)
+        num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
+        most = min(most, num_pages * self._capacity.page_tokens - sequence.next_cell - 1)
+        if self.windows.count:
+            most = min(most, self._capacity.spare_window_tokens)  # or they take the place of what the first ones see
+        if most <= 0 or self.frontier is None:
+            return max(most, 0)
+        return self._deposits.most_ahead(sequence, most)
+
+    def grow_ahead(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
+        """The pages of so many tokens behind the next draw's: no more than `most_ahead` says."""
+        num_pages = (sequence.next_cell + num_tokens) // self._capacity.page_tokens + 1 - len(sequence.pages)
+        if num_pages <= 0:
+            return []
+        write = PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(num_pages))
+        sequence.pages += write.page_ids
+        return [write]
+
+    def give_back_evicted(self, sequence: Sequence) -> None:
+        """Its prompt is done, and what is left of it has moved up: pages behind that are free."""
+        if sequence.num_evicted:
+            first = self._blocks(sequence.next_cell) + 1
+            self.pages.release(sequence.pages[first:])
+            del sequence.pages[first:]
+
+    def deposit(self, sequence: Sequence) -> Offload | None:
+        """Old tokens are written to the host where the next draw makes it due."""
+        return None if self.frontier is None else self._deposits.next_deposit(sequence)
+
+    def write_down(self, running: Iterable[Sequence]) -> bool:
+        """Whether one of these that is on the device whole is written to the host, and can give up pages then."""
+        return self.is_adaptive and self._deposits.write_down(running)
+
+    def take_written_down(self) -> list[tuple[Sequence, Offload]]:
+        """Deposits of these since the last call, and whose they are."""
+        return [] if self.frontier is None else self._deposits.take_written_down()
+
+    def ask(self, sequence: Sequence) -> HostRead | None:
+        """What a decode step reads of the sequence in host memory: what is released, by this plan as well."""
+        context, host = sequence.open_context, self._capacity.host
+        if context is None or host is None or not context.num_released:
+            return None
+        return HostRead(context.context_id, host.sink_tokens, host.end_of_blocks(context.num_released))
+
+    # --- what others may find -----------------------------------------------------------------------------------------
+
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Blocks of a context that is on the device wholly are findable once a plan computes them."""
+        if sequence.open_context is None:
+            self.prefixes.publish(sequence, num_tokens)
+
+    def publish_run(self, sequence: Sequence, context: HostContext, num_blocks: int) -> None:
+        """The first `num_blocks` of a context's run are down, unless the sequence has failed: then it is of no use."""
+        assert self.contexts is not None
+        if sequence.has_failed:
+            self.contexts.discard(context)
+        elif self.prefixes.is_enabled and not context.is_closed:
+            num_sink = self._num_sink_blocks
+            hashes = self.prefixes.known_hashes(sequence)
+            assert len(hashes) >= num_sink + num_blocks, "what goes down is known: the window is longer than a flight"
+            end = min(num_sink + num_blocks, sequence.num_final_blocks)
+            self.pages.publish(hashes, context.sink_pages, 0, min(num_sink, end))
+            self.contexts.publish(context, hashes[num_sink:end])
+
+    def retract(self, sequence: Sequence) -> None:
+        """Its context gave no finite logits: none of its blocks is found any more, wherever it is."""
+        self.prefixes.retract(sequence)
+        if self.contexts is not None:
+            self.contexts.retract(sequence.hashes)
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def leave(self, sequence: Sequence, is_kept: bool) -> None:
+        """Give all back; `is_kept`: a deposited context stays, idle, for those that begin with its tokens."""
+        context = sequence.left = sequence.context
+        if context is None:
+            self.pages.release(sequence.pages)
+        else:
+            self._leave_context(sequence, context, is_kept)
+        sequence.context = None
+        sequence.pages = []
+
+    def _leave_context(self, sequence: Sequence, context: HostContext, is_kept: bool) -> None:
+        """Give back the pages in front of its run and behind it; those of the run are the context's."""
+        assert self.contexts is not None
+        assert self.frontier is not None
+        first = self._num_sink_blocks if context.is_open else len(sequence.pages)
+        last = first + context.num_blocks
+        self.pages.release(sequence.pages[:first] + sequence.pages[last:])
+        self._deposits.forget(sequence)
+        del self.frontier.holders[context]
+        self.contexts.let_go(context, is_kept)
+
+    # --- growing back -------------------------------------------------------------------------------------------------
+
+    def grow_back(
+        self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostRead], bool]
+    ) -> list[Reload]:
+        """What is brought up beside the next step, of what those that run have given up. `is_quiet`: nobody waits for
+        pages or begins. `end_fetches` is to be called once the plan is carried out.
+        """
+        if not self.is_adaptive:
+            return []
+        num_coming_pages = sum(map(self.room.num_coming_pages, running)) if is_quiet else 0
+        fetch = self._growing_back.next_fetch(is_quiet, num_coming_pages, is_ready)
+        return [] if fetch is None else [fetch]
+
+    def end_fetches(self) -> None:
+        """Rows that were on their way up are there, or will be before the next step reads them."""
+        if self.frontier is not None:
+            self.frontier.end_restore()
+
+    # --- what the device is told of -----------------------------------------------------------------------------------
+
+    def take_restores(self) -> list[FinishedReload]:
+        """What came back since the last call."""
+        return [] if self.frontier is None else self.frontier.take_restores()
+
+    def take_releases(self) -> list[PageEviction]:
+        """What was given up since the last call."""
+        return [] if self.frontier is None else self.frontier.take_releases()
+
+    def take_closed(self) -> list[int]:
+        """Contexts closed since the last call."""
+        return [] if self.contexts is None else self.contexts.take_closed()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._capacity.page_tokens
+
+    def _needs_page(self, sequence: Sequence) -> bool:
+        return sequence.next_cell // self._capacity.page_tokens >= len(sequence.pages)

@@ -1,0 +1,1 @@
+"""State of one request, and the limits that every request must meet."""

@@ -1,0 +1,238 @@
+"""Limits of device and host memory, and the two refusals: not now (the queue is full), and never (too large).
+
+Invariant: a request that passes `check` fits when nothing else is there.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from gpu.memory.plan import MemoryPlan
+from gpu.page_layout import PageLayout
+from gpu.profiles import Profile
+from scheduler.messages import EngineRequest
+from transfer.host_memory import TAIL_TOKENS, bytes_of_context, shape_for
+from transfer.reading import Reading
+from transfer.tier_shape import TierShape
+
+SETTLING_TOKENS = 8  # of output behind a deposit, until its rows are taken to have landed: some 0.1 s at the least
+
+
+class QueueFullError(Exception):
+    """More requests wait than `max_queue`; try again later."""
+
+
+class TooLargeError(Exception):
+    """The request can never fit; the message says what was asked, what there is, and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCapacity:
+    """A context beyond `resident_tokens` is `[0, sink)` on the device, `[sink, end)` in host memory, the rest a window.
+
+    Lengths but `resident_tokens` are whole pages. `is_adaptive`: what is in host memory stays in pages of the device as
+    well, while nobody needs them. `bytes_of_run(bulk, more, reading, is_fork)`: what tokens take
+    there at most that go down at once, and those that follow lump by lump; a fork's, behind those that it shares.
+    `own`: by name, of profiles whose methods need longer windows; all else in it is the same.
+    """
+
+    page_tokens: int
+    layout: PageLayout
+    is_adaptive: bool
+    limit_bytes: int
+    sink_tokens: int
+    window_tokens: int
+    lump_tokens: int
+    resident_tokens: int
+    bytes_of_run: Callable[[int, int, Reading, bool], int]
+    own: Mapping[str, "HostCapacity"] = field(default_factory=dict)
+
+    def of(self, profile: str) -> "HostCapacity":
+        """Return what holds for contexts of that profile."""
+        return self.own.get(profile, self)
+
+    def prompt_end(self, num_tokens: int) -> int:
+        """Where the run ends that goes down with a prompt: it leaves a window. 0: the prompt stays on the device."""
+        if num_tokens <= self.resident_tokens:
+            return 0
+        end = (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
+        return end if end > self.sink_tokens else 0
+
+    def deposit_end(self, num_tokens: int, run_end: int | None) -> int:
+        """Where the run ends after a deposit that is due at a context of `num_tokens`, or 0 if none is.
+
+        `run_end`: where it ends now, or None for a context that is on the device wholly.
+        """
+        if run_end is not None:
+            is_due = num_tokens - run_end >= self.window_tokens + self.lump_tokens
+            return run_end + self.lump_tokens if is_due else 0
+        if num_tokens < self.most_resident_tokens:
+            return 0
+        return (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
+
+    def run_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Where the run ends of a sequence of so many tokens, prompt and output, or 0: by these counts alone, whether
+        it has given way meanwhile or not.
+        """
+        end = self.prompt_end(num_prompt_tokens) or self.deposit_end(min(num_tokens, self.most_resident_tokens), None)
+        return end + max(0, num_tokens - self.window_tokens - end) // self.lump_tokens * self.lump_tokens if end else 0
+
+    def settled_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Likewise, of what was sent down so long ago that its rows have landed: all but what has just been written of
+        a sequence that runs.
+        """
+        end = self.run_end(num_prompt_tokens, num_tokens)
+        if end == self.prompt_end(num_prompt_tokens) or self.is_settled(num_tokens, end):
+            return end
+        is_first = num_tokens - self.lump_tokens < self.most_resident_tokens and not self.prompt_end(num_prompt_tokens)
+        return self.sink_tokens if is_first else end - self.lump_tokens
+
+    def is_settled(self, num_tokens: int, run_end: int) -> bool:
+        """Whether the last rows of a run that ends there have landed, as far as is known without a look."""
+        return num_tokens - run_end >= self.window_tokens + SETTLING_TOKENS
+
+    def most_run_tokens(self, num_tokens: int) -> int:
+        """The longest run of a sequence of so many tokens, prompt and output."""
+        return max(0, self.prompt_end(num_tokens) - self.sink_tokens)
+
+    @property
+    def num_sink_blocks(self) -> int:
+        return self.sink_tokens // self.page_tokens
+
+    def blocks_of_run(self, run_end: int) -> int:
+        """How many blocks a run has that ends there."""
+        return (run_end - self.sink_tokens) // self.page_tokens
+
+    def end_of_blocks(self, num_blocks: int) -> int:
+        """Where the first so many blocks of a run end."""
+        return self.sink_tokens + num_blocks * self.page_tokens
+
+    @property
+    def most_window_tokens(self) -> int:
+        """What a sequence has on the device at most, in all layers, once all that it wrote to host memory is released:
+        a lump is due, and one more is on its way.
+        """
+        return self.sink_tokens + self.window_tokens + 2 * self.lump_tokens
+
+    @property
+    def most_resident_tokens(self) -> int:
+        """What a sequence may have on the device, in all layers, before a deposit is due."""
+        return max(self.resident_tokens, self.sink_tokens + self.window_tokens) + self.lump_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """KV pages, the longest context, and the tokens whose hidden states fit at once in all prefills together.
+
+    `host`: what deposited contexts may take, or None where every context stays on the device. `num_rings`: of the parts
+    of profiles that keep some. `num_windows`: of layers that keep no more, or 0: pages hold all; `spare_window_tokens`:
+    that each has beyond the longest window.
+    """
+
+    num_pages: int
+    page_tokens: int
+    max_context_tokens: int
+    max_hidden_tokens: int
+    host: HostCapacity | None
+    num_rings: Mapping[str, int] = field(default_factory=dict)
+    num_windows: int = 0
+    spare_window_tokens: int = 0
+
+    def longest_tokens(self, profile: Profile) -> int:
+        """The longest prompt and output that a request can have when nothing else runs."""
+        return min(have for have, _, _ in self._limits(profile))
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+    def check(self, request: EngineRequest, profile: Profile) -> None:
+        """Raises TooLargeError for a request that cannot fit even alone."""
+        num_prompt = request.num_prompt_tokens
+        asked = num_prompt + request.max_tokens
+        for have, what, key in self._limits(profile):
+            if asked > have:
+                raise TooLargeError(
+                    f"prompt and max_tokens: asked {num_prompt} + {request.max_tokens} = {asked} tokens, {what} {have};"
+                    f" shorten the request or raise {key}"
+                )
+
+    def _limits(self, profile: Profile) -> list[tuple[int, str, str]]:
+        """Most tokens of a sequence, what bounds them, and the key to raise."""
+        limits = [
+            (self.max_context_tokens, "the context is", "scheduler.max_context_tokens"),
+            (self.max_hidden_tokens, "hidden states fit", "scheduler.prefill.max_hidden_tokens"),
+        ]
+        in_pages = self.num_pages * self.page_tokens
+        if self.host is None or not profile.offloads:
+            return [limits[0], (in_pages, "KV pages hold", "gpu.kv_cache_gib"), limits[1]]
+        host = self.host.of(profile.name)
+        if in_pages < min(host.most_resident_tokens, self.max_context_tokens):
+            limits.append((in_pages, "KV pages hold", "gpu.kv_cache_gib, or lower host.resident_tokens"))
+        beside = self.num_pages - host.most_window_tokens // self.page_tokens
+        in_dense = self._longest_run(host, lambda run: host.layout.blocks_for(run // self.page_tokens), beside)
+        limits.append((in_dense, "pages of dense layers hold", "gpu.kv_cache_gib"))
+
+        def bytes_of(run: int) -> int:
+            return host.bytes_of_run(run, host.lump_tokens, profile.reading, False)
+
+        in_host = self._longest_run(host, bytes_of, host.limit_bytes)
+        return [*limits, (in_host, "host memory holds", "host.memory_limit_gib")]
+
+    def _longest_run(self, host: HostCapacity, cost: Callable[[int], int], limit: int) -> int:
+        """The most tokens of a sequence whose run costs no more than `limit`."""
+
+        def cost_of(num_tokens: int) -> int:
+            run = host.most_run_tokens(num_tokens)
+            return cost(run) if run else 0
+
+        return bisect_right(range(self.max_context_tokens + 1), limit, key=cost_of) - 1
+
+
+def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
+    """What a plan leaves for requests. shape: what of the model goes down to host memory, None without a host tier."""
+    return Capacity(
+        plan.num_pages,
+        plan.page_tokens,
+        plan.max_context_tokens,
+        plan.max_hidden_tokens,
+        None if shape is None else host_capacity(plan, shape),
+        plan.num_rings,
+        plan.num_windows,
+        plan.spare_window_tokens,
+    )
+
+
+def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
+    """What contexts may take of host memory, by the store's own count of bytes."""
+    num_dense = sum(layer not in plan.window_layers for layer in plan.dense_layers)
+    host = HostCapacity(
+        page_tokens=plan.page_tokens,
+        layout=PageLayout(len(shape.layers) + num_dense, num_dense, plan.num_pages),
+        is_adaptive=plan.residency == "adaptive",
+        limit_bytes=plan.host_limit_bytes,
+        sink_tokens=plan.sink_tokens,
+        window_tokens=plan.window_tokens,
+        lump_tokens=plan.lump_tokens,
+        resident_tokens=plan.resident_tokens,
+        bytes_of_run=partial(bytes_of_run, shape),
+    )
+    own = {
+        name: replace(host, window_tokens=window, resident_tokens=plan.resident_tokens_of(name))
+        for name, window in plan.own_windows.items()
+    }
+    return replace(host, own=own)
+
+
+def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, reading: Reading, is_fork: bool) -> int:
+    """The most that a context takes of its own for tokens that come at once, and then lump by lump.
+
+    What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
+    may have to copy the open tail that it shares the front of.
+    """
+    rows = shape_for(shape, reading)
+    is_bulk = bulk_tokens >= TAIL_TOKENS
+    num_bytes = bytes_of_context(rows, bulk_tokens) if is_bulk else 0
+    num_tails = -(-(more_tokens if is_bulk else bulk_tokens + more_tokens) // TAIL_TOKENS)
+    copies_tail = is_fork and bulk_tokens + more_tokens > 0
+    return num_bytes + (num_tails + copies_tail) * bytes_of_context(rows, 1)

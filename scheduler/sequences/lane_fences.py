@@ -1,0 +1,59 @@
+"""Choose the lane in which a sequence steps, and fence steps that must wait for the other lane.
+
+Rows that wait for the host step in a lane of their own, so that the device can run others meanwhile. Invariant: memory
+that steps in flight in one lane may use is taken by no unfenced step of the other.
+"""
+
+from collections.abc import Collection, Iterable
+from enum import Enum
+
+from gpu.step import HostRead, Lane
+
+
+class Rows(Enum):
+    """Of a decode step, whose time is learnt: those of `Lane.DEVICE`, or that could step there; those that ask, alone
+    or with others that ask nothing.
+    """
+
+    DEVICE = 0
+    ASKING = 1
+    JOINT = 2
+
+
+def rows_of(lane: Lane, asks: Collection[HostRead | None]) -> Rows:
+    """asks: of a step's rows."""
+    if lane is Lane.DEVICE or all(ask is None for ask in asks):
+        return Rows.DEVICE
+    return Rows.JOINT if None in asks else Rows.ASKING
+
+
+class Lanes:
+    """lanes: those that there are, `Lane.DEVICE` among them; with one alone nothing is ever fenced."""
+
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        self.all = tuple(lanes)
+        assert Lane.DEVICE in self.all
+        self._stale: set[Lane] = set()  # memory that the other lane's steps may use has been given back
+        self._behind: set[Lane] = set()  # whose next step is fenced, whatever it takes
+
+    def lane_of(self, asks: bool, joins: bool) -> Lane:
+        """Of a sequence that asks the host, or one that asks nothing and joins those that do, or does not."""
+        return Lane.HOST if len(self.all) > 1 and (asks or joins) else Lane.DEVICE
+
+    def give_back(self, lane: Lane) -> None:
+        """Slots, pages or contexts that steps in this lane use belong to nobody any more."""
+        self._stale |= set(self.all) - {lane}
+
+    def move(self) -> None:
+        """A plan changes what steps of any lane read: it must be fenced, and so must the next one of the other lane."""
+        self._behind |= set(self.all)
+
+    def fence(self, lane: Lane, *, is_other_busy: bool, takes: bool, comes: bool) -> bool:
+        """Whether a step of this lane, which is launched, is fenced. is_other_busy: steps of the other lane are in
+        flight; takes: it takes slots or pages; comes: a row of it stepped in the other lane last.
+        """
+        is_fenced = is_other_busy and (comes or lane in self._behind or (takes and lane in self._stale))
+        if is_fenced or not is_other_busy:
+            self._stale.discard(lane)
+            self._behind.discard(lane)
+        return is_fenced

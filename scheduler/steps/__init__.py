@@ -1,0 +1,1 @@
+"""Plan engine steps and turn their results into messages."""
