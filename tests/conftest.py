@@ -1,14 +1,11 @@
-"""Tests that need a CUDA device are skipped where there is none, and say so. One of several processes keeps to a core.
+"""Skip tests that need a CUDA device where there is none, and keep each of several test processes to one core.
 
-numba takes no lock to write its file cache: each process of the suite, with those that it starts, has one of its own.
-Loading a model sets torch's threads for a whole process: a test among several processes begins with one, and threads
-that wait do not spin, since two that spun beside another process took fifteen times one's time.
-httpx reads all authorities' certificates anew for each client and each `httpx.get`, 30 to 80 ms of CPU time: nothing in
-the tests speaks TLS, so here, and in the processes that tests start, there are none to read.
-What imports and the collection of tests have made stays, and is millions of objects: Python's collector does not look
-for garbage among them.
-A test that fails has no timeout from there on (pytest-timeout lets a debugger in): its teardown has one of its own.
-What hypothesis draws is the same in every run where CI is set, and elsewhere follows a seed that the run's end names.
+- Processes share one numba cache in `build/numba`.
+- Loading a model sets torch's threads for a whole process, so each test begins with one. Threads that wait do not spin.
+- httpx reads all certificates for each client, 30 to 80 ms. No test uses them, so there are none to read.
+- Python's garbage collector does not look at the millions of objects that imports and the collection made.
+- A failed test has no timeout any more (pytest-timeout lets a debugger in), so its teardown has one of its own.
+- hypothesis draws the same in every run where CI is set. Elsewhere it follows a seed that the run's end names.
 """
 
 import atexit
@@ -44,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is None:
         return
-    os.environ["NUMBA_CACHE_DIR"] = str(ROOT / "build" / "numba" / worker)
+    os.environ["NUMBA_CACHE_DIR"] = str(ROOT / "build" / "numba")
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 

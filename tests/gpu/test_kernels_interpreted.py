@@ -94,7 +94,8 @@ BENCHED = "(test_predicted_decode and cpu and (one_share or recorded))"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs the suite under the interpreter, and this is the interpreter")
-@pytest.mark.parametrize("names", [SELECTED, EXPERTS, BENCHED, pytest.param(LARGER, marks=pytest.mark.long)],
+@pytest.mark.parametrize("names", [SELECTED, EXPERTS, pytest.param(BENCHED, marks=pytest.mark.long),
+                                   pytest.param(LARGER, marks=pytest.mark.long)],
                          ids=["small", "experts", "benched", "larger"])  # fmt: skip
 @pytest.mark.timeout(900)  # of some 300 tests in a program of its own, each of which has its limit there
 def test_kernels_pass_their_tests_under_the_interpreter(names: str) -> None:

@@ -1,9 +1,11 @@
 """A cache that cannot be written costs one line, and what is compiled runs all the same."""
 
 import errno
+import fcntl
 import logging
 import re
 import tempfile
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -78,3 +80,17 @@ def test_every_module_that_caches_code_is_one_that_goes_on_without() -> None:
     for path in caching_modules:
         if path.parent.name != "simd":
             assert re.search(r"^(from|import) (transfer\.simd|cpu\.)", path.read_text(), re.MULTILINE), path
+
+
+def test_a_second_process_waits_while_the_first_saves(tmp_path: Path) -> None:
+    """A load between a save's index and its code would read what another function left there."""
+    file = caching.IndexDataCacheFile(str(tmp_path), "add", "stamp")
+    loaded: list[object] = []
+    reader = threading.Thread(target=lambda: loaded.append(file.load("key")))
+    with (tmp_path / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        reader.start()
+        reader.join(0.2)
+        assert reader.is_alive()
+    reader.join(10)
+    assert loaded == [None]

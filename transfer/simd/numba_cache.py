@@ -1,12 +1,16 @@
-"""Keep a start alive whose numba cache cannot be written: what is compiled then stays in memory.
+"""Let processes share numba's cache, and go on where it cannot be written: code is then compiled in memory.
 
 numba ends an import with a RuntimeError where no cache folder can be written, and a compilation with an OSError where a
-file cannot. Both become one warning a process. Invariant: what is read from the cache is what numba wrote there.
+file cannot. Both become one warning per process. numba also writes a function's index before the code that the index
+names, without a lock: a second process could read the code of another function. Each load and save here holds one.
 """
 
+import fcntl
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from numba.core import caching
@@ -33,14 +37,16 @@ class NoFolder(caching.UserProvidedCacheLocator):
 
 
 def go_on_without_cache() -> None:
-    """Have numba compile in memory wherever its cache fails it. Called once, before anything is compiled."""
+    """Have numba lock its cache, and compile in memory where the cache fails. Called once, before anything compiles."""
     caching.Cache._guard_against_spurious_io_errors = _guard
+    for name in ("load", "save"):
+        setattr(caching.IndexDataCacheFile, name, _with_lock(getattr(caching.IndexDataCacheFile, name)))
     caching.CacheImpl._locator_classes = [*caching.CacheImpl._locator_classes, NoFolder]
 
 
 @contextmanager
 def _guard(cache: Any) -> Iterator[None]:
-    """Stands around each load and each save of numba's; a load that ends so finds nothing."""
+    """Stand around each load and each save of numba's; a load that fails finds nothing."""
     global _is_told
     try:
         yield
@@ -50,3 +56,16 @@ def _guard(cache: Any) -> Iterator[None]:
                 "numba_cache_failed folder=%s reason=%s effect=each start compiles anew", cache.cache_path, error
             )
         _is_told = True
+
+
+def _with_lock(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(cache_file: Any, *arguments: Any) -> Any:
+        folder = cache_file._cache_path
+        if not os.access(folder, os.W_OK):  # nobody writes there
+            return method(cache_file, *arguments)
+        with open(os.path.join(folder, ".lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            return method(cache_file, *arguments)
+
+    return call
