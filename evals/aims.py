@@ -1,8 +1,9 @@
-"""Whether a default holds: its paired loss to full attention, pooled over all tasks that full attention can do.
+"""Judge whether a default holds, by its paired loss to full attention, pooled over all tasks that full attention can do.
 
-It knows rows as `evals.rows` makes them, no method. The rule:
+The rule:
 - Tasks on which full attention scores STRONG_SCORE or more are pooled, prompt by prompt. The mean loss is at most
   MOST_LOST points, over FEWEST_PAIRS prompts or more, and the lower end of its 95 % interval is above LOWEST_END.
+  Fewer prompts are enough to fail: where the whole interval is beyond MOST_LOST.
 - On weaker tasks, and those that were not answered freely, scores say little: there answers are compared token by token
   (`--forced`), with a KL of MOST_KL nats at most.
 - Rows of a seed on which the settings were chosen, and cells in which the method did nothing, count for nothing.
@@ -107,7 +108,11 @@ def judge(rows: Sequence[Row], method: str, aim: Aim) -> Judgement:
 
 
 def _judge_pooled(found: Paired | None, num_pairs: int, fails: list[str], lacks: list[str]) -> None:
-    if found is None or num_pairs < FEWEST_PAIRS:
+    if found is None:
+        lacks.append(f"{num_pairs:,} pairs, {FEWEST_PAIRS:,} are wanted")
+    elif found.high < -MOST_LOST:
+        fails.append(f"loses {-found.high:.2f} points or more, at most {MOST_LOST:g} is wanted")
+    elif num_pairs < FEWEST_PAIRS:
         lacks.append(f"{num_pairs:,} pairs, {FEWEST_PAIRS:,} are wanted")
     elif found.mean < -MOST_LOST - ROUNDING:
         fails.append(f"loses {-found.mean:.2f} points, at most {MOST_LOST:g} is wanted")

@@ -53,7 +53,9 @@ def judged(rows: Sequence[Row], aim: Aim = ANY) -> Judgement:
         (21, 0, 2000, FAILS),
         (0, 0, 2000, HOLDS),
         (0, 0, 1999, UNDECIDED),  # a pair too few
-        (500, 0, 1999, UNDECIDED),
+        (500, 0, 1999, FAILS),  # so large a loss needs no more pairs
+        (40, 0, 400, FAILS),
+        (8, 2, 400, UNDECIDED),  # 1.5 points, but perhaps less than 1
         (110, 100, 2000, UNDECIDED),  # loses half a point, but 2.9 may be
         (110, 100, 20000, HOLDS),
         (0, 40, 2000, HOLDS),
@@ -92,7 +94,7 @@ def test_what_was_not_measured_never_holds() -> None:
 
 def test_cells_in_which_the_method_did_nothing_count_for_nothing() -> None:
     """At 4,096 tokens it read all: no loss there says anything of it."""
-    nothing, something = pair("needle", 0, 0, 2000), pair("needle", 30, 0, 1000, length=8192)
+    nothing, something = pair("needle", 0, 0, 2000), pair("needle", 10, 0, 1000, length=8192)
     nothing[1]["applied"] = False
     found = judged([*nothing, *something])
     assert found.pooled is not None
