@@ -1,4 +1,4 @@
-"""Judge whether a default holds, by its paired loss to full attention, pooled over all tasks that full attention can do.
+"""Judge whether a default holds, by its paired loss to full attention over all tasks that full attention can do.
 
 The rule:
 - Tasks on which full attention scores STRONG_SCORE or more are pooled, prompt by prompt. The mean loss is at most

@@ -17,6 +17,7 @@ def judge(
     chosen_on: Annotated[list[int], typer.Option("--chosen-on", help="a seed of prompts on which settings were chosen: "
                                                  "its rows count for nothing; repeatable")] = [],  # noqa: B006
     json_path: Json = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="write the tables as Markdown here")] = None,
 ) -> None:  # fmt: skip
     """Judge methods by their paired loss pooled over tasks: holds, fails or undecided, and why.
 
@@ -26,8 +27,9 @@ def judge(
         from rich.table import Table
 
         from evals import aims
-        from evals.report.document import finite, write_document
+        from evals.report.document import finite, write_document, write_text
         from evals.report.table import open_console
+        from evals.report.verdicts import render_cells, render_verdicts
 
         rows = [row for file in files for row in json.loads(file.read_text())["rows"] if "task" in row]
         aim = aims.Aim(("",), (), None, None, tuple(chosen_on))
@@ -42,5 +44,9 @@ def judge(
         if json_path is not None:
             told = {method: aims.to_json(one) for method, one in found.items()}
             write_document(json_path, finite({"files": [str(file) for file in files], "methods": told}))
+        if markdown is not None:
+            write_text(
+                markdown, "\n".join([*render_verdicts(rows, aim, methods), "", *render_cells(rows, methods), ""])
+            )
         if any(one.verdict != aims.HOLDS for one in found.values()):
             raise typer.Exit(1)

@@ -18,7 +18,7 @@ class MacSettings(Settings):
 
     tau: float = Field(0.45, ge=0, lt=1, description="how near a query must be to an earlier one, 1: the same; 0.45 "
                        "where a context is read, 0.75 where much is written")  # fmt: skip
-    max_prefix_share: float = Field(0.2, gt=0, le=1, description="an earlier query is taken over from only where what "
+    max_prefix_share: float = Field(0.05, gt=0, le=1, description="an earlier query is taken over from only where what "
                                     "would be taken held no more than this share of its attention; 1: any, as in the "
                                     "paper")  # fmt: skip
     capacity: int = Field(1024, ge=16, le=8192, description="earlier queries that are looked at")

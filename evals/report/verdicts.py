@@ -1,0 +1,58 @@
+"""Write judged methods as Markdown: a line a method with its verdict, and a line a task and length with differences."""
+
+from collections.abc import Sequence
+
+from evals import aims
+from evals.report.table import percent, with_range
+from evals.rows import BASELINES, FED, Row, mean_known
+
+
+def render_verdicts(rows: Sequence[Row], aim: aims.Aim, methods: Sequence[str]) -> list[str]:
+    """Return a table: each method's verdict, pooled difference in points, and what it read of full attention's keys and
+    bytes, as a mean over the cells in which it applied.
+    """
+    lines = [
+        "| method | verdict | prompts | difference, points [95 %] | KL of weak tasks, most | keys read | bytes read |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for method in methods:
+        found = aims.judge(rows, method, aim)
+        own = [row for row in rows if row["method"] == method and row.get("applied") is not False]
+        pooled = found.pooled
+        gap = "-" if pooled is None else f"{pooled.mean:+.2f} [{pooled.low:+.2f}, {pooled.high:+.2f}]"
+        pairs = "0" if pooled is None else f"{pooled.num_prompts:,}"
+        kl = f"{max(found.weak.values()):.4f}" if found.weak else "-"
+        reads = [percent(mean_known([row.get(key) for row in own])) for key in ("head_fraction", "bytes_fraction")]
+        lines.append(f"| `{method}` | {found.verdict} | {pairs} | {gap} | {kl} | {reads[0]} | {reads[1]} |")
+    return lines
+
+
+def render_cells(rows: Sequence[Row], methods: Sequence[str]) -> list[str]:
+    """Return a table of free answers: a line for each task, length and seed, a column for each method's difference."""
+    free = [row for row in rows if row.get("metric") not in FED]
+    exact = {_cell(row): row for row in free if row["method"] in BASELINES}
+    own = {(row["method"], _cell(row)): row for row in free}
+    columns = [method for method in methods if any((method, cell) in own for cell in exact)]
+    lines = [
+        "| task | tokens | seed | exact | " + " | ".join(f"`{method}`" for method in columns) + " |",
+        "|" + "---|" * (4 + len(columns)),
+    ]
+    for cell in sorted(exact):
+        told = [_difference(own.get((method, cell))) for method in columns]
+        if any(one != "" for one in told):
+            task, length, seed = cell
+            lines.append(f"| {task} | {length:,} | {seed} | {exact[cell]['score']:.1f} | " + " | ".join(told) + " |")
+    return lines
+
+
+def _cell(row: Row) -> tuple[str, int, int]:
+    return str(row["task"]), int(row["length"]), int(row["seed"])
+
+
+def _difference(row: Row | None) -> str:
+    if row is None or row.get("difference") is None:
+        return ""
+    if row.get("applied") is False:
+        return "did not apply"
+    gap = with_range(row["difference"], row["difference_low"], row["difference_high"], "+")
+    return f"{gap} ({row['samples']})"

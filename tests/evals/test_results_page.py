@@ -1,0 +1,49 @@
+"""The page of results on a real model says what its rows say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evals import aims
+from evals.fusion_report import render_policies
+from evals.report.verdicts import render_cells, render_verdicts
+from evals.rows import Row
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+ANY = aims.Aim(("",), (), None, None, ())
+
+
+def read_rows(name: str) -> list[Row]:
+    return json.loads((RESULTS / name).read_text())["rows"]
+
+
+def table(name: str) -> str:
+    """Return what stands between a table's markers."""
+    page = (RESULTS / "real-model.md").read_text()
+    return page.partition(f"<!-- {name}: begin -->\n")[2].partition(f"\n<!-- {name}: end -->")[0]
+
+
+def test_verdicts_and_cells_are_those_of_the_rows() -> None:
+    rows = read_rows("real-model-h200.json")
+    methods = aims.meant(rows, ANY)
+    assert table("verdicts") == "\n".join(render_verdicts(rows, ANY, methods))
+    assert table("cells") == "\n".join(render_cells(rows, methods))
+
+
+@pytest.mark.parametrize(("name", "length"), [("three", 1400), ("nine", 3900)])
+def test_policies_are_those_of_the_rows(name: str, length: int) -> None:
+    rows = read_rows("fusion-real-model-h200.json")
+    assert table(name) == "\n".join(render_policies([row for row in rows if row["length"] == length]))
+
+
+def test_a_cell_without_effect_says_so_and_one_that_was_not_run_stays_empty() -> None:
+    base = {"task": "vt", "length": 4096, "seed": 0, "metric": "recall", "samples": 20, "score": 50.0}
+    gap = {"difference": -5.0, "difference_low": -9.0, "difference_high": -1.0}
+    rows = [
+        base | {"method": "profile:exact"}, base | gap | {"method": "a", "applied": True},
+        base | gap | {"method": "b", "applied": False}, base | {"method": "profile:exact", "length": 8192},
+    ]  # fmt: skip
+    assert render_cells(rows, ["a", "b", "c"])[2:] == [
+        "| vt | 4,096 | 0 | 50.0 | -5.0 [-9.0, -1.0] (20) | did not apply |"
+    ]
