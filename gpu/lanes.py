@@ -18,7 +18,10 @@ _FIRST = -1  # a stream's priority
 
 
 class LaneStreams:
-    """Of one device; on the CPU there are none, and work is done when it is launched."""
+    """The CUDA streams of one device's lanes.
+
+    Of one device; on the CPU there are none, and work is done when it is launched.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._streams: dict[Lane, torch.cuda.Stream] = {}
@@ -58,7 +61,10 @@ class LaneStreams:
 
 @dataclass(slots=True)
 class _Use:
-    """lanes: whose next step is behind it, as things stand."""
+    """Who used the buffers of decode steps last.
+
+    lanes: whose next step is behind it, as things stand.
+    """
 
     is_over: Callable[[], bool]
     lanes: set[Lane]

@@ -81,8 +81,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMoves:
-    """Of experts in host memory, since the start: fetched one by one, copied with their whole layer, and computed by
-    the CPU; each counted once a layer of a step, or of a prompt's unit.
+    """How often experts in host memory were used.
+
+    Of experts in host memory, since the start: fetched one by one, copied with their whole layer, and computed by the
+    CPU; each counted once a layer of a step, or of a prompt's unit.
     """
 
     fetched: int
@@ -238,7 +240,7 @@ class Runner:
         """Choose prefill's kernel, have prefill methods attend to numbers that mean nothing, then run one prefill chunk
         and one decode step on pages nobody owns yet: kernels compile now, not in a request.
 
-        With a tier, a small context of each kind goes down, is decoded and closed; with rings, each method fills and
+        With a tier, a small context of each kind is offloaded, decoded and closed; with rings, each method fills and
         matches one. `on_progress(fraction)` is told of the steps of this on a GPU; on the CPU nearly all time goes to
         functions that numba compiles, which `transfer.simd.compilation` tells of.
         """

@@ -58,8 +58,8 @@ class HostPrompt:
 
     sink: tokens that stay on the device in front, whole pages; end: the deposited run's end, on a page border; between
     `end` and the prompt's end lies the window. Of the run, tokens `[released, end)` stay in pages of the device as
-    well. Tokens `[sink, prompt.begin)` are down already (`prompt.begin` is 0 or a page border above the sink), shared
-    with `source_id` if that is not None.
+    well. Tokens `[sink, prompt.begin)` are offloaded already (`prompt.begin` is 0 or a page border above the sink),
+    shared with `source_id` if that is not None.
     """
 
     context_id: int
@@ -155,7 +155,8 @@ class PrefillPrompt:
 
     `token_ids` is int32 `[context]`: the prompt, and after a preemption the output so far as well (`num_prompt_tokens`
     tells them apart). `samples` is the number of output tokens drawn before: the next draw is number `samples`.
-    `host`: what of it goes down, or None. Its page table then has, for `[sink, released)`, pages of dense layers alone.
+    `host`: what of it is offloaded, or None. Its page table then has, for `[sink, released)`, pages of dense layers
+    alone.
     `pooling`: what is told of it beside the draw, or None.
     `fused`: what it takes of chunks, or None; such a prompt is alone in its job. `capture`: it is a chunk, in NO_SLOT,
     whose keys and values are kept under that key; all prompts of its job are. `branch`: a second window that it leaves.
@@ -308,7 +309,7 @@ class PageEviction:
 @dataclass(frozen=True, slots=True)
 class Reload:
     """Rows of released tokens are brought up beside the step: tokens `[begin, end)` of the run of `context_id`, whole
-    pages, in the layers that go down, to the resident pages `page_ids`, which nobody reads before a `FinishedReload`.
+    pages, in the offloaded layers, to the resident pages `page_ids`, which nobody reads before a `FinishedReload`.
     """
 
     context_id: int
@@ -330,7 +331,7 @@ class FinishedReload:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """What a row reads of its context in host memory: cells `[begin, end)`, in the layers that go down. They are the
+    """What a row reads of its context in host memory: cells `[begin, end)`, in the offloaded layers. They are the
     first `end - begin` tokens of the run of `context_id` there; all other cells are on the device.
     """
 

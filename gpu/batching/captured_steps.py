@@ -7,7 +7,10 @@ from gpu.batching.halving import FEWEST_ROWS
 
 
 class StepKind(NamedTuple):
-    """num_parts: in which it asks the host, 0 to 2; reuses: whether methods that reuse have their part in it."""
+    """A kind of captured decode step.
+
+    num_parts: in which it asks the host, 0 to 2; reuses: whether methods that reuse have their part in it.
+    """
 
     num_parts: int
     reuses: bool
@@ -18,7 +21,7 @@ def steps_to_capture(
 ) -> list[tuple[StepKind, int]]:
     """Return each step as its kind and its number of rows, most rows first.
 
-    with_asks: whether anything goes down to the host; then a single row that asks has a graph whatever the sizes.
+    with_asks: whether any layer is offloaded; then a single row that asks has a graph whatever the sizes.
     with_reuse: whether a profile that is served reuses: then there is each kind with it and without, since rows of all
     profiles share steps.
     """

@@ -10,8 +10,10 @@ from gpu.step import HostRead
 
 
 class StepReads:
-    """Of one model. dtype_bytes: of what computes, and of matrices that are not packed; kv: how pages hold rows;
-    num_asked_layers: those that go down.
+    """The bytes that one model's decode steps read.
+
+    Of one model. dtype_bytes: of what computes, and of matrices that are not packed; kv: how pages hold rows;
+    num_asked_layers: offloaded ones.
     """
 
     def __init__(

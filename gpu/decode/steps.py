@@ -126,7 +126,9 @@ class _Captured:
 
 
 class DecodeSteps:
-    """asking: None where nothing goes down to the host; asking_stream: of steps that ask, where they have their own;
+    """Decode steps: captured, compiled or eager.
+
+    asking: None where nothing is offloaded; asking_stream: of steps with host reads, where they have their own;
     experts: where the CPU is asked for experts, of steps that ask for no attention first, of those that do last.
     """
 
@@ -417,7 +419,7 @@ def _logits_of(step: Step) -> Tensor:
         next(step)
     except StopIteration as end:
         return end.value
-    raise AssertionError("decode: a step asks more often than layers go down")
+    raise AssertionError("decode: a step has more host reads than offloaded layers")
 
 
 def _ask_of(ask: HostRead | None) -> Ask:

@@ -18,8 +18,10 @@ from transfer.tier import HostTier
 
 
 class Staging:
-    """keys, values: `[STAGED_LAYERS, kv_heads, tokens, dim]` in the pool's dtype, of the longest context; allocated
-    once. The layer at `place` among those that go down uses buffer `place % STAGED_LAYERS`.
+    """Two buffers that layers of offloaded prompts pass through.
+
+    keys, values: `[STAGED_LAYERS, kv_heads, tokens, dim]` in the pool's dtype, of the longest context; allocated once.
+    The layer at `place` among offloaded ones uses buffer `place % STAGED_LAYERS`.
     """
 
     def __init__(self, pool: KvPool, tier: HostTier, depositor: Depositor) -> None:
@@ -49,7 +51,7 @@ class Staging:
 
 
 class StagedPrompt:
-    """A prompt on its way down. Making it opens its context, or forks it, and takes room for what goes down.
+    """A prompt that is offloaded. Making it opens its context, or forks it, and takes room for its rows.
 
     Raises HostMemoryError, here and where layers begin and end.
     """

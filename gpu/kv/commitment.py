@@ -26,7 +26,10 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 class Commitment:
-    """arenas: `[layers, rows, ...]`, as `allocate` makes them. available: bytes that may still be taken."""
+    """Arenas whose rows are committed on request.
+
+    arenas: `[layers, rows, ...]`, as `allocate` makes them. available: bytes that may still be taken.
+    """
 
     def __init__(self, arenas: Sequence[Tensor], available: Callable[[], int] = available_memory) -> None:
         self._layers = [layer for arena in arenas for layer in arena]

@@ -23,9 +23,11 @@ from gpu.upload import upload
 
 
 class KvPool:
-    """arenas: of keys, of values. key_pages, value_pages: a `[pages, kv_heads, page_tokens, dim]` for each layer, in
-    `dtype` or, as `kv` says, of codes (`kv_rows`), views of the arena by page id: `num_pages` resident ones
-    and, in a dense layer, all ids behind them; of a layer whose window is kept by itself, its rows in `windows`.
+    """The KV pages of one model and the page tables of its slots.
+
+    arenas: of keys, of values. key_pages, value_pages: a `[pages, kv_heads, page_tokens, dim]` for each layer, in
+    `dtype` or, as `kv` says, of codes (`kv_rows`), views of the arena by page id: `num_pages` resident ones and, in a
+    dense layer, all ids behind them; of a layer whose window is kept by itself, its rows in `windows`.
 
     page_table: int32 `[max_slots, max_pages]`, by cell, of all layers but those. dense_layers: may name them, too.
     """
@@ -125,7 +127,7 @@ class KvPool:
             self.page_table[place.slot, place.first_page : place.first_page + count] = target.to(torch.int32)
 
     def gather_rows(self, page_ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
-        """Copy resident pages of the layers that go down to keys and values `[layers, kv_heads, tokens, dim]`, of which
+        """Copy resident pages of the offloaded layers to keys and values `[layers, kv_heads, tokens, dim]`, of which
         layers and heads may lie apart; of codes in any dtype.
         """
         self._check_ids(page_ids, self.num_pages)

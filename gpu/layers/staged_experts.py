@@ -23,7 +23,10 @@ from transfer.copies import PASSED, Event, Streams
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """memory: uint8; layer: whose experts it holds, or None; filled: when they are there."""
+    """A buffer for one layer's experts.
+
+    memory: uint8; layer: whose experts it holds, or None; filled: when they are there.
+    """
 
     memory: Tensor
     layer: int | None
@@ -31,8 +34,10 @@ class _Buffer:
 
 
 class StagedExperts:
-    """Of all layers, by number; None: it has none in host memory. nums_on_card: of each layer's experts. It belongs to
-    the stream that it is made on.
+    """The experts in host memory of all layers, and their slots on the card.
+
+    Of all layers, by number; None: it has none in host memory. nums_on_card: of each layer's experts. It belongs to the
+    stream that it is made on.
     """
 
     def __init__(self, layers: Sequence[HostExperts | None], nums_on_card: Sequence[int], device: torch.device) -> None:

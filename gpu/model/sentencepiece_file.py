@@ -10,7 +10,7 @@ MODEL_FILE = "tokenizer.model"
 
 
 class Kind(IntEnum):
-    """Of a piece, by sentencepiece's numbers."""
+    """The kind of a piece, by sentencepiece's numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -22,7 +22,9 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SentencepieceFile:
-    """texts, scores, kinds: of each piece; is_bpe: pieces are merged by score, else chosen together (unigram).
+    """A sentencepiece vocabulary.
+
+    texts, scores, kinds: of each piece; is_bpe: pieces are merged by score, else chosen together (unigram).
 
     unk_id, bos_id, eos_id: None where there is none. charsmap: sentencepiece's compiled normalisation, or empty.
     adds_prefix: a text is read as if a space stood before it; squeezes_spaces: none at its ends, never two together.

@@ -61,7 +61,7 @@ class Prefill:
         self._failures: dict[int, str] = {}
 
     def add(self, job: PrefillJob) -> None:
-        """Take in a job and its prompts' sampling options; a prompt that goes down gets its room on the host.
+        """Take in a job and its prompts' sampling options; an offloaded prompt gets its room on the host.
 
         Where the host refuses, the slot has failed (`take_failures`), and the job's units do nothing. Raises ValueError
         for a prompt that computes no token, for more hidden states than `max_hidden_tokens`, and for a prompt that goes
@@ -271,10 +271,10 @@ class Prefill:
         if not going_down:
             return
         if self.staging is None:
-            raise ValueError(f"prefill: slot {going_down[0]} goes down to the host; this runner has no host tier")
+            raise ValueError(f"prefill: slot {going_down[0]} is to be offloaded; this runner has no host tier")
         if len(job.prompts) > 1 or any(state.staged is not None for state in self._jobs.values()):
             raise ValueError(
-                f"prefill: slot {going_down[0]} goes down to the host beside others; wanted alone in its job, and no "
+                f"prefill: slot {going_down[0]} is to be offloaded beside others; wanted alone in its job, and no "
                 "other such job under way"
             )
 

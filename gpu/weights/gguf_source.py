@@ -24,7 +24,10 @@ _QUERY, _KEY = "self_attn.q_proj", "self_attn.k_proj"
 
 
 class GgufSource:
-    """See `gpu.weights.checkpoint.Source`."""
+    """A GGUF file as a checkpoint.
+
+    See `gpu.weights.checkpoint.Source`.
+    """
 
     described_by = "its metadata"
 

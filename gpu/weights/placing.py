@@ -34,7 +34,10 @@ def placings(
 
 
 class Placing:
-    """source, called: name the file and the tensor in errors; device: of the places."""
+    """A tensor, or some of its rows, on the way to its place.
+
+    source, called: name the file and the tensor in errors; device: of the places.
+    """
 
     def __init__(self, tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device) -> None:
         self._tensor, self._place, self._device = tensor, place, device

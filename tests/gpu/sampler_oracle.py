@@ -46,15 +46,6 @@ def distribution(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
     return result / result.sum()
 
 
-def inverse_cdf(probabilities: np.ndarray, uniform: float) -> int:
-    reached = 0.0
-    for token, probability in enumerate(probabilities):
-        reached += probability
-        if uniform < reached:
-            return token
-    return int(np.flatnonzero(probabilities)[-1])
-
-
 def draw_key(seed: int, number: int) -> int:
     """The key of a draw, in `[0, 2**64)`: the number-th output of Philox with the seed as its key."""
     return int(np.random.Philox(key=seed).random_raw(number + 1)[number])

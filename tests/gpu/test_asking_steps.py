@@ -14,8 +14,8 @@ from gpu.methods.device_side import LayerReads, ReuseSide
 from gpu.methods.sampled.encode import arrange, encode_rows_reference
 from gpu.methods.sampled.projections import PROJECTION_SEED, draw_projections
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
-from gpu.step import HostPrompt, PageWrite, PrefillJob, PrefillPrompt, StepPlan
-from tests.gpu.reference_model import GREEDY, document_prompt, layer_units
+from gpu.step import StepPlan
+from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES, Twins, check_steps, furthest
 from tests.reference_tier import ReferenceAttention
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
@@ -67,13 +67,6 @@ def test_that_comparison_sees_one_token_that_is_not_asked_for() -> None:
         patch.setattr(twins.tier, "attention", fewer)
         twins.step([0])
     assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32
-
-
-@pytest.mark.parametrize("dense_layers", [(), (0,), (0, NUM_LAYERS // 2), tuple(range(NUM_LAYERS - 1))])
-def test_any_set_of_dense_layers_decodes_the_same(dense_layers: tuple[int, ...]) -> None:
-    twins = Twins(dense_layers=dense_layers)
-    twins.prefill(PROMPTS[:3])
-    check_steps(twins, [2, 0, 1], 20)
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32, 64])
@@ -216,23 +209,6 @@ def test_a_prompt_that_went_down_as_it_was_computed_is_decoded_the_same() -> Non
     twins.prefill_down(1, PROMPTS[2])
     check_steps(twins, [0, 1], NUM_STEPS + 1)
     assert twins.sequences[0].run_end > 16 + twins.tier.contexts[100][0].end
-
-
-def test_a_refused_prompt_gets_no_token_and_its_neighbour_goes_on() -> None:
-    twins = Twins(capacity_tokens=300)
-    twins.prefill_down(0, PROMPTS[0])
-    prompt = PrefillPrompt(
-        1, PROMPTS[2], 0, len(PROMPTS[2]), GREEDY, "offloaded", HostPrompt(101, None, 16, 256, 256, Reading.WHOLE)
-    )
-    job = PrefillJob(1, [prompt])
-    pages = [PageWrite(1, 0, list(range(len(PROMPTS[2]) // 16 + 1)))]
-    plan = twins.plan([0], [])
-    plan = replace(
-        plan, page_writes=[*plan.page_writes, *pages], new_jobs=[job], units=layer_units(job, 512, NUM_LAYERS)
-    )
-    result = twins.deposits.launch(plan).collect()
-    assert list(result.failures) == [1]
-    assert {token.slot: token.token_id == -1 for token in result.tokens} == {0: False, 1: True}
 
 
 def test_warming_up_leaves_nothing_in_the_tier() -> None:

@@ -143,11 +143,6 @@ BOOKKEEPING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bookkeeping_of_the_library_changes_nothing(name: str) -> None:
-    assert parse(BASE[name] | BOOKKEEPING) == parse(BASE[name])
-
-
 @pytest.mark.parametrize("name", sorted({config["model_type"]: name for name, config in CONFIGS.items()}.values()))
 def test_keys_that_pass_change_nothing_that_transformers_computes(name: str, tmp_path: Path) -> None:
     known, passing = checkpoint(name), dict(BOOKKEEPING)
@@ -212,11 +207,6 @@ def test_a_persons_word_overrules_a_refusal_and_nothing_else(name: str, tmp_path
     overruled = load_architecture(ModelConfig(path=tmp_path, ignore_config_keys=("made_up",)))
     (tmp_path / "config.json").write_text(json.dumps(own))
     assert overruled == load_architecture(ModelConfig(path=tmp_path))
-
-
-def test_null_and_what_is_listed_as_harmless_pass() -> None:
-    more = {"made_up": None, "unsloth_version": "1", "_name_or_path": "x", "transformers_version": "4.43"}
-    assert parse(BASE["llama2"] | more) == parse(BASE["llama2"])
 
 
 def test_absent_keys_mean_what_their_family_says() -> None:
@@ -332,12 +322,6 @@ def test_published_files_give_the_named_shapes(name: str) -> None:
         key: getattr(named, key) for key in shape.__slots__ if key not in ignored
     }
     assert shape.eos_token_ids
-
-
-def test_end_tokens_are_those_of_both_files(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(BASE["llama2"]))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
-    assert load_architecture(ModelConfig(path=tmp_path)).eos_token_ids == (2, 9)
 
 
 def test_end_tokens_are_the_same_for_who_serves_and_who_measures(tmp_path: Path) -> None:

@@ -15,13 +15,12 @@ from gpu.cpu_step.cpu_step import CpuStep
 from gpu.layers.decoder import Decoder
 from gpu.memory.plan import plan_memory
 from gpu.model.architecture import Architecture, named_shape
-from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, ROUNDED, MatrixFormat, Quantisation
-from gpu.model.matrix_formats import rounded, why_unpacked
+from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, MatrixFormat, Quantisation
+from gpu.model.matrix_formats import rounded
 from gpu.operations.linear import packed_linear
 from gpu.operations.linear.numba_packed_linear import multiplies, packed_product, widen_packed
 from gpu.operations.linear.packed_matrix import Packed, Stored, unpack_reference
-from gpu.weights.weights import LayerWeights, Weights, random_packed_weights, random_weights
-from scheduler.planning.step_bytes import StepBytes
+from gpu.weights.weights import Weights, random_packed_weights, random_weights
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.gpu.kernel_oracles import KERNEL_TOLERANCE, distance
 from tests.gpu.packed_oracle import draw_packed
@@ -183,31 +182,6 @@ def test_what_there_is_no_code_for_is_unpacked_and_the_log_and_the_plan_say_why(
     if shape.layer_pattern == TINY.layer_pattern:
         held = random_packed_weights(shape, 1, torch.float32, CPU, lambda _: None, None)
         assert not all(multiplies(matrix) for matrix in held.matrices if isinstance(matrix, Packed))
-
-
-@pytest.mark.parametrize("asked", ROUNDED)
-@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2", "tiny-gemma3"])
-def test_what_there_is_code_for_stays_packed_and_is_planned_so(name: str, asked: str) -> None:
-    shape = rounded(named_shape(name), asked, "weights")
-    weights = random_weights(shape, 1, torch.float32, CPU, lambda _: None)
-    assert all(isinstance(matrix, Packed) and multiplies(matrix) for matrix in weights.matrices[:-1])
-    plan = plan_of(shape, ("avx2", "f16c", "fma"))
-    held = sum(matrix.nbytes for matrix in weights.matrices)
-    plain = weights.embedding.nbytes * (weights.logits is not weights.embedding) + norms_of(weights)
-    assert next(item.bytes for item in plan.items if item.name == "weights") == held + plain
-    assert StepBytes(shape, plan, None).weights(1) == held + norms_of(weights)
-    assert why_unpacked(shape, has_vectors=False) == "the processor has no AVX2 and FMA"
-    assert not plan_of(shape, ("avx2", "fma")).is_packed
-
-
-def norms_of(weights: Weights) -> int:
-    """Of everything but matrices and embeddings, in the dtype that computes."""
-
-    def of_layer(layer: LayerWeights) -> int:
-        held = (getattr(layer, name) for name in LayerWeights.__dataclass_fields__ if name not in layer.matrices)
-        return sum(4 * tensor.numel() for tensor in held if tensor is not None)
-
-    return sum(of_layer(layer) for layer in weights.layers) + 4 * weights.final_norm.numel()
 
 
 def plan_of(shape: Architecture, instruction_sets: tuple[str, ...]):

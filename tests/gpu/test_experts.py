@@ -107,16 +107,6 @@ def test_experts_of_few_bits_hold_the_numbers_of_the_file(family: str, name: str
     assert_bytes(tmp_path / "model", got)
 
 
-@pytest.mark.parametrize("name", ["awq", "fp8-blocks"])
-def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, tmp_path: Path) -> None:
-    config, draw = FORMATS[name]
-    plain = write(checkpoint("qwen3_moe").folder, tmp_path / "model", config, draw)
-    prompt = np.random.default_rng(1).integers(0, 320, 150).astype(np.int32)
-    (tokens, logits), (others, wanted) = (generate(load(folder), prompt, 4) for folder in (tmp_path / "model", plain))
-    assert tokens == others
-    assert torch.equal(logits, wanted)
-
-
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "BF16"])
 @pytest.mark.parametrize("family", NAMES)
 def test_a_gguf_file_has_all_experts_of_a_layer_in_one_tensor(family: str, kind: str, tmp_path: Path) -> None:
@@ -175,17 +165,6 @@ def test_experts_are_rounded_as_they_are_loaded(asked: str) -> None:
     assert_bytes(folder, got, asked)
 
 
-def test_packed_experts_compute_what_their_numbers_do() -> None:
-    """Experts without kernels are widened one by one: neighbours' rows, scales and zero points are not theirs."""
-    folder = checkpoint("mixtral").folder
-    shape, got = rounded(read_architecture(folder), "int4", "weights"), packed(folder, "int4")
-    x = torch.randn(9, shape.hidden, generator=torch.Generator().manual_seed(1))
-    wide = Weights(got.embedding, [layer.changed(_widened) for layer in got.layers], got.final_norm, got.embedding)
-    for layer in range(shape.num_layers):
-        ours, theirs = (Projections(weights, shape).mlp(layer, x) for weights in (got, wide))
-        assert kernel_oracles.distance(ours, kernel_oracles.wide(theirs)) < 1e-5
-
-
 def _widened(stored: torch.Tensor | Packed) -> torch.Tensor:
     return as_matrix(stored).unpack()
 
@@ -219,16 +198,6 @@ def test_a_router_of_few_bits_is_refused(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(ModelError, match=r"tensor model\.layers\.0\.mlp\.gate\.qweight is not one of a qwen3_moe"):
         packed(tmp_path / "model")
-
-
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
-    folder = checkpoint("mixtral").folder
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(ModelError, match=r"tensor .*layers\.1\.block_sparse_moe\.experts\.3\.w2\.weight is missing"):
-        whole(tmp_path)
 
 
 def test_a_tokens_mlp_is_the_same_in_every_batch() -> None:

@@ -9,11 +9,9 @@ import torch
 
 from bench.decode_loop import build_runner, decode
 from bench.plain_decode import PlainDecode
-from evals.decode import decode_greedy, prefill_batch
 from evals.forward import load_decoder
 from evals.methods.attention import attend_all
-from evals.methods.registry import parse_method
-from gpu.cpu_step.cpu_step import CpuStep, serves
+from gpu.cpu_step.cpu_step import serves
 from gpu.cpu_step.step_attention import COLUMN_BLOCK
 from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape, read_architecture
 from gpu.weights.checkpoint import load_weights
@@ -135,16 +133,6 @@ def test_the_compiled_step_serves_layers_of_a_llama_alone_and_agrees_where_it_do
     assert not serves(replace(plain, embedding_scale=2.0), torch.float32, CPU)
 
 
-def test_the_compiled_step_computes_llamas_as_the_general_path_does() -> None:
-    known, prompt = checkpoint("llama3"), draw_prompt(40)
-    compiled, general = load(known.folder, is_counted=False), load(known.folder)
-    assert isinstance(compiled.decode_steps._compiled, CpuStep)
-    assert general.decode_steps._compiled is None
-    (tokens, logits), (wanted_tokens, wanted) = (generate(runner, prompt, 8) for runner in (compiled, general))
-    assert tokens == wanted_tokens
-    assert off(logits, wanted) < FAMILY_LOGITS
-
-
 def test_fused_and_interleaved_tensors_are_put_in_our_order() -> None:
     known = checkpoint("glm4")
     shape = read_architecture(known.folder)
@@ -156,14 +144,3 @@ def test_fused_and_interleaved_tensors_are_put_in_our_order() -> None:
     assert torch.equal(ours[:, 16], stored[:, 32])  # the first element that is not rotated
     gate_up = dict(known.model.named_parameters())["model.layers.1.mlp.gate_up_proj.weight"]
     assert torch.equal(layer.gate_up, gate_up)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "ministral"])
-def test_methods_of_the_evals_have_their_part_in_layers_without_a_window(name: str) -> None:
-    known = checkpoint(name)
-    decoder = load_decoder(known.folder, CPU, torch.float32)
-    prompt = draw_prompt(200)
-    batch = prefill_batch(decoder, [prompt.tolist()], 6, [parse_method("full"), parse_method("quest:budget=0.1")], None)
-    tokens = decode_greedy(batch, 0, 6, frozenset(), None).tokens[0]
-    assert tokens == generate(load(known.folder), prompt, 5)[0]
-    assert len(decode_greedy(batch, 1, 6, frozenset(), None).tokens[0]) == 6

@@ -251,13 +251,6 @@ def test_a_factor_beside_those_of_all_frequencies_is_refused(
     assert_refused(path, words)
 
 
-def test_a_tied_output_matrix_stays_plain_and_is_the_embedding(tmp_path: Path) -> None:
-    path = write(checkpoint("llama3", **WIDE).folder, tmp_path / "model.gguf", all_of("Q4_K", "Q6_K"))
-    got = packed(path)
-    assert got.logits is got.embedding
-    assert torch.equal(got.embedding, whole(plain_of(path)).embedding)
-
-
 def test_a_split_file_is_one_model(files, tmp_path: Path) -> None:
     path = tmp_path / "split.gguf"
     write(checkpoint("llama2", **WIDE).folder, path, all_of("Q8_0", "Q8_0"), split_tensors=9, is_alone=True)
@@ -400,11 +393,6 @@ def test_metadata_that_is_not_understood_is_refused_by_name(name: str, tmp_path:
     changes, words = WRONG[name]
     path = write(checkpoint("llama2").folder, tmp_path / "model.gguf", lambda _: "F16", changes, is_alone=True)
     assert_refused(path, words)
-
-
-def test_an_unknown_key_may_be_passed_over_by_its_name(tmp_path: Path) -> None:
-    path = write(checkpoint("llama2").folder, tmp_path / "model.gguf", lambda _: "F16", {"llama.odd": 1}, is_alone=True)
-    assert read_architecture(path, ignored_keys=("llama.odd",)).name == "model"
 
 
 def test_windows_are_read_layer_by_layer_where_a_file_says_so_and_refused_where_a_model_has_none(

@@ -17,27 +17,24 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.layers.projections import Projections
 from gpu.load import load_runner
 from gpu.memory.plan import PlanError, plan_memory
-from gpu.model import humming_formats, matrix_format
-from gpu.model.architecture import load_architecture, named_shape, read_architecture
+from gpu.model import humming_formats
+from gpu.model.architecture import load_architecture, named_shape
 from gpu.model.gguf.tensors import stored_as
-from gpu.model.humming_formats import describe_own, laying_out_bytes, multiplied
+from gpu.model.humming_formats import laying_out_bytes, multiplied
 from gpu.model.matrix_format import MatrixFormat
-from gpu.model.matrix_formats import layer_formats, matrix_shapes, rounded, weight_bytes, widened_bytes
+from gpu.model.matrix_formats import rounded, weight_bytes
 from gpu.model.spec import ModelError
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE
 from gpu.weights import humming_matrix
-from gpu.weights.checkpoint import load_weights
-from gpu.weights.humming_matrix import HummingMatrix, kernel_folder, num_compiled, prepare
+from gpu.weights.humming_matrix import HummingMatrix, num_compiled, prepare
 from gpu.weights.matrix import as_matrix
 from gpu.weights.weights import Weights, random_weights
 from tests.gpu import kernel_oracles as oracle
-from tests.gpu.family_checkpoints import checkpoint
 from tests.gpu.humming_library import ENDS, Library, found_version, stand_in
 from tests.gpu.kernel_oracles import NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import Drawn, draw_packed, poisoned
-from tests.gpu.quantised_files import FORMATS, write
 from tests.tolerances import KERNEL_BFLOAT16, KERNEL_CHAIN_BFLOAT16
 from transfer.machine import load_machine
 
@@ -268,11 +265,6 @@ def test_a_product_takes_the_kernel_of_its_range_and_compiles_what_nobody_prepar
     assert matrix.linear(torch.zeros(0, matrix.inner)).shape == (0, matrix.rows)
 
 
-def test_tokens_of_another_width_are_refused(library):
-    with pytest.raises(ValueError, match=r"x is \(2, 5\); wanted \[tokens, 1024\]"):
-        _matrix("int4").linear(torch.zeros(2, 5))
-
-
 def test_a_zero_point_that_has_no_room_is_refused(library):
     packed = draw_packed(*MATRICES["int4-zeros"], torch.bfloat16, "cpu").packed
     assert packed.zeros is not None
@@ -307,14 +299,6 @@ def test_memory_that_runs_out_is_told_of_by_who_loads(library, monkeypatch):
         _matrix("int4")
 
 
-def test_kernels_of_another_gpu_or_version_lie_elsewhere(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert str(kernel_folder("NVIDIA H100 80GB HBM3")) == "/cache/tandem/humming/0.1.19-nvidia-h100-80gb-hbm3"
-    assert kernel_folder("NVIDIA H200") != kernel_folder("NVIDIA H100")
-    monkeypatch.setattr(humming_matrix, "VERSION", "0.2")
-    assert kernel_folder("NVIDIA H200").name.startswith("0.2-")
-
-
 def test_weights_are_laid_out_in_the_place_of_packed_ones(library, caplog):
     own = replace(_shape("tiny", "int4"), tied_embeddings=False)
     shape = multiplied(own, "humming", "key")
@@ -333,27 +317,6 @@ def test_weights_are_laid_out_in_the_place_of_packed_ones(library, caplog):
     plain = [weights.embedding, weights.final_norm]
     norms = [tensor for layer in weights.layers for tensor in (layer.attention_norm, layer.mlp_norm)]
     assert held + sum(tensor.nbytes for tensor in (*plain, *norms)) == weight_bytes(shape, 2, is_packed=True)
-
-
-@pytest.mark.parametrize(
-    "name", ["awq", "gptq", "gptq-8", "fp8-tensor", "compressed-fp8-block", "compressed-w8a8-zeros"]
-)
-def test_a_file_of_each_format_holds_its_numbers_once_it_is_laid_out(library, name, tmp_path, monkeypatch):
-    """Of tiles as small as the matrices."""
-    for size, least in {"HUMMING_ROWS": 8, "HUMMING_COLUMNS": 8, "HUMMING_BLOCK_ROWS": 32}.items():
-        monkeypatch.setattr(matrix_format, size, least)
-    config, draw = FORMATS[name]
-    folder = tmp_path / name
-    plain = write(checkpoint("llama2").folder, folder, config, draw)
-    shape = multiplied(read_architecture(folder), "humming", "key")
-    got = load_weights(folder, shape, torch.bfloat16, CPU, lambda fraction: None)
-    wanted = load_weights(plain, read_architecture(plain), torch.float32, CPU, lambda fraction: None)
-    for index, layer in enumerate(got.layers):
-        for matrix, stored in layer_formats(shape, index).items():
-            held = layer.matrices[matrix]
-            assert isinstance(held, HummingMatrix)
-            assert held.nbytes == stored.num_bytes(held.rows, held.inner)
-            assert distance(held.unpack(), wide(wanted.layers[index].matrices[matrix])) < KERNEL_BFLOAT16
 
 
 # --- which matrices, and what is refused ---
@@ -387,40 +350,6 @@ def test_what_the_library_cannot_multiply_is_said_why(change, rows, inner, reaso
     stored = replace(MatrixFormat("int4", 128), **change)
     got = stored.why_not_humming(rows, inner)
     assert (got is None) if reason is None else reason in got
-
-
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
-def test_all_matrices_of_an_8b_are_taken_and_none_is_widened(kind):
-    own = _shape("llama-3.1-8b", kind)
-    shape = multiplied(own, "humming", "key")
-    assert all(stored.humming for stored in layer_formats(shape, 5).values())
-    assert widened_bytes(own, 2) > widened_bytes(shape, 2) == 0
-    assert describe_own(shape) == "output matrix: logits are float32"
-    largest = max(
-        stored.num_bytes(*matrix_shapes(shape, shape.layers[0])[name])
-        for name, stored in layer_formats(shape, 0).items()
-    )
-    assert laying_out_bytes(shape) == 2 * largest
-    assert laying_out_bytes(own) == laying_out_bytes(named_shape("llama-3.1-8b")) == 0
-    assert (
-        0
-        <= weight_bytes(own, 2, is_packed=True) - weight_bytes(shape, 2, is_packed=True)
-        < 0.02 * weight_bytes(own, 2, is_packed=True)
-    )
-
-
-def test_matrices_of_shapes_that_it_has_not_stay_our_own_and_are_named():
-    odd = replace(_shape("llama-3.1-8b", "int4"), intermediate=14_400)  # down: no whole groups of 128
-    shape = multiplied(odd, "humming", "key")
-    assert {name for name, stored in layer_formats(shape, 0).items() if not stored.humming} == {"down"}
-    assert describe_own(shape).startswith("down: 4,096 by 14,400, no multiples of 128 rows and 128 columns (32 layers)")
-    assert widened_bytes(shape, 2) == 2 * 4096 * 14_400
-
-
-def test_experts_stay_our_own():
-    shape = multiplied(_shape("qwen3-30b-a3b", "int4"), "humming", "key")
-    assert {name for name, stored in layer_formats(shape, 0).items() if stored.humming} == {"qkv", "output"}
-    assert "experts_gate_up: of experts (48 layers)" in describe_own(shape)
 
 
 def test_what_has_nothing_for_it_is_refused_by_name():

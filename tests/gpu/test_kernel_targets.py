@@ -98,20 +98,25 @@ FAMILIES = ("phi-3-mini", "gemma-3-4b", "glm-4-9b")  # heads of 96 and of 256, a
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of the card, fake where this runs."""
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
 def _norms(shape: Architecture, dtype: torch.dtype) -> None:
     x, weight = (
-        torch.empty(2, shape.hidden, dtype=dtype, device="cuda"),
-        torch.empty(shape.hidden, dtype=dtype, device="cuda"),
+        empty(2, shape.hidden, dtype=dtype),
+        empty(shape.hidden, dtype=dtype),
     )
     rms_norm(x, weight, 1e-5)
-    for norm in (weight, torch.empty(shape.hidden, device="cuda")):
+    for norm in (weight, empty(shape.hidden)):
         rms_norm(x, norm, 1e-5)
         rms_norm_add(x, norm, 1e-5, torch.empty_like(x))
 
 
 def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu_tanh"):
-        swiglu(torch.empty(2, 2 * shape.intermediate, dtype=dtype, device="cuda"), activation)
+        swiglu(empty(2, 2 * shape.intermediate, dtype=dtype), activation)
 
 
 def _stored(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -126,12 +131,12 @@ def _pages(shape: Architecture, stored: torch.dtype) -> tuple[torch.Tensor, torc
 
 def _rope(shape: Architecture, dtype: torch.dtype) -> None:
     qkv = torch.empty(2, (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim, dtype=dtype, device="cuda")
-    cos = torch.empty(64, shape.dim // 2, device="cuda")
-    ids = torch.empty(2, dtype=torch.int32, device="cuda")
-    table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
+    cos = empty(64, shape.dim // 2)
+    ids = empty(2, dtype=torch.int32)
+    table = empty(2, 16, dtype=torch.int32)
     for stored in _stored(dtype):
         pages = _pages(shape, stored)
-        for norm in (None, torch.empty(shape.dim, dtype=dtype, device="cuda"), torch.empty(shape.dim, device="cuda")):
+        for norm in (None, empty(shape.dim, dtype=dtype), empty(shape.dim)):
             norms = None if norm is None else HeadNorms(norm, norm, 1e-5)
             rope_kv_write(
                 qkv, cos, torch.empty_like(cos), ids.long(), ids.long(), ids, table, *pages, shape.num_heads, norms
@@ -139,12 +144,12 @@ def _rope(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _attention(shape: Architecture, dtype: torch.dtype) -> None:
-    query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
-    ids = torch.empty(2, dtype=torch.int32, device="cuda")
-    table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
+    query = empty(2, shape.num_heads, shape.dim, dtype=dtype)
+    ids = empty(2, dtype=torch.int32)
+    table = empty(2, 16, dtype=torch.int32)
     workspace = workspace_for(2, shape.num_heads, shape.num_kv_heads, shape.dim, 262_144, "cuda", has_far=True)
-    bounds = torch.empty(3, 2, 1, dtype=torch.int32, device="cuda").expand(3, 2, shape.num_heads)
-    maxima = torch.empty(2, shape.num_heads, 16, device="cuda")
+    bounds = empty(3, 2, 1, dtype=torch.int32).expand(3, 2, shape.num_heads)
+    maxima = empty(2, shape.num_heads, 16)
     for stored in _stored(dtype):
         arguments = (query, *_pages(shape, stored), table, ids, ids, 1.0, workspace)
         paged_decode_attention(*arguments)
@@ -157,20 +162,20 @@ def _projections(shape: Architecture, dtype: torch.dtype) -> None:
         return
     attention = shape.num_heads * shape.dim
     qkv_rows = attention + 2 * shape.num_kv_heads * shape.dim
-    norm, wide = (torch.empty(shape.hidden, dtype=kind, device="cuda") for kind in (dtype, torch.float32))
+    norm, wide = (empty(shape.hidden, dtype=kind) for kind in (dtype, torch.float32))
 
     def weight(rows: int, inner: int) -> torch.Tensor:
-        return torch.empty(rows, inner, dtype=dtype, device="cuda")
+        return empty(rows, inner, dtype=dtype)
 
     for tokens in (1, 4):
-        x = torch.empty(tokens, shape.hidden, dtype=dtype, device="cuda")
+        x = empty(tokens, shape.hidden, dtype=dtype)
         norm_linear(x, norm, 1e-5, weight(qkv_rows, shape.hidden))
-        bias = torch.empty(qkv_rows, dtype=dtype, device="cuda")
+        bias = empty(qkv_rows, dtype=dtype)
         norm_linear(x, wide, 1e-5, weight(qkv_rows, shape.hidden), bias)
-        linear(torch.empty(tokens, attention, device="cuda"), weight(shape.hidden, attention), x)
+        linear(empty(tokens, attention), weight(shape.hidden, attention), x)
         norm_gate_up_swiglu(x, norm, 1e-5, weight(2 * shape.intermediate, shape.hidden))
         norm_gate_up_swiglu(x, wide, 1e-5, weight(2 * shape.intermediate, shape.hidden), "gelu_tanh")
-        middle = torch.empty(tokens, shape.intermediate, dtype=dtype, device="cuda")
+        middle = empty(tokens, shape.intermediate, dtype=dtype)
         linear(middle, weight(shape.hidden, shape.intermediate), x)
         if tokens == 1:  # more go to cuBLAS
             logits_linear(x, weight(shape.vocab_size, shape.hidden))
@@ -191,23 +196,21 @@ def _packed(shape: Architecture, dtype: torch.dtype) -> None:
             return allocate_packed(rows, inner, stored, dtype, device, torch.bfloat16)
 
         for tokens in (1, 4, 40) if stored.kind == "int4" else (1, 16):
-            x = torch.empty(tokens, shape.hidden, dtype=dtype, device="cuda")
-            norm = torch.empty(shape.hidden, dtype=dtype, device="cuda")
-            bias = torch.empty(qkv_rows, dtype=dtype, device="cuda")
+            x = empty(tokens, shape.hidden, dtype=dtype)
+            norm = empty(shape.hidden, dtype=dtype)
+            bias = empty(qkv_rows, dtype=dtype)
             packed_norm_linear(x, norm, 1e-5, matrix(qkv_rows, shape.hidden), bias)
-            packed_linear(torch.empty(tokens, attention, device="cuda"), matrix(shape.hidden, attention), x)
+            packed_linear(empty(tokens, attention), matrix(shape.hidden, attention), x)
             packed_norm_gate_up(x, norm, 1e-5, matrix(2 * shape.intermediate, shape.hidden), "silu")
-            middle = torch.empty(tokens, shape.intermediate, dtype=dtype, device="cuda")
+            middle = empty(tokens, shape.intermediate, dtype=dtype)
             packed_linear(middle, matrix(shape.hidden, shape.intermediate), x)
             packed_logits(x, matrix(shape.vocab_size, shape.hidden))
         if stored.has_zeros or stored.kind == "fp8":  # tiles of 64 tokens, of few rows and of many
             packed_linear(
-                torch.empty(MOST_PACKED_TOKENS, shape.intermediate, dtype=dtype, device="cuda"),
+                empty(MOST_PACKED_TOKENS, shape.intermediate, dtype=dtype),
                 matrix(shape.hidden, shape.intermediate),
             )
-            packed_logits(
-                torch.empty(64, shape.hidden, dtype=dtype, device="cuda"), matrix(shape.vocab_size, shape.hidden)
-            )
+            packed_logits(empty(64, shape.hidden, dtype=dtype), matrix(shape.vocab_size, shape.hidden))
         unpack(matrix(shape.hidden, shape.intermediate))
 
 
@@ -256,21 +259,21 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _race(shape: Architecture, dtype: torch.dtype) -> None:
-    race(torch.empty(2, shape.vocab_size, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda"))
+    race(empty(2, shape.vocab_size), empty(2, dtype=torch.int64))
 
 
 def _merge(shape: Architecture, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
-        out = torch.empty(2, shape.num_heads, shape.dim, device="cuda")
-        lse = torch.empty(2, shape.num_heads, device="cuda")
+        out = empty(2, shape.num_heads, shape.dim)
+        lse = empty(2, shape.num_heads)
         transfer.merge.merge_outputs([out, out], [lse, lse])
 
 
 def _rows(shape: Architecture, dtype: torch.dtype) -> None:
-    keys = torch.empty(shape.num_kv_heads, 64, shape.dim, dtype=dtype, device="cuda")
+    keys = empty(shape.num_kv_heads, 64, shape.dim, dtype=dtype)
     centre, scale = (
-        torch.empty(shape.num_kv_heads, shape.dim, device="cuda"),
-        torch.empty(shape.num_kv_heads, device="cuda"),
+        empty(shape.num_kv_heads, shape.dim),
+        empty(shape.num_kv_heads),
     )
     centre_of(keys)
     for stored, scales in ((torch.bfloat16, (None, None)), (torch.int8, (scale, centre))):
@@ -280,44 +283,42 @@ def _rows(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _fused(shape: Architecture, dtype: torch.dtype) -> None:
-    rows = torch.empty(512, shape.num_kv_heads, shape.dim, dtype=dtype, device="cuda")
-    fused = torch.empty(512, shape.num_kv_heads, shape.dim + 8, dtype=torch.uint8, device="cuda")
+    rows = empty(512, shape.num_kv_heads, shape.dim, dtype=dtype)
+    fused = empty(512, shape.num_kv_heads, shape.dim + 8, dtype=torch.uint8)
     fuse_rows(rows, fused)
     widen_rows(fused, rows)
 
 
 def _codes(shape: Architecture, dtype: torch.dtype) -> None:
-    planes = Hyperplanes(torch.empty(10, shape.dim, 160, dtype=dtype, device="cuda"), 150)
-    codes = torch.empty(shape.num_kv_heads, 150, 64, dtype=torch.uint16, device="cuda")
+    planes = Hyperplanes(empty(10, shape.dim, 160, dtype=dtype), 150)
+    codes = empty(shape.num_kv_heads, 150, 64, dtype=torch.uint16)
     for stored in (dtype, torch.int8):
-        encode_keys(torch.empty(shape.num_kv_heads, 64, shape.dim, dtype=stored, device="cuda"), planes, codes)
-    encode_queries(torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda"), planes)
+        encode_keys(empty(shape.num_kv_heads, 64, shape.dim, dtype=stored), planes, codes)
+    encode_queries(empty(2, shape.num_heads, shape.dim, dtype=dtype), planes)
 
 
 def _pack(shape: Architecture, dtype: torch.dtype) -> None:
     slot = new_slot(4, shape.num_heads, shape.dim, 150, dtype, torch.device("cpu"))
-    query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
-    codes = torch.empty(2, shape.num_heads, 150, dtype=torch.uint16, device="cuda")
+    query = empty(2, shape.num_heads, shape.dim, dtype=dtype)
+    codes = empty(2, shape.num_heads, 150, dtype=torch.uint16)
     counters = new_counters(slot, torch.device("cuda"))
     exchange_pack(query, codes, counters, slot)
     slot = new_slot(4, shape.num_heads, shape.dim, 0, dtype, torch.device("cpu"), kv_heads=2, exclusion_blocks=64)
-    excluded = torch.empty(2, 2, 2, dtype=torch.int32, device="cuda")
-    exchange_pack(
-        query, None, counters, slot, torch.empty(2, shape.num_heads, dtype=torch.uint8, device="cuda"), excluded
-    )
+    excluded = empty(2, 2, 2, dtype=torch.int32)
+    exchange_pack(query, None, counters, slot, empty(2, shape.num_heads, dtype=torch.uint8), excluded)
     await_answer(counters, slot)
 
 
 def _scatter(shape: Architecture, dtype: torch.dtype) -> None:
-    addresses = torch.empty(2, dtype=torch.int64, device="cuda")
+    addresses = empty(2, dtype=torch.int64)
     for kind in (torch.int8, torch.int16):
-        source = torch.empty(2, shape.num_kv_heads, 150, 128, dtype=kind, device="cuda")
+        source = empty(2, shape.num_kv_heads, 150, 128, dtype=kind)
         scatter(source, addresses, (2048 * 150, 2048, 1), True)
 
 
 def _gather(shape: Architecture, dtype: torch.dtype) -> None:
-    keys = torch.empty(shape.num_kv_heads, 4, 16, shape.dim, dtype=dtype, device="cuda")
-    ids = torch.empty(4, dtype=torch.int32, device="cuda")
+    keys = empty(shape.num_kv_heads, 4, 16, shape.dim, dtype=dtype)
+    ids = empty(4, dtype=torch.int32)
     for stored in _stored(dtype):
         gather_pages(*_pages(shape, stored), ids, keys, torch.empty_like(keys))
         if stored != dtype:  # on the way down
@@ -325,9 +326,9 @@ def _gather(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _coded(shape: Architecture, dtype: torch.dtype) -> None:
-    rows = torch.empty(shape.num_kv_heads, 32, shape.dim, dtype=dtype, device="cuda")
-    whole, token = (torch.empty(count, dtype=torch.int64, device="cuda") for count in (2, 32))
-    out = torch.empty(32, shape.dim, dtype=dtype, device="cuda")
+    rows = empty(shape.num_kv_heads, 32, shape.dim, dtype=dtype)
+    whole, token = (empty(count, dtype=torch.int64) for count in (2, 32))
+    out = empty(32, shape.dim, dtype=dtype)
     for stored in _stored(dtype)[1:]:
         pages, _ = _pages(shape, stored)
         write_rows(rows, whole, None, pages)
@@ -336,8 +337,8 @@ def _coded(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _pieces(shape: Architecture, dtype: torch.dtype) -> None:
-    out = torch.empty(16, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
-    lse = torch.empty(16, shape.num_heads, device="cuda")
+    out = empty(16, shape.num_heads, shape.dim, dtype=dtype)
+    lse = empty(16, shape.num_heads)
     for sides in (2, 7):
         merge_attended([out] * sides, [lse] * sides, dtype)
 
@@ -345,8 +346,8 @@ def _pieces(shape: Architecture, dtype: torch.dtype) -> None:
 def _prefill(shape: Architecture, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16 or shape.dim not in CONFIGS:  # plain torch, or refused
         return
-    query = torch.empty(256, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
-    keys = torch.empty(shape.num_kv_heads, 1024, shape.dim, dtype=dtype, device="cuda")
+    query = empty(256, shape.num_heads, shape.dim, dtype=dtype)
+    keys = empty(shape.num_kv_heads, 1024, shape.dim, dtype=dtype)
     for name in ("exact", "tree", "estimated") if shape.dim == 128 else ("exact",):
         how = MomoSettings(selection=name).how
         rows = query_sparse_attention(query, keys, keys, 768, 16, 64, how, 1.0)
@@ -357,26 +358,26 @@ def _prefill(shape: Architecture, dtype: torch.dtype) -> None:
 def _scattered(shape: Architecture, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:  # plain torch
         return
-    query = torch.empty(256, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
-    keys = torch.empty(shape.num_kv_heads, 1024, shape.dim, dtype=dtype, device="cuda")
-    positions = torch.empty(256, dtype=torch.int64, device="cuda")
+    query = empty(256, shape.num_heads, shape.dim, dtype=dtype)
+    keys = empty(shape.num_kv_heads, 1024, shape.dim, dtype=dtype)
+    positions = empty(256, dtype=torch.int64)
     scattered_attention_kernel(query, keys, keys, positions, 1.0, None)
 
 
 def _mac(shape: Architecture, dtype: torch.dtype) -> None:
     size = (2, shape.num_heads, 1024)
-    query = torch.empty(2, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
-    ids, cells = torch.empty(2, dtype=torch.int32, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
-    holes = torch.empty(3, 2, dtype=torch.int32, device="cuda")
+    query = empty(2, shape.num_heads, shape.dim, dtype=dtype)
+    ids, cells = empty(2, dtype=torch.int32), empty(2, dtype=torch.int64)
+    holes = empty(3, 2, dtype=torch.int32)
     limits = Limits(16, 256, 50.0, 1024, 4096, 1024, 0.5)
-    flags = torch.empty(2, dtype=torch.uint8, device="cuda")
-    is_matching, counts = ids.new_empty(1), torch.empty(NUM_COUNTS, dtype=torch.int64, device="cuda")
-    out, lse = torch.empty(query.shape, device="cuda"), torch.empty(2, shape.num_heads, device="cuda")
+    flags = empty(2, dtype=torch.uint8)
+    is_matching, counts = ids.new_empty(1), empty(NUM_COUNTS, dtype=torch.int64)
+    out, lse = empty(query.shape), empty(2, shape.num_heads)
     for kept in (torch.float32, torch.bfloat16):
         ring = Ring(
-            torch.empty(*size, shape.dim, dtype=torch.bfloat16, device="cuda"), torch.empty(size, device="cuda"),
-            torch.empty(*size, shape.dim, dtype=kept, device="cuda"), torch.empty(size, device="cuda"),
-            torch.empty(size, dtype=torch.int32, device="cuda"), torch.empty(size, dtype=torch.uint8, device="cuda"),
+            empty(*size, shape.dim, dtype=torch.bfloat16), empty(size),
+            empty(*size, shape.dim, dtype=kept), empty(size),
+            empty(size, dtype=torch.int32), empty(size, dtype=torch.uint8),
         )  # fmt: skip
         matched = match(query, ring, ids, cells, holes, limits, is_matching, counts, shape.num_kv_heads)
         for filled in (None, Partial(out, lse)):
@@ -385,45 +386,45 @@ def _mac(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _predict(shape: Architecture, dtype: torch.dtype) -> None:
-    first, second = (torch.empty(*size, dtype=dtype, device="cuda") for size in ((16, 64), (3, 64, 32)))
-    wide = torch.empty(32, device="cuda")
-    network = PackedNetwork(first, second, wide, torch.empty_like(wide), torch.empty(1, device="cuda"))
-    heads = torch.empty(shape.num_heads, dtype=torch.int32, device="cuda")
-    scores = torch.empty(shape.num_heads, 256, device="cuda")
+    first, second = (empty(*size, dtype=dtype) for size in ((16, 64), (3, 64, 32)))
+    wide = empty(32)
+    network = PackedNetwork(first, second, wide, torch.empty_like(wide), empty(1))
+    heads = empty(shape.num_heads, dtype=torch.int32)
+    scores = empty(shape.num_heads, 256)
     served = PredictedSettings.model_fields["predict_every"].default
     for stored, moved in ((torch.bfloat16, 1), (torch.uint8, 1), (torch.uint8, served)):
-        history = torch.empty(shape.num_heads, 64 + moved, 256, dtype=stored, device="cuda")
+        history = empty(shape.num_heads, 64 + moved, 256, dtype=stored)
         predict_blocks(history, heads, heads, heads, scores, network, moved)
 
 
 def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
     rows, places, slots, kv_heads = 2, 3 * shape.num_kv_heads, 128, shape.num_kv_heads
-    numbers = torch.empty(places, slots, dtype=torch.int32, device="cuda")
-    bits = torch.empty(places, 256, dtype=torch.int32, device="cuda")
+    numbers = empty(places, slots, dtype=torch.int32)
+    bits = empty(places, 256, dtype=torch.int32)
     rings, cells = (
-        torch.empty(rows, dtype=torch.int32, device="cuda"),
-        torch.empty(rows, dtype=torch.int64, device="cuda"),
+        empty(rows, dtype=torch.int32),
+        empty(rows, dtype=torch.int64),
     )
-    holes = torch.empty(3, rows, dtype=torch.int32, device="cuda")
-    counts = torch.empty(NUM_FETCH_COUNTS, dtype=torch.int64, device="cuda")
-    lies = torch.empty(3, 11, 256, dtype=torch.int64, device="cuda")
-    history = torch.empty(places, 65, 8192, dtype=torch.uint8, device="cuda")
+    holes = empty(3, rows, dtype=torch.int32)
+    counts = empty(NUM_FETCH_COUNTS, dtype=torch.int64)
+    lies = empty(3, 11, 256, dtype=torch.int64)
+    history = empty(places, 65, 8192, dtype=torch.uint8)
     maxima, lse = (
-        torch.empty(rows, shape.num_heads, 8192, device="cuda"),
-        torch.empty(rows, shape.num_heads, device="cuda"),
+        empty(rows, shape.num_heads, 8192),
+        empty(rows, shape.num_heads),
     )
     listed = list_blocks(numbers, bits, rings, holes, kv_heads, counts)
-    fetched = torch.empty(rows * kv_heads, shape.group, slots, device="cuda")
+    fetched = empty(rows * kv_heads, shape.group, slots)
     for beside in (None, Fetched(fetched, listed, lse)):
         note_step(history, maxima, lse, beside, rings, cells, holes, 4, kv_heads)
     step: Any = SimpleNamespace(num_rows=rows, slots=rings, cells=cells, holes=holes)  # a StepRows
     turns = Turns(PredictedSettings(weights=Path("unread")), 3, kv_heads, 4, 8192, torch.device("cuda"))
-    turns.of_rows(step, rings, torch.empty(1, dtype=torch.bool, device="cuda"), shape.num_heads)
-    scores, is_in = torch.empty(places, 8192, device="cuda"), torch.empty(places, dtype=torch.bool, device="cuda")
-    limits = torch.empty(places, dtype=torch.int32, device="cuda")
+    turns.of_rows(step, rings, empty(1, dtype=torch.bool), shape.num_heads)
+    scores, is_in = empty(places, 8192), empty(places, dtype=torch.bool)
+    limits = empty(places, dtype=torch.int32)
     fresh = choose_blocks(scores, limits, numbers, bits, is_in, counts)
-    query = torch.empty(rows, shape.num_heads, shape.dim, dtype=dtype, device="cuda")
-    open_parts = torch.empty(1, dtype=torch.int32, device="cuda")
+    query = empty(rows, shape.num_heads, shape.dim, dtype=dtype)
+    open_parts = empty(1, dtype=torch.int32)
     for is_int8 in (False, True):
         for stored in _stored(dtype):
             keys = torch.empty(places * slots, 1, 16, width_of(stored, shape.dim), dtype=stored, device="cuda")
@@ -433,21 +434,21 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:
-    chosen = torch.empty(4, 8, dtype=torch.int32, device="cuda")
-    rows = torch.empty(4, dtype=torch.int32, device="cuda")
+    chosen = empty(4, 8, dtype=torch.int32)
+    rows = empty(4, dtype=torch.int32)
     for of_rows in (rows, None):
         listed = list_experts(chosen, 40, 128, 32, of_rows)
     words = 2 * shape.hidden * shape.intermediate * dtype.itemsize // 4
-    source, slots = (torch.empty(count, words, dtype=torch.int32, device="cuda") for count in (88, 32))
+    source, slots = (empty(count, words, dtype=torch.int32) for count in (88, 32))
     fetch_experts(source, slots, listed)
 
 
 def _asks_for_experts(shape: Architecture, dtype: torch.dtype) -> None:
     slot = new_expert_slot(32, shape.hidden, 8, torch.device("cpu"))
     counters = new_counters(slot, torch.device("cuda"))
-    x = torch.empty(4, shape.hidden, dtype=dtype, device="cuda")
-    ids, shares = (torch.empty(4, 8, dtype=kind, device="cuda") for kind in (torch.int32, torch.float32))
-    for slots in (torch.empty(4, dtype=torch.int32, device="cuda"), None):
+    x = empty(4, shape.hidden, dtype=dtype)
+    ids, shares = (empty(4, 8, dtype=kind) for kind in (torch.int32, torch.float32))
+    for slots in (empty(4, dtype=torch.int32), None):
         ask_experts(x, ids, shares, 34, slots, counters, slot)
     add_answer(x.float(), slot, dtype)
 
@@ -696,8 +697,8 @@ def test_a_unit_of_momo_runs_what_another_one_compiled():
 
 
 def _momo_unit(begin: int, tokens: int) -> None:
-    query = torch.empty(tokens, 32, 128, dtype=torch.bfloat16, device="cuda")
-    keys = torch.empty(8, begin + tokens, 128, dtype=torch.bfloat16, device="cuda")
+    query = empty(tokens, 32, 128, dtype=torch.bfloat16)
+    keys = empty(8, begin + tokens, 128, dtype=torch.bfloat16)
     rows = query_sparse_attention(query, keys, keys, begin, 16, 64, MomoSettings().how, 1.0)
     lists = unite(rows, begin // 64, 8, 2, 64)
     block_sparse_attention(query, keys, keys, begin, 128, 64, lists, 1.0)
@@ -711,10 +712,10 @@ def test_experts_of_any_number_of_tokens_are_run_by_what_was_compiled_at_start()
             experts = shape.layer_pattern[0].experts
             assert experts is not None
             gate_up, down = (
-                torch.empty(experts.num_experts * rows, inner, dtype=dtype, device="cuda")
+                empty(experts.num_experts * rows, inner, dtype=dtype)
                 for rows, inner in ((2 * experts.intermediate, shape.hidden), (shape.hidden, experts.intermediate))
             )
-            router, norm = (torch.empty(*size, shape.hidden, dtype=dtype, device="cuda") for size in (
+            router, norm = (empty(*size, shape.hidden, dtype=dtype) for size in (
                 (experts.num_experts,), ()))  # fmt: skip
             run(ExpertMlp(ExpertWeights(router, gate_up, down), experts, "silu"), norm)
 

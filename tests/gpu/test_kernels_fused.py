@@ -85,14 +85,6 @@ def test_codes_between_two_steps_are_even(dtype, device):
     assert codes[0, 0, :5].tolist() == [255, 0, 2, 2, 100]
 
 
-@pytest.mark.parametrize("value", [0.0, -2.5, 1e30])
-def test_a_row_of_one_number_comes_back_as_it_was(value, dtype, device):
-    rows = torch.full(SMALL, value, dtype=dtype, device=device)
-    got = torch.empty_like(rows)
-    widen_rows(fuse(rows), got)
-    assert torch.equal(got, rows)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_is_never_a_plausible_number(value, dtype, device):
     rows = strided(SMALL, dtype, device)
@@ -117,11 +109,6 @@ def test_a_row_that_spans_more_than_float32_is_told(dtype, device):
             fuse(rows)
     else:
         assert find_unstorable(fuse(rows)) == (3, 0)
-
-
-def test_no_rows_are_no_work(dtype, device):
-    rows = torch.empty(0, 2, 64, dtype=dtype, device=device)
-    fuse_rows(rows, torch.empty(0, 2, 72, dtype=torch.uint8, device=device))
 
 
 def test_wrong_arguments_are_named(dtype, device):

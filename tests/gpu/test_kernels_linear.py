@@ -62,13 +62,6 @@ def test_a_residual_is_copied_by_a_kernel_for_a_copy_of_memory_has_no_priority_i
     assert not called.operators & copying
 
 
-def test_linear_takes_float32_tokens(rows, inner, tokens, dtype, device):
-    x, weight, _, _ = _arguments(tokens, rows, inner, dtype, device)
-    got = linear(x.float(), weight)
-    assert got.dtype == dtype
-    assert distance(got, wide(x) @ wide(weight).T) < KERNEL_TOLERANCE[dtype]
-
-
 def test_logits_are_float32_and_not_rounded_where_a_kernel_can_store_them(rows, inner, tokens, dtype, device):
     x, weight, _, _ = _arguments(tokens, rows, inner, dtype, device)
     got, product = logits_linear(x, weight), wide(x) @ wide(weight).T

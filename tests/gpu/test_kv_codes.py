@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.config import GpuConfig, ModelConfig
 from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
-from scheduler.engine.load_engine import model_key
 from tests.gpu.paged_rows import read_raw
 from tests.gpu.reference_model import document_prompt, generate, needle_prompt, reference_runner, tokenizer
-from tests.gpu.test_mac_serving import STRICT, MacTwins
 from tests.gpu.test_predicted_serving import WIDE, PredictedTwins
 from tests.gpu.twin_runners import Kv, Twins, furthest
 from tests.tolerances import KV_FLIP_LOGITS, KV_ROUNDED_AGAIN_LOGITS
@@ -70,15 +67,6 @@ def test_rows_that_come_back_are_made_codes_of_again(kv: Kv) -> None:
     twins.restore(twins.fetch(twins.sequences[0], 48))
     assert twins.sequences[0].released == 48
     assert steps(twins, [0], 5) < KV_ROUNDED_AGAIN_LOGITS[kv]
-
-
-@on_codes
-def test_mac_reads_codes_near_and_far(kv: Kv) -> None:
-    twins = MacTwins(STRICT, check_coverage=True, kv=kv)
-    twins.prefill(PROMPTS[:1])
-    assert steps(twins, [0], 12) < KV_FLIP_LOGITS
-    assert sum(twins.counts.tries) > 0
-    assert sum(twins.counts.hits) == 0
 
 
 @on_codes
@@ -141,11 +129,6 @@ def test_the_reference_model_finds_what_it_is_asked_for(kv: Kv) -> None:
     texts = [[tokenizer().decode(ids) for ids in generate(reference_runner(kv=one, num_pages=100), prompts, 10).tokens]
              for one in ("auto", kv)]  # fmt: skip
     assert texts[0] == texts[1]
-
-
-def test_prefixes_are_not_shared_across_formats() -> None:
-    formats = [GpuConfig(dtype="bfloat16", kv=kv) for kv in ("bfloat16", "int8", "fp8")]
-    assert len({model_key(ModelConfig(random_weights="tiny"), gpu, "rope") for gpu in formats}) == 3
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Prefill of prompts that go down to the host: the same text, the same rows, whatever else happens meanwhile."""
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -28,8 +27,6 @@ from tests.gpu.reference_model import logits_units
 from tests.reference_tier import ReferenceReservation
 from tests.tolerances import (
     CHUNKING_LOGPROB_ATOL,
-    HOST_LOGIT_BFLOAT16_ATOL,
-    HOST_LOGIT_SAME_CHUNKS_ATOL,
     HOST_ROW_BFLOAT16,
     HOST_ROW_INT8,
 )
@@ -308,49 +305,6 @@ def test_a_host_that_refuses_in_the_middle_fails_the_slot_then(
     assert not stand.run(units_of(job, 100))
     assert stand.prefill.take_failures() == {0: "host memory: cannot pin"}
     assert stand.prefill.num_jobs == 0
-
-
-def add_two_in_one_job(stand: Stand) -> None:
-    prompts = [host_job(stand, slot).prompts[0] for slot in range(2)]
-    stand.prefill.add(PrefillJob(5, prompts))
-
-
-def add_two_at_once(stand: Stand) -> None:
-    for slot in range(2):
-        stand.prefill.add(host_job(stand, slot))
-
-
-def host_job(stand: Stand, slot: int) -> PrefillJob:
-    return stand.job(slot, slot, draw_prompt(120, slot), host_prompt(120, CONTEXT + slot))
-
-
-@pytest.mark.parametrize("add", [add_two_in_one_job, add_two_at_once])
-def test_two_prompts_that_go_down_together_are_refused(add: Callable[[Stand], None]) -> None:
-    with pytest.raises(ValueError, match=r"slot .* beside others"):
-        add(Stand())
-
-
-def test_without_a_tier_a_prompt_that_goes_down_is_refused() -> None:
-    stand = Stand(has_tier=False)
-    with pytest.raises(ValueError, match=r"slot 0 .* no host tier"):
-        stand.prefill.add(host_job(stand, 0))
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
-def test_in_bfloat16_a_prompt_goes_down_and_comes_up_again_as_its_prefix(
-    rows: str, device: str, prompt: np.ndarray
-) -> None:
-    longer = np.concatenate([prompt, draw_prompt(73, 2)])
-    plain, first, _ = run_plain(prompt, torch.bfloat16, device, chunk_tokens=100)
-    _, second, _ = run_plain(longer, torch.bfloat16, device, chunk_tokens=100)
-    stand = Stand(dtype=torch.bfloat16, device=torch.device(device), rows=rows)
-    run_down(stand, prompt, 0, CONTEXT, 100)
-    torch.testing.assert_close(stand.sampler.logits, first, rtol=0, atol=HOST_LOGIT_SAME_CHUNKS_ATOL)
-    tolerance = HOST_ROW_BFLOAT16 if rows == "bfloat16" else HOST_ROW_INT8
-    assert_rows_are_down(stand, CONTEXT, plain, 0, host_prompt(LENGTH, 0).end, tolerance)
-    run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)
-    torch.testing.assert_close(stand.sampler.logits, second, rtol=0, atol=HOST_LOGIT_BFLOAT16_ATOL)
 
 
 @pytest.mark.parametrize("has_prefix", [False, True])

@@ -14,7 +14,7 @@ import gpu.prefill.pieces
 from gpu.attention.prefill_attention import past_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.memory.demand import MERGED_PIECES, PIECE_TOKENS
-from gpu.operations.prefill_attention.merge_attended import MOST_PIECES, merge_attended
+from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.prefill.choice import KernelChoice, decide, why_out
 from gpu.prefill.dense import Dense
 from gpu.prefill.pieces import (
@@ -166,10 +166,6 @@ def test_every_merge_of_pieces_is_compiled_before_a_prompt_needs_it(
     assert seen == compiled
 
 
-def test_outputs_are_planned_for_as_many_pieces_as_are_merged_at_once() -> None:
-    assert MERGED_PIECES == MOST_PIECES
-
-
 ON_CUDA = [
     *(("cudnn", None, *sizes, *heads) for heads in ((32, 8, 128), (4, 4, 64), (8, 1, 128))
       for sizes in ((2048, 6144), (300, 2047 + 4096), (1500, 14336))),
@@ -228,13 +224,6 @@ def test_what_is_faster_is_chosen_for_each_number_of_queries() -> None:
     waits = {256: 16 * PIECE_TOKENS, 512: 4 * PIECE_TOKENS, 1024: 4 * PIECE_TOKENS, 2048: PIECE_TOKENS}
     assert decided(600, 350, 300, launch=2.0) == ("flash", waits), "the fewer the queries, the longer the past it takes"
     assert decided(600, 350, 300, launch=1e9) == ("flash", {})
-
-
-def test_what_is_not_there_is_not_chosen() -> None:
-    assert decided(0, 0, 300) == ("efficient", {})
-    assert decided(600, 350, 300, context=3000) == ("flash", {}), "no room for queries behind a piece"
-    with pytest.raises(RuntimeError, match="no attention kernel works on this device"):
-        decided(600, 0, 0)
 
 
 def by_reference(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
@@ -326,12 +315,6 @@ def test_a_past_is_cut_further_while_dense_gives_way_and_never_before(
     assert lengths == [], "a past no longer than a piece is not cut"
 
 
-def test_where_nothing_was_measured_nothing_is_cut() -> None:
-    dense = Dense()
-    dense.bound_blocks(1e-4)
-    assert dense.longest_piece is None
-
-
 @pytest.mark.gpu
 def test_a_machine_chooses_and_what_it_chose_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -348,11 +331,3 @@ def test_a_machine_chooses_and_what_it_chose_is_kept(monkeypatch: pytest.MonkeyP
     assert 1e-9 < of_key < 1e-6, "between ten times what any card is told to do and a hundredth of one"
     dense.bound_blocks(8200 * of_key)
     assert dense.longest_piece == 8192
-
-
-def test_on_the_cpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    dense = Dense()
-    dense.choose(*torch.zeros(2, 1, 100, 8), 2, 2048)
-    assert dense.choice is None
-    assert not measured_path().exists()

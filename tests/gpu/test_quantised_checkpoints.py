@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu.cpu_step.cpu_step import CpuStep
 from gpu.model.architecture import ModelError, read_architecture
 from gpu.model.matrix_format import ROUNDED
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
@@ -88,19 +87,6 @@ def test_biases_of_all_projections_are_added_to_products_of_few_bits(name: str, 
     assert tokens == others
     assert float((logits - wanted).abs().max() / wanted.std()) < COMPILED_LOGITS_FLOAT32
     assert_bytes(tmp_path / "model", packed(tmp_path / "model"))
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq-order", "fp8-blocks"])
-def test_the_compiled_step_decodes_what_the_file_holds(name: str, tmp_path: Path) -> None:
-    config, draw = FORMATS[name]
-    folder, prompt = tmp_path / "model", np.random.default_rng(1).integers(0, 320, 50).astype(np.int32)
-    plain = load(write(checkpoint("llama3").folder, folder, config, draw))
-    compiled = load(folder, is_counted=False)
-    assert isinstance(compiled.decode_steps._compiled, CpuStep)
-    assert isinstance(compiled.decode_steps.loop.decoder.weights.layers[0].qkv, Packed)
-    (tokens, logits), (others, wanted) = generate(compiled, prompt, 6), generate(plain, prompt, 6)
-    assert tokens == others
-    assert float((logits - wanted).abs().max() / wanted.std()) < COMPILED_LOGITS_FLOAT32
 
 
 @pytest.mark.parametrize("family", ["phi3", "glm4", "qwen2", "gemma3", "llama with biases"])
@@ -206,11 +192,6 @@ def test_a_load_holds_no_more_beside_the_weights_than_a_part_takes(monkeypatch: 
         held = live.now
     assert got.logits.rows * got.logits.inner == 10 * numbers
     assert live.peak - held <= (2 * rounding.BYTES_A_NUMBER + 2 * 4) * numbers
-
-
-def test_what_is_tied_to_the_embedding_stays_as_it_is() -> None:
-    got = packed(checkpoint("llama3").folder, "int4")
-    assert got.logits is got.embedding
 
 
 CONFIG_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
@@ -341,8 +322,3 @@ def test_parts_of_one_product_that_differ_are_refused(tmp_path: Path) -> None:
     write(checkpoint("llama2").folder, tmp_path / "model", config, awq(32), ("v_proj",))
     with pytest.raises(ModelError, match=r"v_proj is left plain and .*q_proj is not; one product wants them alike"):
         packed(tmp_path / "model")
-
-
-def test_a_quantised_checkpoint_is_not_rounded_again(folders) -> None:
-    with pytest.raises(ModelError, match=r"model\.weights: asked int4, awq is quantised already \(awq\); leave it out"):
-        rounded(read_architecture(folders["awq"]), "int4", "model.weights")

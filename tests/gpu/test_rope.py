@@ -121,12 +121,6 @@ def test_dynamic_frequencies_depend_on_the_deployment_and_not_on_a_text() -> Non
     assert torch.equal(short, model)
 
 
-@pytest.mark.parametrize("value", [None, 0, -1.0, "8", True])
-def test_a_bad_setting_is_named(value: object) -> None:
-    with pytest.raises(ModelError, match=r"'linear': factor is .*wanted a positive number"):
-        inverse_frequencies(architecture_of({"rope_type": "linear", "factor": value}), MAX_TOKENS)
-
-
 def test_dynamic_stretches_beyond_the_files_positions_to_those_that_a_person_names() -> None:
     """Its frequencies are Hugging Face's for a text of the deployment's longest context."""
     asked = {"rope_type": "dynamic", "factor": 4.0, "max_position_embeddings": 16_384}

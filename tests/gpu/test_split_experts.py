@@ -113,19 +113,6 @@ def random_packed(shape: Architecture, dtype: torch.dtype) -> Weights:
     return packed
 
 
-@pytest.mark.parametrize("weights", [None, "int4", "fp8"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_random_experts_may_all_lie_in_host_memory(device: str, weights: str | None) -> None:
-    shape = rounded(named_shape(TINY), weights, "weights")
-    drawn = random_weights(shape, 3, torch.bfloat16, torch.device(device), lambda fraction: None, 0)
-    hosts = [layer.experts.host for layer in drawn.layers if layer.experts is not None]
-    assert [host and host.count for host in hosts] == [16] * 3
-    one = Projections(drawn, shape)
-    hidden = draw_hidden(shape, 2, torch.bfloat16, device)
-    assert bool(one.mlp(0, hidden).isfinite().all())
-    assert not torch.equal(one.mlp(0, hidden), hidden)
-
-
 def test_the_comparison_sees_an_expert_in_anothers_place() -> None:
     shape = named_shape(TINY)
     whole = random_weights(shape, 3, torch.float32, CPU, lambda fraction: None)

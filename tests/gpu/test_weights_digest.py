@@ -7,7 +7,7 @@ import pytest
 
 from gpu.model.architecture import ModelError
 from gpu.weights import weights_digest
-from gpu.weights.weights_digest import digest_random, digest_weights, kept_path
+from gpu.weights.weights_digest import digest_random, digest_weights
 
 
 @pytest.fixture
@@ -81,8 +81,3 @@ def test_drawn_weights_are_named_by_what_draws_them() -> None:
     drawn = [("tiny", 1, "bfloat16", "cuda"), ("tiny", 2, "bfloat16", "cuda"), ("tiny", 1, "float32", "cuda"),
              ("tiny", 1, "bfloat16", "cpu"), ("llama-3.1-8b", 1, "bfloat16", "cuda")]  # fmt: skip
     assert len({digest_random(*one) for one in drawn}) == len(drawn)
-
-
-def test_they_are_kept_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kept_path() == tmp_path / "tandem" / "weights.json"

@@ -16,12 +16,14 @@ from gpu.operations.linear.word_layout import unpack_words
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """kind, and `dtype`: of products. inner: columns; group: to a scale; row_block: rows that share their scales.
+    """A matrix of few bits.
 
-    words int32 `[rows, num_words]` (`word_layout`); scales bf16, float16 or float32
-    `[ceil(rows / row_block), ceil(inner / group)]`; zeros uint8 of that shape, None: the middle; order int64 `[inner]`,
-    the column of a token that each of ours is multiplied by, None: the same one. runs: int32 `[rows, inner / run]`,
-    the bits of d below those of least; scales are then int16, a scale below an offset, and there are no zeros.
+    kind, and `dtype`: of products. inner: columns; group: to a scale; row_block: rows that share their scales.
+
+    words int32 `[rows, num_words]` (`word_layout`); scales bf16, float16 or float32 `[ceil(rows / row_block),
+    ceil(inner / group)]`; zeros uint8 of that shape, None: the middle; order int64 `[inner]`, the column of a token
+    that each of ours is multiplied by, None: the same one. runs: int32 `[rows, inner / run]`, the bits of d below those
+    of least; scales are then int16, a scale below an offset, and there are no zeros.
     """
 
     kind: Kind
