@@ -5,9 +5,9 @@ finished or preempted. Per-slot state (page table, last token, sampler) lives on
 changed. All ranges are half-open, all positions 0-based.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +30,22 @@ NO_SLOT = -1
 """Of a chunk that is computed alone: it has no sequence, takes no pages and draws nothing."""
 
 
+class Frozen:
+    """A part of a plan, frozen in deed: lists that it is made with become tuples, and so do lists in these."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if isinstance(value, list):
+                object.__setattr__(self, each.name, _freeze(value))
+
+
+def _freeze(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(_freeze(value) if isinstance(value, list) else value for value in values)
+
+
 class Lane(Enum):
     """Steps of one lane are carried out in the order of their launches; those of two run side by side.
 
@@ -44,12 +60,12 @@ class Lane(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PageWrite:
+class PageWrite(Frozen):
     """Pages appended to a slot's page table: `page_ids` become its pages `first_page ..`."""
 
     slot: int
     first_page: int
-    page_ids: list[int]
+    page_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +214,12 @@ class PrefillPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillJob:
+class PrefillJob(Frozen):
     """Prompts that go through the layers together, packed one after another into one row of hidden states; all of them
     by one prefill method."""
 
     job_id: int
-    prompts: list[PrefillPrompt]
+    prompts: tuple[PrefillPrompt, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -270,7 +286,7 @@ Unit = PrefillUnit | LogitsUnit
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class Offload(Frozen):
     """Tokens `[begin, end)` of a running slot are written to its host context, whole pages of the window's old end.
 
     `page_ids` hold them, and go on to. `opens`: the context is new (`begin` is then the sink's end).
@@ -280,7 +296,7 @@ class Offload:
     context_id: int
     begin: int
     end: int
-    page_ids: list[int]
+    page_ids: tuple[int, ...]
     opens: bool
     reading: Reading
 
@@ -294,20 +310,20 @@ class TablePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class PageEviction:
+class PageEviction(Frozen):
     """Pages of tokens that the host has are given up: the dense layers' rows are copied to `dense_page_ids`, which take
     the place of `page_ids` in the page tables of all that read them, at `places`.
 
     Dense pages may lie in pages that this release, or one before it, gives up.
     """
 
-    page_ids: list[int]
-    dense_page_ids: list[int]
-    places: list[TablePlace]
+    page_ids: tuple[int, ...]
+    dense_page_ids: tuple[int, ...]
+    places: tuple[TablePlace, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Reload:
+class Reload(Frozen):
     """Rows of released tokens are brought up beside the step: tokens `[begin, end)` of the run of `context_id`, whole
     pages, in the offloaded layers, to the resident pages `page_ids`, which nobody reads before a `FinishedReload`.
     """
@@ -315,18 +331,18 @@ class Reload:
     context_id: int
     begin: int
     end: int
-    page_ids: list[int]
+    page_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedReload:
+class FinishedReload(Frozen):
     """The inverse of a release, behind the fetch to `page_ids`, which it awaits on the device: the dense layers' rows
     are copied there from `dense_page_ids`, whose place they take in the page tables of all that read them, at `places`.
     """
 
-    page_ids: list[int]
-    dense_page_ids: list[int]
-    places: list[TablePlace]
+    page_ids: tuple[int, ...]
+    dense_page_ids: tuple[int, ...]
+    places: tuple[TablePlace, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +357,7 @@ class HostRead:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
+class DecodeGroup(Frozen):
     """Sequences that decode one token each, in one step, whatever their profiles.
 
     The input token of a slot is the one last sampled for it (on the device), at position `positions[i]`; its key and
@@ -353,12 +369,12 @@ class DecodeGroup:
     holds no ring.
     """
 
-    slots: list[int]
-    positions: list[int]
-    samples: list[int]
-    asks: list[HostRead | None] | None = None
-    cells: list[int] | None = None
-    runs: list[list[int]] | None = None
+    slots: tuple[int, ...]
+    positions: tuple[int, ...]
+    samples: tuple[int, ...]
+    asks: tuple[HostRead | None, ...] | None = None
+    cells: tuple[int, ...] | None = None
+    runs: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -367,7 +383,7 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Frozen):
     """One engine step, carried out in field order. is_fenced: behind all that was launched before it in any lane.
     released_slots: their sequences have left; a prompt of one that is in a job under way is cut out of it, and the
     others go on: units to come count without its tokens. A job with no prompt left is dropped.
@@ -378,19 +394,19 @@ class StepPlan:
 
     lane: Lane = Lane.DEVICE
     is_fenced: bool = False
-    released_slots: Sequence[int] = ()
-    closed_contexts: Sequence[int] = ()
-    offloads: Sequence[Offload] = ()
-    finished_reloads: Sequence[FinishedReload] = ()
-    evictions: Sequence[PageEviction] = ()
-    reloads: Sequence[Reload] = ()
-    page_writes: Sequence[PageWrite] = ()
-    ring_writes: Sequence[RingWrite] = ()
-    window_writes: Sequence[WindowWrite] = ()
-    new_jobs: Sequence[PrefillJob] = ()
-    units: Sequence[Unit] = ()
-    decode: Sequence[DecodeGroup] = ()
-    masked_slots: Sequence[int] = ()
+    released_slots: tuple[int, ...] = ()
+    closed_contexts: tuple[int, ...] = ()
+    offloads: tuple[Offload, ...] = ()
+    finished_reloads: tuple[FinishedReload, ...] = ()
+    evictions: tuple[PageEviction, ...] = ()
+    reloads: tuple[Reload, ...] = ()
+    page_writes: tuple[PageWrite, ...] = ()
+    ring_writes: tuple[RingWrite, ...] = ()
+    window_writes: tuple[WindowWrite, ...] = ()
+    new_jobs: tuple[PrefillJob, ...] = ()
+    units: tuple[Unit, ...] = ()
+    decode: tuple[DecodeGroup, ...] = ()
+    masked_slots: tuple[int, ...] = ()
     gives_way: bool = False
 
     def __post_init__(self) -> None:

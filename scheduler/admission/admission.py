@@ -179,7 +179,7 @@ class Admission:
         if this.num_admitted:
             self._refused = None
         batches = this.batches.jobs
-        writes = [PageWrite(sequence.slot, 0, list(sequence.pages)) for batch in batches for sequence, _ in batch]
+        writes = [PageWrite(sequence.slot, 0, tuple(sequence.pages)) for batch in batches for sequence, _ in batch]
         return [self._start_job(batch) for batch in batches], writes
 
     def _refuse(self, sequence: Sequence, this: _Round) -> None:
@@ -306,7 +306,7 @@ class Admission:
             )
             for sequence, start in batch
         ]
-        job = PrefillJob(self._next_job_id, prompts)
+        job = PrefillJob(self._next_job_id, tuple(prompts))
         self._next_job_id += 1
         profile = self._residence.profile_of(batch[0][0])
         self._prefill.jobs.append(

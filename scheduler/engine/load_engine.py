@@ -31,7 +31,7 @@ from scheduler.planning.engine_memory import find_tier_shape
 from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS
 from scheduler.sequences.capacity import plan_capacity
-from scheduler.steps.scheduler import Scheduler
+from scheduler.steps.scheduler import Device, Scheduler
 from transfer.chunks.format import ChunkShape
 from transfer.chunks.library import ChunkLibrary
 from transfer.chunks.store import open_chunks
@@ -110,13 +110,9 @@ def load_engine(
         capacity,
         model_key(config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
         profiles,
-        lanes,
+        Device(lanes, runner.most_rows, runner.reads, runner.page_memory, runner.window_memory),
         None if library is None else make_documents(library, config, architecture, plan, runner),
         Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
-        runner.most_rows,
-        runner.reads,
-        runner.page_memory,
-        runner.window_memory,
     )
     if plan.device == "cuda":
         with _told(on_progress, "rehearsal"):

@@ -96,7 +96,7 @@ class CostModel:
         """Likewise, scored tokens."""
         return 2 * self._largest_rows
 
-    def observe_units(self, units: Sequence[Unit], contexts: list[int], seconds: float) -> None:
+    def observe_units(self, units: Sequence[Unit], contexts: Sequence[int], seconds: float) -> None:
         """Learn from units of one kind and method that ran in `seconds`; `contexts[i]` is where unit i ended."""
         count = sum(unit.end - unit.begin for unit in units)
         if not count or seconds <= 0:

@@ -76,7 +76,7 @@ class JobInProgress:
         is_scoring = self.layer == num_layers
         counts = [prompt.num_scored_tokens if is_scoring else prompt.num_computed_tokens for prompt in prompts]
         self.begin -= min(counts[index], max(0, self.begin - sum(counts[:index])))
-        self.job = replace(self.job, prompts=[*prompts[:index], *prompts[index + 1 :]])
+        self.job = replace(self.job, prompts=(*prompts[:index], *prompts[index + 1 :]))
         del self.sequences[index]
         self.advance(0, num_layers)
 

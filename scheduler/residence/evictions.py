@@ -126,7 +126,7 @@ class Frontier:
         places = self._exchange(span, dense_page_ids)
         for one in span.sharing:
             one.num_released = span.last
-        self._releases.append(PageEviction(page_ids, dense_page_ids, places))
+        self._releases.append(PageEviction(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
         self.num_releases += 1
         return True
 
@@ -156,7 +156,7 @@ class Frontier:
             return None
         page_ids = self._pages.allocate(span.last - span.first)
         self._coming = span, page_ids
-        return Reload(span.owner.context_id, span.first * page_tokens, span.last * page_tokens, page_ids)
+        return Reload(span.owner.context_id, span.first * page_tokens, span.last * page_tokens, tuple(page_ids))
 
     def end_restore(self) -> None:
         """What is brought back goes to who has it, in the plan to come; the device awaits rows that are not there.
@@ -182,7 +182,7 @@ class Frontier:
         kept = self._host.layout.blocks_for(span.own[0])
         self._pages.release(owner.storage[kept:])
         del owner.storage[kept:]
-        self._restores.append(FinishedReload(page_ids, dense_page_ids, places))
+        self._restores.append(FinishedReload(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
         self.num_restored += len(page_ids)
 
     def take_restores(self) -> list[FinishedReload]:

@@ -151,7 +151,7 @@ class Deposits:
         page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
         self._contexts.deposit(context, page_ids)
         reading = self._profile(sequence).reading
-        return Offload(sequence.slot, context.context_id, begin, end, page_ids, opens, reading)
+        return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), opens, reading)
 
     def _stays(self, sequence: Sequence) -> bool:
         """Whether it is on the device whole, and long enough to have a middle."""

@@ -136,7 +136,7 @@ class Residence:
             self._deposits.settle(sequence)
         if not self._needs_page(sequence):
             return []
-        write = PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(1))
+        write = PageWrite(sequence.slot, len(sequence.pages), tuple(self.pages.allocate(1)))
         sequence.pages += write.page_ids
         return [write]
 
@@ -158,7 +158,7 @@ class Residence:
         num_pages = (sequence.next_cell + num_tokens) // self._capacity.page_tokens + 1 - len(sequence.pages)
         if num_pages <= 0:
             return []
-        write = PageWrite(sequence.slot, len(sequence.pages), self.pages.allocate(num_pages))
+        write = PageWrite(sequence.slot, len(sequence.pages), tuple(self.pages.allocate(num_pages)))
         sequence.pages += write.page_ids
         return [write]
 

@@ -10,28 +10,31 @@ from scheduler.sequences.offloaded_context import HostContext
 from scheduler.sequences.sequence import Sequence, State
 from scheduler.steps.grouping import Load
 
-MaskedRow = tuple[Constraint, int, Many[int]]  # what holds it, the number of its draw, and the output before that
+MaskedRow = tuple[Constraint, int, Many[int]]  # the constraint, the number of the draw, and the output before it
 
 
 @dataclass(frozen=True, slots=True)
-class DepositedRun:
-    """The first blocks of a context are down once the plan is carried out."""
+class OffloadedRun:
+    """The first blocks of a context, which are in host memory once the plan is carried out."""
 
     sequence: Sequence
     context: HostContext
     num_blocks: int
 
+    @classmethod
+    def of(cls, sequence: Sequence) -> "OffloadedRun":
+        """Return all that is planned to be in host memory of the sequence's context."""
+        assert sequence.context is not None
+        return cls(sequence, sequence.context, sequence.context.num_blocks)
 
-def deposited_run(sequence: Sequence) -> DepositedRun:
-    """All that is planned to be down of its context."""
-    assert sequence.context is not None
-    return DepositedRun(sequence, sequence.context, sequence.context.num_blocks)
 
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LaunchedPlan:
-    """Who was in which slot, who drew and as which number of theirs, what rows it had, what they read and how many were
-    of known tokens, where its units ended, what went down, and whether rows came up.
+    """A plan whose result is not in.
+
+    slots: who held each slot. drawing: who draws in it; numbers: as which of their draws, where masked. rows, load: the
+    kind of its rows and what they read; num_known: rows of known tokens. unit_contexts: where each unit ended in its
+    prompt. offloaded: what it offloads. fetches: whether it reloads pages.
     """
 
     slots: dict[int, Sequence]
@@ -40,13 +43,13 @@ class LaunchedPlan:
     rows: Rows
     load: Load
     num_known: int
-    units: Many[Unit]
-    unit_contexts: list[int]
-    runs: list[DepositedRun]
+    units: tuple[Unit, ...]
+    unit_contexts: tuple[int, ...]
+    offloaded: tuple[OffloadedRun, ...]
     fetches: bool
 
     def masked_rows(self) -> dict[int, MaskedRow] | None:
-        """By slot, of those that are held to something. None: one depends on a draw whose result is not in."""
+        """Return the masked rows by slot. None: a mask depends on a draw whose result is not in."""
         rows: dict[int, MaskedRow] = {}
         for slot, one in self.drawing.items():
             if one.constraint is None or one.state is State.FINISHED:

@@ -4,24 +4,32 @@ Invariant: an accepted request gets exactly one final delta unless it is cancell
 """
 
 import logging
+import time
 
 import numpy as np
+from msgspec import structs
 
-from gpu.step import NOT_FINITE, SampledToken, StepResult, TokenLogprob
+from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken, StepResult, TokenLogprob
 from scheduler.admission.roster import Roster
 from scheduler.constraints.constraints import Constraints
-from scheduler.messages import Delta
+from scheduler.messages import Delta, Logprob, Progress
 from scheduler.prefill.cost_model import CostModel
+from scheduler.prefill.prefill_queue import JobInProgress
 from scheduler.residence.residence import Residence
 from scheduler.sequences.sequence import Sequence, State
 from scheduler.steps.launched_plan import LaunchedPlan
-from scheduler.steps.reports import finish_reason, join_deltas, make_delta, make_end, make_failure
 
 log = logging.getLogger(__name__)
 
+_WHY_NOTHING = {
+    NOT_FINITE: "logits: not finite for this request; nothing could be drawn",
+    NOTHING_LEFT: "logits: no token has a finite score under this request's bias, penalties, min_tokens and what it "
+    "allows; relax them",
+}
+
 
 class Results:
-    """`costs`: learns what steps took."""
+    """Reads the results of launched plans; `costs` learns what steps took."""
 
     def __init__(self, roster: Roster, residence: Residence, constraints: Constraints, costs: CostModel) -> None:
         self._roster = roster
@@ -30,7 +38,7 @@ class Results:
         self._costs = costs
 
     def tell(self, result: StepResult, launched: LaunchedPlan) -> list[Delta]:
-        """In no particular order, but a request's own. Results of a lane are told in the order of its launches."""
+        """Return the messages of one result; a lane's results must come in the order of its launches."""
         if launched.fetches:
             self._residence.end_fetches()
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
@@ -49,42 +57,33 @@ class Results:
                 continue
             sequence.num_in_flight -= 1
             if sequence.state is not State.FINISHED:
-                slot = token.slot
-                self._consume(sequence, token)
-                told = self._append(sequence, token, result.prompt_logprobs.get(slot), result.pooled.get(slot))
+                told = self._append(sequence, token, result)
                 is_more = bool(deltas) and deltas[-1].request_id == sequence.request_id
                 deltas += join_deltas(deltas.pop(), told) if is_more else told
-        for run in launched.runs:
+        for run in launched.offloaded:
             self._residence.publish_run(run.sequence, run.context, run.num_blocks)
         return deltas
 
-    def _consume(self, sequence: Sequence, token: SampledToken) -> None:
-        """Tell its constraint what it has next."""
-        if sequence.constraint is not None and token.token_id >= 0 and sequence.request.max_tokens:
-            self._constraints.consume([(sequence.constraint, token.token_id)])
-
-    def _append(
-        self,
-        sequence: Sequence,
-        token: SampledToken,
-        prompt_logprobs: list[TokenLogprob] | None,
-        pooled: np.ndarray | None,
-    ) -> list[Delta]:
+    def _append(self, sequence: Sequence, token: SampledToken, result: StepResult) -> list[Delta]:
+        """Append a drawn token to its sequence, which may end with it."""
+        constraint = sequence.constraint
+        if constraint is not None and token.token_id >= 0 and sequence.request.max_tokens:
+            self._constraints.consume([(constraint, token.token_id)])
         if sequence.state is State.RUNNING:  # its prompt is done
             self._roster.let_go(sequence)
             self._residence.give_back_evicted(sequence)
-        constraint = sequence.constraint
         if constraint is not None and constraint.error:
             self._roster.retire(sequence)
             return [make_failure(sequence, f"grammar: the answer cannot go on ({constraint.error})")]
         reason = finish_reason(sequence, token.token_id)
-        delta = make_delta(sequence, token, prompt_logprobs, pooled, reason)
+        logprobs, pooled = result.prompt_logprobs.get(token.slot), result.pooled.get(token.slot)
+        delta = make_delta(sequence, token, logprobs, pooled, reason)
         sequence.output += delta.token_ids
         if reason is None and constraint is not None and constraint.is_over:
             self._roster.retire(sequence)
             return [delta, make_end(sequence)]
         if reason is None:
-            if sequence.state is State.WAITING:  # it gave way while this draw was in flight
+            if sequence.state is State.WAITING:  # it was preempted while this draw was in flight
                 self._residence.await_room(sequence)
             else:
                 self._residence.publish(sequence, sequence.num_tokens - 1)
@@ -95,3 +94,100 @@ class Results:
             self._roster.retract(sequence)
         self._roster.retire(sequence)
         return [delta]
+
+
+def finish_reason(sequence: Sequence, token_id: int) -> str | None:
+    """Why this draw, not yet appended, ends the sequence, or None. The sampler draws no stop token before its time."""
+    request = sequence.request
+    num_output = sequence.num_output_tokens + 1
+    if token_id < 0:
+        return "error"
+    if request.max_tokens and token_id in request.stop_token_ids:
+        return "stop"
+    return "length" if num_output >= request.max_tokens else None
+
+
+def make_delta(
+    sequence: Sequence,
+    token: SampledToken,
+    prompt_logprobs: list[TokenLogprob] | None,
+    pooled: np.ndarray | None,
+    reason: str | None,
+) -> Delta:
+    """The message for one draw. Cached tokens come with all; prompt logprobs and times with the first."""
+    request = sequence.request
+    token_ids = [token.token_id] if token.token_id >= 0 and request.max_tokens else []
+    first, sequence.has_reported = not sequence.has_reported, True
+    started_s = sequence.started_s if first else None
+    return Delta(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        logprobs=[_message(token.logprob)] if token_ids and token.logprob is not None else None,
+        prompt_logprobs=[_message(entry) for entry in prompt_logprobs] if prompt_logprobs and first else None,
+        pooled=None if pooled is None else pooled.tobytes(),
+        finish_reason=reason,
+        error=_WHY_NOTHING[token.token_id] if reason == "error" else None,
+        num_cached_tokens=sequence.num_cached_tokens,
+        reused_tokens=sequence.num_reused_tokens,
+        recomputed_tokens=sequence.num_recomputed_tokens,
+        queue_seconds=None if started_s is None else started_s - request.arrival_s,
+        prefill_seconds=None if started_s is None else time.monotonic() - started_s,
+    )
+
+
+def join_deltas(last: Delta, told: list[Delta]) -> list[Delta]:
+    """`last` and what is told of the same request behind it: one message, where that goes on with tokens."""
+    more = told[0]
+    if not (more.token_ids and last.token_ids):
+        return [last, *told]
+    joined = structs.replace(
+        last,
+        token_ids=last.token_ids + more.token_ids,
+        logprobs=None if last.logprobs is None or more.logprobs is None else last.logprobs + more.logprobs,
+        finish_reason=more.finish_reason,
+    )
+    return [joined, *told[1:]]
+
+
+def make_failure(sequence: Sequence, why: str, may_retry: bool = False) -> Delta:
+    """Return the message for a sequence that cannot go on; `may_retry`: another try may succeed."""
+    return Delta(
+        request_id=sequence.request_id,
+        token_ids=[],
+        finish_reason="error",
+        error=why,
+        may_retry=may_retry,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
+
+
+def make_end(sequence: Sequence) -> Delta:
+    """The message for a sequence whose grammar allows nothing behind what was told of it."""
+    return Delta(
+        request_id=sequence.request_id,
+        token_ids=[],
+        finish_reason="stop",
+        num_cached_tokens=sequence.num_cached_tokens,
+        reused_tokens=sequence.num_reused_tokens,
+        recomputed_tokens=sequence.num_recomputed_tokens,
+    )
+
+
+def make_progress(entry: JobInProgress, num_layers: int) -> list[Progress]:
+    """How far a prefill job is, for each of its members: they advance together."""
+    if not entry.sequences:  # chunks
+        return []
+    share = 1.0 - entry.remaining(num_layers) / entry.total(num_layers)
+    return [
+        Progress(
+            request_id=sequence.request_id,
+            done_tokens=prompt.begin + int(share * prompt.num_computed_tokens),
+            total_tokens=len(prompt.token_ids),
+            cached_tokens=prompt.begin,
+        )
+        for sequence, prompt in zip(entry.sequences, entry.job.prompts, strict=True)
+    ]
+
+
+def _message(entry: TokenLogprob) -> Logprob:
+    return Logprob(entry.logprob, entry.top)

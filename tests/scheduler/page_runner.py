@@ -306,7 +306,7 @@ class PageRunner:
         if deposit.slot in self.failed or self.refuses_memory:
             self._fail(deposit.slot)
             return
-        assert table[first:last] == deposit.page_ids
+        assert table[first:last] == [*deposit.page_ids]
         tokens = self._read(deposit.slot, deposit.begin, deposit.end)
         assert None not in tokens, "what goes down is written"
         context += tokens
@@ -318,7 +318,7 @@ class PageRunner:
             if place.slot not in self.tables:
                 continue  # it has given way in this plan
             table, last = self.tables[place.slot], place.first_page + len(release.page_ids)
-            assert table[place.first_page : last] == release.page_ids
+            assert table[place.first_page : last] == [*release.page_ids]
             table[place.first_page : last] = release.dense_page_ids
             dense = self.dense.get(place.slot)
             assert not dense or dense.stop == place.first_page, "what is released is in front"
@@ -350,7 +350,7 @@ class PageRunner:
             if place.slot not in self.tables:
                 continue  # it has given way in this plan
             table, last = self.tables[place.slot], place.first_page + len(restore.page_ids)
-            assert table[place.first_page : last] == restore.dense_page_ids
+            assert table[place.first_page : last] == [*restore.dense_page_ids]
             table[place.first_page : last] = restore.page_ids
             dense = self.dense[place.slot]
             assert dense.stop == last, "what comes back is the last that is released"

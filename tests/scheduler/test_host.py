@@ -17,7 +17,7 @@ from scheduler.messages import EngineRequest
 from scheduler.residence import reloads
 from scheduler.sequences.capacity import Capacity, HostCapacity, TooLargeError
 from scheduler.sequences.offloaded_context import RunSize
-from scheduler.steps.scheduler import Scheduler
+from scheduler.steps.scheduler import Device, Scheduler
 from tests.scheduler.lane_runner import LaneRunner
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
@@ -79,7 +79,7 @@ def make_engine(
     spare = 2 * PAGE + WINDOW + 2 * LUMP
     capacity = Capacity(num_pages, PAGE, 4000, 5000, host, {RINGS: num_rings}, num_windows, spare)
     lanes = (Lane.DEVICE,) if order is None else (Lane.HOST, Lane.DEVICE)
-    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, lanes)
+    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, Device(lanes))
     if order is not None:
         runner: PageRunner = LaneRunner(SHAPE.num_layers, PAGE, layout, order)
     else:

@@ -25,7 +25,7 @@ from tests.scheduler.test_scheduler import PAGE, drain, make_engine, make_reques
 
 
 def runs_of(runner: PageRunner) -> list[list[int]]:
-    return [run for plan in runner.plans for group in plan.decode for run in group.runs or [] if run]
+    return [list(run) for plan in runner.plans for group in plan.decode for run in group.runs or [] if run]
 
 
 def decode_steps(runner: PageRunner) -> int:

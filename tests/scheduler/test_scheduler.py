@@ -14,7 +14,7 @@ from scheduler.engine.engine import Engine
 from scheduler.engine_config import PrefillConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest, pack_tokens
 from scheduler.sequences.capacity import Capacity, QueueFullError, TooLargeError
-from scheduler.steps.scheduler import Scheduler
+from scheduler.steps.scheduler import Device, Scheduler
 from tests.scheduler.page_runner import PageRunner, expected_output
 from tests.scheduler.window_model import TokenWindows
 
@@ -54,9 +54,8 @@ def make_engine(
         jump_forward=jump_forward,
     )
     capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, num_windows, SPARE)
-    scheduler = Scheduler(
-        config, SHAPE, capacity, b"model", PROFILES, page_memory=page_memory, window_memory=window_memory
-    )
+    device = Device(page_memory=page_memory, window_memory=window_memory)
+    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, device)
     runner = runner or PageRunner(SHAPE.num_layers, PAGE)
     if num_windows:
         runner.windows = TokenWindows(num_windows, WINDOW + SPARE, WINDOW)
