@@ -1,10 +1,10 @@
-"""Memory for request bodies while they come in: so much for one, so much for all of them together."""
+"""A limit on the memory of request bodies while they are read: for one body, and for all of them together."""
 
 from server.api_error import body_too_large, unavailable
 
 
-class BodyRoom:
-    """`mib`: of one body, and of all that are being read. Invariant: what is taken never exceeds the latter."""
+class BodyMemory:
+    """Count the bytes of bodies that are being read. `mib`: the most of one body; `all_mib`: of all together."""
 
     def __init__(self, mib: float, all_mib: float, retry_after_seconds: int) -> None:
         self._mib = mib
@@ -18,7 +18,7 @@ class BodyRoom:
             raise body_too_large(self._mib)
 
     def take(self, num_bytes: int) -> None:
-        """Raises ApiError 503, and takes nothing, where the others leave no room."""
+        """Raises ApiError 503, and takes nothing, if the limit of all bodies would be exceeded."""
         if self.num_taken_bytes + num_bytes > self._all_mib * 2**20:
             what = f"server: bodies that are being read take all of {self._all_mib:g} MiB (server.max_bodies_mib)"
             raise unavailable(what, "overloaded", self._retry_after_seconds)

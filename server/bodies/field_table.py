@@ -1,120 +1,247 @@
-"""List every field of every request by route, and say what becomes of each: data, which `fields.py` reads.
+"""Tables of the fields of completions and chats, and of everything that is nested in them.
 
-Served fields are those of the structs that `body_reader.py` decodes, to the name; a test compares them. A field without
-effect and a refused one have a reason. `/openapi.json` and the tables of `docs/API.md` are made from it.
+Each struct has one table. `/openapi.json` and the tables of `docs/API.md` are made from them; a test holds the served
+fields to those of the struct. A field without effect and a refused one have a reason.
 """
 
-from server.bodies.fields import Each, Fate, Fields, does, free, refused, served
+from server.bodies.answer_form import FORMS, RESPONSE_FORMATS, JsonSchema, ResponseFormat, StructuredOutputs
+from server.bodies.chat_message import ROLE, CalledFunction, Message, MessageCall, Part
+from server.bodies.chat_tools import (
+    MAX_TOOLS,
+    TOOL_NAME,
+    AllowedTools,
+    ChosenTool,
+    Custom,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+)
+from server.bodies.fields import Each, Fields, Rule, does, no_effect, refused, served
+from server.bodies.generation_bodies import (
+    DOCUMENT_ID,
+    DOCUMENTS_OFF,
+    MAX_DOCUMENTS,
+    MAX_STOP_CHARS,
+    MAX_VARIABLES,
+    ChatBody,
+    CompletionBody,
+    FusionChoice,
+    InlineDocument,
+    StreamOptions,
+)
+from server.bodies.ranges import MAX_CHOICES, MAX_TOP_LOGPROBS, RANGES
+from server.bodies.schema_limits import NULL, SCHEMAS, BodyLimits, SchemaLimits, Tree, prompts, refer_to, unless
 
 _ONE_ENGINE = "forms of answers have one engine here"
 _ONE_SPACE = "between JSON's tokens stands one space or nothing"
 _NO_TOOLS = "tools are called as `tools`, not so"
-_TEXT_ONLY = "text alone is read and written by this server"
-_OWN_TEMPLATE = "the chat template and how a chat goes on are the deployment's"
+TEXT_ONLY = "text alone is read and written by this server"
+OWN_TEMPLATE = "the chat template and how a chat goes on are the deployment's"
 _NO_REASONING = "send `reasoning_effort` or `chat_template_kwargs`"
 _NO_SHARDS = "one engine does all of a request's work here"
 _OWN_DECODING = "this way of decoding is not offered"
-_NOT_REPORTED = "not reported by this server"
-_LABEL = "a label of the client's own"
-_OWN_CACHE = "prefixes are kept as long as there is room, without being asked; `cache_salt` keeps them apart"
-_WHOLE_HISTORY = "a history is read whole, or is too long for the context"
-_CACHED = "prefixes are kept as long as there is room, without being asked"
+NOT_REPORTED = "not reported by this server"
+LABEL = "a label of the client's own"
+OWN_CACHE = "prefixes are kept as long as there is room, without being asked; `cache_salt` keeps them apart"
+WHOLE_HISTORY = "a history is read whole, or is too long for the context"
+CACHED = "prefixes are kept as long as there is room, without being asked"
 
-JSON_SCHEMA = Fields("JsonSchema", served("name", "description", "schema", "strict"))
+_PARAMETERS = {
+    "properties": {"type": {"enum": ["object"]}, "properties": {"type": "object"}},
+    "description": "a JSON schema of the arguments",
+}
+_STREAMED = unless("stream", True, {"stream_options": NULL, "return_progress": {"enum": [None, False]}})
+_OF_SCHEMA = {
+    "if": {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]},
+    "then": {
+        "required": ["json_schema"],
+        "properties": {
+            "json_schema": {"type": "object", "required": ["schema"], "properties": {"schema": {"anyOf": SCHEMAS}}}
+        },
+    },
+}
+_OF_CHOICE = {
+    "oneOf": [
+        {"required": [one], "properties": {"type": {"const": one}, one: {"type": "object"}, other: NULL}}
+        for one, other in (("function", "allowed_tools"), ("allowed_tools", "function"))
+    ]
+}
+_GIVEN = {name: {"not": NULL} for name in FORMS} | {"json_object": {"const": True}}
+_ONE_FORM = {"oneOf": [{"required": [name], "properties": {name: _GIVEN[name]}} for name in FORMS]}
+_SAYS = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_CALLS = {"required": ["tool_calls"], "properties": {"tool_calls": {"minItems": 1, "type": "array"}}}
+_OF_MESSAGE = {
+    "anyOf": [_SAYS, _CALLS],
+    "allOf": [
+        unless("role", "assistant", {"tool_calls": {"maxItems": 0}}),
+        {
+            "if": {"properties": {"role": {"const": "tool"}}, "required": ["role"]},
+            "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}},
+        },
+    ],
+}
+_HAS_TOOLS = {"required": ["tools"], "properties": {"tools": {"minItems": 1, "type": "array"}}}
+_OF_CHAT = {
+    "allOf": [
+        _STREAMED,
+        unless("logprobs", True, {"top_logprobs": NULL}),
+        {
+            "if": {
+                "properties": {"tool_choice": {"type": ["string", "object"], "not": {"enum": ["none", "auto"]}}},
+                "required": ["tool_choice"],
+            },
+            "then": _HAS_TOOLS,
+        },
+    ]
+}
+CHAT_BOUNDS: dict[str, Tree] = {
+    "messages": {"minItems": 1},
+    "tools": {"maxItems": MAX_TOOLS},
+    "chat_template_kwargs": {"maxProperties": MAX_VARIABLES},
+}
+
+
+def _completion_bounds(limits: BodyLimits) -> dict[str, Tree]:
+    return {
+        "prompt": prompts(limits, limits.max_sequences),
+        "logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        "best_of": {"minimum": 1, "maximum": MAX_CHOICES},  # n, which it must be
+    }
+
+
+def _chat_bounds(limits: BodyLimits) -> dict[str, Tree]:
+    documents: Tree = {"enum": [None, []], "description": DOCUMENTS_OFF}
+    if limits.has_documents:
+        items = {"anyOf": [{"type": "string", "pattern": DOCUMENT_ID}, refer_to(InlineDocument)]}
+        documents = {"anyOf": [{"type": "array", "items": items, "maxItems": MAX_DOCUMENTS}, NULL]}
+    return CHAT_BOUNDS | {"max_tokens": {"minimum": RANGES["max_completion_tokens"][0]}, "documents": documents}
+
+
+STOP: Tree = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+
+JSON_SCHEMA = Fields(
+    JsonSchema,
+    served("name", "description", "schema", "strict"),
+    SchemaLimits(lambda _: {"schema": {"description": "read where `type` is json_schema"}}, ("schema",)),
+)
 
 RESPONSE_FORMAT = Fields(
-    "ResponseFormat",
+    ResponseFormat,
     {
         "json_schema": JSON_SCHEMA,
         **served("type"),
         **refused("a schema is sent as json_schema.schema, with type 'json_schema'", "schema"),
-        **free("belongs to types that are refused", "format", "structures", "triggers"),
+        **no_effect("belongs to types that are refused", "format", "structures", "triggers"),
     },
+    SchemaLimits(lambda _: {"type": {"enum": list(RESPONSE_FORMATS)}}, ("type",), _OF_SCHEMA),
 )
 
 STRUCTURED_OUTPUTS = Fields(
-    "StructuredOutputs",
+    StructuredOutputs,
     {
         **served("json", "regex", "choice", "grammar", "json_object"),
-        **free(f"{_ONE_ENGINE}, and {_ONE_SPACE}", "disable_fallback", "disable_any_whitespace"),
+        **no_effect(f"{_ONE_ENGINE}, and {_ONE_SPACE}", "disable_fallback", "disable_any_whitespace"),
         **refused(_ONE_SPACE, "whitespace_pattern"),
         **refused("write it as a grammar", "structural_tag"),
         **refused("say additionalProperties in the schema", "disable_additional_properties", at=(False,)),
     },
+    SchemaLimits(
+        lambda _: {
+            "json": {"anyOf": [*SCHEMAS, {"type": "string", "description": "a schema as text"}, NULL]},
+            "choice": {"items": {"type": "string", "minLength": 1}, "minItems": 1},
+        },
+        conditions=_ONE_FORM,
+    ),
 )
 
 STREAM_OPTIONS = Fields(
-    "StreamOptions",
+    StreamOptions,
     {
         **served("include_usage", "continuous_usage_stats"),
         **refused("chunks are not padded by this server", "include_obfuscation", at=(False,)),
     },
 )
 
-FUNCTION = Fields("Function", served("name", "description", "parameters", "strict", "defer_loading"))
+FUNCTION = Fields(
+    Function,
+    served("name", "description", "parameters", "strict", "defer_loading"),
+    SchemaLimits(
+        lambda _: {"name": {"type": "string", "pattern": f"^{TOOL_NAME}$"}, "parameters": _PARAMETERS}, ("name",)
+    ),
+)
 
-CUSTOM = Fields("Custom", served("name", "description", "format"))
+CUSTOM = Fields(Custom, served("name", "description", "format"))
 
 TOOL = Fields(
-    "Tool",
+    Tool,
     {
         "function": FUNCTION,
         "custom": CUSTOM,
         **served("type", "defer_loading"),
     },
+    SchemaLimits(lambda _: {"type": {"enum": ["function"]}, "function": refer_to(Function)}, ("type", "function")),
 )
 
 PART = Fields(
-    "Part",
+    Part,
     {
         **served("type", "text"),
-        **free(_CACHED, "cache_control", "prompt_cache_breakpoint"),
-        **refused(_TEXT_ONLY, "image_url", "image", "image_embeds", "image_pil", "input_audio", "audio_url",
+        **no_effect(CACHED, "cache_control", "prompt_cache_breakpoint"),
+        **refused(TEXT_ONLY, "image_url", "image", "image_embeds", "image_pil", "input_audio", "audio_url",
                     "audio_embeds", "video_url", "file", "refusal", "thinking", "uuid"),
     },
+    SchemaLimits(lambda _: {"type": {"enum": ["text"]}, "text": {"type": "string"}}, ("type", "text")),
 )  # fmt: skip
 
-CALLED_FUNCTION = Fields("CalledFunction", served("name", "arguments"))
+CALLED_FUNCTION = Fields(CalledFunction, served("name", "arguments"))
 
 MESSAGE_CALL = Fields(
-    "MessageCall",
+    MessageCall,
     {
         "function": CALLED_FUNCTION,
         **served("id", "type"),
-        **free("calls stand in their order", "index"),
-        **free(_CACHED, "cache_control"),
+        **no_effect("calls stand in their order", "index"),
+        **no_effect(CACHED, "cache_control"),
     },
 )
 
-NAMED_FUNCTION = Fields("NamedFunction", served("name"))
+NAMED_FUNCTION = Fields(NamedFunction, served("name"))
 
-NAMED_TOOL = Fields("NamedTool", {"function": NAMED_FUNCTION, **served("type")})
+NAMED_TOOL = Fields(NamedTool, {"function": NAMED_FUNCTION, **served("type")})
 
-ALLOWED_TOOLS = Fields("AllowedTools", {"tools": Each(NAMED_TOOL), **served("mode")})
+ALLOWED_TOOLS = Fields(
+    AllowedTools, {"tools": Each(NAMED_TOOL), **served("mode")}, SchemaLimits(lambda _: {"tools": {"minItems": 1}})
+)
 
-CHOSEN_TOOL = Fields("ChosenTool", {"function": NAMED_FUNCTION, "allowed_tools": ALLOWED_TOOLS, **served("type")})
+CHOSEN_TOOL = Fields(
+    ChosenTool,
+    {"function": NAMED_FUNCTION, "allowed_tools": ALLOWED_TOOLS, **served("type")},
+    SchemaLimits(conditions=_OF_CHOICE),
+)
 
 MESSAGE = Fields(
-    "Message",
+    Message,
     {
         "content": Each(PART),
         "tool_calls": Each(MESSAGE_CALL),
         **served("role", "name", "tool_call_id", "reasoning", "reasoning_content"),
-        **free(_CACHED, "cache_control"),
-        **free("LiteLLM adds it to answers, which come back as history", "provider_specific_fields"),
+        **no_effect(CACHED, "cache_control"),
+        **no_effect("LiteLLM adds it to answers, which come back as history", "provider_specific_fields"),
         **refused("tools are offered in `tools` of the body", "tools", at=([],)),
         **refused(_NO_TOOLS, "function_call"),
-        **refused(_TEXT_ONLY, "audio"),
-        **refused(_TEXT_ONLY, "annotations", at=([],)),
+        **refused(TEXT_ONLY, "audio"),
+        **refused(TEXT_ONLY, "annotations", at=([],)),
         **refused("a refusal is not put in the prompt by this server", "refusal", at=("",)),
         **refused(
             "send `continue_final_message: true` and `add_generation_prompt: false`", "prefix", "partial", at=(False,)
         ),
     },
+    SchemaLimits(lambda _: {"role": {"pattern": f"^{ROLE}$"}}, conditions=_OF_MESSAGE),
 )
 
 # What a request that generates may say beyond its own API, on every route of that kind.
-_ATTENTION: dict[str, Fate] = {
+ATTENTION: dict[str, Rule] = {
     **does("how this request attends: `exact`, `offloaded`, `sampled`, or a name of the deployment's `profiles`",
            "attention_profile"),
     **does("the prompt shares cached prefixes with prompts of the same salt alone", "cache_salt"),
@@ -123,7 +250,7 @@ _ATTENTION: dict[str, Fate] = {
            "`x-request-timeout`", "max_seconds"),
 }  # fmt: skip
 
-GENERATION: dict[str, Fate] = {
+GENERATION: dict[str, Rule] = {
     **served("model", "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop",
              "max_tokens", "stream", "user", "logprobs"),
     **does("the same draws for the same request; -1 or none draws anew", "seed"),
@@ -141,15 +268,15 @@ GENERATION: dict[str, Fate] = {
     **does("an answer tells the ids of its tokens, `token_ids`, and of the prompt's, `prompt_token_ids`",
            "return_token_ids"),
     **does("a stream tells how much of its prompt is computed", "return_progress"),
-    **_ATTENTION,
+    **ATTENTION,
     "stream_options": STREAM_OPTIONS,
     "response_format": RESPONSE_FORMAT,
     "structured_outputs": STRUCTURED_OUTPUTS,
-    **free(_LABEL, "metadata", "safety_identifier", "session_id"),
-    **free(_OWN_CACHE, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    **free("reasoning is always sent apart, as `reasoning_content`", "include_reasoning", "separate_reasoning",
+    **no_effect(LABEL, "metadata", "safety_identifier", "session_id"),
+    **no_effect(OWN_CACHE, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    **no_effect("reasoning is always sent apart, as `reasoning_content`", "include_reasoning", "separate_reasoning",
            "stream_reasoning"),
-    **free("chats are not kept by this server; the answer is the same", "store"),
+    **no_effect("chats are not kept by this server; the answer is the same", "store"),
     **refused("all requests have one tier here", "service_tier", at=("auto", "default")),
     **refused("the header x-request-id names a request", "request_id", "rid"),
     # vLLM's structured outputs by their former names; SGLang's
@@ -167,13 +294,13 @@ GENERATION: dict[str, Fate] = {
                    "custom_params"),
     **refused("send `seed`", "sampling_seed"),
     **refused("send `include_stop_str_in_output`", "no_stop_trim", at=(False,)),
-    **free("texts of tokens are joined as they are, special ones too", "spaces_between_special_tokens"),
-    **refused(_NOT_REPORTED, "return_tokens_as_token_ids", "return_token_offsets",
+    **no_effect("texts of tokens are joined as they are, special ones too", "spaces_between_special_tokens"),
+    **refused(NOT_REPORTED, "return_tokens_as_token_ids", "return_token_offsets",
                    "return_hidden_states", "return_routed_experts", "return_cached_tokens_details", at=(False,)),
-    **refused(_NOT_REPORTED, "prompt_logprobs", "logprob_token_ids"),
-    **refused(_NOT_REPORTED, "routed_experts_prompt_start", at=(0,)),
-    **refused(_TEXT_ONLY, "mm_processor_kwargs", "media_io_kwargs", at=({},)),
-    **free("no images are read, so there is nothing to report", "return_mm_kwargs"),
+    **refused(NOT_REPORTED, "prompt_logprobs", "logprob_token_ids"),
+    **refused(NOT_REPORTED, "routed_experts_prompt_start", at=(0,)),
+    **refused(TEXT_ONLY, "mm_processor_kwargs", "media_io_kwargs", at=({},)),
+    **no_effect("no images are read, so there is nothing to report", "return_mm_kwargs"),
     **refused(_NO_REASONING, "thinking_token_budget", at=(-1,)),
     **refused("send `cache_salt`", "extra_key"),
     **refused(_NO_SHARDS, "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "bootstrap_host",
@@ -183,7 +310,7 @@ GENERATION: dict[str, Fate] = {
 }  # fmt: skip
 
 COMPLETION = Fields(
-    "Completion",
+    CompletionBody,
     {
         **GENERATION,
         **served("prompt", "best_of", "echo"),
@@ -193,14 +320,15 @@ COMPLETION = Fields(
         **refused("a prompt of token ids is taken as it is; a text gets its BOS", "add_special_tokens",
                        at=(True,)),
     },
+    SchemaLimits(_completion_bounds, conditions={"allOf": [_STREAMED]}),
 )  # fmt: skip
 
-INLINE_DOCUMENT = Fields("InlineDocument", served("title", "text"))
+INLINE_DOCUMENT = Fields(InlineDocument, served("title", "text"))
 
-FUSION = Fields("Fusion", served("policy", "ratio", "select_layer", "seam_tokens"))
+FUSION = Fields(FusionChoice, served("policy", "ratio", "select_layer", "seam_tokens"))
 
 CHAT = Fields(
-    "Chat",
+    ChatBody,
     {
         **GENERATION,
         "messages": Each(MESSAGE),
@@ -216,8 +344,8 @@ CHAT = Fields(
         **refused(_NO_TOOLS, "functions", at=([],)),
         **refused(_NO_TOOLS, "function_call", at=("none", "auto")),
         **refused(_NO_TOOLS, "web_search_options", "moderation"),
-        **refused(_TEXT_ONLY, "audio"),
-        **refused(_TEXT_ONLY, "modalities", at=([], ["text"])),
+        **refused(TEXT_ONLY, "audio"),
+        **refused(TEXT_ONLY, "modalities", at=([], ["text"])),
         **refused("an answer is not predicted by this server", "prediction"),
         **refused(_NO_REASONING, "reasoning", "thinking"),
         **refused("answers have one verbosity here", "verbosity", at=("medium",)),
@@ -226,117 +354,9 @@ CHAT = Fields(
             "skip_special_tokens",
             at=(True,),
         ),
-        **refused(_OWN_TEMPLATE, "chat_template"),
-        **refused(_OWN_TEMPLATE, "add_special_tokens", "echo", at=(False,)),
-        **refused(_NOT_REPORTED, "return_prompt_text", at=(False,)),
+        **refused(OWN_TEMPLATE, "chat_template"),
+        **refused(OWN_TEMPLATE, "add_special_tokens", "echo", at=(False,)),
+        **refused(NOT_REPORTED, "return_prompt_text", at=(False,)),
     },
+    SchemaLimits(_chat_bounds, conditions=_OF_CHAT),
 )
-
-TOKENIZE = Fields(
-    "Tokenize",
-    {
-        "messages": Each(MESSAGE),
-        "tools": Each(TOOL),
-        **served("model", "prompt", "add_special_tokens", "add_generation_prompt", "continue_final_message"),
-        **served("chat_template_kwargs"),
-        **refused(_NOT_REPORTED, "return_token_strs", "return_token_offsets", at=(False,)),
-        **refused(_OWN_TEMPLATE, "chat_template"),
-        **refused(_TEXT_ONLY, "mm_processor_kwargs", "media_io_kwargs", at=({},)),
-    },
-)
-
-DETOKENIZE = Fields("Detokenize", served("model", "tokens"))
-
-DOCUMENT = Fields("Document", {"messages": Each(MESSAGE), **served("model", "title", "text", "cache_salt", "wait")})
-
-RANKED_TEXT = Fields("RankedText", served("text"))
-
-_VECTOR: dict[str, Fate] = {
-    **served("model", "user"),
-    **_ATTENTION,
-    **refused(_TEXT_ONLY, "mm_processor_kwargs", "media_io_kwargs", at=({},)),
-    **refused("the header x-request-id names a request", "request_id"),
-    **refused("vectors have length 1 here", "normalize", "use_activation", at=(True,)),
-    **refused("vectors are of float32 here", "embed_dtype", at=("float32",)),
-    **refused("vectors are in the order of a little-endian host", "endianness", at=("native", "little")),
-}
-
-EMBEDDINGS = Fields(
-    "Embeddings",
-    {
-        **_VECTOR,
-        **served("input", "encoding_format", "dimensions", "truncate_prompt_tokens", "truncation_side"),
-        **refused("a text gets its tokenizer's special tokens", "add_special_tokens", at=(True,)),
-    },
-)
-
-RERANK = Fields(
-    "Rerank",
-    {
-        "documents": Each(RANKED_TEXT),
-        **_VECTOR,
-        **served("query", "top_n", "return_documents"),
-        **does("what makes a document fit, for models that are asked yes or no", "instruction"),
-        **refused("documents are read whole; cut them before", "max_tokens_per_doc", "max_chunks_per_doc",
-                       "truncate_prompt_tokens"),
-        **refused("documents are one text each", "rank_fields", at=(["text"],)),
-    },
-)  # fmt: skip
-
-# --- OpenAI's responses and Anthropic's messages ---------------------------------------------------------------------
-
-_SHARED: dict[str, Fate] = {**served("model", "temperature", "top_p", "stream", "tools", "tool_choice"), **_ATTENTION}
-
-RESPONSES = Fields(
-    "Responses",
-    {
-        **_SHARED,
-        **served("input", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
-                   "previous_response_id", "reasoning", "store", "text", "user"),
-        **free(_OWN_CACHE, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        **free(_LABEL, "safety_identifier", "client_metadata"),
-        **free("items hold all that there is of them", "include"),
-        **free("events are not padded", "stream_options"),
-        **free("programs are not run by this server", "access_programs"),
-        **free(_WHOLE_HISTORY, "context_management"),
-        **refused("a response is computed while its client waits", "background", at=(False,)),
-        **refused("conversations are named by `previous_response_id` here", "conversation"),
-        **refused("images are not made by this server", "image"),
-        **refused("tools are called by clients", "max_tool_calls"),
-        **refused("moderation is not offered", "moderation"),
-        **refused("prompts are not kept by this server", "prompt"),
-        **refused("all requests have one tier here", "service_tier", at=("auto", "default")),
-        **refused("logprobs are served by /v1/chat/completions", "top_logprobs", at=(0,)),
-        **refused("prompts are not cut by this route", "truncation", at=("disabled",)),
-    },
-)  # fmt: skip
-
-COUNT_TOKENS = Fields(
-    "CountTokens",
-    {
-        **_SHARED,
-        **served("messages", "system", "thinking", "output_config"),
-        **free(_CACHED, "cache_control"),
-        **free(_LABEL, "metadata", "diagnostics", "user_profile_id", "workspace_id"),
-        **free("there is one place: this machine", "inference_geo"),
-        **free(_WHOLE_HISTORY, "context_management"),
-        **refused("code is not run by this server", "container"),
-        **refused("all requests have one tier here", "service_tier", at=("auto", "standard_only")),
-        **refused("all requests have one speed here", "speed", at=("standard",)),
-    },
-)
-
-MESSAGES = Fields("Messages", {**COUNT_TOKENS.fates, **served("max_tokens", "stop_sequences", "top_k")})
-
-ROUTES: dict[str, Fields] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETION,
-    "/v1/responses": RESPONSES,
-    "/v1/messages": MESSAGES,
-    "/v1/messages/count_tokens": COUNT_TOKENS,
-    "/v1/embeddings": EMBEDDINGS,
-    "/rerank": RERANK,
-    "/v1/documents": DOCUMENT,
-    "/tokenize": TOKENIZE,
-    "/detokenize": DETOKENIZE,
-}

@@ -1,21 +1,22 @@
-"""What becomes of a field of a request, and the walk that checks a body against a table of them.
+"""Tables of request fields, and the check of a body against its table.
 
-A field is served (a body's struct has it), free of effect whatever it says, or accepted at the values that ask for
-nothing and refused by name at any other. What the table (`field_table.py`) lacks is unknown. The walk looks at names
-and small values; types are the structs' business. Invariant: what it keeps does not grow with the number of fields that
-are sent.
+A field is served (the body's struct has it), accepted without effect, or refused by name at any value that asks for
+something. Every other field is unknown. The check reads names and small values alone; msgspec checks types.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw
 
 from server.api_error import ApiError, invalid
+from server.bodies.schema_limits import SchemaLimits
 from transfer.nearest_name import nearest_hint
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 _LONGEST_NEUTRAL = 64  # bytes; a longer value is none of the neutral ones, and is refused unread
 MOST_IGNORED = 64  # unknown fields of a body that are named
@@ -32,16 +33,18 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """Mark a field that is accepted and changes nothing, whatever it says. `reason`: why it changes nothing."""
+class NoEffect:
+    """Mark a field that is accepted with any value and changes nothing. `reason`: why it changes nothing."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Neutral:
-    """Accepted as null or at one of `values`, which ask for nothing; `reason` ends a refusal's message, which says what
-    came and what is wanted."""
+class Refused:
+    """Mark a field that is refused unless it is null or one of `values`, which ask for nothing.
+
+    `reason` ends the refusal's message.
+    """
 
     values: tuple[object, ...]
     reason: str
@@ -49,35 +52,58 @@ class Neutral:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """A list whose items are objects; of any other JSON type, its struct decides."""
+    """Mark a list whose items are objects. Values of any other JSON type are left to the struct."""
 
-    item: "Fields"
+    item: "Fields[Any]"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A value to look into, and where it stood."""
+class Nested:
+    """A value to check with another table, and its path in the body."""
 
     path: str
     raw: Raw
-    inside: "Fields | Each"
+    table: "Fields[Any] | Each"
 
 
-class Fields:
-    """The known fields of one JSON object."""
+ReplaceUnknown = Callable[[Any, list[str]], Any]
 
-    def __init__(self, name: str, fates: "Mapping[str, Fate]") -> None:
-        self.fates = dict(fates)
-        known: list[tuple[str, Any, Any]] = [(field, Raw, UNSET) for field in fates]
-        self._strict = msgspec.defstruct(f"Strict{name}", known, forbid_unknown_fields=True)
-        self._lenient = msgspec.defstruct(f"Lenient{name}", known)
 
-    def look(self, raw: bytes | Raw, path: str, ignored: list[str] | None) -> list[Found]:
-        """Check the names and neutral values of one object. Returns what is nested in it; unknown names are added to
-        `ignored`.
+class Fields(Generic[Body]):
+    """The known fields of one JSON object, which `struct` decodes.
 
-        Raises ApiError 400 that names the field: unknown (if `ignored` is None), or refused. Raises msgspec's errors
-        for JSON that is broken or no object.
+    `limits`: what its JSON Schema says beyond the struct's types. `replace_unknown`: for bodies whose clients send
+    new kinds of items with each release, rewrites the decoded JSON and adds the paths that it replaced to a list. An
+    unknown field of such a body has no effect unless the deployment says otherwise.
+    """
+
+    def __init__(
+        self,
+        struct: type[Body],
+        rules: "Mapping[str, Rule]",
+        limits: SchemaLimits | None = None,
+        replace_unknown: ReplaceUnknown | None = None,
+    ) -> None:
+        self.struct = struct
+        self.rules = dict(rules)
+        self.limits = limits or SchemaLimits()
+        self.replace_unknown = replace_unknown
+        known: list[tuple[str, Any, Any]] = [(field, Raw, UNSET) for field in rules]
+        self._strict = msgspec.defstruct(f"Strict{struct.__name__}", known, forbid_unknown_fields=True)
+        self._lenient = msgspec.defstruct(f"Lenient{struct.__name__}", known)
+
+    def walk(self) -> "Iterator[Fields[Any]]":
+        """Yield this table and each that is nested in it."""
+        yield self
+        for rule in self.rules.values():
+            if isinstance(rule, Fields | Each):
+                yield from (rule.item if isinstance(rule, Each) else rule).walk()
+
+    def check_names(self, raw: bytes | Raw, path: str, ignored: list[str] | None) -> list[Nested]:
+        """Check the names and neutral values of one object, and return what is nested in it.
+
+        Unknown names are added to `ignored`. Raises ApiError 400 for a refused field, and for an unknown one if
+        `ignored` is None; msgspec's errors for JSON that is broken or no object.
         """
         try:
             scan = _decode(raw, type=self._strict)
@@ -88,63 +114,63 @@ class Fields:
             if ignored is None:
                 raise self._unknown(path, what[len(_UNKNOWN) : -1]) from None
             scan = _decode(raw, type=self._lenient)
-            unknown = (name for name in _decode(raw, type=dict[str, Raw]) if name not in self.fates)
+            unknown = (name for name in _decode(raw, type=dict[str, Raw]) if name not in self.rules)
             ignored += [
                 _join(path, name[:_LONGEST_NAME]) for name in islice(unknown, max(0, MOST_IGNORED - len(ignored)))
             ]
-        found = []
-        for name, fate in self.fates.items():
+        nested = []
+        for name, rule in self.rules.items():
             value = getattr(scan, name)
             if value is UNSET:
                 continue
-            if isinstance(fate, Neutral):
-                _require_neutral(_join(path, name), value, fate)
-            elif isinstance(fate, Fields | Each):
-                found.append(Found(_join(path, name), value, fate))
-        return found
+            if isinstance(rule, Refused):
+                _require_neutral(_join(path, name), value, rule)
+            elif isinstance(rule, Fields | Each):
+                nested.append(Nested(_join(path, name), value, rule))
+        return nested
 
     def _unknown(self, path: str, name: str) -> ApiError:
         shown = name[:_LONGEST_NAME]
         if not shown.strip() or not shown.isprintable():
             shown = repr(shown)
-        nearest = nearest_hint(name[:_LONGEST_NAME], self.fates)
+        nearest = nearest_hint(name[:_LONGEST_NAME], self.rules)
         return invalid(_join(path, shown), f"unknown field{nearest}", "unknown_parameter")
 
 
-Fate = Served | Free | Neutral | Fields | Each
+Rule = Served | NoEffect | Refused | Fields[Any] | Each
 
 
-def look_into(found: list[Found], ignored: list[str] | None) -> None:
-    """Check everything nested in what `Fields.look` returned. Raises ApiError 400."""
-    pending = list(found)
+def check_nested(nested: list[Nested], ignored: list[str] | None) -> None:
+    """Check everything that `Fields.check_names` returned. Raises ApiError 400."""
+    pending = list(nested)
     while pending:
         one = pending.pop()
         first = bytes(memoryview(one.raw)[:1])
-        if isinstance(one.inside, Fields):
+        if isinstance(one.table, Fields):
             if first == b"{":
-                pending += one.inside.look(one.raw, one.path, ignored)
+                pending += one.table.check_names(one.raw, one.path, ignored)
         elif first == b"[":
             for i, item in enumerate(_decode(one.raw, type=list[Raw])):
-                pending.append(Found(f"{one.path}[{i}]", item, one.inside.item))
+                pending.append(Nested(f"{one.path}[{i}]", item, one.table.item))
 
 
-def _require_neutral(path: str, raw: Raw, fate: Neutral) -> None:
+def _require_neutral(path: str, raw: Raw, rule: Refused) -> None:
     small = len(memoryview(raw)) <= _LONGEST_NEUTRAL
     value = _decode(raw) if small else None
-    if small and (value is None or any(_is_same(value, neutral) for neutral in fate.values)):
+    if small and (value is None or any(_is_same(value, neutral) for neutral in rule.values)):
         return
-    accepted = " or ".join(["none", *(msgspec.json.encode(value).decode() for value in fate.values)])
-    raise invalid(path, f"got {_show(raw)}, wanted {accepted}: {fate.reason}", "unsupported_value")
+    accepted = " or ".join(["none", *(msgspec.json.encode(value).decode() for value in rule.values)])
+    raise invalid(path, f"got {_show(raw)}, wanted {accepted}: {rule.reason}", "unsupported_value")
 
 
 def _show(raw: Raw) -> str:
-    """A value as it was sent, on one line, cut where it is long."""
+    """Return a value as it was sent, on one line, cut where it is long."""
     shown = " ".join(bytes(memoryview(raw)[:_LONGEST_NEUTRAL]).decode(errors="replace").split())
     return shown if len(memoryview(raw)) <= _LONGEST_NEUTRAL else f"{shown}..."
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    """Whether two JSON values are one: 1 is 1.0, but 0 is not false."""
+    """Return whether two JSON values are equal: 1 is 1.0, but 0 is not false."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -152,20 +178,20 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def served(*names: str) -> dict[str, Fate]:
+def served(*names: str) -> dict[str, Rule]:
     return dict.fromkeys(names, Served())
 
 
-def does(what: str, *names: str) -> dict[str, Fate]:
+def does(what: str, *names: str) -> dict[str, Rule]:
     """Return served fields, with what they do."""
     return dict.fromkeys(names, Served(what))
 
 
-def free(reason: str, *names: str) -> dict[str, Fate]:
-    """Return fields without effect, and why they have none."""
-    return dict.fromkeys(names, Free(reason))
+def no_effect(reason: str, *names: str) -> dict[str, Rule]:
+    """Return fields without effect, with the reason."""
+    return dict.fromkeys(names, NoEffect(reason))
 
 
-def refused(reason: str, *names: str, at: tuple[object, ...] = ()) -> dict[str, Fate]:
-    """Refused with `reason`, but for null and the values of `at`."""
-    return dict.fromkeys(names, Neutral(at, reason))
+def refused(reason: str, *names: str, at: tuple[object, ...] = ()) -> dict[str, Rule]:
+    """Return fields that are refused with `reason`, except at null and the values of `at`."""
+    return dict.fromkeys(names, Refused(at, reason))

@@ -1,7 +1,6 @@
-"""Request bodies: their fields, types and limits. Knows no tokenizer, no model and no engine, and not who reads them.
+"""Request bodies of completions and chats: their served fields, types and limits, and the checks of a body alone.
 
-The structs have the fields that are served; what becomes of every other one is in `field_table.py`. Invariant: a check
-needs nothing but the body, and names the field that it refuses.
+A check names the field that it refuses. Every other known field is in `field_table.py`.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,6 +15,8 @@ from server.bodies.ranges import MAX_TOP_LOGPROBS, RANGES, check_range, spell
 from transfer.config import PolicyName
 
 MAX_DOCUMENTS = 1024  # of a chat
+DOCUMENT_ID = "^doc-[0-9a-f]{32}$"
+DOCUMENTS_OFF = "this deployment takes no documents; its configuration needs the section `documents`"
 MAX_TITLE_CHARS = 1024
 MOST_SEAM_TOKENS = 2**16  # of a chunk, none of which has more tokens
 MOST_LAYERS = 2**16  # of a model, more than any has; how many this one has, its engine says
@@ -141,44 +142,8 @@ class ChatBody(GenerationBody, kw_only=True):
         return choice in ("required", "any")
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def as_chat(self) -> ChatBody:
-        """Return the chat that has this prompt, but for how it ends."""
-        return ChatBody(
-            messages=self.messages or [],
-            tools=self.tools,
-            chat_template_kwargs=self.chat_template_kwargs,
-            continue_final_message=self.continue_final_message,
-        )
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    model: str | None = None
-    tokens: list[int]
-
-
-class DocumentBody(msgspec.Struct, kw_only=True):
-    """A text, or messages, which become one. wait: answer when its chunks are stored, which is the default."""
-
-    model: str | None = None
-    title: DocumentTitle | None = None
-    text: DocumentText | None = None
-    messages: list[Message] | None = None
-    cache_salt: CacheSalt | None = None
-    wait: bool | None = None
-
-
 def check_generation(body: GenerationBody) -> None:
-    """Ranges and combinations that need nothing but the body. Raises ApiError 400."""
+    """Check ranges and combinations that need nothing but the body. Raises ApiError 400."""
     for field in RANGES:
         value = getattr(body, field, None)
         if value is not None:
@@ -238,14 +203,14 @@ def check_chat(body: ChatBody) -> None:
     check_messages(body.messages)
     if body.add_generation_prompt is False and not body.continue_final_message:
         raise invalid("add_generation_prompt", "wanted true, or continue_final_message: true")
-    check_continued(body, body.messages)
+    check_continued(body.continue_final_message, body.add_generation_prompt, body.messages)
 
 
-def check_continued(body: ChatBody | TokenizeBody, messages: list[Message]) -> None:
-    """A prompt that ends inside of the last message has no beginning of another one."""
-    if not body.continue_final_message:
+def check_continued(continues: bool | None, adds_prompt: bool | None, messages: list[Message]) -> None:
+    """Check `continue_final_message` against `add_generation_prompt` and the last message. Raises ApiError 400."""
+    if not continues:
         return
-    if body.add_generation_prompt is not False:
+    if adds_prompt is not False:
         raise invalid("add_generation_prompt", "wanted false, with continue_final_message: true")
     if messages[-1].role != "assistant" or messages[-1].tool_calls:
         raise invalid("continue_final_message", "wanted a last message that is the assistant's, a text without calls")

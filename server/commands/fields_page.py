@@ -1,25 +1,30 @@
-"""Write the tables of request fields in `docs/API.md`: `python -m server.commands.fields_page docs/API.md`.
+"""Write the tables of `docs/API.md` from the declared routes: `python -m server.commands.fields_page docs/API.md`.
 
-They are made from `server/bodies/field_table.py` and stand between two marks. A test compares them.
+The tables stand between two marks; a test compares them with the page.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from server.bodies.field_table import ROUTES
-from server.bodies.fields import Each, Fate, Fields, Free, Neutral, Served
+from server.bodies.fields import Each, Fields, NoEffect, Refused, Rule, Served
+from server.routes.catalogue import find_routes, tables_by_path
+from server.routes.route import Route
 
-BEGIN = "<!-- Written by `make docs` from server/bodies/field_table.py. -->"
+BEGIN = "<!-- Written by `make docs` from the routes in server/routes. -->"
 END = "<!-- The end of what `make docs` writes. -->"
 
 
-def write_tables() -> str:
-    """Return the tables in Markdown: plainly served fields, those with words of their own, without effect, refused."""
-    rows = list(_all_rows())
-    return "\n".join([*_write_plain(rows), *_write_own(rows), *_write_free(rows), *_write_refused(rows)])
+def write_tables(routes: Sequence[Route] | None = None) -> str:
+    """Return the tables in Markdown: the routes, then the fields by what becomes of them."""
+    routes = find_routes() if routes is None else routes
+    tables = tables_by_path(routes)
+    rows = [(path, name, rule) for path, table in tables.items() for name, rule in _walk(table, "")]
+    lines = [*_write_routes(routes), *_write_plain(list(tables), rows), *_write_own(rows)]
+    return "\n".join([*lines, *_write_without_effect(rows), *_write_refused(rows)])
 
 
 def replace_tables(page: str) -> str:
@@ -31,49 +36,55 @@ def replace_tables(page: str) -> str:
     return f"{before}{BEGIN}\n\n{write_tables()}\n{END}{after}"
 
 
-def _all_rows() -> Iterator[tuple[str, str, Fate]]:
-    """Yield the route, the path (`messages[].content[].text`) and the fate of every field."""
-    for route, fields in ROUTES.items():
-        for path, fate in _walk(fields, ""):
-            yield route, path, fate
-
-
-def _walk(fields: Fields, above: str) -> Iterator[tuple[str, Fate]]:
-    for name, fate in fields.fates.items():
+def _walk(table: Fields[Any], above: str) -> Iterator[tuple[str, Rule]]:
+    """Yield the name (`messages[].content[].text`) and the rule of every field."""
+    for name, rule in table.rules.items():
         path = f"{above}{name}"
-        if isinstance(fate, Fields | Each):
+        if isinstance(rule, Fields | Each):
             yield path, Served()
-            inside, mark = (fate.item, "[].") if isinstance(fate, Each) else (fate, ".")
+            inside, mark = (rule.item, "[].") if isinstance(rule, Each) else (rule, ".")
             yield from _walk(inside, path + mark)
         else:
-            yield path, fate
+            yield path, rule
 
 
-def _write_plain(rows: list[tuple[str, str, Fate]]) -> list[str]:
+def _write_routes(routes: Sequence[Route]) -> list[str]:
+    lines = ["| route | what it does | body | answer | errors |", "|---|---|---|---|---|"]
+    for route in routes:
+        if route.summary:
+            body = f"`{route.body.struct.__name__}`" if route.body is not None else ""
+            answers = [f"`{kind.__name__}`" for kind in (route.answer, route.event) if kind is not None]
+            errors = ", ".join(map(str, sorted(route.errors)))
+            name = f"`{route.method.upper()} {route.path}`"
+            lines.append(f"| {name} | {route.summary} | {body} | {', '.join(answers) or 'text'} | {errors} |")
+    return [*lines, ""]
+
+
+def _write_plain(paths: list[str], rows: list[tuple[str, str, Rule]]) -> list[str]:
     lines = ["| route | fields that are served as their API describes them |", "|---|---|"]
-    for route in ROUTES:
-        plain = (path for at, path, fate in rows if at == route and isinstance(fate, Served) and not fate.what)
+    for route in paths:
+        plain = (path for at, path, rule in rows if at == route and isinstance(rule, Served) and not rule.what)
         names = [path for path in plain if "." not in path]
         lines.append(f"| `{route}` | {', '.join(f'`{name}`' for name in names)} |")
     return [*lines, ""]
 
 
-def _write_own(rows: list[tuple[str, str, Fate]]) -> list[str]:
-    found = [(path, fate.what, at) for at, path, fate in rows if isinstance(fate, Served) and fate.what]
+def _write_own(rows: list[tuple[str, str, Rule]]) -> list[str]:
+    found = [(path, rule.what, at) for at, path, rule in rows if isinstance(rule, Served) and rule.what]
     return _write_grouped("what a field does beyond its API", found)
 
 
-def _write_free(rows: list[tuple[str, str, Fate]]) -> list[str]:
-    found = [(path, fate.reason, at) for at, path, fate in rows if isinstance(fate, Free)]
+def _write_without_effect(rows: list[tuple[str, str, Rule]]) -> list[str]:
+    found = [(path, rule.reason, at) for at, path, rule in rows if isinstance(rule, NoEffect)]
     return _write_grouped("why a field has no effect", found)
 
 
-def _write_refused(rows: list[tuple[str, str, Fate]]) -> list[str]:
+def _write_refused(rows: list[tuple[str, str, Rule]]) -> list[str]:
     found = []
-    for at, path, fate in rows:
-        if isinstance(fate, Neutral):
-            values = " or ".join(f"`{msgspec.json.encode(value).decode()}`" for value in fate.values)
-            found.append((path, fate.reason + (f" (accepted: {values})" if values else ""), at))
+    for at, path, rule in rows:
+        if isinstance(rule, Refused):
+            values = " or ".join(f"`{msgspec.json.encode(value).decode()}`" for value in rule.values)
+            found.append((path, rule.reason + (f" (accepted: {values})" if values else ""), at))
     return _write_grouped("why a field is refused", found)
 
 

@@ -16,7 +16,6 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -29,14 +28,8 @@ from server.engine.start_events import Listening, OnStart
 from server.grammar.grammar_checks import end_checks
 from server.http.client_connection import Connection, Limits, connection_type
 from server.http.request_scope import RequestScope, error_response
-from server.routes.chat import chat_routes
-from server.routes.docs import docs_routes
-from server.routes.documents import document_routes
-from server.routes.responses import response_routes
-from server.routes.status import discovery_routes, status_routes
-from server.routes.tokens import token_routes
-from server.routes.translated import translated_routes
-from server.routes.vectors import vector_routes
+from server.routes.catalogue import add_routes, find_routes
+from server.routes.documents.document_routes import count_documents
 from server.service.service import Service, build_service, require_tls
 from server.stores.document_registry import RegistryError, RegistryFull
 
@@ -69,7 +62,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.supervisor.start()
-        await document_routes.count_documents(service)
+        await count_documents(service)
         try:
             yield
         finally:
@@ -89,18 +82,7 @@ def create_app(
         telemetry=_NO_TELEMETRY,
     )
     app.state.service = service
-    for routes in (
-        chat_routes,
-        document_routes,
-        response_routes,
-        translated_routes,
-        vector_routes,
-        token_routes,
-        status_routes,
-        discovery_routes,
-        docs_routes,
-    ):
-        app.include_router(routes.router)
+    add_routes(app, find_routes())
     app.add_middleware(RequestScope, service=service)
     if deployment.server.cors_origins:
         app.add_middleware(
@@ -114,7 +96,6 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RegistryFull, _on_registry_full)
     app.add_exception_handler(RegistryError, _on_registry_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
     return app
 
 
@@ -331,10 +312,3 @@ async def _on_registry_error(request: Request, error: Exception) -> Response:
     what = "documents: they cannot be read or written now; the server's log says why, under this x-request-id"
     retry_after_seconds = request.app.state.service.settings.retry_after_seconds
     return error_response(unavailable(what, "documents_unavailable", retry_after_seconds), request.url.path)
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    named = invalid(".".join(str(part) for part in first["loc"][1:]) or None, str(first["msg"]))
-    return error_response(named, request.url.path)

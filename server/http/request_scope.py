@@ -14,11 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import logs
 from server.api_error import ApiError, bad_key, internal, unavailable
-from server.routes.docs.docs_page import MEDIA_TYPES
+from server.routes.catalogue import find_routes
 from server.service.service import Service
 
-_PAGE_FILES = {f"/docs/{name}" for name in MEDIA_TYPES}
-OPEN_PATHS = frozenset({"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"}) | _PAGE_FILES
+OPEN_PATHS = frozenset(route.path for route in find_routes() if route.is_open)
 
 MESSAGES_PATH = "/v1/messages"  # and what is below it: whose clients send `x-api-key`
 

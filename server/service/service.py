@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from gpu.memory.plan import MemoryPlan
 from server.api_error import unknown_model
-from server.bodies.body_memory import BodyRoom
+from server.bodies.body_memory import BodyMemory
 from server.deployment import ConfigError, Deployment, ServerConfig
 from server.engine.prometheus import Metrics
 from server.engine.start_events import OnStart
@@ -48,7 +48,7 @@ class Service:
     tokenizer: Tokenizer
     control_tokens: ControlTokens
     texts: TextPool
-    body_room: BodyRoom
+    body_memory: BodyMemory
     template: ChatTemplate | None
     answer_format: AnswerFormat | None  # None: all of an answer is words
     sampling_defaults: SamplingDefaults
@@ -115,7 +115,7 @@ def build_service(
         tokenizer=parts.tokenizer,
         control_tokens=ControlTokens(parts.tokenizer),
         texts=TextPool(server.retry_after_seconds),
-        body_room=BodyRoom(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds),
+        body_memory=BodyMemory(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds),
         template=parts.template,
         answer_format=parts.answer_format,
         sampling_defaults=parts.sampling_defaults,

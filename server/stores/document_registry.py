@@ -26,7 +26,6 @@ from transfer.chunks.room import give_up
 
 R = TypeVar("R")
 
-DOCUMENT_ID = "^doc-[0-9a-f]{32}$"
 
 _VERSION = 2  # 1 had no chunks
 _LOCK_SECONDS = 5.0  # another process's turn

@@ -19,7 +19,6 @@ from server.text.model_tokenizer import Tokenizer
 from transfer.chunks.format import digest_tokens
 from transfer.config import DocumentsConfig
 
-DOCUMENTS_OFF = "this deployment takes no documents; its configuration needs the section `documents`"
 _FILE = "documents.sqlite3"
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.bodies.field_table import ROUTES
 from server.bodies.fields import Each, Fields
+from server.routes.catalogue import find_routes, tables_by_path
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 
 Tree = dict[str, Any]
@@ -60,6 +60,7 @@ VALUES: list[Any] = [
     {"type": "function"}, {"type": "json_schema"}, {"type": "text", "text": 5}, {"name": "f"}, {"a": {"b": {"c": []}}},
 ]  # fmt: skip
 NAMES = ["no_such_field", "num_ctx", "Temperature", "", "\u6771", "a.b", "x" * 300, "messages ", "__class__"]
+TABLES = tables_by_path(find_routes())
 VARIANT = {"type": "new_thing", "data": "x"}
 
 
@@ -67,16 +68,16 @@ def mutate(draw: random.Random, route: str, body: Tree) -> None:
     """Change the body in one place."""
     kind = draw.choice(["field", "field", "field", "nested", "nested", "extra", "variant", "missing"])
     if kind == "field":
-        body[draw.choice(list(ROUTES[route].fates))] = deepcopy(draw.choice(VALUES))
+        body[draw.choice(list(TABLES[route].rules))] = deepcopy(draw.choice(VALUES))
     elif kind == "nested":
-        objects = list(find_objects(body, ROUTES[route]))
+        objects = list(find_objects(body, TABLES[route]))
         if objects:
             tree, fields = draw.choice(objects)
-            tree[draw.choice(list(fields.fates) if fields is not None else list(tree) or ["type"])] = draw.choice(
+            tree[draw.choice(list(fields.rules) if fields is not None else list(tree) or ["type"])] = draw.choice(
                 VALUES
             )
     elif kind == "extra":
-        trees = [body, *(tree for tree, _ in find_objects(body, ROUTES[route]))]
+        trees = [body, *(tree for tree, _ in find_objects(body, TABLES[route]))]
         draw.choice(trees)[draw.choice(NAMES)] = deepcopy(draw.choice(VALUES))
     elif kind == "variant":
         lists = [value for value in find_lists(body) if value and isinstance(value[0], dict)]
@@ -90,8 +91,8 @@ def mutate(draw: random.Random, route: str, body: Tree) -> None:
 def find_objects(tree: Any, fields: Fields | None) -> Iterator[tuple[Tree, Fields | None]]:
     """Every object inside another one, with its table where it has one."""
     for name, value in list(tree.items()):
-        fate = fields.fates.get(name) if fields is not None else None
-        inside = fate.item if isinstance(fate, Each) else fate if isinstance(fate, Fields) else None
+        rule = fields.rules.get(name) if fields is not None else None
+        inside = rule.item if isinstance(rule, Each) else rule if isinstance(rule, Fields) else None
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, dict):
                 yield one, inside

@@ -6,13 +6,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import openai.types as openai_types
 import pytest
 from openai.types import chat as openai_chat
 
 from server.api_error import ApiError
-from server.bodies.body_reader import FIELDS, decode_body
+from server.bodies.body_reader import decode_body
 from server.bodies.field_table import (
     CHAT,
     COMPLETION,
@@ -25,71 +24,59 @@ from server.bodies.field_table import (
     STREAM_OPTIONS,
     TOOL,
 )
-from server.bodies.fields import Each, Fields, Neutral, Served
+from server.bodies.fields import Each, Fields, Refused, Served
 from server.bodies.generation_bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
     check_chat,
     check_completion,
 )
-from server.bodies.translated_bodies import MessagesBody
+from server.routes.catalogue import find_routes, nested_tables
+from server.routes.messages.message_bodies import MESSAGES
+from server.routes.tokens.token_bodies import DETOKENIZE, TOKENIZE
 from tests.server.live_server import fake_command, make_deployment, running_server
 
 HI = [{"role": "user", "content": "Hi"}]
-LEAST: dict[type[msgspec.Struct], dict[str, Any]] = {
-    CompletionBody: {"prompt": "a"},
-    ChatBody: {"messages": HI},
-    TokenizeBody: {"prompt": "a"},
-    DetokenizeBody: {"tokens": [1]},
+LEAST = {
+    COMPLETION: {"prompt": "a"},
+    CHAT: {"messages": HI},
+    TOKENIZE: {"prompt": "a"},
+    DETOKENIZE: {"tokens": [1]},
 }
-TABLES = [pytest.param(body, fields, id=body.__name__) for body, fields in FIELDS.items()]
-BODIES = [pytest.param(body, FIELDS[body], id=body.__name__) for body in LEAST]
+TABLES = [pytest.param(table, id=table.struct.__name__) for table in nested_tables(find_routes())]
+BODIES = [pytest.param(table, id=table.struct.__name__) for table in LEAST]
 
 
-def decode(wanted: type[msgspec.Struct], tree: dict[str, Any], refuse_unknown: bool = True) -> Any:
+def decode(wanted: Fields, tree: dict[str, Any], refuse_unknown: bool = True) -> Any:
     return decode_body(json.dumps(LEAST[wanted] | tree).encode(), wanted, None if refuse_unknown else [])
 
 
-def refusal(wanted: type[msgspec.Struct], tree: dict[str, Any]) -> ApiError:
+def refusal(wanted: Fields, tree: dict[str, Any]) -> ApiError:
     with pytest.raises(ApiError) as refused:
         decode(wanted, tree)
     assert refused.value.status == 400
     return refused.value
 
 
-@pytest.mark.parametrize(("body", "fields"), TABLES)
-def test_served_fields_are_those_that_a_body_reads(body: type[msgspec.Struct], fields: Fields) -> None:
-    read = {name for name, fate in fields.fates.items() if isinstance(fate, Served | Fields | Each)}
-    assert read == set(body.__struct_fields__)
+@pytest.mark.parametrize("table", TABLES)
+def test_served_fields_are_those_that_a_body_reads(table: Fields) -> None:
+    read = {name for name, rule in table.rules.items() if isinstance(rule, Served | Fields | Each)}
+    assert read == set(table.struct.__struct_fields__)
 
 
-def test_what_is_nested_has_a_struct_too() -> None:
-    nested = {
-        fate.item if isinstance(fate, Each) else fate
-        for fields in FIELDS.values()
-        for fate in fields.fates.values()
-        if isinstance(fate, Each | Fields)
-    }
-    assert nested < set(FIELDS.values())
-
-
-@pytest.mark.parametrize(("body", "fields"), BODIES)
+@pytest.mark.parametrize("body", BODIES)
 def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_others(
-    body: type[msgspec.Struct], fields: Fields
+    body: Fields,
 ) -> None:
-    for name, fate in fields.fates.items():
-        if not isinstance(fate, Neutral):
+    for name, rule in body.rules.items():
+        if not isinstance(rule, Refused):
             continue
-        for value in (None, *fate.values):
+        for value in (None, *rule.values):
             decode(body, {name: value})
         for value in ("anything else", {"a": 1}, ["x" * 100]):
             error = refusal(body, {name: value})
             assert (error.param, error.code) == (name, "unsupported_value")
             assert error.message.startswith(f"{name}: got ")
-            assert error.message.endswith(f": {fate.reason}")
-            assert len(error.message) < len(name) + len(fate.reason) + 200
+            assert error.message.endswith(f": {rule.reason}")
+            assert len(error.message) < len(name) + len(rule.reason) + 200
 
 
 @pytest.mark.parametrize(
@@ -106,7 +93,7 @@ def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_
 )  # fmt: skip
 def test_a_refusal_says_what_came_and_what_is_wanted_on_one_line(sent: bytes, told: str) -> None:
     with pytest.raises(ApiError) as refused:
-        decode_body(b'{"prompt": "a", %s}' % sent, CompletionBody, ignored=None)
+        decode_body(b'{"prompt": "a", %s}' % sent, COMPLETION, ignored=None)
     assert refused.value.message == told
     assert refused.value.param == told.partition(":")[0]
 
@@ -116,7 +103,7 @@ def test_a_missing_field_of_an_object_inside_is_named() -> None:
         decode_body(
             b'{"model": "m", "max_tokens": 1, "messages": [%s], "output_config": {"format": {"type": "json_schema"}}}'
             % b'{"role": "user", "content": "Hi"}',
-            MessagesBody,
+            MESSAGES,
             ignored=None,
         )
     assert refused.value.param == "output_config.format.schema"
@@ -124,7 +111,7 @@ def test_a_missing_field_of_an_object_inside_is_named() -> None:
 
 def test_zero_is_not_false_nor_one_true_but_one_is_one_in_any_spelling() -> None:
     decode(
-        CompletionBody,
+        COMPLETION,
         {"length_penalty": 1.0, "routed_experts_prompt_start": 0.0, "watermarking": False, "add_special_tokens": True},
     )
     for name, value in (
@@ -133,23 +120,21 @@ def test_zero_is_not_false_nor_one_true_but_one_is_one_in_any_spelling() -> None
         ("length_penalty", True),
         ("add_special_tokens", 1),
     ):
-        assert refusal(CompletionBody, {name: value}).code == "unsupported_value"
+        assert refusal(COMPLETION, {name: value}).code == "unsupported_value"
 
 
 @pytest.mark.parametrize(
     ("body", "given", "nearest"),
     [
-        (CompletionBody, "max_token", "max_tokens"),
-        (CompletionBody, "temprature", "temperature"),
-        (ChatBody, "guided_jsn", "guided_json"),
-        (ChatBody, "stop_tokens_ids", "stop_token_ids"),
-        (TokenizeBody, "add_special_token", "add_special_tokens"),
-        (DetokenizeBody, "token", "tokens"),
+        (COMPLETION, "max_token", "max_tokens"),
+        (COMPLETION, "temprature", "temperature"),
+        (CHAT, "guided_jsn", "guided_json"),
+        (CHAT, "stop_tokens_ids", "stop_token_ids"),
+        (TOKENIZE, "add_special_token", "add_special_tokens"),
+        (DETOKENIZE, "token", "tokens"),
     ],
 )
-def test_an_unknown_field_is_named_with_the_nearest_known_one(
-    body: type[msgspec.Struct], given: str, nearest: str
-) -> None:
+def test_an_unknown_field_is_named_with_the_nearest_known_one(body: Fields, given: str, nearest: str) -> None:
     error = refusal(body, {given: 1})
     assert (error.param, error.code) == (given, "unknown_parameter")
     assert error.message == f"{given}: unknown field; the nearest known one is {nearest!r}"
@@ -157,12 +142,12 @@ def test_an_unknown_field_is_named_with_the_nearest_known_one(
 
 @pytest.mark.parametrize("given", ["num_ctx", "keep_alive", "mirostat"])
 def test_an_unknown_field_that_is_near_no_known_one_is_named_alone(given: str) -> None:
-    assert refusal(ChatBody, {given: 1}).message == f"{given}: unknown field"
+    assert refusal(CHAT, {given: 1}).message == f"{given}: unknown field"
 
 
 def test_a_misspelt_needed_field_is_named_before_the_missing_one() -> None:
     with pytest.raises(ApiError, match=r"^promt: unknown field; the nearest known one is 'prompt'$"):
-        decode_body(b'{"promt": "a"}', CompletionBody, ignored=None)
+        decode_body(b'{"promt": "a"}', COMPLETION, ignored=None)
 
 
 NESTED = [
@@ -180,10 +165,10 @@ NESTED = [
 
 @pytest.mark.parametrize(("tree", "path", "nearest"), NESTED)
 def test_an_unknown_nested_field_is_named_with_its_path(tree: dict[str, Any], path: str, nearest: str) -> None:
-    error = refusal(ChatBody, tree)
+    error = refusal(CHAT, tree)
     assert error.param == path
     assert error.message == f"{path}: unknown field; the nearest known one is {nearest!r}"
-    decode(ChatBody, tree, refuse_unknown=False)
+    decode(CHAT, tree, refuse_unknown=False)
 
 
 @pytest.mark.parametrize(
@@ -200,14 +185,14 @@ def test_an_unknown_nested_field_is_named_with_its_path(tree: dict[str, Any], pa
 def test_a_nested_field_that_is_not_served_is_refused_by_name_whatever_the_setting(
     tree: dict[str, Any], path: str
 ) -> None:
-    assert refusal(ChatBody, tree).param == path
+    assert refusal(CHAT, tree).param == path
     with pytest.raises(ApiError):
-        decode(ChatBody, tree, refuse_unknown=False)
+        decode(CHAT, tree, refuse_unknown=False)
 
 
 def test_unknown_names_are_cut_and_made_printable() -> None:
     for name in ("x" * 1_000_000, "two\nlines", "back`tick", "` - at `$.n`"):
-        message = refusal(CompletionBody, {name: 1}).message
+        message = refusal(COMPLETION, {name: 1}).message
         assert len(message) < 250
         assert message.isprintable()
 
@@ -221,7 +206,7 @@ def test_fields_that_were_dropped_unseen_are_refused_by_name() -> None:
         "prompt_logprobs": 1,
         "skip_special_tokens": False,
     }.items():
-        assert refusal(ChatBody, {name: value}).param == name
+        assert refusal(CHAT, {name: value}).param == name
 
 
 def typed_fields(kind: Any) -> set[str]:
@@ -256,7 +241,7 @@ def typed_fields(kind: Any) -> set[str]:
     ],
 )
 def test_every_field_of_the_official_client_is_known(kind: Any, fields: Fields) -> None:
-    assert typed_fields(kind) <= set(fields.fates)
+    assert typed_fields(kind) <= set(fields.rules)
 
 
 def test_every_field_of_vllm_is_known() -> None:
@@ -264,24 +249,24 @@ def test_every_field_of_vllm_is_known() -> None:
     for fields, own, num_least in ((COMPLETION, "completion", 60), (CHAT, "chat", 70)):
         wanted = {*names["both"], *names[own], *names["former"]}
         assert len(wanted) >= num_least
-        assert wanted <= set(fields.fates)
+        assert wanted <= set(fields.rules)
 
 
 def test_tools_are_taken_with_any_choice_of_them() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "anything": {}}}}]
-    check_chat(decode(ChatBody, {"tools": [], "tool_choice": "auto"}))
+    check_chat(decode(CHAT, {"tools": [], "tool_choice": "auto"}))
     for choice in (None, "none", "auto", "required", {"type": "function", "function": {"name": "f"}}):
-        check_chat(decode(ChatBody, {"tools": tools, "tool_choice": choice}))
-    check_chat(decode(ChatBody, {"tools": tools}))
+        check_chat(decode(CHAT, {"tools": tools, "tool_choice": choice}))
+    check_chat(decode(CHAT, {"tools": tools}))
 
 
 def test_whole_floats_are_integers_and_others_are_not() -> None:
-    body = decode(CompletionBody, {"max_tokens": 16.0, "n": 2.0, "seed": 1e3, "stop_token_ids": [7.0, 8], "top_p": 1})
+    body = decode(COMPLETION, {"max_tokens": 16.0, "n": 2.0, "seed": 1e3, "stop_token_ids": [7.0, 8], "top_p": 1})
     assert (body.max_tokens, body.n, body.seed, body.stop_token_ids) == (16, 2, 1000, [7, 8])
     assert all(type(value) is int for value in (body.max_tokens, body.n, body.seed, *body.stop_token_ids))
-    assert decode(CompletionBody, {"prompt": [1.0, 2.0]}).prompt == [1, 2]
+    assert decode(COMPLETION, {"prompt": [1.0, 2.0]}).prompt == [1, 2]
     for tree, path in (({"max_tokens": 5.5}, "max_tokens"), ({"n": 1.5, "max_tokens": 2.0}, "n")):
-        assert refusal(CompletionBody, tree).param == path
+        assert refusal(COMPLETION, tree).param == path
 
 
 async def test_usage_goes_with_each_chunk_when_asked() -> None:
@@ -398,7 +383,7 @@ async def test_unknown_fields_are_dropped_where_the_deployment_says_so() -> None
 )
 def test_a_body_that_is_not_json_is_told_what_is_wrong_with_it(raw: bytes, words: str) -> None:
     with pytest.raises(ApiError) as refused:
-        decode_body(raw, CompletionBody, ignored=None)
+        decode_body(raw, COMPLETION, ignored=None)
     assert words in refused.value.message
     assert "\n" not in refused.value.message
     for other in ("NaN", "surrogate"):
@@ -411,18 +396,18 @@ def test_ranges_are_printed_as_people_write_them() -> None:
         ({"max_tokens": -1}, "got -1, wanted from 0 to 2147483647"),
         ({"top_p": 1.25}, "got 1.25, wanted above 0 to 1"),
     ):
-        body = decode(CompletionBody, tree)
+        body = decode(COMPLETION, tree)
         with pytest.raises(ApiError, match=words):
             check_completion(body)
 
 
 def test_numbers_that_are_far_too_large_are_not_repeated_digit_by_digit() -> None:
     for tree in ({"max_tokens": 1e300}, {"best_of": -1e300}, {"prompt": [1e300]}, {"logprobs": 1e300}):
-        error = refusal(CompletionBody, tree)
+        error = refusal(COMPLETION, tree)
         assert error.param.partition("[")[0] == next(iter(tree))
         assert len(error.message) < 100
 
 
 def test_no_watermark_is_taken_and_one_is_refused() -> None:
-    decode(ChatBody, {"watermarking": False})
-    assert refusal(ChatBody, {"watermarking": True}).param == "watermarking"
+    decode(CHAT, {"watermarking": False})
+    assert refusal(CHAT, {"watermarking": True}).param == "watermarking"

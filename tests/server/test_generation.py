@@ -11,12 +11,12 @@ from scheduler.messages import Delta, EngineRequest, Ready
 from server.api_error import ApiError, internal
 from server.bodies.answer_form import ResponseFormat, StructuredOutputs
 from server.bodies.generation_bodies import CompletionBody
-from server.bodies.translated_bodies import ResponsesBody
 from server.engine.mailbox import Mailbox
 from server.engine.prometheus import Metrics
 from server.generation import generation as generation_module
 from server.generation.generation import Generation, Job, Update
 from server.generation.prompt_tokens import Prompt, completion_max_tokens
+from server.routes.responses.response_bodies import ResponsesBody
 from server.routes.responses.response_shape import ResponseShape
 from server.service.sampling_defaults import SamplingDefaults
 from server.text.model_tokenizer import Tokenizer

@@ -187,7 +187,7 @@ async def test_bodies_that_are_being_read_share_a_room():
         first = asyncio.create_task(live.http.post(COMPLETION, content=slow_body(), headers=media))
 
         async def is_taken() -> bool:
-            return live.service.body_room.num_taken_bytes > 900_000
+            return live.service.body_memory.num_taken_bytes > 900_000
 
         await live.until(is_taken)
         answer = await live.http.post(COMPLETION, json={"prompt": "a" * 900_000})
@@ -196,7 +196,7 @@ async def test_bodies_that_are_being_read_share_a_room():
         assert (await live.http.post(COMPLETION, json={"prompt": "a"})).status_code == 200
         release.set()
         assert (await first).status_code == 400
-        assert live.service.body_room.num_taken_bytes == 0
+        assert live.service.body_memory.num_taken_bytes == 0
 
 
 def listed(begin: str, item: str, number: int, end: str) -> bytes:

@@ -11,8 +11,8 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from server.bodies.generation_bodies import ChatBody
-from server.bodies.translated_bodies import MessagesBody
-from server.routes.translated.translation import translate_messages
+from server.routes.messages.message_bodies import MessagesBody
+from server.routes.messages.message_translation import translate_messages
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
 
@@ -281,10 +281,10 @@ def test_every_field_of_the_official_client_is_known():
     from anthropic.types.message_count_tokens_params import MessageCountTokensParams
     from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
-    from server.bodies.field_table import COUNT_TOKENS, MESSAGES
+    from server.routes.messages.message_bodies import COUNT_TOKENS, MESSAGES
 
     for params, fields in ((MessageCreateParamsStreaming, MESSAGES), (MessageCountTokensParams, COUNT_TOKENS)):
-        assert params.__required_keys__ | params.__optional_keys__ <= set(fields.fates)
+        assert params.__required_keys__ | params.__optional_keys__ <= set(fields.rules)
 
 
 async def test_a_last_turn_of_the_assistants_is_continued_on_both_routes(live):

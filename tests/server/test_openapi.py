@@ -28,21 +28,13 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from server.bodies.body_reader import FIELDS
-from server.bodies.fields import Neutral
+from server.bodies.fields import Refused
 from server.bodies.ranges import INT64, RANGES
-from server.routes.chat import chat_routes
+from server.bodies.schema_limits import BodyLimits
+from server.routes.catalogue import find_routes, nested_tables
 from server.routes.chat.chat_answers import ChatChunk, CompletionChunk
-from server.routes.docs import docs_routes
-from server.routes.docs.body_schemas import BodyLimits
 from server.routes.docs.docs_page import MEDIA_TYPES
-from server.routes.docs.openapi import build_document
-from server.routes.documents import document_routes
-from server.routes.responses import response_routes
-from server.routes.status import discovery_routes, status_routes
-from server.routes.tokens import token_routes
-from server.routes.translated import translated_routes
-from server.routes.vectors import vector_routes
+from server.routes.openapi import build_document
 from tests.server.program import Program
 
 CHECKS = [
@@ -85,9 +77,11 @@ LEAST_SHARE = {
     "/v1/messages/count_tokens": 0.75, "/v1/embeddings": 0.75, "/rerank": 0.75,
     "/v1/rerank": 0.75, "/v2/rerank": 0.75, "/tokenize": 0.6, "/detokenize": 1.0, "/v1/documents": 1.0,
 }  # fmt: skip
+ROUTES = find_routes()
+TABLES = nested_tables(ROUTES)
 LIMITS = BodyLimits(
     model_ids=("a", "alias"),
-    refusing=frozenset(FIELDS),
+    refusing=frozenset(table.struct for table in TABLES),
     min_prompt_chars=1,
     max_tokenize_items=1024,
     max_sequences=10,
@@ -277,12 +271,12 @@ def test_the_page_and_its_files_are_served_without_a_key_and_name_no_other_host(
 def test_the_document_needs_no_key_and_says_what_does(url):
     document = httpx.get(f"{url}/openapi.json").json()
     assert document["security"] == [{"key": []}]
-    assert "security" not in build_document(LIMITS, has_keys=False)
+    assert "security" not in build_document(ROUTES, LIMITS, has_keys=False)
 
 
 def test_what_the_page_offers_to_send_is_allowed_and_served(url):
     paths = httpx.get(f"{url}/openapi.json").json()["paths"]
-    document = build_document(LIMITS, has_keys=False)
+    document = build_document(ROUTES, LIMITS, has_keys=False)
     for path in POSTS:
         content = paths[path]["post"]["requestBody"]["content"]["application/json"]
         Draft202012Validator(document | content["schema"]).validate(content["example"])
@@ -297,49 +291,23 @@ def test_no_bound_of_the_document_is_beyond_what_a_browser_can_say():
                 yield value
             yield from bounds(value)
 
-    document = build_document(LIMITS, has_keys=False)
+    document = build_document(ROUTES, LIMITS, has_keys=False)
     assert max(abs(bound) for bound in bounds(document)) < 2**53
     assert document["components"]["schemas"]["ChatBody"]["properties"]["seed"]["format"] == "int64"
 
 
-def test_the_document_has_every_route_of_the_application():
-    described = {
-        (path, method)
-        for path, methods in build_document(LIMITS, has_keys=False)["paths"].items()
-        for method in methods
-    }
-    routes = {
-        (route.path.replace(":path", ""), method.lower())
-        for routes in (
-            discovery_routes,
-            docs_routes,
-            document_routes,
-            chat_routes,
-            response_routes,
-            status_routes,
-            token_routes,
-            translated_routes,
-            vector_routes,
-        )
-        for route in routes.router.routes
-        for method in getattr(route, "methods", ())
-    }
-    files = {(f"/docs/{name}", "get") for name in MEDIA_TYPES}
-    assert routes - described == {("/openapi.json", "get"), ("/docs", "get")} | files
-    assert described <= routes
-
-
 @pytest.mark.parametrize("refuses_unknown", [True, False])
 def test_the_document_has_every_known_field_and_says_whether_there_may_be_others(refuses_unknown):
-    limits = replace(LIMITS, refusing=frozenset(FIELDS) if refuses_unknown else frozenset())
-    schemas = build_document(limits, has_keys=False)["components"]["schemas"]
-    for struct, table in FIELDS.items():
+    limits = replace(LIMITS, refusing=LIMITS.refusing if refuses_unknown else frozenset())
+    schemas = build_document(ROUTES, limits, has_keys=False)["components"]["schemas"]
+    for table in TABLES:
+        struct = table.struct
         schema = schemas[struct.__name__]
         assert schema.get("additionalProperties", True) is not refuses_unknown
-        assert set(schema["properties"]) == set(table.fates)
-        for name, fate in table.fates.items():
-            if isinstance(fate, Neutral):
-                assert schema["properties"][name] == {"enum": [None, *fate.values], "description": fate.reason}
+        assert set(schema["properties"]) == set(table.rules)
+        for name, rule in table.rules.items():
+            if isinstance(rule, Refused):
+                assert schema["properties"][name] == {"enum": [None, *rule.values], "description": rule.reason}
         for name in set(RANGES) & set(struct.__struct_fields__):
             assert "maximum" in schema["properties"][name] or RANGES[name] == INT64
 
@@ -349,7 +317,7 @@ def test_the_document_has_every_known_field_and_says_whether_there_may_be_others
     [("CompletionBody", {"prompt": "a"}), ("ChatBody", {"messages": [{"role": "user", "content": "a"}]})],
 )
 def test_the_document_allows_what_is_for_streams_in_streams_alone(kind, own):
-    document = build_document(LIMITS, has_keys=False)
+    document = build_document(ROUTES, LIMITS, has_keys=False)
     body = Draft202012Validator(document | {"$ref": f"#/components/schemas/{kind}"})
     for field in ({"stream_options": {}}, {"return_progress": True}):
         assert body.is_valid(own | field | {"stream": True})
@@ -359,7 +327,7 @@ def test_the_document_allows_what_is_for_streams_in_streams_alone(kind, own):
 
 def test_the_document_names_the_models_profiles_and_numbers_of_this_server_once_it_knows_them():
     for limits in (LIMITS, replace(LIMITS, profiles=(), vocab_size=None, max_context_tokens=None)):
-        schemas = build_document(limits, has_keys=False)["components"]["schemas"]
+        schemas = build_document(ROUTES, limits, has_keys=False)["components"]["schemas"]
         fields = schemas["ChatBody"]["properties"]
         assert fields["model"]["enum"] == [None, "a", "alias"]
         is_known = limits is LIMITS

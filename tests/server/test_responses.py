@@ -329,6 +329,6 @@ async def test_what_is_wrong_with_a_body_is_named(live, body, param):
 def test_every_field_of_the_official_client_is_known():
     from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as Params
 
-    from server.bodies.field_table import RESPONSES
+    from server.routes.responses.response_bodies import RESPONSES
 
-    assert Params.__required_keys__ | Params.__optional_keys__ <= set(RESPONSES.fates)
+    assert Params.__required_keys__ | Params.__optional_keys__ <= set(RESPONSES.rules)

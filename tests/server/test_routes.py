@@ -1,13 +1,19 @@
 """Every route is behind the key and the drain, but for those that say how the server is; a new one is so by itself."""
 
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
+from server import routes as routes_package
+from server.commands.fields_page import write_tables
+from server.routes.catalogue import find_routes
+from server.routes.route import BODY_ERRORS
 from tests.server.live_server import fake_command, make_app, make_deployment
 
 FILES = {f"/docs/{name}" for name in ("start.js", "swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")}
@@ -114,3 +120,52 @@ async def test_a_path_that_nothing_has_is_cut_where_it_is_repeated() -> None:
             assert answer.status_code == status
             assert answer.json()["error"]["message"].startswith(path[:100])
             assert len(answer.text) < 500
+
+
+ECHO = """
+import msgspec
+
+from server.bodies.fields import Fields, does
+from server.routes.answer import Answer
+from server.routes.route import BODY_ERRORS, Route
+
+
+class EchoBody(msgspec.Struct):
+    text: str
+    model: str | None = None
+
+
+class Echo(Answer):
+    text: str
+
+
+async def echo(call):
+    return {"text": call.body.text}
+
+
+ECHO = Fields(EchoBody, does("comes back as it was sent", "text") | does("the model", "model"))
+ROUTES = (Route("post", "/echo", echo, "Repeat a text", Echo, ECHO, {"text": "Hi"}, errors=BODY_ERRORS),)
+"""
+
+
+async def test_a_route_in_one_file_is_served_described_and_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "echo_routes.py").write_text(ECHO)
+    monkeypatch.setattr(routes_package, "__path__", [*routes_package.__path__, str(tmp_path)])
+    try:
+        async with client_of(make_app(make_deployment(), fake_command())) as client:
+            answer = await client.post("/echo", json={"text": "Hello"})
+            refused = await client.post("/echo", json={"txt": "Hello"})
+            document = (await client.get("/openapi.json")).json()
+        page = write_tables(find_routes())
+    finally:
+        sys.modules.pop("server.routes.echo_routes", None)
+    assert (answer.status_code, answer.json()) == (200, {"text": "Hello"})
+    assert refused.json()["error"]["message"] == "txt: unknown field; the nearest known one is 'text'"
+    described = document["paths"]["/echo"]["post"]
+    assert described["summary"] == "Repeat a text"
+    assert set(described["responses"]) == {"200", *map(str, BODY_ERRORS)}
+    assert document["components"]["schemas"]["EchoBody"]["required"] == ["text"]
+    assert "| `POST /echo` | Repeat a text | `EchoBody` | `Echo` | 400, " in page
+    assert "| `text` | comes back as it was sent | `echo` |" in page

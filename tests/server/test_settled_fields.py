@@ -9,10 +9,10 @@ import pytest
 
 from server.api_error import ApiError
 from server.bodies.chat_message import Message
-from server.bodies.field_table import ROUTES
-from server.bodies.fields import Free, Neutral
-from server.bodies.translated_bodies import InputItem
+from server.bodies.fields import NoEffect, Refused
 from server.commands.fields_page import BEGIN, END, replace_tables, write_tables
+from server.routes.catalogue import find_routes, tables_by_path
+from server.routes.responses.response_bodies import InputItem
 from server.routes.responses.response_routes import resolve_references
 from server.stores.response_store import KeptResponse
 from server.text.model_tokenizer import Tokenizer
@@ -54,11 +54,11 @@ def test_a_page_without_the_marks_is_not_written() -> None:
 
 def test_every_field_without_effect_and_every_refused_one_has_a_reason_on_the_page() -> None:
     page = PAGE.read_text()
-    for fields in ROUTES.values():
-        for name, fate in fields.fates.items():
-            if isinstance(fate, Free | Neutral):
-                assert fate.reason, name
-                assert any(f"`{name}`" in line and fate.reason in line for line in page.splitlines()), name
+    for fields in tables_by_path(find_routes()).values():
+        for name, rule in fields.rules.items():
+            if isinstance(rule, NoEffect | Refused):
+                assert rule.reason, name
+                assert any(f"`{name}`" in line and rule.reason in line for line in page.splitlines()), name
 
 
 async def test_a_seed_of_minus_one_draws_anew_and_any_other_repeats(live: Running) -> None:

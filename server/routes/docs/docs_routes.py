@@ -1,44 +1,42 @@
 """`/openapi.json`, written when it changes, and `/docs`, the page over it."""
 
 from functools import cache, partial
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 
-from server.bodies.body_reader import FIELDS, refuses_unknown
-from server.routes.docs.body_schemas import BodyLimits
+from server.bodies.body_reader import refuses_unknown
+from server.bodies.schema_limits import BodyLimits
+from server.routes.catalogue import find_routes, nested_tables
 from server.routes.docs.docs_page import HEADERS, MEDIA_TYPES, PAGE, read_file
-from server.routes.docs.openapi import build_document
-from server.service.service import Service, service_of
-
-router = APIRouter()
-
-
-@router.get("/openapi.json")
-async def openapi(request: Request) -> Response:
-    return Response(_describe(service_of(request)), media_type="application/json")
+from server.routes.openapi import build_document
+from server.routes.route import Call, Route
+from server.service.service import Service
 
 
-@router.get("/docs")
-async def docs() -> Response:
+async def show_document(call: Call[Any]) -> Response:
+    document = _write(_limits_of(call.service), bool(call.service.key_digests))
+    return Response(document, media_type="application/json")
+
+
+async def show_page(_: Call[Any]) -> Response:
     return Response(PAGE, media_type="text/html", headers=HEADERS)
 
 
-async def _send_file(name: str) -> Response:
+async def _send_file(name: str, _: Call[Any]) -> Response:
     return Response(_read_once(name), media_type=MEDIA_TYPES[name], headers=HEADERS)
 
-
-for _name in MEDIA_TYPES:
-    router.add_api_route(f"/docs/{_name}", partial(_send_file, _name))
 
 _read_once = cache(read_file)
 
 
-def _describe(service: Service) -> bytes:
+def _limits_of(service: Service) -> BodyLimits:
     settings, ready = service.settings, service.supervisor.limits
-    limits = BodyLimits(
+    tables = nested_tables(find_routes())
+    return BodyLimits(
         model_ids=tuple(service.model_ids),
-        refusing=frozenset(body for body in FIELDS if refuses_unknown(settings, body)),
+        refusing=frozenset(table.struct for table in tables if refuses_unknown(settings, table)),
         min_prompt_chars=0 if service.tokenizer.encode("", add_special_tokens=True) else 1,
         max_tokenize_items=service.max_tokenize_items,
         max_sequences=service.max_sequences,
@@ -49,9 +47,15 @@ def _describe(service: Service) -> bytes:
         ranks_by=service.deployment.model.ranking,
         has_nested_embeddings=service.vectors.is_nested,
     )
-    return _written(limits, bool(service.key_digests))
 
 
 @cache
-def _written(limits: BodyLimits, has_keys: bool) -> bytes:
-    return msgspec.json.encode(build_document(limits, has_keys))
+def _write(limits: BodyLimits, has_keys: bool) -> bytes:
+    return msgspec.json.encode(build_document(find_routes(), limits, has_keys))
+
+
+ROUTES = (
+    Route("get", "/openapi.json", show_document, is_open=True),
+    Route("get", "/docs", show_page, is_open=True),
+    *(Route("get", f"/docs/{name}", partial(_send_file, name), is_open=True) for name in MEDIA_TYPES),
+)

@@ -1,23 +1,33 @@
-"""`/v1/documents`: texts that are left here once, by an API key, and named in its chats from then on.
+"""`/v1/documents`: store, list, show and delete the documents of an API key, which its chats then name.
 
-A new one is cut into chunks, whose keys and values the engine computes and stores behind requests. A document that is
-deleted is named no more, and those of its chunks that no other has leave the store.
+A new document is cut into chunks, whose keys and values the engine computes and stores behind requests. When a document
+is deleted, those of its chunks that no other document has leave the store.
 """
 
 import sys
 from collections.abc import Sequence
-
-import msgspec
-from fastapi import APIRouter, Request, Response
+from typing import Any, Literal
 
 from scheduler.messages import ChunksStored, Ready
 from server.api_error import ApiError, invalid, too_long
-from server.bodies.body_reader import read_body
 from server.bodies.chat_message import Message, check_messages, message_text
-from server.bodies.generation_bodies import DocumentBody
-from server.service.service import Service, join_salts, service_of
+from server.bodies.generation_bodies import DOCUMENT_ID, DOCUMENTS_OFF
+from server.bodies.schema_limits import Tree
+from server.routes.documents.document_answers import DeletedDocument, DocumentList, NewDocument, WholeDocument
+from server.routes.documents.document_bodies import DOCUMENT, DocumentBody
+from server.routes.route import (
+    BODY_ERRORS,
+    READ_ERRORS,
+    Call,
+    Handler,
+    Route,
+    page_parameter,
+    path_parameter,
+    query_parameter,
+)
+from server.service.service import Service, join_salts
 from server.stores.document_registry import DocumentEntry
-from server.stores.document_texts import DOCUMENTS_OFF, Documents, name_chunks, unknown_document
+from server.stores.document_texts import Documents, name_chunks, unknown_document
 from server.text.chunker import Chunks, count_tokens
 from server.text.model_tokenizer import TooManyTokens
 from server.text.text_pool import INLINE_CHARS
@@ -25,76 +35,65 @@ from server.text.text_pool import INLINE_CHARS
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
 
-router = APIRouter()
 
-
-@router.post("/v1/documents")
-async def add_document(request: Request) -> Response:
+async def add_document(call: Call[DocumentBody]) -> Tree:
     """Store a text and its chunks. The same title and text again are the same document."""
-    service = service_of(request)
-    documents = _documents_of(service)
-    body = await read_body(request, DocumentBody, service.body_room, service.texts, service.settings)
-    service.check_model(body.model)
+    service, body, documents = call.service, call.body, _documents_of(call.service)
     limits = service.supervisor.ready()
     text = _text_of(body)
     async with service.texts.aside(INLINE_CHARS + len(text)):
         chunks = await _cut(service, documents, text, limits)
     if not chunks:
         raise invalid("text", "empty; wanted at least one token")
-    salt = join_salts(request.state.cache_salt, body.cache_salt)
+    salt = join_salts(call.cache_salt, body.cache_salt)
     named = name_chunks(chunks, salt)
-    entry = await documents.registry.add(request.state.document_owner, body.title or "", text, True, named)
+    entry = await documents.registry.add(call.owner, body.title or "", text, True, named)
     await count_documents(service)
     storing = service.supervisor.store_chunks([chunk.tobytes() for chunk in chunks], salt)
     stored = await storing if body.wait is not False else None
     if isinstance(stored, ApiError):
         raise stored
     counts = {"num_tokens": count_tokens(chunks), "num_chunks": len(chunks)}
-    return _json(_describe(entry) | counts | _report(stored))
+    return _describe(entry) | counts | _report(stored)
 
 
-@router.get("/v1/documents")
-async def list_documents(request: Request) -> Response:
-    """A page of the key's documents, oldest first."""
-    documents = _documents_of(service_of(request))
-    limit, after = _limit_of(request.query_params.get("limit")), request.query_params.get("after")
-    found = await documents.registry.page(request.state.document_owner, after, limit + 1)
+async def list_documents(call: Call[Any]) -> Tree:
+    """Return a page of the key's documents, oldest first."""
+    limit, after = call.page_limit(MAX_PAGE, DEFAULT_PAGE), call.request.query_params.get("after")
+    found = await _documents_of(call.service).registry.page(call.owner, after, limit + 1)
     if found is None:
         raise unknown_document("after", after or "")
     data = [_describe(entry) for entry in found[:limit]]
-    return _json({"object": "list", "data": data, "has_more": len(found) > limit})
+    return {"object": "list", "data": data, "has_more": len(found) > limit}
 
 
-@router.get("/v1/documents/{document_id}")
-async def show_document(request: Request, document_id: str) -> Response:
-    documents = _documents_of(service_of(request))
-    found = await documents.registry.find(request.state.document_owner, [document_id], sys.maxsize)
+async def show_document(call: Call[Any]) -> Tree:
+    document_id = call.path_value("document_id")
+    found = await _documents_of(call.service).registry.find(call.owner, [document_id], sys.maxsize)
     if document_id not in found:
         raise unknown_document("document_id", document_id)
     document = found[document_id]
-    return _json(_describe(document.entry) | {"text": document.text})
+    return _describe(document.entry) | {"text": document.text}
 
 
-@router.delete("/v1/documents/{document_id}")
-async def delete_document(request: Request, document_id: str) -> Response:
-    service = service_of(request)
-    documents = _documents_of(service)
-    unnamed = await documents.registry.delete(request.state.document_owner, document_id)
+async def delete_document(call: Call[Any]) -> Tree:
+    service, document_id = call.service, call.path_value("document_id")
+    unnamed = await _documents_of(service).registry.delete(call.owner, document_id)
     if unnamed is None:
         raise unknown_document("document_id", document_id)
     service.supervisor.drop_chunks(unnamed)  # before anything is awaited: who leaves the text again comes after
     await count_documents(service)
-    return _json({"id": document_id, "object": "document.deleted", "deleted": True})
+    return {"id": document_id, "object": "document.deleted", "deleted": True}
 
 
 async def count_documents(service: Service) -> None:
-    """For the metrics. Other processes that share the file are heard of now and then, this way."""
+    """Set the gauge of documents, which other processes that share the file may have changed."""
     if service.documents is not None:
         service.metrics.documents.set(await service.documents.registry.count())
 
 
 def write_messages(messages: Sequence[Message]) -> str:
-    """Messages as one text, each with who says it, calls as `name(arguments)` on lines of their own."""
+    """Return messages as one text, each with who says it; calls are `name(arguments)` on lines of their own."""
     return "\n\n".join(f"{message.name or message.role}: {_write_said(message)}" for message in messages)
 
 
@@ -103,9 +102,14 @@ def _write_said(message: Message) -> str:
     return "\n".join(filter(None, [message_text(message), *calls]))
 
 
-def _documents_of(service: Service) -> Documents:
+def _require_documents(service: Service) -> None:
+    """Raises ApiError 404 if the deployment takes no documents."""
     if service.documents is None:
         raise ApiError(404, f"documents: {DOCUMENTS_OFF}", code="documents_off")
+
+
+def _documents_of(service: Service) -> Documents:
+    assert service.documents is not None
     return service.documents
 
 
@@ -118,16 +122,8 @@ def _text_of(body: DocumentBody) -> str:
     return write_messages(body.messages)
 
 
-def _limit_of(given: str | None) -> int:
-    if given is None:
-        return DEFAULT_PAGE
-    if not (given.isascii() and given.isdigit() and len(given) < 10 and 1 <= int(given) <= MAX_PAGE):
-        raise invalid("limit", f"got {given[:80]!r}, wanted from 1 to {MAX_PAGE}")
-    return int(given)
-
-
 async def _cut(service: Service, documents: Documents, text: str, limits: Ready) -> Chunks:
-    """Of a text that some prompt has room for; a thread's work. Raises ApiError 400."""
+    """Return the chunks of a text that some prompt has room for. Raises ApiError 400."""
     context = limits.max_context_tokens
     try:
         return await service.texts.run(INLINE_CHARS + len(text), documents.chunker.cut, text, context)
@@ -152,5 +148,35 @@ def _report(stored: ChunksStored | None) -> dict[str, object]:
     return {"num_stored": stored.num_stored, "num_known": stored.num_known, "reason": stored.reason or None}
 
 
-def _json(tree: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(tree), media_type="application/json")
+def _route(method: Literal["get", "post", "delete"], path: str, handler: Handler, *more: Any, **named: Any) -> Route:
+    return Route(
+        method, path, handler, *more, **named, check=_require_documents, is_offered=lambda limits: limits.has_documents
+    )
+
+
+_ID = {"type": "string", "pattern": DOCUMENT_ID}
+_PATH_ID = path_parameter("document_id", _ID)
+_PATH = "/v1/documents/{document_id}"
+ROUTES = (
+    _route(
+        "post",
+        "/v1/documents",
+        add_document,
+        "Store a document, and its chunks ahead of chats",
+        NewDocument,
+        DOCUMENT,
+        {"text": "The meeting is on Tuesday."},
+        errors=BODY_ERRORS,
+    ),
+    _route(
+        "get",
+        "/v1/documents",
+        list_documents,
+        "The key's documents, oldest first",
+        DocumentList,
+        errors=(*READ_ERRORS, 400),
+        parameters=(page_parameter(MAX_PAGE, DEFAULT_PAGE), query_parameter("after", _ID)),
+    ),
+    _route("get", _PATH, show_document, "A document and its text", WholeDocument, parameters=(_PATH_ID,)),
+    _route("delete", _PATH, delete_document, "Delete a document", DeletedDocument, parameters=(_PATH_ID,)),
+)

@@ -1,75 +1,84 @@
-"""`/v1/responses/{response_id}`: a response that is kept is shown, listed as items, or deleted, by its own key.
-
-Knows no engine. A response that is not whole yet is not there.
-"""
+"""`/v1/responses`: answer, and show, list or delete what is kept of an answer for the key that asked."""
 
 from functools import cache
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response as HttpResponse
 
 from server.api_error import ApiError, invalid
-from server.bodies.translated_bodies import InputItem
-from server.routes.responses.response_items import Tree, list_kept_items, locate_item, write_items
-from server.service.service import Service, service_of
+from server.bodies.chat_message import Message
+from server.bodies.schema_limits import Tree
+from server.routes.generate import respond
+from server.routes.responses.response_answers import DeletedResponse, InputItems, Response, ResponseEvent
+from server.routes.responses.response_bodies import RESPONSES, InputItem, ResponsesBody
+from server.routes.responses.response_items import list_kept_items, locate_item, write_items
+from server.routes.responses.response_shape import ResponseShape
+from server.routes.responses.response_translation import translate_response
+from server.routes.route import ENGINE_ERRORS, READ_ERRORS, Call, Route, page_parameter, path_parameter, query_parameter
+from server.routes.translation import generate_chat
+from server.service.service import Service
 from server.stores.response_store import KeptResponse
-
-router = APIRouter()
 
 MAX_ITEMS = 100
 DEFAULT_ITEMS = 20
 ORDERS = ("asc", "desc")
 
 
-@router.get("/v1/responses/{response_id}")
-async def show_response(request: Request, response_id: str) -> Response:
-    if request.query_params.get("stream", "false") not in ("false", "0", ""):
+async def create_response(call: Call[ResponsesBody]) -> HttpResponse:
+    service, owner, body = call.service, call.owner, call.body
+    earlier: list[Message] = []
+    if body.previous_response_id is not None:
+        earlier = _find_response(service, owner, "previous_response_id", body.previous_response_id).messages
+    body.input = resolve_references(service, owner, body.input)
+    translated = translate_response(body, earlier)
+
+    def keep(response_id: str, raw: bytes, answer: Message) -> None:
+        if body.store is not False:
+            service.responses.keep(owner, response_id, raw, [*earlier, *translated.new_messages, answer])
+
+    generation = await generate_chat(call, translated, "resp", "input")
+    shape = ResponseShape(generation, body, service.model_name, keep)
+    return await respond(call, translated.chat, generation, shape)
+
+
+async def show_response(call: Call[Any]) -> HttpResponse:
+    if call.request.query_params.get("stream", "false") not in ("false", "0", ""):
         raise invalid("stream", "a response that is whole is not streamed again; leave it out")
-    found = find_response(service_of(request), request.state.document_owner, "response_id", response_id)
-    return Response(found.response, media_type="application/json")
+    return HttpResponse(_response_of(call).response, media_type="application/json")
 
 
-@router.get("/v1/responses/{response_id}/input_items")
-async def list_input_items(request: Request, response_id: str) -> Response:
-    """What was said up to it, `order=desc` (the latest first) unless said otherwise."""
-    found = find_response(service_of(request), request.state.document_owner, "response_id", response_id)
-    given = request.query_params
-    limit, order, after = given.get("limit", str(DEFAULT_ITEMS)), given.get("order", "desc"), given.get("after")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= MAX_ITEMS):
-        raise invalid("limit", f"got {limit[:80]!r}, wanted from 1 to {MAX_ITEMS}")
+async def list_input_items(call: Call[Any]) -> Tree:
+    """Return the items up to a response, the latest first unless `order=asc`."""
+    kept = _response_of(call)
+    query = call.request.query_params
+    limit, order, after = call.page_limit(MAX_ITEMS, DEFAULT_ITEMS), query.get("order", "desc"), query.get("after")
     if order not in ORDERS:
         raise invalid("order", f"got {order[:80]!r}, wanted 'asc' or 'desc'")
-    items = write_items(response_id, found.messages[:-1])
+    items = write_items(call.path_value("response_id"), kept.messages[:-1])
     if order == "desc":
         items.reverse()
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise invalid("after", f"got {after[:80]!r}, which is none of this response's items")
     begin = 0 if after is None else ids.index(after) + 1
-    data = items[begin : begin + int(limit)]
+    data = items[begin : begin + limit]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     page = {"object": "list", "data": data, "first_id": first, "last_id": last}
-    return _json(page | {"has_more": begin + len(data) < len(items)})
+    return page | {"has_more": begin + len(data) < len(items)}
 
 
-@router.delete("/v1/responses/{response_id}")
-async def delete_response(request: Request, response_id: str) -> Response:
-    if not service_of(request).responses.delete(request.state.document_owner, response_id):
-        raise _unknown(service_of(request), "response_id", response_id)
-    return _json({"id": response_id, "object": "response", "deleted": True})
-
-
-def find_response(service: Service, owner: str, param: str, response_id: str) -> KeptResponse:
-    """Raises ApiError 404."""
-    found = service.responses.find(owner, response_id)
-    if found is None:
-        raise _unknown(service, param, response_id)
-    return found
+async def delete_response(call: Call[Any]) -> Tree:
+    response_id = call.path_value("response_id")
+    if not call.service.responses.delete(call.owner, response_id):
+        raise _unknown(call.service, "response_id", response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
 
 
 def resolve_references(service: Service, owner: str, given: str | list[InputItem]) -> str | list[InputItem]:
-    """Return the input with items of kept responses in place of references to them. They may have as many bytes as a
-    body, and each response is read once. Raises ApiError 400, 404 and 413.
+    """Return the input with items of kept responses in place of references to them.
+
+    They may have as many bytes as a body, and each response is read once. Raises ApiError 400, 404 and 413.
     """
     if isinstance(given, str):
         return given
@@ -101,6 +110,18 @@ def resolve_references(service: Service, owner: str, given: str | list[InputItem
     return resolved
 
 
+def _response_of(call: Call[Any]) -> KeptResponse:
+    return _find_response(call.service, call.owner, "response_id", call.path_value("response_id"))
+
+
+def _find_response(service: Service, owner: str, param: str, response_id: str) -> KeptResponse:
+    """Raises ApiError 404."""
+    found = service.responses.find(owner, response_id)
+    if found is None:
+        raise _unknown(service, param, response_id)
+    return found
+
+
 def _unknown(service: Service, param: str, response_id: str) -> ApiError:
     seconds = service.settings.responses_seconds
     what = (
@@ -109,5 +130,43 @@ def _unknown(service: Service, param: str, response_id: str) -> ApiError:
     return ApiError(404, f"{param}: {what}", param=param, code="response_not_found")
 
 
-def _json(tree: Tree) -> Response:
-    return Response(msgspec.json.encode(tree), media_type="application/json")
+_RESPONSE_ID = path_parameter("response_id", {"type": "string", "minLength": 1})
+_ITEMS = (
+    _RESPONSE_ID,
+    page_parameter(MAX_ITEMS, DEFAULT_ITEMS),
+    query_parameter("order", {"enum": list(ORDERS), "default": "desc"}),
+    query_parameter("after", {"type": "string"}),
+)
+_PATH = "/v1/responses/{response_id}"
+ROUTES = (
+    Route(
+        "post",
+        "/v1/responses",
+        create_response,
+        "Answer, and be followed",
+        Response,
+        RESPONSES,
+        {"input": "Hello!", "max_output_tokens": 32},
+        ResponseEvent,
+        ENGINE_ERRORS,
+    ),
+    Route(
+        "get",
+        _PATH,
+        show_response,
+        "A response that is kept",
+        Response,
+        errors=(*READ_ERRORS, 400),
+        parameters=(_RESPONSE_ID,),
+    ),
+    Route("delete", _PATH, delete_response, "Forget a response", DeletedResponse, parameters=(_RESPONSE_ID,)),
+    Route(
+        "get",
+        f"{_PATH}/input_items",
+        list_input_items,
+        "What was said up to a response",
+        InputItems,
+        errors=(*READ_ERRORS, 400),
+        parameters=_ITEMS,
+    ),
+)

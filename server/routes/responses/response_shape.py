@@ -11,10 +11,10 @@ import msgspec
 from scheduler.messages import Progress
 from server.api_error import REQUEST_TYPE, SERVER_TYPE, ApiError
 from server.bodies.chat_message import CalledFunction, Message, MessageCall
-from server.bodies.translated_bodies import ResponsesBody, ResponseTool, name_in
 from server.generation.answer_choice import TIME_LIMIT
 from server.generation.generation import Generation, Update
 from server.parsing.answer_parts import CallArguments, CallBegun, Content, Part, Reasoning
+from server.routes.responses.response_bodies import ResponsesBody, ResponseTool, name_in
 from server.routes.responses.response_items import output_item_id
 
 Tree = dict[str, Any]

@@ -1,43 +1,41 @@
-"""What other programs ask a server about itself before they use it: the router `smg` (as of SGLang's servers) and
-lm_eval's remote tokenizer (as of vLLM's)."""
+"""What other programs ask a server about itself before they use it, in the form of the servers that they know.
+
+The router `smg` asks as of SGLang's servers, and lm_eval's remote tokenizer as of vLLM's.
+"""
 
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
 
-from server.service.service import service_of
+from server.bodies.schema_limits import Tree
+from server.routes.route import Call, Route
+from server.routes.status.status_answers import Loads, ServerInfo, TokenizerInfo
 
-router = APIRouter()
 
-
-@router.get("/server_info")
-async def server_info(request: Request) -> Response:
-    """The model and the limits of the engine. Raises ApiError 503 unless it serves."""
-    service = service_of(request)
+async def server_info(call: Call[Any]) -> Tree:
+    """Return the model and the limits of the engine. Raises ApiError 503 unless it serves."""
+    service = call.service
     limits, deployment = service.supervisor.ready(), service.deployment
     path = deployment.model.path
-    return _json(
-        {
-            "model_id": service.model_name,
-            "served_model_name": service.model_name,
-            "model_path": str(path) if path is not None else service.model_name,
-            "version": version("tandem"),
-            "tp_size": 1,
-            "dp_size": 1,
-            "max_total_tokens": limits.num_pages * limits.page_tokens,
-            "max_running_requests": deployment.scheduler.max_running,
-            "max_prefill_tokens": deployment.scheduler.prefill.chunk_tokens,
-        }
-    )
+    return {
+        "model_id": service.model_name,
+        "served_model_name": service.model_name,
+        "model_path": str(path) if path is not None else service.model_name,
+        "version": version("tandem"),
+        "tp_size": 1,
+        "dp_size": 1,
+        "max_total_tokens": limits.num_pages * limits.page_tokens,
+        "max_running_requests": deployment.scheduler.max_running,
+        "max_prefill_tokens": deployment.scheduler.prefill.chunk_tokens,
+    }
 
 
-@router.get("/v1/loads")
-async def loads(request: Request) -> Response:
-    """How busy the engine is, as one rank of one. Raises ApiError 503 unless it serves."""
-    service = service_of(request)
+async def loads(call: Call[Any]) -> Tree:
+    """Return how busy the engine is, as one rank of one. Raises ApiError 503 unless it serves."""
+    service = call.service
     limits, stats = service.supervisor.ready(), service.metrics.latest
-    load: dict[str, object] = {
+    load: Tree = {
         "dp_rank": 0,
         "max_total_num_tokens": limits.num_pages * limits.page_tokens,
         "max_running_requests": service.deployment.scheduler.max_running,
@@ -52,21 +50,23 @@ async def loads(request: Request) -> Response:
             "cache_hit_rate": stats.prefix_hits_tokens / max(stats.prefix_queries_tokens, 1),
             "utilization": stats.num_running / service.deployment.scheduler.max_running,
         }
-    return _json({"dp_rank_count": 1, "loads": [load]})
+    return {"dp_rank_count": 1, "loads": [load]}
 
 
-@router.get("/tokenizer_info")
-async def tokenizer_info(request: Request) -> Response:
-    """The tokenizer's own settings, with the chat template that is in use."""
-    service = service_of(request)
+async def tokenizer_info(call: Call[Any]) -> Tree:
+    """Return the tokenizer's own settings, with the chat template that is in use."""
+    service = call.service
     tokenizer, template = service.tokenizer, service.template
     # Whoever renders it elsewhere may not have the special tokens that it names.
     named = "".join(
         f"{{% set {name} = {msgspec.json.encode(text).decode()} %}}" for name, text in tokenizer.special_tokens.items()
     )
     source = None if template is None else named + template.source
-    return _json(tokenizer.settings | tokenizer.special_tokens | {"chat_template": source})
+    return tokenizer.settings | tokenizer.special_tokens | {"chat_template": source}
 
 
-def _json(tree: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(tree), media_type="application/json")
+ROUTES = (
+    Route("get", "/tokenizer_info", tokenizer_info, "The tokenizer's settings", TokenizerInfo),
+    Route("get", "/server_info", server_info, "The model and the engine's limits, for routers", ServerInfo),
+    Route("get", "/v1/loads", loads, "How busy the engine is, for routers", Loads),
+)

@@ -1,59 +1,52 @@
 """What a server says about itself: its model, its health, its version, its metrics."""
 
 from importlib.metadata import version
+from typing import Any
 
-import msgspec
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 
-from server.service.service import Service, service_of
-
-router = APIRouter()
-
-
-@router.get("/v1/models")
-async def models(request: Request) -> Response:
-    service = service_of(request)
-    return _json({"object": "list", "data": [_model(service, name) for name in service.model_ids]})
+from server.bodies.schema_limits import Tree
+from server.routes.route import Call, Route, json_response, path_parameter
+from server.routes.status.status_answers import Health, Live, Model, Models, Version
+from server.service.service import Service
 
 
-@router.get("/v1/models/{model_id:path}")
-async def model(request: Request, model_id: str) -> Response:
-    service = service_of(request)
-    service.check_model(model_id)
-    return _json(_model(service, model_id))
+async def list_models(call: Call[Any]) -> Tree:
+    return {"object": "list", "data": [_model(call.service, name) for name in call.service.model_ids]}
 
 
-@router.get("/health")
-async def health(request: Request) -> Response:
-    """200 while the engine serves; 503 while loading, draining, hung or dead. The body says which."""
-    service = service_of(request)
-    supervisor = service.supervisor
+async def show_model(call: Call[Any]) -> Tree:
+    model_id = call.path_value("model_id")
+    call.service.check_model(model_id)
+    return _model(call.service, model_id)
+
+
+async def health(call: Call[Any]) -> Response:
+    """Answer 200 while the engine serves, and 503 while it is loading, draining, hung or dead."""
+    supervisor = call.service.supervisor
     state = "hung" if supervisor.is_hung else supervisor.state
-    status: dict[str, object] = {"status": "draining" if service.draining else state}
+    status: Tree = {"status": "draining" if call.service.draining else state}
     if status["status"] == "loading":
         status |= {"stage": supervisor.loading.stage, "fraction": supervisor.loading.fraction}
-    return _json(status, 200 if status["status"] == "ready" else 503)
+    return json_response(status, 200 if status["status"] == "ready" else 503)
 
 
-@router.get("/live")
-async def live(request: Request) -> Response:
-    """200 while the engine serves or is being seen to; 503 when only a new process helps."""
-    can_recover = service_of(request).supervisor.can_recover
-    return _json({"status": "alive" if can_recover else "dead"}, 200 if can_recover else 503)
+async def live(call: Call[Any]) -> Response:
+    """Answer 200 while the engine serves or restarts, and 503 when only a new process helps."""
+    can_recover = call.service.supervisor.can_recover
+    return json_response({"status": "alive" if can_recover else "dead"}, 200 if can_recover else 503)
 
 
-@router.get("/version")
-async def show_version() -> Response:
-    return _json({"version": version("tandem")})
+async def show_version(_: Call[Any]) -> Tree:
+    return {"version": version("tandem")}
 
 
-@router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    text = service_of(request).metrics.text()
-    return Response(text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+async def metrics(call: Call[Any]) -> Response:
+    headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+    return Response(call.service.metrics.text(), headers=headers)
 
 
-def _model(service: Service, name: str) -> dict[str, object]:
+def _model(service: Service, name: str) -> Tree:
     limits = service.supervisor.limits
     return {
         "id": name,
@@ -66,5 +59,18 @@ def _model(service: Service, name: str) -> dict[str, object]:
     }
 
 
-def _json(tree: dict[str, object], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(tree), status, media_type="application/json")
+ROUTES = (
+    Route("get", "/v1/models", list_models, "The model that is served", Models),
+    Route(
+        "get",
+        "/v1/models/{model_id:path}",
+        show_model,
+        "The model, by its id",
+        Model,
+        parameters=(path_parameter("model_id", {}),),
+    ),
+    Route("get", "/health", health, "Whether the engine serves", Health, unavailable=Health, is_open=True),
+    Route("get", "/live", live, "Whether this process can still do so", Live, unavailable=Live, is_open=True),
+    Route("get", "/version", show_version, "Tandem's version", Version, is_open=True),
+    Route("get", "/metrics", metrics, "Prometheus metrics", is_open=True),
+)

@@ -1,35 +1,43 @@
-"""`/v1/embeddings`, and `/rerank` by what the deployment says that the model ranks by: prompts become vectors.
+"""`/v1/embeddings` and `/rerank`: prompts become vectors.
 
-A vector is a generation of no token, so limits, metrics and cancellation are those of all others.
+A vector is a generation of no token, so limits, metrics and cancellation are those of every generation.
 """
 
 import base64
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
-import msgspec
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 
 from gpu.pooling import Pooling
 from scheduler.messages import Ready
 from server import logs
 from server.api_error import invalid
-from server.bodies.body_reader import read_body
 from server.bodies.chat_message import Message
 from server.bodies.generation_bodies import CompletionBody, check_completion
-from server.bodies.vector_bodies import MAX_INPUTS, EmbeddingsBody, RankedText, RerankBody, VectorBody
+from server.bodies.schema_limits import Tree
 from server.generation.event_stream import watched
 from server.generation.generation import Disconnected, Generation, Job, collect
 from server.generation.prompt_tokens import Prompt, chat_prompt, check_room, completion_prompts, context_of
 from server.prompting.conversation import Conversation
-from server.routes.chat.chat_routes import CLIENT_GONE, start_generation
-from server.service.service import Service, service_of
+from server.routes.generate import CLIENT_GONE, start_generation
+from server.routes.route import ENGINE_ERRORS, Call, Route, json_response
+from server.routes.vectors.vector_answers import Embeddings, Ranking
+from server.routes.vectors.vector_bodies import (
+    EMBEDDINGS,
+    MAX_INPUTS,
+    RERANK,
+    EmbeddingsBody,
+    RankedText,
+    RerankBody,
+    VectorBody,
+)
+from server.service.service import Service
 
 RANKING_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
-
-router = APIRouter()
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _SYSTEM = (
@@ -40,17 +48,14 @@ _NO_THOUGHT = "<think>\n\n</think>\n\n"
 _NO_RANKING = "this model is not known to rank; set model.ranking to cosine (embeddings) or yes_no (Qwen3-Reranker)"
 
 
-@router.post("/v1/embeddings")
-async def embeddings(request: Request) -> Response:
-    service = service_of(request)
-    body = await read_body(request, EmbeddingsBody, service.body_room, service.texts, service.settings)
-    service.check_model(body.model)
+async def embed(call: Call[EmbeddingsBody]) -> Response:
+    service, body = call.service, call.body
     pooling = _embedding_of(service)
     if body.dimensions is not None and not service.vectors.is_nested:
         raise invalid("dimensions", "embeddings of this model are served whole (model.nested_embeddings); leave it out")
     prompts = await _prompts(service, body, "input", body.input, service.supervisor.ready())
     try:
-        vectors = await _pool(request, body, prompts, pooling, "input")
+        vectors = await _pool(call, body, prompts, pooling, "input")
     except Disconnected:
         return Response(status_code=CLIENT_GONE)
     size = vectors.shape[1]
@@ -60,26 +65,11 @@ async def embeddings(request: Request) -> Response:
     return await service.texts.run(rows.size, _write_embeddings, service, body, rows, _count(prompts))
 
 
-async def rerank(request: Request) -> Response:
-    service = service_of(request)
-    body = await read_body(request, RerankBody, service.body_room, service.texts, service.settings)
-    service.check_model(body.model)
-    ranking, limits = service.vectors.ranking, service.supervisor.ready()
-    if ranking is None:
-        raise invalid("model", _NO_RANKING, "unsupported_value")
+async def rerank(call: Call[RerankBody]) -> Response | Tree:
+    service, body = call.service, call.body
     texts = [document.text if isinstance(document, RankedText) else document for document in body.documents]
     try:
-        if ranking.yes_no is not None:
-            prompts = await _questions(service, body, texts, limits)
-            yes, no = (await _pool(request, body, prompts, ranking.yes_no, "documents")).T
-            scores = 1 / (1 + np.exp(no.astype(np.float64) - yes))
-        else:
-            if body.instruction is not None:
-                raise invalid("instruction", "embeddings are compared as they are; leave it out")
-            prompts = await _prompts(service, body, "query", body.query, limits)
-            prompts += await _prompts(service, body, "documents", list(texts), limits)
-            rows = _normalised(await _pool(request, body, prompts, _embedding_of(service), "documents"))
-            scores = rows[1:] @ rows[0]
+        scores, prompts = await _score(call, texts)
     except Disconnected:
         return Response(status_code=CLIENT_GONE)
     best = sorted(range(len(texts)), key=lambda index: (-scores[index], index))[: body.top_n]
@@ -89,18 +79,31 @@ async def rerank(request: Request) -> Response:
         for index in best
     ]
     usage = _count(prompts)
-    tree = {"id": f"rerank-{uuid.uuid4().hex}", "model": service.model_name, "results": results, "usage": usage}
-    return Response(msgspec.json.encode(tree), media_type="application/json")
+    return {"id": f"rerank-{uuid.uuid4().hex}", "model": service.model_name, "results": results, "usage": usage}
 
 
-for _path in RANKING_PATHS:
-    router.post(_path)(rerank)
+async def _score(call: Call[RerankBody], texts: list[str]) -> tuple[np.ndarray, list[Prompt]]:
+    """Return the score of each text, and the prompts that it took. Raises ApiError and Disconnected."""
+    service, body = call.service, call.body
+    ranking, limits = service.vectors.ranking, service.supervisor.ready()
+    if ranking is None:
+        raise invalid("model", _NO_RANKING, "unsupported_value")
+    if ranking.yes_no is not None:
+        prompts = await _questions(service, body, texts, limits)
+        yes, no = (await _pool(call, body, prompts, ranking.yes_no, "documents")).T
+        return 1 / (1 + np.exp(no.astype(np.float64) - yes)), prompts
+    if body.instruction is not None:
+        raise invalid("instruction", "embeddings are compared as they are; leave it out")
+    prompts = await _prompts(service, body, "query", body.query, limits)
+    prompts += await _prompts(service, body, "documents", list(texts), limits)
+    rows = _normalised(await _pool(call, body, prompts, _embedding_of(service), "documents"))
+    return rows[1:] @ rows[0], prompts
 
 
 async def _prompts(
     service: Service, body: VectorBody, name: str, given: str | list[str | int | list[int]], limits: Ready
 ) -> list[Prompt]:
-    """As the prompts of completions. Raises ApiError 400 that names the input."""
+    """Return the prompts of an input, as those of completions. Raises ApiError 400 that names the input."""
     is_many = isinstance(given, list) and not (given and isinstance(given[0], int))
     if is_many and len(given) > MAX_INPUTS:
         raise invalid(name, f"{len(given)} inputs, at most {MAX_INPUTS} are allowed")
@@ -114,7 +117,10 @@ async def _prompts(
 
 
 async def _questions(service: Service, body: RerankBody, texts: list[str], limits: Ready) -> list[Prompt]:
-    """Whether each document fits, as Qwen3-Reranker is asked. Raises ApiError 400 that names the document."""
+    """Return a prompt for each document that asks Qwen3-Reranker whether it is relevant.
+
+    Raises ApiError 400 that names the document.
+    """
     context = context_of(_generation_body(body, ""), limits)
     instruction = _INSTRUCTION if body.instruction is None else body.instruction
     skips_thought = service.tokenizer.vocabulary.token_to_id("</think>") is not None
@@ -129,17 +135,20 @@ async def _questions(service: Service, body: RerankBody, texts: list[str], limit
     return prompts
 
 
-async def _pool(request: Request, body: VectorBody, prompts: list[Prompt], pooling: Pooling, param: str) -> np.ndarray:
-    """Float32 `[prompts, entries]`. As many go to the engine at a time as it runs. Raises ApiError and Disconnected."""
-    service = service_of(request)
+async def _pool(call: Call[Any], body: VectorBody, prompts: list[Prompt], pooling: Pooling, param: str) -> np.ndarray:
+    """Return the pooled vectors, float32 `[prompts, entries]`; as many prompts go to the engine at a time as it runs.
+
+    Raises ApiError and Disconnected.
+    """
+    service = call.service
     asked, limits = _generation_body(body, ""), service.supervisor.ready()
     at_once = service.deployment.scheduler.max_running
     began_s = time.monotonic()
     rows: list[np.ndarray] = []
     for begin in range(0, len(prompts), at_once):
         jobs = [Job(prompt, 0, pooling=pooling) for prompt in prompts[begin : begin + at_once]]
-        generation = start_generation(request, "vec", asked, jobs, limits, time.monotonic() - began_s)
-        async with watched(request.receive, generation):
+        generation = start_generation(call, "vec", asked, jobs, limits, time.monotonic() - began_s)
+        async with watched(call.request.receive, generation):
             await generation.submit(None, None, param)
             rows += await _vectors_of(generation)
     return np.stack(rows)
@@ -157,7 +166,7 @@ async def _vectors_of(generation: Generation) -> list[np.ndarray]:
 
 
 def _generation_body(body: VectorBody, prompt: str | list[str | int | list[int]]) -> CompletionBody:
-    """What the engine and the prompts are told by."""
+    """Return the fields of a body as a completion of no token, which the engine and the prompts read."""
     cut = body if isinstance(body, EmbeddingsBody) else EmbeddingsBody(input="")
     return CompletionBody(
         prompt=prompt,
@@ -179,7 +188,7 @@ def _embedding_of(service: Service) -> Pooling:
 
 
 def _normalised(rows: np.ndarray) -> np.ndarray:
-    """Of length 1; one of zeros stays as it is."""
+    """Return the rows with length 1; a row of zeros stays as it is."""
     lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     return (rows / np.where(lengths == 0, 1, lengths)).astype(np.float32)
 
@@ -191,10 +200,38 @@ def _write_embeddings(service: Service, body: EmbeddingsBody, rows: np.ndarray, 
         return [float(entry) for entry in row]
 
     data = [{"object": "embedding", "index": index, "embedding": spell(row)} for index, row in enumerate(rows)]
-    tree = {"object": "list", "data": data, "model": service.model_name, "usage": usage}
-    return Response(msgspec.json.encode(tree), media_type="application/json")
+    return json_response({"object": "list", "data": data, "model": service.model_name, "usage": usage})
 
 
 def _count(prompts: Sequence[Prompt]) -> dict[str, int]:
     num = sum(len(prompt.token_ids) for prompt in prompts)
     return {"prompt_tokens": num, "total_tokens": num}
+
+
+def _ranking_route(path: str) -> Route:
+    return Route(
+        "post",
+        path,
+        rerank,
+        "Rank documents by a query",
+        Ranking,
+        RERANK,
+        {"query": "capital of France", "documents": ["Paris is in France.", "Cats sleep."]},
+        errors=ENGINE_ERRORS,
+        operation_id=path.strip("/").replace("/", "_"),
+    )
+
+
+ROUTES = (
+    Route(
+        "post",
+        "/v1/embeddings",
+        embed,
+        "Texts as vectors",
+        Embeddings,
+        EMBEDDINGS,
+        {"input": ["Hello!"]},
+        errors=ENGINE_ERRORS,
+    ),
+    *map(_ranking_route, RANKING_PATHS),
+)

@@ -1,0 +1,80 @@
+"""Run the work of a call in the engine, and answer with what comes of it: shared by every route that generates."""
+
+from typing import Any
+
+from starlette.responses import Response
+
+from scheduler.messages import Ready
+from server import logs
+from server.api_error import invalid
+from server.bodies.generation_bodies import DOCUMENTS_OFF, ChatBody, CompletionBody, GenerationBody
+from server.generation.event_stream import EventStream, Shape, watched
+from server.generation.generation import Disconnected, Generation, Job, collect
+from server.generation.prompt_tokens import (
+    chat_max_tokens,
+    check_variables,
+    context_of,
+    cut_chat_prompt,
+    document_prompt,
+)
+from server.generation.time_limit import choose_limit
+from server.generation.tool_use import choose_tools, hold_answer, read_with
+from server.prompting.conversation import read_conversation
+from server.routes.route import Call
+from server.service.service import Service
+from server.stores.document_texts import choose_fusion, find_texts
+
+_MOST_CHAR_BYTES = 4  # of a character in UTF-8
+CLIENT_GONE = 499  # for the log alone: nobody reads it
+
+
+async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) -> Job:
+    """Return the work of a chat: its prompt, and how its answer is read and constrained.
+
+    Raises ApiError 400 and 404, and RegistryError.
+    """
+    context = context_of(body, limits)
+    conversation = read_conversation(body)
+    check_variables(service, body.chat_template_kwargs or {})
+    fusion = None
+    if not body.documents:
+        prompt = await cut_chat_prompt(service, body, conversation, context)
+    else:
+        documents = service.documents
+        if documents is None:
+            raise invalid("documents", DOCUMENTS_OFF)
+        most_bytes = _MOST_CHAR_BYTES * service.tokenizer.longest_token_chars * context
+        texts = await find_texts(documents, owner, body.documents, most_bytes)
+        prompt = await document_prompt(service, documents, conversation, texts, context)
+        fusion = choose_fusion(documents.config, body.fusion, limits.num_layers)
+    use = choose_tools(body, conversation)
+    max_tokens = chat_max_tokens(service, body, prompt, limits)
+    grammar = await hold_answer(service, body, use, prompt)
+    return Job(prompt, max_tokens, fusion, grammar, read_with(service, use, prompt))
+
+
+def start_generation(
+    call: Call[Any], kind: str, body: GenerationBody, jobs: list[Job], limits: Ready, elapsed_seconds: float = 0.0
+) -> Generation:
+    """Return the generation of a call, `elapsed_seconds` of whose time are gone. Raises ApiError 400 for a header that
+    cannot be read.
+    """
+    most_seconds = choose_limit(call.request.headers, body.max_seconds, call.service.settings.max_request_seconds)
+    if most_seconds is not None:
+        most_seconds = max(0.0, most_seconds - elapsed_seconds)
+    return Generation(call.service, kind, body, jobs, limits, call.cache_salt, most_seconds)
+
+
+async def respond(call: Call[Any], body: CompletionBody | ChatBody, generation: Generation, shape: Shape) -> Response:
+    """Answer with a stream if the body asks for one, and with the whole answer otherwise."""
+    service = call.service
+    if body.stream:
+        return EventStream(generation, shape, service.settings, bool(body.return_progress))
+    async with watched(call.request.receive, generation):
+        try:
+            gathered = await collect(generation)
+            num_entries = generation.num_prompt_tokens + generation.num_generated_tokens if body.logprobs else 0
+            return Response(await service.texts.run(num_entries, shape.whole, gathered), media_type="application/json")
+        except Disconnected:
+            logs.info("client_gone", id=generation.id)
+            return Response(status_code=CLIENT_GONE)

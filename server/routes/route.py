@@ -1,0 +1,121 @@
+"""Declare a route: its method, path, body, answers and errors, and the coroutine that answers it."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api_error import invalid
+from server.bodies.body_reader import read_body
+from server.bodies.fields import Body, Fields
+from server.bodies.ranges import MOST_SECONDS
+from server.bodies.schema_limits import BodyLimits, Tree
+from server.generation.time_limit import TIME_HEADER
+from server.routes.answer import Error
+from server.service.service import Service, service_of
+
+READ_ERRORS = (401, 404, 408, 431, 503)
+BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429, 431, 503)
+ENGINE_ERRORS = (*BODY_ERRORS, 500)
+TIME_PARAMETER: Tree = {
+    "name": TIME_HEADER,
+    "in": "header",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS},
+    "description": "as `max_seconds`; the least counts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Body]):
+    """One request to a route. `body` is decoded; a route without a body must not read it."""
+
+    request: Request
+    service: Service
+    body: Body
+
+    @property
+    def owner(self) -> str:
+        """Return the name under which the request's key keeps documents and responses."""
+        owner: str = self.request.state.document_owner
+        return owner
+
+    @property
+    def cache_salt(self) -> str:
+        """Return the salt that separates the cached prefixes of the request's key."""
+        salt: str = self.request.state.cache_salt
+        return salt
+
+    def path_value(self, name: str) -> str:
+        value: str = self.request.path_params[name]
+        return value
+
+    def page_limit(self, most: int, default: int) -> int:
+        """Return the query's `limit`. Raises ApiError 400."""
+        given = self.request.query_params.get("limit")
+        if given is None:
+            return default
+        if not (given.isascii() and given.isdigit() and len(given) < 10 and 1 <= int(given) <= most):
+            raise invalid("limit", f"got {given[:80]!r}, wanted from 1 to {most}")
+        return int(given)
+
+
+Handler = Callable[[Call[Any]], Awaitable[Response | Tree]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Declare one method of a path. The router, `/openapi.json` and the tables of `docs/API.md` follow from it.
+
+    `handler` returns a response, or a tree that becomes JSON. `answer` is the type of that JSON, and None for text.
+    `event` is the type of a stream's events. `error` is the type of an error, `unavailable` that of a 503 if it
+    differs. `parameters` are OpenAI's for the path and the query. `check` refuses a call before its body is read.
+    `is_open`: needs no key and answers during a drain. Without a `summary` a route is not described.
+    """
+
+    method: Literal["get", "post", "delete"]
+    path: str
+    handler: Handler
+    summary: str = ""
+    answer: type | None = None
+    body: Fields[Any] | None = None
+    example: Tree = field(default_factory=dict)
+    event: type | None = None
+    errors: tuple[int, ...] = READ_ERRORS
+    error: type = Error
+    unavailable: type | None = None
+    parameters: tuple[Tree, ...] = ()
+    operation_id: str = ""
+    check: Callable[[Service], None] | None = None
+    is_offered: Callable[[BodyLimits], bool] | None = None
+    is_open: bool = False
+
+    async def answer_request(self, request: Request) -> Response:
+        """Read the body, check its model, and answer. Raises ApiError."""
+        service = service_of(request)
+        if self.check is not None:
+            self.check(service)
+        body = None
+        if self.body is not None:
+            body = await read_body(request, self.body, service.body_memory, service.texts, service.settings)
+            service.check_model(body.model)
+        answer = await self.handler(Call(request, service, body))  # type: ignore[type-var]
+        return answer if isinstance(answer, Response) else json_response(answer)
+
+
+def path_parameter(name: str, schema: Tree) -> Tree:
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def query_parameter(name: str, schema: Tree) -> Tree:
+    return {"name": name, "in": "query", "schema": schema}
+
+
+def page_parameter(most: int, default: int) -> Tree:
+    return query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": most, "default": default})
+
+
+def json_response(tree: Tree, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(tree), status, media_type="application/json")

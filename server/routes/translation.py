@@ -1,0 +1,112 @@
+"""Serve a request of another API as a chat: the shared fields, and errors that name the fields which were sent."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from server.api_error import ApiError, NoRoom, PromptTooLong
+from server.bodies.chat_message import Message, Part, join_texts
+from server.bodies.chat_tools import ChosenTool, NamedFunction
+from server.bodies.field_table import ATTENTION
+from server.bodies.fields import Rule, served
+from server.bodies.generation_bodies import CacheSalt, ChatBody, check_chat
+from server.generation.generation import Generation
+from server.routes.generate import chat_job, start_generation
+from server.routes.route import Call
+
+SHARED: dict[str, Rule] = {**served("model", "temperature", "top_p", "stream", "tools", "tool_choice"), **ATTENTION}
+
+
+class TranslatedBody(msgspec.Struct, kw_only=True):
+    """The fields that responses and messages share with chats under the same name."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    attention_profile: str | None = None
+    cache_salt: CacheSalt | None = None
+    priority: int | None = None
+    max_seconds: float | None = None
+
+
+class HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A request as a chat.
+
+    `origins[i]`: the path of message i of the chat in the request. `names`: patterns of a chat's fields, and the
+    request's names for them. `new_messages`: those of this request alone without the instructions, which a later
+    request does not take over. `tells_anthropic`: lengths are told in the words that Anthropic's clients read.
+    """
+
+    chat: ChatBody
+    origins: list[str]
+    names: list[tuple[str, str]]
+    new_messages: list[Message]
+    tells_anthropic: bool = False
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Make errors of the chat name the fields that were sent."""
+        try:
+            yield
+        except ApiError as error:
+            if error.param is None:
+                raise
+            renamed = self._rename(error.param)
+            message = renamed + error.message.removeprefix(error.param)
+            if isinstance(error, NoRoom | PromptTooLong) and self.tells_anthropic:
+                message = error.anthropic_message  # its clients read the numbers, and ask again for less
+            raise ApiError(error.status, message, param=renamed, code=error.code, headers=error.headers) from None
+
+    def _rename(self, param: str) -> str:
+        found = re.match(r"messages\[(\d+)\]", param)
+        if found is not None:
+            return self.origins[int(found[1])]
+        for pattern, name in self.names:
+            param = re.sub(pattern, name, param)
+        return param
+
+
+def start_chat(body: TranslatedBody, messages: list[Message]) -> ChatBody:
+    """Return a chat of these messages with the fields that all three bodies have."""
+    return ChatBody(
+        messages=messages,
+        model=body.model,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        stream=body.stream,
+        attention_profile=body.attention_profile,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+        max_seconds=body.max_seconds,
+    )
+
+
+def join_parts(content: str | Sequence[HasText] | None) -> str | list[Part]:
+    """Return the content of a chat's message for a text or parts of text."""
+    return content or "" if content is None or isinstance(content, str) else join_texts([part.text for part in content])
+
+
+def choose_function(name: str) -> ChosenTool:
+    return ChosenTool(type="function", function=NamedFunction(name=name))
+
+
+async def generate_chat(call: Call[Any], translated: Translation, kind: str, param: str) -> Generation:
+    """Return the chat's one answer, accepted by the engine. Raises ApiError that names what was sent."""
+    with translated.naming():
+        check_chat(translated.chat)
+        limits = call.service.supervisor.ready()
+        jobs = [await chat_job(call.service, translated.chat, limits, call.owner)]
+        generation = start_generation(call, kind, translated.chat, jobs, limits)
+        await generation.submit(None, None, param)
+    return generation
