@@ -22,7 +22,10 @@ _MESSAGES_TYPES = {
 
 
 class ApiError(Exception):
-    """A request cannot be served; `message` is one line for its sender. `param` names the field at fault."""
+    """Report that a request cannot be served.
+
+    `message` is one line for its sender; `param` names the field at fault.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class ApiError(Exception):
         return SERVER_TYPE if self.status >= 500 else REQUEST_TYPE
 
     def messages_body(self) -> bytes:
-        """As Anthropic's clients expect it."""
+        """Return the body of the error as Anthropic's clients expect it."""
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
 
@@ -57,7 +60,7 @@ class ApiError(Exception):
 
 
 class NoRoom(ApiError):
-    """400: the prompt fits, but with the answer that was asked for it is longer than the context."""
+    """Report a 400: the prompt fits, but the prompt and the requested answer together exceed the context."""
 
     def __init__(self, param: str, num_prompt: int, num_asked: int, context: int) -> None:
         what = f"{num_prompt} tokens of prompt and {num_asked} of answer are {num_prompt + num_asked}"
@@ -70,17 +73,17 @@ class NoRoom(ApiError):
 
 
 class PromptTooLong(ApiError):
-    """400: the prompt alone is longer than the context."""
+    """Report a 400: the prompt alone exceeds the context."""
 
     def __init__(self, param: str, num_prompt: str, context: int) -> None:
-        """num_prompt: a number, or `at least` and a number."""
+        """Build the message. `num_prompt`: a number, or `at least` and a number."""
         message = f"{param}: {num_prompt} tokens, the attention profile has room for {context} with the answer"
         super().__init__(400, message, param=param, code="context_length_exceeded")
         self.anthropic_message = f"prompt is too long: {num_prompt} tokens > {context} maximum"
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """400: the field `param` has a value that cannot be served. The message opens with the field's name."""
+    """Return a 400 for a value of the field `param` that cannot be served. The message opens with the field's name."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
@@ -104,7 +107,7 @@ def body_too_large(limit_mib: float) -> ApiError:
 
 
 def malformed(message: str) -> ApiError:
-    """400: no HTTP request could be made of what came."""
+    """Return a 400 for bytes that are no HTTP request."""
     return ApiError(400, f"request: {message}", code="malformed_request")
 
 
@@ -119,7 +122,7 @@ def too_slow(part: str, seconds: float) -> ApiError:
 
 
 def time_up(seconds: float) -> ApiError:
-    """408: the request has passed its limit, and nothing was generated. Clients that ask again by themselves don't."""
+    """Return a 408: the time limit passed before anything was generated. Clients do not retry it by themselves."""
     what = f"max_seconds: nothing was generated in {seconds:g} s, the most that this request may take"
     return ApiError(408, what, param="max_seconds", code="time_limit", headers={"x-should-retry": "false"})
 
@@ -137,5 +140,5 @@ def internal(message: str) -> ApiError:
 
 
 def unavailable(message: str, code: str, retry_after_seconds: int) -> ApiError:
-    """503: loading, draining, or the engine is dead."""
+    """Return a 503: the engine is loading or dead, or the server is draining."""
     return ApiError(503, message, code=code, headers={"retry-after": str(retry_after_seconds)})

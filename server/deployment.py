@@ -25,7 +25,7 @@ _NAMED = re.compile(r"\b(alias|anchor|tag) .*", re.DOTALL)  # what PyYAML calls 
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used; the message is one line that names the file, the key and what was wanted."""
+    """Report a configuration that cannot be used, in one line that names the file, the key and what was wanted."""
 
 
 class ServerConfig(Settings):
@@ -104,7 +104,7 @@ class ServerConfig(Settings):
 
 
 class Deployment(EngineConfig):
-    """Everything about one server. `tandem plan` prints it resolved against a machine."""
+    """Hold everything about one server. `tandem plan` prints it resolved against a machine."""
 
     server: ServerConfig = ServerConfig()
 
@@ -147,10 +147,9 @@ def load_deployment(path: Path) -> Deployment:
 
 
 def describe(error: ValidationError, text: str | None) -> str:
-    """Problems of a ValidationError as `key: got, wanted`, up to MOST_TOLD of them, and how many more there are.
-    Repeats no API key.
+    """Return the problems of a ValidationError as `key: got, wanted`, at most MOST_TOLD of them. It repeats no API key.
 
-    `text`: the YAML of the deployment that was validated; None: something else was, in which are no API keys.
+    `text`: the YAML of the deployment; None if something without API keys was validated.
     """
     problems: list[Any] = list(error.errors())
     told = [_problem(problem, text) for problem in problems[:MOST_TOLD]]
@@ -170,7 +169,7 @@ def _problem(problem: dict[str, Any], text: str | None) -> str:
 
 
 def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
-    """Of a section of the deployment, by the keys that lead there; none of one that has no fixed keys."""
+    """Return the keys of the section at a path of keys; none if its keys are not fixed."""
     model: type[BaseModel] = Deployment
     if section[0] == "profiles":  # each has a name of its own
         section = ("profiles", *section[2:])
@@ -183,15 +182,16 @@ def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """What stands behind a key; None: no section."""
+    """Return the section behind a key, None if it is none."""
     field = model.model_fields.get(key)
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _empty_keys(node: yaml.Node | None, model: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Keys of sections, profiles and their slots with nothing behind them, and what is wanted there. To YAML that is
-    null; a `null` that is written is meant.
+    """Return the keys of sections, profiles and slots that have nothing behind them, with what is wanted there.
+
+    YAML reads those as null; a `null` that is written is meant.
     """
     for key, value in _pairs(node):
         section = _section_of(model, key)
@@ -223,7 +223,7 @@ def _what_to_write(key: str, what: str) -> str:
 
 
 def _unknown(loc: tuple[str, ...], text: str) -> str:
-    """Where an API key may have slipped, an unknown key is told by its line and the nearest known one."""
+    """Return an unknown key's line and the nearest known key, in case an API key slipped into its place."""
     section, known = ("server", ServerConfig) if len(loc) > 1 else ("(top)", Deployment)
     return f"{section}: unknown key at line {_line_of(loc, text)}{nearest_hint(str(loc[-1]), known.model_fields)}"
 
@@ -240,7 +240,7 @@ def _line_of(loc: tuple[str, ...], text: str) -> int:
 
 
 def _got(problem: dict[str, Any]) -> str:
-    """What was given, unless it is an API key or may hold one."""
+    """Return what was given, unless it is or may hold an API key."""
     given, loc = problem["input"], problem["loc"]
     if problem["type"] == "missing" or "api_keys" in loc or ("server" in loc and isinstance(given, str)):
         return ""
@@ -249,7 +249,7 @@ def _got(problem: dict[str, Any]) -> str:
 
 
 def _where(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the line itself or a name in it, which may hold a key."""
+    """Return what is wrong and where, without the line itself or a name in it, which may hold an API key."""
     mark = getattr(error, "problem_mark", None)
     what = _NAMED.sub(r"\1", getattr(error, "problem", None) or type(error).__name__)
     return f"{what} at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else what
@@ -271,7 +271,7 @@ def _anchor(deployment: Deployment, folder: Path) -> Deployment:
 
 
 def _anchor_methods(composition: Composition, folder: Path) -> Composition:
-    """Of the files that its methods' settings name; what is not right there is said where it is checked."""
+    """Resolve the paths of files in methods' settings; other faults are told where those are checked."""
     methods, update = list_methods(), {}
     for slot in get_args(Slot):
         choice: MethodChoice | None = getattr(composition, slot)

@@ -32,13 +32,13 @@ def warning(word: str, **fields: object) -> None:
 
 
 def exception(word: str, **fields: object) -> None:
-    """Like `event`, with the traceback of the exception being handled."""
+    """Log as `event` does, with the traceback of the exception being handled."""
     fields.setdefault("request_id", request_id.get())
     _logger.error(" ".join([word, *(f"{key}={_value(value)}" for key, value in fields.items())]), exc_info=True)
 
 
 def failure(word: str, error: BaseException) -> None:
-    """Like `event`, with the traceback of an exception that ended something."""
+    """Log as `event` does, with the traceback of an exception that ended something."""
     _logger.error(f"{word} reason={_value(error)}", exc_info=error)
 
 

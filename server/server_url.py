@@ -6,7 +6,7 @@ _ROUTES = ("/chat/completions", "/completions", "/models")
 
 
 def find_root(url: str) -> str:
-    """`scheme://host[:port][/prefix]`, to which `/v1/...` is added. Raises ValueError: got, wanted."""
+    """Return `scheme://host[:port][/prefix]`, to which `/v1/...` is added. Raises ValueError: got, wanted."""
     text = url.strip()
     parts = urlsplit(text if "://" in text else f"http://{text}")
     wanted = f"got {url!r}; wanted HOST:PORT, http://HOST:PORT or https://HOST, with or without /v1"

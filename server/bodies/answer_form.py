@@ -1,7 +1,6 @@
-"""The form that an answer is to have, as bodies ask for it: by OpenAI's names or by vLLM's.
+"""The structured output that a body asks for, by OpenAI's names or by vLLM's.
 
-Types, and what one body may say of it. Refuses to know schemas and grammars, which are `structured.py`'s business.
-Invariant: a body that passes asks for one form or for none.
+A checked body asks for one form or none.
 """
 
 from typing import Any
@@ -15,7 +14,7 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """A form by OpenAI's names. `strict` is always meant."""
+    """Hold a schema by OpenAI's names. It is always strict, whatever `strict` says."""
 
     schema: Any = None
     name: str | None = None
@@ -29,7 +28,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """A form by vLLM's names, of which one is given. `json`: a schema, or its text."""
+    """Hold a form by vLLM's names, exactly one of which is given. `json`: a schema, or its text."""
 
     json: Any = None
     regex: str | None = None
@@ -39,7 +38,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 def check_form(by_openai: ResponseFormat | None, by_vllm: StructuredOutputs | None) -> None:
-    """What an answer is held to is said once, and as its type says. Raises ApiError 400."""
+    """Check that one form at most is given, and whole. Raises ApiError 400."""
     if by_openai is not None:
         if by_openai.type not in RESPONSE_FORMATS:
             served = ", ".join(map(repr, RESPONSE_FORMATS))
@@ -58,7 +57,7 @@ def check_form(by_openai: ResponseFormat | None, by_vllm: StructuredOutputs | No
 
 
 def form_param(by_openai: ResponseFormat | None, by_vllm: StructuredOutputs | None) -> str:
-    """The field that says what an answer is held to, of a body that passes; "": none does."""
+    """Return the field of a checked body that gives the form, "" without one."""
     if by_vllm is not None:
         return f"structured_outputs.{_given(by_vllm)[0]}"
     if by_openai is None or by_openai.type == "text":

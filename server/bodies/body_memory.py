@@ -13,12 +13,15 @@ class BodyMemory:
         self.num_taken_bytes = 0
 
     def check(self, num_bytes: int) -> None:
-        """Raises ApiError 413 for a body that is larger than one may be."""
+        """Check the size of one body. Raises ApiError 413."""
         if num_bytes > self._mib * 2**20:
             raise body_too_large(self._mib)
 
     def take(self, num_bytes: int) -> None:
-        """Raises ApiError 503, and takes nothing, if the limit of all bodies would be exceeded."""
+        """Count more bytes of a body.
+
+        Raises ApiError 503, and counts nothing, if all bodies together would exceed their limit.
+        """
         if self.num_taken_bytes + num_bytes > self._all_mib * 2**20:
             what = f"server: bodies that are being read take all of {self._all_mib:g} MiB (server.max_bodies_mib)"
             raise unavailable(what, "overloaded", self._retry_after_seconds)

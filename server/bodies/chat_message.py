@@ -1,7 +1,6 @@
-"""A message of a chat: its parts and its calls as types, and what a list of messages may say.
+"""Messages of a chat: their types, and the checks of a list of them.
 
-Refuses to know templates, and what goes beside messages. Invariant: in a list that passes, every message has a content
-or calls, and what a tool says answers a call before it.
+In a checked list every message has a content or calls, and every result of a tool answers a call before it.
 """
 
 import re
@@ -23,14 +22,14 @@ class Part(msgspec.Struct, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """`arguments`: a JSON object, as text."""
+    """Name a function and its `arguments`: a JSON object, as text."""
 
     name: str
     arguments: str
 
 
 class MessageCall(msgspec.Struct, kw_only=True):
-    """A call that the assistant made before."""
+    """Hold a tool call that the assistant made before."""
 
     id: CallId
     function: CalledFunction
@@ -67,7 +66,7 @@ def check_messages(messages: list[Message]) -> None:
 
 
 def _check_calls(i: int, message: Message, called: set[str]) -> None:
-    """Calls are the assistant's, and what a tool says answers one; `called`: the ids of those so far."""
+    """Check that calls are the assistant's and that a result answers one. `called`: the ids of the calls so far."""
     if message.tool_calls and message.role != "assistant":
         raise invalid(f"messages[{i}].tool_calls", f"got them of {message.role!r}; they are the assistant's")
     called.update(call.id for call in message.tool_calls or ())
@@ -81,17 +80,17 @@ def _check_calls(i: int, message: Message, called: set[str]) -> None:
 
 
 def join_texts(texts: list[str]) -> str | list[Part]:
-    """A message's content of these texts."""
+    """Return a message's content made of these texts."""
     return [Part(type="text", text=text) for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def message_texts(message: Message) -> list[str]:
-    """The texts of a message's content, one for each part."""
+    """Return the texts of a message's content, one for each part."""
     if isinstance(message.content, list):
         return [part.text or "" for part in message.content]
     return [message.content or ""]
 
 
 def message_text(message: Message) -> str:
-    """A message's content as one string, a newline between text parts."""
+    """Return a message's content as one string, with a newline between text parts."""
     return "\n".join(message_texts(message))

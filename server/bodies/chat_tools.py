@@ -1,7 +1,6 @@
-"""Tools as chats offer them, and the choice among them: types, and what can be offered to a model or called.
+"""Tools as chats offer them, and the choice among them: types and checks.
 
-Refuses to know templates and what a model makes of tools. Invariant: tools that pass have names, each its own, and the
-one that must be called is among them.
+Checked tools have distinct names, and the tool that must be called is among them.
 """
 
 import re
@@ -59,17 +58,17 @@ class ChosenTool(msgspec.Struct, kw_only=True):
 
     @property
     def called_name(self) -> str | None:
-        """The name of the function that must be called, if one must."""
+        """Return the name of the function that must be called, None if none must."""
         return self.function.name if self.function is not None else None
 
     @property
     def allowed_names(self) -> set[str] | None:
-        """The names of the functions that may be called; None: all that are offered."""
+        """Return the names of the functions that may be called, None if all may."""
         return None if self.allowed_tools is None else {tool.function.name for tool in self.allowed_tools.tools}
 
 
 def check_tools(tools: list[Tool], choice: str | ChosenTool | None) -> None:
-    """Raises ApiError 400 for what cannot be offered to a model or called."""
+    """Check tools and the choice among them. Raises ApiError 400."""
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"{len(tools)} tools, at most {MAX_TOOLS} are allowed")
     names: set[str] = set()

@@ -59,7 +59,7 @@ class Each:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """A value to check with another table, and its path in the body."""
+    """Hold a value to check with another table, and its path in the body."""
 
     path: str
     raw: Raw
@@ -70,10 +70,10 @@ ReplaceUnknown = Callable[[Any, list[str]], Any]
 
 
 class Fields(Generic[Body]):
-    """The known fields of one JSON object, which `struct` decodes.
+    """List the known fields of one JSON object, which `struct` decodes.
 
-    `limits`: what its JSON Schema says beyond the struct's types. `replace_unknown`: for bodies whose clients send
-    new kinds of items with each release, rewrites the decoded JSON and adds the paths that it replaced to a list. An
+    `limits`: what its JSON Schema says beyond the struct's types. `replace_unknown`: for bodies whose clients send new
+    kinds of items with each release, rewrites the decoded JSON and adds the paths that it replaced to a list. An
     unknown field of such a body has no effect unless the deployment says otherwise.
     """
 

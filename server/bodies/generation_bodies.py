@@ -1,6 +1,6 @@
 """Request bodies of completions and chats: their served fields, types and limits, and the checks of a body alone.
 
-A check names the field that it refuses. Every other known field is in `field_table.py`.
+A check names the field that it refuses. The other known fields are in `field_table.py`.
 """
 
 from typing import Annotated, Any, Literal
@@ -44,7 +44,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """What completions and chat completions share: OpenAI's fields, then the extensions."""
+    """Declare what completions and chats share: OpenAI's fields, then the extensions."""
 
     model: str | None = None
     n: int | None = None
@@ -93,14 +93,14 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class InlineDocument(msgspec.Struct, kw_only=True):
-    """A document that comes with a chat, stored by its first use."""
+    """Hold a document that comes with a chat and is stored by its first use."""
 
     text: DocumentText
     title: DocumentTitle | None = None
 
 
 class FusionChoice(msgspec.Struct, kw_only=True):
-    """How a chat's documents are computed, where it is not as the deployment says; without effect if it has none."""
+    """Choose how a chat's documents are computed, in place of the deployment's choice."""
 
     policy: PolicyName | None = None
     ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -135,7 +135,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
     @property
     def must_call(self) -> bool:
-        """Whether an answer is at least one call."""
+        """Return whether the answer must be at least one call."""
         choice = self.tool_choice
         if isinstance(choice, ChosenTool):
             return choice.allowed_tools is None or choice.allowed_tools.mode == "required"

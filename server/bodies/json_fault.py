@@ -22,7 +22,7 @@ _MEANT = (
 
 
 def describe_fault(raw: bytes, message: str) -> str:
-    """One line about `raw`, of which msgspec said `message`."""
+    """Return one line about `raw`, of which msgspec said `message`."""
     if not raw.strip():
         return "empty; wanted a JSON object"
     found = _AT.match(message)
@@ -48,5 +48,5 @@ def _where(raw: bytes, at: int) -> str:
 
 
 def _show(piece: bytes) -> str:
-    """Bytes of the text, quoted, on one line; what is no UTF-8 is escaped."""
+    """Return bytes of the text, quoted, on one line; what is no UTF-8 is escaped."""
     return repr(piece.decode(errors="backslashreplace"))

@@ -1,8 +1,6 @@
-"""How much a JSON text holds and how deep, counted before any of it is decoded: what costs memory and time for each
-item of it, and what templates, schemas and encoders follow by recursion.
+"""Count the items and the depth of a JSON text before it is decoded: what costs memory, time and recursion.
 
-Knows bytes alone, and that what stands in strings does not count. It never says too little; of text that is not JSON it
-may say anything. Invariant: the work is a few passes in C, whatever the text.
+The count is never too low; of text that is not JSON it may be anything. It takes a few passes in C, whatever the text.
 """
 
 import numpy as np
@@ -20,7 +18,7 @@ _QUOTE = ord('"')
 
 
 def check_json_size(raw: bytes) -> None:
-    """Raises ApiError 400 for a text of too many lists, objects, names or values, or of too many in one another."""
+    """Check the number of lists, objects, names and values, and their depth. Raises ApiError 400."""
     _check_items(raw)
     levels = count_levels(raw)
     if levels > MOST_LEVELS:
@@ -36,7 +34,7 @@ def _check_items(raw: bytes) -> None:
 
 
 def count_items(raw: bytes) -> dict[str, int]:
-    """How many there are of what `MOST` limits; of each empty object or list, one value too many."""
+    """Return the counts that `MOST` limits; an empty object or list counts as one value too many."""
     text, outside = _read_outside(raw)
     commas, names, lists, objects = (int(np.count_nonzero(outside & (text == ord(char)))) for char in ",:[{")
     containers = lists + objects
@@ -44,7 +42,7 @@ def count_items(raw: bytes) -> dict[str, int]:
 
 
 def count_levels(raw: bytes) -> int:
-    """How deep objects and lists stand in one another; of a text that has few of them, how many there are."""
+    """Return the depth of objects and lists; of a text that has few of them, their number."""
     number = raw.count(b"[") + raw.count(b"{")
     if number <= MOST_LEVELS:
         return number
@@ -55,6 +53,6 @@ def count_levels(raw: bytes) -> int:
 
 
 def _read_outside(raw: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """The text less what is escaped, uint8 `[bytes]`, and where it stands in no string."""
+    """Return the text without escaped characters, uint8 `[bytes]`, and a mask of what is in no string."""
     text = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     return text, np.bitwise_xor.accumulate((text == _QUOTE).view(np.uint8)) == 0

@@ -15,7 +15,9 @@ _LISTS = (inspect.ListType, inspect.VarTupleType)
 
 
 def literals_at(body: type, path: str) -> list[Any]:
-    """Of a struct, at a path as msgspec writes it behind its `$`: `.tools[0].type`. Empty if its type names none."""
+    """Return the values that a struct's type names at a path in msgspec's form (`.tools[0].type`); empty if it names
+    none.
+    """
     nodes: list[inspect.Type] = [_type_of(body)]
     for step in _STEP.finditer(path):
         nodes = [inside for node in nodes for one in _kinds(node) for inside in _enter(one, step[1])]
@@ -28,7 +30,7 @@ def _type_of(body: type) -> inspect.Type:
 
 
 def _kinds(node: inspect.Type) -> Iterator[inspect.Type]:
-    """What a value of the type may be, looking through unions and what limits them."""
+    """Return the types that a value may have, looking through unions and constraints."""
     if isinstance(node, inspect.UnionType):
         for one in node.types:
             yield from _kinds(one)

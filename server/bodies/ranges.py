@@ -1,7 +1,7 @@
-"""Ranges of the numbers in request bodies, and how a refusal says them. Knows no body: a range is its field's name's.
+"""Ranges of the numbers in request bodies, by field.
 
-Invariant: a number has one range, whichever body it comes in, and `/openapi.json` says the same one (that of int64 by
-its name: a browser's numbers end before it).
+A field has one range in every body, and `/openapi.json` states the same one. That of int64 is stated by its name, since
+a browser's numbers end before it.
 """
 
 from server.api_error import invalid
@@ -32,17 +32,17 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 
 
 def check_range(field: str, value: float, name: str | None = None) -> None:
-    """Raises ApiError 400 for a value that the field's range excludes; it names `name`, or else the field."""
+    """Check a value against the field's range. Raises ApiError 400 that names `name`, or else the field."""
     least, most, closed = RANGES[field]
     if not (least <= value <= most) or (value == least and not closed):
         raise invalid(name or field, f"got {spell(value)}, wanted {describe_range(least, most, closed)}")
 
 
 def describe_range(least: float, most: float, closed: bool) -> str:
-    """`from 0 to 2`, or `above 0 to 1` where the least itself is not allowed."""
+    """Return `from 0 to 2`, or `above 0 to 1` where the least value itself is not allowed."""
     return f"{'from' if closed else 'above'} {spell(least)} to {spell(most)}"
 
 
 def spell(value: float) -> str:
-    """A number as people write it: whole ones in full, others in as many digits as they have."""
+    """Return a number as people write it: whole ones in full, others in as many digits as they have."""
     return str(int(value)) if float(value).is_integer() and abs(value) < 2**64 else repr(value)

@@ -22,13 +22,14 @@ CONNECT_SECONDS = 10.0
 
 
 class ChatError(Exception):
-    """The server cannot be talked to, or refused; the message is one line."""
+    """Report in one line that the server cannot be reached, or refused."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages so far, and what every request of this conversation says. document: a text that goes with the next
-    question.
+    """Hold the messages so far, and the settings of every request.
+
+    `document`: a text that goes with the next question.
     """
 
     url: str
@@ -56,7 +57,7 @@ class Conversation:
 
 
 def check_key(api_key: str | None) -> None:
-    """Raises ChatError, without the key, for one that cannot come in a header."""
+    """Check that a key can be sent in a header. Raises ChatError, which does not repeat the key."""
     if api_key is not None and not all("!" <= char <= "~" for char in api_key):
         raise ChatError("chat: --api-key: cannot come in a header; wanted printable ASCII without spaces")
 
@@ -85,7 +86,7 @@ def list_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
 
 
 def describe_refusal(status: int, text: str) -> str:
-    """One line of an error response: its status and the message in its body, if it has one."""
+    """Return one line about an error response: its status, and the message in its body if it has one."""
     try:
         message = json.loads(text)["error"]["message"]
     except (ValueError, LookupError, TypeError):
@@ -94,7 +95,7 @@ def describe_refusal(status: int, text: str) -> str:
 
 
 def stream_events(conversation: Conversation) -> Iterator[dict[str, Any]]:
-    """The server's events for the conversation so far, decoded, up to `[DONE]`. Raises ChatError."""
+    """Yield the server's decoded events for the conversation so far, up to `[DONE]`. Raises ChatError."""
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
     url = f"{conversation.url}/v1/chat/completions"
     try:

@@ -34,7 +34,7 @@ def hold_conversation(conversation: Conversation, console: Console) -> None:
 
 
 def take_line(line: str, conversation: Conversation, console: Console) -> None:
-    """Carry out a command, or ask a question. Raises ChatError."""
+    """Run a command, or ask a question. Raises ChatError."""
     if line.startswith("/"):
         run_command(line, conversation, console)
     elif line.strip():
@@ -42,7 +42,7 @@ def take_line(line: str, conversation: Conversation, console: Console) -> None:
 
 
 def run_command(line: str, conversation: Conversation, console: Console) -> None:
-    """Carry out a line that begins with a slash. Raises ChatError."""
+    """Run a line that begins with a slash. Raises ChatError."""
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(name)
     if command is None:

@@ -40,7 +40,7 @@ def write_page() -> str:
 
 
 def list_sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseModel]]]:
-    """Every settings model under `model` with its dotted key, outermost first, in the order of the fields."""
+    """Return every settings model under `model` with its dotted key, outermost first, in the order of the fields."""
     sections = []
     for name, field in model.model_fields.items():
         nested = find_section(field)
@@ -51,7 +51,7 @@ def list_sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[B
 
 
 def find_section(field: FieldInfo) -> type[BaseModel] | None:
-    """The settings model that a field holds, or may hold."""
+    """Return the settings model that a field holds or may hold."""
     kinds = get_args(field.annotation) or (field.annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)), None)
 

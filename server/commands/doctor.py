@@ -32,7 +32,7 @@ RATE_UNITS = {"_gb_s": "GB/s", "_tflop_s": "TFLOP/s", "_gflop_s": "GFLOP/s", "":
 
 
 class DoctorError(Exception):
-    """Measuring did not work; the message is one line."""
+    """Report in one line that measuring failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def examine_machine(machine: MachineProfile) -> list[Finding]:
 
 
 def examine_system(root: Path) -> list[Finding]:
-    """Huge pages and locked memory; `root` is the folder that holds `sys`."""
+    """Check huge pages and locked memory; `root` is the folder that holds `sys`."""
     path = root / "sys/kernel/mm/transparent_hugepage/enabled"
     try:
         text = path.read_text()
@@ -114,7 +114,7 @@ def examine_system(root: Path) -> list[Finding]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Installed distributions of interest and their versions."""
+    """Return the installed distributions of interest and their versions."""
     found = {}
     for name in (*LIBRARIES, *FBGEMM):
         try:
@@ -125,7 +125,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def examine_libraries(versions: dict[str, str]) -> list[Finding]:
-    """Each library and how it fits the others."""
+    """Check each library against the others."""
     findings = []
     for name in LIBRARIES:
         if name not in versions:
@@ -137,7 +137,7 @@ def examine_libraries(versions: dict[str, str]) -> list[Finding]:
 
 
 def find_clashes(name: str, versions: dict[str, str]) -> Iterator[str]:
-    """What an installed library requires of the others and does not get."""
+    """Return the requirements of installed libraries that the others do not meet."""
     try:
         requirements = metadata.requires(name) or []
     except metadata.PackageNotFoundError:
@@ -154,7 +154,7 @@ def find_clashes(name: str, versions: dict[str, str]) -> Iterator[str]:
 
 
 def examine_fbgemm(versions: dict[str, str]) -> Finding:
-    """One of the two distributions, of the release that is built against the installed torch."""
+    """Check that one of the two distributions is installed, in the release that is built against torch."""
     present = [name for name in FBGEMM if name in versions]
     if not present:
         return Finding("fbgemm", "not installed", "bad", "pip install '.[cpu]' or '.[cuda]'")
@@ -170,7 +170,7 @@ def examine_fbgemm(versions: dict[str, str]) -> Finding:
 
 
 def examine_measured(machine: MachineProfile, entries: list[dict[str, Any]]) -> list[Finding]:
-    """Kernels that engines chose on a GPU like this one, the last choice for each kind of model."""
+    """Return the kernels that engines chose on a GPU like this one, the last choice for each kind of model."""
     if machine.gpu is None:
         return []
     found = [
@@ -191,9 +191,9 @@ def examine_measured(machine: MachineProfile, entries: list[dict[str, Any]]) -> 
 
 
 def measure_rates() -> dict[str, float]:
-    """Rates of host and device by name, from a process of its own: measuring loads torch, this process does not.
+    """Measure rates of host and device by name, in a child process, since measuring loads torch.
 
-    Raises DoctorError with the last line that the measuring process wrote, if it fails.
+    Raises DoctorError with the last line that the child wrote, if it fails.
     """
     command = [sys.executable, "-m", "bench.rates", "--json"]
     try:

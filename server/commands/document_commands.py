@@ -34,12 +34,12 @@ app = typer.Typer(no_args_is_help=True, help="Documents of a running server.")
 
 
 class DocumentsError(Exception):
-    """A server that cannot be talked to, or documents that were not added or deleted; the message is one line."""
+    """Report in one line that the server cannot be reached, or that documents were not added or deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What became of a file: the server's document, or why there is none."""
+    """Hold the result for one file: the server's document, or why there is none."""
 
     path: Path
     document: dict[str, Any] | None
@@ -119,7 +119,7 @@ def delete(
 
 
 def find_documents(client: httpx.Client) -> list[dict[str, Any]]:
-    """All of the key's. Raises DocumentsError, and httpx.HTTPError."""
+    """Return all of the key's documents. Raises DocumentsError, and httpx.HTTPError."""
     found: list[dict[str, Any]] = []
     while True:
         after = {"after": found[-1]["id"]} if found else {}
@@ -146,7 +146,7 @@ def _headers(api_key: str | None) -> dict[str, str]:
 
 @contextmanager
 def _client(root: str, api_key: str | None) -> Iterator[httpx.Client]:
-    """Raises DocumentsError where the server does not answer."""
+    """Return a client for the server. Raises DocumentsError if it does not answer."""
     timeout = httpx.Timeout(_ANSWER_SECONDS, connect=CONNECT_SECONDS)
     try:
         with httpx.Client(base_url=root, headers=_headers(api_key), timeout=timeout) as client:
@@ -158,7 +158,7 @@ def _client(root: str, api_key: str | None) -> Iterator[httpx.Client]:
 async def add_files(
     root: str, api_key: str | None, files: Sequence[Path], at_once: int, tell: Callable[[Added], None]
 ) -> None:
-    """`tell` is called as each file is done with. Raises DocumentsError if there is no server any more."""
+    """Add files, calling `tell` after each. Raises DocumentsError if the server is gone."""
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # chunks are computed behind all requests
     room = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(base_url=root, headers=_headers(api_key), timeout=timeout) as client:
@@ -180,7 +180,7 @@ async def add_files(
 
 
 async def add_file(client: httpx.AsyncClient, path: Path) -> Added:
-    """Raises httpx.HTTPError."""
+    """Add one file. Raises httpx.HTTPError."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark that is no text
     except (OSError, UnicodeDecodeError) as error:

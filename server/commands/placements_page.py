@@ -10,8 +10,10 @@ from server.planning.placements import WORDS, Comparison, StepEstimate
 
 
 def describe_comparison(comparison: Comparison) -> dict[str, Any]:
-    """`{context_tokens, batches, share_read, rates, rates_from, placements, taken, verdict, sampling,
-    experts}`; of a placement's steps, one a batch, null is one that does not fit.
+    """Return a comparison as plain data.
+
+    Keys: `{context_tokens, batches, share_read, rates, rates_from, placements, taken, verdict, sampling, experts}`. Of
+    a placement's steps, one for each batch, null is one that does not fit.
     """
     return {
         "context_tokens": comparison.context_tokens,
@@ -42,8 +44,10 @@ def _describe_step(step: StepEstimate) -> dict[str, float]:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """A row a placement, a column a batch, which fit 80 characters; then what batch 1 is made of or why there is none,
-    what is taken, whether sampling pays, and where rates are from.
+    """Print a row for each placement and a column for each batch, within 80 characters, and then details.
+
+    The details are what batch 1 is made of or why there is none, the placement in use, whether sampling pays, and the
+    source of the rates.
     """
     title = f"placements, ms a token of each context of {comparison.context_tokens:,} tokens, by batch"
     table = Table(title=title, title_justify="left")

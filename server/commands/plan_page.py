@@ -17,7 +17,7 @@ from transfer.machine import GIB
 
 
 def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
-    """The plan as plain data: `machine, deployment, memory {items, limits, ...}, notes`. Bytes are integers."""
+    """Return the plan as plain data: `machine, deployment, memory {items, limits, ...}, notes`. Bytes are integers."""
     memory = plan.memory
     items = [{"name": item.name, "place": item.place, "bytes": item.bytes, "note": item.note} for item in memory.items]
     places = {
@@ -51,9 +51,11 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
 
 
 def describe_token(plan: ResolvedPlan) -> dict[str, int]:
-    """Bytes of one token of a context, all layers, by where it lies: `device`, in resident pages; `windows`, beside
-    them, while a layer with a window of its own sees it; of one that went down, `device_dense` of the layers that stay
-    on the device, and `host`, with its hash tables, `host_unsampled` without.
+    """Return the bytes of one token of a context, all layers, by place.
+
+    `device`: in resident pages. `windows`: beside them, while a layer with a window sees the token. Of an offloaded
+    token: `device_dense` for the layers that stay on the device, and `host` with its hash tables, `host_unsampled`
+    without.
     """
     memory, shape = plan.memory, plan.architecture
     layer = 2 * shape.num_kv_heads * row_bytes(memory.kv, shape.dim)
@@ -72,11 +74,11 @@ def describe_token(plan: ResolvedPlan) -> dict[str, int]:
 
 
 def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
-    """Where a long context's tokens lie, and what one takes in host memory by how it is read; None without a tier.
+    """Return where a long context's tokens lie, and the host bytes of one by how it is read; None without a host tier.
 
-    longest_bytes: of the longest context where it is sampled, longest_table_bytes of these for hash tables (MagicPIG,
-    arXiv 2410.16179, Table 7). on_card: by length, how many tokens of a context stay on the device that has it to
-    itself.
+    `longest_bytes`: of the longest context where it is sampled; `longest_table_bytes`: of these for hash tables
+    (MagicPIG, arXiv 2410.16179, Table 7). `on_card`: by length, the tokens of a context that stay on a device of its
+    own.
     """
     memory, host = plan.memory, plan.deployment.host
     if host is None:
@@ -102,7 +104,7 @@ def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
 
 
 def describe_profiles(plan: ResolvedPlan) -> dict[str, dict[str, Any]]:
-    """What each profile is made of, and its longest prompt and answer when nothing else runs."""
+    """Return what each profile is made of, and its longest prompt and answer when nothing else runs."""
     host = plan.deployment.host
     capacity = plan_capacity(plan.memory, None if host is None else _demand(plan).tier_shape)
     return {
@@ -116,20 +118,20 @@ def _demand(plan: ResolvedPlan) -> HostDemand:
 
 
 def _lengths(shortest: int, longest: int) -> list[int]:
-    """Contexts that go down: twice as long each time, and the longest."""
+    """Return the lengths of offloaded contexts: each twice the one before, and the longest."""
     lengths = [length for doubling in range(1, 40) if (length := shortest << doubling) < longest]
     return [*lengths, longest]
 
 
 def dump_deployment(deployment: Deployment) -> dict[str, Any]:
-    """The tree as plain data, with the API keys counted and not shown: it goes to logs and benchmark rows."""
+    """Return the tree as plain data, with API keys counted and not shown: it goes to logs and benchmark rows."""
     tree: dict[str, Any] = deployment.model_dump(mode="json")
     tree["server"]["api_keys"] = f"{len(deployment.server.api_keys)} keys" if deployment.server.api_keys else []
     return tree
 
 
 def print_plan(plan: ResolvedPlan, console: Console) -> None:
-    """The resolved tree, then a table for each place: bytes, share of the limit, and why."""
+    """Print the resolved tree, then a table for each place: bytes, share of the limit, and the reason."""
     console.print(f"[bold]{plan.architecture.name}[/] on [bold]{plan.machine.name}[/]\n")
     console.print(yaml.safe_dump(dump_deployment(plan.deployment), sort_keys=False), highlight=False, markup=False)
     for place, limit in plan.memory.limit_bytes.items():
@@ -166,7 +168,7 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
 
 
 def print_token(plan: ResolvedPlan, console: Console) -> None:
-    """What one token of a context takes, by place."""
+    """Print the bytes of one token of a context, by place."""
     token, rows = describe_token(plan), plan.memory.kv
     said = f"a token takes {token['device']:,} bytes in resident pages, rows in {rows}"
     if "windows" in token:

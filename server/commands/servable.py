@@ -23,8 +23,10 @@ TENSORS_REFUSED = 3  # its status, `gpu.weights.tensor_check.REFUSED`
 
 
 def require_servable(deployment: Deployment) -> None:
-    """Raises ModelError, ConfigError or ProfileError with one line: the library that multiplies, the model's files,
-    tokenizer, template, keys, certificate, documents, profiles and the files that these name.
+    """Check everything that serving needs: libraries, the model's files, tokenizer, template, keys, certificate,
+    documents and profiles.
+
+    Raises ModelError, ConfigError or ProfileError with one line.
     """
     require_settings(deployment)
     if deployment.model.products == "humming":
@@ -41,7 +43,7 @@ def require_servable(deployment: Deployment) -> None:
 
 
 def require_method_files(deployment: Deployment) -> None:
-    """Raises ProfileError unless each file is there that a method of a profile names; what is in it, loading finds."""
+    """Check that each file exists that a method of a profile names. Raises ProfileError."""
     for name, profile in resolve_profiles(deployment.profiles, deployment.host).items():
         for part in profile.parts:
             for key, value in part.settings:
@@ -50,7 +52,7 @@ def require_method_files(deployment: Deployment) -> None:
 
 
 def require_settings(deployment: Deployment) -> None:
-    """The part that needs no file, for a machine that is elsewhere. Raises ProfileError and ConfigError."""
+    """Check what needs no file, for a machine that is elsewhere. Raises ProfileError and ConfigError."""
     profiles = resolve_profiles(deployment.profiles, deployment.host)
     get_profile(deployment.scheduler.default_profile, profiles, "scheduler.default_profile")
     documents, prefill = deployment.documents, deployment.scheduler.prefill
@@ -63,7 +65,7 @@ def require_settings(deployment: Deployment) -> None:
 
 
 def require_weights(folder: Path) -> None:
-    """Raises ModelError unless the files are there that hold the weights, each of them whole by its header."""
+    """Check that the weight files exist, each of them whole by its header. Raises ModelError."""
     if is_gguf(folder):
         read_gguf(folder)
     else:
@@ -71,9 +73,9 @@ def require_weights(folder: Path) -> None:
 
 
 def require_tensors(model: ModelConfig) -> None:
-    """Raises ModelError unless the files' headers list the tensors that the model's configuration asks for.
+    """Check that the files' headers list the tensors that the model's configuration asks for. Raises ModelError.
 
-    The check is the one that loading begins with. It needs torch, so a process of its own makes it.
+    Loading begins with the same check. It needs torch, so a child process makes it.
     """
     if model.path is None:
         return

@@ -43,7 +43,7 @@ class StartPage:
     """
 
     def __init__(self, console: Console, began_s: float) -> None:
-        """`began_s`: when the start began, by `time.monotonic`."""
+        """Start the page. `began_s`: when the start began, by `time.monotonic`."""
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
         self._progress = Progress(
             *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False

@@ -67,7 +67,7 @@ def take_options(
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version and end")
     ] = False,
 ) -> None:
-    """Options of the program itself; each does its work when it is read."""
+    """Take the options of the program itself; each does its work when it is read."""
 
 
 def load_groups(first: str) -> None:

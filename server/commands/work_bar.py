@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 class WorkBar:
-    """`show` moves it, `close` removes it; both may be called any number of times. `unit` is what is counted."""
+    """Show progress: `show` moves the bar, `close` removes it, both any number of times. `unit` is what is counted."""
 
     def __init__(self, unit: str, console: Console) -> None:
         self._progress = Progress(

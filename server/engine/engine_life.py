@@ -28,15 +28,15 @@ _LAST_WORDS_S = 0.2  # a message sent just before the process ended may still be
 
 
 class EngineGone(Exception):
-    """The engine process cannot be reached."""
+    """Report that the engine process cannot be reached."""
 
 
 class EngineStartError(Exception):
-    """The engine process cannot be given sockets; the message is one line."""
+    """Report in one line that the engine process cannot be given sockets."""
 
 
 class EngineProcess:
-    """`start`, `send`, iterate `messages` until the process is gone, then `close`."""
+    """Run one engine process: `start`, `send`, iterate `messages` until the process is gone, then `close`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str], start_json: bytes) -> None:
         """Make the folder and the sockets; `close` removes them. Raises EngineStartError, and then none is left."""
@@ -80,14 +80,14 @@ class EngineProcess:
             await stdin.wait_closed()
 
     def send(self, message: ToEngine) -> None:
-        """Never blocks. Raises EngineGone if nobody is at the other end."""
+        """Send a message without blocking. Raises EngineGone if nobody is at the other end."""
         try:
             self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise EngineGone(f"engine process: cannot be reached ({error})") from None
 
     async def messages(self) -> AsyncIterator[FromEngine]:
-        """Everything it says, until the process has ended and its last words are read."""
+        """Yield everything the process says, until it has ended and its last words are read."""
         assert self._process is not None
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
@@ -114,7 +114,9 @@ class EngineProcess:
             ended.cancel()
 
     def _receive(self) -> Iterator[FromEngine]:
-        """What is there, to the last message: only then does the descriptor tell of the next one. Never blocks."""
+        """Return all waiting messages, without blocking: the descriptor announces the next one only after the last is
+        read.
+        """
         while True:
             try:
                 raw = self._replies.recv(zmq.NOBLOCK)
@@ -123,7 +125,7 @@ class EngineProcess:
             yield self._decoder.decode(raw)
 
     async def wait(self) -> str:
-        """How it ended, for people."""
+        """Wait for the process, and return how it ended, in words."""
         assert self._process is not None
         code = await self._process.wait()
         if code < 0:
@@ -131,7 +133,7 @@ class EngineProcess:
         return f"exited with code {code}"
 
     def kill(self) -> None:
-        """SIGKILL, at once; safe to call from anywhere and more than once."""
+        """Send SIGKILL at once; safe to call from anywhere and more than once."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)

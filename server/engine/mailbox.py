@@ -11,17 +11,17 @@ from scheduler.messages import Delta, Progress
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The keepalive clock."""
+    """Mark a tick of the keepalive clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """The client closed its connection."""
+    """Mark that the client closed its connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLost:
-    """The requests will never be answered; `message` is for the client, `code` as in ApiError."""
+    """Mark that the requests will never be answered; `message` is for the client, `code` as in ApiError."""
 
     message: str
     code: str
@@ -29,14 +29,14 @@ class EngineLost:
 
 @dataclass(frozen=True, slots=True)
 class TimeUp:
-    """The call has taken as long as it may."""
+    """Mark that the call's time limit has passed."""
 
 
 Mail = Delta | Progress | Tick | ClientGone | EngineLost | TimeUp
 
 
 class Mailbox:
-    """One reader; `put` from the event loop's thread only."""
+    """Queue what concerns one call, for one reader; `put` from the event loop's thread only."""
 
     def __init__(self) -> None:
         self._mail: list[Mail] = []
@@ -48,7 +48,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def take(self) -> list[Mail]:
-        """All that has arrived, at least one."""
+        """Return all that has arrived, at least one item."""
         while not self._mail:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -172,11 +172,11 @@ class Metrics:
 
     @property
     def latest(self) -> Stats | None:
-        """What the engine said last; None until it has."""
+        """Return what the engine said last, None before the first time."""
         return self._last
 
     def take(self, stats: Stats) -> None:
-        """The engine's latest gauges and counters."""
+        """Take the engine's latest gauges and counters."""
         self.running.set(stats.num_running)
         self.prefilling.set(stats.num_prefilling)
         self.waiting.set(stats.num_waiting)
@@ -242,7 +242,7 @@ class Metrics:
             self.reuse_matching.labels(str(layer)).set(num_matching)
 
     def engine_gone(self) -> None:
-        """Its gauges are void, and the next engine counts from zero."""
+        """Clear the engine's gauges; the next engine counts from zero."""
         self._last = None
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
         of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)

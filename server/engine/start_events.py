@@ -8,8 +8,9 @@ from scheduler.messages import Ready
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The API listens, though the model still loads. path: of a request that generates text; model: its name;
-    needs_key: whether a request wants a bearer key.
+    """Announce that the API listens, though the model still loads.
+
+    `path`: of a request that generates text; `model`: its name; `needs_key`: whether a request wants a bearer key.
     """
 
     url: str
@@ -20,7 +21,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of the engine's start, by the engine's word for it, and how far it is, in [0, 1]."""
+    """Name a stage of the engine's start, and how far it is, in [0, 1]."""
 
     name: str
     fraction: float

@@ -1,9 +1,9 @@
-"""Keeps an engine process alive and carries requests to it and their output back. Knows no HTTP and no text.
+"""Keep an engine process alive, and carry requests to it and their output back.
 
 States: loading -> ready -> dead -> loading -> ...; `failed` (the first start did not succeed, several in a row failed,
-or this keeper itself did) ends the program. An engine speaks twice a second, whatever it does, also while it loads: one
-that falls silent hangs, which is told at once; it is killed if that lasts, and so is one whose step never ends.
-Invariant: every open mailbox gets either its requests' last deltas or one EngineLost.
+or this supervisor itself did) ends the program. An engine speaks twice a second, also while it loads. One that falls
+silent hangs: that is told at once, and the engine is killed if it lasts, or if a step never ends. Every open mailbox
+gets its requests' last deltas or one EngineLost.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ class Supervisor:
             self._context.destroy(linger=0)
 
     def kill_engine(self) -> None:
-        """For a program that must exit this instant."""
+        """Kill the engine for a program that must exit this instant."""
         if self._engine is not None:
             self._engine.kill()
             self._engine.remove_folder()
@@ -126,7 +126,7 @@ class Supervisor:
 
     @property
     def is_hung(self) -> bool:
-        """Whether an engine that served gives no sign of life."""
+        """Return whether an engine that served gives no sign of life."""
         return self.state == "ready" and self.quiet_seconds >= self._settings.engine_quiet_seconds
 
     @property
@@ -136,11 +136,11 @@ class Supervisor:
 
     @property
     def can_recover(self) -> bool:
-        """Whether the engine serves, or somebody here will see to it that one does."""
+        """Return whether the engine serves, or will be started again."""
         return self.state != "failed" and (self.state != "dead" or self._settings.restart_engine)
 
     def _end_with_keeper(self, keeper: asyncio.Task[None]) -> None:
-        """Nobody would notice the next dead engine: the program ends."""
+        """End the program when the supervisor itself failed, since nobody would notice the next dead engine."""
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
             logs.failure("keeper_failed", error)
             self._fail(f"supervisor: {type(error).__name__}: {' '.join(str(error).split())}")
@@ -175,7 +175,7 @@ class Supervisor:
             self._metrics.engine_restarts.inc()
 
     def _was_healthy(self) -> bool:
-        """Whether the life that has ended served for long. One that hung was no service while it was waited for."""
+        """Return whether the life that has ended served for long, without the time in which it hung."""
         if self._ready_since_s is None or self._lost is not _DIED:
             return False
         return time.monotonic() - self._ready_since_s > _HEALTHY_AFTER_S
@@ -262,10 +262,10 @@ class Supervisor:
         logs.info("loading", stage=self.loading.stage, percent=percent, seconds=round(time.monotonic() - began_s))
 
     async def _end_silence(self, engine: EngineProcess) -> None:
-        """Notice when an engine falls silent, and kill it when it or its step goes on so for too long.
+        """Notice when an engine falls silent, and kill it when that or a step lasts too long.
 
-        Silence is counted in looks that found nothing said since the one before. An engine that loads may be silent
-        for longer; its stages have no limit of their own.
+        Silence is counted in looks that found nothing said since the one before. An engine that loads may be silent for
+        longer; its stages have no limit of their own.
         """
         settings = self._settings
         most_s = settings.engine_silence_seconds
@@ -316,7 +316,7 @@ class Supervisor:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def ready(self) -> Ready:
-        """The engine's limits. Raises ApiError 503 unless it serves."""
+        """Return the engine's limits. Raises ApiError 503 unless it serves."""
         if self.state != "ready" or self.limits is None:
             what = "the model is loading" if self.state == "loading" else "the engine process is dead"
             raise unavailable(f"engine: {what}; try again later", f"engine_{self.state}", self._retry_after())
@@ -326,7 +326,7 @@ class Supervisor:
         return self.limits
 
     async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str, grammar_param: str) -> None:
-        """All or none. On return the engine has them, and their output goes to the mailbox until `forget`.
+        """Send all requests or none. After that their output goes to the mailbox until `forget`.
 
         Raises ApiError: 429 (queue full), 400 naming `param` (can never fit) or `grammar_param` (a grammar's fault),
         503 (no engine).
@@ -356,7 +356,7 @@ class Supervisor:
             raise too_long(param, refused.message)
 
     def store_chunks(self, chunks: list[bytes], salt: str) -> "asyncio.Future[ChunksStored | ApiError]":
-        """Have chunks computed and stored when nobody else asks for anything; what is told of it, or why nothing is.
+        """Have chunks computed and stored while nobody else waits; return the engine's report, or the error.
 
         `chunks`: packed token ids. Raises ApiError 503 (no engine).
         """
@@ -373,7 +373,7 @@ class Supervisor:
         return answer
 
     def drop_chunks(self, chunks: list[NamedChunk]) -> None:
-        """No document has these chunks. Without an engine they stay until the store needs their room."""
+        """Drop chunks that no document has any more. Without an engine they stay until the store needs their room."""
         if self._engine is None or not chunks:
             return
         try:
@@ -391,7 +391,7 @@ class Supervisor:
             answer.set_result(stored)
 
     def forget(self, request_ids: list[str], cancel: bool) -> None:
-        """No more output of these; with `cancel`, the engine drops them as well."""
+        """Stop the output of these requests; with `cancel`, the engine drops them as well."""
         for request_id in request_ids:
             self._mailboxes.pop(request_id, None)
         if cancel and self._engine is not None:

@@ -1,7 +1,4 @@
-"""One sequence being generated, as text: its pieces, its logprobs with offsets, how it ended.
-
-Knows tokens and text; nothing of HTTP or of the shape of a response.
-"""
+"""One choice of an answer as text: its pieces, its logprobs with offsets, and how it ended."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ TIME_LIMIT = "time_limit"
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """A token with its logprob (None: the first of a prompt) and where its text begins, in characters."""
+    """Hold a token with its logprob (None: the first of a prompt) and the offset of its text, in characters."""
 
     token_id: int
     logprob: Logprob | None
@@ -27,10 +24,10 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """What became certain: text, the tokens that it is of, and at the end the finish reason.
+    """Hold what became certain: text, its tokens, and at the end the finish reason.
 
-    `parts`: what the text is as a message, where a reader reads it; the text alone, where none does. `token_ids`: those
-    that were counted, whether their text is certain or not.
+    `parts`: the text as parts of a message; without a reader, content alone. `token_ids`: the counted tokens, whether
+    their text is certain or not.
     """
 
     text: str
@@ -78,7 +75,7 @@ class Choice:
 
     @property
     def stop_string(self) -> str | None:
-        """The one that ended it."""
+        """Return the stop string that ended the choice."""
         return (self._matcher.matched or None) if self._matcher is not None else None
 
     def feed(self, delta: Delta) -> AnswerPiece:
@@ -117,7 +114,7 @@ class Choice:
         return AnswerPiece(text, entries, None, parts, token_ids)
 
     def _end_early(self, text: str, parts: list[Part], token_ids: list[int]) -> AnswerPiece:
-        """A stop string or the reader has ended it."""
+        """End the choice because of a stop string or the reader."""
         self._finish("stop", parts)
         return AnswerPiece(text, self._entries_before(self._num_emitted()), self.finish_reason, parts, token_ids)
 
@@ -133,7 +130,7 @@ class Choice:
             self._specials.append((self._num_chars, self._tokenizer.token_bytes(token_id).decode()))
 
     def _read(self, text: str, parts: list[Part]) -> None:
-        """More of the text is certain, and so are the special tokens up to its end."""
+        """Read text that became certain, and the special tokens up to its end."""
         if self._reader is None:
             if text:
                 parts.append(Content(text))
@@ -176,7 +173,10 @@ class Choice:
 def prompt_entries(
     tokenizer: Tokenizer, token_ids: list[int], num_added: int, logprobs: list[Logprob]
 ) -> list[TokenEntry]:
-    """Entries of an echoed prompt. Its first `num_added` tokens (BOS) have no text; `logprobs[i]` is of token i + 1."""
+    """Return the entries of an echoed prompt.
+
+    The first `num_added` tokens (BOS) have no text; `logprobs[i]` belongs to token i + 1.
+    """
     decoder = TextDecoder(tokenizer, skip_special_tokens=False)
     entries = []
     offset = 0

@@ -23,24 +23,24 @@ _KEEPALIVE = b": keepalive\n\n"
 
 class Shape(Protocol):
     def chunk(self, update: Update) -> bytes:
-        """The SSE events for one update; empty if there is nothing to say yet."""
+        """Return the SSE events for one update; empty if there is nothing to say yet."""
 
     def progress_chunk(self, progress: Progress, seconds: float) -> bytes: ...
 
     def begin(self) -> bytes:
-        """What a stream opens with, before anything is generated."""
+        """Return what a stream opens with, before anything is generated."""
 
     def end(self) -> bytes:
-        """What a stream that is whole ends with."""
+        """Return what a whole stream ends with."""
 
     def error(self, error: ApiError) -> bytes:
-        """What one ends with that is not."""
+        """Return what a stream that failed ends with."""
 
     def whole(self, gathered: Sequence[list[Update]]) -> bytes: ...
 
 
 class EventStream(Response):
-    """Answers 200 at once; what goes wrong afterwards is an event. Closes the generation in every case."""
+    """Answer 200 at once, and send what goes wrong afterwards as an event. Always closes the generation."""
 
     media_type = "text/event-stream"
 
@@ -75,7 +75,7 @@ class EventStream(Response):
                 self._timer.cancel()
 
     async def _run(self, send: Send) -> bytes:
-        """Sends all but the last piece, which it returns."""
+        """Send all but the last piece, which it returns."""
         generation, shape = self._generation, self._shape
         try:
             while True:
@@ -98,7 +98,7 @@ class EventStream(Response):
             return shape.error(error)
 
     def _progress(self, progress: Progress) -> bytes:
-        """Its chunk, at most once in `progress_seconds` for a choice."""
+        """Return a chunk of progress, at most once in `progress_seconds` for a choice."""
         now = time.monotonic()
         index = self._generation.progress_index(progress)
         if not self._with_progress or now - self._last_progress_s[index] < self._progress_s:
@@ -107,7 +107,7 @@ class EventStream(Response):
         return self._shape.progress_chunk(progress, now - self._began_s)
 
     def _tick(self) -> None:
-        """Looks when the stream has been silent for too long; runs once in a keepalive, not once a token."""
+        """Check whether the stream has been silent for too long; runs once in a keepalive, not once a token."""
         left_s = self._last_sent_s + self._keepalive_s - time.monotonic()
         if left_s <= 0:
             self._generation.mailbox.put(Tick())
@@ -117,7 +117,7 @@ class EventStream(Response):
 
 @asynccontextmanager
 async def watched(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """While it goes on, a client that leaves ends it; it is closed behind this, whatever happens."""
+    """End the generation if the client leaves, and close it afterwards in every case."""
     watch = asyncio.create_task(watch_disconnect(receive, generation))
     try:
         yield
@@ -127,10 +127,10 @@ async def watched(receive: Receive, generation: Generation) -> AsyncIterator[Non
 
 
 async def watch_disconnect(receive: Receive, generation: Generation) -> None:
-    """Cancels in the engine the moment the connection closes, even while a send is waiting.
+    """Cancel in the engine the moment the connection closes, even while a send is waiting.
 
-    What wakes it otherwise is a connection whose client has closed its sending half: a stream then says something,
-    which tells whether anybody reads.
+    Other wake-ups come from a client that has closed its sending half: a stream then says something, which tells
+    whether anybody reads.
     """
     while (await receive())["type"] != "http.disconnect":
         generation.mailbox.put(Tick())

@@ -1,6 +1,6 @@
-"""One API call's work in the engine: its requests go in together, and all of them are forgotten when it ends.
+"""The work of one API call in the engine: its requests go in together, and all are forgotten when it ends.
 
-Turns mail into pieces of text and keeps the counters. Knows no HTTP and no shape of a response.
+Turns the mail of the engine into pieces of text, and keeps the counters.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ _SEED_MASK = 2**63 - 1
 
 
 class Disconnected(Exception):
-    """The client went away; there is nobody to answer."""
+    """Report that the client went away."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A step of choice `index`. `delta` is the engine's message behind it."""
+    """Hold one step of choice `index`. `delta` is the engine's message behind it."""
 
     index: int
     delta: Delta
@@ -40,14 +40,16 @@ class Update:
 
 
 def _as_words() -> None:
-    """No reader: all of an answer is words."""
+    """Make no reader: all of an answer is content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt, how much to generate from it, how its documents are computed (None: like all of it), what each answer
-    is held to (`grammar/structured.py`; "": nothing), what makes a reader of each, what vector is made of the prompt
-    (None: none), and whether special tokens have no text.
+    """Hold a prompt and how it is answered.
+
+    `fusion`: how its documents are computed (None: like other tokens). `grammar`: constrains each answer
+    (`grammar/structured.py`; "": none). `read` makes the reader of each answer. `pooling`: the vector made of the
+    prompt (None: none). `skip_special_tokens`: special tokens have no text.
     """
 
     prompt: Prompt
@@ -60,7 +62,7 @@ class Job:
 
 
 class Generation:
-    """`submit`, then `updates` until `done`, then `close`, whatever happens."""
+    """Run the work of a call: `submit`, then `updates` until `done`, then always `close`."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class Generation:
         return not self._open
 
     async def submit(self, num_logprobs: int | None, num_prompt_logprobs: int | None, param: str) -> None:
-        """Returns once the engine has accepted. Raises ApiError; then nothing is left behind."""
+        """Send the requests, and return once the engine has accepted. Raises ApiError; then nothing is left behind."""
         requests = self._requests(num_logprobs, num_prompt_logprobs)
         if self._most_seconds is not None:
             loop = asyncio.get_running_loop()
@@ -119,8 +121,10 @@ class Generation:
         self._service.metrics.prompt_tokens.inc(self.num_prompt_tokens)
 
     async def updates(self) -> list[Update | Progress | Tick]:
-        """What has happened since the last call. Raises Disconnected, and ApiError when the engine fails, and when the
-        time is up before anything was generated."""
+        """Return what has happened since the last call.
+
+        Raises Disconnected, and ApiError if the engine fails or the time is up before anything was generated.
+        """
         found: list[Update | Progress | Tick] = []
         mail = await self.mailbox.take()
         now = time.monotonic()
@@ -141,7 +145,7 @@ class Generation:
         return found
 
     def close(self) -> None:
-        """Cancels what the engine still works on. May be called more than once."""
+        """Cancel what the engine still works on. May be called more than once."""
         self._stop_timer()
         self._drop("cancelled")
 
@@ -157,17 +161,17 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompts, counted once each as `num_prompt_tokens` does."""
+        """Return the cached tokens of the prompts, each prompt counted once."""
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.num_each])
 
     @property
     def num_reused_tokens(self) -> int:
-        """Of documents' chunks, keys and values that were stored; counted as `num_cached_tokens`."""
+        """Return the document tokens whose stored keys and values were used, each prompt counted once."""
         return sum(choice.num_reused_tokens for choice in self.choices[:: self.num_each])
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Of documents' chunks, those whose stored ones were replaced; counted as `num_cached_tokens`."""
+        """Return the document tokens whose stored keys and values were replaced, each prompt counted once."""
         return sum(choice.num_recomputed_tokens for choice in self.choices[:: self.num_each])
 
     def job_of(self, index: int) -> Job:
@@ -236,7 +240,7 @@ class Generation:
             self._timer.cancel()
 
     def _end_in_time(self, now: float) -> list[Update]:
-        """The time is up: what is open ends where it is. Raises ApiError if nothing was generated."""
+        """End what is open where it is, because the time is up. Raises ApiError if nothing was generated."""
         if not self.num_generated_tokens:
             self._drop(TIME_LIMIT)
             assert self._most_seconds is not None
@@ -314,7 +318,7 @@ class Generation:
 
 
 async def collect(generation: Generation) -> Sequence[list[Update]]:
-    """Every update of each choice, once all are finished. Raises as `updates` does."""
+    """Return every update of each choice, once all are finished. Raises as `updates` does."""
     gathered: list[list[Update]] = [[] for _ in generation.choices]
     while not generation.done:
         for update in await generation.updates():

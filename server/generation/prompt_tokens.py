@@ -1,4 +1,4 @@
-"""Prompts to token ids, off the event loop, and checked against the model: ids in range, room for the answer."""
+"""Convert prompts to token ids off the event loop, and check that ids are in range and the answer has room."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,10 +24,10 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what `echo` repeats; its first `num_added` tokens (BOS) are not part of it.
+    """Hold the tokens of a prompt. `text` is what `echo` repeats, without its first `num_added` tokens (BOS).
 
-    `chunks`: the half-open ranges of tokens that are documents' chunks, `documents` each document's chunks. `end`: a
-    chat's last text.
+    `chunks`: half-open ranges of tokens that are documents' chunks. `documents`: each document's chunks. `end`: the
+    last text of a chat's prompt.
     """
 
     token_ids: list[int]
@@ -40,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of a prompt that has more, the last `keep` tokens, or with `is_right` cut off, the first ones."""
+    """Truncate a prompt to `keep` tokens: the last ones, or with `is_right` the first ones."""
 
     keep: int
     is_right: bool
@@ -54,7 +54,10 @@ class Cut:
 
 
 def choose_cut(body: GenerationBody, context: int, num_answer: int) -> Cut | None:
-    """None: a prompt that is too long is refused. `num_answer`: tokens that -1 leaves for the answer."""
+    """Return how a body has long prompts truncated, None if they are refused.
+
+    `num_answer`: tokens that -1 leaves free.
+    """
     keep = body.truncate_prompt_tokens
     if keep is None:
         return None
@@ -62,14 +65,14 @@ def choose_cut(body: GenerationBody, context: int, num_answer: int) -> Cut | Non
 
 
 def most_to_read(service: Service, cut: Cut | None, context: int) -> int:
-    """Tokens of a text that is not refused before it is tokenised; one that is cut may have as many as /tokenize."""
+    """Return the most tokens of a text that is tokenised; a text to truncate may have as many as /tokenize takes."""
     return context if cut is None else max(context, service.max_tokenize_items)
 
 
 async def completion_prompts(
     service: Service, body: CompletionBody, limits: Ready, field: str = "prompt"
 ) -> list[Prompt]:
-    """One Prompt for each of the body's; `field` is what errors call it. Raises ApiError 400."""
+    """Return a Prompt for each of the body's; `field` is what errors call it. Raises ApiError 400."""
     context = context_of(body, limits)
     asked = body.max_tokens
     cut = choose_cut(
@@ -98,14 +101,17 @@ async def completion_prompts(
 
 
 async def cut_chat_prompt(service: Service, body: ChatBody, conversation: Conversation, context: int) -> Prompt:
-    """The prompt of a chat's messages, cut if the body says so. Raises ApiError 400."""
+    """Return the prompt of a chat's messages, truncated if the body says so. Raises ApiError 400."""
     cut = choose_cut(body, context, body.max_completion_tokens or body.max_tokens or 1)
     prompt = await chat_prompt(service, conversation, most_to_read(service, cut, context))
     return prompt if cut is None else cut.cut(prompt, service.tokenizer)
 
 
 async def chat_prompt(service: Service, conversation: Conversation, context: int) -> Prompt:
-    """The template's text, with the control tokens that it spells out and no others. Raises ApiError 400."""
+    """Return the tokens of the template's text, in which only the template's control tokens count.
+
+    Raises ApiError 400.
+    """
     template, control_tokens, tokenizer = _template(service), service.control_tokens, service.tokenizer
     if len(conversation.messages) > context:
         num_messages = len(conversation.messages)
@@ -130,7 +136,7 @@ async def chat_prompt(service: Service, conversation: Conversation, context: int
 
 
 def check_variables(service: Service, variables: dict[str, object]) -> None:
-    """Raises ApiError 400 for a name that means something to every template."""
+    """Check the names of template variables. Raises ApiError 400 for a name that every template uses."""
     if len(variables) > MAX_VARIABLES:
         raise invalid("chat_template_kwargs", f"{len(variables)} names, at most {MAX_VARIABLES} are allowed")
     taken = sorted(_template(service).own_variables & set(variables)) if variables else []
@@ -147,7 +153,7 @@ def _template(service: Service) -> ChatTemplate:
 async def document_prompt(
     service: Service, documents: Documents, conversation: Conversation, texts: list[GivenText], context: int
 ) -> Prompt:
-    """A chat with documents, where the template puts them. Raises ApiError 400."""
+    """Return the prompt of a chat with documents, which stand where the template puts them. Raises ApiError 400."""
     template, control_tokens, tokenizer = _template(service), service.control_tokens, service.tokenizer
 
     def encode() -> tuple[ChunkedPrompt, list[Chunks]]:
@@ -173,13 +179,13 @@ async def document_prompt(
 
 
 def spell(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """The text of a prompt that was given as token ids, special tokens spelled out."""
+    """Return the text of a prompt that was given as token ids, special tokens spelled out."""
     decoder = TextDecoder(tokenizer, skip_special_tokens=False)
     return "".join(map(decoder.step, token_ids)) + decoder.finish()
 
 
 async def encode_text(service: Service, name: str, text: str, size: int, context: int) -> Prompt:
-    """Raises ApiError 400, and then most of a text that is far too long has not been looked at."""
+    """Return the prompt of a text. Raises ApiError 400; of a text that is far too long most is not read."""
     try:
         token_ids = await service.texts.run(size, service.tokenizer.encode_within, text, True, context)
     except TooManyTokens as error:
@@ -188,7 +194,7 @@ async def encode_text(service: Service, name: str, text: str, size: int, context
 
 
 def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:
-    """Raises ApiError 400 for more than can ever wait and run, before any work is done for them."""
+    """Check that the sequences of a request could run or wait. Raises ApiError 400 before any work is done for them."""
     most = service.max_sequences
     if num_prompts * n > most:
         field = "prompt" if num_prompts > most else "n"
@@ -202,7 +208,7 @@ def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
 
 
 def spell_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """The tokens of each word as it stands inside a text and behind a space, where these differ."""
+    """Return the tokens of each word inside a text and behind a space, where these differ."""
     texts = [text for word in words for text in (word.lstrip(" ") or word, f" {word.lstrip(' ')}")]
     found = dict.fromkeys(tuple(tokenizer.encode_inside(text)) for text in texts)
     return [list(token_ids) for token_ids in found if token_ids]
@@ -214,7 +220,7 @@ def completion_max_tokens(service: Service, body: CompletionBody, prompt: Prompt
 
 
 def chat_max_tokens(service: Service, body: ChatBody, prompt: Prompt, limits: Ready) -> int:
-    """Without any limit, an answer may fill the context."""
+    """Return the most tokens of a chat's answer; without any limit it may fill the context."""
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     context = context_of(body, limits)
@@ -222,18 +228,18 @@ def chat_max_tokens(service: Service, body: ChatBody, prompt: Prompt, limits: Re
 
 
 def check_room(name: str, prompt: Prompt, context: int) -> None:
-    """Raises ApiError 400 for a prompt that is too long even without an answer."""
+    """Check that a prompt fits the context without an answer. Raises ApiError 400."""
     if len(prompt.token_ids) > context:
         raise PromptTooLong(name, str(len(prompt.token_ids)), context)
 
 
 def context_of(body: GenerationBody, limits: Ready) -> int:
-    """The longest prompt and answer of the attention profile that a body names; of an unknown one, of any."""
+    """Return the longest prompt and answer of the body's attention profile; of an unknown one, of any."""
     return limits.profiles.get(body.attention_profile or limits.default_profile, limits.max_context_tokens)
 
 
 def profile_of(body: GenerationBody, limits: Ready) -> str:
-    """The attention profile of a body. Raises ApiError 400 for one that is not served."""
+    """Return the attention profile of a body. Raises ApiError 400 for one that is not served."""
     profile = body.attention_profile or limits.default_profile
     if profile not in limits.profiles:
         raise invalid("attention_profile", why_unknown(profile[:80], limits.profiles))
@@ -241,14 +247,17 @@ def profile_of(body: GenerationBody, limits: Ready) -> str:
 
 
 async def hold_to_form(service: Service, body: GenerationBody) -> str:
-    """The grammar of what a body asks of its answers. Raises ApiError 400."""
+    """Return the grammar of the form that a body asks for, "" without one. Raises ApiError 400."""
     if not asks_form(body):
         return ""
     return await service.texts.check(form_grammar, body)
 
 
 def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None, default: int) -> int:
-    """The output's limit; only a default is cut to what the context leaves. Raises ApiError 400 with both numbers."""
+    """Return the output's limit; only a default is cut to what the context leaves.
+
+    Raises ApiError 400 with both numbers.
+    """
     length = len(prompt.token_ids)
     if length > context or (length == context and asked is None):
         raise PromptTooLong(name, str(length), context)
@@ -260,7 +269,7 @@ def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None
 
 
 def _split(field: str, prompt: str | list[str | int | list[int]]) -> list[tuple[str, str | list[int]]]:
-    """The prompts in a body's `field`, each with its name for errors."""
+    """Return the prompts in a body's `field`, each with its name for errors."""
     if isinstance(prompt, str):
         return [(field, prompt)]
     if not prompt:

@@ -1,7 +1,7 @@
-"""What a chat's answer is to be read as, and held to: its tools, and how the model marks calls and reasoning.
+"""Choose how a chat's answer is read and constrained: its tools, and how the model marks calls and reasoning.
 
-`read_with` makes what `generation.Job.read` is; `hold_answer` its grammar. Everything that serves chats of any shape
-uses the same two. Raises ApiError 400 for tools and forms that cannot be kept.
+`read_with` gives `Job.read`, `hold_answer` its grammar. Raises ApiError 400 for tools and forms that cannot be
+enforced.
 """
 
 import json
@@ -36,9 +36,11 @@ from server.text.model_tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`names`: of the tools that must be called, one of them at least; empty where none must be. `strict`: of those
-    whose schemas hold wherever an answer is held. `has_form`: an answer without calls is held to a form. `places`: of
-    each tool in the request's list, by its name."""
+    """Hold the tools of a chat.
+
+    `names`: tools of which at least one must be called; empty if none must. `strict`: tools whose schemas are always
+    enforced. `has_form`: an answer without calls has a form. `places`: the index of each tool in the request, by name.
+    """
 
     conversation: Conversation
     names: tuple[str, ...]
@@ -68,7 +70,7 @@ def choose_tools(body: ChatBody, conversation: Conversation) -> ToolUse:
 
 
 def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], MessageReader | None]:
-    """What makes a reader for each answer to the prompt."""
+    """Return what makes a reader for each answer to the prompt."""
     answer_format = _format_of(service, use)
     if answer_format is None or not (use.tools or answer_format.reasoning or answer_format.is_own):
         return lambda: None
@@ -77,11 +79,11 @@ def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], Me
 
 
 async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Prompt) -> str:
-    """The grammar of an answer that must call, has a form that `body` asks for, or may call a strict tool; "" where
-    nothing is held.
+    """Return the grammar of an answer that must call, has a form, or may call a strict tool; "" without one.
 
-    A form holds what follows the reasoning; an answer that may call instead is calls, or has the form. With neither,
-    words are free, and a call among them is held where the model's form of calls is one that a schema can hold.
+    A form holds for what follows the reasoning; an answer that may call instead is calls, or has the form. With
+    neither, content is free, and a call in it is constrained where a schema can be enforced in the model's syntax of
+    calls.
     """
     form = "" if use.names else await hold_to_form(service, body)  # a call that must come is no answer in a form
     is_free = not use.names and not form
@@ -126,8 +128,9 @@ async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Pr
 
 
 def _held_tools(use: ToolUse, held: HeldForm, tokenizer: Tokenizer) -> list[tuple[str, HeldArguments]]:
-    """Those that may be called. Their arguments are held to their schemas where one must be, or where that is strict;
-    of the others they are any object. Raises ApiError 400.
+    """Return the tools that may be called, and the grammar of their arguments. Raises ApiError 400.
+
+    Arguments follow their schemas where a call must come, or where the tool is strict; others are any object.
     """
     tools = []
     any_object = schema_in_lark("tools", {"type": "object"})
@@ -154,7 +157,7 @@ def _held_tools(use: ToolUse, held: HeldForm, tokenizer: Tokenizer) -> list[tupl
 def _held_members(
     param: str, prefix: str, parameters: dict[str, Any], mark: str, tokenizer: Tokenizer
 ) -> HeldArguments:
-    """Raises ApiError 400 for a schema that cannot be kept, in JSON or in Gemma's form."""
+    """Return the grammar of arguments in Gemma's syntax. Raises ApiError 400 for a schema that cannot be enforced."""
     schema_grammar(param, parameters)
     writer = GemmaWriter(rewrite_schema(parameters), prefix, speller(tokenizer), mark, MARKED_TEXT)
     try:
@@ -166,8 +169,10 @@ def _held_members(
 
 
 def _held_values(param: str, name: str, tools: Tools | None, keys: tuple[str, ...]) -> tuple[HeldValue, ...]:
-    """What the values of a strict tool are between tags: JSON that the schema of each accepts, one of its texts, or any
-    text. Raises ApiError 400.
+    """Return the grammar of a strict tool's values between tags: JSON of each one's schema, one of its texts, or any
+    text.
+
+    Raises ApiError 400.
     """
     assert tools is not None
     root = tools.parameters[name]
@@ -187,7 +192,7 @@ def _held_values(param: str, name: str, tools: Tools | None, keys: tuple[str, ..
 
 
 def _format_of(service: Service, use: ToolUse) -> AnswerFormat | None:
-    """The deployment's; where a call must come, one that a grammar can hold to its schema."""
+    """Return the deployment's answer format; where a call must come, one in which a grammar can enforce its schema."""
     if use.names:
         return hold_format(service.answer_format)
     return service.answer_format

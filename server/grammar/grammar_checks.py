@@ -1,9 +1,7 @@
-"""Whether grammars compile, asked of processes of their own: what takes too long or too much there is ended, and the
-API process goes on.
+"""Check in child processes whether grammars compile: what takes too long or too much memory there is ended.
 
-Refuses to know requests, and what a grammar is made of. Invariants: an answer comes within a known time, whatever the
-grammar; a grammar that was answered costs nothing when it comes again; no more processes than slots, and none before
-the first question.
+An answer comes within a known time, whatever the grammar. A grammar that was answered costs nothing when it comes
+again. There are no more processes than slots, and none before the first check.
 """
 
 import hashlib
@@ -30,7 +28,10 @@ _MOST_KEPT = 1024  # answers
 
 
 class GrammarChecks:
-    """seconds: of processor time for one grammar; memory_bytes: for it, beyond what a process begins with."""
+    """Check grammars.
+
+    `seconds`: of processor time for one; `memory_bytes`: for it, beyond what a process begins with.
+    """
 
     def __init__(self, num_processes: int, seconds: float, memory_bytes: int) -> None:
         self._seconds, self._memory_bytes = seconds, memory_bytes
@@ -66,7 +67,9 @@ class GrammarChecks:
             self._slots.put(None)
 
     def _ask(self, raw: bytes) -> tuple[str, bool]:
-        """The answer, and whether it would be the same another time: not so where a busy machine may be why."""
+        """Return the answer, and whether it would be the same another time: not so where a busy machine may be the
+        cause.
+        """
         process = self._slots.get()
         try:
             is_heard = process is not None and _hears(process, raw)
@@ -95,7 +98,7 @@ class GrammarChecks:
         )
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """A session of its own keeps a terminal's Ctrl-C from it; what it says when its memory ends is ours to say."""
+        """Start a process, in a session of its own so that a terminal's Ctrl-C does not reach it."""
         limits = [str(self._seconds), str(self._memory_bytes)]
         command = [sys.executable, "-m", "scheduler.constraints.grammar_worker", *limits]
         pipe = subprocess.PIPE
@@ -105,7 +108,7 @@ class GrammarChecks:
 
 
 def _hears(process: "subprocess.Popen[bytes]", raw: bytes) -> bool:
-    """Whether there is a process, to be asked."""
+    """Return whether there is a process to ask."""
     assert process.stdin is not None
     try:
         process.stdin.write(HEAD.pack(len(raw)) + raw)
@@ -115,14 +118,14 @@ def _hears(process: "subprocess.Popen[bytes]", raw: bytes) -> bool:
 
 
 def _answer(process: "subprocess.Popen[bytes]", until: float) -> bytes | None:
-    """None if the process ends first, or the time."""
+    """Return the answer, None if the process or the time ends first."""
     assert process.stdout is not None
     head = _read(process.stdout, HEAD.size, until)
     return None if head is None else _read(process.stdout, HEAD.unpack(head)[0], until)
 
 
 def _read(stream: IO[bytes], size: int, until: float) -> bytes | None:
-    """So many bytes; None where the stream or the time ends before."""
+    """Return so many bytes, None if the stream or the time ends before."""
     found = b""
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
@@ -137,7 +140,7 @@ def _read(stream: IO[bytes], size: int, until: float) -> bytes | None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Its exit code, once it is gone."""
+    """End the process, and return its exit code."""
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             stream.close()
@@ -152,10 +155,10 @@ _CHECKS = GrammarChecks(_PROCESSES, MOST_SECONDS, MOST_MEMORY_BYTES)
 
 
 def check_aside(grammar: str, lexemes: Sequence[Lexeme]) -> str:
-    """`GrammarChecks.check`, by the processes that all requests share."""
+    """Check a grammar in the processes that all requests share."""
     return _CHECKS.check(grammar, lexemes)
 
 
 def end_checks() -> None:
-    """The server goes."""
+    """End the shared processes."""
     _CHECKS.shutdown()

@@ -1,7 +1,6 @@
-"""What is wrong with a JSON schema that does not compile, in words for its sender: the place, what stands there, what
-was wanted.
+"""Describe why a JSON schema does not compile: the place, what stands there, what was wanted.
 
-Knows llguidance's messages and the schema. Looks at the schema only where it was refused, so it never refuses one.
+The schema is read only after llguidance refused it, so this never refuses one.
 """
 
 import json
@@ -35,7 +34,7 @@ _OF_OTHERS = (
 
 
 def describe_schema_fault(schema: Any, why: str) -> str:
-    """One line about `schema`, of which llguidance said `why`, or a trial of its patterns."""
+    """Return one line about `schema`, of which llguidance, or a trial of its patterns, said `why`."""
     if why.endswith(GROWS):
         return why
     unimplemented = _UNIMPLEMENTED.search(why)
@@ -64,7 +63,7 @@ def describe_schema_fault(schema: Any, why: str) -> str:
 
 
 def name_place(schema: Any, keyword: str, is_meant: Callable[[Any], bool] = lambda _: True) -> str:
-    """Where a keyword stands whose value is meant, as a pointer; the keyword alone if it stands in several places."""
+    """Return a pointer to the keyword with a value that is meant; the keyword alone if several places have one."""
     places = [
         f"{place}/{keyword}"
         for place, one in walk(schema)
@@ -74,7 +73,7 @@ def name_place(schema: Any, keyword: str, is_meant: Callable[[Any], bool] = lamb
 
 
 def _find_misshapen(schema: Any) -> Iterator[str]:
-    """Values that no draft gives a meaning, and numbers that have no room."""
+    """Yield values that no draft gives a meaning, and numbers that are out of range."""
     for place, one in walk(schema):
         if isinstance(one, bool):
             continue
@@ -90,7 +89,7 @@ def _find_misshapen(schema: Any) -> Iterator[str]:
 
 
 def describe_pattern_fault(pattern: str, why: str) -> str:
-    """One line about a regular expression, of which llguidance said `why`."""
+    """Return one line about a regular expression, of which llguidance said `why`."""
     found = _BAD_PATTERN.search(why)
     if found is None:
         return why
@@ -102,7 +101,7 @@ def refuse_pattern(pattern: str) -> str:
 
 
 def _name_pattern(schema: Any, why: str) -> str:
-    """The pattern is the longest that the message repeats, as llguidance reads it and without its whitespace."""
+    """Return the fault of a pattern: the longest that the message repeats, as llguidance reads it, less whitespace."""
     text, found = _squeeze(why), []
     for place, one in walk(schema):
         if isinstance(one, dict):

@@ -38,7 +38,7 @@ OWN_FORMATS = (*PATTERNS, _URI_REFERENCE)
 
 
 def rewrite_format(schema: dict[str, Any]) -> None:
-    """Say by a pattern what a schema says by a format, or by `contentEncoding`, where it is one of these."""
+    """Replace a format, or a `contentEncoding`, by a pattern, where it is one of these."""
     name = schema.get("format")
     if name == _URI_REFERENCE:
         _add(schema, {"anyOf": [{"format": "uri"}, {"pattern": _RELATIVE}]})

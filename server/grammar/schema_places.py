@@ -13,8 +13,10 @@ _LONGEST = 80  # characters of a value, and of a name, that a message repeats
 
 
 def walk(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Each schema in a schema, and what stands where one should, with its place; names of properties are no keywords,
-    and values no schemas."""
+    """Yield each schema in a schema, and what stands where one should, with its place.
+
+    Names of properties are no keywords, and values no schemas.
+    """
     pending = [("#", schema)]
     while pending:
         place, one = pending.pop()

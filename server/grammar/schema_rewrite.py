@@ -1,7 +1,7 @@
-"""Rewrite a JSON schema, as clients' libraries generate it, in the keywords that llguidance can hold an answer to.
+"""Rewrite a JSON schema, as clients' libraries generate it, in the keywords that llguidance can enforce.
 
-Zod, zod-to-json-schema and pydantic write what is meant by one of those keywords with another one. What no rule here
-knows stays as it is. Invariant: what is valid by the rewritten schema is valid by the one that came.
+Zod, zod-to-json-schema and pydantic write some of them with other keywords. What no rule here knows stays as it is.
+What is valid by the rewritten schema is valid by the original one.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def rewrite_schema(schema: Any) -> Any:
 
 
 def allows_nothing(schema: Any) -> bool:
-    """Whether a schema is `false`, or says so as zod's `never` does: `{"not": {}}`."""
+    """Return whether a schema is `false`, or zod's `never`: `{"not": {}}`."""
     return schema is False or (isinstance(schema, dict) and "not" in schema and _allows_all(schema["not"]))
 
 
@@ -39,8 +39,11 @@ def _allows_all(schema: Any) -> bool:
 
 
 class _Rewriting:
-    """Of one document. `_tags`: by id of a schema in it, names of properties that it is to require; `_unions`: ids of
-    those whose `oneOf` may be read as `anyOf` then; `values`: schemas of records' values, by new names in `$defs`."""
+    """Rewrite one document.
+
+    `_tags`: properties that a schema is to require, by its id. `_unions`: ids of schemas whose `oneOf` may then be read
+    as `anyOf`. `values`: schemas of records' values, by new names in `$defs`.
+    """
 
     def __init__(self, root: Any) -> None:
         self._root = root

@@ -1,9 +1,8 @@
-"""What an answer is held to: a JSON schema, a pattern, choices or a grammar, as llguidance's serialised grammar.
+"""Compile what an answer must be into llguidance's serialised grammar: a JSON schema, a pattern, choices or a grammar.
 
-The grammar goes to the engine with the request (`EngineRequest.grammar`). Knows no model, and nothing of tools; all of
-it is plain text, bounded, and checked here, so a request is refused before it is queued. Invariants: an answer that
-ends is what was asked for, or the request is refused with the keyword that cannot be kept; between JSON's tokens stands
-one space or nothing, so no answer is endless whitespace.
+The grammar goes to the engine with the request (`EngineRequest.grammar`). It is bounded and checked here, so a request
+is refused before it is queued, with the keyword that cannot be enforced. Between JSON's tokens stands one space or
+nothing, so no answer is endless whitespace.
 """
 
 import json
@@ -47,13 +46,13 @@ MOST_PROPERTIES = 1000  # of an object; what it takes to compile them grows with
 
 
 def asks_form(body: GenerationBody) -> bool:
-    """Whether a body holds its answers to anything."""
+    """Return whether a body asks for a form."""
     by_openai = body.response_format
     return body.structured_outputs is not None or (by_openai is not None and by_openai.type != "text")
 
 
 def form_grammar(body: GenerationBody) -> str:
-    """What a body holds its answers to; "": nothing. Raises ApiError 400."""
+    """Return the grammar of the form that a body asks for, "" without one. Raises ApiError 400."""
     param = form_param(body.response_format, body.structured_outputs)
     if body.structured_outputs is not None:
         return _form_by_vllm(param, body.structured_outputs)
@@ -87,7 +86,7 @@ def _form_by_vllm(param: str, form: StructuredOutputs) -> str:
 
 
 def schema_grammar(param: str, schema: object) -> str:
-    """JSON that a schema accepts. Raises ApiError 400 that names the keyword which cannot be kept."""
+    """Return the grammar of JSON that a schema accepts. Raises ApiError 400 that names an unenforceable keyword."""
     return _compile_schema(param, _rewrite(param, schema))
 
 
@@ -102,19 +101,19 @@ def _compile_schema(param: str, schema: Any) -> str:
 
 
 def object_grammar() -> str:
-    """Any JSON object."""
+    """Return the grammar of any JSON object."""
     return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_WRITTEN_AS)  # type: ignore[arg-type]
 
 
 def schema_in_lark(param: str, schema: object) -> str:
-    """A term of a Lark grammar: JSON that a schema accepts. Raises as `schema_grammar` does."""
+    """Return a term of a Lark grammar: JSON that a schema accepts. Raises as `schema_grammar` does."""
     rewritten = _rewrite(param, schema)
     _compile_schema(param, rewritten)
     return "%json " + json.dumps(({} if rewritten is True else rewritten) | {_OWN_OPTIONS: _WRITTEN_AS})
 
 
 def regex_grammar(param: str, pattern: str) -> str:
-    """A text that a regular expression matches as a whole. Raises ApiError 400."""
+    """Return the grammar of texts that a regular expression matches as a whole. Raises ApiError 400."""
     _require_size(param, pattern)
     grammar = LLMatcher.grammar_from_regex(pattern)
     _require(param, grammar, regex_lexemes(pattern), partial(describe_pattern_fault, pattern))
@@ -122,7 +121,7 @@ def regex_grammar(param: str, pattern: str) -> str:
 
 
 def choice_grammar(param: str, choices: Sequence[str]) -> str:
-    """One of these texts. Raises ApiError 400."""
+    """Return the grammar of one of these texts. Raises ApiError 400."""
     if not choices:
         raise invalid(param, "got an empty list, wanted at least one choice", UNSUPPORTED_GRAMMAR)
     if not all(choices):
@@ -136,7 +135,7 @@ def choice_grammar(param: str, choices: Sequence[str]) -> str:
 
 
 def lark_grammar(param: str, text: str) -> str:
-    """What a client's grammar in Lark's notation, or GBNF, accepts. Raises ApiError 400."""
+    """Return the grammar of a client's text in Lark's notation or GBNF. Raises ApiError 400."""
     _require_size(param, text)
     try:
         grammar = grammar_from("grammar", text)
@@ -148,15 +147,19 @@ def lark_grammar(param: str, text: str) -> str:
 
 
 def own_grammar(param: str, lark: str) -> str:
-    """A grammar of ours in Lark's notation, whose schemas have passed by themselves. Raises ApiError 400."""
+    """Return the grammar of our own text in Lark's notation, whose schemas have passed by themselves.
+
+    Raises ApiError 400.
+    """
     _require_size(param, lark)
     _require(param, lark, (), str)
     return lark
 
 
 def grammar_with_form(param: str, lark: str, form: str) -> str:
-    """A grammar in Lark's notation in which `@form` is another grammar, as one of these functions made it. Raises
-    ApiError 400.
+    """Return the grammar of a text in Lark's notation in which `@form` is another grammar of this module.
+
+    Raises ApiError 400.
     """
     _require_size(param, lark)
     first, *others = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
@@ -166,8 +169,10 @@ def grammar_with_form(param: str, lark: str, form: str) -> str:
 
 
 def _rewrite(param: str, schema: object) -> Any:
-    """The schema as it is compiled. Raises ApiError 400 for one that is no schema, too long, or would be passed over in
-    part."""
+    """Return the schema as it is compiled.
+
+    Raises ApiError 400 for no schema, a long one, or one that would be ignored in part.
+    """
     rewritten = schema
     if isinstance(schema, dict):
         for keyword in _find_keywords(param, schema):
@@ -188,8 +193,9 @@ def _rewrite(param: str, schema: object) -> Any:
 
 
 def _find_keywords(param: str, schema: Any) -> list[str]:
-    """What is refused by its name alone, where a keyword stands; names of properties, and values, are none. Raises
-    ApiError 400 for an object of too many properties.
+    """Return keywords that are refused by name alone, with their places.
+
+    Raises ApiError 400 for too many properties.
     """
     found, pending = [], [schema]
     while pending:
@@ -225,7 +231,7 @@ def _require_size(param: str, text: str) -> None:
 
 
 def _require(param: str, grammar: str, lexemes: Sequence[Lexeme], describe: Callable[[str], str]) -> None:
-    """lexemes: are tried alone. describe: what is told of why it does not compile."""
+    """Check that a grammar compiles. `lexemes` are tried alone; `describe` says why it does not compile."""
     why = check_aside(grammar, lexemes)
     if why:
         raise invalid(param, describe(why), UNSUPPORTED_GRAMMAR)

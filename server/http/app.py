@@ -1,6 +1,6 @@
-"""The application and the program: routes, error objects, and a server that drains.
+"""The application and the program: the routes, the errors, and a server that drains.
 
-`create_app` is the whole API as an ASGI application; `serve` runs it until a signal. No torch in this process.
+`create_app` is the whole API as an ASGI application; `serve` runs it until a signal. This process has no torch.
 """
 
 import asyncio
@@ -51,7 +51,8 @@ def create_app(
     engine_command: Sequence[str] = ENGINE_COMMAND,
     on_start: OnStart | None = None,
 ) -> FastAPI:
-    """The API of a deployment; its lifespan starts and ends the engine process, which allocates what `memory` says.
+    """Return the API of a deployment; its lifespan starts and ends the engine process, which allocates what `memory`
+    says.
 
     `engine_command` is called with two socket addresses and this process's id. `on_start` is told of the engine's first
     start, in place of the log. `app.state.service` holds what the routes share. Raises ConfigError if the tokenizer,
@@ -126,7 +127,7 @@ def serve(deployment: Deployment, memory: MemoryPlan, on_start: OnStart | None =
 
 
 def describe_memory(plan: MemoryPlan) -> dict[str, object]:
-    """A plan for the log, in a line: what of each place is used, and what that gives."""
+    """Return a plan for the log, in a line: the bytes used in each place, and what that gives."""
     used = {f"{place}_bytes": plan.used_bytes(place) for place in plan.limit_bytes}
     return {
         "device": plan.device,
@@ -137,7 +138,7 @@ def describe_memory(plan: MemoryPlan) -> dict[str, object]:
 
 
 def http_config(app: FastAPI) -> uvicorn.Config:
-    """How uvicorn is to serve an application of `create_app`: over connections with our limits and deadlines.
+    """Return uvicorn's settings for an application of `create_app`, with our limits and deadlines.
 
     Raises ConfigError if the certificate, its key or the clients' CA cannot be used.
     """
@@ -170,7 +171,7 @@ def http_config(app: FastAPI) -> uvicorn.Config:
 
 
 def allowed_connections(asked: int | None) -> int:
-    """What `server.max_connections` asks for, as far as descriptors reach; a log line tells where they do not."""
+    """Return `server.max_connections` as far as descriptors reach; a log line tells where they do not."""
     most = most_connections()
     if asked is None or asked <= most:
         return asked or most
@@ -179,7 +180,7 @@ def allowed_connections(asked: int | None) -> int:
 
 
 def most_connections() -> int:
-    """So many that accepting one never fails for want of a descriptor; the process's soft limit is raised for it."""
+    """Return the connections for which there are descriptors, after raising the process's soft limit."""
     soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     if soft < min(hard, _MOST_DESCRIPTORS):
         soft = min(hard, _MOST_DESCRIPTORS)
@@ -192,7 +193,7 @@ def _finite(limit: int) -> int:
 
 
 class _Program(uvicorn.Server):
-    """uvicorn, but a signal drains first, and a failed first start of the engine ends it."""
+    """Run uvicorn, with a drain on a signal, and an end when the engine's first start fails."""
 
     def __init__(self, config: uvicorn.Config, service: Service, on_start: OnStart | None) -> None:
         super().__init__(config)
@@ -222,7 +223,7 @@ class _Program(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _cut_connections(self) -> None:
-        """Whoever does not read their last words has no more time: a task that waits for them ends by itself."""
+        """Abort connections whose clients do not read their last words."""
         for connection in list(self.server_state.connections):
             assert isinstance(connection, Connection)
             connection.transport.abort()
@@ -252,7 +253,7 @@ class _Program(uvicorn.Server):
         self.should_exit = True
 
     def _end_connections(self) -> None:
-        """No idle connection stays, and no body is waited for; answers that have begun go on."""
+        """Close idle connections and wait for no body; answers that have begun go on."""
         for connection in list(self.server_state.connections):
             assert isinstance(connection, Connection)
             connection.end(unavailable(f"server: {_SHUT_DOWN}", "draining", self._service.settings.retry_after_seconds))
@@ -274,7 +275,7 @@ def _describe_address(url: str, service: Service) -> Listening:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError."""
+    """Return a listening socket. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)

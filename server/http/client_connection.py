@@ -3,9 +3,10 @@
 uvicorn keeps headers of any size and number, waits for headers, bodies and readers for ever, answers malformed HTTP in
 plain text and drops a client that has closed its sending half. Its h11 protocol bounds an unfinished event alone and
 takes several times the CPU; hypercorn and granian bound sizes, but neither waits for headers and bodies with a deadline
-and answers in our error objects. So this is uvicorn's protocol with counters and one timer. It refuses to know routes,
-keys and JSON. Invariants: what is kept of an unread message is bounded before any of it is looked at; a connection is
-always either waiting for the application or under a deadline; an answer that has begun is never written into.
+and answers in our error objects. So this is uvicorn's protocol with counters and one timer.
+
+An unread message is bounded before any of it is looked at. A connection is always waiting for the application or under
+a deadline. An answer that has begun is never written into.
 """
 
 import asyncio
@@ -31,7 +32,9 @@ _STILL_WORKING = b"HTTP/1.1 100 Continue\r\n\r\n"  # allowed before any answer, 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`*_seconds`: from the first byte to whole headers, from those to the whole body, and without a byte taken."""
+    """Hold the limits: `*_seconds` from the first byte to whole headers, from those to the whole body, and without a
+    byte taken.
+    """
 
     connections: int
     header_seconds: float
@@ -40,7 +43,10 @@ class Limits:
 
 
 class Connection(HttpToolsProtocol):
-    """`_phase`: what the client is sending, `headers` or `body`; `idle` before and after a whole message."""
+    """Serve one connection.
+
+    `_phase`: what the client is sending, `headers` or `body`; `idle` around a whole message.
+    """
 
     def __init__(self, limits: Limits, **given: Any) -> None:
         super().__init__(**given)
@@ -88,7 +94,7 @@ class Connection(HttpToolsProtocol):
             self._follow_phase()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """A client may close its sending half and wait for its answer. Whether it reads at all, only writing tells."""
+        """Keep the connection of a client that closed its sending half and waits for its answer."""
         if not self._is_refused:
             if self._phase != "idle":
                 self.refuse(malformed(f"the connection ended before the {self._phase} did"))
@@ -142,11 +148,11 @@ class Connection(HttpToolsProtocol):
         self._move("idle")
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this when the parser has stopped."""
+        """Answer malformed HTTP; uvicorn calls this when the parser has stopped."""
         self.refuse(self._fault or malformed("this is not HTTP/1.1"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Other protocols are not offered; the request is answered as if it had not asked."""
+        """Ignore a request for another protocol, and answer as without it."""
 
     # --- the application tells ----------------------------------------------------------------------------------------
 
@@ -181,7 +187,7 @@ class Connection(HttpToolsProtocol):
             self._linger()
 
     def end(self, error: ApiError) -> None:
-        """Nothing new is served here: close it, or refuse what has not all been sent yet."""
+        """Serve nothing new: close, or refuse what has not all been sent yet."""
         if not self._is_answering and self._phase != "body":
             self.transport.close()
         elif self._phase == "body" and not self._is_refused:
@@ -234,7 +240,7 @@ class Connection(HttpToolsProtocol):
             self._stop_parser(headers_too_large(MOST_HEADERS, MOST_HEADER_BYTES))
 
     def _require_host(self) -> None:
-        """RFC 9112, 3.2: HTTP/1.1 names its host once; HTTP/1.0 need not."""
+        """Check that HTTP/1.1 names its host once (RFC 9112, 3.2); HTTP/1.0 need not."""
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
             self._stop_parser(malformed(f"{num_hosts} Host headers; HTTP/1.1 wants one"))
@@ -285,7 +291,7 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_type(limits: Limits) -> Any:
-    """What uvicorn calls for each connection."""
+    """Return what uvicorn calls for each connection."""
 
     def connect(
         config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None

@@ -1,6 +1,6 @@
-"""What happens around every HTTP request: its id, its key, the drain, the log line, and the error of last resort.
+"""Surround every HTTP request: its id, its key, the drain, the log line, and the error of last resort.
 
-Open without a key: what `OPEN_PATHS` names. While draining, those answer and everything else is a 503.
+Open routes (`Route.is_open`) need no key and answer during a drain, when every other one is a 503.
 """
 
 import re
@@ -29,7 +29,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
 class RequestScope:
-    """ASGI middleware, outermost but for Starlette's own."""
+    """Wrap the application as ASGI middleware, outermost but for Starlette's own."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -95,7 +95,7 @@ class RequestScope:
         return ", ".join(names)[:_LONGEST_HEADER]
 
     def _admit(self, path: str, headers: Headers) -> tuple[str, str]:
-        """The salt of the prefixes that the request may meet, and whose documents. Raises ApiError 401 or 503."""
+        """Return the cache salt and the owner name of the request's key. Raises ApiError 401 or 503."""
         service = self._service
         salt = owner = ""
         if path in OPEN_PATHS:
@@ -115,6 +115,6 @@ class RequestScope:
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """As clients of the route expect it: Anthropic's at their own, OpenAI's at all others."""
+    """Return the error as clients of the route expect it: Anthropic's at their own, OpenAI's at all others."""
     body = error.messages_body() if path.startswith(MESSAGES_PATH) else error.body()
     return Response(body, error.status, error.headers, "application/json")

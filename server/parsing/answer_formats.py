@@ -1,7 +1,7 @@
-"""Forms in which models write reasoning and calls of tools, and which of them a model's template asks for.
+"""The formats in which models write reasoning and tool calls, and which of them a chat template asks for.
 
-A form is a field of a response template (`response_template.py`): one for calls, one for reasoning, and the rest is
-words. What comes with the tokenizer goes before what is known here.
+A format is a field of a response template (`response_template.py`): one for calls, one for reasoning; the rest is
+content. A template that comes with the tokenizer goes before the formats here.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _CALLS = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Arguments one by one, their values as text: what stands before a key, between it and its value, and behind."""
+    """Delimit arguments one by one with text values: what stands before a key, between it and its value, and behind."""
 
     begin: str
     between: str
@@ -30,18 +30,20 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Arguments as Gemma writes them: JSON with keys as they are, and texts between two of `mark`."""
+    """Write arguments as Gemma does: JSON with bare keys, and texts between two of `mark`."""
 
     mark: str
 
 
 @dataclass(frozen=True, slots=True)
 class HeldForm:
-    """How a grammar has the model write calls: what stands before, between and behind them all; before the arguments of
-    one, with `{name}` for its tool, each text a token of its own where it is JSON; and behind them. `arguments`: JSON
-    that a schema accepts, tags, what is inside of Gemma's braces, or any text up to the tail. Among words, `opens` is a
-    pattern of all that begins a call, with `{names}` for the tools'; `mark` what a call then begins with, empty where
-    that is its head, behind what the pattern `before` matches.
+    """Say how a grammar writes calls.
+
+    `begin`, `between`, `end`: around all calls. `head`, `tail`: before and behind the arguments of one, with `{name}`
+    for its tool; in JSON each text of the head is a token of its own. `arguments`: JSON of a schema, tags, Gemma's
+    syntax, or any text up to the tail. Within content, `opens` is a pattern of everything that begins a call, with
+    `{names}` for the tools'. `mark` is what a call then begins with; empty where that is its head, behind what the
+    pattern `before` matches.
     """
 
     begin: str
@@ -63,9 +65,12 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """`known_only`: calls have no marks of their own, so one of an unknown tool is words. `held`: None where no grammar
-    writes calls in this form. `reasoning`: its marks, where it is marked by plain texts. `is_own`: the template came
-    with the tokenizer."""
+    """Say how a model marks its answer.
+
+    `known_only`: calls have no marks of their own, so one of an unknown tool is content. `held`: how a grammar writes
+    calls, None where it cannot. `reasoning`: its marks, where they are plain texts. `is_own`: the template came with
+    the tokenizer.
+    """
 
     template: ResponseTemplate
     known_only: bool
@@ -98,10 +103,11 @@ def _left_open(field: Field, text: str) -> str:
 def choose_format(
     model: ModelConfig, template_source: str, renders_tools: bool, settings: Mapping[str, Any]
 ) -> AnswerFormat | None:
-    """Of a chat template's text and the tokenizer's settings; None: all of an answer is words. Raises ConfigError.
+    """Return the format of a chat template's text and the tokenizer's settings, None if all is content. Raises
+    ConfigError.
 
-    Where the template does not write tools, they are written for `hermes` (`default_tools.py`); where it writes them in
-    a way that is not known here, JSON objects with the name of a tool are calls.
+    A template without tools gets those of `hermes` (`default_tools.py`). One that writes them in an unknown way is read
+    as JSON objects with the name of a tool.
     """
     own = settings.get("response_template")
     if own is not None and renders_tools and model.tool_parser == model.reasoning_parser == "auto":
@@ -119,7 +125,7 @@ def choose_format(
 
 
 def make_format(tools: str, reasoning: str) -> AnswerFormat | None:
-    """Of the names of both forms; `none` for none."""
+    """Return the format of these names for calls and reasoning; `none` for none."""
     fields: Tree = {"content": {}}
     if reasoning != "none":
         fields["reasoning_content"] = _REASONING[reasoning]
@@ -133,9 +139,7 @@ def make_format(tools: str, reasoning: str) -> AnswerFormat | None:
 
 
 def hold_format(answer_format: AnswerFormat | None) -> AnswerFormat:
-    """The form in which calls are written whose arguments a grammar holds to their schemas: the model's own, or JSON
-    objects without marks.
-    """
+    """Return a format whose calls schemas can constrain: the model's own, or JSON objects without marks."""
     if answer_format is None:
         answer_format = AnswerFormat(ResponseTemplate(_plain_fields(), None), False, None, None, is_own=False)
     if answer_format.held is not None and answer_format.held.arguments == "json":
@@ -151,14 +155,14 @@ def _plain_fields() -> Mapping[str, Field]:
 
 
 def _read_own(spec: object) -> AnswerFormat:
-    """Of the response template that came with the tokenizer. Raises ConfigError."""
+    """Return the format of the response template that came with the tokenizer. Raises ConfigError."""
     template = load_response_template(spec, "tokenizer_config.json: response_template")
     assert isinstance(spec, dict)
     return AnswerFormat(template, False, _held_as(spec["fields"].get(_CALLS, {})), _marks_of(spec), is_own=True)
 
 
 def _marks_of(spec: Tree) -> Marks | None:
-    """What marks reasoning, if plain texts do."""
+    """Return the marks of reasoning, if they are plain texts."""
     for name in REASONING_FIELDS:
         field = spec["fields"].get(name, {})
         if isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
@@ -167,7 +171,7 @@ def _marks_of(spec: Tree) -> Marks | None:
 
 
 def _held_as(calls: Tree) -> HeldForm | None:
-    """How a grammar writes calls of a field: as one that is known here, or any text between two marks."""
+    """Return how a grammar writes calls of a field: as a known format, or as any text between two marks."""
     if all(calls.get(key) == value for key, value in _TOOLS["hermes"].items()):
         return _HELD["hermes"]
     begin, end = calls.get("open"), calls.get("close")
@@ -181,12 +185,12 @@ def _first(source: str, signs: Mapping[str, str], otherwise: str) -> str:
 
 
 def _json_head(arguments: str) -> tuple[str, ...]:
-    """JSON's tokens one by one: an answer that is JSON, too, may begin as a call does, and go on otherwise."""
+    """Return JSON's tokens one by one, since an answer that is JSON may begin as a call does and go on otherwise."""
     return ("{", '"name"', ": ", '"{name}"', ", ", f'"{arguments}"', ": ")
 
 
 def _anchor(reasoning: str) -> Tree:
-    """The prompt's end, or the reasoning that it opens there."""
+    """Return the pattern of the prompt's end, or of the reasoning that it opens there."""
     if reasoning == "none":
         return {}
     form = _REASONING[reasoning]

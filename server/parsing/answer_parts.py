@@ -1,6 +1,6 @@
-"""What an answer is made of once it is read: words, reasoning and calls of tools, in pieces and whole.
+"""The parts of an answer: content, reasoning and tool calls, in pieces and whole.
 
-Pieces are what a stream sends. Invariant: pieces joined are the whole answer, however the text was cut.
+A stream sends the pieces. Joined they are the whole answer, however the text was cut.
 """
 
 import secrets
@@ -24,7 +24,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """Of the answer's calls, the one with this index has a name now; its arguments follow."""
+    """Announce the name of the call with this index; its arguments follow."""
 
     index: int
     call_id: str
@@ -33,7 +33,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments."""
+    """Hold more of the JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -44,7 +44,7 @@ Part = Content | Reasoning | CallBegun | CallArguments
 
 @dataclass(slots=True)
 class ToolCall:
-    """`arguments` is JSON as the model wrote it, cut short if the answer was."""
+    """Hold a whole call. `arguments` is JSON as the model wrote it, cut short if the answer was."""
 
     call_id: str
     name: str
@@ -59,7 +59,7 @@ class ReadAnswer:
 
 
 def join_parts(parts: Iterable[Part]) -> ReadAnswer:
-    """The whole answer that the pieces are of."""
+    """Return the whole answer that the pieces make."""
     answer = ReadAnswer()
     content, reasoning = [], []
     arguments: list[list[str]] = []

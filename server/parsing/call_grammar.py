@@ -1,8 +1,8 @@
-"""What an answer is held to: calls in the model's own form, a form that is asked for, or either; behind its reasoning.
+"""Write the grammar of an answer: calls in the model's own syntax, a form, or either, behind its reasoning.
 
-Or words in which calls may stand: then the words hold nothing that begins a call, so one that begins is held. Reasoning
-may come first where the model marks it, is free, and must end where the prompt has begun it and a form follows. Lark in
-llguidance's notation, text alone, where the form is the grammar `@form`; `grammar/structured.py` checks it.
+Or content in which calls may stand: it then holds nothing that begins a call, so one that begins is constrained.
+Reasoning may come first where the model marks it. It is free, and must end where the prompt has begun it and a form
+follows. The notation is llguidance's Lark; `@form` stands for the form. `grammar/structured.py` checks the text.
 """
 
 import json
@@ -22,7 +22,7 @@ _ANY_KEY = "/[^<>\\n]+/"
 
 @dataclass(frozen=True, slots=True)
 class HeldValue:
-    """Of an argument in tags. `term`: of Lark; "" for any text."""
+    """Constrain an argument between tags. `term`: in Lark; "" for any text."""
 
     key: str
     term: str
@@ -31,8 +31,10 @@ class HeldValue:
 
 @dataclass(frozen=True, slots=True)
 class HeldArguments:
-    """`term`: of Lark, where calls have JSON or Gemma's form, "" for any text; `rules`: those that it names. `keys`: of
-    arguments in tags, empty for any; `values`: all of them one by one, in this order, where they are held, else none.
+    """Constrain the arguments of a tool.
+
+    `term`: in Lark, for JSON or Gemma's syntax; "" for any text. `rules`: those that the term names. `keys`: of
+    arguments between tags, empty for any. `values`: all of them in this order, if they are constrained.
     """
 
     term: str
@@ -43,7 +45,7 @@ class HeldArguments:
 
 @dataclass(frozen=True, slots=True)
 class HeldCalls:
-    """`tools`: names, and what the arguments of each are."""
+    """Constrain calls. `tools`: names, and the arguments of each."""
 
     tools: Sequence[tuple[str, HeldArguments]]
     held: HeldForm
@@ -53,7 +55,7 @@ class HeldCalls:
 def write_answer(
     calls: HeldCalls | None, has_form: bool, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer
 ) -> str:
-    """is_reasoning: the prompt has begun it."""
+    """Return the grammar of an answer that is calls or a form. `is_reasoning`: the prompt has begun reasoning."""
     spell = speller(tokenizer)
     rules = [] if calls is None else _write_calls(calls, spell)
     answer = " | ".join((["calls"] if calls is not None else []) + (["@form"] if has_form else []))
@@ -64,7 +66,7 @@ def write_answer(
 
 
 def write_free_answer(calls: HeldCalls, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer) -> str:
-    """Words, and calls and reasoning among them wherever one begins. The last reasoning may stay open."""
+    """Return the grammar of content with calls and reasoning wherever one begins. The last reasoning may stay open."""
     spell = speller(tokenizer)
     held, names = calls.held, _group_names(calls)
     opens = held.opens.replace("{names}", "|".join(regex.escape(name) for name, _ in calls.tools))
@@ -97,7 +99,7 @@ def write_free_answer(calls: HeldCalls, reasoning: Marks | None, is_reasoning: b
 
 
 def _terminal(name: str, but: str) -> str:
-    """Any text in which a pattern matches nothing."""
+    """Return a terminal of any text in which a pattern matches nothing."""
     return f"{name}: /(?s:.*)/ & ~/{_in_slashes(f'(?s:.*){but}(?s:.*)')}/"
 
 
@@ -107,7 +109,7 @@ def _words_until(rule: str, mark: str, spell: Callable[[str], str]) -> str:
 
 
 def _group_names(calls: HeldCalls) -> dict[HeldArguments, list[str]]:
-    """Tools whose arguments are the same are one rule."""
+    """Return the names of tools by their arguments, so that equal ones share a rule."""
     names: dict[HeldArguments, list[str]] = {}
     for name, arguments in calls.tools:
         names.setdefault(arguments, []).append(name)
@@ -122,7 +124,7 @@ def _write_calls(calls: HeldCalls, spell: Callable[[str], str]) -> list[str]:
 
 
 def _write_each(calls: HeldCalls, names: dict[HeldArguments, list[str]], spell: Callable[[str], str]) -> list[str]:
-    """The rule `call`, and those that it needs."""
+    """Return the rule `call`, and those that it needs."""
     held = calls.held
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(names)))]
     takes_text = held.arguments == "text" or isinstance(held.arguments, Marked)
@@ -157,19 +159,19 @@ def _write_tags(i: int, tags: Tags, arguments: HeldArguments, spell: Callable[[s
 
 
 def _in_slashes(pattern: str) -> str:
-    """A pattern as Lark has it, on one line."""
+    """Return a pattern in Lark's notation, on one line."""
     return pattern.replace("\\\n", r"\n").replace("\n", r"\n").replace("/", r"\/")
 
 
 def _name(text: str, names: Sequence[str], spell: Callable[[str], str]) -> str:
-    """A text of a call's head, for any of these tools."""
+    """Return a text of a call's head, for any of these tools."""
     if "{name}" not in text:
         return spell(text)
     return "(" + " | ".join(spell(text.replace("{name}", name)) for name in names) + ")"
 
 
 def _any_until(rule: str, end: str, spell: Callable[[str], str]) -> str:
-    """A rule: any text up to `end`, and that."""
+    """Return a rule of any text up to `end`, and that."""
     spelled = spell(end)
     if spelled.startswith("<["):
         return f"{rule}: /(?s:.*)/ {spelled}"
@@ -177,7 +179,7 @@ def _any_until(rule: str, end: str, spell: Callable[[str], str]) -> str:
 
 
 def speller(tokenizer: Tokenizer) -> Callable[[str], str]:
-    """What gives a text as Lark has it, the special tokens in it by their ids; of an empty one nothing."""
+    """Return a function that writes a text in Lark's notation, special tokens by their ids."""
     ids = {tokenizer.token_bytes(token_id).decode(): token_id for token_id in tokenizer.special_ids}
     texts = sorted(filter(None, ids), key=len, reverse=True)
     special = regex.compile(f"({'|'.join(map(regex.escape, texts)) or '(?!)'})")

@@ -1,9 +1,9 @@
-"""Calls of tools, read from the text of one region as it comes: the name as soon as it is certain, arguments in pieces.
+"""Read tool calls from the text of one region as it comes: the name as soon as it is certain, arguments in pieces.
 
-Which of the readers a region has is told by its field. Knows nothing of what is around the region. Invariants: however
-the text is cut, the pieces joined are the same; a call that has begun stays one, and its arguments are what the model
-wrote, also where they are no JSON; what is not certain to be a call is `broken`, and then nothing of it has been told.
-Where a limit cut the answer, a call whose name is there is told with the arguments so far.
+The region's field decides which reader it gets. However the text is cut, the pieces joined are the same. A call that
+has begun stays one, and its arguments are what the model wrote, also if they are no JSON. What is not certain to be a
+call is `broken`, and then nothing of it was told. If a limit cut the answer, a call whose name is there is told with
+the arguments so far.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,20 +45,20 @@ class CallReader(Protocol):
     broken: bool
 
     def feed(self, text: str) -> list[Call]:
-        """What became certain."""
+        """Return what became certain."""
 
     def add(self, argument: Argument, text: str) -> list[Call]:
-        """An argument between tags, as text."""
+        """Take an argument between tags, as text."""
 
     def close(self, ended: Ended) -> list[Call]:
-        """The region has ended."""
+        """End the region."""
 
     def rest(self) -> str:
-        """Of a broken region, what is behind its last call."""
+        """Return what is behind the last call of a broken region."""
 
 
 def choose_reader(field: Field, captures: Mapping[str, str], tools: Tools, known_only: bool) -> CallReader:
-    """known_only: names of tools that the request does not offer are none."""
+    """Return the reader of a field's calls. `known_only`: names of tools that the request does not offer are none."""
     name: str = _PROBE_NAME
     arguments: dict[str, Any] = {"A": 1}
     has_plain_json = field.content == "json" and not field.arguments
@@ -74,7 +74,7 @@ def choose_reader(field: Field, captures: Mapping[str, str], tools: Tools, known
 
 
 def read_calls(value: Any) -> list[tuple[str, Any]]:
-    """Names and arguments of one call, or several, in any of the shapes that models and templates give them.
+    """Return the names and arguments of one or more calls, in any of the shapes that models and templates give them.
 
     Raises ValueError for what is none.
     """
@@ -99,7 +99,7 @@ def read_calls(value: Any) -> list[tuple[str, Any]]:
 
 
 class JsonCalls:
-    """JSON objects with `name` and `arguments`, one, several or a list; of a captured name, the arguments alone.
+    """Read JSON objects with `name` and `arguments`, alone or in a list; with a captured name, the arguments alone.
 
     Arguments that follow the name are passed on as they come; in any other order a call is told once it is whole.
     """
@@ -139,7 +139,9 @@ class JsonCalls:
         return []
 
     def _cut_head(self) -> list[Call]:
-        """What there is of a call whose arguments have not begun, or come before its name; nothing, without a name."""
+        """Return what there is of a call whose arguments have not begun, or come before its name; nothing without a
+        name.
+        """
         if self._given is not None:
             self.broken = bool(self._num_calls)
             return [] if self.broken else [(self._given, ""), ("", self._text.lstrip())]
@@ -179,7 +181,7 @@ class JsonCalls:
         return "" if end is None else self._read_whole(end, calls)
 
     def _begun(self) -> tuple[str, int, int] | None:
-        """The name of a call whose arguments begin, where they do, and how many brackets are around them."""
+        """Return a call's name, where its arguments begin, and the brackets around them; None before that."""
         if self._given is not None:
             match = None if self._num_calls else _BEGUN.match(self._text)
             return (self._given, match.end(), 0) if match else None
@@ -194,7 +196,7 @@ class JsonCalls:
         return (name, match.end(), 2 if match["nested"] else 1) if match else None
 
     def _read_whole(self, end: int, calls: list[Call]) -> str:
-        """A whole object in which nothing began: in another order, or no call. Returns what follows it."""
+        """Read a whole object in which no call began: in another order, or no call. Return what follows it."""
         try:
             found = [] if self._given is not None else read_calls(load_json(self._text[:end]))
         except (ValueError, RecursionError):
@@ -210,7 +212,7 @@ class JsonCalls:
         return text
 
     def _read_on(self, text: str, calls: list[Call]) -> str:
-        """Inside a call: its arguments, or what stands behind them in the object. Returns what follows."""
+        """Read on inside a call: its arguments, or what stands behind them in the object. Return what follows."""
         end = self._scanner.find_end(text, 0)
         if self._state == "arguments":
             calls.append(("", text[:end]))
@@ -227,7 +229,7 @@ class JsonCalls:
         return text[end:]
 
     def _is_tail(self, end: str, is_cut: bool) -> bool:
-        """Whether what stands behind the arguments in their object, and `end`, are members of it, and nothing else."""
+        """Return whether the text behind the arguments and `end` are members of their object, and nothing else."""
         try:
             from_json('{"":' * self._depth + "0" + self._text + end, allow_partial=is_cut, allow_inf_nan=False)
         except ValueError:
@@ -239,7 +241,7 @@ class JsonCalls:
 
 
 class TaggedCall:
-    """One call whose arguments are between tags: each is told once it is whole, as its type in the schema."""
+    """Read one call with arguments between tags: each is told once it is whole, as its type in the schema."""
 
     reads_specials = True
 
@@ -252,7 +254,7 @@ class TaggedCall:
         self._num_arguments = 0
 
     def feed(self, text: str) -> list[Call]:
-        """Between arguments should be nothing; what is there ends the call."""
+        """Take text between arguments, which should be nothing; anything else ends the call."""
         self._text += text
         if not text.strip():
             return []
@@ -285,7 +287,7 @@ class TaggedCall:
 
 
 class WholeCalls:
-    """Calls of any other form, told when the region ends."""
+    """Read calls of any other syntax, told when the region ends."""
 
     reads_specials = True
 
@@ -322,7 +324,7 @@ class WholeCalls:
         return calls
 
     def _cut_call(self) -> list[Call]:
-        """The call whose name the region's opening has, with the arguments so far; nothing, where it has none."""
+        """Return the call named in the region's opening with the arguments so far; nothing if none is named."""
         named = _probe(self._field, self._captures, {})
         if named is None:
             return []
@@ -351,7 +353,7 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _probe(field: Field, captures: Mapping[str, str], content: Any) -> tuple[str, Any] | None:
-    """What call the field makes of a content that it has parsed; None if it makes none of it."""
+    """Return the call that the field makes of a parsed content, None if it makes none."""
     plain = replace(field, content="json", arguments={})
     try:
         given = encode_json([content] if field.is_list else content)

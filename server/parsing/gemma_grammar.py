@@ -29,7 +29,7 @@ _PLAIN_KEY = regex.compile(r"[A-Za-z_][\w.-]*", regex.ASCII)
 
 
 class UnwrittenSchema(Exception):
-    """`place`: of the keyword that these rules cannot hold a call to, as a pointer."""
+    """Report a keyword that these rules cannot enforce. `place`: a pointer to it."""
 
     def __init__(self, place: str) -> None:
         super().__init__(place)
@@ -37,11 +37,14 @@ class UnwrittenSchema(Exception):
 
 
 class GemmaWriter:
-    """Writes the rules of one tool's arguments; their names begin with `prefix`."""
+    """Write the rules of one tool's arguments; their names begin with `prefix`."""
 
     def __init__(self, root: Schema, prefix: str, spell: Callable[[str], str], mark: str, text: str) -> None:
-        """spell: writes a text as a term. mark: stands before and behind a text. text: a rule, of any text and the mark
-        behind it. Knows references to `root`."""
+        """Prepare the rules of the schema `root`, in which references are found.
+
+        `spell` writes a text as a term. `mark` stands before and behind a text. `text` is the rule of any text and the
+        mark behind it.
+        """
         self._root = root
         self._prefix = prefix
         self._spell = spell
@@ -132,7 +135,7 @@ class GemmaWriter:
         return f'({key} ":" {value} ("," {key} ":" {value})*)?'
 
     def _write_alternatives(self, schema: Schema, several: str, place: str) -> str:
-        """Of a schema that says nothing else of the value."""
+        """Write the alternatives of a schema that says nothing else of the value."""
         beside = set(schema) & {*_OF_TYPES, *_BOUNDS, *_ALTERNATIVES, "minItems", "maxItems"} - {several}
         if beside or (several == "allOf" and len(schema[several]) != 1):
             raise UnwrittenSchema(f"{place}/{several}")
@@ -144,7 +147,7 @@ class GemmaWriter:
         return self._add(" | ".join(terms))
 
     def _write_reference(self, reference: str, place: str) -> str:
-        """A rule for each place that is named, so that a schema may hold itself."""
+        """Write a rule for each place that is named, so that a schema may refer to itself."""
         if reference not in self._of_references:
             schema = find_reference(reference, self._root)
             if not isinstance(schema, dict | bool):

@@ -1,7 +1,6 @@
-"""Where JSON ends, told from its brackets and strings alone, as its text comes.
+"""Find where JSON ends by its brackets and strings alone, as its text comes.
 
-Does not know whether the text is JSON; what stands between the brackets is not looked at. A mark that ends a region
-ends it only outside of strings.
+The text between brackets is not checked. A mark that ends a region ends it only outside of strings.
 """
 
 from collections.abc import Sequence
@@ -18,13 +17,13 @@ _SEPARATORS = regex.compile(r"[\s,;]*")
 
 class JsonScanner:
     def __init__(self, depth: int) -> None:
-        """depth: of brackets that are open already; 0: the value has not begun."""
+        """Begin inside `depth` open brackets; 0: the value has not begun."""
         self._depth = depth
         self._in_string = False
         self._is_escaped = False
 
     def find_end(self, text: str, begin: int) -> int | None:
-        """Where the value ends in `text`, which goes on from `begin`; where it should have begun, if it does not."""
+        """Return where the value ends in `text`, read on from `begin`; where it should have begun, if it does not."""
         for i in range(begin, len(text)):
             char = text[i]
             if self._is_escaped:
@@ -47,12 +46,14 @@ class JsonScanner:
 
 
 class ValuesScanner:
-    """A region of JSON values. It is over where its mark stands outside of strings, or where something else than
-    another value follows one; without a mark it is one value, and over behind it, or where it does not begin.
+    """Scan a region of JSON values.
+
+    It ends at its mark outside of strings, or where something other than another value follows one. Without a mark it
+    is one value, and ends behind it, or where it does not begin.
     """
 
     def __init__(self, closes: Pattern | None, can_grow: bool, delimiters: Sequence[tuple[str, str]]) -> None:
-        """delimiters: of strings, besides JSON's own."""
+        """Prepare the tokens. `delimiters`: of strings, besides JSON's own."""
         self._closes = closes
         self._can_grow = can_grow
         self._string_ends = {'"': '"'} | dict(delimiters)
@@ -98,7 +99,7 @@ class ValuesScanner:
             self._string_end = self._string_ends[token]
 
     def _skip_string(self, text: str, at: int, ends: Ends) -> tuple[int, bool]:
-        """Where the open string ends, or how far it has certainly come."""
+        """Return where the open string ends, or how far it has certainly come."""
         mark = self._string_end
         if mark == '"':
             end = _STRING_REST.match(text, at).end()
@@ -115,7 +116,7 @@ class ValuesScanner:
         return (len(text) if ends == OVER else end), False
 
     def _between(self, text: str, at: int, ends: Ends) -> Step | int:
-        """Outside of values: how the region goes on, or where the next value begins."""
+        """Outside of values, return how the region goes on, or where the next value begins."""
         if self._closes is None and self._has_begun:
             return Step(at, at)
         begin = _SPACE.match(text, at).end()

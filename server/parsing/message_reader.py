@@ -1,9 +1,8 @@
-"""An answer as a message: words, reasoning and calls of tools, read from its text as it comes.
+"""Read an answer as a message from its text as it comes: content, reasoning and tool calls.
 
-The text has special tokens spelled out, and told apart: a format is marked by them, and no client sees one. What is
-in the form of a call but is none is words. White space around regions goes with them. Where a limit cut the answer,
-what may be the beginning of a mark is not told, nor what there is of a call without a name. Knows no HTTP and no
-tokens. Invariant: however the text is cut into pieces, the parts joined are the same.
+The text has special tokens spelled out and told apart: they mark formats, and no client sees one. What looks like a
+call but is none is content. White space around regions goes with them. If a limit cut the answer, what may be the
+beginning of a mark is not told, nor a call without a name. However the text is cut, the parts joined are the same.
 """
 
 from collections.abc import Iterable
@@ -20,11 +19,16 @@ _CONTENT = "content"
 
 
 class MessageReader:
-    """`feed` the text, then `finish` or `cut`. `is_done`: no more calls are wanted, and what follows is not read."""
+    """Read an answer: `feed` the text, then `finish` or `cut`.
+
+    `is_done`: no more calls are wanted, the rest is not read.
+    """
 
     def __init__(self, answer_format: AnswerFormat, opening: str, tools: Tools | None, has_form: bool) -> None:
-        """opening: what of the answer the prompt holds already, which is read and not told. tools: None, and calls are
-        words. has_form: an answer with words is held to a form, and all that follows the first of them is part of it.
+        """Start reading.
+
+        `opening`: the answer's beginning in the prompt, which is read and not told. `tools`: without any, calls are
+        content. `has_form`: an answer with content has a form, and all that follows its beginning is part of it.
         """
         template = answer_format.template
         fields = [field for field in template.fields.values() if tools is not None or field.name != _CALLS]
@@ -63,11 +67,11 @@ class MessageReader:
         return self._read()
 
     def finish(self) -> list[Part]:
-        """The answer has ended by itself."""
+        """End an answer that has ended by itself."""
         return self._end(is_cut=False)
 
     def cut(self) -> list[Part]:
-        """A limit ended the answer."""
+        """End an answer that a limit ended."""
         return self._end(is_cut=True)
 
     def _end(self, is_cut: bool) -> list[Part]:
@@ -140,7 +144,7 @@ class MessageReader:
             self._say(self._visible(event.begin, event.end), parts)
 
     def _give_back(self, calls: CallReader, end: int, parts: list[Part]) -> bool:
-        """Whether the region up to `end` is no call, or none behind those that it had: then it is words."""
+        """Return whether the region up to `end` is no call, or nothing after its calls is; then it becomes content."""
         if not calls.broken:
             return False
         if self._has_calls:
@@ -149,7 +153,7 @@ class MessageReader:
         return True
 
     def _tell(self, calls: list[Call], parts: list[Part]) -> bool:
-        """False: the request wants no more of them."""
+        """Add calls to the parts. Return False if the request wants no more of them."""
         for name, text in calls:
             if name:
                 if self.num_calls == self._tools.most_calls:
@@ -168,7 +172,7 @@ class MessageReader:
             self._regions.open_no_more()
 
     def _visible(self, begin: int, end: int) -> str:
-        """The text without special tokens, and without the opening."""
+        """Return the text without special tokens and without the opening."""
         pieces = []
         begin = max(begin, self._num_old)
         for first, last in self._specials:
@@ -181,7 +185,7 @@ class MessageReader:
         return "".join(pieces)
 
     def _forget(self) -> None:
-        """Of the text before the open region, or before what comes next outside, nothing will be asked."""
+        """Release the text before the open region, or before what comes next outside."""
         keep = self._opened_at if self._calls is not None and not self._has_calls else self._regions.position
         self._regions.release(keep)
         while self._specials and self._specials[0][1] <= keep:
@@ -189,7 +193,7 @@ class MessageReader:
 
 
 class _Words:
-    """Words of one kind: white space around a region goes with it, but for what keeps the words on both sides apart."""
+    """Collect content or reasoning without the white space around regions, unless it separates words on both sides."""
 
     def __init__(self, kind: type[Content] | type[Reasoning]) -> None:
         self._kind = kind
@@ -224,5 +228,5 @@ class _Words:
 
 
 def read_whole(reader: MessageReader, texts: Iterable[tuple[str, bool]]) -> list[Part]:
-    """All parts of an answer that is there: texts, each with whether it is a special token's."""
+    """Return all parts of a complete answer. `texts`: each with whether it is a special token's."""
     return [part for text, is_special in texts for part in reader.feed(text, is_special)] + reader.finish()

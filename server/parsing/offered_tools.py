@@ -1,4 +1,4 @@
-"""The tools that a request offers, as far as reading their calls needs them: names, and schemas of their arguments."""
+"""The tools that a request offers, as far as reading their calls needs them: names and schemas of arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ _PYTHONS = {"True": True, "False": False, "None": None}  # as models that have r
 
 @dataclass(slots=True)
 class Kinds:
-    """What a schema allows: names of types, and texts that are values as they are."""
+    """Hold what a schema allows: names of types, and texts that are values as they are."""
 
     types: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
@@ -20,25 +20,25 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """`parameters`: for each name the JSON Schema of its arguments. `most_calls`: None for any number."""
+    """Hold the JSON Schema of each tool's arguments by name. `most_calls`: None for any number."""
 
     parameters: Mapping[str, Mapping[str, Any]]
     most_calls: int | None = None
 
     def argument(self, name: str, key: str, value: Any) -> Any:
-        """A value that came as text, as the type that the tool's schema gives it; others as they are."""
+        """Return a value that came as text, as the type in the tool's schema; others as they are."""
         kinds = self.kinds(name, key)
         if isinstance(value, list):
             return value if "array" in kinds.types else [_typed(item, kinds) for item in value]
         return _typed(value, kinds)
 
     def begin_argument(self, name: str, key: str, text: str) -> str:
-        """The JSON of a value whose text a limit cut: as far as it came."""
+        """Return the JSON of a value whose text a limit cut, as far as it came."""
         types = self.kinds(name, key).types
         return encode_json(text)[:-1] if not types or "string" in types else text.strip()
 
     def kinds(self, name: str, key: str) -> Kinds:
-        """What the tool's schema allows as an argument."""
+        """Return what the tool's schema allows as an argument."""
         found = Kinds()
         root = self.parameters.get(name, {})
         properties = root.get("properties")
@@ -73,7 +73,7 @@ def _gather(schema: Any, root: Mapping[str, Any], found: Kinds, seen: set[str]) 
 
 
 def _typed(value: Any, kinds: Kinds) -> Any:
-    """The value that a text spells, if it is of one of the types; else the text."""
+    """Return the value that a text spells if it has one of the types, else the text."""
     if not isinstance(value, str) or value in kinds.texts:
         return value
     spelled = value.strip()

@@ -1,7 +1,7 @@
-"""An answer's text cut into the regions of a response template, as it comes.
+"""Cut an answer's text into the regions of a response template, as it comes.
 
-Every character comes out once, as a delimiter or inside a region, so what turns out to be none can be given back.
-Knows nothing of what regions mean. Invariant: however the text is cut into pieces, the regions are the same.
+Every character comes out once, as a delimiter or inside a region, so a region that turns out to be none can be given
+back. However the text is cut into pieces, the regions are the same.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """More of the region that is open; of the text outside, where none is."""
+    """Hold more of the open region, or of the text outside if none is open."""
 
     begin: int
     end: int
@@ -35,7 +35,7 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """An argument between tags, of the region that is open."""
+    """Hold an argument between tags of the open region."""
 
     begin: int
     end: int
@@ -44,8 +44,10 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """`is_cut`: the text ended, not the region. With no region open: a mark outside, which means nothing; what a limit
-    has left of one, if it `is_cut`."""
+    """Close the region. `is_cut`: the text ended, not the region.
+
+    With no region open: a mark outside, which means nothing; with `is_cut`, what a limit has left of a mark.
+    """
 
     begin: int
     end: int
@@ -56,13 +58,13 @@ Event = Opened | Inside | Between | Closed
 
 
 class Scanner(Protocol):
-    """Finds where a region ends."""
+    """Find where a region ends."""
 
     def scan(self, text: str, at: int, ends: Ends) -> Step: ...
 
 
 class TextScanner:
-    """A region of any text up to its mark."""
+    """Scan a region of any text up to its mark."""
 
     def __init__(self, field: Field) -> None:
         self._closes, self._can_grow = field.closes, field.closes_can_grow
@@ -82,7 +84,7 @@ def choose_scanner(field: Field) -> Scanner:
 
 
 class RegionReader:
-    """`feed` until the text ends, then `finish`. Positions count from the beginning of all text."""
+    """Read regions: `feed` until the text ends, then `finish`. Positions count from the beginning of all text."""
 
     def __init__(self, fields: Iterable[Field]) -> None:
         fields = list(fields)
@@ -109,7 +111,7 @@ class RegionReader:
         return self._text[begin - self._base : end - self._base]
 
     def release(self, position: int) -> None:
-        """What lies before will not be asked for; one character of it stays, behind which a mark may have to stand."""
+        """Release the text before a position, except one character, behind which a mark may have to stand."""
         cut = position - self._base - 1
         if cut > len(self._text) // 2:
             self._text = self._text[cut:]
@@ -119,15 +121,15 @@ class RegionReader:
         self._text += text
 
     def finish(self, is_cut: bool) -> None:
-        """is_cut: by a limit, so what may be the beginning of a mark is one."""
+        """End the text. `is_cut`: by a limit, so what may be the beginning of a mark is one."""
         self._ends = CUT if is_cut else OVER
 
     def open_no_more(self) -> None:
-        """All that is not in an open region is outside."""
+        """Open no more regions; all that is not in an open one is outside."""
         self._marks = []
 
     def next(self) -> Event | None:
-        """The next event; None if more text is needed."""
+        """Return the next event, None if more text is needed."""
         return self._outside() if self._scanner is None else self._in_region(self._scanner)
 
     def _outside(self) -> Event | None:
@@ -154,7 +156,7 @@ class RegionReader:
         return Opened(field, opened_at, self.position, found[3])
 
     def _drop_mark(self) -> Event | None:
-        """The text that is left where it ended, which may be the beginning of a mark."""
+        """Return the text that is left where it ended, which may be the beginning of a mark."""
         if self._ends.more or self._at == len(self._text):
             return None
         if _IS_MARK.search(self._text, self._at) is None:

@@ -27,9 +27,12 @@ END_CHARS = 4096  # of a prompt's end, where what the template writes of the ans
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`opens` is None for the text outside of all regions; `closes` where only the end of the text, or of a JSON value,
-    ends it. `*_can_grow`: a match at the end of what is there may become a longer one. `tags`: of a content that is
-    arguments between tags, whose values may be any text."""
+    """Hold the marks and the content of a region.
+
+    `opens` is None for the text outside of all regions; `closes` is None where the end of the text, or of a JSON value,
+    ends it. `*_can_grow`: a match at the end of the text so far may become longer. `tags`: of a content that is
+    arguments between tags, whose values may be any text.
+    """
 
     name: str
     opens: Pattern | None
@@ -45,13 +48,13 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTemplate:
-    """Fields by name. `anchor`: after its last match in a prompt, the answer begins."""
+    """Hold the fields by name. `anchor`: after its last match in a prompt, the answer begins."""
 
     fields: Mapping[str, Field]
     anchor: Pattern | None
 
     def opening(self, prompt: str) -> str:
-        """What of the answer the prompt's end already holds, an opened region for instance."""
+        """Return the beginning of the answer that the prompt's end already holds, such as an opened region."""
         if self.anchor is None:
             return ""
         end = prompt[-END_CHARS:]
@@ -60,7 +63,7 @@ class ResponseTemplate:
 
 
 def load_response_template(spec: object, where: str) -> ResponseTemplate:
-    """Raises ConfigError, which begins with `where`."""
+    """Load a template. Raises ConfigError, which begins with `where`."""
     try:
         return _load(spec)
     except (ValueError, regex.error) as error:
@@ -68,7 +71,7 @@ def load_response_template(spec: object, where: str) -> ResponseTemplate:
 
 
 def parse_region(field: Field, text: str, captures: Mapping[str, str]) -> Any:
-    """The value of a region's text. Raises ValueError if it is no such thing, and RecursionError."""
+    """Return the value of a region's text. Raises ValueError if it is no such thing, and RecursionError."""
     value = parse_content(text, field.content, field.arguments)
     if field.transform is None:
         return value
@@ -80,7 +83,7 @@ def parse_region(field: Field, text: str, captures: Mapping[str, str]) -> Any:
 
 
 def parse_content(text: str, kind: str, arguments: Mapping[str, Any]) -> Any:
-    """A value of one of `CONTENTS`. Raises ValueError and RecursionError."""
+    """Return a value of one of `CONTENTS`. Raises ValueError and RecursionError."""
     stripped = text.strip() if arguments.get("strip", True) else text
     if kind == "json":
         return _parse_json(text, stripped, arguments)
@@ -94,12 +97,15 @@ def parse_content(text: str, kind: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def parse_value(text: str, parser: Mapping[str, Any] | None) -> Any:
-    """The value of a tag or line. Raises ValueError."""
+    """Return the value of a tag or line. Raises ValueError."""
     return text if parser is None else parse_content(text, parser.get("name", "text"), parser.get("args", {}))
 
 
 def load_json(text: str) -> Any:
-    """Raises ValueError, also for the NaN and infinities that Python's own reader lets pass, and RecursionError."""
+    """Load strict JSON.
+
+    Raises RecursionError, and ValueError, also for NaN and infinities, which Python's reader takes.
+    """
     return json.loads(text, parse_constant=_refuse_constant)
 
 
@@ -108,8 +114,9 @@ def _refuse_constant(name: str) -> None:
 
 
 def write_json(text: str, arguments: Mapping[str, Any]) -> str:
-    """JSON of a text whose strings may have other delimiters, and whose keys may lack quotes. A string that was cut
-    stays open.
+    """Return JSON for a text whose strings may have other delimiters and whose keys may lack quotes.
+
+    A string that was cut stays open.
     """
     pieces = _split_strings(text, dict(arguments.get("string_delims", ())))
     if arguments.get("unquoted_keys"):
@@ -120,7 +127,7 @@ def write_json(text: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _split_strings(text: str, ends: Mapping[str, str]) -> list[str]:
-    """Pieces of a text, those at odd places between delimiters; the last of them is if it was not closed."""
+    """Return pieces of a text, those at odd places from between delimiters; the last string may be open."""
     pieces, at = [], 0
     begins = regex.compile("|".join(map(regex.escape, ends)) or "(?!)")
     while (begin := begins.search(text, at)) is not None:
@@ -175,7 +182,7 @@ def _parse_lines(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill(transform: Any, scope: Mapping[str, Any]) -> Any:
-    """A transform with what its placeholders stand for. Raises ValueError for one that stands for nothing."""
+    """Fill the placeholders of a transform. Raises ValueError for one that stands for nothing."""
     if isinstance(transform, dict):
         return {key: _fill(value, scope) for key, value in transform.items()}
     if isinstance(transform, list):
@@ -231,7 +238,7 @@ def _load_field(where: str, name: str, raw: object) -> Field:
 
 
 def _compile(where: str, raw: dict[str, Any], literal: str, pattern: str) -> tuple[Pattern | None, bool]:
-    """The pattern, and whether a match at the end of a text may yet become a longer one."""
+    """Return the pattern, and whether a match at the end of a text may become longer."""
     if literal in raw and pattern in raw:
         raise ValueError(f"{where}: {literal} and {pattern}; wanted one of them")
     if pattern in raw:

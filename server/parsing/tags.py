@@ -1,7 +1,7 @@
-"""Arguments between tags: where each begins and ends, told from the pattern of one as its text comes.
+"""Find arguments between tags as the text comes, by the pattern of one.
 
-A value may hold anything, so a mark that ends a value ends it only where another argument, or the end of the region,
-follows. Where the text ends and no such mark has come, the first one is taken; a value without any is none.
+A value may hold anything, so a mark ends it only where another argument or the end of the region follows. If the text
+ends before that, the first mark is taken; a value without any is none.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _SPACE = regex.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What is known of a text's end: more of it comes, it is over, or a limit cut it."""
+    """Say what is known of a text's end: more of it comes, it is over, or a limit cut it."""
 
     more: bool
     is_cut: bool
@@ -28,7 +28,7 @@ MORE, OVER, CUT = Ends(True, False), Ends(False, False), Ends(False, True)
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Of a text, where a mark begins and ends; `end` is None where it may only have begun at the text's end."""
+    """Hold where a mark begins and ends; `end` is None where it may only have begun at the text's end."""
 
     begin: int
     end: int | None
@@ -36,7 +36,7 @@ class Mark:
 
 
 def find_mark(pattern: Pattern, can_grow: bool, text: str, at: int, ends: Ends) -> Mark | None:
-    """The first match, or what may become one. can_grow: a match at the text's end may become longer."""
+    """Return the first match, or what may become one. `can_grow`: a match at the text's end may become longer."""
     match = pattern.search(text, at, partial=ends.more)
     if match is None and ends.is_cut:
         match = pattern.search(text, at, partial=True)
@@ -51,14 +51,14 @@ def find_mark(pattern: Pattern, can_grow: bool, text: str, at: int, ends: Ends) 
 
 @dataclass(frozen=True, slots=True)
 class TagForm:
-    """What stands before a value, with a group `key`, and behind it."""
+    """Hold what stands before a value, with a group `key`, and behind it."""
 
     opening: Pattern
     closing: Pattern
 
 
 def split_tag_pattern(pattern: str) -> TagForm | None:
-    """The form of a pattern with the groups `key` and `value`, whose value is any text; None for other patterns."""
+    """Return the form of a pattern with groups `key` and `value`, whose value is any text; None for other patterns."""
     opening, is_any, closing = pattern.partition(_VALUE)
     if not is_any or "(?P<key>" not in opening or not closing:
         return None
@@ -70,8 +70,9 @@ def split_tag_pattern(pattern: str) -> TagForm | None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The text is certainly part of the region up to `inside`. There it closes, with a mark up to `close`; or, in a
-    region of tags, an argument stands there."""
+    """Say that the text belongs to the region up to `inside`, and what stands there: its end up to `close`, or an
+    argument.
+    """
 
     inside: int
     close: int | None = None
@@ -80,7 +81,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """`end`: in the text. `is_whole`: not cut by a limit."""
+    """Hold an argument. `end`: in the text. `is_whole`: not cut by a limit."""
 
     key: str
     value: str
@@ -89,7 +90,7 @@ class Argument:
 
 
 class TagScanner:
-    """Reads one region. Between two calls of `scan`, `at` goes on to where the step before said."""
+    """Scan one region. Between two calls of `scan`, `at` goes on to where the step before said."""
 
     def __init__(self, form: TagForm, closes: Pattern | None, closes_can_grow: bool) -> None:
         self._form = form
@@ -142,7 +143,7 @@ class TagScanner:
         return Step(at, argument=Argument(key, value, end, is_whole))
 
     def _follows(self, text: str, at: int, ends: Ends) -> bool | None:
-        """Whether another argument or the region's end is at `at`, behind white space; None: it may yet come there."""
+        """Return whether another argument or the region's end is behind white space at `at`; None: it may yet come."""
         at = _SPACE.match(text, at).end()
         if at == len(text):
             return True if ends == OVER else None
@@ -157,7 +158,7 @@ class TagScanner:
 
 
 def split_tags(form: TagForm, text: str) -> list[tuple[str, str]]:
-    """Keys and values of a region that is there."""
+    """Return the keys and values of a complete region."""
     scanner = TagScanner(form, None, False)
     found, at = [], 0
     while at < len(text):

@@ -45,7 +45,7 @@ class ResolvedPlan:
 
 
 def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
-    """The model's shape, from its folder or its name, and a note where the folder is not there yet.
+    """Return the model's shape, from its folder or its name, and a note if the folder is not there yet.
 
     Raises ModelError for a folder that is missing without `model.shape`, or broken, or of another shape than it says.
     """
@@ -146,7 +146,7 @@ def _tell_what_gains_nothing(device: str, profiles: Mapping[str, Profile]) -> tu
 
 
 def _name_of_way(deployment: Deployment, memory: MemoryPlan, architecture: Architecture) -> Way:
-    """`gpu.host_experts`: what the plan does with experts in host memory, if any lie there."""
+    """Return `gpu.host_experts`: what the plan does with experts in host memory, if any lie there."""
     if memory.device == "cpu" or not find_expert_shares(architecture, memory).host_bytes:
         return "auto"
     if not memory.computed_rows:

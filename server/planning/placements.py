@@ -58,9 +58,11 @@ BIT_AGREEMENT = 0.5257
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """One of `batch` rows, each with a whole context. down_tokens: of each, read on the host. Milliseconds by what they
-    are for; `experts_ms`: of those in host memory that the rows take, over the link, or on the CPU if it computes them;
-    `link_ms`: queries and partials; `fetch_ms`: predicted blocks, if each prediction chooses other ones.
+    """Estimate a step of `batch` rows, each with a whole context, in milliseconds by purpose.
+
+    `down_tokens`: offloaded tokens of each, read on the host. `experts_ms`: host experts that the rows take, over the
+    link or on the CPU. `link_ms`: queries and partials. `fetch_ms`: predicted blocks, if each prediction chooses other
+    ones.
     """
 
     batch: int
@@ -74,7 +76,7 @@ class StepEstimate:
 
     @property
     def ms(self) -> float:
-        """What each of its rows waits for a token."""
+        """Return the time that each row waits for a token."""
         return self.weights_ms + self.experts_ms + self.device_kv_ms + self.link_ms + self.host_ms + self.fetch_ms
 
     @property
@@ -84,8 +86,10 @@ class StepEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`steps`: for each batch asked for, None where so many contexts do not fit; `most_contexts`: that do at once;
-    why_not: none fits, or it cannot be had.
+    """Hold a placement.
+
+    `steps`: for each batch asked for, None where so many contexts do not fit. `most_contexts`: that fit at once.
+    `why_not`: the reason why none fits or the placement cannot be had.
     """
 
     name: Name
@@ -100,8 +104,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of placements for contexts of `context_tokens`. `share_read`: of the keys on the host, for each query head, where
-    they are sampled. `taken`: what requests that name no profile get. `experts`: what is told of those in host memory.
+    """Compare placements for contexts of `context_tokens`.
+
+    `share_read`: the share of sampled keys that each query head reads on the host. `taken`: what requests that name no
+    profile get. `experts`: the cost of experts in host memory.
     """
 
     context_tokens: int
@@ -119,8 +125,10 @@ class Comparison:
 
 
 def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates) -> Comparison:
-    """`plan`: the deployment resolved. What the deployment leaves open is left to each placement's own plan, but for
-    the length of contexts, which is the plan's for all of them.
+    """Return the comparison for a resolved deployment, `plan`.
+
+    What the deployment leaves open is left to each placement's own plan, except the length of contexts, which is the
+    plan's for all.
     """
     context, running = plan.memory.max_context_tokens, deployment.scheduler.max_running
     batches = tuple(sorted({min(batch, running) for batch in BATCHES}))
@@ -143,7 +151,9 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
 
 
 def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> str | None:
-    """What those in host memory cost: a step by its rows, if these take theirs at random, and a prompt."""
+    """Return the cost of experts in host memory: of a step by its rows, if these take theirs at random, and of a
+    prompt.
+    """
     moved = StepBytes(plan.architecture, plan.memory, None)
     if not moved.fetched(1):
         return None
@@ -176,13 +186,13 @@ def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> s
 
 
 def _experts_ms(moved: StepBytes, times: ExpertTimes, batch: int) -> float:
-    """Of those in host memory, in a step of so many rows."""
+    """Return the milliseconds of host experts in a step of so many rows."""
     return times.compute_ms(batch) if moved.computes(batch) else times.fetch_ms(batch)
 
 
 def expected_share(bits_per_table: int, num_tables: int) -> float:
-    """Of the keys, those whose code agrees with a query's in two tables or more (MagicPIG section 4.2), where each bit
-    agrees by BIT_AGREEMENT.
+    """Return the share of keys whose code agrees with a query's in two tables or more (MagicPIG section 4.2), where
+    each bit agrees by BIT_AGREEMENT.
     """
     collides = BIT_AGREEMENT**bits_per_table
     none = (1 - collides) ** num_tables
@@ -203,8 +213,9 @@ def _name_of(profile: Profile) -> Name:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A deployment as it would be with one placement, its memory, and the length of its contexts. fetches: the part
-    that fetches predicted blocks, if one does. tier, demand: None where the host is not used.
+    """Hold a deployment with one placement, its memory, and the length of its contexts.
+
+    `fetches`: the part that fetches predicted blocks, if one does. `tier`, `demand`: None where the host is not used.
     """
 
     name: Name
@@ -228,7 +239,7 @@ class _Planned:
 
 
 def _plan_for(name: Name, taken: Name, deployment: Deployment, plan: ResolvedPlan) -> _Planned:
-    """The taken one is the deployment as it is. Raises PlanError and ProfileError where a placement cannot be had."""
+    """Return the plan of a placement; the deployment's own is as it is. Raises PlanError and ProfileError."""
     context = plan.memory.max_context_tokens
     if name == taken:
         fetches = plan.profiles[deployment.scheduler.default_profile].ring_part if name not in ALWAYS else None
@@ -256,7 +267,7 @@ def _place(planned: _Planned, batches: Sequence[int], share: float, rates: Rates
 
 
 def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
-    """How many whole contexts there is room for at once, and what there is too little of for one."""
+    """Return how many whole contexts fit at once, and what one lacks if none does."""
     memory, context = planned.memory, planned.context
     running, pages = planned.config.scheduler.max_running, -(-context // memory.page_tokens)
     tier, demand = planned.tier, planned.demand
@@ -280,7 +291,7 @@ def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
 
 
 def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEstimate:
-    """Each context has an equal part of the pages, and the CPU reads what does not fit there."""
+    """Estimate a step in which contexts share the pages equally, and the CPU reads what does not fit there."""
     memory, context, architecture = planned.memory, planned.context, planned.architecture
     tier, demand = planned.tier, planned.demand
     down = 0 if demand is None else context - demand.resident_tokens_of(context, memory.num_pages // batch)
@@ -326,7 +337,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEsti
 
 
 def _find_fetch(planned: _Planned) -> BlockFetch | None:
-    """What a long context has fetched; None where nothing is, and for one that is too short for predictions."""
+    """Return what a long context has fetched; None where nothing is, or where it is too short for predictions."""
     part = planned.fetches
     if part is None or part.method.rings is None or part.method.rings.fetches is None:
         return None
@@ -335,7 +346,7 @@ def _find_fetch(planned: _Planned) -> BlockFetch | None:
 
 
 def _find_best(placements: Sequence[Placement]) -> Name | None:
-    """The fastest at one context; one that reads less must pay for it beside one that reads all."""
+    """Return the fastest placement at one context; one that reads less must be faster than one that reads all."""
     best: Placement | None = None
     for placement in placements:
         if placement.first is None:
@@ -372,7 +383,9 @@ def _explain(placements: Sequence[Placement], taken: Name, best: Name | None, co
 
 
 def _judge_sampling(placements: Sequence[Placement]) -> str:
-    """For which batches it gives more tokens/s than the best that reads all, at as many contexts or fewer."""
+    """Return the batches for which sampling gives more tokens/s than the best that reads all, at as many contexts or
+    fewer.
+    """
     exact = [placement for placement in placements if READINGS[placement.name].reads_all]
     sampled = next(placement for placement in placements if placement.name == "sampled")
     if sampled.first is None:

@@ -37,10 +37,10 @@ _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exce
 
 
 class ChatTemplate:
-    """Messages to the prompt's text, special tokens spelled out."""
+    """Render messages as the prompt's text, special tokens spelled out."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Raises ConfigError if the template does not compile, or had to be stopped when it was tried."""
+        """Compile and try the template. Raises ConfigError if it does not compile, or had to be stopped."""
         self._special_tokens = special_tokens
         self.source = source
         self.for_tools: ChatTemplate | None = None  # the one to render where there are tools
@@ -76,10 +76,10 @@ class ChatTemplate:
         spell: Spell,
         documents: list[dict[str, str]] | None = None,
     ) -> str:
-        """`spell`: how a text of a client is written; documents are given as they are, each a `title` and a `text`.
-        Waits for a child process: a thread's work.
+        """Render a conversation in a child process, for which a thread waits.
 
-        Raises ApiError 400 if the template refuses the conversation, or had to be stopped.
+        `spell`: how a text of a client is written; documents are given as they are, each a `title` and a `text`. Raises
+        ApiError 400 if the template refuses the conversation, or had to be stopped.
         """
         given = messages if isinstance(messages, Conversation) else Conversation(messages)
         if given.has_tools and self.for_tools is not None:
@@ -104,7 +104,7 @@ class ChatTemplate:
         return before
 
     def _adapt(self, given: Conversation) -> Conversation:
-        """The conversation in messages that the template takes."""
+        """Return the conversation in messages that the template takes."""
         messages = place_systems(given.messages, self.takes_system, self._takes_later_systems)
         adapted = replace(given, messages=messages)
         if given.has_tools and not self.writes_tools:
@@ -136,14 +136,14 @@ class ChatTemplate:
 
     @property
     def own_variables(self) -> frozenset[str]:
-        """Names that no request may give a value."""
+        """Return the names that no request may give a value."""
         return frozenset(_GIVEN | set(self._special_tokens))
 
     def _goes_over_parts(self, message: Message) -> bool:
         return self._takes_parts and (isinstance(message.content, list) or not self._takes_text)
 
     def _try(self, messages: list[Message], tools: list[Tree]) -> str | None:
-        """What the template itself makes of a chat; None if it refuses it."""
+        """Return what the template makes of a chat, None if it refuses it."""
         try:
             return self._write(Conversation(messages, tools), str, None)
         except ApiError:
@@ -151,8 +151,9 @@ class ChatTemplate:
 
 
 def load_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The configured file, else the tokenizer's own, with the one named `tool_use` for chats that have tools; None if
-    there is none. Raises ConfigError.
+    """Load the configured template, else the tokenizer's own, with the one named `tool_use` for chats that have tools.
+
+    Returns None if there is none. Raises ConfigError.
     """
     if model.chat_template is not None:
         return _open(str(model.chat_template), _read(model.chat_template), tokenizer)
@@ -179,8 +180,9 @@ def _open(name: str, source: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _named_sources(tokenizer: Tokenizer) -> dict[str, str]:
-    """Templates by name, as transformers keeps them: in the tokenizer's settings, and in files, which go before. Raises
-    ConfigError.
+    """Return templates by name, as transformers keeps them: in the tokenizer's settings, and in files, which go first.
+
+    Raises ConfigError.
     """
     given = tokenizer.settings.get("chat_template") or {}
     if isinstance(given, str):

@@ -1,7 +1,6 @@
-"""A chat as its template sees it: messages, tools and variables as plain trees, every text of a client spelled.
+"""A chat as its template reads it: messages, tools and variables as plain trees, every text of a client spelled.
 
-Calls have their arguments as objects, which is what templates read. Knows no template and no tokens. Invariant: no
-text of a client is in a tree but through `spell`.
+Calls have their arguments as objects, which is what templates read. Every text of a client passes through `spell`.
 """
 
 import json
@@ -20,9 +19,12 @@ Spell = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`tools`: what is offered, as OpenAI writes it. `variables`: what else the template is given. `continues`: the
-    prompt ends inside of the last message, with its text, and an answer goes on there. `begins_answer`: else it ends
-    with the beginning of an answer's turn."""
+    """Hold a chat.
+
+    `tools`: what is offered, as OpenAI writes it. `variables`: what else the template is given. `continues`: the prompt
+    ends inside the last message, which the answer continues; else, with `begins_answer`, it ends with the beginning of
+    an answer's turn.
+    """
 
     messages: list[Message]
     tools: list[Tree] = field(default_factory=list)
@@ -31,7 +33,7 @@ class Conversation:
     begins_answer: bool = True
 
     def texts(self) -> Iterator[str]:
-        """Every text of the client."""
+        """Yield every text of the client."""
         for message in self.messages:
             yield from strings_of(plain_message(message, str, with_parts=True))
             yield "".join(message_texts(message))  # as a template may write parts
@@ -40,12 +42,12 @@ class Conversation:
 
     @property
     def has_tools(self) -> bool:
-        """Whether tools are offered, or were called before."""
+        """Return whether tools are offered, or were called before."""
         return bool(self.tools) or any(message.tool_calls or message.role == "tool" for message in self.messages)
 
     @property
     def continued(self) -> str | None:
-        """The text that the answer goes on with, where it continues the last message."""
+        """Return the text of the last message if the answer continues it."""
         return message_text(self.messages[-1]) if self.continues else None
 
     @property
@@ -54,7 +56,7 @@ class Conversation:
 
 
 def read_conversation(body: ChatBody) -> Conversation:
-    """What a chat's template is given; tools that must not be called are not offered."""
+    """Return what a chat's template is given; tools that must not be called are not offered."""
     tools = [plain_tool(tool) for tool in body.offered_tools()]
     variables: Tree = {}
     if body.reasoning_effort is not None:
@@ -73,7 +75,10 @@ def plain_tool(tool: Tool) -> Tree:
 
 
 def plain_message(message: Message, spell: Spell, with_parts: bool) -> Tree:
-    """with_parts: the content is a list of text parts, as OpenAI writes it; else one text."""
+    """Return a message as a tree.
+
+    `with_parts`: the content is a list of text parts, as OpenAI writes it; else one text.
+    """
     content = _plain_parts(message, spell) if with_parts else spell(message_text(message))
     plain: Tree = {"role": message.role, "content": content}
     if message.name:
@@ -99,7 +104,7 @@ def plain_message(message: Message, spell: Spell, with_parts: bool) -> Tree:
 
 
 def _plain_parts(message: Message, spell: Spell) -> list[Tree]:
-    """The content's parts; as one part where they would spell out together what none of them does alone."""
+    """Return the content's parts; one part where they would together spell out what none of them does alone."""
     texts = message_texts(message)
     spelled = [spell(text) for text in texts]
     if "".join(spelled) != spell("".join(texts)):
@@ -108,9 +113,7 @@ def _plain_parts(message: Message, spell: Spell) -> list[Tree]:
 
 
 def read_arguments(text: str) -> Tree:
-    """A call's arguments; of a text that is no object, or too deep for a body, the text as the one argument
-    `arguments`.
-    """
+    """Return a call's arguments; a text that is no object, or too deep for a body, becomes the argument `arguments`."""
     try:
         is_deep = count_levels(text.encode("utf-8", "surrogatepass")) > MOST_LEVELS
         tree = None if is_deep else json.loads(text) if text.strip() else {}
@@ -120,7 +123,7 @@ def read_arguments(text: str) -> Tree:
 
 
 def spell_tree(tree: Any, spell: Spell) -> Any:
-    """The tree with every text in it spelled, keys too."""
+    """Return the tree with every text in it spelled, keys too."""
     if isinstance(tree, str):
         return spell(tree)
     if isinstance(tree, list):
@@ -131,7 +134,7 @@ def spell_tree(tree: Any, spell: Spell) -> Any:
 
 
 def strings_of(tree: Any) -> Iterator[str]:
-    """Every text in a tree, keys too."""
+    """Yield every text in a tree, keys too."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, list):

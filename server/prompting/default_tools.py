@@ -39,7 +39,7 @@ _INTRODUCTION = (
 
 
 def write_tools(conversation: Conversation, takes_system: bool) -> Conversation:
-    """The same chat without tools, calls and results that a template would have to know."""
+    """Return the chat without tools, calls and results that a template would have to know."""
     messages = write_calls(write_results(conversation.messages))
     if conversation.tools:
         tools = "\n".join(map(encode_json, conversation.tools))
@@ -48,7 +48,7 @@ def write_tools(conversation: Conversation, takes_system: bool) -> Conversation:
 
 
 def write_results(messages: list[Message]) -> list[Message]:
-    """Results of tools as what the user says."""
+    """Return the messages with results of tools as what the user says."""
     written: list[Message] = []
     results: list[str] = []
     for message in messages:
@@ -62,13 +62,15 @@ def write_results(messages: list[Message]) -> list[Message]:
 
 
 def write_calls(messages: list[Message]) -> list[Message]:
-    """Calls as what the assistant says."""
+    """Return the messages with calls as what the assistant says."""
     return [_with_calls(message) for message in messages]
 
 
 def write_observations(messages: list[Tree]) -> list[Tree]:
-    """Calls and results as templates of ChatGLM and GLM-4 have them: a call is a message of the assistant's whose
-    `metadata` is the tool's name, and a result is a message of the role `observation`.
+    """Return calls and results as templates of ChatGLM and GLM-4 have them.
+
+    A call is a message of the assistant's whose `metadata` is the tool's name; a result is a message of the role
+    `observation`.
     """
     written: list[Tree] = []
     for message in messages:

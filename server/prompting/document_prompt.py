@@ -1,8 +1,8 @@
-"""A chat with documents as a prompt: the template's text with a sentinel for each document, then their tokens instead.
+"""Render a chat with documents: the template's text with a sentinel for each document, then their tokens instead.
 
-Knows the template and tokens, nothing of where documents are kept. A template that takes `documents` (each a `title`
-and a `text`) and gives every sentinel back as it was decides where they stand. For any other, they stand before the
-first message of the user (of anybody, if that is nobody), in this order:
+A template that takes `documents` (each a `title` and a `text`) and gives every sentinel back as it was decides where
+they stand. For any other, they stand before the first message of the user (of anybody, if that is nobody), in this
+order:
 
     Document 1: TITLE
     TEXT
@@ -12,7 +12,7 @@ first message of the user (of anybody, if that is nobody), in this order:
 
     the message
 
-Invariants: a document's token ids are its chunks', wherever it stands; no sentinel is ever a token.
+A document's token ids are its chunks', wherever it stands, and no sentinel is ever a token.
 """
 
 import re
@@ -46,7 +46,10 @@ class PlacedDocument:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:
-    """`chunks`: the half-open ranges of `token_ids` that are documents' chunks. `end`: the template's last text."""
+    """Hold a prompt.
+
+    `chunks`: half-open ranges of `token_ids` that are documents' chunks. `end`: the template's last text.
+    """
 
     token_ids: list[int]
     chunks: list[tuple[int, int]]
@@ -55,7 +58,7 @@ class ChunkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RenderedDocuments:
-    """A template's text, cut where documents stand. `mark`: see `ControlTokens.choose_mark`."""
+    """Hold a template's text, cut where documents stand. `mark`: see `ControlTokens.choose_mark`."""
 
     pieces: Pieces
     mark: str | None
@@ -64,7 +67,7 @@ class RenderedDocuments:
 def render_documents(
     template: ChatTemplate, control_tokens: ControlTokens, conversation: Conversation, titles: list[str]
 ) -> RenderedDocuments:
-    """Raises ApiError 400."""
+    """Render a chat with a sentinel for each document. Raises ApiError 400."""
     mark = control_tokens.choose_mark([*conversation.texts(), *titles])
     spell = str if mark is None else partial(control_tokens.hide, mark=mark)
     return RenderedDocuments(render_pieces(template, conversation, titles, spell), mark)
@@ -77,7 +80,7 @@ def encode_pieces(
     documents: list[PlacedDocument],
     most_tokens: int,
 ) -> ChunkedPrompt:
-    """Control tokens come from the template alone. Raises ApiError 400 and TooManyTokens."""
+    """Return the prompt, with control tokens from the template alone. Raises ApiError 400 and TooManyTokens."""
     pieces, mark = rendered.pieces, rendered.mark
     token_ids: list[int] = []
     chunks: list[tuple[int, int]] = []
@@ -100,7 +103,10 @@ def encode_pieces(
 def render_pieces(
     template: ChatTemplate, conversation: Conversation, titles: list[str], spell: Callable[[str], str]
 ) -> Pieces:
-    """The template's text, cut where documents stand. `spell`: how a text of a client is written. Raises ApiError."""
+    """Return the template's text, cut where documents stand.
+
+    `spell`: how a text of a client is written. Raises ApiError.
+    """
     nonce = f"{secrets.randbits(127):039d}"  # the same in any letters
     sentinels = [f"{_BEGIN}{nonce} {index}{_END}" for index in range(len(titles))]
     own = [{"title": spell(title), "text": text} for title, text in zip(titles, sentinels, strict=True)]
@@ -128,7 +134,7 @@ def _place_by_default(messages: list[Message], titles: list[str], sentinels: lis
 
 
 def _cut(text: str, nonce: str, num_documents: int) -> Pieces | None:
-    """The text's pieces, if every sentinel stands in it once and nothing else has come of one."""
+    """Return the text's pieces, if every sentinel stands in it once and nothing else has come of one."""
     parts = re.split(f"{re.escape(_BEGIN + nonce)} ([0-9]+){re.escape(_END)}", text)
     pieces: Pieces = [int(part) if i % 2 else part for i, part in enumerate(parts) if part]
     placed = sorted(piece for piece in pieces if isinstance(piece, int))

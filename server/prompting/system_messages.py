@@ -1,6 +1,6 @@
-"""Where the instructions of a chat stand: messages of the roles `system` and `developer`, which are one to templates.
+"""Place the instructions of a chat: messages of the roles `system` and `developer`, which are one to templates.
 
-Knows no template. Invariant: no text of theirs is lost, and their order stays.
+No text of theirs is lost, and their order stays.
 """
 
 from msgspec import structs
@@ -9,9 +9,10 @@ from server.bodies.chat_message import Message, message_text
 
 
 def place_systems(messages: list[Message], takes_system: bool, takes_later: bool) -> list[Message]:
-    """The same chat, every instruction under the role `system`. Those that open it are one message; so are all of them,
-    at the front, where the template does not take later ones. Where it takes none, they are the beginning of what the
-    user says first.
+    """Return the chat with every instruction under the role `system`.
+
+    Those that open it are one message; so are all of them, at the front, if the template does not take later ones. If
+    it takes none, they are the beginning of what the user says first.
     """
     named = [
         structs.replace(message, role="system") if message.role == "developer" else message for message in messages

@@ -32,7 +32,7 @@ _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, Attribu
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is transparent."""
+    """Render `{% generation %}`, which marks the assistant's words for training, as its content."""
 
     tags = {"generation"}
 
@@ -65,7 +65,7 @@ def _strftime_now(pattern: str) -> str:
 
 @lru_cache(maxsize=16)
 def _compile(source: str) -> Template:
-    """The template in a sandbox, with the options and functions that Hugging Face's templates expect."""
+    """Compile a template in a sandbox, with the options and functions that Hugging Face's templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -91,7 +91,7 @@ def _answer(source: str, variables: dict[str, Any]) -> bytes:
 
 
 def _limit_memory(more_bytes: int | None) -> None:
-    """Let the process map so much more than it has; None: as much as it was started with leave to."""
+    """Let the process map so many bytes more than it has; None: as many as it was started with."""
     limit = most = resource.getrlimit(resource.RLIMIT_AS)[1]
     if more_bytes is not None:
         with open("/proc/self/statm", encoding="ascii") as file:

@@ -1,7 +1,7 @@
-"""Child processes that render chat templates, each for one thread at a time.
+"""Render chat templates in child processes, each for one thread at a time.
 
-Knows no messages. Invariants: what a template does is bounded in processor time and memory, and costs at most the child
-that tried it; another child is started when there is none that is free.
+A template is bounded in processor time and memory, and costs at most the child that tried it. Another child is started
+when none is free.
 """
 
 import atexit
@@ -24,19 +24,19 @@ _CHILD = Path(__file__).with_name("template_child.py")
 
 
 class TemplateRefusal(Exception):
-    """The template does not take what it was given; the message says why."""
+    """Report why the template does not take what it was given."""
 
 
 class MalformedTemplate(Exception):
-    """The template does not compile; the message says why."""
+    """Report why the template does not compile."""
 
 
 class TemplateOverrun(Exception):
-    """The template was stopped; the message says what it did."""
+    """Report why the template was stopped."""
 
 
 class _Child:
-    """A process that renders one template at a time."""
+    """Run a process that renders one template at a time."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-I", str(_CHILD)]
@@ -49,7 +49,7 @@ class _Child:
         return self._process.poll() is None
 
     def ask(self, request: bytes, seconds: float) -> bytes:
-        """The answer, after which the child takes another request. Raises TemplateOverrun; then it is gone."""
+        """Return the answer; the child then takes another request. Raises TemplateOverrun; then the child is gone."""
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None, "it is a pipe"
         assert answers is not None, "it is a pipe"
@@ -75,14 +75,14 @@ class _Child:
 
 
 class Renderers:
-    """Renders from any number of threads; `close` ends its children."""
+    """Render from any number of threads; `close` ends the children."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._idle: list[_Child] = []
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """Raises TemplateRefusal, MalformedTemplate and TemplateOverrun."""
+        """Render a template. Raises TemplateRefusal, MalformedTemplate and TemplateOverrun."""
         request = pickle.dumps((source, variables, SECONDS), pickle.HIGHEST_PROTOCOL)
         child = self._take()
         try:
@@ -125,7 +125,7 @@ def _write(file: IO[bytes], data: bytes) -> None:
 
 
 def _read(file: IO[bytes], num_bytes: int, ends: float) -> bytes:
-    """So many bytes. Raises EOFError, and TimeoutError at `ends` of the monotonic clock."""
+    """Return so many bytes. Raises EOFError, and TimeoutError at `ends` of the monotonic clock."""
     found = bytearray()
     with selectors.PollSelector() as selector:
         selector.register(file, selectors.EVENT_READ)

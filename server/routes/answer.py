@@ -1,8 +1,7 @@
-"""What all answers share: their base, counts, and the error that may come instead of one.
+"""The base of all answer types, and the error that may come instead of an answer.
 
-Answers themselves are written where they come from; nothing here, or beside it, is ever filled in: `/openapi.json` is
-made of these types, and a test holds every answer to them. Invariant: unknown fields are errors, so an answer that
-grows a field is noticed.
+Handlers write answers as plain trees. `/openapi.json` is made of these types, and a test holds every answer to them;
+unknown fields are errors, so an answer that grows a field is noticed.
 """
 
 from typing import Annotated, Literal
@@ -13,7 +12,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Every field comes, unless it has a default."""
+    """Declare an answer. Every field comes, unless it has a default."""
 
 
 class ErrorDetail(Answer):

@@ -30,7 +30,7 @@ TIME_PARAMETER: Tree = {
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Body]):
-    """One request to a route. `body` is decoded; a route without a body must not read it."""
+    """Hold one request to a route. `body` is decoded; a route without a body must not read it."""
 
     request: Request
     service: Service

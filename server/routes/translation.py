@@ -22,7 +22,7 @@ SHARED: dict[str, Rule] = {**served("model", "temperature", "top_p", "stream", "
 
 
 class TranslatedBody(msgspec.Struct, kw_only=True):
-    """The fields that responses and messages share with chats under the same name."""
+    """Declare the fields that responses and messages share with chats under the same name."""
 
     model: str | None = None
     temperature: float | None = None
@@ -41,7 +41,7 @@ class HasText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A request as a chat.
+    """Hold a request as a chat.
 
     `origins[i]`: the path of message i of the chat in the request. `names`: patterns of a chat's fields, and the
     request's names for them. `new_messages`: those of this request alone without the instructions, which a later

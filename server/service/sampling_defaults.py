@@ -23,7 +23,10 @@ _GGUF_KEYS = dict(zip(FIELDS, ("temp", "top_p", "top_k", "min_p", "penalty_repea
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """OpenAI's, where nothing else is said. top_k 0: all tokens."""
+    """Hold how tokens are drawn where a request does not say; the initial values are OpenAI's.
+
+    `top_k` 0: all tokens.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -33,7 +36,7 @@ class SamplingDefaults:
 
 
 def load_sampling_defaults(deployment: Deployment) -> SamplingDefaults:
-    """Raises ConfigError if the model's file cannot be read, or asks for what no request could."""
+    """Load the model's defaults. Raises ConfigError if its file cannot be read, or asks for what no request could."""
     folder = deployment.model.path
     if deployment.server.generation_defaults == "openai" or folder is None:
         return SamplingDefaults()
@@ -48,7 +51,7 @@ def read_sampling_defaults(path: Path) -> SamplingDefaults:
 
 
 def read_gguf_defaults(path: Path) -> SamplingDefaults:
-    """Of the metadata's `general.sampling`. Raises ConfigError."""
+    """Return the defaults in the metadata's `general.sampling`. Raises ConfigError."""
     try:
         metadata = read_gguf(path).metadata
     except ModelError as error:

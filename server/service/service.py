@@ -30,7 +30,7 @@ from server.text.text_pool import TextPool
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What of a service is read from files."""
+    """Hold what a service reads from files."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -42,7 +42,7 @@ class Parts:
 
 @dataclass
 class Service:
-    """`draining` and `num_open` are the only fields that change."""
+    """Hold what every route shares. Only `draining` and `num_open` change."""
 
     deployment: Deployment
     tokenizer: Tokenizer
@@ -69,26 +69,26 @@ class Service:
 
     @property
     def max_sequences(self) -> int:
-        """Of one request: more can never wait and run."""
+        """Return the most sequences of one request: more can never wait and run."""
         return self.deployment.scheduler.max_queue + self.deployment.scheduler.max_running
 
     @property
     def max_tokenize_items(self) -> int:
-        """Characters (or ids) of a text that is tokenised though it need not fit."""
+        """Return the most characters, or ids, that are tokenised without being a prompt."""
         return self.settings.max_tokenize_kib * 1024
 
     @property
     def model_ids(self) -> list[str]:
-        """The model's name, then its aliases."""
+        """Return the model's name, then its aliases."""
         return [self.model_name, *self.deployment.model.aliases]
 
     def check_model(self, name: str | None) -> None:
-        """A body without `model` means the one there is. Raises ApiError 404."""
+        """Check a body's model; none means the served one. Raises ApiError 404."""
         if name is not None and name not in self.model_ids:
             raise unknown_model(name[:200], self.model_ids)
 
     def knows_key(self, key: str) -> bool:
-        """Compares with every key, in time that does not depend on which one matches or where they differ."""
+        """Return whether a key is known, in time that does not depend on which one matches or where they differ."""
         digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self.key_digests]
         return any(matches)
@@ -106,7 +106,10 @@ def build_service(
     engine_command: Sequence[str],
     on_start: OnStart | None,
 ) -> Service:
-    """Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read."""
+    """Build the service.
+
+    Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read.
+    """
     server = deployment.server
     parts = load_parts(deployment)
     metrics = Metrics()
@@ -130,7 +133,7 @@ def build_service(
 
 
 def load_parts(deployment: Deployment) -> Parts:
-    """Raises ConfigError if the tokenizer, the chat template, the sampling defaults or the keys cannot be read."""
+    """Load the files of a service. Raises ConfigError if one of them cannot be read."""
     keys = read_keys(deployment.server)
     tokenizer = load_tokenizer(deployment.model)
     template = load_template(deployment.model, tokenizer)
@@ -150,7 +153,7 @@ def load_parts(deployment: Deployment) -> Parts:
 
 
 def model_name(deployment: Deployment) -> str:
-    """The id in /v1/models."""
+    """Return the id in /v1/models."""
     model = deployment.model
     return model.name or model.random_weights or (model.path.resolve().name if model.path else "")
 
@@ -162,7 +165,7 @@ def service_of(request: Request) -> Service:
 
 
 def read_keys(settings: ServerConfig) -> list[str]:
-    """All keys. Raises ConfigError, which never repeats one, also for a key that no client could send."""
+    """Return all keys. Raises ConfigError, which repeats no key, also for a key that no client could send."""
     named = [(f"server.api_keys[{i}]", key) for i, key in enumerate(settings.api_keys)]
     if settings.api_keys_file is not None:
         path = settings.api_keys_file
@@ -176,7 +179,7 @@ def read_keys(settings: ServerConfig) -> list[str]:
 
 
 def require_tls(settings: ServerConfig) -> None:
-    """Raises ConfigError if the certificate, its key or the clients' CA cannot be used."""
+    """Check the certificate, its key and the clients' CA. Raises ConfigError."""
     if settings.tls_certificate is None:
         return
     try:
@@ -203,7 +206,7 @@ def _keys_in(path: Path) -> list[str]:
 
 
 def join_salts(of_key: str, of_request: str | None) -> str:
-    """A salt of its own for each pair; the key's, where a request has none."""
+    """Return a salt for each pair of salts; the key's if the request has none."""
     if of_request is None:
         return of_key
     return _digest(f"{of_key} {of_request}").hex()

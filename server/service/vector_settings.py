@@ -21,15 +21,17 @@ _KINDS: dict[str, PoolingKind] = {"pooling_mode_lasttoken": "last", "pooling_mod
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """By the cosine of embeddings, or by the logits of `yes_no`, in that order."""
+    """Rank by the cosine of embeddings, or by the logits of `yes_no`, in that order."""
 
     yes_no: Pooling | None
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """embedding: None where the folder's own way is not known here, for the reason `why_not`. ranking: None: it has
-    none. is_nested: whether the first entries of an embedding are one.
+    """Say how embeddings are made.
+
+    `embedding`: None if the folder's own way is unknown, for the reason `why_not`. `ranking`: None without one.
+    `is_nested`: the first entries of an embedding are one.
     """
 
     embedding: Pooling | None
@@ -39,7 +41,10 @@ class Vectors:
 
 
 def load_vectors(model: ModelConfig, tokenizer: Tokenizer) -> Vectors:
-    """Raises ConfigError for a folder that cannot be read, and for a vocabulary without the words to rank by."""
+    """Load the settings.
+
+    Raises ConfigError for a folder that cannot be read, and a vocabulary without the words to rank by.
+    """
     kind, why_not = model.pooling or _read_kind(model), ""
     if kind is None:
         why_not = f"{_POOLING_FILE} names a pooling that is not served; set model.pooling to last or mean"
@@ -50,7 +55,7 @@ def load_vectors(model: ModelConfig, tokenizer: Tokenizer) -> Vectors:
 
 
 def _read_kind(model: ModelConfig) -> PoolingKind | None:
-    """The last token's, where the folder says nothing: causal models have seen all of the text there."""
+    """Return how the folder pools; the last token if it says nothing: causal models have seen all of the text there."""
     if model.path is not None and is_gguf(model.path):
         return _read_gguf_kind(model.path)
     path = None if model.path is None else model.path / _POOLING_FILE
@@ -65,7 +70,7 @@ def _read_kind(model: ModelConfig) -> PoolingKind | None:
 
 
 def _read_gguf_kind(path: Path) -> PoolingKind | None:
-    """By llama.cpp's numbers: none and the last token's, or the mean."""
+    """Return how a GGUF file pools, by llama.cpp's numbers: none and the last token, or the mean."""
     try:
         metadata = read_gguf(path).metadata
     except ModelError as error:

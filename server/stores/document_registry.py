@@ -1,10 +1,9 @@
-"""The documents that clients have left here: their texts on disk, by the API key that made each.
+"""Keep the documents that clients have stored: their texts on disk, by the API key that made each.
 
-It refuses to know models and HTTP, and of tokens knows the names of chunks. A document is named by its owner, title and
-text, so one that is left twice is one. Invariants: an owner finds their own alone; a document that was kept is found by
-every process that shares the file, also after a restart, until it is deleted; what came with a prompt is given up for
-others, the least recently used first; a full disk has room for texts as long as it holds chunks; the event loop never
-waits for the disk.
+A document is named by its owner, title and text, so a second copy is the same one. An owner finds only its own. A
+document that was kept is found by every process that shares the file, also after a restart, until it is deleted. What
+came with a prompt is evicted for others, the least recently used first. A full disk has room for texts as long as it
+holds chunks. The event loop never waits for the disk.
 """
 
 import asyncio
@@ -65,20 +64,20 @@ _ENTRY = "id, title, content_hash, num_bytes, created"
 
 
 class RegistryError(Exception):
-    """The documents cannot be read or written; the message is one line."""
+    """Report in one line that the documents cannot be read or written."""
 
 
 class RegistryFull(Exception):
-    """There is no room for one more; the message names the limit."""
+    """Report that there is no room for one more; the message names the limit."""
 
 
 class TextsTooLarge(Exception):
-    """The texts that were asked for have so many bytes."""
+    """Report that the requested texts have so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """What is known of a document beside its text. content_hash: SHA-256 of the text in UTF-8, hexadecimal."""
+    """Describe a document without its text. `content_hash`: SHA-256 of the text in UTF-8, hexadecimal."""
 
     id: str
     title: str
@@ -94,8 +93,9 @@ class Document:
 
 
 def _log_ahead(file: sqlite3.Connection) -> None:
-    """Write-ahead log, which a file keeps. SQLite waits for nobody here: of two that change a new file one is told at
-    once that it is locked.
+    """Turn on the write-ahead log, which a file keeps.
+
+    SQLite waits for nobody here: of two that change a new file one is told at once that it is locked.
     """
     until = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -110,10 +110,10 @@ def _log_ahead(file: sqlite3.Connection) -> None:
 
 
 class DocumentRegistry:
-    """A SQLite file. `close` ends it."""
+    """Keep documents in a SQLite file, until `close`."""
 
     def __init__(self, path: Path, max_documents: int, limit_bytes: int) -> None:
-        """max_documents: of one owner; limit_bytes: of all texts. Raises RegistryError."""
+        """Open the file. `max_documents`: of one owner; `limit_bytes`: of all texts. Raises RegistryError."""
         self._path, self._max_documents, self._limit_bytes = path, max_documents, limit_bytes
         self._thread = ThreadPoolExecutor(1, "documents")
         with self._told():
@@ -141,30 +141,39 @@ class DocumentRegistry:
     async def add(
         self, owner: str, title: str, text: str, is_kept: bool, chunks: Sequence[NamedChunk]
     ) -> DocumentEntry:
-        """The document, as it is from now on, with these chunks beside those that it has. is_kept: until it is deleted.
+        """Add a document, or these chunks to it, and return it. `is_kept`: it stays until it is deleted.
 
         Raises RegistryFull and RegistryError.
         """
         return await self._run(3 * len(text), lambda: self._add(owner, title, text, is_kept, chunks))
 
     async def note_chunks(self, owner: str, document_id: str, chunks: Sequence[NamedChunk]) -> None:
-        """The document, if the owner has it, has these chunks, too. Raises RegistryError."""
+        """Add these chunks to the document, if the owner has it. Raises RegistryError."""
         await self._run(0, lambda: self._note_chunks(owner, document_id, chunks))
 
     async def find(self, owner: str, ids: list[str], most_bytes: int) -> dict[str, Document]:
-        """Those of the ids that are the owner's. Raises TextsTooLarge, before a text is read, and RegistryError."""
+        """Return the owner's documents among the ids.
+
+        Raises TextsTooLarge, before a text is read, and RegistryError.
+        """
         return await self._run(0, lambda: self._find(owner, ids, most_bytes))
 
     async def page(self, owner: str, after: str | None, limit: int) -> list[DocumentEntry] | None:
-        """The owner's, oldest first, behind the one named; None if that is not theirs. Raises RegistryError."""
+        """Return the owner's documents after the one named, oldest first; None if that is not theirs.
+
+        Raises RegistryError.
+        """
         return await self._run(0, lambda: self._page(owner, after, limit))
 
     async def delete(self, owner: str, document_id: str) -> list[NamedChunk] | None:
-        """Chunks that no document has any more; None if the owner had no such document. Raises RegistryError."""
+        """Delete a document, and return the chunks that no other has; None if it was not the owner's.
+
+        Raises RegistryError.
+        """
         return await self._run(0, lambda: self._delete(owner, document_id))
 
     async def count(self) -> int:
-        """Documents of all owners. Raises RegistryError."""
+        """Return the number of documents of all owners. Raises RegistryError."""
         return await self._run(0, lambda: int(self._file.execute("SELECT count(*) FROM documents").fetchone()[0]))
 
     def close(self) -> None:
@@ -172,7 +181,7 @@ class DocumentRegistry:
         self._file.close()
 
     async def _run(self, num_bytes: int, work: Callable[[], R]) -> R:
-        """num_bytes: that it writes, beside a few."""
+        """Run a statement in the thread of the file. `num_bytes`: what it writes, beside a few."""
 
         def told() -> R:
             with self._told():
@@ -181,7 +190,7 @@ class DocumentRegistry:
         return await asyncio.get_running_loop().run_in_executor(self._thread, told)
 
     def _with_room(self, num_bytes: int, work: Callable[[], R]) -> R:
-        """`work` leaves nothing when it raises. On a full disk chunks make room, and it is done once more."""
+        """Run `work`, which leaves nothing when it raises. If the disk is full, evict chunks and run it once more."""
         try:
             return work()
         except sqlite3.OperationalError as error:
@@ -199,7 +208,7 @@ class DocumentRegistry:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """All of it or nothing, with every other process waiting."""
+        """Write all or nothing, while every other process waits."""
         self._file.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -234,7 +243,7 @@ class DocumentRegistry:
             return entry
 
     def _note_chunks(self, owner: str, document_id: str, chunks: Sequence[NamedChunk]) -> None:
-        """Chunks that a document has under one salt are noted together, so that the first tells of all."""
+        """Note the chunks that a document has under one salt together, so that the first tells of all."""
         if not chunks:
             return
         known = (
@@ -252,7 +261,7 @@ class DocumentRegistry:
         )
 
     def _make_room(self, owner: str, num_bytes: int) -> None:
-        """For one more. What is not kept goes, if there is room then. Raises RegistryFull; then nothing has changed."""
+        """Make room for one more by evicting what is not kept. Raises RegistryFull; then nothing has changed."""
         most, mib = self._max_documents, self._limit_bytes / 2**20
         mine = self._number("SELECT count(*) FROM documents WHERE owner = ?", owner)
         for left in range(mine, most - 1, -1):  # more than one too many: the limit was higher before
@@ -291,7 +300,7 @@ class DocumentRegistry:
         return found
 
     def _note_use(self, document_id: str, now: float) -> None:
-        """What can be read is, whether the disk takes this note or not."""
+        """Note a use if the disk takes it; reading goes on without."""
         try:
             self._file.execute("UPDATE documents SET used = ? WHERE id = ?", (now, document_id))
         except sqlite3.Error as error:
@@ -323,5 +332,5 @@ class DocumentRegistry:
 
 
 def name_document(owner: str, title: str, text: str) -> str:
-    """The id of a document."""
+    """Return the id of a document."""
     return "doc-" + hashlib.sha256(json.dumps([owner, title, text]).encode()).hexdigest()[:32]

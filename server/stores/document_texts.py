@@ -1,7 +1,6 @@
-"""What a server with a `documents` section has, and how the documents that a chat names become texts.
+"""What a server with a `documents` section has, and the texts of the documents that a chat names.
 
-Knows registry, chunks and settings; no HTTP, no template. Invariant: what cannot be stored is told in the log, and the
-chat that it came with is served.
+What cannot be stored is logged, and the chat that it came with is served.
 """
 
 import os
@@ -31,14 +30,14 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class GivenText:
-    """A document of a chat."""
+    """Hold a document of a chat."""
 
     title: str
     text: str
 
 
 def open_documents(deployment: Deployment, tokenizer: Tokenizer) -> Documents | None:
-    """None without a section of them. Raises ConfigError if the registry cannot be read and written."""
+    """Open the documents, None without a section of them. Raises ConfigError if the registry cannot be used."""
     config = deployment.documents
     if config is None:
         return None
@@ -51,7 +50,7 @@ def open_documents(deployment: Deployment, tokenizer: Tokenizer) -> Documents | 
 
 
 def check_documents(deployment: Deployment) -> None:
-    """Raises ConfigError where `open_documents` would, and makes no folder."""
+    """Check what `open_documents` needs, without making a folder. Raises ConfigError."""
     config = deployment.documents
     if config is None:
         return
@@ -70,7 +69,7 @@ def check_documents(deployment: Deployment) -> None:
 async def find_texts(
     documents: Documents, owner: str, given: Sequence[str | InlineDocument], most_bytes: int
 ) -> list[GivenText]:
-    """The texts of a chat's documents, in their order. Raises ApiError 400 and 404, and RegistryError."""
+    """Return the texts of a chat's documents, in their order. Raises ApiError 400 and 404, and RegistryError."""
     ids = [one for one in given if isinstance(one, str)]
     try:
         found: dict[str, Document] = await documents.registry.find(owner, ids, most_bytes) if ids else {}
@@ -108,8 +107,9 @@ def name_chunks(chunks: Chunks, salt: str) -> list[NamedChunk]:
 
 
 def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None, num_layers: int) -> Fusion | None:
-    """How a prompt with documents is computed; None: as one without. Raises ApiError 400 for a layer that the model has
-    not.
+    """Return how a prompt with documents is computed, None for plain text.
+
+    Raises ApiError 400 for a layer that the model lacks.
     """
     policy, ratio, select_layer, seam_tokens = config.policy, config.ratio, config.select_layer, config.seam_tokens
     if choice is not None:
@@ -132,6 +132,6 @@ def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None, num_laye
 
 
 def unknown_document(param: str, got: str) -> ApiError:
-    """404: nobody has it, or another key."""
+    """Return a 404: nobody has the document, or another key."""
     what = f"{param}: {got[:80]!r} does not exist, or is another key's; POST /v1/documents makes one"
     return ApiError(404, what, param=param, code="document_not_found")

@@ -1,7 +1,6 @@
-"""Responses, and what was said up to each for those that follow it: kept for a time, and up to so many bytes.
+"""Keep responses, and the messages up to each for those that follow it, for a time and up to a number of bytes.
 
-Knows no shape. Invariants: who asks with another key finds nothing; the oldest goes first when there is no room; a
-restart forgets all.
+Another key finds nothing. The oldest is evicted when there is no room; a restart forgets all.
 """
 
 import time
@@ -17,7 +16,7 @@ _decode = msgspec.json.Decoder(list[Message]).decode
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """`response`: as it was answered. `messages`: what was said up to it, and last what it says."""
+    """Hold a `response` as it was answered, and the `messages` up to it, its own last."""
 
     response: bytes
     messages: list[Message]
@@ -42,7 +41,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def keep(self, owner: str, response_id: str, response: bytes, messages: list[Message]) -> None:
-        """One that is larger than all the room is not kept."""
+        """Keep a response, unless it alone exceeds the limit."""
         now = time.monotonic()
         one = _Kept(response, _encode(messages), now + self._seconds)
         if one.num_bytes > self._limit_bytes or not self._seconds:
@@ -62,7 +61,7 @@ class ResponseStore:
         return KeptResponse(kept.response, _decode(kept.messages))
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """Whether it was there. Responses that follow it stay, and so does what was said up to them."""
+        """Delete a response, and return whether it was there. Responses that follow it stay, with their messages."""
         if self.find(owner, response_id) is None:
             return False
         self._drop((owner, response_id))

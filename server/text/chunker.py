@@ -1,7 +1,7 @@
-"""Texts as chunks of token ids, of so many tokens at most, which end with a sentence where one is near.
+"""Cut texts into chunks of token ids of bounded length, which end with a sentence where one is near.
 
-Knows text and tokens, nothing of what becomes of a chunk. Invariants: the chunks' ids, joined, are those of the text in
-the middle of a prompt, with control tokens as text; they depend on the text alone. Those of the last texts are kept.
+The chunks' ids, joined, are those of the text in the middle of a prompt, with control tokens as text. They depend on
+the text alone. Those of the last texts are cached.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ Chunks = tuple["array[int]", ...]
 
 
 class Chunker:
-    """Any thread may ask it."""
+    """Cut texts, for any thread."""
 
     def __init__(self, tokenizer: Tokenizer, chunk_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +32,7 @@ class Chunker:
         self._lock = Lock()
 
     def cut(self, text: str, most_tokens: int) -> Chunks:
-        """int32 token ids, `[chunks][tokens]`. Raises TooManyTokens, and a text that is far too long costs little."""
+        """Return int32 token ids, `[chunks][tokens]`. Raises TooManyTokens, cheaply for a text that is far too long."""
         name = hashlib.sha256(text.encode()).digest()
         with self._lock:
             chunks = self._kept.get(name)
@@ -75,7 +75,7 @@ def count_tokens(chunks: Chunks) -> int:
 
 
 def ends_sentence(text: str, position: int) -> bool:
-    """Whether a sentence, or a line, ends at a character position, or before the space there."""
+    """Return whether a sentence or line ends at a character position, or before the space there."""
     if _SENTENCE_END.search(text[max(0, position - _LOOK_BACK_CHARS) : position]) is None:
         return False
     is_between = position == len(text) or text[position].isspace() or text[position - 1].isspace()

@@ -1,8 +1,8 @@
-"""Control tokens that a message spells out are text: only the chat template's own end a turn or begin another.
+"""Treat control tokens that a message spells out as text: only the chat template's own end a turn or begin another.
 
-The template sees the messages with a mark inside every control token that they spell out, so nothing of them can become
-one; what lies between the template's own control tokens is tokenised again without marks, where there were any. Knows
-no template. Invariant: what is tokenised, joined, is the template's text without marks.
+The template sees messages with a mark inside every control token that they spell out. The text between the template's
+own control tokens is then tokenised again without marks. What is tokenised, joined, is the template's text without
+marks.
 """
 
 import re
@@ -21,7 +21,10 @@ class ControlTokens:
         self._pattern = re.compile("|".join(re.escape(text) for text in reversed(spelled) if text) or r"(?!)")
 
     def choose_mark(self, texts: Iterable[str]) -> str | None:
-        """A character that none of the texts has, or None if none spells out a control token. Raises ApiError 400."""
+        """Return a character that none of the texts has, None if none spells out a control token.
+
+        Raises ApiError 400.
+        """
         texts = list(texts)
         if not any(self._pattern.search(text) for text in texts):
             return None
@@ -31,11 +34,11 @@ class ControlTokens:
         raise invalid("messages", "they hold all noncharacters from U+FDD0 to U+FDEF, and control tokens")
 
     def hide(self, text: str, mark: str) -> str:
-        """The text with a mark behind each character of a control token that it spells out."""
+        """Return the text with a mark behind each character of a control token that it spells out."""
         return self._pattern.sub(lambda found: "".join(char + mark for char in found[0]), text)
 
     def encode(self, text: str, mark: str, most_tokens: int, is_inside: bool = False) -> list[int]:
-        """Token ids of a template's text with hidden control tokens, or of a part inside it. Raises TooManyTokens."""
+        """Return the ids of a template's text with hidden control tokens, or of a part of it. Raises TooManyTokens."""
         specials = self._tokenizer.special_ids
         self._tokenizer.check_fits(text.replace(mark, ""), most_tokens)
         token_ids, offsets = self._tokenizer.encode_with_offsets(text, is_inside)

@@ -23,7 +23,7 @@ _LONG_CHARS_PER_TOKEN = 6  # a text with fewer for each token that it may have i
 
 
 class TooManyTokens(Exception):
-    """A text has at least `num_tokens`, more than was allowed."""
+    """Report that a text has at least `num_tokens`, more than was allowed."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(num_tokens)
@@ -31,10 +31,10 @@ class TooManyTokens(Exception):
 
 
 class Tokenizer:
-    """`encode`, `decode`, the bytes of each token, and which ids end a text. Thread-safe; encoding releases the GIL."""
+    """Convert text and token ids, and say which ids end a text. Thread-safe; encoding releases the GIL."""
 
     def __init__(self, folder: Path, model_folder: Path | None) -> None:
-        """Raises ConfigError if the folder lacks a usable tokenizer.json or tokenizer.model."""
+        """Load a folder's tokenizer. Raises ConfigError if it lacks a usable tokenizer.json or tokenizer.model."""
         try:
             self.vocabulary, self.settings = read_vocabulary(folder)
         except (ModelError, OSError) as error:
@@ -59,7 +59,7 @@ class Tokenizer:
         return ids
 
     def encode_within(self, text: str, add_special_tokens: bool, most_tokens: int) -> list[int]:
-        """Like `encode`, but a text that is far too long costs little. Raises TooManyTokens.
+        """Encode a text of at most so many tokens. Raises TooManyTokens, cheaply for a text that is far too long.
 
         Tokenising takes some hundred bytes of memory a character, so a long text is counted piece by piece first.
         """
@@ -67,7 +67,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens)
 
     def check_fits(self, text: str, most_tokens: int) -> None:
-        """Raises TooManyTokens if a text has clearly more; one that passes may still have a few more.
+        """Check that a text has not clearly more tokens; one that passes may have a few more. Raises TooManyTokens.
 
         A byte-level vocabulary without a normalizer spells every byte, so a length alone can be too much. Otherwise
         pieces are tokenised until there are too many: a cut makes at most one token two of fewer characters each, so
@@ -87,30 +87,30 @@ class Tokenizer:
                 raise TooManyTokens(num_tokens)
 
     def encode_with_offsets(self, text: str, is_inside: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and where each one's text begins and ends, in characters. is_inside: of another text."""
+        """Return token ids, and where the text of each begins and ends, in characters. `is_inside`: of another text."""
         vocabulary = self._vocabulary_inside(controls_are_text=False) if is_inside else self.vocabulary
         encoding = vocabulary.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode_inside(self, text: str) -> list[int]:
-        """Token ids of a text in the middle of another, in which control tokens are meant."""
+        """Return the ids of a text in the middle of another, in which control tokens count."""
         vocabulary = self._vocabulary_inside(controls_are_text=False)
         ids: list[int] = vocabulary.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text in the middle of another, in which control tokens are spelled out and not meant."""
+        """Return the ids of a text in the middle of another, in which control tokens are plain text."""
         vocabulary = self._vocabulary_inside(controls_are_text=True)
         ids: list[int] = vocabulary.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def encode_plain_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """What `encode_plain` gives, and where each token's text begins and ends, in characters."""
+        """Return the ids of `encode_plain`, and where the text of each begins and ends, in characters."""
         encoding = self._vocabulary_inside(controls_are_text=True).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def _vocabulary_inside(self, controls_are_text: bool) -> Vocabulary:
-        """Puts nothing before a text, which is not the beginning of anything."""
+        """Return the vocabulary that puts nothing before a text, for one that is not a beginning."""
         begins_words = getattr(self.vocabulary.pre_tokenizer, "prepend_scheme", None) == "first"
         if not (controls_are_text or begins_words):
             return self.vocabulary
@@ -130,7 +130,7 @@ class Tokenizer:
         return text
 
     def num_leading_specials(self, text: str, token_ids: list[int]) -> int:
-        """How many tokens at the start the tokenizer added itself (BOS), which the text does not spell out."""
+        """Return the number of leading tokens that the tokenizer added (BOS), which the text does not spell out."""
         num = 0
         while num < len(token_ids) and token_ids[num] in self.special_ids:
             if text.startswith(self.token_bytes(token_ids[num]).decode()):
@@ -139,14 +139,14 @@ class Tokenizer:
         return num
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; special tokens are spelled out. Ids beyond the vocabulary too."""
+        """Return the bytes of one token; special tokens are spelled out. Takes ids beyond the vocabulary too."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._spell(token_id)
         return found
 
     def token_text(self, token_id: int) -> str:
-        """A token as logprobs name it: its text, or `bytes:\\xe2\\x80` if it is no whole UTF-8."""
+        r"""Return a token as logprobs name it: its text, or `bytes:\xe2\x80` if it is no whole UTF-8."""
         raw = self.token_bytes(token_id)
         try:
             return raw.decode()
@@ -184,8 +184,10 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte-level BPE alphabet (Radford et al. 2019): printable Latin-1 bytes stand for themselves, the other 68
-    follow one another from U+0100."""
+    """Return the byte-level BPE alphabet (Radford et al.
+
+    2019): printable Latin-1 bytes stand for themselves, the other 68 follow one another from U+0100.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}

@@ -1,9 +1,8 @@
-"""Threads for work that grows with a text: tokenising, templates, long answers. Bounded, and nobody else's.
+"""Threads for work that grows with a text: tokenising, templates, long answers.
 
-Refuses to know what the work is. Invariants: no more threads than here, however many clients there are; a short text
-never waits for a long one; nobody waits behind more than `_MOST_WAITING` others; of the long texts from which nothing
-is generated, one at a time is worked on: a thread is left for those that wait for an answer; no text waits for a
-grammar, which may take seconds, or for a chat template, which may run into its limits.
+Their number does not grow with that of clients. A short text never waits for a long one, and nobody behind more than
+`_MOST_WAITING` others. Of long texts from which nothing is generated, one at a time is worked on, so that a thread is
+left for prompts. No text waits for a grammar, which may take seconds, or for a chat template.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ from server.text.model_tokenizer import Tokenizer
 
 
 class TextDecoder:
-    """A text is its tokens' bytes joined, so an incremental UTF-8 decoder is all it takes.
+    """Decode token ids as they come, with an incremental UTF-8 decoder: a text is its tokens' bytes joined.
 
     True of byte-level BPE and of SentencePiece vocabularies with byte fallback. A leading space is kept, since the text
     goes on from a prompt. Bytes that are no UTF-8 become U+FFFD.
@@ -22,20 +22,20 @@ class TextDecoder:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def step(self, token_id: int) -> str:
-        """The characters that this token completes; skipped tokens have none."""
+        """Return the characters that this token completes; skipped tokens have none."""
         return "" if token_id in self._skipped else self._decode(self._token_bytes(token_id))
 
     def finish(self) -> str:
-        """What is left: the beginning of a character that never became one, as U+FFFD."""
+        """Return what is left: the beginning of a character that never became one, as U+FFFD."""
         return self._decode(b"", True)
 
 
 class StopMatcher:
-    """Cuts a text before the stop string that is completed first (the longest of those completed together), or behind
-    it, where `keeps_stop`.
+    """Cut a text before the stop string that is completed first (the longest of those completed together).
 
-    What is held back begins where a stop string may begin; what does not is never looked at again. So a character
-    costs a few string comparisons for each stop string, however long they are and however far they had matched.
+    With `keeps_stop` it is cut behind that. Text is held back from where a stop string may begin, and never looked at
+    again before that. So a character costs a few string comparisons for each stop string, however long they are and
+    however far they had matched.
     """
 
     def __init__(self, stops: list[str], keeps_stop: bool) -> None:
@@ -47,7 +47,7 @@ class StopMatcher:
         self.matched = ""  # the stop string that ended it
 
     def feed(self, text: str) -> str:
-        """More of the text; returns what is now certain. After a match: the last piece, and `matched` is set."""
+        """Take more of the text, and return what is certain. After a match: the last piece, and `matched` is set."""
         num_held = len(self._held)
         text = self._held + text
         ends = [
@@ -67,13 +67,13 @@ class StopMatcher:
         return text[:keep]
 
     def finish(self) -> str:
-        """The text has ended: what was held back was no stop string."""
+        """End the text: what was held back was no stop string."""
         text, self._held = self._held, ""
         self.num_emitted += len(text)
         return text
 
     def _first_beginning(self, text: str) -> int:
-        """Where the first stop string could begin that the text ends within; its length if none does."""
+        """Return where the first stop string could begin that the text ends within; its length if none does."""
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             end = text[begin:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -1,7 +1,4 @@
-"""Answers of completions and of chat completions, whole and as the events of a stream: types alone.
-
-The same answers by other names are in `responses.py` and `messages.py`, in types of their own.
-"""
+"""The types of the answers of completions and chats, whole and as the events of a stream."""
 
 from typing import Literal
 
@@ -13,7 +10,7 @@ StopReason = Literal["time_limit"] | None  # beside `length`: there was no more 
 
 
 class PromptTokensDetails(Answer):
-    """`reused`: of documents, computed before; `recomputed`: of these, computed again for this prompt."""
+    """Count tokens of a prompt. `reused`: of documents, computed before; `recomputed`: of these, computed again."""
 
     cached_tokens: Count
     reused_tokens: Count
@@ -56,7 +53,7 @@ class Completion(Answer):
 
 
 class AnsweredFunction(Answer):
-    """`arguments`: JSON as the model wrote it."""
+    """Hold a called function. `arguments`: JSON as the model wrote it."""
 
     name: str
     arguments: str
@@ -69,7 +66,10 @@ class AnsweredCall(Answer):
 
 
 class ChatMessage(Answer):
-    """`content` is null beside calls, if nothing was said; the last two are there if they are not empty."""
+    """Hold the assistant's message.
+
+    `content` is null beside calls if nothing was said; the last two come if not empty.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -124,7 +124,7 @@ class Progress(Answer):
 
 
 class CompletionChunk(Answer):
-    """An event of a stream; `choices` is empty in those of progress and usage."""
+    """Hold an event of a stream; `choices` is empty in those of progress and usage."""
 
     id: str
     object: Literal["text_completion"]
@@ -141,7 +141,7 @@ class FunctionDelta(Answer, kw_only=True):
 
 
 class CallDelta(Answer, kw_only=True):
-    """Of the call with this index: id and name come first, its arguments in pieces."""
+    """Hold a piece of the call with this index: first id and name, then its arguments in pieces."""
 
     index: Count
     id: str | None = None
@@ -166,7 +166,7 @@ class ChatChunkChoice(Answer):
 
 
 class ChatChunk(Answer):
-    """An event of a stream; `choices` is empty in those of progress and usage."""
+    """Hold an event of a stream; `choices` is empty in those of progress and usage."""
 
     id: str
     object: Literal["chat.completion.chunk"]

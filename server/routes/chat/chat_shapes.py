@@ -1,4 +1,4 @@
-"""OpenAI's JSON for completions and chat completions, whole and in chunks. Bytes in, bytes out: no HTTP, no engine.
+"""Write OpenAI's JSON for completions and chats, whole and in chunks.
 
 A chunk is built from fragments that are made once a request: streaming must cost microseconds a token.
 """
@@ -29,7 +29,7 @@ _FINISH = {
 
 
 class _Frame:
-    """What both shapes share: id, model, usage, and the bytes before and after a chunk's choice."""
+    """Write what both shapes share: id, model, usage, and the bytes before and after a chunk's choice."""
 
     def __init__(self, generation: Generation, body: CompletionBody | ChatBody, model: str, kind: str) -> None:
         self.generation = generation
@@ -44,12 +44,12 @@ class _Frame:
         self.with_ids = bool(body.return_token_ids)
 
     def chunk(self, choice: bytes, beside: bytes = b"") -> bytes:
-        """An event of one choice; `beside`: more fields of the event, each behind a comma."""
+        """Return an event of one choice; `beside`: more fields of the event, each behind a comma."""
         tail = b',"usage":' + _encode(self._usage()) + b"}\n\n" if self._counts_each else self._tail
         return self._head + choice + b"]" + beside + tail
 
     def ids(self, name: bytes, token_ids: list[int]) -> bytes:
-        """A field of token ids behind a comma, where they were asked for."""
+        """Return a field of token ids behind a comma, if they were asked for."""
         return b',"%b":%b' % (name, _encode(token_ids)) if self.with_ids else b""
 
     def prompt_ids(self, index: int) -> list[int]:
@@ -69,7 +69,7 @@ class _Frame:
         return b""
 
     def end(self) -> bytes:
-        """The usage, if `stream_options.include_usage` is set, and [DONE]."""
+        """Return the usage, if `stream_options.include_usage` is set, and [DONE]."""
         usage = self._head + b'],"usage":' + _encode(self._usage()) + b"}\n\n" if self._with_usage else b""
         return usage + b"data: [DONE]\n\n"
 
@@ -148,7 +148,7 @@ class CompletionShape:
         return self._frame.whole(choices)
 
     def _echo_once(self, update: Update) -> tuple[str, list[TokenEntry]]:
-        """The update's text and entries; with `echo`, the prompt's before the first ones of a choice."""
+        """Return the update's text and entries; with `echo`, after the prompt's before the first ones of a choice."""
         piece = update.piece
         if not self._echo:
             return piece.text, piece.entries
@@ -254,7 +254,7 @@ class ChatShape:
 
 
 def _delta(part: Part) -> bytes:
-    """What a part of an answer adds to a message that is streamed."""
+    """Return what a part of an answer adds to a streamed message."""
     if isinstance(part, Content):
         return b'{"content":%b}' % _encode(part.text)
     if isinstance(part, Reasoning):
@@ -267,7 +267,7 @@ def _delta(part: Part) -> bytes:
 
 
 def _message(answer: ReadAnswer) -> dict[str, Any]:
-    """Content is null where there are calls alone."""
+    """Return a whole message. The content is null if there are calls alone."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning

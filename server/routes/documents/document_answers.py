@@ -1,4 +1,4 @@
-"""Answers of `/v1/documents`: types alone."""
+"""The types of the answers of `/v1/documents`."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from server.routes.answer import Answer, Count
 
 
 class Document(Answer):
-    """`content_hash`: SHA-256 of the text in UTF-8."""
+    """Describe a document. `content_hash`: SHA-256 of the text in UTF-8."""
 
     id: str
     object: Literal["document"]
@@ -21,7 +21,10 @@ class WholeDocument(Document):
 
 
 class NewDocument(Document):
-    """Of its chunks, `num_stored` were stored now and `num_known` before; `reason`: why others were not, if any."""
+    """Describe a new document.
+
+    `num_stored` of its chunks were stored now, `num_known` before; `reason`: why others were not.
+    """
 
     num_tokens: Count
     num_chunks: Count
@@ -31,7 +34,7 @@ class NewDocument(Document):
 
 
 class DocumentList(Answer):
-    """Oldest first; the next page begins `after` the last one."""
+    """List documents, oldest first; the next page begins `after` the last one."""
 
     object: Literal["list"]
     data: list[Document]

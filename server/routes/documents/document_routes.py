@@ -103,7 +103,7 @@ def _write_said(message: Message) -> str:
 
 
 def _require_documents(service: Service) -> None:
-    """Raises ApiError 404 if the deployment takes no documents."""
+    """Check that the deployment takes documents. Raises ApiError 404."""
     if service.documents is None:
         raise ApiError(404, f"documents: {DOCUMENTS_OFF}", code="documents_off")
 

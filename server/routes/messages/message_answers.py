@@ -1,4 +1,4 @@
-"""Answers of `/v1/messages`, whole and as events, and its errors, which are Anthropic's: types alone."""
+"""The types of the answers of `/v1/messages`, whole and as events, and of its errors, which are Anthropic's."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ MessageStopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use
 
 
 class MessageUsage(Answer):
-    """`input_tokens` are those that were not cached."""
+    """Count tokens. `input_tokens` are those that were not cached."""
 
     input_tokens: Count
     cache_creation_input_tokens: Count
@@ -57,7 +57,7 @@ class MessageError(Answer):
 
 
 class MessageEvent(Answer):
-    """An event of a stream; which fields it has follows from its type."""
+    """Hold an event of a stream; its type says which fields it has."""
 
     type: str
     message: AnsweredMessage | None = None

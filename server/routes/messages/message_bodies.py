@@ -72,7 +72,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class PromptBody(TranslatedBody, kw_only=True):
-    """What a prompt is made of."""
+    """Declare what a prompt is made of."""
 
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
@@ -83,7 +83,7 @@ class PromptBody(TranslatedBody, kw_only=True):
 
 
 class CountTokensBody(PromptBody, kw_only=True):
-    """As `MessagesBody`, of which nothing is generated."""
+    """Declare the body of a count, from which nothing is generated."""
 
 
 class MessagesBody(PromptBody, kw_only=True):

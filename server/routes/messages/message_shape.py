@@ -1,4 +1,4 @@
-"""Anthropic's JSON of `/v1/messages`, whole and as events. Bytes in, bytes out: no HTTP, no engine."""
+"""Write Anthropic's JSON of `/v1/messages`, whole and as events."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -110,7 +110,7 @@ class MessageShape:
         }
 
     def _usage(self) -> Tree:
-        """Tokens that were cached are counted apart."""
+        """Return the usage, in which cached tokens are counted apart."""
         generation = self._generation
         return {
             "input_tokens": generation.num_prompt_tokens - generation.num_cached_tokens,
@@ -121,7 +121,7 @@ class MessageShape:
 
 
 def _read_input(arguments: str) -> Tree:
-    """A call's arguments; of those that a limit cut, as far as they came."""
+    """Return a call's arguments; of those that a limit cut, as far as they came."""
     try:
         given = from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
     except ValueError:

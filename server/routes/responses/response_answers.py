@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`, whole, as events, and as they are kept: types alone."""
+"""The types of the answers of `/v1/responses`, whole, as events, and as they are kept."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ class InputDetails(Answer):
 
 
 class OutputDetails(Answer):
-    """Reasoning is counted with the answer."""
+    """Count tokens of the answer, reasoning included."""
 
     reasoning_tokens: Count
 
@@ -41,7 +41,7 @@ class ResponsePart(Answer):
 
 
 class ResponseItem(Answer):
-    """A message, what the model thought, or a call of a tool."""
+    """Hold a message, reasoning, or a call of a tool."""
 
     id: str
     type: Literal["message", "reasoning", "function_call"]
@@ -93,7 +93,7 @@ class InputItemPart(Answer):
 
 
 class ListedItem(Answer):
-    """What was said up to a response: a message, a thought, a call of a tool or what came of one."""
+    """Hold an item up to a response: a message, reasoning, a call of a tool or its result."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
@@ -122,7 +122,7 @@ class DeletedResponse(Answer):
 
 
 class ResponseEvent(Answer):
-    """An event of a stream; which fields it has follows from its type."""
+    """Hold an event of a stream; its type says which fields it has."""
 
     type: str
     sequence_number: Count

@@ -44,7 +44,7 @@ def list_kept_items(kept: KeptResponse, response_id: str, is_output: bool) -> li
 
 
 def write_items(response_id: str, messages: list[Message]) -> list[Tree]:
-    """Messages as items of a response, each with an id that it has in every list."""
+    """Return messages as items of a response, each with an id that it has in every list."""
     items: list[Tree] = []
 
     def add(prefix: str, item: Tree) -> None:

@@ -115,7 +115,7 @@ def _response_of(call: Call[Any]) -> KeptResponse:
 
 
 def _find_response(service: Service, owner: str, param: str, response_id: str) -> KeptResponse:
-    """Raises ApiError 404."""
+    """Return a kept response. Raises ApiError 404."""
     found = service.responses.find(owner, response_id)
     if found is None:
         raise _unknown(service, param, response_id)

@@ -1,4 +1,4 @@
-"""OpenAI's JSON of `/v1/responses`, whole and as events. Bytes in, bytes out: no HTTP, no engine.
+"""Write OpenAI's JSON of `/v1/responses`, whole and as events.
 
 An answer is one list of items, made of the same parts for both: a stream tells each step of it, and then all of it.
 """
@@ -23,7 +23,7 @@ _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reason
 
 
 class _Items:
-    """What is said so far: `feed` and `finish` tell what changed, as events without their numbers.
+    """Collect the items of an answer: `feed` and `finish` return what changed, as events without their numbers.
 
     An item's id holds the response's, so that a later request can refer to it.
     """
@@ -51,7 +51,7 @@ class _Items:
                 return [self._of_item("response.function_call_arguments.delta", delta=text)]
 
     def finish(self, status: str) -> list[Tree]:
-        """An answer of nothing is an empty message."""
+        """End the answer; one of nothing is an empty message."""
         events = [] if self.items else self._open_text("message")
         return events + self._close(status)
 
@@ -113,7 +113,7 @@ class _Items:
 
 
 class ResponseShape:
-    """`on_end` is given the response's id, its JSON and the message that it is, once it is whole."""
+    """Write a response. `on_end` is given the response's id, its JSON and its message, once it is whole."""
 
     def __init__(
         self, generation: Generation, body: ResponsesBody, model: str, on_end: Callable[[str, bytes, Message], None]
@@ -172,7 +172,7 @@ class ResponseShape:
         return b"".join(lines)
 
     def _message(self) -> Message:
-        """What the answer is in a chat that goes on."""
+        """Return the answer as a message of a chat that goes on."""
         texts: dict[str, str] = {"message": "", "reasoning": ""}
         calls = []
         for item in self._items.items:
@@ -236,5 +236,5 @@ def _part(kind: str, text: str) -> Tree:
 
 
 def _given(struct: msgspec.Struct) -> Tree:
-    """Of a struct's fields, those that were sent."""
+    """Return the fields of a struct that were sent."""
     return {name: value for name, value in msgspec.to_builtins(struct).items() if value is not None}

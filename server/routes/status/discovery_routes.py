@@ -1,6 +1,6 @@
-"""What other programs ask a server about itself before they use it, in the form of the servers that they know.
+"""Answer other programs that ask a server about itself before they use it, as the servers do that they know.
 
-The router `smg` asks as of SGLang's servers, and lm_eval's remote tokenizer as of vLLM's.
+The router `smg` asks as it asks SGLang's servers, and lm_eval's remote tokenizer as it asks vLLM's.
 """
 
 from importlib.metadata import version

@@ -1,7 +1,4 @@
-"""What the server says of itself, to users and to routers: types alone.
-
-The model and its tokenizer, the engine's limits and load, and whether it serves.
-"""
+"""The types of what the server says of itself: the model, its tokenizer, the engine's limits and load, its health."""
 
 from typing import Literal
 
@@ -26,7 +23,7 @@ class Models(Answer):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """The settings of the model's tokenizer, whatever they are, and the template in use."""
+    """Hold the settings of the model's tokenizer, whatever they are, and the template in use."""
 
     chat_template: str | None
     bos_token: str | None = None
@@ -34,7 +31,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 class ServerInfo(Answer):
-    """As SGLang's servers tell it."""
+    """Describe the server as SGLang's servers do."""
 
     model_id: str
     served_model_name: str
@@ -48,7 +45,7 @@ class ServerInfo(Answer):
 
 
 class Load(Answer):
-    """Of one rank. The counts are there once the engine has told them; the shares are from 0 to 1."""
+    """Hold the load of one rank. The counts come once the engine has told them; the shares are from 0 to 1."""
 
     dp_rank: Count
     max_total_num_tokens: Count
@@ -68,7 +65,7 @@ class Loads(Answer):
 
 
 class Health(Answer):
-    """`stage` and `fraction` while it loads."""
+    """Hold the status, with `stage` and `fraction` while the model loads."""
 
     status: Literal["ready", "loading", "draining", "hung", "dead", "failed"]
     stage: str | None = None

@@ -1,4 +1,4 @@
-"""Answers of `/tokenize` and `/detokenize`: types alone."""
+"""The types of the answers of `/tokenize` and `/detokenize`."""
 
 from server.routes.answer import Answer, Count
 

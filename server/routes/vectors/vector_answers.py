@@ -1,4 +1,4 @@
-"""Answers of embeddings and of ranking: types alone."""
+"""The types of the answers of embeddings and of ranking."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ class VectorUsage(Answer):
 
 
 class Embedding(Answer):
-    """`embedding`: of length 1; base64 of little-endian float32 where that is asked for."""
+    """Hold an embedding of length 1; as base64 of little-endian float32 if that is asked for."""
 
     object: Literal["embedding"]
     index: Count
@@ -30,7 +30,7 @@ class RankedDocument(Answer):
 
 
 class RankedResult(Answer):
-    """`relevance_score`: a cosine, or the probability of yes against no."""
+    """Hold a ranked document. `relevance_score`: a cosine, or the probability of yes against no."""
 
     index: Count
     relevance_score: float
@@ -38,7 +38,7 @@ class RankedResult(Answer):
 
 
 class Ranking(Answer):
-    """Best first."""
+    """Hold ranked documents, best first."""
 
     id: str
     model: str

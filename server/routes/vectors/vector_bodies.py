@@ -14,7 +14,7 @@ RankedString = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class VectorBody(msgspec.Struct, kw_only=True):
-    """The fields that both bodies share with those that generate."""
+    """Declare the fields that both bodies share with those that generate."""
 
     model: str | None = None
     user: str | None = None
@@ -37,7 +37,10 @@ class RankedText(msgspec.Struct, kw_only=True):
 
 
 class RerankBody(VectorBody, kw_only=True):
-    """Cohere's and Jina's. `instruction`: what makes a document relevant, for models that are asked yes or no."""
+    """Declare Cohere's and Jina's body.
+
+    `instruction`: what makes a document relevant, for models that are asked yes or no.
+    """
 
     query: RankedString
     documents: Annotated[list[RankedString | RankedText], msgspec.Meta(min_length=1, max_length=MAX_INPUTS)]
