@@ -101,7 +101,7 @@ class Route:
         if self.body is not None:
             body = await read_body(request, self.body, service.body_memory, service.texts, service.settings)
             service.check_model(body.model)
-        answer = await self.handler(Call(request, service, body))  # type: ignore[type-var]
+        answer = await self.handler(Call(request, service, body))
         return answer if isinstance(answer, Response) else json_response(answer)
 
 

@@ -6,20 +6,19 @@ is deleted, those of its chunks that no other document has leave the store.
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from scheduler.messages import ChunksStored, Ready
 from server.api_error import ApiError, invalid, too_long
 from server.bodies.chat_message import Message, check_messages, message_text
 from server.bodies.generation_bodies import DOCUMENT_ID, DOCUMENTS_OFF
-from server.bodies.schema_limits import Tree
+from server.bodies.schema_limits import BodyLimits, Tree
 from server.routes.documents.document_answers import DeletedDocument, DocumentList, NewDocument, WholeDocument
 from server.routes.documents.document_bodies import DOCUMENT, DocumentBody
 from server.routes.route import (
     BODY_ERRORS,
     READ_ERRORS,
     Call,
-    Handler,
     Route,
     page_parameter,
     path_parameter,
@@ -148,17 +147,15 @@ def _report(stored: ChunksStored | None) -> dict[str, object]:
     return {"num_stored": stored.num_stored, "num_known": stored.num_known, "reason": stored.reason or None}
 
 
-def _route(method: Literal["get", "post", "delete"], path: str, handler: Handler, *more: Any, **named: Any) -> Route:
-    return Route(
-        method, path, handler, *more, **named, check=_require_documents, is_offered=lambda limits: limits.has_documents
-    )
+def _has_documents(limits: BodyLimits) -> bool:
+    return limits.has_documents
 
 
 _ID = {"type": "string", "pattern": DOCUMENT_ID}
 _PATH_ID = path_parameter("document_id", _ID)
 _PATH = "/v1/documents/{document_id}"
 ROUTES = (
-    _route(
+    Route(
         "post",
         "/v1/documents",
         add_document,
@@ -167,8 +164,10 @@ ROUTES = (
         DOCUMENT,
         {"text": "The meeting is on Tuesday."},
         errors=BODY_ERRORS,
+        check=_require_documents,
+        is_offered=_has_documents,
     ),
-    _route(
+    Route(
         "get",
         "/v1/documents",
         list_documents,
@@ -176,7 +175,27 @@ ROUTES = (
         DocumentList,
         errors=(*READ_ERRORS, 400),
         parameters=(page_parameter(MAX_PAGE, DEFAULT_PAGE), query_parameter("after", _ID)),
+        check=_require_documents,
+        is_offered=_has_documents,
     ),
-    _route("get", _PATH, show_document, "A document and its text", WholeDocument, parameters=(_PATH_ID,)),
-    _route("delete", _PATH, delete_document, "Delete a document", DeletedDocument, parameters=(_PATH_ID,)),
+    Route(
+        "get",
+        _PATH,
+        show_document,
+        "A document and its text",
+        WholeDocument,
+        parameters=(_PATH_ID,),
+        check=_require_documents,
+        is_offered=_has_documents,
+    ),
+    Route(
+        "delete",
+        _PATH,
+        delete_document,
+        "Delete a document",
+        DeletedDocument,
+        parameters=(_PATH_ID,),
+        check=_require_documents,
+        is_offered=_has_documents,
+    ),
 )
