@@ -1,8 +1,9 @@
-"""Attention of ragged batches over rows in host memory: sampled by LSH or exact, one parallel region a step.
+"""Compute attention over rows in host memory for a ragged batch, sampled by LSH or exact, in one parallel region per
+step.
 
-It refuses to know layers, segments and devices: tables of pieces (`cpu.pieces`) say where rows lie. Invariants: the
-lse of sampled pieces estimates the mass of all that they cover (paper 2410.16179 eq. (11)), with centres put back;
-results do not depend on the number of threads; nothing is allocated once the largest batch has been seen.
+Tables of pieces (`cpu.pieces`) say where the rows lie. The lse of sampled pieces estimates the mass of all tokens that
+they cover (paper 2410.16179 eq. (11)), with centres added back. Results do not depend on the number of threads. Nothing
+is allocated once the largest batch has been seen.
 """
 
 from ctypes import c_char
@@ -113,8 +114,9 @@ _MODULES = (
 
 @lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
 def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> Any:
-    """`turns.take_turns` as a C function of the context's address. numba's file cache looks at this source file and at
-    the arguments here; `version` stands for the sources of all that is called."""
+    """Compile `turns.take_turns` to a C function of the context's address. numba's file cache looks at this file and at
+    the arguments here; `version` stands for the sources of all callees.
+    """
 
     @numba.cfunc("void(int64, int64, int64)", cache=True)
     def work(me, threads, context):  # type: ignore[no-untyped-def]
@@ -126,7 +128,7 @@ def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int)
 
 @cache
 def _compile_start(version: int) -> Any:
-    """`turns.start_when_asked`, likewise."""
+    """Compile `turns.start_when_asked` in the same way."""
 
     @numba.njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
     def start_asked(work, threads, context, gate):  # type: ignore[no-untyped-def]
@@ -136,12 +138,12 @@ def _compile_start(version: int) -> Any:
 
 
 class HostPartial(NamedTuple):
-    """A partial on the host, and what it cost. The arrays are overwritten by the workspace's next call.
+    """A partial on the host, and its cost. The next call overwrites the arrays.
 
     out: float32 `[requests, heads, dim]`; lse: float32 `[requests, heads]`, natural log; covered: int32 `[requests,
-    heads]`, tokens that the partial stands for; rows: keys read (as many values), a row shared by a group once; keys:
-    scored, of all heads; index_bytes: of hash tables, read in lookups; lookup_ns, sampled_ns: of the first thread, in
-    the stage of lookups and exact parts, and in that of samples. errors: float32 `[requests, heads, ERRORS]` of
+    heads]`, tokens that the partial stands for. rows: keys read (as many values), a row shared by a group once; keys:
+    scored, over all heads; index_bytes: read of hash tables. lookup_ns, sampled_ns: times of the first thread in the
+    stage of lookups and exact parts, and in that of samples. errors: float32 `[requests, heads, ERRORS]` of
     `cpu.errors`, or None.
     """
 
@@ -157,10 +159,10 @@ class HostPartial(NamedTuple):
 
 
 class AnswersCost(NamedTuple):
-    """What answers cost. asks: answered, fewer than there were where one did not come; rows, covered, keys and
-    index_bytes: of all of them, as in `HostPartial`, covered of all heads; waited_ns: for asks; attended_ns: from an
-    ask that is there to its answer; lookup_ns, sampled_ns: of the last one's stages; idle_ns: before the region, for
-    its first ask, where that was awaited alone.
+    """The cost of answers. asks: number answered, fewer than given where one did not come; rows, covered, keys and
+    index_bytes: sums over all of them, as in `HostPartial`, covered over all heads; waited_ns: waiting for asks;
+    attended_ns: from an ask's arrival to its answer; lookup_ns, sampled_ns: stages of the last one; idle_ns: waiting
+    for the first ask before the region starts.
     """
 
     asks: int
@@ -176,17 +178,18 @@ class AnswersCost(NamedTuple):
 
 
 class HostAttention:
-    """The compiled attention of one model and its workspace; for one thread of callers at a time."""
+    """The compiled attention of one model, and its workspace. One thread calls it at a time."""
 
     def __init__(
         self, *, heads: int, kv_heads: int, dim: int, row_type: type, query_type: type, bits: int, tables: int,
         scale: float, threads: int, estimates: bool = False,
     ) -> None:  # fmt: skip
-        """row_type: np.uint16 (bf16), np.int8 or np.float32; query_type: np.uint16 or np.float32; paper: K = bits,
-        L = tables; threads: the most that a call may use; estimates: answers come with their errors. Compiles, or reads
-        numba's cache.
+        """Compile the attention, or read it from numba's cache.
 
-        Raises RuntimeError without AVX2 and FMA, ValueError for a shape that the kernels have no code for.
+        row_type: np.uint16 (bf16), np.int8 or np.float32; query_type: np.uint16 or np.float32; paper: K = bits, L =
+        tables; threads: the most that a call may use; estimates: estimate the errors of answers.
+
+        Raises RuntimeError without AVX2 and FMA, ValueError for a shape that the kernels do not support.
         """
         require_vectors()
         group = heads // kv_heads
@@ -224,14 +227,15 @@ class HostAttention:
         self, table: np.ndarray, queries: np.ndarray, codes: np.ndarray | None, threads: int,
         wanted: np.ndarray | None = None, excluded: np.ndarray | None = None, full: np.ndarray | None = None,
     ) -> HostPartial:  # fmt: skip
-        """Attention of each request's query over its pieces.
+        """Attend with each request's query over its pieces.
 
         table: PIECE `[pieces]` of this row type; queries: `[requests, heads, dim]`, contiguous, of query_type; codes:
-        uint16 `[requests, heads, tables]`, contiguous; None: no piece is sampled; wanted: uint8 `[requests, heads]`, or
-        None for all; excluded: int32 `[requests, kv_heads, words]`, or None; both as in an exchange slot; full: uint8
-        `[requests, heads]` of heads that read all of what others sample, or None. A request
-        without pieces, whose samples are empty or of which nothing is wanted gets (0, -inf). A NaN in a query or key
-        makes its own heads NaN. Raises ValueError if requests do not rise or a range is not in its segment.
+        uint16 `[requests, heads, tables]`, contiguous, or None if no piece is sampled; wanted: uint8 `[requests,
+        heads]`, or None for all; excluded: int32 `[requests, kv_heads, words]`, or None; both as in an exchange slot;
+        full: uint8 `[requests, heads]`, heads that read all of what others sample, or None.
+
+        A request without pieces, without samples or without wanted heads gets (0, -inf). A NaN in a query or key makes
+        its own heads NaN. Raises ValueError if requests do not rise or a range is not in its segment.
         """
         shape, requests, ask = self._shape, len(queries), self._lone_ask[0]
         assert queries.shape == (requests, shape.heads, shape.dim), "queries: [requests, heads, dim]"
@@ -276,9 +280,11 @@ class HostAttention:
     def asks_in(
         self, slot: ExchangeSlot, tables: np.ndarray, errors: np.ndarray | None, full: np.ndarray | None
     ) -> np.ndarray:
-        """For `answer`: an ask of each table of pieces, PIECE `[asks, pieces]`, which must be kept, as must the slot;
-        the slot's ask under way is the first. Its row i asks for request i; its queries are of query_type. errors:
-        float32 `[asks, rows, heads, ERRORS]` to be written, or None; full: uint8 `[asks, rows, heads]`, or None.
+        """Return an ask for `answer` for each table of pieces, PIECE `[asks, pieces]`.
+
+        The caller keeps the tables and the slot alive. The slot's current ask is the first. Row i of the slot asks for
+        request i, with queries of query_type. errors: float32 `[asks, rows, heads, ERRORS]`, written by the answer, or
+        None; full: uint8 `[asks, rows, heads]`, or None.
         """
         shape, queries, codes, excluded = self._shape, slot.queries, slot.codes, slot.excluded
         assert queries.shape[1:] == (shape.heads, shape.dim), "slot: queries [rows, heads, dim]"
@@ -304,11 +310,11 @@ class HostAttention:
         return asks
 
     def answer(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> AnswersCost:
-        """As `attend`, ask after ask (rows of `asks_in`, of one slot or of several in turns) in one parallel region,
-        from an ask's flags to the stamp of its answer; up to the first that does not come within `limit_s` seconds.
+        """Answer asks one after another in one parallel region, from an ask's flags to the stamp of its answer.
 
-        gate: int64 `[1]`; then the region starts once the first ask is there, whose wait takes one thread and all its
-        time, and the gate is one more than before when this returns. Nothing here needs the interpreter in between.
+        asks: rows of `asks_in`, of one slot or of several in turns. The call ends at the first ask that does not come
+        within `limit_s` seconds. gate: int64 `[1]` or None; with a gate, one thread waits for the first ask before the
+        region starts, and the gate is one higher when this returns. The interpreter is not needed in between.
         """
         answered, idle_ns = self._run(asks, threads, limit_s, gate)
         began, looked_up, sampled = self._buffers.totals[BEGAN_NS : SAMPLED_NS + 1].tolist()
@@ -316,10 +322,10 @@ class HostAttention:
         return AnswersCost(answered, *sums, looked_up - began, sampled - looked_up, idle_ns)
 
     def _run(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> tuple[int, int]:
-        """How many asks were answered; if not all, the next one did not come. And nanoseconds of the wait for the first
-        one, with a gate. Raises ValueError for a wrong table.
+        """Return how many asks were answered, and the nanoseconds of the wait for the first one with a gate.
 
-        Caches are cold here, so each line of Python costs several times what it does elsewhere.
+        If not all were answered, the next one did not come. Raises ValueError for a wrong table. Caches are cold here,
+        so each line of Python costs several times what it does elsewhere.
         """
         row, board = self._row, self._board
         assert asks.flags.c_contiguous, "asks: contiguous"
@@ -355,7 +361,7 @@ class HostAttention:
             self._plan = self._new_plan(requests * 3 // 2, *self._context[ROOM_PIECES : ROOM_PARTS + 1].tolist())
 
     def _grow(self) -> None:
-        """Make room for more than any ask before had, with half as much again to spare."""
+        """Enlarge the plan and the buffers beyond what any ask needed before, with half as much again to spare."""
         row, heads = self._context, self._shape.heads
         self._make_room_for(int(row[REQUESTS]))
         sizes = _larger(row[NUM_PIECES : NUM_PARTS + 1].tolist(), row[ROOM_PIECES : ROOM_PARTS + 1].tolist())
@@ -395,7 +401,7 @@ class HostAttention:
         return buffers
 
     def _new_plan(self, requests: int, num_pieces: int, sampled: int, parts: int) -> Plan:
-        """Room for so many entries, one at least."""
+        """Return a plan with room for these numbers of entries, at least one each."""
         step = Plan(
             first_piece=np.empty(requests + 1, np.int32),
             ordinals=np.empty(max(1, num_pieces), np.int32),
@@ -428,7 +434,7 @@ def _put(asks: np.ndarray, column: int, value: Any) -> None:
 
 
 def _put_pieces(asks: np.ndarray, tables: np.ndarray) -> None:
-    """tables: PIECE `[asks, pieces]`."""
+    """Write addresses of tables, PIECE `[asks, pieces]`."""
     assert tables.dtype == PIECE, "pieces: a table of cpu.pieces.PIECE"
     assert tables.flags.c_contiguous, "pieces: contiguous"
     _put(asks, PIECES, tables.ctypes.data + tables.strides[0] * np.arange(len(tables)))
@@ -440,7 +446,7 @@ def _pieces_at(address: int, count: int) -> np.ndarray:
 
 
 def _larger(wanted: list[int], room: list[int]) -> list[int] | None:
-    """Rooms of which those that are too small get half as much again as is wanted; None if none is."""
+    """Return sizes in which those that are too small grow to 1.5 times what is wanted; None if all are large enough."""
     if all(size <= most for size, most in zip(wanted, room, strict=True)):
         return None
     return [most if size <= most else size + size // 2 for size, most in zip(wanted, room, strict=True)]

@@ -1,10 +1,9 @@
-"""Which heads of a context read in full what they would sample, and what is counted of estimated errors.
+"""Choose the heads that read all keys instead of a sample, and count estimated errors.
 
-Every `audit_steps` steps a head reads in full; from all weights the standard error is known that sampling would have
-had, and beyond `epsilon` the head goes on reading in full, until a reading says otherwise. It refuses to know rows and
-tables. Invariant: whether a head reads in full follows from counts and from full readings alone, never from what a
-sample held: where an estimate chose, the samples that stay would be those that happened to look well, and their mass
-would be too small on average, since a context's tables are the same from step to step.
+Every `audit_steps` steps a head reads all keys. The weights of all keys give the standard error that sampling would
+have had. Beyond `epsilon` the head reads all keys until a later full read finds a smaller error. The choice follows
+from counts and full reads alone, never from a sample: a choice by estimates would keep the samples that happened to
+look good, and since a context's tables stay the same, their mass would be too small on average.
 """
 
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ HEAVY_WEIGHT = 0.1  # of an answer: a head that has such a key may as well have 
 
 @dataclass(slots=True)
 class ErrorCounts:
-    """Answers of heads with samples: estimated, with a heavy key, beyond the bound (without and with such a key);
-    steps with any beyond; answers that were read in full.
+    """Counts of sampled heads' answers: estimated, with a heavy key, beyond the bound (without and with such a key); of
+    steps with any answer beyond it; and of answers that read all keys.
     """
 
     estimated: int = 0
@@ -34,7 +33,7 @@ class ErrorCounts:
 
 
 class Audits:
-    """The errors of one tier's answers. layers: that go down."""
+    """The errors of one tier's answers. layers: number of offloaded layers."""
 
     def __init__(self, settings: ErrorsConfig, layers: int, heads: int) -> None:
         self._settings, self.layers, self._heads = settings, layers, heads
@@ -45,11 +44,13 @@ class Audits:
         self.counts = ErrorCounts()
 
     def new_errors(self, layers: int, rows: int) -> np.ndarray:
-        """For answers to be written to: float32 `[layers, rows, heads, ERRORS]`, zeros."""
+        """Return an array for errors: float32 `[layers, rows, heads, ERRORS]`, zeros."""
         return np.zeros((layers, rows, self._heads, ERRORS), np.float32)
 
     def full(self, contexts: Sequence[Context | None], rows: int, first: int, last: int) -> np.ndarray | None:
-        """uint8 `[layers, rows, heads]` of layers `first .. last`, or None where nobody asks for epsilon."""
+        """Return which heads read all keys: uint8 `[layers, rows, heads]` of layers `first .. last`, or None where
+        epsilon is not set.
+        """
         if self._settings.epsilon is None:
             return None
         full = np.zeros((last - first, rows, self._heads), np.uint8)
@@ -61,7 +62,7 @@ class Audits:
         return full
 
     def note(self, contexts: Sequence[Context | None], errors: np.ndarray, full: np.ndarray | None, first: int) -> None:
-        """Answers of layers from `first` on are there, of one part of a step."""
+        """Take the errors of one part of a step, of layers from `first` on."""
         last = first + len(errors)
         worst = np.maximum(errors[..., LOG_MASS], errors[..., OUTPUT])  # [layers, rows, heads]
         if full is not None:
@@ -75,13 +76,16 @@ class Audits:
         self._count(errors[..., LARGEST], worst, full)
 
     def end_step(self) -> None:
-        """All parts have been noted, and the last layer."""
+        """End a step after all parts and the last layer have been noted."""
         self.counts.steps_beyond += self._is_beyond
         self._is_beyond = False
 
     def _note_full(self, context: Context, worst: np.ndarray, has_read: np.ndarray, first: int, last: int) -> None:
-        """has_read: in full, and something. What was not asked for a head in this step (it reused an answer), or was
-        excluded to the last token, has zeros for errors, which say nothing of the head: its last reading holds."""
+        """Take the errors of heads that read all keys. has_read: they did, and there were keys to read.
+
+        A head that asked for nothing in this step, or excluded every token, has zeros for errors. Its last full read
+        still holds.
+        """
         if context.noted is None:
             context.noted = np.zeros((self.layers, self._heads), np.float32)
         context.noted[first:last][has_read] = worst[has_read]

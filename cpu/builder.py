@@ -1,10 +1,9 @@
-"""Work in the background that yields to decode: jobs cut into pieces of about a millisecond, the most urgent first.
+"""Run background jobs that yield to decode, in pieces of about a millisecond, the most urgent first.
 
-Threads with cores of their own do longer pieces: behind each a thread needs the interpreter, which another one that is
-at work hands over after half a millisecond. It refuses to know tables and segments. Invariant: no piece begins while
-the gate is shut, but as many at a time as cores are left to them, and a job that raises ends alone: it is logged, its
-`fail` is called, and the others go on. The gate is a number in memory, so that compiled code may shut it without the
-interpreter.
+Threads with cores of their own run longer pieces, since a thread needs the interpreter after each piece and gets it
+after half a millisecond. No piece begins while the gate is shut, except on as many threads as have cores of their own.
+A job that raises is logged and its `fail` is called; the other jobs go on. The gate is a number in memory, so that
+compiled code can shut it without the interpreter.
 """
 
 import heapq
@@ -24,15 +23,15 @@ LONG_PIECE_TOKENS = 2**22  # table entries built by a thread with a core of its 
 
 @dataclass(slots=True)
 class Pace:
-    """piece_tokens: of the next piece of tables, at most, which whoever does it has set; copies have their own."""
+    """The size of the next piece of tables at most, set by the thread that runs it. Copies have a size of their own."""
 
     piece_tokens: int
 
 
 @dataclass(eq=False, slots=True)
 class BuildJob:
-    """urgency: lower is sooner, then the order of submission. pieces: does a piece at each `next`, by `pace`. A job
-    that is not wanted any more ends early. Either `finish` or `fail` is called, once.
+    """A job. urgency: lower runs earlier, then the order of submission. pieces: runs a piece at each `next`, by `pace`.
+    A job that is not wanted any more ends early. Either `finish` or `fail` is called, once.
     """
 
     urgency: tuple[int, ...]
@@ -49,8 +48,8 @@ class BuildJob:
 
 
 class Builder:
-    """Threads that do jobs until `shutdown`. gate: int64 `[1]`, shut while it is above 0: how many pauses there are.
-    num_cores: so many of the threads pass the gate at any time, for who shuts it leaves them cores (`num_busy_cores`).
+    """Threads that run jobs until `shutdown`. gate: int64 `[1]`, the number of pauses; it is shut above 0. num_cores:
+    threads that may pass a shut gate, because decode leaves them cores (`num_busy_cores`).
     """
 
     def __init__(self, num_threads: int, num_cores: int) -> None:
@@ -69,7 +68,7 @@ class Builder:
 
     @property
     def num_busy_cores(self) -> int:
-        """Of threads that have them for their own: of those that have anything to do."""
+        """Return how many threads with cores of their own have work."""
         return min(self._num_cores, len(self._jobs) + self._num_under_way)
 
     def submit(self, job: BuildJob) -> None:
@@ -81,7 +80,7 @@ class Builder:
         self._changed.notify_all()  # one that is told may wait for the gate
 
     def drop_unwanted(self) -> None:
-        """End jobs that nobody wants any more and that no thread is at, before their turn."""
+        """End jobs that are not wanted any more and that no thread has begun, before their turn."""
         with self._changed:
             dropped = [job for job in self._jobs if not job.is_wanted()]
             self._jobs = [job for job in self._jobs if job not in dropped]
@@ -90,19 +89,19 @@ class Builder:
             job.finish()
 
     def pause(self) -> None:
-        """No piece begins until `go_on`, but on cores of their own; one that runs may still run for its millisecond.
-        Pauses add up; one thread at a time begins or ends them.
+        """Let no piece begin until `go_on`, except on cores of their own. A running piece may go on for its
+        millisecond. Pauses add up. One thread at a time begins or ends them.
         """
         self.gate[0] += 1
 
     def go_on(self) -> None:
-        """The end of one pause, whoever began it."""
+        """End one pause, from any thread."""
         with self._changed:
             self.gate[0] -= 1
             self._changed.notify_all()
 
     def shutdown(self) -> None:
-        """Stop after the pieces under way; jobs that are not done never will be."""
+        """Stop after the pieces that are running; jobs that are not done stay undone."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -122,7 +121,7 @@ class Builder:
                         self._push(job)
 
     def _do_piece(self, job: BuildJob) -> bool:
-        """Whether more of it is to be done."""
+        """Run one piece, and return whether more of the job remains."""
         if not job.is_wanted():
             job.finish()
             return False
@@ -138,7 +137,7 @@ class Builder:
         return False
 
     def _take(self, passes_gate: bool) -> BuildJob | None:
-        """The next job, once there is one and the gate is open; None: it is over."""
+        """Return the next job, once there is one and the gate is open; None after shutdown."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or (self._jobs and (passes_gate or self.gate[0] <= 0)))
             if self._is_over:

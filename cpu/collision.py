@@ -1,9 +1,8 @@
-"""How likely a key is sampled, from its cosine with the query: the weights of LSH sampling, and their table.
+"""Compute how likely LSH sampling takes a key, from its cosine with the query, and the table of weights.
 
-Refuses to know keys. paper (2410.16179): K = bits, L = tables. A key is sampled if it shares the query's bucket in two
-tables or more. Invariant: no cancellation. For small p**K eq. (10) as written is a difference of numbers near 1, of
-which float32 keeps nothing; here it is a binomial tail summed from its largest term. Nothing is added to u: a constant
-there would bias the mass.
+paper (2410.16179): K = bits, L = tables. A key is sampled if it shares the query's bucket in two tables or more. For
+small p**K eq. (10) as written is a difference of numbers near 1, of which float32 keeps nothing; here it is a binomial
+tail summed from its largest term. Nothing is added to u: a constant there would bias the mass.
 """
 
 import numpy as np
@@ -16,18 +15,18 @@ _TERMS = 10
 
 
 def sample_probability(cosine: np.ndarray, bits: int, tables: int) -> np.ndarray:
-    """u of eq. (10), float64, of the shape of `cosine` (any; clamped to [-1, 1])."""
+    """Return u of eq. (10), float64, in the shape of `cosine` (any; clamped to [-1, 1])."""
     p = 1.0 - np.arccos(np.clip(np.asarray(cosine, np.float64), -1.0, 1.0)) / np.pi
     return _two_or_more(p**bits, tables)
 
 
 def fraction_read(bits: int, tables: int) -> float:
-    """Eq. (21): the share of keys that is sampled where keys fall into all buckets alike."""
+    """Return the share of keys that is sampled where keys fall into all buckets alike, eq. (21)."""
     return float(_two_or_more(np.float64(0.5**bits), tables))
 
 
 def log_weights(bits: int, tables: int) -> np.ndarray:
-    """`-log u` at the borders of INTERVALS even intervals over the cosine, float32 `[INTERVALS + 2]`.
+    """Return `-log u` at the borders of INTERVALS even intervals over the cosine, float32 `[INTERVALS + 2]`.
 
     The last entry repeats: a cosine of 1 interpolates towards it.
     """
@@ -41,7 +40,7 @@ def log_weights(bits: int, tables: int) -> np.ndarray:
 
 
 def _two_or_more(x: np.ndarray | np.float64, tables: int) -> np.ndarray:
-    """P[B >= 2] for B of `tables` trials of probability x."""
+    """Return P[B >= 2] for B of `tables` trials of probability x."""
     x = np.asarray(x, np.float64)
     small = np.minimum(x, _SMALL / tables)
     term = tables * (tables - 1) / 2 * small**2 * np.exp((tables - 2) * np.log1p(-small))

@@ -1,8 +1,7 @@
-"""What the threads of a region are given: one int64 row of numbers and addresses, and the arrays behind them.
+"""Pack everything that the threads of a region need into one int64 row of numbers and addresses.
 
-A parallel region takes one address in microseconds, and thirty arrays in most of a millisecond. It refuses to know what
-the arrays are for (`cpu.stages` does). Invariant: `open_context` names each column once; who fills the row keeps the
-arrays alive.
+A parallel region takes one address in microseconds, and thirty arrays in most of a millisecond. `open_context` names
+each column once. The code that fills the row keeps the arrays alive.
 """
 
 import numba
@@ -38,35 +37,38 @@ def new_context() -> np.ndarray:
 
 
 def new_asks(count: int) -> np.ndarray:
-    """int64 `[count, ASK_COLUMNS]`: column `c - REQUESTS` for each c of the context's, REQUESTS to NUM_PIECES.
-    Addresses of queries, codes (0: without), the mask of wanted heads (0: all), exclusions (0: none) with their words a
-    row and KV head, out, lse and covered (0: nobody asks); of flags and of the answer's stamp (0: nobody waits) with
-    the stamp; of errors and of the mask of heads that read in full (0: none); and of a table of pieces.
+    """Return int64 `[count, ASK_COLUMNS]`: column `c - REQUESTS` for each c of the context's, REQUESTS to NUM_PIECES.
+
+    They hold addresses of queries, codes (0: none), the mask of wanted heads (0: all), exclusions (0: none) with their
+    words per row and KV head, out, lse and covered (0: not counted); of flags and of the answer's stamp (0: nobody
+    waits) with the stamp; of errors and of the mask of heads that read all keys (0: none); and of a table of pieces.
     """
     return np.zeros((count, ASK_COLUMNS), np.int64)
 
 
 def set_shape(context: np.ndarray, shape: Shape, max_threads: int) -> None:
-    """All of a shape but its types; the scale as the bits of a float64."""
+    """Write a shape without its types; the scale as the bits of a float64."""
     context[HEADS : MASK + 1] = shape.heads, shape.kv_heads, shape.dim, shape.tables, shape.mask
     context.view(np.float64)[SCALE] = shape.scale
     context[MAX_THREADS] = max_threads
 
 
 def set_arrays(context: np.ndarray, first: int, arrays: Plan | Buffers) -> None:
-    """The addresses of a plan's or of the buffers' arrays; first: PLAN or BUFFERS."""
+    """Write the addresses of a plan's or of the buffers' arrays. first: PLAN or BUFFERS."""
     context[first : first + len(arrays)] = [array.ctypes.data for array in arrays]
 
 
 @numba.njit(nogil=True)
 def open_row(address):
-    """The context itself."""
+    """Return the context as an array."""
     return numba.carray(pointer_to(address), (CONTEXT,), np.int64)
 
 
 @numba.njit(nogil=True)
 def open_context(address, kind, query_kind):
-    """(shape, batch, plan, buffers) of `cpu.workspace`; kind, query_kind: scalars of rows' and queries' types."""
+    """Return (shape, batch, plan, buffers) of `cpu.workspace`. kind, query_kind: scalars of the rows' and the queries'
+    types.
+    """
     c = open_row(address)
     scale = np.float32(numba.carray(pointer_to(address), (CONTEXT,), np.float64)[SCALE])
     shape = Shape(kind, query_kind, c[HEADS], c[KV_HEADS], c[DIM], c[TABLES], c[MASK], scale)

@@ -1,7 +1,7 @@
-"""A decode step's attention over deposited contexts: the table of pieces of every layer, and the asks of the device.
+"""Attend for a decode step over host contexts: the table of pieces of every layer, and the asks of the device.
 
-It refuses to know how contexts grow. Invariant: tables of pieces are made anew only for contexts whose pieces have
-changed, or of which more or less is asked; in between a step costs a dictionary's look-up.
+Tables of pieces are made again only for contexts whose pieces or requested tokens have changed. In between a step costs
+a dictionary's look-up.
 """
 
 from collections.abc import Sequence
@@ -53,9 +53,9 @@ _LENT = [RUN_BEGIN, END, KEYS, KEY_HEAD, KEY_ROW, VALUES, VALUE_HEAD, VALUE_ROW,
 
 @dataclass(slots=True)
 class AttentionCounts:
-    """Sums over all asks. wait_s: for the device, with nothing else to do; rows_read: keys (values: as many);
-    bytes_read: of rows and of hash tables; tokens_covered, and of these keys_scored: by head that is wanted, without
-    what is excluded.
+    """Sums over all asks. wait_s: waiting for the device, with nothing else to do; rows_read: keys (values: as many);
+    bytes_read: of rows and of hash tables; tokens_covered, and of these keys_scored: per wanted head, without excluded
+    tokens.
     """
 
     asks: int = 0
@@ -68,9 +68,9 @@ class AttentionCounts:
 
 
 class PieceTables:
-    """Tables of pieces of contexts' first tokens and batches of them, kept while they hold. int64 inside, since numpy
-    copies structures field by field. A batch is a sequence of (context, tokens), the context None where there are none.
-    changed: the store's condition, for leases.
+    """A cache of tables of pieces, for contexts' first tokens and for batches of them. They are int64 inside, since
+    numpy copies structures field by field. A batch is a sequence of (context, tokens); the context is None for rows
+    that ask for nothing. changed: the store's condition, for leases.
     """
 
     def __init__(self, num_layers: int, changed: Condition) -> None:
@@ -79,16 +79,18 @@ class PieceTables:
         self._batches: dict[tuple[_Cut, ...], _Table] = {}
 
     def find(self, batch: Sequence[tuple[Context | None, int]]) -> _Table | None:
-        """PIECE `[layers, pieces]` of a batch, if it was made before and holds, and a lease that nobody has begun."""
+        """Return PIECE `[layers, pieces]` of a batch if it is cached and still true, with a lease that nobody has
+        begun; else None.
+        """
         return self._batches.get(tuple(_cut(context, tokens) for context, tokens in batch))
 
     def knows(self, context: Context, tokens: int) -> bool:
-        """Whether so many of a context's tokens were in a batch, and it has not changed since."""
+        """Return whether so many of a context's tokens were in a batch, and the context has not changed since."""
         known = self._contexts.get(context.context_id)
         return known is not None and known[0] == _cut(context, tokens)
 
     def make(self, batch: Sequence[tuple[Context | None, int]]) -> _Table:
-        """What `find` returns; context i is request i. Rows have landed, tables stand."""
+        """Make what `find` returns; context i is request i. Its rows have landed and its tables are built."""
         parts = [self._of_context(context, tokens) for context, tokens in batch]
         columns = np.concatenate(parts, axis=1)  # [layers, pieces, COLUMNS]
         columns[:, :, REQUEST] = np.repeat(np.arange(len(parts)), [part.shape[1] for part in parts])
@@ -128,8 +130,8 @@ def _cut(context: Context | None, tokens: int) -> _Cut:
 
 
 class Attend:
-    """The compiled attention for queries of one dtype, with its threads, the gate that it shuts, and the counts; and
-    what is lent of what it reads. leaves_core: to the thread that launches (`transfer.tier.HostTier.leave_core`).
+    """The compiled attention for queries of one dtype, with its threads, the builder's gate, the counts and the loans.
+    leaves_core: to the launching thread (`transfer.tier.HostTier.leave_core`).
     """
 
     def __init__(
@@ -143,26 +145,27 @@ class Attend:
 
     @property
     def num_threads(self) -> int:
-        """Of the next answers: all but those whose cores the builder has, while it has something to do on them, and the
-        one whose core is left to launches. All threads of an ask wait for the one whose core another thread has taken.
+        """Return the threads of the next answers: all but those whose cores the builder uses, and the one whose core is
+        left to launches. All threads of an attention wait for the one whose core another thread has taken.
         """
         return self._num_threads - self.builder.num_busy_cores - self.leaves_core
 
 
 class StepAttention:
-    """See `transfer.tier.Attention`. The builder pauses from the first layer's ask to the last one's answer: between
-    two layers there is less time than a piece takes, and every thread of an attention waits for the slowest.
+    """The attention of one step; see `transfer.tier.Attention`. The builder pauses from the first layer's ask to the
+    last one's answer: between two layers there is less time than a piece takes, and every thread of an attention waits
+    for the slowest.
     """
 
     def __init__(self, table: np.ndarray, lease: Lease, attend: Attend, contexts: Sequence[Context | None]) -> None:
-        """table: PIECE `[layers, pieces]`, row i of the slot's being request i, of context i; begins the lease."""
+        """Begin the lease. table: PIECE `[layers, pieces]`; row i of the slot is request i, of context i."""
         self.table, self.contexts, self._attend = table, contexts, attend
         self._lease: Lease | None = lease
         self._pauses = False
         lease.begin()
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
-        """Raises ExchangeError if the device does not ask."""
+        """Answer one layer's ask. Raises ExchangeError if the device does not ask."""
         try:
             self._pauses = True
             _answer(self._attend, [(self.table[layer : layer + 1], slot, self.contexts)], layer)
@@ -173,7 +176,9 @@ class StepAttention:
             self.give_up()
 
     def give_up(self) -> None:
-        """The step is over, or will not be finished: builder and segments are free. Again: nothing."""
+        """End the step, finished or not: the builder goes on and the segments are released. Calling it again does
+        nothing.
+        """
         if self._pauses:
             self._attend.builder.go_on()
             self._pauses = False
@@ -195,9 +200,11 @@ class StepAttention:
 
 
 def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlot]]) -> Answered:
-    """All asks of a step, each layer's of every part in turns, in one call: no line of Python lies between two of them.
+    """Answer all asks of a step in one call: each layer's of every part in turns. No line of Python runs between two of
+    them.
 
-    A slot's ask under way is the first, and afterwards the last. Raises ExchangeError if the device does not ask.
+    A slot's current ask is the first of these, and afterwards the last. Raises ExchangeError if the device does not
+    ask.
     """
     try:
         return _answer(attend, [(attention.table, slot, attention.contexts) for attention, slot in parts], 0)
@@ -208,8 +215,10 @@ def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlo
 
 
 def _answer(attend: Attend, parts: Sequence[_Part], first_layer: int) -> Answered:
-    """Asks from `first_layer` on, of tables PIECE `[layers, pieces]`; a slot's ask under way becomes its last, or the
-    one that did not come. Tables are built until the first layer's ask is there, and then the builder pauses.
+    """Answer asks from `first_layer` on, of tables PIECE `[layers, pieces]`.
+
+    A slot's current ask becomes its last, or the one that did not come. The builder runs until the first layer's ask
+    arrives, and then pauses.
     """
     counts, kernel, gate = attend.counts, attend.kernel, None if first_layer else attend.builder.gate
     noted = [_new_errors(attend, part, first_layer) for part in parts]
@@ -239,7 +248,9 @@ def _answer(attend: Attend, parts: Sequence[_Part], first_layer: int) -> Answere
 
 
 def _new_errors(attend: Attend, part: _Part, first_layer: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Where errors of a part's asks go, and which of its heads read in full, as `HostAttention.asks_in` takes them."""
+    """Return arrays for the errors of a part's asks, and the heads that read all keys, as `HostAttention.asks_in` takes
+    them.
+    """
     if attend.audits is None:
         return None, None
     table, slot, contexts = part

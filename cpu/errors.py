@@ -1,12 +1,13 @@
-"""How far a sampled answer may be off: standard errors of its log mass and its output, from the sample's own weights.
+"""Estimate standard errors of a sampled answer's log mass and output, from the weights of the sample itself.
 
-Functions for numba code. Keys are not drawn alone: a table's bucket takes all that is in it. So the variance is taken
-over groups of tables. Of keys that share exactly two tables with the query, the weight is what the answer would lose
-without either table; D_g is a group's sum of these, V = G / (G - 1) * sum (D_g - mean)^2 (a jackknife over tables; its
-expectation is the variance or more, up to twice it where most keys are rare). Numerators alike, along one fixed
-direction of +-1: the expected square of an error along it is that of its length. A head that is read in full has no
-error; noted is what sampling would have had if keys were drawn one by one, sum e^2 (1 - u) / u, in which no outcome of
-a table is. It refuses to know pieces' rows. Invariant: nothing here changes an answer.
+Functions for numba code; they never change an answer. Keys are not drawn alone: a table's bucket takes all keys in it.
+So the variance is taken over groups of tables. For keys that share exactly two tables with the query, the weight is
+what the answer would lose without either table. With D_g the sum of these in a group, V = G / (G - 1) * sum (D_g -
+mean)^2 (a jackknife over tables; its expectation is the variance or more, up to twice it where most keys are rare).
+
+Numerators are treated alike, along one fixed direction of +-1: the expected square of an error along it is that of its
+length. A head that reads all keys has no error. Noted for it is the error that sampling would have had if keys were
+drawn one by one, sum e^2 (1 - u) / u, which does not depend on the tables drawn.
 """
 
 import math
@@ -28,17 +29,17 @@ _TWO = 0x100  # marks of two digits are below this
 
 
 def draw_direction(dim: int) -> np.ndarray:
-    """float32 `[dim]` of +-1: the same for all heads and runs."""
+    """Return a float32 `[dim]` of +-1, the same for all heads and runs."""
     return np.random.default_rng(DIRECTION_SEED).choice(np.array([-1, 1], np.float32), dim)
 
 
 @numba.njit(nogil=True)
 def mark_groups(piece, tables, spans, digits, ids, found, marks, first_mark):
-    """Of a lookup's ids: the two groups whose tables it shares with the query, as a byte of two digits, 0 for ids that
-    share more tables than two.
+    """Mark each sampled id with the two groups of tables that it shares with the query, as a byte of two digits; 0 for
+    ids that share more than two tables.
 
-    spans: what `lookup.find_samples` left; digits: address of uint16 `[STRIPE_TOKENS]`, zero, and zero again behind
-    this; ids: address of uint16; marks: uint8 array, of which `first_mark` is the first id's. Reads the buckets again.
+    spans: what `lookup.find_samples` left; digits: address of uint16 `[STRIPE_TOKENS]`, zero before and after; ids:
+    address of uint16; marks: uint8 array, in which `first_mark` is the first id's. Reads the buckets again.
     """
     _, first, last = stripes_of(piece)
     index = 0
@@ -58,7 +59,7 @@ def mark_groups(piece, tables, spans, digits, ids, found, marks, first_mark):
 
 @numba.njit(nogil=True)
 def note_top(sums, before, top):
-    """A part's greatest logit has grown: its sums `[2, COLUMNS]` are under the new one."""
+    """Rescale a part's sums `[2, COLUMNS]` to a new greatest logit."""
     factor = np.float32(math.exp(before - top)) if before > -np.inf else np.float32(0.0)
     for column in range(1, COLUMNS):  # numba makes three seconds of compilation of a slice of both rows
         sums[MASSES, column] *= factor
@@ -69,7 +70,8 @@ def note_top(sums, before, top):
 @numba.njit(nogil=True)
 def add_deviations(sums, marks, first_mark, weights, products, count, to_product):
     """Add a block of samples. weights, products: addresses of float32 `[count]`, the second of values with the
-    direction, to be multiplied by to_product."""
+    direction, to be multiplied by to_product.
+    """
     for index in range(count):
         mark = marks[first_mark + index]
         if mark != 0:
@@ -84,8 +86,11 @@ def add_deviations(sums, marks, first_mark, weights, products, count, to_product
 
 @numba.njit(nogil=True)
 def add_variances(sums, weights, inverse, products, count, to_product):
-    """Add a block of keys that are all read. weights, inverse: addresses of float32 `[count]`, e and e / u under the
-    greatest logit. Columns 1 to 3 of the first row: e^2 (1 - u) / u, and it times the product and its square."""
+    """Add a block of keys that are all read.
+
+    weights, inverse: addresses of float32 `[count]`, e and e / u under the greatest logit. Columns 1 to 3 of the first
+    row: e^2 (1 - u) / u, and it times the product and its square.
+    """
     for index in range(count):
         weight = load_float32(weights + 4 * index)
         variance = weight * max(load_float32(inverse + 4 * index) - weight, np.float32(0.0))
@@ -97,7 +102,7 @@ def add_variances(sums, weights, inverse, products, count, to_product):
 
 @numba.njit(nogil=True)
 def add_part(totals, sums, scale, is_full):
-    """Add a part's sums to an answer's, `[2, COLUMNS]`, both rows; scale: of its weights; column 0: the largest."""
+    """Add a part's sums `[2, COLUMNS]` to an answer's. scale: of its weights; column 0 holds the largest."""
     if scale > totals[MASSES, 0]:
         totals[MASSES, 0] = scale
     factor = scale * scale if is_full else scale

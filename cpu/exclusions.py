@@ -1,7 +1,7 @@
-"""Blocks of a context's run that an answer is not to stand for: the bits of one row and KV head, by token of the run.
+"""Read the bits that exclude blocks of a context's tokens from an answer, for one row and KV head.
 
 Functions for numba code. `bits`: address of int32 `[words]`, see `transfer.exchange.ExchangeSlot.excluded`; 0: nothing
-is excluded. Refuses to know segments and rows. Invariant: blocks beyond the last word are covered.
+is excluded. Blocks beyond the last word are covered.
 """
 
 import numba
@@ -17,7 +17,7 @@ _WORD = np.uint64(0xFFFFFFFF)
 
 @numba.njit(nogil=True)
 def bits_at(excluded, words, row):
-    """Of a row of bits `[rows, words]`, at address `excluded`; 0 if that is 0."""
+    """Return the address of a row's bits, of `[rows, words]` at address `excluded`; 0 if that is 0."""
     return excluded + 4 * words * row if excluded != 0 else 0
 
 
@@ -29,13 +29,13 @@ def _is_excluded(bits, words, block):
 
 @numba.njit(nogil=True)
 def _blocks_of(words, begin, end):
-    """Blocks `first .. last` that tokens `begin .. end` touch and that have bits."""
+    """Return blocks `first .. last` that tokens `begin .. end` touch and that have bits."""
     return begin // BLOCK_TOKENS, min((end + BLOCK_TOKENS - 1) // BLOCK_TOKENS, words * WORD_BITS)
 
 
 @numba.njit(nogil=True)
 def _mask(bits, word, first, last):
-    """The bits of one word that stand for blocks in `first .. last`, of which it has some."""
+    """Return the bits of one word that stand for blocks in `first .. last`, of which it has some."""
     mask, begin = np.uint64(load_int32(bits + 4 * word)) & _WORD, word * WORD_BITS
     if first > begin:
         mask &= _ALL << np.uint64(first - begin)
@@ -46,7 +46,7 @@ def _mask(bits, word, first, last):
 
 @numba.njit(nogil=True)
 def count_excluded(bits, words, begin, end):
-    """How many of tokens `begin .. end` of the run are excluded."""
+    """Return how many of tokens `begin .. end` are excluded."""
     if bits == 0 or begin == end:
         return 0
     first, last = _blocks_of(words, begin, end)
@@ -60,7 +60,7 @@ def count_excluded(bits, words, begin, end):
 
 @numba.njit(nogil=True)
 def next_covered(bits, words, at, end):
-    """The first tokens of `at .. end` of the run that stand together and are covered: (begin, end), or (end, end)."""
+    """Return the first tokens of `at .. end` that are covered and adjacent: (begin, end), or (end, end)."""
     if bits == 0:
         return at, end
     while at < end and _is_excluded(bits, words, at // BLOCK_TOKENS):
@@ -73,9 +73,10 @@ def next_covered(bits, words, at, end):
 
 @numba.njit(nogil=True)
 def clear_excluded(bits, words, begin, end, counters):
-    """The counters of excluded tokens in `begin .. end` of the run become 0, and those of the rest of their blocks.
+    """Set the counters of excluded tokens in `begin .. end` to 0, and those of the rest of their blocks.
 
-    counters: address of a uint8 a token, from `begin` on; BLOCK_TOKENS before it and behind `end` may be written.
+    counters: address of a uint8 for each token, from `begin` on; BLOCK_TOKENS before it and behind `end` may be
+    written.
     """
     first, last = _blocks_of(words, begin, end)
     for word in range(first // WORD_BITS, (last + WORD_BITS - 1) // WORD_BITS):

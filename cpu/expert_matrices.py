@@ -1,8 +1,4 @@
-"""What the kernels of experts in host memory have code for.
-
-It refuses to know layers and asks. Invariant: what there is no code for is named here in one line, and nothing else
-reaches the kernels.
-"""
+"""Check that the CPU's kernels support a matrix of experts, and name in one line what they do not support."""
 
 import torch
 from torch import Tensor
@@ -14,7 +10,7 @@ from transfer.simd.vectors import LINE_BYTES
 
 
 def check_matrix(name: str, matrix: Rows, rows: int, inner: int) -> None:
-    """Raises ValueError for what the kernels have no code for, and for another size or place."""
+    """Raise ValueError for a matrix that the kernels do not support, or one of another size or place."""
     if isinstance(matrix, PackedRows):
         _check_packed(name, matrix, rows, inner)
         return

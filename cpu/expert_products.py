@@ -1,12 +1,12 @@
-"""A layer's experts for a few tokens, on the CPU: gate and up, SiLU, down, and each row's weighed sum.
+"""Compute a layer's experts for a few tokens on the CPU: gate and up, SiLU, down, and each row's weighted sum.
 
-One parallel region an ask, in three stages. Pairs of a row and an expert come sorted by expert, so an expert's rows are
-read once for all that take it: four of its rows stay in the cache while pair after pair is multiplied with them. It
-refuses to know devices, stamps and who asks. Addresses stand in a context, an int64 array, since a region's function
-takes one address. Invariant: a number is one dot product over its own row and pair in one order, and a row's sum goes
-by places, so results depend on no other row and on no number of threads. Bytes moved: each expert that is taken, once.
-Experts of few bits are multiplied as they lie there (`transfer.simd.packed_rows`); the scales of four rows are widened
-before these are (`transfer.simd.packed_gains`), once for all pairs.
+One parallel region for each ask, in three stages. Pairs of a row and an expert are sorted by expert, so an expert's
+rows are read once for all tokens that take it: four of its rows stay in the cache while they are multiplied with pair
+after pair. Addresses stand in a context, an int64 array, since a region's function takes one address. A number is one
+dot product over its own row and pair in one order, and a row's sum goes in the order of its places, so results depend
+on no other row and not on the number of threads. Bytes moved: each expert that is taken, once. Packed experts are
+multiplied as stored (`transfer.simd.packed_rows`); the scales of a few rows are widened before these rows are read
+(`transfer.simd.packed_gains`), once for all pairs.
 """
 
 import numba
@@ -53,8 +53,8 @@ def open_row(context):
 
 @numba.njit(nogil=True)
 def plan(context, layer, rows, threads):
-    """Who takes whom of a layer, for so many rows of the slot: experts in rising order, their pairs by row. Returns how
-    many experts are taken. What names none of the layer's is left out.
+    """List the experts that the slot's rows take, in rising order, with their pairs by row. Return how many experts are
+    taken. Numbers that name no expert of the layer are left out.
     """
     c = open_row(context)
     at = c[LAYERS] + 8 * LAYER_COLUMNS * layer
@@ -98,7 +98,7 @@ def _rows_an_item(row_bytes):
 
 @numba.njit(nogil=True, inline="always")
 def _gate_up(team, c, kind):
-    """Stage one: `gated[pair] = silu(gate) * up`."""
+    """Compute `gated[pair] = silu(gate) * up` (stage one)."""
     inner, width, m = c[HIDDEN], c[INTERMEDIATE], c[GATE_UP:DOWN]
     row_bytes, room = m[ROW_BYTES], m[GAINS]
     step = _rows_an_item(2 * row_bytes)
@@ -147,7 +147,7 @@ def _gate(gates_at, ups_at, out_at):
 
 @numba.njit(nogil=True, inline="always")
 def _down(team, c, kind):
-    """Stage two: `made[pair] = down @ gated[pair]`."""
+    """Compute `made[pair] = down @ gated[pair]` (stage two)."""
     inner, width, m = c[INTERMEDIATE], c[HIDDEN], c[DOWN:CONTEXT_INT64]
     row_bytes, room = m[ROW_BYTES], m[GAINS]
     all_gains, gains_bytes = c[TILES] + c[TILE_BYTES] * team.me + 4 * TILE_FLOATS, 4 * room * GAIN_ROWS
@@ -183,7 +183,7 @@ def _down(team, c, kind):
 
 @numba.njit(nogil=True, inline="always")
 def _sum_up(team, c):
-    """Stage three: `out[row]`, over its places in order; zero for a row that takes none of these experts."""
+    """Compute `out[row]` over its places in order (stage three); zero for a row that takes none of these experts."""
     width, per_token = c[HIDDEN], c[PER_TOKEN]
     items_each = -(-width // SUM_COLUMNS)
     items, done = c[NUM_ROWS] * items_each, 0
@@ -208,9 +208,7 @@ def _sum_up(team, c):
 
 @numba.njit(nogil=True, inline="always")
 def compute(me, threads, context, gate_up, down):
-    """All that thread `me` does of an ask that is planned. gate_up, down: kinds of their rows, as `product_block` has
-    them.
-    """
+    """Run thread `me`'s share of a planned ask. gate_up, down: kinds of their rows, as `product_block` has them."""
     c = open_row(context)
     shape = (STAGES, threads + 1, COUNTER_INT64)
     team = Team(numba.carray(pointer_to(c[COUNTERS]), shape, np.int64), me, threads)

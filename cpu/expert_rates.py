@@ -1,9 +1,9 @@
-"""How fast a core multiplies a token by experts in host memory, by how their numbers are stored, with all cores at it.
+"""Measure how fast a core multiplies a token by experts in host memory, for each storage format, with all cores busy.
 
-What the choice between computing and fetching them is made of. The kernels are those of `cpu.experts`, so experts of
-few bits cost what unpacking them costs. It refuses to know models: sizes are one model's (Qwen3-30B-A3B). Invariant:
-experts are read in turn, and all together are several times the last-level cache, so a rate is never above what memory
-gives. The best ask of a token counts: a machine that does other things beside is slower, and no other machine.
+`scheduler` compares these rates with the link's to choose between computing and fetching experts. The kernels are those
+of `cpu.experts`, so packed experts include the cost of unpacking. Sizes are those of Qwen3-30B-A3B. Experts are read in
+turn, and together are several times the last-level cache, so a rate is never above what memory gives. The best time
+counts: other programs can only slow a run.
 """
 
 from collections.abc import Collection
@@ -27,8 +27,8 @@ _REPEATS = 5  # of all asks, behind a first time that is not measured
 def measure_core_rates(
     threads: int, *, gib: float | None = None, stored: Collection[str] = STORED_AS
 ) -> dict[str, float]:
-    """GFLOP/s of each of so many threads, two operations a number, by the names of `transfer.rates`. {} on a processor
-    that the kernels are not made for.
+    """Return GFLOP/s of each of so many threads, two operations a number, by the names of `transfer.rates`. {} on a
+    processor without the vectors that the kernels need.
 
     `gib`: size of the experts; None: `cpu.rates.default_gib()`. Takes a few seconds, and a minute where it compiles.
     """
@@ -67,12 +67,12 @@ def _open(stored: str, count: int, threads: int) -> tuple[HostExperts, ExpertSlo
 
 
 def _matrices(stored: str, count: int) -> tuple[Tensor | PackedRows, Tensor | PackedRows]:
-    """Of experts, all numbers alike: only bytes and arithmetic cost time."""
+    """Return matrices of experts whose numbers are all alike: only bytes and arithmetic cost time."""
     return (_rows(stored, count * 2 * INTERMEDIATE, HIDDEN), _rows(stored, count * HIDDEN, INTERMEDIATE))
 
 
 def _rows(stored: str, rows: int, inner: int) -> Tensor | PackedRows:
-    """int4 as in GGUF's Q4_K, int8 as in its Q8_0: of the usual formats those with the most scales."""
+    """Return packed rows: int4 as in GGUF's Q4_K, int8 as in its Q8_0, the usual formats with the most scales."""
     if stored == "bf16":
         return torch.full((rows, inner), 0.01, dtype=torch.bfloat16)
     words = torch.full((rows, inner // (8 if stored == "int4" else 4)), 0x35353535, dtype=torch.int32)

@@ -1,9 +1,8 @@
-"""Experts in host memory, computed where they lie: what a decode step's tokens ask, answered layer after layer.
+"""Compute experts in host memory for a decode step, layer after layer, as the device asks for them.
 
-A step is one compiled call, without the GIL, from its first ask to its last answer: the thread waits for a layer's
-flags, sorts its pairs, opens a region on all threads (`cpu.expert_products`), and stores the answer's stamp. It refuses
-to know models and graphs. Invariant: an answer's stamp is stored behind all that the answer is; where an ask does not
-come in time the call ends and says which.
+A step is one compiled call without the GIL, from its first ask to its last answer. The thread waits for a layer's
+flags, sorts its pairs, opens a region on all threads (`cpu.expert_products`), and stores the answer's stamp after the
+answer. Where an ask does not come in time the call ends and reports which.
 """
 
 from collections.abc import Sequence
@@ -68,8 +67,9 @@ FLAGS, ANSWERED, STAMP, LIMIT_NS, WAITED_NS, COMPUTED_NS, NUM_EXPERTS, ALL_PAIRS
 
 @cache
 def _compile(kinds: "_Kinds", version: int) -> Any:
-    """`expert_products.compute` as a C function of the context's address; `version` stands for the sources of all that
-    is called, which numba's file cache does not look at."""
+    """Compile `expert_products.compute` to a C function of the context's address. `version` stands for the sources of
+    all callees, which numba's file cache does not look at.
+    """
     gate_up, down = kinds.gate_up, kinds.down
 
     @numba.cfunc("void(int64, int64, int64)", cache=True)
@@ -82,7 +82,9 @@ def _compile(kinds: "_Kinds", version: int) -> Any:
 
 @cache
 def _compile_answer(version: int) -> Any:
-    """All asks of a step, likewise: how many were answered; if not all, the next one did not come."""
+    """Compile the loop over all asks of a step. It returns how many were answered; if not all, the next one did not
+    come.
+    """
 
     @numba.njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
     def answer(threads, context, step, asks, num_asks):  # type: ignore[no-untyped-def]
@@ -117,16 +119,17 @@ def _add(step, column, value):
 
 
 class HostExperts:
-    """The experts of a model that lie in host memory, and a workspace; for one thread of callers at a time."""
+    """A model's experts in host memory, and a workspace. One thread calls it at a time."""
 
     def __init__(
         self, layers: Sequence[LayerExperts | None], max_rows: int, per_token: int, threads: int,
         limit_s: float = ASK_LIMIT_S,
     ) -> None:  # fmt: skip
-        """max_rows: of an ask; threads: the most that a region may use; limit_s: for the device to come to an ask.
-        Compiles, or reads numba's cache.
+        """Compile the kernels, or read them from numba's cache.
 
-        Raises RuntimeError for a CPU without AVX2, ValueError for experts that the kernels have no code for.
+        max_rows: of an ask; threads: the most that a region may use; limit_s: for the device to come to an ask.
+
+        Raises RuntimeError for a CPU without AVX2, ValueError for experts that the kernels do not support.
         """
         require_vectors()
         self._layers = layers  # which own the memory that addresses point to
@@ -161,7 +164,7 @@ class HostExperts:
         self._max_rows, self._hidden, self._per_token = max_rows, hidden, per_token
 
     def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
-        """See `transfer.expert_exchange.ExpertWorker`."""
+        """Answer all asks of a step; see `transfer.expert_exchange.ExpertWorker`."""
         ((asks, slot),) = parts
         assert isinstance(asks, ExpertAsks), "experts: a step's asks"
         assert isinstance(slot, ExpertSlot), "experts: a slot of theirs"
@@ -201,7 +204,7 @@ class HostExperts:
 
 
 class _Kinds:
-    """Of the rows of both matrices; alike where their types are: a zero of one type equals that of another."""
+    """The kinds of both matrices' rows. They compare by type: a zero of one type equals that of another."""
 
     def __init__(self, gate_up: Any, down: Any) -> None:
         self.gate_up, self.down = gate_up, down
@@ -215,14 +218,14 @@ class _Kinds:
 
 
 def _layer_columns(one: LayerExperts, code: int) -> list[int]:
-    """A line of the context's table; a layer without experts has another's, of none."""
+    """Return a line of the context's table. A layer without experts gets another layer's line, with a count of 0."""
     work = _compile(_Kinds(kind_of(one.gate_up), kind_of(one.down)), code).address
     expert_bytes = (nbytes_of(one.gate_up) + nbytes_of(one.down)) // one.count
     return [one.count, int(work), expert_bytes, *columns_of(one.gate_up), *columns_of(one.down)]
 
 
 def _check(layers: Sequence[LayerExperts | None]) -> tuple[int, int]:
-    """Widths of hidden states and of an expert: of all layers alike."""
+    """Return the widths of hidden states and of an expert, which must be the same in all layers."""
     found = {(inner_of(one.gate_up), inner_of(one.down)) for one in layers if one is not None}
     if len(found) != 1:
         raise ValueError(f"experts on the CPU: got layers of {len(found)} shapes; wanted one")

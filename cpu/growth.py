@@ -1,10 +1,9 @@
-"""How contexts grow: room for more tokens, in the open tail or in segments of their own, and merges of small segments.
+"""Grow host contexts: room for more tokens in the open tail or in new segments, and merges of small segments.
 
-It refuses to know layers and devices. Invariants: a reservation waits for memory alone, never for tables of a merge;
-with fixed residence, what a context looks like after it depends on the token counts of its past alone, and whoever
-reads a merge that does not stand yet waits for it; with adaptive residence a merge begins, and takes effect, where
-nobody has to wait for it. A reservation that fails changes nothing. An open tail belongs to one context: another that
-shares its first tokens and grows gets a copy of them, so that what one appends never shows in the other.
+- A reservation waits for memory alone, never for the tables of a merge. One that fails changes nothing.
+- With fixed residence a context's pieces depend on the token counts of its past alone, and readers wait for a merge
+  that is not complete. With adaptive residence a merge begins and takes effect where nobody has to wait for it.
+- An open tail belongs to one context. Another that shares its first tokens and grows gets a copy of them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ MOST_PREPARED = 8  # tails: of contexts that are kept and grow no more there may
 
 @dataclass(frozen=True, slots=True)
 class SegmentReservation:
-    """Room for tokens `[begin, end)` of a context's run, at `first` of a segment. See `transfer.tier.Reservation`."""
+    """Room for tokens `[begin, end)` of a context, at `first` of a segment. See `transfer.tier.Reservation`."""
 
     begin: int
     end: int
@@ -33,14 +32,14 @@ class SegmentReservation:
     first: int
 
     def layer(self, layer: int) -> LayerRows:
-        """Waits for memory. Raises HostMemoryError where the host refuses it."""
+        """Return the rows of a layer. Waits for memory, and raises HostMemoryError where the host refused it."""
         return self.segment.rows(layer, self.first, self.first + self.end - self.begin, with_codes=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """appended: tokens that go into the open tail; copied_tail: capacity of a copy that takes its place, or 0;
-    seals_tail: no more will come into it; opened: tokens and capacity of new segments.
+    """What a reservation will do. appended: tokens for the open tail; copied_tail: capacity of a copy that replaces it,
+    or 0; seals_tail: no more tokens will come into it; opened: tokens and capacity of new segments.
     """
 
     appended: int
@@ -50,8 +49,8 @@ class _Plan:
 
 
 class Growth:
-    """Reservations of all contexts of a tier. `merges`: taken effect; `merges_dropped`: given up for lack of memory.
-    is_adaptive: see the invariants.
+    """Reservations of all contexts of a tier. `merges`: number that took effect; `merges_dropped`: number dropped for
+    lack of memory.
     """
 
     def __init__(self, shape: TierShape, store: SegmentStore, is_adaptive: bool) -> None:
@@ -59,8 +58,8 @@ class Growth:
         self.merges = self.merges_dropped = 0
 
     def reserve(self, context: Context, num_tokens: int, others: Sequence[Context]) -> list[SegmentReservation]:
-        """Room for so many tokens more. `others`: contexts whose merges may go where memory is short, and for whose
-        next tails memory is made ready beside this one's: several may be due before the next reservation in bulk.
+        """Reserve room for `num_tokens` more tokens. `others`: contexts whose merges may be dropped where memory is
+        short, and whose next tails get memory ready as well: several may be due before the next reservation.
 
         Raises HostMemoryError, and then nothing has changed.
         """
@@ -97,7 +96,7 @@ class Growth:
         return reservations
 
     def drop_merge(self, context: Context) -> None:
-        """Give up a merge that has not taken effect."""
+        """Drop a merge that has not taken effect."""
         if context.merge is not None:
             with self._store.changed:
                 context.merge.target.give_up()
@@ -128,7 +127,7 @@ class Growth:
         return SegmentReservation(begin, begin + tokens, has_centre, piece.segment, first)
 
     def _replace_tail(self, context: Context, copy: Segment) -> None:
-        """The first tokens of another's open tail, in a segment of this context's own."""
+        """Copy the first tokens of another context's open tail into a segment of this context."""
         shared = context.pieces.pop()
         with self._store.changed:
             copy.take(shared.tokens)
@@ -140,8 +139,8 @@ class Growth:
     def _new_segments(
         self, shape: TierShape, rooms: Sequence[tuple[int, Centre | None]], contexts: Sequence[Context]
     ) -> list[Segment]:
-        """Merges are a convenience: where memory is short they go first, and what is closing is waited for, be it for
-        a step in flight.
+        """Return new segments. Where memory is short, merges are dropped first, and then closing segments are waited
+        for, even for a step in flight.
         """
         try:
             return self._store.new_segments(shape, rooms)
@@ -153,7 +152,9 @@ class Growth:
             return self._store.new_segments(shape, rooms)
 
     def _require_memory(self, segments: Sequence[Segment]) -> None:
-        """Wait for the first one's memory, or give them all up: no reservation asks for what a copy goes into."""
+        """Wait for the first segment's memory, or release them all: no reservation asks for the memory of a copy's
+        target.
+        """
         try:
             self._wait_for_memory(segments[0])
         except HostMemoryError:
@@ -163,7 +164,7 @@ class Growth:
             raise
 
     def _settle(self, context: Context) -> None:
-        """Let merges and seals of the past take effect, and begin the next merge."""
+        """Apply merges and seals that are due, and begin the next merge."""
         merge = context.merge
         merging = context.find_merge() if merge is None else None
         if merge is not None and context.tokens >= merge.due_tokens:
@@ -173,8 +174,8 @@ class Growth:
             self._begin_merge(context, *merging)
 
     def _begin_merge(self, context: Context, first: int, last: int) -> None:
-        """With fixed residence tables are waited for, but who has read these pieces since the last reservation has done
-        so, and the next merge begins no sooner than that.
+        """Begin to copy pieces into one segment. With fixed residence this waits for their tables; whoever has read
+        these pieces since the last reservation has waited already, and the next merge begins no sooner.
         """
         pieces = context.pieces[first:last]
         if self._is_adaptive and not all(self._stands(piece.segment) for piece in pieces):
@@ -216,7 +217,7 @@ class Growth:
                 piece.segment.give_up()
 
     def _stands(self, segment: Segment) -> bool:
-        """Whether nobody waits for its rows and tables any more."""
+        """Return whether the rows and tables of a merge's target are complete."""
         return self._store.is_ready(segment, segment.used, with_tables=True)
 
     def _wait_for_memory(self, segment: Segment) -> None:
@@ -225,5 +226,5 @@ class Growth:
 
 
 def _is_nearly_full(context: Context) -> bool:
-    """Whether its next tail comes soon, if it grows."""
+    """Return whether a tail is nearly full, so that the context soon needs its next one."""
     return bool(context.pieces) and context.pieces[-1].segment.room <= PREPARE_TOKENS

@@ -1,7 +1,7 @@
-"""A context: which tokens of which segments, in order, and how it reads each of them.
+"""Hold a host context: which tokens of which segments, in order, and how it reads each of them.
 
-It refuses to know memory and threads. Invariants: a context reads the first `tokens` of each of its segments, and each
-piece holds its segment; whether a piece is sampled changes only when the context grows.
+A context reads the first `tokens` of each of its segments, and each piece holds its segment. Whether a piece is sampled
+changes only when the context grows.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ _new_version = count().__next__
 
 @dataclass(eq=False, slots=True)
 class ContextPiece:
-    """The first `tokens` of a segment. reading: SAMPLE goes by its tables, if they stand."""
+    """The first `tokens` of a segment. reading: SAMPLE uses its tables, once they are built."""
 
     segment: Segment
     tokens: int
@@ -39,8 +39,9 @@ class Merge:
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """version: changes with the pieces, and is never used twice. steps: answered, of estimated errors; noted: float32
-    `[layers, heads]`, what each head's last full reading said; in_full: bool, those that go on so (`cpu.audits`).
+    """A context. version: changes with the pieces, and is never used twice. steps: answered with estimated errors;
+    noted: float32 `[layers, heads]`, the error that each head's last full read found; in_full: bool, heads that go on
+    reading all keys (`cpu.audits`).
     """
 
     context_id: int
@@ -60,7 +61,7 @@ class Context:
         self.version = _new_version()
 
     def first_pieces(self, num_tokens: int) -> list[ContextPiece]:
-        """The pieces of the first `num_tokens`, the last one cut."""
+        """Return the pieces of the first `num_tokens`, the last one cut."""
         assert 0 <= num_tokens <= self.tokens, "context: no more tokens are asked for than it has"
         cut, left = [], num_tokens
         for piece in self.pieces:
@@ -71,24 +72,25 @@ class Context:
         return cut
 
     def take_readings(self, source: "Context") -> None:
-        """Begin with what full readings said of the context whose front this one has, and where in the turns that was.
+        """Copy the results of full reads, and the step of the cycle, from the context that this one was forked from.
 
-        That one may have gone on otherwise behind the front: until a head's next turn, its reading there says more than
-        none. Later readings are each one's own.
+        That one may have diverged: until a head's next full read, the source's result is better than none. Later
+        results are each context's own.
         """
         self.steps, self.in_full = source.steps, source.in_full
         self.noted = None if source.noted is None else source.noted.copy()
 
     def sample_sealed(self) -> None:
-        """Pieces of segments that are whole by now are sampled from here on."""
+        """Sample pieces of segments that are whole by now, from here on."""
         for piece in self.pieces:
             if piece.segment.has_codes and piece.segment.is_whole:
                 piece.reading = self.reading
 
     def find_merge(self) -> tuple[int, int] | None:
-        """Pieces `[first, last)` that are to be one: sampled, of one centre, each sum at least half its neighbour.
+        """Return pieces `[first, last)` to merge: sampled, with one centre, each sum at least half its neighbour; or
+        None.
 
-        So a token is copied a few times at most, and few small segments are left, whose offsets cost as much as large
+        So a token is copied a few times at most, and few small segments remain, whose offsets cost as much as large
         ones'.
         """
         last = len(self.pieces)
@@ -108,6 +110,6 @@ class Context:
         return (first, last) if last - first > 1 else None
 
     def can_merge(self, first: int, last: int) -> bool:
-        """Whether all tables of these pieces stand: where one failed, its codes are lost."""
+        """Return whether all tables of these pieces are built: where one failed, its codes are lost."""
         states = [state for piece in self.pieces[first:last] for state in piece.segment.tables]
         return all(state is TableState.BUILT for state in states)

@@ -1,7 +1,7 @@
-"""What is done to segments in the background: tables from codes, and rows of one segment copied into another.
+"""Build tables from codes, and copy rows of segments into another, in the background.
 
-It refuses to know when and why. Invariants: a table is built in place once, from codes that have all landed; copies
-read rows that have landed, and codes as they were, out of tables where there are tables by now.
+A table is built in place once, from codes that have all landed. Copies read rows that have landed, and recover codes
+from tables where these are built already.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from cpu.tables import build_tables, codes_from_tables
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Tokens `[begin, end)` of a segment, to be copied."""
+    """Tokens `[begin, end)` of a segment to be copied."""
 
     segment: Segment
     begin: int
@@ -77,7 +77,7 @@ def _copy_codes(source: Source, target: Segment, layer: int, at: int) -> Iterato
 
 
 def _undone(segment: Segment, layer: int, head: int, tables: slice) -> np.ndarray:
-    """The codes that tables were built of, uint16 `[tables, tokens]`, in new memory."""
+    """Return the codes that tables were built from, uint16 `[tables, tokens]`, in new memory."""
     entries = segment.codes(layer)[head, tables, : segment.sealed_tokens]
     codes = np.empty(entries.shape, np.uint16)
     codes_from_tables(entries, segment.offsets(layer)[head, tables], segment.shape.bits_per_table, 0, len(codes), codes)

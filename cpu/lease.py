@@ -1,8 +1,8 @@
-"""What steps under way read stays: a lease on segments, from when a step's asks are frozen to its last answer, and for
-a device that reads by itself until it has passed the step.
+"""Hold leases on the segments that steps read: from the start of a step to its last answer, and for a device that reads
+by itself until it has passed the step.
 
-It refuses to know steps and contexts. Invariant: a segment that is leased keeps its memory, which still counts
-as used, whoever closes, merges or forks the contexts that it belongs to; then whoever ends the lease gives it back.
+A leased segment keeps its memory, which still counts as used, even if its contexts are closed, merged or forked.
+Whoever ends the last lease releases it.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,16 @@ from transfer.tier import Passed
 
 
 class Lease:
-    """On segments, for any number of steps at once. changed: the store's condition. Any thread may begin or end one."""
+    """A lease on segments, for any number of steps at once. changed: the store's condition. Any thread may begin or end
+    one.
+    """
 
     def __init__(self, segments: Sequence[Segment], changed: Condition) -> None:
         self._segments, self._changed = segments, changed
         self._count = 0
 
     def begin(self) -> None:
-        """For one step more. The first finds all segments alive."""
+        """Begin the lease for one more step. All segments are alive at the first."""
         with self._changed:
             if self._count == 0:
                 for segment in self._segments:
@@ -29,7 +31,7 @@ class Lease:
             self._count += 1
 
     def end(self) -> None:
-        """Of one step."""
+        """End it for one step."""
         with self._changed:
             self._count -= 1
             if self._count == 0:
@@ -38,8 +40,8 @@ class Lease:
 
 
 class Loans:
-    """Leases that end behind the device. One thread waits for it, from the first that is not over at once; the device
-    passes their ends in the order in which they were given.
+    """Leases that end once the device has passed a point. One thread waits for the device, which passes the points in
+    order.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class Loans:
         self._thread: Thread | None = None
 
     def begin(self, lease: Lease) -> "SegmentLoan":
-        """The first finds all segments alive."""
+        """Begin a loan. All segments are alive at the first."""
         lease.begin()
         return SegmentLoan(lease, self)
 
@@ -61,7 +63,7 @@ class Loans:
         self._ending.put((lease, done))
 
     def shutdown(self) -> None:
-        """Once the device has passed what was ended."""
+        """Stop once the device has passed the end of every loan."""
         self._ending.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -74,7 +76,7 @@ class Loans:
 
 
 class SegmentLoan:
-    """See `transfer.tier.Loan`."""
+    """A loan of segments; see `transfer.tier.Loan`."""
 
     def __init__(self, lease: Lease, loans: Loans) -> None:
         self._lease, self._loans = lease, loans

@@ -1,10 +1,9 @@
-"""Lookup in hash tables: the tokens that share the query's bucket in two tables or more.
+"""Look up the tokens that share the query's bucket in two hash tables or more.
 
-Functions for numba code, for one head of a query and one piece. Refuses to know rows. paper (2410.16179) section 4.3.
-Invariant: ids rise, each stands once, none outside the piece's range or in an excluded block; what is dropped is
-dropped after collisions are counted, so that u stays the chance of those that are left; counters are zero between
-calls. Bytes moved: the query's bucket of every table, and an offset line of each; the next lookup's are on their way
-meanwhile.
+Functions for numba code, for one head of a query and one piece. paper (2410.16179) section 4.3. Ids rise, each once,
+none outside the piece's range or in an excluded block. Excluded ids are dropped after collisions are counted, so that u
+stays the chance of the others. Counters are zero between calls. Bytes moved: the query's bucket of every table, and an
+offset line of each; the next lookup's are fetched meanwhile.
 """
 
 import numba
@@ -47,27 +46,27 @@ SPANS = 3  # borders of a bucket's lists: a segment has two stripes at most
 
 @numba.njit(nogil=True)
 def room_for(begin, end):
-    """Uint16 that a lookup in a range may write: its ids and a vector's worth more."""
+    """Return how many uint16 a lookup in a range may write: its ids and a vector more."""
     return (end - begin + 2 * COUNTERS - 1) // COUNTERS * COUNTERS
 
 
 @numba.njit(nogil=True)
 def stripes_of(piece):
-    """How many the segment has, and which ones a piece touches: `first .. last`."""
+    """Return how many stripes the segment has, and which of them a piece touches: `first .. last`."""
     stripes = (piece[TOKENS] + STRIPE_TOKENS - 1) // STRIPE_TOKENS
     return stripes, piece[BEGIN] // STRIPE_TOKENS, (piece[END] + STRIPE_TOKENS - 1) // STRIPE_TOKENS
 
 
 @numba.njit(nogil=True)
 def _offset(piece, kv_head, table, codes, mask, stripes):
-    """Address of a table's offset of the query's bucket. A code beyond the buckets is one of them nonetheless."""
+    """Return the address of a table's offset of the query's bucket. A code beyond the buckets is cut to one of them."""
     bucket = load_uint16(codes + 2 * table) & mask
     return piece[OFFSETS] + kv_head * piece[OFFSET_HEAD] + table * piece[OFFSET_TABLE] + 4 * stripes * bucket
 
 
 @numba.njit(nogil=True)
 def fetch_offsets(piece, kv_head, codes, tables, mask):
-    """Start to fetch what `fetch_bucket` reads. codes: address of uint16 `[tables]`, the query's."""
+    """Prefetch what `fetch_bucket` reads. codes: address of uint16 `[tables]`, the query's."""
     stripes, _, _ = stripes_of(piece)
     for table in range(tables):
         offset = _offset(piece, kv_head, table, codes, mask, stripes)
@@ -77,7 +76,7 @@ def fetch_offsets(piece, kv_head, codes, tables, mask):
 
 @numba.njit(nogil=True)
 def fetch_bucket(piece, kv_head, codes, table, mask):
-    """Start to fetch the query's bucket of one table."""
+    """Prefetch the query's bucket of one table."""
     stripes, first, last = stripes_of(piece)
     offset = _offset(piece, kv_head, table, codes, mask, stripes)
     entries = piece[ENTRIES] + kv_head * piece[ENTRY_HEAD] + table * piece[ENTRY_TABLE]
@@ -90,7 +89,7 @@ def fetch_bucket(piece, kv_head, codes, table, mask):
 def find_samples(
     piece, kv_head, codes, excluded, words, next_piece, next_head, next_codes, tables, mask, counters, spans, ids
 ):
-    """Write the sampled ids to address `ids`, uint16 `[room_for(begin, end)]`; returns how many.
+    """Write the sampled ids to address `ids`, uint16 `[room_for(begin, end)]`; return how many.
 
     excluded, words: see `cpu.exclusions`. next_*: the lookup that comes after, whose lines are fetched; next_codes 0:
     none. counters: address of uint8 `[STRIPE_TOKENS]`, zero, with COUNTER_MARGIN on both sides. spans: int64 `[tables *
@@ -128,7 +127,7 @@ def find_samples(
 
 @numba.njit(nogil=True)
 def list_covered(piece, excluded, words, ids):
-    """Write all ids of the piece's range that are not excluded, as `find_samples` would those it finds."""
+    """Write all ids of the piece's range that are not excluded, in the form of `find_samples`."""
     found, to_run, end = 0, piece[RUN_BEGIN] - piece[BEGIN], piece[END]
     begin = piece[BEGIN]
     while begin < end:
@@ -142,7 +141,9 @@ def list_covered(piece, excluded, words, ids):
 
 @numba.njit(nogil=True)
 def count_bytes(piece, tables, spans):
-    """Bytes of the index that a lookup which left these `spans` read: buckets' entries, and borders of their lists."""
+    """Return the bytes of the index that the lookup which left these `spans` read: entries of buckets, and borders of
+    their lists.
+    """
     _, first, last = stripes_of(piece)
     read = 4 * tables * (last - first + 1)
     for table in range(tables):
@@ -152,8 +153,9 @@ def count_bytes(piece, tables, spans):
 
 @numba.njit(nogil=True)
 def _take(counters, base, tokens, begin, end, ids, found):
-    """Append the ids of a stripe whose counters are 2 or more; the counters become zero. Mostly a word of COUNTERS has
-    two at most: these are written without asking, and overwritten if they were none."""
+    """Append the ids of a stripe whose counters are 2 or more, and set the counters to zero. Most words of COUNTERS
+    have two such ids at most: these are written without a test, and overwritten if they were none.
+    """
     for word in range(0, tokens, COUNTERS):
         mask, at = take_pairs(counters + word), base + word
         if at < begin or at + COUNTERS > end:
@@ -174,7 +176,7 @@ def _take(counters, base, tokens, begin, end, ids, found):
 
 @numba.njit(nogil=True)
 def _between(at, begin, end):
-    """A mask of the ids `at .. at + COUNTERS` that lie in `begin .. end`."""
+    """Return a mask of the ids `at .. at + COUNTERS` that lie in `begin .. end`."""
     mask = _ALL
     if at < begin:
         mask = _ALL << np.uint64(begin - at) if begin - at < COUNTERS else np.uint64(0)

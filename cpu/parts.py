@@ -1,8 +1,7 @@
-"""Attention over one part: some samples of a head in a piece, or some rows of an exact piece for all heads of a group.
+"""Attend over one part: some samples of a head in a piece, or some rows of an exact piece for all heads of a group.
 
-What one thread claims at a time. It refuses to know the order of parts and their merge. Invariant: a part's partial
-depends on its own rows alone. Bytes moved: a key and a value a sample; of an exact part, each row that is not excluded
-once.
+A part is what one thread claims at a time. Its partial depends on its own rows alone. Bytes moved: a key and a value
+for each sample; of an exact part, each row that is not excluded once.
 """
 
 import numba
@@ -44,7 +43,7 @@ _add_four, _add_two, _add_one = add_rows(4), add_rows(2), add_rows(1)
 
 @numba.njit(nogil=True)
 def attend_samples(team, shape, columns, batch, plan, buffers, slot):
-    """Attention of one head over one part of its samples in a piece."""
+    """Attend with one head over one part of its samples in a piece."""
     kind = shape.kind
     item, begin = np.int64(buffers.slots[slot, 0]), np.int64(buffers.slots[slot, 1])
     order, head = item // shape.heads, item % shape.heads
@@ -105,7 +104,7 @@ def attend_samples(team, shape, columns, batch, plan, buffers, slot):
 
 @numba.njit(nogil=True)
 def _aim(team, shape, buffers, piece, kv_head):
-    """Make the direction ready for a piece's values; returns what products with it are multiplied by."""
+    """Prepare the direction for a piece's values; return the factor of products with it."""
     aims = buffers.aims[team.me]
     for column in range(shape.dim):
         aims[0, column] = buffers.direction[column]
@@ -117,8 +116,9 @@ def _aim(team, shape, buffers, piece, kv_head):
 
 @numba.njit(nogil=True)
 def attend_rows(team, shape, columns, batch, buffers, part, first_slot):
-    """Attention of the wanted heads of a group over rows of an exact piece that are not excluded, in blocks that stay
-    in the first cache. Returns how many rows it read, and for how many heads."""
+    """Attend with the wanted heads of a group over rows of an exact piece, in blocks that stay in the first cache.
+    Return how many rows it read, and for how many heads.
+    """
     kind, dim = shape.kind, shape.dim
     group, piece, kv_head = shape.heads // shape.kv_heads, batch.pieces[part[0]], np.int64(part[1])
     keys, values = piece[KEYS] + kv_head * piece[KEY_HEAD], piece[VALUES] + kv_head * piece[VALUE_HEAD]
@@ -163,7 +163,7 @@ def attend_rows(team, shape, columns, batch, buffers, part, first_slot):
 
 @numba.njit(nogil=True)
 def _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state):
-    """Add `count` rows, from the addresses of the first key and value on, to what `members` queries have so far."""
+    """Add `count` rows, from the addresses of the first key and value on, to the sums of `members` queries."""
     kind, dim, member = shape.kind, shape.dim, np.int64(0)
     while member < members:
         left, own_query, own_sums = members - member, query + 4 * dim * member, sums + 4 * dim * member
@@ -187,7 +187,7 @@ def _exact_block(shape, columns, piece, key, value, count, members, query, sums,
 
 @numba.njit(nogil=True)
 def _weigh(state, first, members, scores, count):
-    """Products of a block of rows to weights, for some members of a group."""
+    """Turn products of a block of rows into weights, for some members of a group."""
     for member in range(members):
         at, head = scores + 4 * BLOCK_ROWS * member, first + member
         highest = scale_scores(at, count, state[2, head])

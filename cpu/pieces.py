@@ -1,9 +1,9 @@
-"""The table of pieces: what a step's attention reads, of which request, and where it lies.
+"""Define the table of pieces: which rows a step's attention reads, for which request, and where they lie.
 
-A piece is a range `[begin, end)` of the tokens of one sealed or open segment of one layer. The table refuses to know
-who owns the memory: addresses are the caller's promise, kept until the call returns. Invariants: a request's pieces
-stand together, requests in rising order; they are disjoint; a request without a piece gets the empty partial. Rows
-may begin anywhere, but those that fill whole lines of 64 bytes, in huge pages, are read 1.5 times as fast.
+A piece is a range `[begin, end)` of the tokens of one segment in one layer. Addresses must stay valid until the call
+returns. A request's pieces stand together, with requests in rising order, and are disjoint. A request without a piece
+gets the empty partial. Rows may begin anywhere, but those that fill whole lines of 64 bytes, in huge pages, are read
+1.5 times as fast.
 """
 
 import numpy as np
@@ -49,12 +49,12 @@ COLUMNS = len(PIECE.names or ())
 
 
 def new_pieces(count: int) -> np.ndarray:
-    """PIECE `[count]`, all zero."""
+    """Return PIECE `[count]`, all zero."""
     return np.zeros(count, PIECE)
 
 
 def as_columns(pieces: np.ndarray) -> np.ndarray:
-    """The same memory as int64 `[pieces, COLUMNS]`."""
+    """Return the same memory as int64 `[pieces, COLUMNS]`."""
     assert pieces.dtype == PIECE, "pieces: a table of cpu.pieces.PIECE"
     assert pieces.flags.c_contiguous, "pieces: contiguous"
     return pieces.view(np.int64).reshape(len(pieces), COLUMNS)

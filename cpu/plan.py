@@ -1,8 +1,7 @@
-"""The plan of one layer's attention: which lookups and which exact parts there are, and where their results go.
+"""Plan one layer's attention: its lookups and exact parts, and where their results go.
 
-Made from the table of pieces by the thread that leads, in a microsecond or two, before it waits for the device's ask.
-It refuses to know rows. Invariant: its order is that of the table, so partials merge in one order whatever thread
-computes them.
+The leading thread makes the plan from the table of pieces, in a microsecond or two, before it waits for the device's
+ask. The plan has the order of the table, so partials merge in one order whichever thread computes them.
 """
 
 import numba
@@ -41,8 +40,11 @@ PLANNED, NO_TABLE, NO_ROOM, NO_CODES, NOT_ASKED = range(5)  # what comes of it
 
 @numba.njit(nogil=True)
 def make_plan(context, kind, query_kind):
-    """Write what the pieces take and, if there is room, the plan's arrays (`cpu.workspace.Plan`); totals and counters
-    of the region are set to its start. Where there are flags, wait for them: NOT_ASKED after so many looks."""
+    """Write what the pieces need and, if there is room, the plan's arrays (`cpu.workspace.Plan`).
+
+    Totals and counters of the region are set to their start. Where there are flags, wait for them: NOT_ASKED after so
+    many looks.
+    """
     row = open_row(context)
     if not _count(row, open_context(context, kind, query_kind)[1].pieces):
         return NO_TABLE
@@ -75,7 +77,7 @@ def make_plan(context, kind, query_kind):
 
 @numba.njit(nogil=True)
 def _list_work(shape, batch, plan):
-    """Which lookups and exact parts some head wants, now that the ask is there. Returns how many."""
+    """List the lookups and exact parts that some head wants, once the ask is there. Return how many."""
     count, lookups, group = 0, len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
     for order in range(len(plan.sampled)):
         request = batch.pieces[plan.sampled[order]][REQUEST]
@@ -96,8 +98,9 @@ def _list_work(shape, batch, plan):
 
 @numba.njit(nogil=True)
 def _count(row, pieces):
-    """Write what a table takes: sampled pieces, exact parts, ids, slots of partials. False: it is none, for requests do
-    not rise or a range is not in its segment."""
+    """Count what a table needs: sampled pieces, exact parts, ids, slots of partials. Return False if requests do not
+    rise or a range is not in its segment.
+    """
     heads, kv_heads = row[HEADS], row[KV_HEADS]
     sampled, parts, ids, slots, last = 0, 0, 0, 0, 0
     for index in range(len(pieces)):

@@ -1,8 +1,8 @@
-"""bf16 rows on the host to int8: one scale for the keys of a KV head, one for each channel of its values.
+"""Quantise bf16 rows on the host to int8: one scale for the keys of a KV head, one for each channel of its values.
 
-Refuses to know segments. fbgemm's row-wise quantisers put a scale in each row, which this layout has no room for.
-Invariant: |stored - true| is at most half a scale; a NaN makes the scale NaN, so that its head's attention is NaN as
-with bf16 rows. Bytes moved: the rows twice, for the maximum and for the rounding, and the int8 rows once.
+fbgemm's row-wise quantisers put a scale in each row, for which this layout has no room. |stored - true| is at most half
+a scale. A NaN makes the scale NaN, so that its head's attention is NaN as with bf16 rows. Bytes moved: the rows twice,
+for the maximum and for the rounding, and the int8 rows once.
 """
 
 import numba
@@ -14,16 +14,17 @@ _LARGEST = np.float32(127.0)
 
 
 def quantise_keys(rows: np.ndarray, out: np.ndarray, scale: np.ndarray) -> None:
-    """rows: uint16 `[kv_heads, tokens, dim]`, bf16 bits; out: int8 of that shape; scale: float32 `[kv_heads]`, written.
+    """Quantise keys. rows: uint16 `[kv_heads, tokens, dim]`, bf16 bits; out: int8 of that shape; scale: float32
+    `[kv_heads]`, written.
 
-    Rows and out may lie apart (strides), a row's columns not. One thread, without the GIL.
+    Rows and out may have strides, but a row's columns are contiguous. One thread, without the GIL.
     """
     _check(rows, out, scale, rows.shape[:1])
     _quantise_keys(rows, out, scale)
 
 
 def quantise_values(rows: np.ndarray, out: np.ndarray, scale: np.ndarray) -> None:
-    """As `quantise_keys`; scale: float32 `[kv_heads, dim]`."""
+    """Quantise values as `quantise_keys` does; scale: float32 `[kv_heads, dim]`."""
     _check(rows, out, scale, (rows.shape[0], rows.shape[2]))
     _quantise_values(rows, out, scale)
 
@@ -67,7 +68,7 @@ def _quantise_values(rows, out, scale):
 
 @numba.njit(nogil=True, cache=True)
 def _find_maxima(rows, top):
-    """The largest magnitude of each column. As bits, magnitudes order like integers, and NaN above all."""
+    """Find the largest magnitude of each column. As bits, magnitudes order like integers, and NaN above all."""
     bits = np.zeros(rows.shape[1], np.uint16)
     for token in range(rows.shape[0]):
         row = rows[token]
@@ -80,7 +81,7 @@ def _find_maxima(rows, top):
 
 @numba.njit(nogil=True, cache=True)
 def _round_rows(rows, inverse, out):
-    """To the nearest, ties to even; an inverse of 0 gives 0."""
+    """Round to the nearest, ties to even; an inverse of 0 gives 0."""
     for token in range(rows.shape[0]):
         row, to = rows[token], out[token]
         for column in range(len(inverse)):

@@ -1,8 +1,8 @@
-"""How fast this host's cores read memory: in a stream, and row by row at random. What floors on the CPU are made of.
+"""Measure how fast this host's cores read memory: in a stream, and row by row at random.
 
-Knows neither torch nor models. A read is a sum over int64, with all threads, in numba without the GIL. It must move
-each byte of the buffer once; the buffer is several times the last-level cache, unless a caller asks for the rate of a
-smaller one on purpose (weights that stay in the cache are read at the cache's rate, and their floor must be that).
+Floors of operations on the CPU are made of these rates. A read is a sum over int64 with all threads, in numba without
+the GIL, and moves each byte of the buffer once. The buffer is several times the last-level cache, unless a caller wants
+the rate of a smaller one: weights that stay in the cache are read at the cache's rate.
 """
 
 import time
@@ -43,7 +43,7 @@ def _sum_stream(values: np.ndarray) -> int:
 
 @numba.njit(parallel=True, nogil=True, cache=True)
 def _sum_eight_streams(values: np.ndarray) -> int:
-    """The same sum, each block read at eight places at once: more lines on their way, which a cache rewards."""
+    """Sum as above, each block read at eight places at once: more lines are in flight, which suits caches."""
     total = 0
     part = _BLOCK // 8
     for block in numba.prange(len(values) // _BLOCK):
@@ -64,8 +64,9 @@ def _sum_eight_streams(values: np.ndarray) -> int:
 
 @numba.njit(parallel=True, nogil=True, cache=True)
 def _sum_fetched_ahead(values: np.ndarray) -> int:
-    """The same sum, as products read matrices: four rows of 4 KiB side by side, each line fetched well before its use.
-    A core has more lines on their way than its own guesses fetch, so few cores already take what memory gives.
+    """Sum as above, in the way products read matrices: four rows of 4 KiB side by side, each line fetched well before
+    its use. A core has more lines in flight than its own prefetcher keeps, so few cores already reach the memory's
+    rate.
     """
     total, first = 0, address_of(values)
     for block in numba.prange(len(values) // _BLOCK):
@@ -92,7 +93,7 @@ STREAM_WAYS = (_sum_stream, _sum_eight_streams, _sum_fetched_ahead)
 
 
 def last_level_cache_bytes() -> int:
-    """Of the first core, as the kernel reports it; 32 MiB where it does not."""
+    """Return the size of the first core's last-level cache, as the kernel reports it; 32 MiB where it does not."""
     sizes = [
         int(path.read_text().strip().removesuffix("K")) * 1024
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
@@ -101,12 +102,13 @@ def last_level_cache_bytes() -> int:
 
 
 def default_gib() -> float:
-    """Several times the last-level cache, and no more than a quarter of the memory that is free."""
+    """Return several times the last-level cache, but no more than a quarter of the free memory."""
     return min(max(1.0, CACHE_MULTIPLE * last_level_cache_bytes() / GIB), psutil.virtual_memory().available / 4 / GIB)
 
 
 def measure_host_rates(threads: int, *, gib: float | None = None) -> dict[str, float]:
-    """GB/s (1e9 bytes): `host_stream_gb_s` and `host_random_rows_gb_s` (rows of 256 bytes), the best of several runs.
+    """Return GB/s (1e9 bytes): `host_stream_gb_s` and `host_random_rows_gb_s` (rows of 256 bytes), the best of several
+    runs.
 
     `gib`: size of the buffer; None: `default_gib()`. Takes a few seconds.
     """
@@ -127,7 +129,7 @@ def measure_host_rates(threads: int, *, gib: float | None = None) -> dict[str, f
 
 
 def measure_read_rate(threads: int, num_bytes: int) -> float:
-    """GB/s of reading one buffer of `num_bytes` over and over: from the cache, if it fits there."""
+    """Return the GB/s of reading one buffer of `num_bytes` over and over: from the cache, if it fits there."""
     buffer = _touched_buffer(num_bytes)
     start_threads()
     with_threads = numba.get_num_threads()
@@ -148,20 +150,20 @@ def read_stream(values: np.ndarray, threads: int) -> None:
 
 
 def _touched_buffer(num_bytes: int) -> np.ndarray:
-    """int64, rounded up to whole blocks, every page written: pages never written are all one page of zeros."""
+    """Return int64 rounded up to whole blocks, every page written: unwritten pages are all one page of zeros."""
     block_bytes = _BLOCK * _INT64_BYTES
     return np.ones(-(-num_bytes // block_bytes) * _BLOCK, np.int64)
 
 
 def _stream_rate(buffer: np.ndarray, repeats: int) -> float:
-    """Of the best of the ways to read it: which one that is differs by machine, threads and caches, and a rate below
-    what some kernel reaches would make floors that are none.
+    """Return the rate of the fastest way to read it. Which way that is differs by machine, threads and caches. A rate
+    below what some kernel reaches would make floors that are too high.
     """
     return max(_best_rate(partial(way, buffer), buffer.nbytes, repeats) for way in STREAM_WAYS)
 
 
 def _best_rate(read: Callable[[], int], num_bytes: int, repeats: int) -> float:
-    """The best run is the machine's rate: whatever else happens can only slow a run."""
+    """Return the best run's rate: other programs can only slow a run."""
     read()
     best = float("inf")
     for _ in range(repeats):

@@ -1,11 +1,11 @@
-"""Rows of keys and values in their three types, as emitted vector code: scores of rows, weighted sums of rows.
+"""Emit vector code for rows of keys and values in their three types: scores of rows, weighted sums of rows.
 
 Functions for use inside numba code. `kind` is a scalar whose numba type is that of the rows: uint16 (bf16), int8 or
 float32. `columns` is a tuple of dim // 32 members, so that dim is a constant of the compiled code. Other arguments are
-int64: addresses, strides in bytes, counts. It refuses to know softmax. Bytes moved: each row once a call.
+int64: addresses, strides in bytes, counts. Bytes moved: each row once per call.
 
-A bf16 row is taken apart into its even and its odd columns, so queries and sums beside it have that order too:
-`place_of`. An int8 row of keys is multiplied in integers, with a query rounded to int16.
+A bf16 row is split into its even and its odd columns, so queries and sums beside it have that order too: `place_of`. An
+int8 row of keys is multiplied in integers, with a query rounded to int16.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ _SUMS_AT_ONCE = LANES  # vectors of sums that stay in registers
 
 
 def row_bytes(kind: Any) -> int:
-    """Of a column: 1, 2 or 4."""
+    """Return the bytes of a column: 1, 2 or 4."""
     if kind not in (types.int8, types.uint16, types.float32):
         raise TypeError(f"rows: numba type {kind}; wanted uint16 for bf16, int8 or float32")
     return int(kind.bitwidth // 8)
@@ -54,7 +54,7 @@ def row_bytes(kind: Any) -> int:
 
 @intrinsic
 def column_bytes(typing_context, kind):  # type: ignore[no-untyped-def]
-    """Bytes of a column: a constant of the compiled code, which tells the types apart."""
+    """Return the bytes of a column, as a constant of the compiled code that tells the types apart."""
     size = row_bytes(kind)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -65,7 +65,7 @@ def column_bytes(typing_context, kind):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def place_of(typing_context, kind, column):  # type: ignore[no-untyped-def]
-    """Where a column stands in a query or a sum beside rows of that kind."""
+    """Return where a column stands in a query or a sum beside rows of that kind."""
     size = row_bytes(kind)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -85,7 +85,10 @@ def _load(builder: ir.IRBuilder, address: Any, kind: Any, byte: int) -> Any:
 
 
 def _floats(builder: ir.IRBuilder, row: Any, size: int, begin: int, end: int) -> list[Any]:
-    """Columns `begin .. end` of a row as vectors of float32, in the order of `place_of`; whole steps of 2 * LANES."""
+    """Load columns `begin ..
+
+    end` of a row as vectors of float32, in the order of `place_of`; whole steps of 2 * LANES.
+    """
     vectors = []
     for column in range(begin, end, 2 * LANES):
         if size == 4:
@@ -105,7 +108,9 @@ def _floats(builder: ir.IRBuilder, row: Any, size: int, begin: int, end: int) ->
 def _products(
     builder: ir.IRBuilder, rows: Sequence[Any], query: Sequence[Any], size: int, dim: int, square: bool
 ) -> Any:
-    """Vectors whose lanes add up to row times query, for each query and then each row; then to the rows' squares."""
+    """Return vectors whose lanes add up to row times query, for each query and then each row; then to the rows'
+    squares.
+    """
     integers = size == 1
     kind, step = (_WORDS, 2 * LANES) if integers else (VECTOR, 2 * LANES)
     start = ir.Constant(kind, [0 if integers else 0.0] * LANES)
@@ -144,7 +149,7 @@ def _at_most(builder: ir.IRBuilder, index: Any, last: Any) -> Any:
 
 
 def _sample(builder: ir.IRBuilder, ids: Any, index: Any, first: Any, stride: Any) -> Any:
-    """Address of the row whose uint16 id is number `index`."""
+    """Return the address of the row whose uint16 id is number `index`."""
     at = builder.add(ids, builder.mul(index, int64(2)))
     row = builder.zext(builder.load(builder.inttoptr(at, I16.as_pointer()), align=2), I64)
     return builder.add(first, builder.mul(row, stride))
@@ -157,7 +162,7 @@ def _fetch(builder: ir.IRBuilder, row: Any, num_bytes: int, where: int) -> None:
 
 @intrinsic
 def fetch_sample(typing_context, kind, columns, keys, key_row, values, value_row, ids, index):  # type: ignore[no-untyped-def]
-    """Fetch the key and the value of sample `index`."""
+    """Prefetch the key and the value of sample `index`."""
     num_bytes = row_bytes(kind) * COLUMNS * len(columns)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -171,8 +176,9 @@ def fetch_sample(typing_context, kind, columns, keys, key_row, values, value_row
 
 @intrinsic
 def score_samples(typing_context, kind, columns, keys, key_row, values, value_row, ids, begin, end, limit, query, out):  # type: ignore[no-untyped-def]
-    """Products of sampled keys `begin .. end` (at most BLOCK_ROWS) with the query to `out`, float32 `[BLOCK_ROWS]`, and
-    their squared norms after it. Fetches the keys and values up to AHEAD_ROWS further, below `limit`."""
+    """Write products of sampled keys `begin .. end` (at most BLOCK_ROWS) with the query to `out`, float32
+    `[BLOCK_ROWS]`, and their squared norms after it. Prefetch keys and values up to AHEAD_ROWS further, below `limit`.
+    """
     size, dim = row_bytes(kind), COLUMNS * len(columns)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -199,7 +205,9 @@ def score_samples(typing_context, kind, columns, keys, key_row, values, value_ro
 
 
 def _band(dim: int, most: int) -> int:
-    """The most columns, whole steps of 2 * LANES and no more than `most`, that a row of `dim` is cut into evenly."""
+    """Return the most columns, whole steps of 2 * LANES and no more than `most`, that a row of `dim` is cut into
+    evenly.
+    """
     return max(band for band in range(2 * LANES, most + 1, 2 * LANES) if dim % band == 0)
 
 
@@ -207,7 +215,7 @@ def _weighted(
     builder: ir.IRBuilder, size: int, dim: int, members: int, count: Any, row_at: Callable[[Any], Any],
     weights: Any, rescale: Any, sums: Any, ahead: int,
 ) -> None:  # fmt: skip
-    """`sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * row_i)`, a band of columns at a time."""
+    """Compute `sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * row_i)`, a band of columns at a time."""
     band = _band(dim, _SUMS_AT_ONCE // members * LANES)
     for begin in range(0, dim, band):
         places = [(member, column) for member in range(members) for column in range(begin, begin + band, LANES)]
@@ -233,7 +241,9 @@ def _weighted(
 
 @intrinsic
 def add_samples(typing_context, kind, columns, values, value_row, ids, begin, end, weights, rescale, sums):  # type: ignore[no-untyped-def]
-    """`sums = sums * rescale + sum(weights[i] * value of sample begin + i)`; float32 `[BLOCK_ROWS]`, `[1]`, `[dim]`."""
+    """Compute `sums = sums * rescale + sum(weights[i] * value of sample begin + i)`; float32 `[BLOCK_ROWS]`, `[1]`,
+    `[dim]`.
+    """
     size, dim = row_bytes(kind), COLUMNS * len(columns)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -249,7 +259,7 @@ def add_samples(typing_context, kind, columns, values, value_row, ids, begin, en
 
 
 def score_rows(members: int) -> Any:
-    """A numba function: products of `count` keys in order (1 to BLOCK_ROWS) with so many queries.
+    """Return a numba function: products of `count` keys in order (1 to BLOCK_ROWS) with so many queries.
 
     query: `[members, dim]`, query_bytes apart; out: float32 `[members, BLOCK_ROWS]`.
     """
@@ -285,7 +295,8 @@ def score_rows(members: int) -> Any:
 
 
 def add_rows(members: int) -> Any:
-    """A numba function: `sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * value i)` over `count` values in order.
+    """Return a numba function: `sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * value i)` over `count` values in
+    order.
 
     weights: float32 `[members, BLOCK_ROWS]`; rescale: `[members]`; sums: `[members, dim]`.
     """

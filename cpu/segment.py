@@ -1,8 +1,8 @@
-"""A segment: deposited tokens of all layers that go down, their memory, and how far each layer has come.
+"""Hold a segment: offloaded tokens of all offloaded layers, their memory, and how far each layer has come.
 
-It refuses to know contexts and when to seal. Invariants: rows below `used` never change once they have landed; a sealed
-segment grows no more, and only then do codes become tables, in place; memory goes back when the last holder lets go.
-All state that background threads change is guarded by one condition, the store's.
+Rows below `used` never change once they have landed. A sealed segment grows no more, and only then do codes become
+tables, in place. Memory is released when the last holder lets go. All state that background threads change is guarded
+by one condition, the store's.
 """
 
 import math
@@ -24,7 +24,7 @@ ROW_TYPES = {"bfloat16": (np.uint16, torch.bfloat16), "int8": (np.int8, torch.in
 
 
 class TableState(IntEnum):
-    """Of one layer: codes (or nothing), tables under way, tables, or tables that could not be built."""
+    """The state of one layer: codes (or nothing), tables being built, tables, or tables that could not be built."""
 
     CODES = 0
     BUILDING = 1
@@ -33,14 +33,15 @@ class TableState(IntEnum):
 
 
 class Centre:
-    """What rows of a segment, and of those that continue it, are stored relative to: mean keys, and scales of int8."""
+    """The mean keys, and the scales of int8, that rows of a segment and of its continuations are stored relative to."""
 
     def __init__(self, shape: TierShape, slab: Slab, pool: SlabPool) -> None:
         self._shape, self._layout, self._slab, self._pool = shape, lay_out_centre(shape), slab, pool
         self._holders = 0
 
     def arrays(self, layer: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """Float32 centre `[kv_heads, dim]`, key scale `[kv_heads]` and value scale `[kv_heads, dim]` (int8, else None).
+        """Return float32 centre `[kv_heads, dim]`, key scale `[kv_heads]` and value scale `[kv_heads, dim]` (int8, else
+        None).
 
         Waits until the memory is there; raises HostMemoryError where the host refused it.
         """
@@ -63,7 +64,7 @@ class Centre:
 
 @dataclass(eq=False, slots=True)
 class Fill:
-    """Rows `[begin, end)` of some layers that are on their way into a segment."""
+    """Rows `[begin, end)` of some layers that are being copied into a segment."""
 
     segment: "Segment"
     layers: tuple[int, ...]
@@ -72,7 +73,7 @@ class Fill:
 
 
 class Segment:
-    """`capacity` tokens of room, `used` of them given out; `sealed_tokens`: how many there are for good, or None.
+    """Room for `capacity` tokens, of which `used` are reserved; `sealed_tokens`: the final number, or None.
 
     owner_id: the context that may append; None: nobody yet, or it is closed. Methods that change state are called with
     the condition held.
@@ -81,7 +82,7 @@ class Segment:
     def __init__(
         self, shape: TierShape, capacity: int, centre: Centre, slabs: Sequence[Slab], pool: SlabPool, changed: Condition
     ) -> None:
-        """shape: num_tables 0 for a segment that is never sampled; slabs: one a layer."""
+        """shape: num_tables 0 for a segment that is never sampled; slabs: one for each layer."""
         self.shape, self.capacity, self.centre = shape, capacity, centre
         self.used = 0
         self.sealed_tokens: int | None = None
@@ -109,7 +110,7 @@ class Segment:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be appended."""
+        """Return how many tokens may still be appended."""
         return self.capacity - self.used if self.is_open else 0
 
     @property
@@ -118,24 +119,26 @@ class Segment:
 
     @property
     def is_whole(self) -> bool:
-        """Sealed, and every row of every layer has been announced: tables stand, or will."""
+        """Return whether the segment is sealed and every row of every layer has been announced: tables are built, or
+        will be.
+        """
         return all(announced == self.sealed_tokens for announced in self.announced)
 
     def is_wanted(self) -> bool:
-        """Whether anybody will read it; if not, it lives until copies, builds and steps under way have ended."""
+        """Return whether anybody will read it; if not, it lives until copies, builds and steps have ended."""
         return self._readers > 0
 
     def may_append(self, context_id: int, tokens: int) -> bool:
-        """Whether a context that has the first `tokens` may go on behind them: nobody else does or did."""
+        """Return whether a context that has the first `tokens` may append: nobody else does or did."""
         return tokens == self.used and self.owner_id in (None, context_id)
 
     def leave(self, context_id: int) -> None:
-        """Whoever comes next may append."""
+        """Let whoever comes next append."""
         if self.owner_id == context_id:
             self.owner_id = None
 
     def take(self, num_tokens: int) -> int:
-        """Give out so many tokens of room; returns where they begin. A full segment is sealed."""
+        """Reserve room for so many tokens; return where they begin. A full segment is sealed."""
         begin = self.used
         self.used += num_tokens
         assert self.is_open, "segment: room is given out of open segments"
@@ -151,7 +154,7 @@ class Segment:
         self._holders += 1
 
     def let_go(self) -> None:
-        """With the last holder, the memory goes."""
+        """Drop one holder; the last one releases the memory."""
         self._holders -= 1
         if self._holders == 0:
             self._pool.release(self._slabs)
@@ -168,30 +171,30 @@ class Segment:
         self.let_go()
 
     def wait_for_memory(self, layer: int) -> None:
-        """Raises HostMemoryError where the host refused it."""
+        """Wait for the memory. Raises HostMemoryError where the host refused it."""
         self._slabs[layer].wait()
 
     def keys(self, layer: int) -> np.ndarray:
-        """`[kv_heads, capacity, dim]`, bf16 as uint16, or int8."""
+        """Return `[kv_heads, capacity, dim]`, bf16 as uint16, or int8."""
         return self._array(layer, 0, (self.capacity, self.shape.dim), ROW_TYPES[self.shape.rows][0])
 
     def values(self, layer: int) -> np.ndarray:
-        """Like `keys`."""
+        """Return the values, in the shape of `keys`."""
         return self._array(layer, self._layout.values, (self.capacity, self.shape.dim), ROW_TYPES[self.shape.rows][0])
 
     def codes(self, layer: int) -> np.ndarray:
-        """uint16 `[kv_heads, tables, capacity]`: codes by token, or the entries of tables."""
+        """Return uint16 `[kv_heads, tables, capacity]`: codes by token, or the entries of tables."""
         return self._array(layer, self._layout.codes, (self.shape.num_tables, self.capacity), np.uint16)
 
     def offsets(self, layer: int) -> np.ndarray:
-        """int32 `[kv_heads, tables, offsets]` of the tables of a sealed segment."""
+        """Return int32 `[kv_heads, tables, offsets]` of the tables of a sealed segment."""
         assert self.sealed_tokens is not None, "segment: tables are a sealed segment's"
         room = (self.shape.num_tables, num_offsets(self.shape.bits_per_table, self.capacity))
         needed = num_offsets(self.shape.bits_per_table, self.sealed_tokens)
         return self._array(layer, self._layout.offsets, room, np.int32)[:, :, :needed]
 
     def rows(self, layer: int, begin: int, end: int, with_codes: bool) -> LayerRows:
-        """Views of tokens `[begin, end)`; codes are to be written before the segment is sealed, never read back."""
+        """Return views of tokens `[begin, end)`; codes are written before it is sealed, and never read back."""
         kind = ROW_TYPES[self.shape.rows][1]
         centre, key_scale, value_scale = self.centre.arrays(layer)
         codes = self.codes(layer)[:, :, begin:end] if with_codes and self.has_codes else None
@@ -205,7 +208,7 @@ class Segment:
         )
 
     def places(self) -> np.ndarray:
-        """Where each layer lies: PIECE as int64 `[layers, COLUMNS]`; ranges and modes are the caller's. Waits for
+        """Return where each layer lies: PIECE as int64 `[layers, COLUMNS]`; the caller sets ranges and modes. Waits for
         memory.
         """
         if self._places is None:

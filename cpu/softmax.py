@@ -1,8 +1,7 @@
-"""Online softmax over blocks of scores, and a query made ready for rows of one type.
+"""Compute an online softmax over blocks of scores, and prepare a query for rows of one type.
 
-Functions for numba code on float32 vectors. Refuses to know where rows lie. paper (2410.16179) eq. (11). Invariants:
-the cosine is clamped before it indexes the table, so that no NaN reads out of bounds; a NaN score makes its own head's
-mass NaN and nothing else.
+Functions for numba code on float32 vectors. paper (2410.16179) eq. (11). The cosine is clamped before it indexes the
+table, so that no NaN reads out of bounds; a NaN score makes its own head's mass NaN and nothing else.
 """
 
 import math
@@ -41,7 +40,7 @@ _INT16 = np.float32(32767.0)
 
 @numba.njit(nogil=True)
 def prepare_query(kind, query_kind, query, dim, to):
-    """Write a query as rows of `kind` want it; returns (what its products are multiplied by, its inverse norm before).
+    """Write a query in the form that rows of `kind` need; return (the factor of its products, its inverse norm before).
 
     query: address of `[dim]` of query_kind; to: address of float32 `[dim]`, or int16 for rows of int8.
     """
@@ -66,8 +65,9 @@ def prepare_query(kind, query_kind, query, dim, to):
 
 @numba.njit(nogil=True)
 def weigh_samples(scores, count, logs, to_logit, to_cosine):
-    """Products and squared norms (two blocks of float32 `[BLOCK_ROWS]`) to logits less log u, in place; -inf after
-    `count`. Returns the greatest. logs: address of `collision.log_weights`."""
+    """Turn products and squared norms (two blocks of float32 `[BLOCK_ROWS]`) into logits less log u, in place; -inf
+    after `count`. Return the greatest. logs: address of `collision.log_weights`.
+    """
     top = spread(_EMPTY)
     for at in range(0, count, LANES):
         product, square = load_lanes(scores + 4 * at), load_lanes(scores + 4 * (BLOCK_ROWS + at))
@@ -85,7 +85,7 @@ def weigh_samples(scores, count, logs, to_logit, to_cosine):
 
 @numba.njit(nogil=True)
 def scale_scores(scores, count, to_logit):
-    """Products to logits, in place; -inf after `count`. Returns the greatest."""
+    """Turn products into logits, in place; -inf after `count`. Return the greatest."""
     top = spread(_EMPTY)
     for at in range(0, count, LANES):
         logit = first_lanes(count - at, load_lanes(scores + 4 * at) * spread(to_logit), spread(_EMPTY))
@@ -96,7 +96,7 @@ def scale_scores(scores, count, to_logit):
 
 @numba.njit(nogil=True)
 def exponentiate(scores, count, top):
-    """Logits to weights, in place, 0 after `count`; returns their sum."""
+    """Turn logits into weights, in place, 0 after `count`; return their sum."""
     mass = spread(_ZERO)
     for at in range(0, count, LANES):
         weight = exp_lanes(load_lanes(scores + 4 * at) - spread(top))
@@ -107,13 +107,13 @@ def exponentiate(scores, count, top):
 
 @numba.njit(nogil=True)
 def shrink(before, after):
-    """What masses under the maximum `before` are worth under `after`."""
+    """Return the factor that takes masses under the maximum `before` to `after`."""
     return np.float32(math.exp(before - after)) if before > _EMPTY else _ZERO
 
 
 @numba.njit(nogil=True)
 def write_partial(kind, sums, mass, top, value_scale, dim, out, lse):
-    """Write a softmax's outcome as a partial: float32 `[dim]` and one lse. value_scale: address, or 0."""
+    """Write a softmax's result as a partial: float32 `[dim]` and one lse. value_scale: address, or 0."""
     inverse = _ONE / mass
     for column in range(dim):
         value = load_float32(sums + 4 * place_of(kind, column)) * inverse

@@ -1,9 +1,10 @@
-"""What a thread does of one layer's attention over pieces: lookups and exact parts, then sampled parts, then the merge.
+"""Run one thread's share of a layer's attention over pieces: lookups and exact parts, then sampled parts, then the
+merge.
 
-It refuses to know segments and requests beyond the table of pieces. Invariants: a piece and a head's partial depend on
-its samples alone, and partials are merged in the order of the table, so results do not depend on the threads. Bytes
-moved: for a sampled head, its buckets and then a key and a value a sample; for an exact piece, each key and value once
-for all heads of a group; for heads that are not wanted and rows that are excluded, nothing.
+The partial of a piece and a head depends on its samples alone, and partials are merged in the order of the table, so
+results do not depend on the threads. Bytes moved: for a sampled head, its buckets and then a key and a value for each
+sample; for an exact piece, each key and value once for all heads of a group; for heads that are not wanted and rows
+that are excluded, nothing.
 """
 
 import math
@@ -43,9 +44,11 @@ def _codes_at(shape, batch, piece, head):
 
 @numba.njit(nogil=True)
 def _look_up(team, shape, batch, plan, buffers, item, following):
-    """Lookup `item` = sampled piece and head; its samples are cut into parts. following: the next lookup's, or -1.
+    """Look up `item` = sampled piece and head, and cut its samples into parts. following: the next lookup's item, or
+    -1.
 
-    Returns how many it found, and the bytes of the index that it read."""
+    Return how many samples it found, and the bytes of the index that it read.
+    """
     group = shape.heads // shape.kv_heads
     order, head = item // shape.heads, item % shape.heads
     piece = batch.pieces[plan.sampled[order]]
@@ -91,21 +94,21 @@ def _warm_lookup(shape, batch, plan, item):
 
 @numba.njit(nogil=True)
 def _claim_work(team, plan, items):
-    """The next lookup or exact part of this thread's, or of one that has not come so far; -1: none."""
+    """Return the next lookup or exact part of this thread, or of one that has not come so far; -1: none."""
     at = claim(team, 0, items)
     return np.int64(plan.work[at]) if at >= 0 else at
 
 
 @numba.njit(nogil=True)
 def _claim_own_work(team, plan, items):
-    """As `_claim_work`, of this thread's alone: what another may begin at once is not kept from it."""
+    """Return the next item as `_claim_work` does, but of this thread's alone."""
     at = claim_own(team, 0, items)
     return np.int64(plan.work[at]) if at >= 0 else at
 
 
 @numba.njit(nogil=True, inline="always")
 def _first_stage(team, shape, columns, batch, plan, buffers):
-    """Lookups and exact parts, and what they and the samples read: see `cpu.attention.HostPartial`."""
+    """Run lookups and exact parts, and count what they and the samples read: see `cpu.attention.HostPartial`."""
     lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
     items, rows, keys, index_bytes = buffers.totals[WORK_ITEMS], 0, 0, 0
     item, done = _claim_work(team, plan, items), 0
@@ -150,7 +153,7 @@ def _second_stage(team, shape, columns, batch, plan, buffers):
 
 @numba.njit(nogil=True)
 def _slots_of(shape, plan, buffers, pieces, index, head):
-    """(first slot, slots, step between them) of a piece's partials of a head."""
+    """Return (first slot, slots, step between them) of a piece's partials of a head."""
     group, piece = shape.heads // shape.kv_heads, pieces[index]
     if piece[MODE] == SAMPLED:
         item = plan.ordinals[index] * shape.heads + head
@@ -161,7 +164,7 @@ def _slots_of(shape, plan, buffers, pieces, index, head):
 
 @numba.njit(nogil=True)
 def _centre_logit(shape, batch, piece, head):
-    """What centring took from every logit of the piece: the query times the mean key."""
+    """Return what centring took from every logit of the piece: the query times the mean key."""
     if piece[CENTRE] == 0:
         return np.float32(0.0)
     query = query_at(shape, batch, piece, head)
@@ -174,7 +177,7 @@ def _centre_logit(shape, batch, piece, head):
 
 @numba.njit(nogil=True, inline="always")
 def _merge(team, shape, batch, plan, buffers, request, head):
-    """Merge the partials of a request's pieces, for one head; none, if it is not wanted. Returns the tokens covered."""
+    """Merge the partials of a request's pieces for one head, if it is wanted. Return the tokens covered."""
     item, covered = request * shape.heads + head, 0
     first, last = plan.first_piece[request], plan.first_piece[request + 1]
     if not is_wanted(shape, batch, request, head):
@@ -219,7 +222,9 @@ def _merge(team, shape, batch, plan, buffers, request, head):
 
 @numba.njit(nogil=True)
 def _note_errors(team, shape, batch, plan, buffers, request, head, first, last, top, mass):
-    """Errors of an answer whose weights have the sum `mass` under `top`: zeros, where nothing of it is sampled."""
+    """Write the errors of an answer whose weights have the sum `mass` under `top`: zeros, where nothing of it is
+    sampled.
+    """
     item, totals, in_full = request * shape.heads + head, buffers.noted[team.me], is_full(shape, batch, request, head)
     errors, parts = batch.errors + 4 * ERRORS * item, 0
     totals[:] = np.float32(0.0)
@@ -240,14 +245,14 @@ def _note_errors(team, shape, batch, plan, buffers, request, head, first, last, 
 
 @numba.njit(nogil=True)
 def _note_time(totals, column):
-    """The first thread past a stage says when; a thread that comes late finds it said."""
+    """Write the time at which the first thread has passed a stage; later threads leave it as it is."""
     if totals[column] == 0:
         totals[column] = now_ns()
 
 
 @numba.njit(nogil=True, inline="always")
 def attend_as(me, threads, shape, columns, batch, plan, buffers):
-    """All that thread `me` does."""
+    """Run all of thread `me`'s share."""
     team = Team(buffers.counters, me, threads)
     _first_stage(team, shape, columns, batch, plan, buffers)
     _note_time(buffers.totals, LOOKED_UP_NS)

@@ -1,8 +1,8 @@
-"""Segments and what happens to them: made of slabs, filled, turned into tables, copied into one another, waited for.
+"""Keep all segments: allocate them from slabs, fill them, build their tables, copy them, and wait for them.
 
-It refuses to know contexts. Invariants: a layer's tables are built once, after all its rows have landed and while no
-copy needs its codes; a failed build leaves that layer exact, logged and counted. Called from one thread; fills land in
-a thread of their own, in order of announcement, and jobs run in the builder's.
+A layer's tables are built once, after all its rows have landed and while no copy needs its codes. A failed build leaves
+that layer exact, logged and counted. Called from one thread. Fills land in a thread of their own, in order of
+announcement, and jobs run in the builder's threads.
 """
 
 import logging
@@ -53,7 +53,7 @@ class SegmentStore:
             return StoreCounts(len(self._alive()), self._tables_built, self._tables_failed)
 
     def new_segments(self, shape: TierShape, rooms: Sequence[tuple[int, Centre | None]]) -> list[Segment]:
-        """Segments of these capacities, each with a given or a new centre, wanted once: by the caller.
+        """Return segments of these capacities, each with a given or a new centre, held once by the caller.
 
         Their memory comes in the background, layer by layer. Raises HostMemoryError, and then there are none.
         """
@@ -72,12 +72,12 @@ class SegmentStore:
         return segments
 
     def prepare(self, shape: TierShape, capacity: int, count: int) -> None:
-        """Have memory for so many segments ready, whoever asks for them first, as far as there is room."""
+        """Prepare memory for so many segments, whoever asks for them first, as far as there is room."""
         self._pool.prepare([lay_out_layer(shape, capacity).num_bytes] * (count * len(shape.layers)))
 
     def wait_for_doomed(self) -> None:
-        """Until segments that nobody wants have given their memory back: copies that are under way have landed, and
-        steps that read them have their answers. Whoever waits here gives none of these.
+        """Wait until unwanted segments have released their memory: copies have landed, and steps that read them have
+        their answers. The caller must hold none of these.
         """
         self._builder.drop_unwanted()
         with self.changed:
@@ -86,13 +86,13 @@ class SegmentStore:
             )
 
     def fill(self, segment: Segment, layers: Sequence[int], begin: int, end: int, done: Filled) -> None:
-        """Announce rows that are there when `done` says so."""
+        """Announce rows that have landed when `done` says so."""
         fill = Fill(segment, tuple(layers), begin, end)
         self._announce(fill)
         self._announced.put((fill, done))
 
     def seal(self, segment: Segment) -> None:
-        """Let a segment grow no more; its tables are built as its rows are there."""
+        """Let a segment grow no more; its tables are built as soon as its rows have landed."""
         with self.changed:
             if segment.is_open:
                 segment.seal()
@@ -123,7 +123,7 @@ class SegmentStore:
             )
 
     def wait_for_rows(self, segment: Segment, layers: Sequence[int], tokens: int) -> None:
-        """Until the first `tokens` have landed. Raises what a copy raised."""
+        """Wait until the first `tokens` have landed. Raises what a copy raised."""
         for layer in layers:
             assert segment.announced[layer] >= tokens, "rows: reserved, but no fill was announced for them"
         with self.changed:
@@ -132,8 +132,8 @@ class SegmentStore:
                 raise segment.error
 
     def is_ready(self, segment: Segment, tokens: int, with_tables: bool) -> bool:
-        """Whether the first `tokens` of all layers have landed and, if so asked, tables stand or have failed; also
-        where waiting for them would raise.
+        """Return whether the first `tokens` of all layers have landed and, if so asked, tables are built or have
+        failed. Return True also where waiting would raise.
         """
         layers = range(len(segment.shape.layers))
         with self.changed:
@@ -144,7 +144,7 @@ class SegmentStore:
             return is_there and (not with_tables or all(state in _FINAL for state in segment.tables))
 
     def wait_for_tables(self, segment: Segment) -> None:
-        """Until every layer of a whole segment has its tables or has failed, or its rows cannot come."""
+        """Wait until every layer of a whole segment has its tables or has failed, or its rows cannot come."""
         assert segment.is_whole, "tables: of a segment whose fills were all announced"
         with self.changed:
             self.changed.wait_for(lambda: segment.error is not None or all(state in _FINAL for state in segment.tables))
@@ -185,7 +185,7 @@ class SegmentStore:
             segment.let_go()
 
     def _build_if_due(self, segment: Segment, layer: int) -> None:
-        """With the condition held."""
+        """Begin to build tables that are due, with the condition held."""
         is_due = (
             segment.has_codes
             and segment.announced[layer] == segment.sealed_tokens

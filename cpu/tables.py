@@ -1,9 +1,9 @@
-"""Hash tables of one KV head and layer of a segment: made from codes in place by a counting sort, and undone.
+"""Build hash tables of one KV head and layer of a segment, from codes in place by a counting sort, and undo them.
 
 A table lists the segment's tokens by bucket, and within a bucket by stripe of STRIPE_TOKENS: entries are uint16 places
 in the stripe. `offsets[bucket * stripes + stripe]` is where such a list begins; the last offset is the token count.
-Refuses to know what codes mean. Invariant: every token stands in every table once; lists rise. Bytes moved: a table of
-entries twice (codes in, entries out) and its offsets once; the scatter goes to a private tile that stays in the cache.
+Every token stands in every table once, and lists rise. Bytes moved: a table of entries twice (codes in, entries out)
+and its offsets once; the scatter goes to a private tile that stays in the cache.
 """
 
 import numba
@@ -22,12 +22,12 @@ def num_stripes(tokens: int) -> int:
 
 
 def num_offsets(bits: int, tokens: int) -> int:
-    """Int32 of one table: one for each bucket and stripe, and the end."""
+    """Return the number of int32 offsets of one table: one for each bucket and stripe, and the end."""
     return (num_stripes(tokens) << bits) + 1
 
 
 def check_tables(entries: np.ndarray, offsets: np.ndarray, bits: int) -> None:
-    """Raises ValueError for arrays that are no tables; see `build_tables`."""
+    """Raise ValueError for arrays that are no tables; see `build_tables`."""
     tables, tokens = entries.shape
     if entries.dtype != np.uint16 or offsets.dtype != np.int32 or entries.strides[1] != 2 or offsets.strides[1] != 4:
         raise ValueError(f"tables: got {entries.dtype} and {offsets.dtype}; wanted rows of uint16 and of int32")
@@ -58,7 +58,7 @@ def build_tables(entries: np.ndarray, offsets: np.ndarray, bits: int, begin: int
 def codes_from_tables(
     entries: np.ndarray, offsets: np.ndarray, bits: int, begin: int, end: int, codes: np.ndarray
 ) -> None:
-    """The inverse: codes uint16 `[tables, tokens]`, rows may lie apart, get tables `begin .. end`."""
+    """Recover the codes of tables `begin .. end`: codes uint16 `[tables, tokens]`, rows may lie apart."""
     check_tables(entries, offsets, bits)
     assert 0 <= begin <= end <= len(entries), "tables: a range of those there are"
     assert codes.shape == entries.shape, "codes: one for every entry"
@@ -68,8 +68,9 @@ def codes_from_tables(
 
 @numba.njit(nogil=True)
 def _sort_table(entries, tokens, offsets, bits, places, tile):
-    """Addresses: entries uint16 `[tokens]`; offsets int32 `[num_offsets]`; places int32 `[stripes, _STREAMS, buckets]`;
-    tile uint16 `[tokens]`."""
+    """Sort one table. Addresses: entries uint16 `[tokens]`; offsets int32 `[num_offsets]`; places int32 `[stripes,
+    _STREAMS, buckets]`; tile uint16 `[tokens]`.
+    """
     mask, stripes = (1 << bits) - 1, (tokens + STRIPE_TOKENS - 1) // STRIPE_TOKENS
     stream_bytes = 4 << bits
     for byte in range(0, stripes * _STREAMS * stream_bytes, 4):

@@ -1,7 +1,6 @@
-"""The host tier: deposited contexts in the CPU's memory, and attention over them. See `transfer.tier.HostTier`.
+"""Implement the host tier (`transfer.tier.HostTier`): contexts in the CPU's memory, and attention over them.
 
-It refuses to know the device but through host tensors and the exchange. Invariant: with fixed residence answers depend
-on the sequence of calls alone, never on when copies land or tables are built.
+With fixed residence answers depend on the sequence of calls alone, never on when copies land or tables are built.
 """
 
 import logging
@@ -43,10 +42,10 @@ MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait f
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Bytes: in use by contexts, held (in use, idle or on their way), pinned, and the limit of what is held.
+    """Bytes: in use by contexts, held (in use, idle or being allocated), pinned, and the limit of held bytes.
 
-    tables: layers of segments built, or failed and therefore read exactly; merges: of small segments, and those given
-    up for lack of memory; attention, errors: see `AttentionCounts`, `ErrorCounts`.
+    tables: layers of segments built, or failed and therefore read exactly; merges: of small segments, and those dropped
+    for lack of memory; attention, errors: see `AttentionCounts`, `ErrorCounts`.
     """
 
     contexts: int
@@ -65,16 +64,18 @@ class TierStats:
 
 
 class CpuTier:
-    """All deposited contexts of an engine. Called from one thread."""
+    """All host contexts of an engine. Called from one thread."""
 
     def __init__(
         self, shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, source: PageSource,
         errors: ErrorsConfig | None = None, is_adaptive: bool = False,
     ) -> None:  # fmt: skip
-        """query_dtype: bfloat16 or float32; num_threads: of attention; errors: what is done about those of answers;
-        None: nothing; is_adaptive: which tokens are sampled may follow from times. Compiles, or reads numba's cache.
+        """Compile the attention, or read it from numba's cache.
 
-        Raises ValueError for a shape that the kernels have no code for, RuntimeError for a CPU without AVX2.
+        query_dtype: bfloat16 or float32; num_threads: of attention; errors: what is done about errors of answers, or
+        None; is_adaptive: which tokens are sampled may depend on timing.
+
+        Raises ValueError for a shape that the kernels do not support, RuntimeError for a CPU without AVX2.
         """
         self.shape = shape
         kernel = HostAttention(
@@ -105,12 +106,12 @@ class CpuTier:
         self._contexts: dict[int, Context] = {}
 
     def open(self, context_id: int, reading: Reading) -> None:
-        """A new, empty context. `reading`: how attention reads it."""
+        """Open a new, empty context. `reading`: how attention reads it."""
         assert context_id not in self._contexts, "context: opened once"
         self._contexts[context_id] = Context(context_id, reading.on_cpu(self.shape.num_tables))
 
     def fork(self, source_id: int, context_id: int, num_tokens: int, reading: Reading) -> None:
-        """A new context that shares the first `num_tokens` of another's run."""
+        """Open a context that shares the first `num_tokens` of another's."""
         source = self._contexts[source_id]
         self.open(context_id, reading)
         context = self._contexts[context_id]
@@ -124,8 +125,8 @@ class CpuTier:
             context.sample_sealed()
 
     def close(self, context_id: int) -> None:
-        """Forget a context; memory that no other shares is free once fills under way have landed and steps under way
-        have their answers. Unknown: ignored.
+        """Close a context. Memory that no other shares is free once its fills have landed and steps that read it have
+        their answers. An unknown id is ignored.
 
         Copies whose fill was not announced must have ended.
         """
@@ -140,29 +141,31 @@ class CpuTier:
                 piece.segment.give_up()
 
     def reserve(self, context_id: int, num_tokens: int) -> list[Reservation]:
-        """Room for so many tokens more, in order. Raises HostMemoryError, and then nothing has changed."""
+        """Reserve room for so many more tokens, in order. Raises HostMemoryError, and then nothing has changed."""
         return [*self._growth.reserve(self._contexts[context_id], num_tokens, list(self._contexts.values()))]
 
     def fill(self, reservation: Reservation, layers: Sequence[int], done: Filled) -> None:
-        """These layers' rows (and codes, centre, scales) are on their way, and there when `done` says so."""
+        """Announce that these layers' rows (and codes, centre, scales) are being copied; they have landed when `done`
+        says so.
+        """
         assert isinstance(reservation, SegmentReservation), "fill: a reservation of this tier"
         first, num_tokens = reservation.first, reservation.end - reservation.begin
         self._store.fill(reservation.segment, layers, first, first + num_tokens, done)
 
     def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
-        """The first `num_tokens` of the run, in order, to be read back, without codes. Waits for copies under way."""
+        """Return the first `num_tokens`, in order, to be read back, without codes. Waits for their copies."""
         pieces = self._contexts[context_id].first_pieces(num_tokens)
         for piece in pieces:
             self._store.wait_for_rows(piece.segment, (layer,), piece.tokens)
         return [piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces]
 
     def runs(self, context_id: int) -> list[tuple[int, Reading]]:
-        """Of a context's tokens, in order: how many, and how attention reads them."""
+        """Return a context's tokens, in order: how many, and how attention reads them."""
         return [(piece.tokens, piece.reading) for piece in self._contexts[context_id].pieces]
 
     def is_ready(self, ask: Ask) -> bool:
-        """Whether `attention` would begin without a wait for it, or fail at once. Not if the context does not have so
-        many tokens yet.
+        """Return whether `attention` would begin without waiting, or fail at once. False if the context does not have
+        so many tokens yet.
         """
         context = None if ask.context_id is None else self._contexts.get(ask.context_id)
         if ask.num_tokens == 0 or context is None:
@@ -173,10 +176,10 @@ class CpuTier:
         return all(self._store.is_ready(piece.segment, piece.tokens, piece.reading.has_tables) for piece in pieces)
 
     def attention(self, asks: Sequence[Ask]) -> StepAttention:
-        """For a decode step, an ask a row, which holds a lease on all that it reads. Waits for the rows that are asked
-        for to land and their tables to stand; for what lies behind them it does not.
+        """Return the attention of a decode step, an ask for each row, with a lease on all that it reads.
 
-        Raises ContextLostError for the first context whose rows cannot come.
+        Waits until the requested rows have landed and their tables are built, not for later tokens. Raises
+        ContextLostError for the first context whose rows cannot come.
         """
         batch = [(self._asked_of(ask), ask.num_tokens) for ask in asks]
         found = self._tables.find(batch)
@@ -188,17 +191,17 @@ class CpuTier:
         return StepAttention(*found, self._attend, [context for context, _ in batch])
 
     def leave_core(self, leaves: bool) -> None:
-        """Where there are enough (`cpu.cores`)."""
+        """Leave a core to launches, where there are enough (`cpu.cores`)."""
         self._attend.leaves_core = leaves and bool(self._cores.launching)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
-        """All asks of a step whose device goes on by itself. Raises ExchangeError if the device does not ask."""
+        """Answer all asks of a step whose device goes on by itself. Raises ExchangeError if the device does not ask."""
         own = [(attention, slot) for attention, slot in parts if isinstance(attention, StepAttention)]
         assert len(own) == len(parts), "answer: attention of this tier"
         return answer_step(self._attend, own)
 
     def stats(self) -> TierStats:
-        """What there is, and what was done since the start."""
+        """Return the tier's memory, and the counts since its start."""
         counts = self._store.counts
         return TierStats(
             contexts=len(self._contexts),
@@ -217,9 +220,7 @@ class CpuTier:
         )
 
     def shutdown(self) -> None:
-        """Close all contexts, end all threads and give memory back, once fills under way have landed and attentions are
-        over.
-        """
+        """Close all contexts, end all threads and release memory, once fills have landed and attentions have ended."""
         for context_id in list(self._contexts):
             self.close(context_id)
         self._store.wait_for_doomed()
@@ -229,7 +230,7 @@ class CpuTier:
         self._pool.shutdown()
 
     def _asked_of(self, ask: Ask) -> Context | None:
-        """The context, or None for an ask for nothing, whatever it names."""
+        """Return the context of an ask, or None for an ask for nothing."""
         if ask.num_tokens == 0:
             return None
         assert ask.context_id is not None, "ask: tokens are asked of a context"
@@ -249,7 +250,7 @@ def open_tier(
     shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, is_pinned: bool,
     errors: ErrorsConfig | None = None, is_adaptive: bool = False,
 ) -> CpuTier:  # fmt: skip
-    """A tier over memory of this host. is_pinned: registered with CUDA, whose device copies into it; errors,
+    """Return a tier over memory of this host. is_pinned: registered with CUDA, whose device copies into it; errors,
     is_adaptive: as in `CpuTier`.
     """
     pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)

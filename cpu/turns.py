@@ -1,11 +1,10 @@
-"""The asks of a step in one parallel region: a thread leads, and all of them attend, ask after ask.
+"""Run the asks of a step in one parallel region: one thread leads, and all of them attend, ask after ask.
 
-The leader plans an ask, waits for the device to put it, opens a turn, attends as the others do, and closes the turn;
-the others attend in each turn that they find open, and look for the next one in between, so none has to be woken
-between two layers. It refuses to know what attending is. Invariants: while a turn is closed and nobody is inside, the
-plan is the leader's alone to write; a turn ends when its work is done, however many threads have come, so the leader
-alone would finish. Where the leader stops (an ask did not come, or there is no room for its plan), it says so and the
-others leave.
+The leader plans an ask, waits for the device to put it, opens a turn, attends with the others, and closes the turn. The
+others attend in each turn that they find open and poll for the next one, so none has to be woken between two layers.
+While a turn is closed and nobody is inside, only the leader writes the plan. A turn ends when its work is done, however
+many threads have come, so the leader alone would finish. When the leader stops (an ask did not come, or its plan has no
+room), it says so and the others leave.
 """
 
 import numba
@@ -45,7 +44,10 @@ _INSIDE_BYTES = 8 * INSIDE
 
 @numba.njit(nogil=True)
 def _open_turn(context, kind, query_kind):
-    """The leader's: plan the next ask, wait for it and open its turn. False, and the others leave, if there is none."""
+    """Plan the next ask, wait for it and open its turn (leader).
+
+    Return False if there is none; then the others leave.
+    """
     row = open_row(context)
     if row[NEXT_ASK] < row[NUM_ASKS]:
         for column in range(ASK_COLUMNS):
@@ -66,7 +68,7 @@ def _open_turn(context, kind, query_kind):
 
 @numba.njit(nogil=True)
 def _close_turn(context, totals):
-    """The leader's: nobody enters any more; wait for those inside to leave, and count what the ask cost."""
+    """Close the turn (leader): wait for the threads inside to leave, and count what the ask cost."""
     row = open_row(context)
     atomic_add(row[BOARD], 1)
     row[ALL_ATTENDED_NS] += now_ns() - totals[BEGAN_NS]
@@ -83,7 +85,7 @@ def _close_turn(context, totals):
 
 @numba.njit(nogil=True)
 def _enter_turn(context, seen):
-    """A follower's: the next turn that is open and not `seen`, once it is inside; -1 when there is none to come."""
+    """Return the next turn that is open and not `seen`, once this follower is inside; -1 when there is none to come."""
     board, looks = open_row(context)[BOARD], 0
     while True:
         turn = atomic_load(board)
@@ -99,7 +101,7 @@ def _enter_turn(context, seen):
 
 @numba.njit(nogil=True, inline="always")
 def take_turns(me, threads, context, kind, query_kind, columns):
-    """All that thread `me` does in a region over the asks that are left in a context; thread 0 leads."""
+    """Run thread `me`'s share in a region over the remaining asks of a context; thread 0 leads."""
     turn = -1
     while True:
         if me == 0:
@@ -119,10 +121,11 @@ def take_turns(me, threads, context, kind, query_kind, columns):
 
 @numba.njit(nogil=True)
 def start_when_asked(work, threads, context, gate):
-    """Wait for a context's next ask, alone, since a whole prefill unit may lie before it; then shut the gate, an int64
-    at an address, and start the region `work` as `transfer.simd.region.start` does. Where no ask comes the gate is shut
-    as well, and the outcome is NOT_ASKED. Not a line of Python lies between the ask and its answer. Returns the
-    nanoseconds of the wait.
+    """Wait for a context's next ask on one thread, since a whole prefill unit may come before it; then shut the gate
+    and start the region `work` as `transfer.simd.region.start` does.
+
+    gate: address of an int64. Where no ask comes the gate is shut as well, and the outcome is NOT_ASKED. No line of
+    Python runs between the ask and its answer. Returns the nanoseconds of the wait.
     """
     row = open_row(context)
     ask = row[ASKS] + 8 * ASK_COLUMNS * row[NEXT_ASK]

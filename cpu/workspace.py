@@ -1,7 +1,7 @@
-"""What the threads of a region share, and what each has to itself: the shape, the ask's arrays, its plan, and buffers.
+"""Define what the threads of a region share and what each has to itself: the shape, the ask's arrays, its plan, and
+buffers.
 
-It refuses to know the work (`cpu.stages`) and who fills the plan (`cpu.plan`). Invariant: a batch's arrays are the
-asker's; all else belongs to the workspace and means nothing once the next ask is planned.
+A batch's arrays belong to the caller. All else belongs to the workspace and means nothing once the next ask is planned.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,9 @@ PART_ROWS = 512  # of an exact piece and KV head, the same
 
 
 class Shape(NamedTuple):
-    """kind, query_kind: scalars of the rows' and the queries' type; mask: buckets - 1. Beside it goes
-    `columns`, `dim // 32` zeros."""
+    """The shape of a model's attention. kind, query_kind: scalars of the rows' and the queries' type; mask: buckets -
+    1. Functions take `columns`, `dim // 32` zeros, beside it.
+    """
 
     kind: np.uint16 | np.int8 | np.float32
     query_kind: np.uint16 | np.float32
@@ -38,11 +39,13 @@ class Shape(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Addresses of arrays `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered (or 0), and
-    wanted uint8 (or 0: all heads). excluded: address of int32 `[requests, kv_heads, words]`, or 0. logs: of
-    `collision.log_weights`. pieces: int64 `[pieces, COLUMNS]`. answered: where the stamp goes in the end, or 0. errors:
-    float32 `[requests, heads, ERRORS]`, or 0: nothing is estimated; full: uint8 `[requests, heads]` of heads that read
-    what others sample, or 0: none."""
+    """Addresses of one ask's arrays.
+
+    `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered (or 0), and wanted uint8 (or 0: all
+    heads). excluded: address of int32 `[requests, kv_heads, words]`, or 0. logs: of `collision.log_weights`. pieces:
+    int64 `[pieces, COLUMNS]`. answered: where the stamp is written in the end, or 0. errors: float32 `[requests, heads,
+    ERRORS]`, or 0: nothing is estimated; full: uint8 `[requests, heads]` of heads that read all keys, or 0: none.
+    """
 
     pieces: np.ndarray
     requests: int
@@ -62,10 +65,12 @@ class Batch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is to be done. first_piece: int32 `[requests + 1]`; ordinals: int32 `[pieces]`, of a piece among the
-    sampled, or its first exact part; sampled: int32 `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id and ids
-    a head; parts: int32 `[exact parts, 4]`: piece, KV head, begin, end; work: int32 `[WORK_ITEMS of sampled * heads +
-    exact parts]`, what of them a head wants: a lookup's number, or behind all lookups an exact part's.
+    """The work of one ask.
+
+    first_piece: int32 `[requests + 1]`; ordinals: int32 `[pieces]`, of a piece among the sampled, or its first exact
+    part; sampled: int32 `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id, and ids per head; parts: int32
+    `[exact parts, 4]`: piece, KV head, begin, end; work: int32 `[WORK_ITEMS of sampled * heads + exact parts]`, the
+    items that some head wants: a lookup's number or, behind all lookups, an exact part's.
     """
 
     first_piece: np.ndarray
@@ -77,13 +82,16 @@ class Plan(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared: ids uint16; found, first_slot int32 `[sampled * heads]`; slots int32 `[slots, 2]`: sampled head and
-    begin; out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[TOTALS]`; counters.
-    A thread's: counts uint8, spans int64, query and sums float32 `[group, dim]`, scores float32 `[SCORE_BLOCKS,
-    BLOCK_ROWS]`, state float32 `[4, STATE]`: maxima, masses, factors of products, rescaling.
-    For errors, of one entry where there are none: marks uint8, one an id; deviations float32 `[slots, 2, COLUMNS]`;
-    direction float32 `[dim]`; a thread's digits uint16 `[STRIPE_TOKENS]`, aims float32 `[2, dim]`: the direction in
-    units of values, and as their rows want it; noted float32 `[2, COLUMNS]`.
+    """Memory for the results of parts.
+
+    Shared: ids uint16; found, first_slot int32 `[sampled * heads]`; slots int32 `[slots, 2]`: sampled head and begin;
+    out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[TOTALS]`; counters. Per thread: counts uint8, spans int64,
+    query and sums float32 `[group, dim]`, scores float32 `[SCORE_BLOCKS, BLOCK_ROWS]`, state float32 `[4, STATE]`:
+    maxima, masses, factors of products, rescaling.
+
+    For errors, with one entry where there are none: marks uint8, one for each id; deviations float32 `[slots, 2,
+    COLUMNS]`; direction float32 `[dim]`; per thread digits uint16 `[STRIPE_TOKENS]`, aims float32 `[2, dim]`: the
+    direction in units of values, and in the form that their rows need; noted float32 `[2, COLUMNS]`.
     """
 
     ids: np.ndarray
@@ -115,7 +123,7 @@ def is_wanted(shape, batch, request, head):
 
 @numba.njit(nogil=True)
 def is_full(shape, batch, request, head):
-    """Whether a head reads all of what others sample."""
+    """Return whether a head reads all of what others sample."""
     return batch.full != 0 and load_uint8(batch.full + request * shape.heads + head) != 0
 
 

@@ -1,7 +1,8 @@
-"""Settings of the host tier (where deposited KV lives, what the device keeps, how the CPU samples) and of documents.
+"""Define the settings of the host tier (where offloaded KV lives, what the device keeps, how the CPU samples) and of
+documents.
 
 Both sides of the tier read them: the device keeps sink, window and dense layers, the CPU holds the rest. Documents'
-keys and values are kept on disk, for whatever prompt they come in.
+keys and values are kept on disk, for any prompt that names them.
 """
 
 import os
@@ -19,7 +20,7 @@ _MOST_DOCUMENTS_BYTES = 2**33
 
 
 class ErrorsConfig(Settings):
-    """What is done about the errors of sampled answers."""
+    """How errors of sampled answers are handled."""
 
     bound: float = Field(
         0.25,
@@ -126,7 +127,7 @@ class DocumentsConfig(Settings):
     threads: int = Field(4, ge=1, le=64, description="layers that are read from the disk at a time")
 
     def memory_bytes(self, host_bytes: int) -> int:
-        """For those used last, of a host with so much memory."""
+        """Return the bytes for chunks used last, on a host with so much memory."""
         if self.memory_limit_gib is not None:
             return int(self.memory_limit_gib * 2**30)
         return min(_MOST_DOCUMENTS_BYTES, int(host_bytes * _DOCUMENTS_SHARE))

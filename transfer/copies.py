@@ -1,8 +1,8 @@
-"""Copies beside the computation: a stream down to the host, one up from it, and the events between them.
+"""Run copies beside the computation: a stream down to the host, one up from it, and the events between them.
 
-It refuses to know what is copied. Invariant: work on a side stream begins after what the computing stream was given
-before it, and the computing stream waits for a side stream only where it is told to. On the CPU there are no streams:
-work is done when the call returns, and every wait is over.
+Work on a side stream begins after what the computing stream was given before it, and the computing stream waits for a
+side stream only where it is told to. On the CPU there are no streams: work is done when the call returns, and no wait
+blocks.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class Streams:
 
     @contextmanager
     def aside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Inside, work goes to `stream` (None: no streams), after all that the current stream was given so far."""
+        """Put work inside the block on `stream` (None: no streams), after the current stream's work so far."""
         if stream is None:
             yield
             return
@@ -52,7 +52,7 @@ class Streams:
             yield
 
     def record(self) -> Event:
-        """The current stream's work so far."""
+        """Return an event at the end of the current stream's work so far."""
         if self.down is None:
             return PASSED
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -60,12 +60,12 @@ class Streams:
         return event
 
     def wait_for(self, event: Event) -> None:
-        """The current stream goes on after `event`; the host does not wait."""
+        """Let the current stream wait for `event`; the host does not wait."""
         if isinstance(event, torch.cuda.Event) and self.down is not None:
             torch.cuda.current_stream(self.down.device).wait_event(event)
 
     def keep(self, tensors: tuple[Tensor, ...], stream: torch.cuda.Stream | None) -> None:
-        """Memory of `tensors` is not given to others before `stream` has passed what it holds now."""
+        """Keep memory of `tensors` from being reused before `stream` has passed its work so far."""
         if stream is not None:
             for tensor in tensors:
                 tensor.record_stream(stream)

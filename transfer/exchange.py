@@ -1,10 +1,9 @@
-"""Where a decode step's queries wait for the CPU and its answers for the device: one slot a half batch.
+"""Hold a decode step's queries for the CPU and its answers for the device: one slot for each half batch.
 
-It refuses to know layers and requests. An ask is coverage: which of a row's heads ask at all, and which blocks of its
-context's run the answer is not to stand for, are the device's word, beside the query. Invariants: a row's flag holds
-the stamp of the ask that its query, codes, mask and exclusions belong to, and is written after them, so a reader that
-sees the stamp sees the row; `answered` holds the stamp of the last answer in the same way, so a device that is launched
-ahead of the answer waits for it by itself.
+The device states, beside each query, which heads of a row ask at all and which blocks of its context the answer
+excludes. A row's flag holds the stamp of the ask that its query, codes, mask and exclusions belong to, and is written
+after them, so a reader that sees the stamp sees the row. `answered` holds the stamp of the last answer in the same way,
+so a device that is launched ahead of the answer waits for it by itself.
 """
 
 import time
@@ -24,15 +23,15 @@ LOOKS = 1 << 16  # at a flag, between two looks at the clock: a few milliseconds
 
 
 class ExchangeError(Exception):
-    """The device's ask has not come: the message names layer, row, the stamp that was awaited and the one seen."""
+    """The device's ask has not come. The message names layer, row, the stamp that was awaited and the one seen."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Handshake:
-    """How device and host know which ask each is at, in host memory that both see.
+    """Flags in host memory by which device and host know which ask each is at.
 
-    flags: int32 `[max_rows]`, of each row the stamp of the ask that is there, written after it; answered: int32 `[1]`,
-    the stamp of the last answer, or RELEASED; rows: in use by the ask under way; stamp: of the ask under way.
+    flags: int32 `[max_rows]`, for each row the stamp of the ask that is there, written after it; answered: int32 `[1]`,
+    the stamp of the last answer, or RELEASED; rows: in use by the current ask; stamp: of the current ask.
     """
 
     flags: Tensor
@@ -41,15 +40,15 @@ class Handshake:
     stamp: int = 0
 
     def advance(self, rows: int, asks: int = 1) -> None:
-        """Expect the next ask, or the one after several, of so many rows. The device counts the same way: once a pack,
-        whatever the rows.
+        """Expect the next ask, or the one after several, of so many rows. The device counts the same way: once for each
+        pack, whatever the rows.
         """
         assert 0 < rows <= len(self.flags), f"exchange slot: asked {rows} rows, have {len(self.flags)}"
         self.rows = rows
         self.stamp = (self.stamp + asks) & LAST_STAMP
 
     def give_answer(self) -> None:
-        """What the ask under way wants stands in the slot."""
+        """Publish that the slot holds the answer to the current ask."""
         self.answered.fill_(self.stamp)
 
     @property
@@ -57,7 +56,7 @@ class Handshake:
         return int(self.answered) == RELEASED
 
     def release(self) -> None:
-        """The device waits for no answer until `give_answer`: it takes what stands in the slot."""
+        """Let the device wait for no answer until `give_answer`: it takes what stands in the slot."""
         self.answered.fill_(RELEASED)
 
 
@@ -67,9 +66,10 @@ class ExchangeSlot(Handshake):
 
     queries: `[max_rows, heads, dim]`, the device's dtype, rotated; codes: uint16 `[max_rows, heads, tables]` or None;
     wanted: uint8 `[max_rows, heads]`, 0: the head asks nothing, and gets the empty partial; excluded: int32 `[max_rows,
-    kv_heads, words]` or None: bit b of word w stands for block 32 w + b of BLOCK_TOKENS tokens of the row's run (block
-    0 begins with the run's first token), and if it is set, the answer does not stand for them; blocks beyond the last
-    word are covered. Which they are must not depend on hash codes, or the sampled mass of the others is biased.
+    kv_heads, words]` or None: bit b of word w stands for block 32 w + b of BLOCK_TOKENS offloaded tokens of the row's
+    context, and if it is set, the answer leaves them out; blocks beyond the last word are covered. The choice of blocks
+    must not depend on hash codes, or the sampled mass of the others is biased.
+
     out: float32 `[max_rows, heads, dim]`; lse: float32 `[max_rows, heads]`; covered: int32 `[max_rows, heads]` or None,
     tokens that the answer stands for.
     """
@@ -87,10 +87,10 @@ def new_slot(
     max_rows: int, heads: int, dim: int, tables: int, dtype: torch.dtype, device: torch.device, *,
     kv_heads: int = 0, exclusion_blocks: int = 0, counted: bool = False,
 ) -> ExchangeSlot:  # fmt: skip
-    """A slot for asks of `device`, queries in `dtype`; `tables` 0: without codes. Its first ask has stamp 1.
+    """Return a slot for asks of `device`, queries in `dtype`; `tables` 0: without codes. Its first ask has stamp 1.
 
-    Every head is wanted until the device says otherwise. exclusion_blocks: of a run, that a row may exclude for each of
-    `kv_heads`; 0: without such bits. counted: with `covered`.
+    Every head is wanted until the device changes the mask. exclusion_blocks: blocks of a context that a row may exclude
+    for each of `kv_heads`; 0: without such bits. counted: with `covered`.
     """
     assert kv_heads > 0 or exclusion_blocks == 0, "exchange slot: exclusions are by KV head"
     is_pinned, words = device.type == "cuda", -(-exclusion_blocks // WORD_BITS)
@@ -112,7 +112,7 @@ def new_slot(
 
 
 def wait(slot: Handshake, layer: int, limit_s: float) -> None:
-    """Spin, without the GIL, until the rows of the ask under way are there. Raises ExchangeError after `limit_s`."""
+    """Spin, without the GIL, until the rows of the current ask are there. Raises ExchangeError after `limit_s`."""
     address, deadline = slot.flags.data_ptr(), time.monotonic() + limit_s
     while await_rows(address, slot.rows, slot.stamp, LOOKS) >= 0:
         if time.monotonic() > deadline:
@@ -120,7 +120,7 @@ def wait(slot: Handshake, layer: int, limit_s: float) -> None:
 
 
 def late(slot: Handshake, layer: int, limit_s: float) -> ExchangeError:
-    """The error of an ask that was awaited for `limit_s` seconds: it names the first row that has not come."""
+    """Return the error of an ask that did not come within `limit_s` seconds: it names the first missing row."""
     row = int((slot.flags[: slot.rows] != slot.stamp).int().argmax())
     return ExchangeError(
         f"exchange: layer {layer}: row {row} of {slot.rows} has stamp {int(slot.flags[row])} after {limit_s:g} s, "
@@ -130,7 +130,7 @@ def late(slot: Handshake, layer: int, limit_s: float) -> ExchangeError:
 
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
 def await_rows(address, rows, stamp, looks):  # type: ignore[no-untyped-def]
-    """-1 when the flags of all rows have the stamp; else, after so many looks, the first row that has not."""
+    """Return -1 when the flags of all rows have the stamp; else, after so many looks, the first row that has not."""
     for row in range(rows):
         while load_acquire_int32(address + 4 * row) != stamp:
             looks -= 1

@@ -1,8 +1,8 @@
-"""Where a decode step's tokens wait for the experts that the CPU computes, and what is said of these experts.
+"""Hold a decode step's tokens for the experts that the CPU computes, and describe these experts.
 
-It refuses to know routing, and which experts lie where. An ask is one layer of a step, all its rows. Invariants: those
-of `transfer.exchange.Handshake`: a row's flag is written after all that the row asks, and `answered` after all rows of
-the answer; what a row wants of experts that are not here (NOT_HERE, or no number of one) adds nothing.
+An ask is one layer of a step, all its rows. As in `transfer.exchange.Handshake`, a row's flag is written after the
+row's ask, and `answered` after all rows of the answer. Experts that are not in host memory (NOT_HERE, or no valid
+number) add nothing.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class ExpertSlot(Handshake):
 
     hidden: float32 `[max_rows, hidden]`, behind the layer's norm; experts: int32 `[max_rows, per_token]`, numbers of
     experts among the layer's in host memory, or NOT_HERE; shares: float32 `[max_rows, per_token]`, their weights; out:
-    float32 `[max_rows, hidden]`, of a row the weighed sum of what its experts here make of it.
+    float32 `[max_rows, hidden]`, for each row the weighted sum of its experts' results.
     """
 
     hidden: Tensor
@@ -36,7 +36,7 @@ class ExpertSlot(Handshake):
 
 
 def new_expert_slot(max_rows: int, hidden: int, per_token: int, device: torch.device) -> ExpertSlot:
-    """A slot for asks of `device`. Its first ask has stamp 1."""
+    """Return a slot for asks of `device`. Its first ask has stamp 1."""
 
     def zeros(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=of, pin_memory=device.type == "cuda")
@@ -53,15 +53,17 @@ def new_expert_slot(max_rows: int, hidden: int, per_token: int, device: torch.de
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A matrix of few bits, as cards read it, contiguous. Units of 16 words hold runs of 32 columns, one for each two
-    places of a word: word w has columns 2 w and 2 w + 1 of run p in its lower and its upper half, at the bits from `p *
-    bits` on. Number `q` is `(q - zero) * scale`, zero in the middle where none are stored; of FP8 (e4m3) the number of
-    its byte times the scale; where there are runs `q * d * scale - least * offset`.
+    """A packed matrix, in the layout of GPU kernels, contiguous.
 
-    inner: columns; group: to a scale; row_block: rows that share scales. words int32 `[rows, words]`; scales bfloat16,
-    float16 or float32 `[ceil(rows / row_block), ceil(inner / group)]`; zeros uint8 of that shape, or None; runs int32
-    `[rows, inner / run]`, the float16 bits of d below those of least, or None: scales are then int16, of signed bytes a
-    scale below an offset.
+    Units of 16 words hold runs of 32 columns, one for each two places of a word: word w has columns 2 w and 2 w + 1 of
+    run p in its lower and its upper half, at the bits from `p * bits` on. Number `q` is `(q - zero) * scale`, zero in
+    the middle where none are stored; of FP8 (e4m3) the number of its byte times the scale; where there are runs `q * d
+    * scale - least * offset`.
+
+    inner: columns; group: columns of a scale; row_block: rows that share scales. words int32 `[rows, words]`; scales
+    bfloat16, float16 or float32 `[ceil(rows / row_block), ceil(inner / group)]`; zeros uint8 of that shape, or None;
+    runs int32 `[rows, inner / run]`, the float16 bits of d below those of least, or None: scales are then int16, of
+    signed bytes a scale below an offset.
     """
 
     number: Literal["int4", "int8", "fp8"]
@@ -80,8 +82,10 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """Experts of a layer in host memory, bfloat16 or float32, contiguous, or packed: gate_up `[count * 2 *
-    intermediate, hidden]`, of each its gate first; down `[count * hidden, intermediate]`. The activation is SiLU.
+    """Experts of a layer in host memory, bfloat16 or float32, contiguous, or packed.
+
+    gate_up `[count * 2 * intermediate, hidden]`, of each its gate first; down `[count * hidden, intermediate]`. The
+    activation is SiLU.
     """
 
     count: int
@@ -91,18 +95,18 @@ class LayerExperts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertAsks:
-    """Those of a step, in order: int64 `[asks, ASK_COLUMNS]`, the layer's number and how many rows ask."""
+    """The asks of a step, in order: int64 `[asks, ASK_COLUMNS]`, the layer's number and how many rows ask."""
 
     table: np.ndarray
 
     def give_up(self) -> None:
-        """The step will not be finished; nothing is held."""
+        """Do nothing: nothing is held for a step that will not be finished."""
 
 
 @dataclass(slots=True)
 class ExpertCounts:
-    """Sums over all asks. experts: that were read, each once an ask; pairs: of a row and an expert; wait_s: for the
-    device; compute_s: from an ask that is there to its answer; bytes_read: of matrices.
+    """Sums over all asks. experts: that were read, each once per ask; pairs: of a row and an expert; wait_s: for the
+    device; compute_s: from an ask's arrival to its answer; bytes_read: of matrices.
     """
 
     asks: int = 0
@@ -114,14 +118,16 @@ class ExpertCounts:
 
 
 class ExpertWorker(Protocol):
-    """Computes what one slot asks, for one thread of callers at a time. Its results depend on no number of threads."""
+    """Computes the asks of one slot, for one thread of callers at a time. Results do not depend on the number of
+    threads.
+    """
 
     @property
     def counts(self) -> ExpertCounts: ...
 
     def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
-        """All asks of a step: one pair of `ExpertAsks` and the slot, whose ask under way is the first, and afterwards
-        its last. Raises ExchangeError if the device does not ask.
+        """Answer all asks of a step: one pair of `ExpertAsks` and the slot, whose current ask is the first, and
+        afterwards the last. Raises ExchangeError if the device does not ask.
         """
 
 

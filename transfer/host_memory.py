@@ -1,7 +1,7 @@
-"""How many bytes deposited tokens take in host memory: rows, hash tables and their offsets, to the byte. No torch.
+"""Count the bytes of offloaded tokens in host memory: rows, hash tables and their offsets, to the byte. No torch.
 
-The memory plan, admission and the store itself count by these functions, so what is promised is what is taken. They
-refuse to know addresses and contexts. Invariant: a layer of a segment is one slab, which has the size of its class.
+The memory plan, admission and the store all count by these functions. A layer of a segment is one slab, with the size
+of its class.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class CentreLayout:
 
 
 def without_tables(shape: TierShape) -> TierShape:
-    """The same rows, never sampled."""
+    """Return the shape of the same rows, never sampled."""
     return replace(shape, num_tables=0)
 
 
@@ -52,12 +52,12 @@ def shape_for(shape: TierShape, reading: Reading) -> TierShape:
 
 
 def num_offsets(bits_per_table: int, tokens: int) -> int:
-    """Int32 of one table: one for each bucket and stripe, and the end."""
+    """Return the number of int32 offsets of one table: one for each bucket and stripe, and the end."""
     return (-(-tokens // STRIPE_TOKENS) << bits_per_table) + 1
 
 
 def split_tokens(num_tokens: int) -> list[int]:
-    """Capacities of the segments that so many tokens open in an empty context: even, on borders of SPLIT_TOKENS."""
+    """Return capacities of the segments for so many tokens of an empty context: even, on borders of SPLIT_TOKENS."""
     if num_tokens <= 0:
         return []
     if num_tokens < TAIL_TOKENS:
@@ -69,7 +69,9 @@ def split_tokens(num_tokens: int) -> list[int]:
 
 
 def lay_out_layer(shape: TierShape, capacity_tokens: int) -> LayerLayout:
-    """Keys and values `[kv_heads, capacity, dim]`, codes `[kv_heads, tables, capacity]`, offsets of their tables."""
+    """Lay out keys and values `[kv_heads, capacity, dim]`, codes `[kv_heads, tables, capacity]`, and offsets of their
+    tables.
+    """
     rows = _aligned(shape.num_kv_heads * capacity_tokens * shape.dim * _ROW_BYTES[shape.rows])
     tables = shape.num_kv_heads * shape.num_tables
     codes = _aligned(tables * capacity_tokens * _CODE_BYTES)
@@ -78,7 +80,7 @@ def lay_out_layer(shape: TierShape, capacity_tokens: int) -> LayerLayout:
 
 
 def lay_out_centre(shape: TierShape) -> CentreLayout:
-    """Centre `[kv_heads, dim]` and, behind it, the scales of int8 rows, all float32, of one layer."""
+    """Lay out one layer's centre `[kv_heads, dim]` and, behind it, the scales of int8 rows, all float32."""
     centre = _aligned(shape.num_kv_heads * shape.dim * _FLOAT_BYTES)
     if shape.rows != "int8":
         return CentreLayout(centre, centre, centre)
@@ -87,7 +89,7 @@ def lay_out_centre(shape: TierShape) -> CentreLayout:
 
 
 def slab_bytes(num_bytes: int) -> int:
-    """The size of the class that a slab of at least `num_bytes` (above 0) belongs to."""
+    """Return the size of the class that a slab of at least `num_bytes` (above 0) belongs to."""
     granule = HUGE_PAGE_BYTES if num_bytes > HUGE_PAGE_BYTES else SMALL_PAGE_BYTES
     granules = -(-num_bytes // granule)
     step = 1 << max(0, granules.bit_length() - _CLASS_BITS)
@@ -95,27 +97,29 @@ def slab_bytes(num_bytes: int) -> int:
 
 
 def bytes_of_segment(shape: TierShape, capacity_tokens: int) -> int:
-    """All layers of one segment, without its centre."""
+    """Return the bytes of all layers of one segment, without its centre."""
     return len(shape.layers) * slab_bytes(lay_out_layer(shape, capacity_tokens).num_bytes)
 
 
 def bytes_of_centre(shape: TierShape) -> int:
-    """The centre (and scales) that a segment, or a run of small ones, is stored relative to."""
+    """Return the bytes of the centre (and scales) that a segment, or a run of small ones, is stored relative to."""
     return slab_bytes(len(shape.layers) * lay_out_centre(shape).layer_bytes)
 
 
 def bytes_of_context(shape: TierShape, num_tokens: int) -> int:
-    """What an empty context takes when so many tokens are reserved at once."""
+    """Return the bytes of an empty context that reserves so many tokens at once."""
     return sum(bytes_of_segment(shape, capacity) + bytes_of_centre(shape) for capacity in split_tokens(num_tokens))
 
 
 def bytes_per_token(shape: TierShape) -> int:
-    """Of a token of a full segment, rounded up: what a long context comes to."""
+    """Return the bytes of a token of a full segment, rounded up: the cost per token of a long context."""
     return -(-bytes_of_context(shape, SEGMENT_TOKENS) // SEGMENT_TOKENS)
 
 
 def table_bytes_of_context(shape: TierShape, num_tokens: int) -> int:
-    """Hash tables alone, entries and offsets, without the rounding of slabs: what the paper's Table 7 counts."""
+    """Return the bytes of hash tables alone, entries and offsets, without the rounding of slabs: what the paper's Table
+    7 counts.
+    """
     rows = without_tables(shape)
     return sum(
         len(shape.layers) * (lay_out_layer(shape, capacity).num_bytes - lay_out_layer(rows, capacity).num_bytes)

@@ -1,7 +1,7 @@
-"""Pages of host memory from the operating system: mapped, touched, spread over NUMA nodes, pinned for the device.
+"""Take pages of host memory from the operating system: mapped, touched, spread over NUMA nodes, pinned for the device.
 
-It refuses to know limits and who uses them. Invariant: pages live as long as any view of them, so a stale view reads
-old bytes and never faults. Huge pages are asked for: they make random rows 4 to 20 % faster to read.
+Pages live as long as any view of them, so a stale view reads old bytes and never faults. Huge pages are asked for: they
+make random rows 4 to 20 % faster to read.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def map_pages(num_bytes: int) -> Pages:
-    """New pages, every one written once, so that it exists before it is needed. Raises OSError where refused."""
+    """Return new pages, each written once, so that it exists before it is needed. Raises OSError where refused."""
     slack = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
     mapping = mmap.mmap(-1, num_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages: Pages = np.frombuffer(mapping, np.uint8)
@@ -69,7 +69,7 @@ def populate(address: int, num_bytes: int) -> bool:
 
 
 def ask_huge_pages(address: int, num_bytes: int) -> None:
-    """For the whole ones in a range of this process's memory, before its first touch."""
+    """Ask for huge pages in a range of this process's memory, before its first touch."""
     begin = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if begin >= end or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -94,7 +94,7 @@ def unpin_pages(pages: Pages) -> None:
 
 
 def pin_for_life(pages: Pages) -> None:
-    """As `pin_pages`, until these pages are gone: this array itself, not what shares its memory."""
+    """Pin pages until they are freed: this array itself, not what shares its memory."""
     pin_pages(pages)
     weakref.finalize(pages, _unpin, pages.ctypes.data).atexit = False
 
@@ -110,13 +110,15 @@ def _cuda() -> Any:
 
 
 def describe_lock_limit() -> str:
-    """What `ulimit -l` says, in words."""
+    """Return the limit of `ulimit -l` in words."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return "unlimited (ulimit -l)" if limit == resource.RLIM_INFINITY else f"{limit // 1024:,} KiB (ulimit -l)"
 
 
 def allowed_nodes(status: Path) -> list[int]:
-    """NUMA nodes whose memory a process may use, from its /proc status file; empty where it does not say."""
+    """Return the NUMA nodes whose memory a process may use, from its /proc status file; empty where the file does not
+    list them.
+    """
     for line in status.read_text().splitlines() if status.exists() else []:
         name, _, listed = line.partition(":")
         if name == "Mems_allowed_list":

@@ -1,9 +1,8 @@
-"""The machine that a deployment runs on: one GPU at most, the cores and the memory that this process may use.
+"""Describe the machine of a deployment: at most one GPU, and the cores and the memory that this process may use.
 
-Knows nothing of models or settings, measures no rates (a profile may carry some) and loads no torch. What it reports is
-what the process may use and not what the host owns: cgroup limits, the CPU affinity mask and CUDA_VISIBLE_DEVICES are
-respected. A machine without a GPU is an ordinary machine. A profile goes to JSON and back unchanged, so that a plan can
-be made elsewhere.
+The figures are what the process may use and not what the host owns: cgroup limits, the CPU affinity mask and
+CUDA_VISIBLE_DEVICES are respected. No rates are measured here, though a profile may carry some, and torch is not
+loaded. A profile goes to JSON and back unchanged, so that a plan can be made elsewhere.
 """
 
 import math
@@ -52,8 +51,8 @@ class GpuProfile(_Record):
 
 
 class MachineProfile(_Record):
-    """`physical_cores` and `memory_bytes` are what this process may use; `gpu` is the one that it would use. `rates`:
-    by the names of `transfer.rates`, None: nobody wrote them down; `rates_from`: who says so.
+    """What a process may use of its machine. `physical_cores` and `memory_bytes`: what it may use; `gpu`: the one that
+    it would use. `rates`: by the names of `transfer.rates`, None if not recorded; `rates_from`: their source.
     """
 
     name: str
@@ -68,7 +67,7 @@ class MachineProfile(_Record):
 
     @property
     def has_vectors(self) -> bool:
-        """Whether the processor has what compiled products are made of (`transfer.simd.features`)."""
+        """Return whether the processor has the vectors that compiled products need (`transfer.simd.features`)."""
         return {"avx2", "fma", "f16c"} <= set(self.instruction_sets)
 
 
@@ -95,7 +94,7 @@ def read_processor(path: Path) -> dict[str, str]:
 
 
 def load_machine(path: Path) -> MachineProfile:
-    """A recorded profile. Raises MachineError with one line for a file that is missing or not a profile."""
+    """Read a recorded profile. Raises MachineError with one line for a file that is missing or not a profile."""
     try:
         return MachineProfile.model_validate_json(path.read_text())
     except FileNotFoundError:
@@ -109,7 +108,7 @@ def load_machine(path: Path) -> MachineProfile:
 
 
 def probe_gpu() -> GpuProfile | None:
-    """The first GPU that CUDA would show this process, or None without a driver or a visible GPU."""
+    """Return the first GPU that CUDA would show this process, or None without a driver or a visible GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = "0" if visible is None else visible.split(",")[0].strip()
     if first in ("", "-1", "NoDevFiles"):
@@ -146,7 +145,7 @@ def _ask(question, handle) -> int | None:  # type: ignore[no-untyped-def]
 
 
 def count_physical_cores() -> int:
-    """Physical cores under this process's affinity mask and CPU quota; hyperthreads of one core count once."""
+    """Count physical cores under this process's affinity mask and CPU quota; hyperthreads of one core count once."""
     cpus = os.sched_getaffinity(0)
     cores = set()
     for cpu in cpus:
@@ -160,13 +159,15 @@ def count_physical_cores() -> int:
 
 
 def select_instruction_sets(flags: list[str]) -> tuple[str, ...]:
-    """The vector and matrix sets among a processor's flags, sorted; `avx512_bf16` and `avx512bf16` are one name."""
+    """Return the vector and matrix sets among processor flags, sorted; `avx512_bf16` and `avx512bf16` are one name."""
     names = {flag.replace("avx512_", "avx512") for flag in flags if flag.startswith(INSTRUCTION_SET_PREFIXES)}
     return tuple(sorted(names))
 
 
 def cgroup_memory_limits(membership: Path) -> list[int]:
-    """Memory limits in bytes of this process's cgroup and the ones above it (version 2 or 1); empty: none is set."""
+    """Return memory limits in bytes of this process's cgroup and the ones above it (version 2 or 1); empty: none is
+    set.
+    """
     limits = []
     for folder in _cgroup_folders(membership, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -177,7 +178,7 @@ def cgroup_memory_limits(membership: Path) -> list[int]:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, and of its cgroup and the ones above it."""
+    """Return the bytes that this process may still take: of the machine, and of its cgroup and the ones above it."""
     free = [psutil.virtual_memory().available]
     for folder in _cgroup_folders(Path("/proc/self/cgroup"), "memory"):
         for limit, used, cached in _CGROUP_MEMORY:
@@ -189,7 +190,7 @@ def available_memory() -> int:
 
 
 def cpu_quota(membership: Path) -> float | None:
-    """Cores' worth of CPU time that the cgroups allow; None: all."""
+    """Return the CPU time that the cgroups allow, in cores; None: all."""
     quotas = []
     for folder in _cgroup_folders(membership, "cpu"):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
@@ -201,7 +202,7 @@ def cpu_quota(membership: Path) -> float | None:
 
 
 def _cgroup_folders(membership: Path, controller: str) -> list[Path]:
-    """Folders that may limit `controller`, from this process's own cgroup up to the root of the mount."""
+    """Return folders that may limit `controller`, from this process's own cgroup up to the root of the mount."""
     folders = []
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,6 +1,6 @@
-"""Matrices in host memory as the CPU's kernels are told of them: addresses, and what their rows are made of.
+"""Describe matrices in host memory to the CPU's kernels: addresses, and the format of their rows.
 
-It refuses to know layers, asks and what there is code for. Invariant: a matrix is MATRIX_COLUMNS int64, whatever it is.
+A matrix is MATRIX_COLUMNS int64, whatever its format.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ SCALE_TYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: 
 
 
 def inner_of(matrix: Rows) -> int:
-    """Columns."""
+    """Return the number of columns."""
     return matrix.inner if isinstance(matrix, PackedRows) else matrix.shape[1]
 
 
@@ -46,14 +46,14 @@ def nbytes_of(matrix: Rows) -> int:
 
 
 def kind_of(matrix: Rows) -> Any:
-    """What stands for its rows in numba code (`transfer.simd.packed_rows.product_block`)."""
+    """Return what stands for its rows in numba code (`transfer.simd.packed_rows.product_block`)."""
     if isinstance(matrix, PackedRows):
         return packed_kind(matrix.number, unit_columns(matrix.number) // _columns_a_gain(matrix))
     return KINDS[matrix.dtype](0)
 
 
 def columns_of(matrix: Rows) -> list[int]:
-    """Of `transfer.simd.packed_gains`, MATRIX_COLUMNS."""
+    """Return the matrix as MATRIX_COLUMNS of `transfer.simd.packed_gains`."""
     found = [0] * MATRIX_COLUMNS
     if not isinstance(matrix, PackedRows):
         found[ROWS], found[ROW_BYTES] = matrix.data_ptr(), matrix.shape[1] * matrix.itemsize
@@ -71,7 +71,7 @@ def columns_of(matrix: Rows) -> list[int]:
 
 
 def num_gains(matrix: Rows) -> int:
-    """Of a row, with room for whole groups; 0 of plain rows."""
+    """Return the gains of a row, with room for whole groups; 0 for plain rows."""
     if not isinstance(matrix, PackedRows):
         return 0
     groups, each = matrix.scales.shape[1], _columns_a_gain(matrix)
@@ -79,7 +79,7 @@ def num_gains(matrix: Rows) -> int:
 
 
 def _columns_a_gain(matrix: PackedRows) -> int:
-    """As many as can be."""
+    """Return the most columns that may share a gain."""
     unit = unit_columns(matrix.number)
     if matrix.scales.shape[1] == 1:
         return unit

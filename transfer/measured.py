@@ -1,8 +1,8 @@
-"""What engines measured of the machine when they started, kept for who asks later: `tandem doctor` prints it.
+"""Keep what engines measured of the machine when they started, for `tandem doctor` to print. No torch.
 
-A file of the user's cache folder, one entry for each thing and what it depends on. Engines measure again at every
-start and never read it, so it may be deleted, and where it cannot be written the log says so and nothing else changes.
-No torch.
+It is a file of the user's cache folder, with one entry for each thing and what it depends on. Engines measure again at
+every start and never read it, so it may be deleted. Where it cannot be written the log says so and nothing else
+changes.
 """
 
 import json
@@ -22,7 +22,7 @@ def measured_path() -> Path:
 
 
 def read_measured(path: Path) -> list[dict[str, Any]]:
-    """Entries, the last kept last; none where there is no file, or one that nobody here has written."""
+    """Return the entries, the latest last; none where there is no file, or one that another program has written."""
     try:
         entries = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -31,7 +31,7 @@ def read_measured(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_measured(path: Path, what: str, of: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Keep `what` was measured `of` such a machine, in the place of what was known of it."""
+    """Write the measurement `what` of the machine `of`, in place of an older one."""
     entry = json.loads(json.dumps({"what": what, "of": of, "result": result}))
     others = [one for one in read_measured(path) if (one["what"], one["of"]) != (entry["what"], entry["of"])]
     written = path.with_suffix(f".{os.getpid()}")

@@ -1,9 +1,9 @@
-"""Merges softmax partials over disjoint token sets, any number in one pass: plain torch and one Triton kernel.
+"""Merge softmax partials over disjoint token sets, any number in one pass: plain torch and one Triton kernel.
 
     lse = log(sum of exp(lse_i))      out = sum of exp(lse_i - lse) out_i
 
-It refuses to know which tokens they cover. Invariant: a side with lse = -inf contributes exactly nothing (even where
-its `out` is NaN), and if all are so, the merge is (0, -inf). Bytes moved: (sides + 1) * 4 * tokens * heads * (dim + 1).
+A side with lse = -inf contributes exactly nothing (even where its `out` is NaN), and if all are so, the merge is (0,
+-inf). Bytes moved: (sides + 1) * 4 * tokens * heads * (dim + 1).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ MOST_SIDES = 4  # near, far, the host's, and what was fetched or is reused
 
 
 def merge_outputs_reference(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Plain torch, any floating dtype. outs `[tokens, heads, dim]`, lses `[tokens, heads]` natural log; both new."""
+    """Merge in plain torch, any floating dtype. outs `[tokens, heads, dim]`, lses `[tokens, heads]` natural log; both
+    new.
+    """
     stacked = torch.stack([*lses])  # [sides, tokens, heads]
     top = stacked.amax(0).clamp_min_(torch.finfo(stacked.dtype).min)
     masses = (stacked - top).exp_()
@@ -75,8 +77,8 @@ def merge_outputs(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tenso
     """Merge one to MOST_SIDES float32 outs `[tokens, heads, dim]` and their lses `[tokens, heads]`; new tensors on the
     device of the first.
 
-    The others may lie in pinned host memory where the first is on CUDA: they are read over the link, by the kernel.
-    Raises ValueError where shapes, dtypes or devices differ, where an lse does not belong to its out, or for more.
+    The others may lie in pinned host memory where the first is on CUDA: the kernel reads them over the link. Raises
+    ValueError where shapes, dtypes or devices differ, where an lse does not belong to its out, or for more sides.
     """
     if not 1 <= len(outs) == len(lses) <= MOST_SIDES:
         raise ValueError(f"merge: {len(outs)} outs and {len(lses)} lses; wanted as many, 1 to {MOST_SIDES}")

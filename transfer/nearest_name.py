@@ -1,4 +1,4 @@
-"""Which known name was probably meant by one that nobody knows, and none where no known one is near."""
+"""Find the known name that an unknown one was probably meant to be, if one is near."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ _LEAST_LETTERS = 3  # of fewer, nobody can tell what was meant
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name with the fewest letters amiss, else the most alike of those that share their words; None
+    """Return the known name with the fewest wrong letters, else the most similar of those that share its words; None
     where none is near.
 
     Names share their words if each word of one begins a word of the other, and the known one is not a small part of

@@ -1,7 +1,8 @@
-"""Partial attention: softmax attention over a set of tokens as (out, lse), and the ledger of who covers which tokens.
+"""Define partial attention, softmax attention over a set of tokens as (out, lse), and the ledger of who covers which
+tokens.
 
-It refuses to know how a partial was computed. Invariant: partials over disjoint sets merge exactly, in any order and
-grouping, and the empty set is (0, -inf). Every lse here is the natural logarithm of the softmax mass.
+Partials over disjoint sets merge exactly, in any order and grouping, and the empty set is (0, -inf). Every lse here is
+the natural logarithm of the softmax mass.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Partial:
 
     @staticmethod
     def empty(tokens: int, heads: int, dim: int, device: torch.device | str, counted: bool = False) -> "Partial":
-        """The partial of no tokens; `counted` gives it a `covered` of zeros."""
+        """Return the partial of no tokens; `counted` gives it a `covered` of zeros."""
         return Partial(
             torch.zeros(tokens, heads, dim, dtype=torch.float32, device=device),
             torch.full((tokens, heads), NO_MASS, dtype=torch.float32, device=device),
@@ -37,8 +38,8 @@ class Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The partial of the union of two disjoint token sets, in new tensors; see `merge_all`. Raises ValueError on
-    shapes, dtypes or devices that differ.
+    """Return the partial of the union of two disjoint token sets, in new tensors; see `merge_all`. Raises ValueError
+    where shapes, dtypes or devices differ.
     """
     return merge_all([a, b])
 
@@ -60,7 +61,9 @@ def merge_all(partials: Sequence[Partial]) -> Partial:
 
 
 class Owner(IntEnum):
-    """Who answers for a token in one (layer, query head). DROPPED: left out on purpose, counted, never silent."""
+    """Which part of the system answers for a token in one (layer, query head). DROPPED: left out on purpose, and
+    counted.
+    """
 
     RESIDENT = 0
     HOST = 1

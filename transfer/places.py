@@ -1,8 +1,8 @@
-"""Where the rows of a context's run lie in host memory: addresses that a device reads by itself. No torch.
+"""Define the table of addresses at which a device reads a context's rows in host memory by itself. No torch.
 
-It refuses to know segments and leases: whoever hands out a table keeps what it names. Invariants: pieces stand in the
-run's order and are disjoint; a piece's rows are stored relative to one centre, with one scale a KV head; addresses, but
-for key scales', and strides are multiples of ALIGN_BYTES.
+Whoever hands out a table keeps its rows alive. Pieces stand in the context's order and are disjoint. A piece's rows are
+stored relative to one centre, with one scale for each KV head. Addresses (except key scales') and strides are multiples
+of ALIGN_BYTES.
 """
 
 # Rows of a table, int64 `[layers, COLUMNS, pieces]`: a piece's tokens `[begin, end)` of the run; addresses of its first

@@ -1,8 +1,8 @@
-"""How fast a machine's memories, link and arithmetic are, for plans, and where each number comes from. No torch.
+"""Find how fast a machine's memories, link and arithmetic are, for plans, and where each number comes from. No torch.
 
-Measures nothing: `tandem doctor --measure` does, and keeps what it found (`transfer.measured`). That counts first, then
-the machine profile's own figures, then assumptions that only its core count and link are known for. Names and units are
-those of `bench.rates`: 1e9 bytes a second, TFLOP/s, and of one core beside all others GFLOP/s.
+`tandem doctor --measure` measures and keeps its figures (`transfer.measured`). These count first, then the machine
+profile's own, then assumptions from its core count and link. Names and units are those of `bench.rates`: 1e9 bytes a
+second, TFLOP/s, and for one core beside all others GFLOP/s.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ STORED_AS = ("bf16", "int4", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """`of[name]` in the unit that a name ends with, and `sources[name]`; `text` says of all where they are from."""
+    """`of[name]` in the unit that a name ends with, and `sources[name]`; `text` names the sources of all."""
 
     of: Mapping[str, float]
     sources: Mapping[str, RateSource]
@@ -40,12 +40,14 @@ class Rates:
 
 
 def core_rate(stored: str | None) -> str:
-    """The name of a core's rate for rows whose numbers are stored so, None: as bf16."""
+    """Return the name of a core's rate for rows of that number format; None: bf16."""
     return f"core_{stored or 'bf16'}_gflop_s"
 
 
 def find_rates(machine: MachineProfile, measured_file: Path) -> Rates:
-    """The rates of a machine, here or elsewhere: measured ones are those of a machine with the same card and cores."""
+    """Return the rates of a machine, here or elsewhere: measured ones are those of a machine with the same card and
+    cores.
+    """
     assumed, measured = _assume(machine), _read(machine, measured_file)
     profile = {str(name): rate for name, rate in (machine.rates or {}).items()}
     of = {name: measured.get(name, profile.get(name, rate)) for name, rate in assumed.items()}
@@ -71,13 +73,13 @@ def keep_rates(machine: MachineProfile, rates: Mapping[str, float], measured_fil
 
 
 def with_rates(machine: MachineProfile, rates: Mapping[str, float]) -> MachineProfile:
-    """The profile with what was measured, for plans that are made elsewhere."""
+    """Return the profile with what was measured, for plans that are made elsewhere."""
     known = {name: rate for name, rate in rates.items() if name in get_args(RateName)}
     return machine.model_copy(update={"rates": known, "rates_from": "measured by `tandem doctor --measure`"})
 
 
 def _read(machine: MachineProfile, measured_file: Path) -> dict[str, float]:
-    """The last that were kept of such a machine; what is no positive number there was not written by us."""
+    """Return the last rates kept of such a machine, without entries that are no positive number."""
     found: dict[str, Any] = {}
     for entry in read_measured(measured_file):
         if entry["what"] == WHAT and entry["of"] == _identify(machine) and isinstance(entry["result"], dict):

@@ -1,4 +1,4 @@
-"""How attention reads the part of a context that lies in host memory."""
+"""Define how attention reads the part of a context that lies in host memory."""
 
 from collections.abc import Iterable
 from enum import Enum

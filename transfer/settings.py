@@ -1,4 +1,4 @@
-"""What every configuration model is made of: frozen, and strict about unknown keys."""
+"""Define the base of every configuration model: frozen, and strict about unknown keys."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """renamed: keys that were once known, by what they are called now."""
+    """A configuration model. renamed: old names of keys, with their new names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     renamed: ClassVar[Mapping[str, str]] = {}

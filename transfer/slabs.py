@@ -1,8 +1,8 @@
-"""Host memory in slabs: allocated ahead in the background, pinned where asked, counted against a limit, used again.
+"""Allocate host memory in slabs: ahead in the background, pinned where asked, counted against a limit, and reused.
 
-It refuses to know what a slab holds. Invariants: bytes are counted when a slab is claimed, not when it is there, so a
-claim succeeds or fails at once and as a whole; slabs that are held, in use or idle, stay below the limit; a freed slab
-waits for the next claim of its class, since pinning is slow, and goes back to the system when its room is needed.
+Bytes are counted when a slab is claimed, not when it is there, so a claim succeeds or fails at once and as a whole.
+Slabs that are held, in use or idle, stay below the limit. A freed slab waits for the next claim of its class, since
+pinning is slow, and goes back to the system when its room is needed.
 """
 
 import logging
@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PageSource:
-    """How pages come and go. map raises OSError or MemoryError, pin and unpin OSError; None: pages stay unpinned."""
+    """Functions that map and pin pages. map raises OSError or MemoryError, pin and unpin OSError; None: pages stay
+    unpinned.
+    """
 
     map: Callable[[int], Pages]
     pin: Callable[[Pages], None] | None
@@ -31,7 +33,7 @@ class PageSource:
 
 
 class Slab:
-    """Memory that was claimed: there already, or on its way."""
+    """Memory that was claimed: there already, or being allocated."""
 
     __slots__ = ("_pages", "num_bytes")
 
@@ -40,7 +42,7 @@ class Slab:
         self._pages = pages
 
     def wait(self) -> Pages:
-        """uint8 `[num_bytes]`, once it is there. Raises HostMemoryError where the host refused it."""
+        """Return uint8 `[num_bytes]`, once it is there. Raises HostMemoryError where the host refused it."""
         return self._pages.result()
 
     @property
@@ -48,7 +50,7 @@ class Slab:
         return self._pages.done() and (self._pages.cancelled() or self._pages.exception() is not None)
 
     def cancel(self) -> bool:
-        """Whether it never comes, since nobody has begun with it."""
+        """Cancel the allocation if it has not begun; return whether it was cancelled."""
         return self._pages.cancel()
 
 
@@ -56,7 +58,7 @@ class SlabPool:
     """Slabs below a limit. Methods may be called from any thread."""
 
     def __init__(self, limit_bytes: int, limit_key: str, source: PageSource, num_threads: int) -> None:
-        """limit_key: of the configuration, which says the limit. num_threads: how many slabs are mapped, touched and
+        """limit_key: of the configuration, which sets the limit. num_threads: how many slabs are mapped, touched and
         pinned at a time.
         """
         self.limit_bytes = limit_bytes
@@ -75,7 +77,7 @@ class SlabPool:
 
     @property
     def bytes_held(self) -> int:
-        """In use or idle; what the host refused is not held."""
+        """Return the bytes in use or idle; what the host refused is not held."""
         with self._lock:
             self._drop_refused()
             return self._in_use_bytes + self._idle_bytes()
@@ -85,7 +87,9 @@ class SlabPool:
         return self._pinned_bytes
 
     def claim(self, sizes: Sequence[int]) -> list[Slab]:
-        """A slab for each size in bytes, allocated in this order. Raises HostMemoryError, and then none is claimed."""
+        """Claim a slab for each size in bytes, allocated in this order. Raises HostMemoryError, and then none is
+        claimed.
+        """
         classes = [slab_bytes(size) for size in sizes]
         with self._lock:
             asked = sum(classes)
@@ -101,7 +105,7 @@ class SlabPool:
         return [slab or self._order(size) for slab, size in zip(found, classes, strict=True)]
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Have idle slabs ready for a claim of these sizes, as far as there is room that nobody uses.
+        """Prepare idle slabs for a claim of these sizes, as far as there is free room.
 
         One that the host refused is asked for again.
         """
@@ -115,7 +119,7 @@ class SlabPool:
                         self._idle.append(self._order(size))
 
     def release(self, slabs: Sequence[Slab]) -> None:
-        """Give slabs back, each once; nobody reads or writes them any more."""
+        """Release slabs, each once; nobody reads or writes them any more."""
         with self._lock:
             for slab in slabs:
                 self._in_use_bytes -= slab.num_bytes
@@ -123,7 +127,7 @@ class SlabPool:
                     self._idle.append(slab)
 
     def shutdown(self) -> None:
-        """Stop the threads, and give slabs that are idle or evicted back to the system; those not begun never come."""
+        """Stop the threads, and return slabs that are idle or evicted to the system; those not begun never come."""
         self._threads.shutdown(cancel_futures=True)
         with self._lock:
             self._drop_refused()
@@ -177,7 +181,7 @@ class SlabPool:
         return pages
 
     def _unmake_next(self) -> None:
-        """The system has pages of an evicted slab back when their last view is gone, which is here."""
+        """Return an evicted slab's pages to the system, by dropping their last view."""
         slab = self._evicted.popleft()
         if self._source.unpin is None:
             return

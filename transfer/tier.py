@@ -1,9 +1,9 @@
-"""What the device asks of the host tier: room for rows, rows back, and attention over them.
+"""Define what the device asks of the host tier: room for rows, rows back, and attention over them.
 
-The device side (`gpu`) speaks to this protocol and never imports `cpu`, which implements it. Layers are named by their
-place among the layers that go down (`layer` 0 is the first of `TierShape.layers`). Tokens of a context that are down
-are a run that begins after the sink; `begin, end` below count within that run. Invariants: rows are centred, `stored =
-row - centre`, per segment and KV head; keys are rotated; a row is final once it is filled.
+The device side (`gpu`) uses this protocol and never imports `cpu`, which implements it. Layers are named by their place
+among the offloaded layers (`layer` 0 is the first of `TierShape.layers`). A context's offloaded tokens are a run that
+begins after the sink; `begin, end` below count within that run. Rows are centred, `stored = row - centre`, per segment
+and KV head; keys are rotated; a row is final once it is filled.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class HostMemoryError(Exception):
 
 
 class ContextLostError(HostMemoryError):
-    """Rows of a context cannot come, since the host refused what they were to be copied into. Others are untouched."""
+    """Rows of a context cannot come, since the host refused the memory of their copy. Other contexts are untouched."""
 
     def __init__(self, context_id: int, reason: str) -> None:
         super().__init__(reason)
@@ -44,22 +44,22 @@ class ContextLostError(HostMemoryError):
 
 
 class Filled(Protocol):
-    """Says when copies into host memory have landed: a CUDA event, or nothing to wait for on the CPU."""
+    """Reports when copies into host memory have landed: a CUDA event, or nothing to wait for on the CPU."""
 
     def synchronize(self) -> None: ...
 
 
 class Passed(Filled, Protocol):
-    """Says when the device has passed a point, and whether it has."""
+    """Reports whether the device has passed a point, or waits for it."""
 
     def query(self) -> bool: ...
 
 
 class Loan(Protocol):
-    """Of rows that the device reads by itself: they stay where they are until it is over."""
+    """A loan of rows that the device reads by itself: they stay where they are until it ends."""
 
     def end(self, done: Passed) -> None:
-        """It is over when `done` says so; once. Returns at once."""
+        """End the loan when `done` says so. Called once; returns at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Reservation(Protocol):
     """Room for tokens `[begin, end)` of a context's run, in every layer.
 
     `has_centre`: centre and scales stand in `layer(...)` already and must be used (these rows join others); otherwise
-    the device computes them, over exactly these tokens, and writes them down with the rows.
+    the device computes them, over exactly these tokens, and writes them with the rows.
     """
 
     begin: int
@@ -105,8 +105,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A step's asks, from the first one's arrival to the last answer: seconds in which the host waited for the device,
-    and in which it attended.
+    """Times of a step's asks, from the first one's arrival to the last answer: seconds in which the host waited for the
+    device, and in which it attended.
     """
 
     waited_s: float
@@ -114,83 +114,86 @@ class Answered:
 
 
 class Attention(Protocol):
-    """A decode step's rows against what they ask of their deposited contexts. Made once a step, used once a layer, in
-    layer order. It is frozen as it is made: whatever becomes of the contexts, what it reads stays where it is until the
-    last layer is answered, or it is given up.
+    """The attention of a decode step's rows over their host contexts. Made once per step, used once per layer, in layer
+    order. It is fixed when it is made: whatever becomes of the contexts, the rows stay where they are until the last
+    layer is answered, or `give_up`.
     """
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
-        """Wait for the layer's queries in `slot`, which is the step's, attend, leave out and lse there (and covered,
-        where the slot has it), and then the answer's stamp. Raises ExchangeError if the device does not ask.
+        """Wait for the layer's queries in `slot`, attend, and write out and lse there (and covered, where the slot has
+        it), then the answer's stamp. Raises ExchangeError if the device does not ask.
 
-        A wanted head's lse is natural, over all that its row asks for but the blocks that the slot excludes, the
-        centre's term given back. A row that asks for nothing and a head that is not wanted get (0, -inf), unread.
+        A wanted head's lse is natural, over all tokens that its row asks for except the excluded blocks, with the
+        centre's term added back. A row that asks for nothing and a head that is not wanted get (0, -inf), unread.
         """
 
     def give_up(self) -> None:
-        """The step will not be finished: what it holds is let go. Nothing happens where nothing is held any more."""
+        """End a step that will not be finished, and release what it holds. Calling it again does nothing."""
 
     def places(self, row: int) -> np.ndarray:
-        """Where the rows lie that the step's row asks for: a table of `transfer.places`, without pieces for a row that
-        asks for nothing.
+        """Return where the rows lie that this row of the step asks for: a table of `transfer.places`, without pieces
+        for a row that asks for nothing.
         """
 
     def lend(self) -> Loan:
-        """For as long as a device reads what `places` name, which may be longer than the host answers; before the last
+        """Lend the rows of `places` to a device, which may read longer than the host answers. Call it before the last
         layer is answered.
         """
 
 
 class HostTier(Protocol):
-    """Deposited contexts, by id. All methods are called from one thread, but for `answer`, which another may be in
-    meanwhile (as in an attention's `run`, one at a time); those that wait for copies say so.
+    """Host contexts, by id. All methods are called from one thread, except `answer`, which another may run meanwhile
+    (as an attention's `run`, one at a time); those that wait for copies say so.
     """
 
     shape: TierShape
 
     def open(self, context_id: int, reading: Reading) -> None:
-        """A new, empty context. `reading`: how attention reads it."""
+        """Open a new, empty context. `reading`: how attention reads it."""
 
     def fork(self, source_id: int, context_id: int, num_tokens: int, reading: Reading) -> None:
-        """A new context that shares the first `num_tokens` of another's run."""
+        """Open a context that shares the first `num_tokens` of another's run."""
 
     def close(self, context_id: int) -> None:
-        """Forget a context; memory that no other shares is free once copies under way have landed and attentions that
-        read it are over. Unknown: ignored.
+        """Close a context. Memory that no other shares is free once copies have landed and attentions that read it have
+        ended. An unknown id is ignored.
         """
 
     def reserve(self, context_id: int, num_tokens: int) -> list[Reservation]:
-        """Room for so many tokens more, in order. Where memory of closed contexts is still read, it waits until that is
-        over. Raises HostMemoryError, and then nothing has changed.
+        """Reserve room for so many more tokens, in order. Where memory of closed contexts is still read, it waits until
+        that ends. Raises HostMemoryError, and then nothing has changed.
         """
 
     def fill(self, reservation: Reservation, layers: Sequence[int], done: Filled) -> None:
-        """These layers' rows (and codes, centre, scales) are on their way, and there when `done` says so."""
+        """Announce that these layers' rows (and codes, centre, scales) are being copied; they have landed when `done`
+        says so.
+        """
 
     def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
-        """The first `num_tokens` of the run, in order, to be read back. Waits for copies under way.
+        """Return the first `num_tokens` of the run, in order, to be read back. Waits for their copies.
 
         Raises HostMemoryError where rows cannot come.
         """
 
     def is_ready(self, ask: Ask) -> bool:
-        """Whether `attention` would begin without a wait for it, or fail at once. Not if the context does not have so
-        many tokens yet.
+        """Return whether `attention` would begin without waiting, or fail at once. False if the context does not have
+        so many tokens yet.
         """
 
     def attention(self, asks: Sequence[Ask]) -> Attention:
-        """For a decode step, an ask a row. Waits for the rows that are asked for to land and their tables to stand; for
-        what lies behind them it does not.
+        """Return the attention of a decode step, an ask for each row. Waits until the requested rows have landed and
+        their tables are built, not for later tokens.
 
         Raises ContextLostError for the first context whose rows cannot come.
         """
 
     def leave_core(self, leaves: bool) -> None:
-        """Whether answers that begin from now on leave a core to the thread that launches: it has other steps to launch
-        beside them.
+        """Set whether answers that begin from now on leave a core to the launching thread, which has other steps to
+        launch beside them.
         """
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
-        """All asks of a step whose device goes from one to the next by itself: each layer's of every part, in turns. A
-        slot's ask under way is its first, and afterwards its last. Raises ExchangeError if the device does not ask.
+        """Answer all asks of a step whose device goes from one to the next by itself: each layer's of every part, in
+        turns. A slot's current ask is its first, and afterwards its last. Raises ExchangeError if the device does not
+        ask.
         """

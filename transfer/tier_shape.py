@@ -1,4 +1,6 @@
-"""What of a model goes down to host memory, and how it is kept there. No torch, so that plans can count its bytes."""
+"""Describe what of a model is offloaded to host memory, and how it is stored there. No torch, so that plans can count
+its bytes.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +13,7 @@ MAX_HOST_GROUP = 16  # query heads to a KV head, likewise
 
 @dataclass(frozen=True, slots=True)
 class TierShape:
-    """What goes down: `layers` are indices of the model; rows are kept as `rows`; codes as the sampler wants them.
+    """What is offloaded: `layers` are indices of the model; rows are kept as `rows`; codes as the sampler wants them.
 
     paper: K = bits_per_table, L = num_tables. `num_tables` 0: nothing is sampled, so there are no codes and no tables.
     """

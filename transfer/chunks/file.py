@@ -1,7 +1,6 @@
-"""A chunk's file that is open: layers are read one by one, each checked against the header that was read before.
+"""Read an open chunk file layer by layer, each checked against the header. No torch.
 
-It refuses to know names and folders, so a file that is renamed, set aside or given up is read to its end. Invariant:
-bytes that are handed out are those that were stored. No torch.
+A file that is renamed, set aside or evicted while it is open is still read to its end.
 """
 
 import os
@@ -20,7 +19,7 @@ class ChunkFile:
         self._ranges = layer_ranges(shape, key.num_tokens)
 
     def read(self, layer: int, out: memoryview) -> None:
-        """Fill `out`, bytes of one layer. Raises ChunkError where they are not those that were stored."""
+        """Fill `out` with the bytes of one layer. Raises ChunkError where they are not those that were stored."""
         begin, end = self._ranges[layer]
         assert out.nbytes == end - begin, f"out has {out.nbytes} bytes, a layer {end - begin}"
         try:
@@ -37,7 +36,7 @@ class ChunkFile:
 
 
 def read_bytes(descriptor: int, out: memoryview, at: int) -> int:
-    """Fill `out` from `at` on; how many bytes there were."""
+    """Fill `out` from `at` on; return how many bytes there were."""
     done = 0
     while done < out.nbytes:
         count = os.preadv(descriptor, [out[done:]], at + done)
@@ -48,7 +47,7 @@ def read_bytes(descriptor: int, out: memoryview, at: int) -> int:
 
 
 def write_bytes(descriptor: int, data: memoryview, at: int) -> None:
-    """All of `data`, from `at` on."""
+    """Write all of `data`, from `at` on."""
     done = 0
     while done < data.nbytes:
         done += os.pwrite(descriptor, data[done:], at + done)

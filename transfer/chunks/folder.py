@@ -1,12 +1,13 @@
-"""Chunks on disk: a folder a model, a file a chunk, written aside and renamed, the least recently used given up first.
+"""Keep chunks on disk: a folder for each model, a file for each chunk, written aside and renamed, the least recently
+used evicted first. No torch.
 
-It refuses to know tensors and memory; several processes share the folder, its lock and its files' times, no more.
-Invariants: what has a chunk's name is a whole file, or one that its reader finds out; the files of all models stay
-below the limit, with those that are being written; to give up a file never hurts who has it open. No torch.
+Several processes share the folder, its lock and its files' times. A file with a chunk's name is whole, or its reader
+notices that it is not. The files of all models stay below the limit, including those that are being written. Evicting a
+file never hurts a process that has it open.
 
-Room is reserved under the folder's lock, as a file of full size that its writer keeps locked: what a dead writer left
-is told by its free lock. Where the disk itself has no room, files are given up as they are for the limit. A file's time
-is its last use, so the order survives restarts and is one for all processes.
+Room is reserved under the folder's lock, as a file of full size that its writer keeps locked: a dead writer's file is
+known by its free lock. Where the disk itself has no room, files are evicted as they are for the limit. A file's time is
+its last use, so the order survives restarts and is one for all processes.
 """
 
 import errno
@@ -52,7 +53,8 @@ class ChunkFolder:
 
     def __init__(self, root: Path, model: str, shape: ChunkShape, limit_bytes: int) -> None:
         """`model`: the digest of its weights. `limit_bytes`: of the files of all models. A folder that cannot be made
-        or written is told of, and nothing is found or stored."""
+        or written is logged, and nothing is found or stored.
+        """
         assert MODEL.fullmatch(model), "a model is 32 hexadecimal digits"
         self.root, self.model, self.shape, self.limit_bytes = root, model, shape, limit_bytes
         self.counts: Counter[str] = Counter()  # stored, refused, evicted, set_aside
@@ -67,7 +69,7 @@ class ChunkFolder:
             self._refuse(error)
 
     def open(self, key: ChunkKey) -> ChunkFile | None:
-        """The chunk, now the last one used, or None. A file that is not it is set aside."""
+        """Return the chunk, now the last one used, or None. A damaged file is set aside."""
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -86,12 +88,14 @@ class ChunkFolder:
         return ChunkFile(descriptor, key, self.shape, checksums)
 
     def touch(self, key: ChunkKey) -> None:
-        """The chunk was used, out of memory."""
+        """Mark a chunk as used that was read from memory."""
         with suppress(OSError):
             _mark_used(self._path(key))
 
     def put(self, key: ChunkKey, layers: Sequence[memoryview]) -> bool:
-        """Store the bytes of every layer; False where there is no room or the disk refuses, which is told once."""
+        """Store the bytes of every layer; return False where there is no room or the disk refuses, which is logged
+        once.
+        """
         assert [layer.nbytes for layer in layers] == [self.shape.layer_bytes(key.num_tokens)] * self.shape.num_layers
         path = self._path(key)
         try:
@@ -108,7 +112,7 @@ class ChunkFolder:
         return True
 
     def delete(self, key: ChunkKey) -> None:
-        """No process finds the chunk any more, damaged or not; those that read it go on."""
+        """Delete the chunk for all processes, damaged or not; those that read it go on."""
         path = self._path(key)
         try:
             path.unlink(missing_ok=True)
@@ -117,8 +121,9 @@ class ChunkFolder:
             log.warning("chunk_not_deleted name=%s error=%s", key.name, error)
 
     def set_aside(self, key: ChunkKey, reason: str) -> None:
-        """Nobody finds this file again; it stays to be looked at, until its room is needed or MOST_SET_ASIDE others are
-        set aside."""
+        """Hide this file from all readers. It stays for inspection until its room is needed or MOST_SET_ASIDE others
+        are set aside.
+        """
         path = self._path(key)
         self._count("set_aside")
         log.warning("chunk_set_aside path=%s reason=%s", path.with_suffix(BAD), reason)
@@ -132,7 +137,7 @@ class ChunkFolder:
             log.warning("chunk_stays path=%s error=%s", path, error)
 
     def bytes_held(self) -> int:
-        """Of the files of all models."""
+        """Return the bytes of the files of all models."""
         return sum(found.num_bytes for found in scan(self.root))
 
     def _count(self, what: str) -> None:
@@ -171,7 +176,7 @@ class ChunkFolder:
             os.close(descriptor)
 
     def _reserve(self, key: ChunkKey) -> tuple[Path, int]:
-        """A file of full size that stands for what is being written. The folder's lock is held."""
+        """Return a file of full size that reserves room for what is being written. The folder's lock is held."""
         size = self.shape.file_bytes(key.num_tokens)
         self._make_room(size)
         part = self._folder / f"{key.name}.{secrets.token_hex(4)}.part"
@@ -186,8 +191,9 @@ class ChunkFolder:
         return part, descriptor
 
     def _write(self, descriptor: int, key: ChunkKey, layers: Sequence[memoryview]) -> None:
-        """Layers first, the header last, and all of it on the disk before the file has its name: after a loss of power
-        a chunk is whole or not there. (If the disk lies, checksums tell.)"""
+        """Write layers first, the header last, and all of it to the disk before the file gets its name: after a loss of
+        power a chunk is whole or not there. (If the disk lies, checksums tell.)
+        """
         begin = header_bytes(self.shape)
         checksums = []
         for layer, (at, _) in zip(layers, layer_ranges(self.shape, key.num_tokens), strict=True):
@@ -198,7 +204,7 @@ class ChunkFolder:
         os.fsync(descriptor)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Give up files until so many bytes fit below the limit. Raises OSError (EFBIG) where they cannot."""
+        """Evict files until so many bytes fit below the limit. Raises OSError (EFBIG) where they cannot."""
         found = oldest_first(self.root)
         parts = [one for one in found if one.path.suffix == PART and not remove_abandoned(one.path)]
         found = [one for one in found if one.path.suffix != PART]
@@ -217,7 +223,7 @@ class ChunkFolder:
                 self._count("evicted")
 
     def _refuse(self, error: OSError) -> None:
-        """Said once, until a chunk is stored again."""
+        """Log a refusal once, until a chunk is stored again."""
         self._count("refused")
         if not self._is_refusing:
             log.warning(

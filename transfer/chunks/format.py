@@ -1,9 +1,9 @@
-"""A chunk's file: a header that says whose keys and values these are, then those of each layer. Knows bytes, no torch.
+"""Define a chunk's file: a header that identifies its keys and values, then those of each layer. Bytes only, no torch.
 
-It refuses to know folders and caches. A layer is keys `[tokens, kv_heads, row]` before rotation, then values of that
-shape; a row is bf16 or float32 `[dim]`, or `dim` codes of 8 bits with a float32 scale and bias. Layers follow the
-header without gaps. Invariant: every byte of a file is covered. The header is what its reader would have written, to
-the bit, and a layer has the checksum that stands there, so that each can be read and trusted alone.
+A layer is keys `[tokens, kv_heads, row]` before rotation, then values of that shape; a row is bf16 or float32 `[dim]`,
+or `dim` codes of 8 bits with a float32 scale and bias. Layers follow the header without gaps. Every byte of a file is
+checked: the header is what its reader would have written, to the bit, and a layer has the checksum that stands there,
+so that each can be read and trusted alone.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ Rows = Literal["bfloat16", "float32", "int8"]
 
 
 class ChunkError(Exception):
-    """A chunk that is not what it was stored as; whoever asked computes it anew."""
+    """A chunk that is not what was stored; whoever asked computes it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """What a model's chunks have in common."""
+    """The shape that all chunks of a model share."""
 
     num_layers: int
     num_kv_heads: int
@@ -42,7 +42,7 @@ class ChunkShape:
 
     @property
     def row_bytes(self) -> int:
-        """Of one token and KV head."""
+        """Return the bytes of one token and KV head."""
         return {"bfloat16": 2 * self.dim, "float32": 4 * self.dim, "int8": self.dim + _TAIL_BYTES}[self.rows]
 
     def layer_bytes(self, num_tokens: int) -> int:
@@ -65,19 +65,20 @@ class ChunkKey:
 
 
 def name_chunk(token_ids: Sequence[int] | np.ndarray, shape: ChunkShape, kv_key: str) -> ChunkKey:
-    """The key of a chunk of at least one token. `kv_key`: all else that its KV depends on, beside the weights: the type
-    that computes, the method that attends, whose secret it is."""
+    """Return the key of a chunk of at least one token. `kv_key`: all else that its KV depends on, beside the weights:
+    the type that computes, the method that attends, whose secret it is.
+    """
     assert len(token_ids), "a chunk has tokens"
     return name_digest(digest_tokens(token_ids), len(token_ids), shape, kv_key)
 
 
 def digest_tokens(token_ids: Sequence[int] | np.ndarray) -> str:
-    """What a chunk of any model and salt has of its tokens: 64 hexadecimal digits."""
+    """Return the digest of a chunk's tokens, the same for any model and salt: 64 hexadecimal digits."""
     return _hash(np.asarray(token_ids, "<i8").tobytes())
 
 
 def name_digest(tokens: str, num_tokens: int, shape: ChunkShape, kv_key: str) -> ChunkKey:
-    """The key of a chunk whose tokens have that digest."""
+    """Return the key of a chunk whose tokens have that digest."""
     content = json.dumps([VERSION, asdict(shape), kv_key, tokens])
     return ChunkKey(_hash(content.encode("utf-8", "surrogatepass")), num_tokens, tokens)
 
@@ -87,21 +88,21 @@ def checksum(layer: memoryview) -> str:
 
 
 def header_bytes(shape: ChunkShape) -> int:
-    """The same for all chunks of a shape."""
+    """Return the size of a header, the same for all chunks of a shape."""
     longest = ChunkKey("0" * 64, 2**31, "0" * 64)
     text = _describe("0" * 32, longest, shape, [_CHECKSUM] * shape.num_layers)
     return -(-(_PREFIX.size + len(text)) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def write_header(model: str, key: ChunkKey, shape: ChunkShape, checksums: Sequence[str]) -> bytes:
-    """`model`: the digest of its weights, 32 hexadecimal digits; `checksums`: one a layer."""
+    """Return a header. `model`: the digest of its weights, 32 hexadecimal digits; `checksums`: one for each layer."""
     size = header_bytes(shape)
     body = _describe(model, key, shape, checksums).ljust(size - _PREFIX.size)
     return _PREFIX.pack(MAGIC, VERSION, size, _digest(body)) + body
 
 
 def read_header(raw: bytes, model: str, key: ChunkKey, shape: ChunkShape) -> list[str]:
-    """The layers' checksums. Raises ChunkError for a header that is not that of this chunk of this model."""
+    """Return the layers' checksums. Raises ChunkError for a header that is not that of this chunk of this model."""
     if len(raw) < _PREFIX.size or not raw.startswith(MAGIC):
         raise ChunkError("it does not begin as a chunk's file does")
     _, version, _, _ = _PREFIX.unpack_from(raw)
@@ -124,7 +125,7 @@ def read_header(raw: bytes, model: str, key: ChunkKey, shape: ChunkShape) -> lis
 
 
 def has_finite_scales(layer: memoryview, shape: ChunkShape) -> bool:
-    """Whether all rows of a layer can be read as numbers, as far as it can be told: of rows of codes it can."""
+    """Return whether all rows of a layer are numbers, as far as it can be told: for rows of codes it can."""
     if shape.rows != "int8":
         return True
     rows = np.frombuffer(layer, np.uint8).reshape(-1, shape.row_bytes)
@@ -132,7 +133,7 @@ def has_finite_scales(layer: memoryview, shape: ChunkShape) -> bool:
 
 
 def layer_ranges(shape: ChunkShape, num_tokens: int) -> list[tuple[int, int]]:
-    """Where each layer of a chunk begins and ends, behind the header."""
+    """Return where each layer of a chunk begins and ends, behind the header."""
     size = shape.layer_bytes(num_tokens)
     return list(pairwise(range(0, (shape.num_layers + 1) * size, size)))
 

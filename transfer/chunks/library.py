@@ -1,8 +1,8 @@
-"""Chunks that requests wait for: in the store, or computed for them and kept until they have read them.
+"""Hold chunks that requests wait for: in the store, or computed for them and kept until they have read them.
 
-It refuses to know requests and devices. Invariants: what a request holds is there until it lets go, whether the disk
-has room for it or not; what was computed is found from then on, and stays in memory of its own no longer than it takes
-to store it, or where the store has no room. Methods may be called from any thread.
+What a request holds stays until it lets go, whether the disk has room for it or not. A computed chunk is found from
+then on, and keeps memory of its own no longer than it takes to store it, or while the store has no room. Methods may be
+called from any thread.
 """
 
 import logging
@@ -21,24 +21,24 @@ log = logging.getLogger(__name__)
 
 
 class ChunkSource(Protocol):
-    """What a chunk is read from: a lease of the store's, or what was just computed."""
+    """The source that a chunk is read from: a lease of the store's, or a chunk that was just computed."""
 
     key: ChunkKey
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether `layer` never needs `out`."""
+        """Return whether `layer` never needs `out`."""
         ...
 
     def layer(self, index: int, out: Pages) -> "Future[Pages]":
-        """See `ChunkLease`."""
+        """Return a layer; see `ChunkLease`."""
         ...
 
     def release(self) -> None: ...
 
 
 class _Kept:
-    """What was computed and may be nowhere else."""
+    """A computed chunk that may exist nowhere else."""
 
     is_in_memory = True
 
@@ -57,8 +57,8 @@ class _Kept:
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """By `count` requests. One of lease and layers is there, or the chunk is to be computed. is_alone: what is not the
-    store's, and will not be.
+    """A chunk held by `count` requests. One of lease and layers is there, or the chunk is to be computed. is_alone: the
+    store does not have it, and never will.
     """
 
     count: int = 0
@@ -74,14 +74,14 @@ class _Held:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class _Writing:
-    """What was computed and waits for the store. `is_written`: whether it is on the disk then."""
+    """A computed chunk that waits for the store. `is_written`: whether it is on the disk then."""
 
     layers: Sequence[Pages]
     is_written: "Future[bool]"
 
 
 class ChunkLibrary:
-    """`store`: where chunks are found, and put."""
+    """Chunks by key. `store`: where chunks are found, and put."""
 
     def __init__(self, store: ChunkStore) -> None:
         self.store = store
@@ -92,17 +92,17 @@ class ChunkLibrary:
         self._bytes_kept = 0  # computed, and not the store's
 
     def has(self, key: ChunkKey) -> bool:
-        """Whether the chunk is on the disk now, so that it need not be stored."""
+        """Return whether the chunk is on the disk now, so that it need not be stored."""
         return self.store.has(key)
 
     def find_written(self, key: ChunkKey) -> "Future[bool] | None":
-        """Whether the chunk is on the disk once it is known, if it is being written now."""
+        """Return whether the chunk is on the disk, once that is known if it is being written now."""
         with self._lock:
             writing = self._writing.get(key.name)
             return None if writing is None else writing.is_written
 
     def hold(self, key: ChunkKey) -> bool:
-        """Whether the chunk is there; if so it stays, and if it is computed from now on it is kept, until `let_go`."""
+        """Hold a chunk until `let_go`, and return whether it is there; if it is computed from now on it is kept."""
         with self._lock:
             held = self._held.setdefault(key.name, _Held())
             held.count += 1
@@ -120,7 +120,7 @@ class ChunkLibrary:
         return is_there
 
     def let_go(self, key: ChunkKey) -> None:
-        """Once for each `hold`."""
+        """Release a chunk, once for each `hold`."""
         with self._lock:
             held = self._held[key.name]
             held.count -= 1
@@ -133,17 +133,17 @@ class ChunkLibrary:
             held.lease.release()
 
     def is_there(self, key: ChunkKey) -> bool:
-        """Of a chunk that is held."""
+        """Return whether a held chunk is there."""
         with self._lock:
             return self._held[key.name].is_there
 
     def is_refused(self, key: ChunkKey) -> bool:
-        """Of a chunk that is held: it was computed, and cannot be kept."""
+        """Return whether a held chunk was computed and cannot be kept."""
         with self._lock:
             return self._held[key.name].is_refused
 
     def open(self, key: ChunkKey) -> ChunkSource | None:
-        """What the chunk is read from, until it is released; None: it is nowhere."""
+        """Return the source of a chunk, to be released; None if there is none."""
         with self._lock:
             kept = self._held.get(key.name) or self._writing.get(key.name)
             if kept is not None and kept.layers is not None:
@@ -151,8 +151,8 @@ class ChunkLibrary:
         return self.store.find(key)
 
     def keep(self, key: ChunkKey, layers: Sequence[Pages]) -> None:
-        """A chunk was computed: uint8 `[layer_bytes]` a layer. Whoever holds it has it now; whether it is on the disk
-        is told later. One with rows that are no numbers is refused.
+        """Keep a computed chunk: uint8 `[layer_bytes]` for each layer. Its holders have it now; whether it is on the
+        disk is reported later. One with rows that are no numbers is refused.
         """
         if not all(has_finite_scales(layer.data, self.store.folder.shape) for layer in layers):
             self.refuse(key, "it has keys or values that are not finite, or span more than float32 holds")
@@ -168,7 +168,7 @@ class ChunkLibrary:
         written.add_done_callback(lambda _: self._give_to_store(key, layers))
 
     def _give_to_store(self, key: ChunkKey, layers: Sequence[Pages]) -> None:
-        """The store has the chunk, or had no room: then who holds it goes on with what was computed."""
+        """Finish a write: the store has the chunk, or had no room and its holders go on with the computed one."""
         with self._lock:
             writing = self._writing.get(key.name)
             if writing is not None and writing.layers is layers:  # else it was computed again meanwhile
@@ -191,8 +191,8 @@ class ChunkLibrary:
 
     @property
     def room_bytes(self) -> int:
-        """For chunks that are computed from now on: as much as the store has for all of its own, less those that it has
-        not taken. It may be below 0.
+        """Return the room for chunks that are computed from now on: as much as the store has for all of its own, less
+        those that it has not taken. It may be below 0.
         """
         with self._lock:
             return max(self.store.memory_limit_bytes, LEAST_AHEAD_BYTES) - self._bytes_kept
@@ -201,7 +201,7 @@ class ChunkLibrary:
         return self.store.folder.shape.chunk_bytes(key.num_tokens)
 
     def refuse(self, key: ChunkKey, reason: str) -> None:
-        """A chunk was computed and is nothing that can be kept: who holds it computes its tokens as any text."""
+        """Report that a computed chunk cannot be kept: its holders compute its tokens as any text."""
         log.warning("chunk_not_kept name=%s reason=%s", key.name, reason)
         with self._lock:
             held = self._held.get(key.name)
@@ -210,15 +210,15 @@ class ChunkLibrary:
             self._done.append((key, None))
 
     def take_done(self) -> "list[tuple[ChunkKey, Future[bool] | None]]":
-        """Chunks that were computed since the last call, and whether they are on the disk, once that is known; None:
-        they cannot be kept.
+        """Return chunks that were computed since the last call, and whether they are on the disk, once that is known;
+        None: they cannot be kept.
         """
         with self._lock:
             done, self._done = self._done, []
         return done
 
     def shutdown(self) -> None:
-        """Nothing is held or read any more."""
+        """Close the library; nothing is held or read any more."""
         with self._lock:
             leases = [held.lease for held in self._held.values() if held.lease is not None]
             self._held.clear()

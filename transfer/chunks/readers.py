@@ -1,7 +1,6 @@
-"""Threads that read: what somebody waits for first, in order, and what nobody has asked for behind all of that.
+"""Run read threads: wanted reads first, in order, and reads that nobody has asked for behind all of them.
 
-It refuses to know what is read, and where to. Invariant: nothing that nobody waits for begins while there is something
-wanted that has not begun. Methods may be called from any thread.
+No unwanted read begins while a wanted one has not begun. Methods may be called from any thread.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ Waiting = dict["Future[Pages]", Callable[[], Pages]]
 
 
 class Readers:
-    """As an executor, whose futures may be cancelled until they begin."""
+    """An executor whose futures may be cancelled until they begin."""
 
     def __init__(self, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, "chunk-reads")
@@ -30,18 +29,18 @@ class Readers:
         return future
 
     def set_wanted(self, future: "Future[Pages]", is_wanted: bool) -> None:
-        """One that has not begun goes to the end of the other ones."""
+        """Move a read that has not begun to the end of the wanted ones."""
         begin, end = (self._unasked, self._wanted) if is_wanted else (self._wanted, self._unasked)
         with self._lock:
             if future in begin:
                 end[future] = begin.pop(future)
 
     def shutdown(self) -> None:
-        """All are read."""
+        """Finish all reads."""
         self._threads.shutdown()
 
     def _read_next(self) -> None:
-        """The first of those that wait by now; as often as there was one submitted."""
+        """Run the first read that waits; called as often as a read was submitted."""
         with self._lock:
             waiting = self._wanted or self._unasked
             future = next(iter(waiting))

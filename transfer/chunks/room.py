@@ -1,7 +1,7 @@
-"""The files of a folder of chunks, of all models, and room on its disk.
+"""Count the files of a folder of chunks, of all models, and make room on its disk. No torch.
 
-Knows names, sizes and times, not what files hold. Invariants: files are counted and given up under the folder's lock;
-what is being written is never given up; of damaged files, set aside to be looked at, there are a few at most. No torch.
+Files are counted and evicted under the folder's lock. A file that is being written is never evicted. A few damaged
+files at most are set aside for inspection.
 """
 
 import errno
@@ -24,7 +24,7 @@ BAD, PART = ".bad", ".part"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file of ours; those set aside go first, then the ones that were used longest ago."""
+    """A file of this program. Those set aside sort first, then the least recently used."""
 
     is_whole: bool
     used_ns: int
@@ -33,10 +33,10 @@ class Found:
 
 
 def write_with_room(root: Path, num_bytes: int, write: Callable[[], None]) -> int:
-    """Write so many bytes to the disk of `root`; returns how many chunks' files were given up for it.
+    """Write so many bytes to the disk of `root`; return how many chunks' files were evicted for it.
 
-    Where the disk is full, files that take as much are given up, and it is tried once more: who else fills it would
-    fill it again. `write` leaves nothing when it raises. Raises its OSError.
+    Where the disk is full, files that take as much are evicted, and it is tried once more: another program that fills
+    it would fill it again. `write` leaves nothing when it raises. Raises its OSError.
     """
     try:
         write()
@@ -49,7 +49,7 @@ def write_with_room(root: Path, num_bytes: int, write: Callable[[], None]) -> in
 
 
 def give_up(root: Path, num_bytes: int) -> int:
-    """Remove files below `root` of so many bytes, if there are as many; returns how many files. Raises OSError."""
+    """Remove files below `root` of so many bytes, if there are as many; return how many files. Raises OSError."""
     num_files = 0
     with locked(root):
         found = [one for one in oldest_first(root) if one.path.suffix != PART or remove_abandoned(one.path)]
@@ -71,7 +71,7 @@ def too_many_set_aside(found: Iterable[Found]) -> list[Found]:
 
 
 def scan(root: Path) -> Iterator[Found]:
-    """Every file of ours, of whatever model. It costs a call of the system a file, small beside writing a chunk."""
+    """Return every chunk file, of whatever model. It costs a system call per file, small beside writing a chunk."""
     for folder in root.iterdir():
         if not MODEL.fullmatch(folder.name) or not folder.is_dir():
             continue
@@ -86,7 +86,7 @@ def scan(root: Path) -> Iterator[Found]:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """The folder's lock. Raises OSError (EAGAIN) where another process keeps it for LOCK_SECONDS."""
+    """Hold the folder's lock. Raises OSError (EAGAIN) where another process keeps it for LOCK_SECONDS."""
     descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         ends = time.monotonic() + LOCK_SECONDS
@@ -104,7 +104,9 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def remove_abandoned(part: Path) -> bool:
-    """Whether nobody writes this file any more; then it goes. The folder's lock is held, so none is about to begin."""
+    """Remove a file whose writer has died, and return whether it was removed. The folder's lock is held, so no writer
+    is about to begin.
+    """
     try:
         descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,9 +1,8 @@
-"""Chunks as a prefill asks for them: out of host memory, where the last used are, or layer by layer from the disk.
+"""Read chunks for a prefill: from host memory, where the last used are, or layer by layer from the disk.
 
-It refuses to know what rows mean and where they go. Invariants: bytes that are handed out are those that were stored,
-or the future says that the chunk is lost; memory that somebody reads is neither given up nor written again before the
-lease ends; nobody waits for a disk who only wants to store, and no lease for what no lease has asked for. Methods may
-be called from any thread.
+Bytes that are handed out are those that were stored, or the future reports that the chunk is lost. Memory that somebody
+reads is neither evicted nor written again before the lease ends. A store waits for no disk, and a lease waits for
+nothing that no lease has asked for. Methods may be called from any thread.
 """
 
 import logging
@@ -34,8 +33,8 @@ log = logging.getLogger(__name__)
 def open_chunks(
     config: DocumentsConfig, memory_bytes: int, model: str, shape: ChunkShape, is_pinned: bool
 ) -> "ChunkStore":
-    """The store of one model, `model` the digest of its weights. memory_bytes: for chunks used last; is_pinned: it is
-    registered with CUDA.
+    """Open the store of one model, `model` the digest of its weights. memory_bytes: for chunks used last; is_pinned: it
+    is registered with CUDA.
     """
     pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
     folder = ChunkFolder(config.resolved_folder, model, shape, int(config.disk_limit_gib * GIB))
@@ -46,7 +45,7 @@ def open_chunks(
 @dataclass(eq=False, slots=True)
 class _Entry:
     """A chunk that is in use or in memory. `file`: until every layer is in the slab; without a slab, until the end.
-    `wanted`: reads that leases have asked for. `num_unasked`: those of the slab that none had, and which are not over.
+    `wanted`: reads that leases have asked for. `num_unasked`: unfinished reads of the slab that no lease has asked for.
     """
 
     key: ChunkKey
@@ -74,26 +73,28 @@ class ChunkLease:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether `layer` never needs `out`."""
+        """Return whether `layer` never needs `out`."""
         return self._entry.slab is not None
 
     def layer(self, index: int, out: Pages) -> "Future[Pages]":
-        """uint8 `[layer_bytes]` of a layer, once it is there: in host memory, else in `out`, of that size.
+        """Return a future of uint8 `[layer_bytes]` of a layer: in host memory, else in `out`, of that size.
 
-        Raises ChunkError (the future does) where the chunk turns out to be lost: layers read before are right, and
-        whoever needs the others computes the chunk anew.
+        Its future raises ChunkError where the chunk turns out to be lost: layers read before are right, and whoever
+        needs the others computes the chunk again.
         """
         return self._store.start_read(self._entry, index, out)
 
     def release(self) -> None:
-        """Once, when copies of what was handed out are over. Waits for reads that are under way; what was asked for and
-        has not begun is not read, unless another lease is there to want it.
+        """End the lease, once, when copies of what was handed out have ended. Waits for running reads; those that have
+        not begun are cancelled, unless another lease wants them.
         """
         self._store.end_lease(self._entry)
 
 
 class ChunkStore:
-    """A folder, and memory in front of it that is taken from `slabs`, pinned or not; the least recently used goes."""
+    """A folder, and memory in front of it that is taken from `slabs`, pinned or not; the least recently used is
+    evicted.
+    """
 
     def __init__(self, folder: ChunkFolder, slabs: SlabPool, num_threads: int) -> None:
         """`num_threads`: how many layers are read from the disk at a time."""
@@ -107,14 +108,16 @@ class ChunkStore:
         self._writer = ThreadPoolExecutor(1, "chunk-writes")
 
     def has(self, key: ChunkKey) -> bool:
-        """Whether the chunk is on the disk, where it is the last one used then; memory stays as it is."""
+        """Return whether the chunk is on the disk, where it then is the last one used; memory stays as it is."""
         file = self.folder.open(key)
         if file is not None:
             file.close()
         return file is not None
 
     def find(self, key: ChunkKey) -> ChunkLease | None:
-        """A lease of the chunk, or None: whoever asked computes it. Looks at the file's header, and reads no layer."""
+        """Return a lease of the chunk, or None: then the caller computes it. Looks at the file's header, and reads no
+        layer.
+        """
         with self._lock:
             entry = self._lease(key)
         if entry is not None:
@@ -133,19 +136,20 @@ class ChunkStore:
         return None if entry is None else ChunkLease(self, entry)
 
     def put(self, key: ChunkKey, layers: Sequence[Pages]) -> "Future[bool]":
-        """Keep the bytes of every layer, uint8 `[layer_bytes]`, in memory and on disk; whether they are on the disk.
+        """Keep the bytes of every layer, uint8 `[layer_bytes]`, in memory and on disk; the future says whether they are
+        on the disk.
 
-        `layers` stay as they are until the future is done. Rows are stored as they are: whether codes are numbers is
-        asked before (`has_finite_scales`).
+        `layers` must stay as they are until the future is done. Rows are stored as they are; `has_finite_scales` is
+        checked before.
         """
         return self._writer.submit(self._put, key, [layer.data for layer in layers])
 
     def delete(self, key: ChunkKey) -> "Future[None]":
-        """After what was to be stored before: nobody finds the chunk again. Leases go on."""
+        """Delete the chunk, after earlier writes. Leases go on."""
         return self._writer.submit(self._delete, key)
 
     def forget(self) -> None:
-        """Give up all memory that nobody reads; what is on the disk stays. For who times the disk."""
+        """Evict all memory that nobody reads; files stay. Used to time the disk."""
         self.finish_reads()
         with self._lock:
             for entry in [one for one in self._entries.values() if one.is_idle]:
@@ -153,13 +157,13 @@ class ChunkStore:
                 self._end(entry)
 
     def finish_reads(self) -> None:
-        """Wait until nothing is read: chunks that were read in part are in memory whole. For who times memory."""
+        """Wait until nothing is read: chunks that were read in part are in memory whole. Used to time memory."""
         with self._lock:
             under_way = [read for entry in self._entries.values() for read in entry.layers.values()]
         wait(under_way)
 
     def counts(self) -> Mapping[str, int]:
-        """found_in_memory, found_on_disk, absent, lost (while it was read), stored, refused, evicted, set_aside."""
+        """Return found_in_memory, found_on_disk, absent, lost (while read), stored, refused, evicted and set_aside."""
         with self._lock:
             return Counter(self._counts) + self.folder.counts
 
@@ -172,7 +176,7 @@ class ChunkStore:
         return self._slabs.bytes_in_use
 
     def shutdown(self) -> None:
-        """Finish what is being written and give memory back; no lease is held."""
+        """Finish writes and release memory; no lease is held."""
         self._writer.shutdown()
         self._readers.shutdown()
         with self._lock:
@@ -182,7 +186,7 @@ class ChunkStore:
         self._slabs.shutdown()
 
     def start_read(self, entry: _Entry, index: int, out: Pages) -> "Future[Pages]":
-        """For leases."""
+        """Start a read for a lease."""
         with self._lock:
             if entry.slab is not None and index in entry.layers:
                 read = entry.layers[index]
@@ -197,15 +201,15 @@ class ChunkStore:
             return read
 
     def end_lease(self, entry: _Entry) -> None:
-        """For leases. Of a chunk that was read in part the rest is read, too, and then it stays in memory: prompts that
-        compute their first layers in full never ask for these. One of which nothing was read, or not all that was asked
-        for, is not kept there.
+        """End a lease. The rest of a chunk that was read in part is read, too, and then it stays in memory: prompts
+        that compute their first layers in full never ask for these. A chunk of which nothing was read, or not all that
+        was asked for, is not kept in memory.
         """
         while (under_way := self._leave(entry)) is not None:
             wait(under_way)
 
     def _leave(self, entry: _Entry) -> "list[Future[Pages]] | None":
-        """None: the lease is over; else reads that it waits for before it is."""
+        """End a lease and return None, or return the reads that it must wait for first."""
         with self._lock:
             if entry.num_leases == 1 and (under_way := self._stop_reads(entry)):
                 return under_way
@@ -216,7 +220,7 @@ class ChunkStore:
         return None
 
     def _stop_reads(self, entry: _Entry) -> "list[Future[Pages]]":
-        """The last lease wants nothing more: its reads, less those that had not begun."""
+        """Cancel what the last lease wanted and has not begun; return its other reads."""
         under_way = [read for read in entry.wanted if not read.cancel()]
         if len(under_way) < len(entry.wanted):
             self._forget(entry)
@@ -226,7 +230,7 @@ class ChunkStore:
         return under_way
 
     def _read_rest(self, entry: _Entry) -> bool:
-        """Whether layers that nobody has asked for are read from now on, when nobody waits for any other."""
+        """Read the layers that nobody has asked for, when no other read waits, and return whether there are any."""
         if not entry.layers or entry.slab is None or self._entries.get(entry.key.name) is not entry:
             return False
         rest = [index for index in range(len(entry.ranges)) if index not in entry.layers]
@@ -257,7 +261,7 @@ class ChunkStore:
         return entry
 
     def _enter(self, key: ChunkKey, file: ChunkFile | None) -> _Entry:
-        """A leased entry, in memory if there is room that nobody reads."""
+        """Return a leased entry, in memory if there is room that nobody reads."""
         shape = self.folder.shape
         slab = self._claim(shape.chunk_bytes(key.num_tokens))
         entry = _Entry(key, slab, file, layer_ranges(shape, key.num_tokens), shape.num_layers, num_leases=1)
@@ -280,7 +284,7 @@ class ChunkStore:
                 self._end(oldest)
 
     def _forget(self, entry: _Entry) -> None:
-        """Nobody finds it in memory again."""
+        """Drop a chunk from memory."""
         if self._entries.get(entry.key.name) is entry:
             del self._entries[entry.key.name]
 

@@ -1,6 +1,6 @@
-"""Vector code and threads for numba kernels, shared by both sides: they may not import each other.
+"""Hold vector code and threads for numba kernels, shared by `cpu` and `gpu`, which may not import each other.
 
-Whatever numba compiles with `cache=True` is in a module that imports something of this package.
+Every module that numba compiles with `cache=True` imports something of this package.
 """
 
 from transfer.simd.numba_cache import go_on_without_cache

@@ -1,7 +1,6 @@
-"""How far numba is with functions that call others: how many of these are compiled.
+"""Report how far numba has compiled a set of functions and their callees.
 
-It refuses to know what they do and how long each takes. Invariant: what is told rises, and stays below 1; where all of
-it lies in numba's cache, nothing is told.
+The fraction rises and stays below 1. Where all functions lie in numba's cache, nothing is reported.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +12,8 @@ from numba.core.dispatcher import Dispatcher
 
 
 def find_callees(*roots: Any) -> set[Any]:
-    """The functions themselves and all of ours that they call, directly or not, by their globals' names; without those
-    that are compiled as a part of their callers.
+    """Return the functions and all of ours that they call, directly or not, by their globals' names; without those that
+    are inlined into their callers.
     """
     found, left = set(), list(roots)
     while left:
@@ -28,7 +27,7 @@ def find_callees(*roots: Any) -> set[Any]:
 
 @contextmanager
 def told(roots: tuple[Any, ...], on_progress: Callable[[float], None]) -> Iterator[None]:
-    """`on_progress(fraction)` is told whenever another of what these functions call is compiled in here."""
+    """Call `on_progress(fraction)` whenever another callee of these functions is compiled inside the block."""
     listener = _Listener(find_callees(*roots), on_progress)
     with event.install_listener("numba:compile", listener):
         yield

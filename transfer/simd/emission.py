@@ -1,7 +1,7 @@
-"""What vector kernels are emitted from: constants, loads that widen, fused products, sums over lanes, prefetch.
+"""Emit the building blocks of vector kernels: constants, widening loads, fused products, sums over lanes, prefetch.
 
-Python functions that write LLVM IR through a builder; `address` is an int64 value, sizes are bytes. It refuses to know
-kernels. Invariant: a sum over lanes goes through one fixed tree, whatever else is summed beside it.
+Python functions that write LLVM IR through a builder; `address` is an int64 value, sizes are bytes. A sum over lanes
+goes through one fixed tree, whatever else is summed beside it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ def addresses(builder: ir.IRBuilder, first: Any, stride: Any, size: int, count: 
 
 
 def widened(builder: ir.IRBuilder, address: Any, element: int, size: int) -> Any:
-    """LANES elements of `size` bytes as float32."""
+    """Return LANES elements of `size` bytes as float32."""
     at = builder.add(address, int64(element * size))
     if size == 4:
         return builder.load(builder.inttoptr(at, VECTOR.as_pointer()), align=4)
@@ -48,7 +48,7 @@ def broadcast(builder: ir.IRBuilder, address: Any) -> Any:
 
 
 def fused(builder: ir.IRBuilder, first: Any, second: Any, third: Any) -> Any:
-    """`first * second + third`, rounded once."""
+    """Return `first * second + third`, rounded once."""
     function_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
     fma = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{LANES}f32")
     return builder.call(fma, [first, second, third])
@@ -71,7 +71,9 @@ def shuffle(builder: ir.IRBuilder, first: Any, second: Any, lanes: Sequence[int]
 
 
 def lane_sums(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
-    """Each vector's sum over its lanes, as lanes of as few vectors as hold them: lane i plus lane i + width / 2, ..."""
+    """Return each vector's sum over its lanes, as lanes of as few vectors as hold them: lane i plus lane i + width / 2,
+    ...
+    """
     width = LANES  # partial sums of one vector that are left
     while width > 1:
         half = width // 2

@@ -1,8 +1,8 @@
-"""The exponential function in float32, in a form that compilers turn into vector code.
+"""Compute the exponential function in float32, in a form that compilers turn into vector code.
 
-It refuses to know masses and maxima. Invariant: within two units in the last place for arguments in [-87, 88], which
-others are clamped to; exp(0) is 1 exactly, and NaN stays NaN. Cody and Waite's reduction to [-ln 2 / 2, ln 2 / 2], then
-the Taylor polynomial of degree 7, whose remainder there is below 2**-27 of the value.
+It is within two units in the last place for arguments in [-87, 88], to which others are clamped; exp(0) is 1 exactly,
+and NaN stays NaN. Cody and Waite's reduction to [-ln 2 / 2, ln 2 / 2], then the Taylor polynomial of degree 7, whose
+remainder there is below 2**-27 of the value.
 """
 
 import numba
@@ -20,7 +20,7 @@ _C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / factorial) for factorial in (2, 6
 
 @numba.njit(nogil=True, fastmath=False)  # said, because numba hands a caller's fastmath down to those that say nothing
 def exp(x):
-    """exp of a float32, as float32."""
+    """Return exp of a float32, as float32."""
     x = _LOWEST if x < _LOWEST else x
     x = _HIGHEST if x > _HIGHEST else x
     shifted = x * _LOG2_E + _TO_INTEGER

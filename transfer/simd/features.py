@@ -1,7 +1,8 @@
-"""Which vector instructions this process uses: AVX-512 where the processor has it, else AVX2, or as TANDEM_SIMD says.
+"""Choose the vector instructions of this process: AVX-512 where the processor has it, else AVX2, or as TANDEM_SIMD
+says.
 
-It refuses to know kernels. Invariant: one choice a process, made on import. With TANDEM_SIMD=avx2 on a wider processor
-numba compiles for a processor that has no more, so that both paths can be tested and timed on one machine.
+The choice is made once, on import. With TANDEM_SIMD=avx2 on a wider processor numba compiles for a processor that has
+no more, so that both paths can be tested and timed on one machine.
 """
 
 import os
@@ -17,7 +18,7 @@ _NO_WIDER = "haswell"  # the first processor with AVX2 and FMA
 
 
 def missing_features(name: str) -> list[str]:
-    """What this processor lacks of "avx2" or "avx512"."""
+    """Return what this processor lacks of "avx2" or "avx512"."""
     host = llvm.get_host_cpu_features()
     return [feature for feature in NEEDED[name] if not host.get(feature)]
 
@@ -43,7 +44,7 @@ HAS_VECTORS = not missing_features(SIMD)
 
 
 def require_vectors() -> None:
-    """Raises RuntimeError where the processor lacks what the kernels are made of."""
+    """Raise RuntimeError where the processor lacks the vectors that the kernels need."""
     if not HAS_VECTORS:
         lacking = ", ".join(missing_features(SIMD))
         raise RuntimeError(f"processor: lacks {lacking}; attention on the host needs an x86-64 with AVX2 and FMA")

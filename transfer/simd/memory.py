@@ -1,7 +1,6 @@
-"""Single numbers at addresses: loads, stores, prefetch, and the counters and bit masks of a table lookup.
+"""Access single numbers at addresses: loads, stores, prefetch, and the counters and bit masks of a table lookup.
 
-Functions for use inside numba code; an address is an int64 that the caller vouches for. It refuses to know what lies
-there. Integers come out as int64.
+Functions for use inside numba code; an address is an int64 that the caller vouches for. Integers come out as int64.
 """
 
 from collections.abc import Callable
@@ -54,7 +53,7 @@ def store_float32(typing_context, address, value):
 
 @intrinsic
 def store_int16(typing_context, address, value):
-    """The low 16 bits of an int64."""
+    """Store the low 16 bits of an int64."""
 
     def emit(context, builder, signature, arguments):
         builder.store(builder.trunc(arguments[1], I16), _pointer(builder, arguments[0], I16), align=2)
@@ -65,7 +64,7 @@ def store_int16(typing_context, address, value):
 
 @intrinsic
 def store_int32(typing_context, address, value):
-    """The low 32 bits of an int64."""
+    """Store the low 32 bits of an int64."""
 
     def emit(context, builder, signature, arguments):
         builder.store(builder.trunc(arguments[1], I32), _pointer(builder, arguments[0], I32), align=4)
@@ -85,7 +84,7 @@ def store_int64(typing_context, address, value):
 
 @intrinsic
 def load_acquire_int32(typing_context, address):
-    """The int32 at `address`, read anew each time; what is read after it is not older."""
+    """Load the int32 at `address` anew each time; later reads are not reordered before it."""
 
     def emit(context, builder, signature, arguments):
         return builder.sext(builder.load_atomic(_pointer(builder, arguments[0], I32), "acquire", 4, typ=I32), I64)
@@ -95,7 +94,7 @@ def load_acquire_int32(typing_context, address):
 
 @intrinsic
 def store_release_int32(typing_context, address, value):
-    """Store the low 32 bits of an int64; who sees them sees all that was stored before."""
+    """Store the low 32 bits of an int64; a thread that sees them sees all earlier stores."""
 
     def emit(context, builder, signature, arguments):
         pointer = _pointer(builder, arguments[0], I32)
@@ -119,7 +118,7 @@ def copy_bytes(typing_context, to, source, count):
 
 @intrinsic
 def clear_bytes(typing_context, address, count):
-    """So many bytes become 0."""
+    """Set so many bytes to 0."""
 
     def emit(context, builder, signature, arguments):
         address, count = arguments
@@ -159,7 +158,7 @@ def count_up(typing_context, address):
 
 @intrinsic
 def take_pairs(typing_context, address):
-    """A bit for each of COUNTERS uint8 that is 2 or more, the first lowest; the counters become 0."""
+    """Return a bit for each of COUNTERS uint8 that is 2 or more, the first lowest, and clear the counters."""
 
     def emit(context, builder, signature, arguments):
         pointer = _pointer(builder, arguments[0], _COUNTERS)
@@ -172,7 +171,7 @@ def take_pairs(typing_context, address):
 
 @intrinsic
 def cap_pairs(typing_context, address):
-    """COUNTERS uint8: what is above 2 becomes 2."""
+    """Cap COUNTERS uint8 at 2."""
 
     def emit(context, builder, signature, arguments):
         pointer = _pointer(builder, arguments[0], _COUNTERS)
@@ -185,7 +184,7 @@ def cap_pairs(typing_context, address):
 
 @intrinsic
 def lowest_bit(typing_context, mask):
-    """The place of a mask's lowest bit that is set; 64 if none is."""
+    """Return the place of a mask's lowest bit that is set; 64 if none is."""
 
     def emit(context, builder, signature, arguments):
         function_type = ir.FunctionType(I64, [I64, ir.IntType(1)])

@@ -22,13 +22,13 @@ _is_told = False
 
 
 class NoFolder(caching.UserProvidedCacheLocator):
-    """The last of numba's locators: there is no folder, so nothing is found in it and nothing can be saved."""
+    """The last of numba's locators: it has no folder, so nothing is found in it and nothing can be saved."""
 
     def __init__(self, py_func: Any, py_file: str) -> None:
         self._py_file, self._lineno, self._cache_path = py_file, py_func.__code__.co_firstlineno, _NOWHERE
 
     def ensure_cache_path(self) -> None:
-        """Raises OSError."""
+        """Raise OSError, since there is no folder."""
         raise OSError("no folder can be written; NUMBA_CACHE_DIR names another")
 
     @classmethod
@@ -37,7 +37,7 @@ class NoFolder(caching.UserProvidedCacheLocator):
 
 
 def go_on_without_cache() -> None:
-    """Have numba lock its cache, and compile in memory where the cache fails. Called once, before anything compiles."""
+    """Let numba lock its cache, and compile in memory where the cache fails. Called once, before anything compiles."""
     caching.Cache._guard_against_spurious_io_errors = _guard
     for name in ("load", "save"):
         setattr(caching.IndexDataCacheFile, name, _with_lock(getattr(caching.IndexDataCacheFile, name)))
@@ -46,7 +46,7 @@ def go_on_without_cache() -> None:
 
 @contextmanager
 def _guard(cache: Any) -> Iterator[None]:
-    """Stand around each load and each save of numba's; a load that fails finds nothing."""
+    """Log the first OSError of numba's loads and saves, and go on; a load that fails finds nothing."""
     global _is_told
     try:
         yield

@@ -1,9 +1,9 @@
-"""Scales of packed rows, as files have them, made into the gains and offsets that products take, in float32.
+"""Widen the scales of packed rows, as files have them, to the float32 gains and offsets that products take.
 
-Of a few rows at a time, into a thread's own memory: a number `q` of the words is `q * gain + offset`, of FP8 the number
-of its byte times the gain. It refuses to know words and products. A matrix is MATRIX_COLUMNS int64 of a context. All
-loops are over neighbours, so that they become vector code: what is of a run or of a group is spread out afterwards.
-Invariant: gains and offsets are exact, as products of a scale of 11 bits and a byte, but where scales are float32.
+For a few rows at a time, into a thread's own memory: a number `q` of the words is `q * gain + offset`, of FP8 the
+number of its byte times the gain. A matrix is MATRIX_COLUMNS int64 of a context. All loops are over neighbours, so that
+they become vector code: values of a run or of a group are repeated afterwards. Gains and offsets are exact, as products
+of a scale of 11 bits and a byte, except where scales are float32.
 """
 
 import numba
@@ -32,8 +32,8 @@ def _array(address, count, kind):
 
 @numba.njit(nogil=True)
 def fill_gains(m, row, rows, gains_at, offsets_at):
-    """Gains and offsets of so many rows from one on, GAINS of each row behind those of the row before. m: the matrix's
-    columns.
+    """Write gains and offsets of so many rows from one on, GAINS of each row behind those of the row before. m: the
+    matrix's columns.
     """
     if m[ROW_BLOCK] == 1:
         _fill(m, row, rows, gains_at, offsets_at)
@@ -45,7 +45,7 @@ def fill_gains(m, row, rows, gains_at, offsets_at):
 
 @numba.njit(nogil=True)
 def _fill(m, line, lines, gains_at, offsets_at):
-    """Of so many lines of scales, which lie behind each other, as of one."""
+    """Write those of so many lines of scales, which lie behind each other, as of one."""
     count = lines * m[GROUPS]
     gains, offsets = _array(gains_at, lines * m[GAINS], np.float32), _array(offsets_at, lines * m[GAINS], np.float32)
     if m[RUNS] != 0:
@@ -109,14 +109,14 @@ def _of_runs(m, line, lines, gains_at, offsets_at):
 
 @numba.njit(nogil=True)
 def _fetch_behind(address, num_bytes):
-    """What the next call reads: as many bytes, behind these."""
+    """Prefetch what the next call reads: as many bytes, behind these."""
     for byte in range(num_bytes, 2 * num_bytes, LINE_BYTES):
         prefetch_near(address + byte)
 
 
 @numba.njit(nogil=True)
 def _spread(values, count, times):
-    """Each of the first so many numbers, so many times behind itself; from the last one on, in place."""
+    """Repeat each of the first so many numbers in place, so many times behind itself, from the last one on."""
     if times == 2:  # counts that are known become vector code
         _spread_by(values, count, 2)
     elif times == 8:

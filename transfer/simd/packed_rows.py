@@ -1,11 +1,10 @@
-"""Products of rows of few bits, emitted as LLVM IR: numbers go from words to float32 in registers, there scaled.
+"""Emit products of packed rows as LLVM IR: numbers go from words to float32 in registers, and are scaled there.
 
-Functions for use inside numba code; addresses, strides and counts are int64. A row is what cards read: units of 64
-bytes, taken as 32 numbers of 16 bits each of which has one column of every run of 32: of run p at the bits from `p *
-bits` on. So a shift and a mask give neighbouring columns in their order. A number of a column is `q * gain + offset`,
-of FP8 (e4m3) `q * gain`; both stand beside the row in float32, so many a unit. It refuses to know how files and cards
-have scales. Invariant: that of `transfer.simd.vectors`: a result depends on its own row and vector only. Bytes moved:
-each row once a block.
+Functions for use inside numba code; addresses, strides and counts are int64. A row has the layout of GPU kernels: units
+of 64 bytes, taken as 32 numbers of 16 bits each of which has one column of every run of 32: of run p at the bits from
+`p * bits` on. So a shift and a mask give neighbouring columns in their order. A number of a column is `q * gain +
+offset`, of FP8 (e4m3) `q * gain`; both stand beside the row in float32, so many per unit. A result depends on its own
+row and vector only, as in `transfer.simd.vectors`. Bytes moved: each row once per block.
 """
 
 from collections.abc import Callable
@@ -49,7 +48,7 @@ _HALVES, _WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
 
 
 def places_of(number: str) -> int:
-    """Runs of a unit."""
+    """Return the number of runs of a unit."""
     return 16 // BITS[number]
 
 
@@ -58,12 +57,14 @@ def unit_columns(number: str) -> int:
 
 
 def packed_kind(number: str, gains_a_unit: int) -> tuple[Any, ...]:
-    """What stands for rows of "int4", "int8" or "fp8" in numba code, as a float32 or a uint16 does for plain ones."""
+    """Return what stands for rows of "int4", "int8" or "fp8" in numba code, as a float32 or a uint16 does for plain
+    ones.
+    """
     return (_TAGS[number](0),) * gains_a_unit
 
 
 def product_block(rows: int, vectors: int) -> Any:
-    """A numba function: `out[v, r] = sum(row[r] * x[v, :])` for so many rows, plain or packed, and vectors.
+    """Return a numba function: `out[v, r] = sum(row[r] * x[v, :])` for so many rows, plain or packed, and vectors.
 
     Both are powers of two. Rows are behind each other; gains, offsets: of a packed row `gain_stride` float32 behind
     those of the row before. The inner length is whole lines of 64 bytes of plain rows, of packed ones whole runs.
@@ -92,8 +93,8 @@ def product_block(rows: int, vectors: int) -> Any:
 
 @intrinsic
 def widen_row(typing_context, kind, out_kind, words, gains, offsets, inner, out, ahead):
-    """Numbers of one packed row, in float32 or, where `out_kind` is a uint16, rounded to bf16, behind each other at
-    `out`; other arguments are those of `product_block`.
+    """Return a numba function that writes one packed row's numbers to `out`, in float32 or, where `out_kind` is a
+    uint16, rounded to bf16. Other arguments are those of `product_block`.
     """
     size = item_bytes(out_kind)
 
@@ -107,14 +108,14 @@ def widen_row(typing_context, kind, out_kind, words, gains, offsets, inner, out,
 
 
 class _Rows:
-    """The code that goes over packed rows once, as it is emitted; what it takes of them is its heirs'."""
+    """The emitter of a loop over packed rows; subclasses say what it takes of them."""
 
     def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, rows: int) -> None:
         self.builder, self.number, self.gains_a_unit, self.rows = builder, number, gains_a_unit, rows
         self.places, self.columns = places_of(number), unit_columns(number)
 
     def take(self, numbers: list[Any], unit: Any, column: int) -> None:
-        """A vector of each row's numbers, float32, from a column of a unit on."""
+        """Take a vector of each row's numbers, float32, from a column of a unit on."""
         raise NotImplementedError
 
     def emit_rows(self, weights: Any, gains: Any, offsets: Any, gain_stride: Any, inner: Any, ahead: Any) -> None:
@@ -135,7 +136,7 @@ class _Rows:
                 self._emit_places(whole, range(place, place + 1))
 
     def _emit_places(self, unit: Any, places: range) -> None:
-        """Of one unit, in straight code: what is made of gains is made once."""
+        """Emit one unit in straight code: values that follow from gains are computed once."""
         builder, made = self.builder, {}
         row_byte = builder.mul(unit, int64(LINE_BYTES))
         first_gain = builder.mul(unit, int64(4 * self.gains_a_unit))
@@ -153,7 +154,7 @@ class _Rows:
                 self.take(ours, unit, column)
 
     def _scale(self, row: int, byte: Any) -> Callable[[Any, int], Any]:
-        """What makes float32 of the numbers at a place of a row's words, by the gain and offset there."""
+        """Return a function that scales the numbers at a place of a row's words, by the gain and offset there."""
         builder = self.builder
         gain = broadcast(builder, builder.add(self.gain_at[row], byte))
         if self.number == "fp8":
@@ -174,7 +175,7 @@ class _Rows:
 
 
 class _Block(_Rows):
-    """Products of rows and vectors."""
+    """The emitter of products of rows and vectors."""
 
     def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, rows: int, vectors: int) -> None:
         super().__init__(builder, number, gains_a_unit, rows)
@@ -200,7 +201,7 @@ class _Block(_Rows):
 
 
 class _WidenedRow(_Rows):
-    """The numbers of one row, in `size` bytes each."""
+    """The emitter of one row's numbers, in `size` bytes each."""
 
     def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, out: Any, size: int) -> None:
         super().__init__(builder, number, gains_a_unit, 1)
@@ -215,7 +216,7 @@ class _WidenedRow(_Rows):
 
 
 def _rounded(builder: ir.IRBuilder, values: Any) -> Any:
-    """The nearest bf16 of finite float32, ties to even, as their bits."""
+    """Return the nearest bf16 of finite float32, ties to even, as their bits."""
     bits = builder.bitcast(values, _WORDS)
     odd = builder.and_(builder.lshr(bits, ir.Constant(_WORDS, [16] * LANES)), ir.Constant(_WORDS, [1] * LANES))
     moved = builder.add(bits, builder.add(odd, ir.Constant(_WORDS, [0x7FFF] * LANES)))
@@ -228,8 +229,9 @@ def _shifted(builder: ir.IRBuilder, halves: Any, bits: int) -> Any:
 
 
 def _floats(builder: ir.IRBuilder, halves: Any, place: int) -> Any:
-    """FP8 bytes, of which the lower one is at place 0, as float16 of 1 / FLOAT_GAIN: the sign where it is, the exponent
-    and the mantissa one bit lower, so that subnormal ones are right, too."""
+    """Return FP8 bytes, of which the lower one is at place 0, as float16 of 1 / FLOAT_GAIN: the sign stays, the
+    exponent and the mantissa move one bit lower, so that subnormal ones are right, too.
+    """
     one = ir.Constant(_HALVES, [1] * LANES)
     top = builder.shl(halves, ir.Constant(_HALVES, [8] * LANES)) if place == 0 else halves
     bits = builder.and_(builder.ashr(top, one), ir.Constant(_HALVES, [0xBF80] * LANES))
@@ -237,7 +239,7 @@ def _floats(builder: ir.IRBuilder, halves: Any, place: int) -> Any:
 
 
 def _chosen(builder: ir.IRBuilder, table: Any, numbers: Any) -> Any:
-    """Of 16 float32 the one that the lowest 4 bits of each lane say."""
+    """Choose from 16 float32 by the lowest 4 bits of each lane."""
     function_type = ir.FunctionType(VECTOR, [VECTOR, _WORDS])
     choose = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512.permvar.sf.512")
     return builder.call(choose, [table, numbers])
@@ -245,7 +247,7 @@ def _chosen(builder: ir.IRBuilder, table: Any, numbers: Any) -> Any:
 
 @intrinsic
 def is_packed(typing_context, kind):
-    """Whether rows of a kind are: a constant of the compiled code."""
+    """Return whether rows of a kind are packed: a constant of the compiled code."""
 
     def emit(context, builder, signature, arguments):
         return ir.Constant(ir.IntType(1), int(isinstance(kind, types.UniTuple)))
@@ -255,7 +257,7 @@ def is_packed(typing_context, kind):
 
 @intrinsic
 def float_of_half(typing_context, bits):
-    """A float16, of its bits, as float32."""
+    """Return a float16, given by its bits, as float32."""
 
     def emit(context, builder, signature, arguments):
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), F32)
@@ -265,7 +267,7 @@ def float_of_half(typing_context, bits):
 
 @intrinsic
 def float_of_bfloat16(typing_context, bits):
-    """A bfloat16, of its bits, as float32."""
+    """Return a bfloat16, given by its bits, as float32."""
 
     def emit(context, builder, signature, arguments):
         return builder.bitcast(builder.shl(builder.zext(arguments[0], I32), ir.Constant(I32, 16)), F32)
@@ -274,7 +276,7 @@ def float_of_bfloat16(typing_context, bits):
 
 
 def scaled_pairs(count: int) -> Any:
-    """A numba function: of so many pairs of signed bytes the lower ones times one float32, the upper ones times
+    """Return a numba function: of so many pairs of signed bytes the lower ones times one float32, the upper ones times
     another, each stored behind each other.
     """
     words, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)

@@ -1,8 +1,8 @@
-"""One parallel region: a compiled function run by so many threads at once, each told its number.
+"""Run one parallel region: a compiled function on so many threads at once, each given its number.
 
-`Region` takes any arguments, and some tenths of a millisecond of Python a start; `start` takes one address, and a few
-microseconds. It refuses to know the work. Invariant: code in numba's cache on disk is of the sources and the vector
-width that it was made from: `version` stands for both. The first of its threads always comes; the others may not.
+`Region` takes any arguments, and some tenths of a millisecond of Python per start; `start` takes one address, and a few
+microseconds. Code in numba's cache on disk belongs to the sources and the vector width that it was made from: `version`
+stands for both. The first of its threads always comes; the others may not.
 """
 
 from functools import cache
@@ -52,7 +52,7 @@ class Region:
         self._work = CompileResultWAP(work.overloads[signature])
 
     def run(self, threads: int, *arguments: object) -> None:
-        """Once, on so many threads of numba's; one of them is the caller's."""
+        """Run it once, on so many threads of numba's; one of them is the caller's."""
         if threads == 1:
             self._alone(0, 1, *arguments)
             return
@@ -71,19 +71,19 @@ def _emit_call(lowering: Any, builder: Any, signature: Any, arguments: Any) -> A
 
 @intrinsic
 def _call(typing_context, function, me, threads, context):
-    """Call what lies at an address."""
+    """Call the function at an address."""
     return types.void(*[types.int64] * 4), _emit_call
 
 
 @intrinsic
 def call_rows(typing_context, function, matrix, row, x, x_stride, tokens, out, out_stride, scratch):
-    """Call what lies at an address: work on some rows of a matrix, of which all is said by int64."""
+    """Call the function at an address: work on some rows of a matrix, described by int64 alone."""
     return types.void(*[types.int64] * 9), _emit_call
 
 
 @intrinsic
 def pointer_to(typing_context, address):
-    """An address as `numba.carray` takes it."""
+    """Return an address as `numba.carray` takes it."""
 
     def emit(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())

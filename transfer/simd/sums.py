@@ -1,7 +1,6 @@
-"""Sums of whole lines of memory, for rates: rows side by side as products read them, and no arithmetic worth the name.
+"""Sum whole lines of memory, for rates: rows side by side as products read them, with almost no arithmetic.
 
-A function for use inside numba code. Addresses and counts are int64, in bytes. It refuses to know what is stored. Bytes
-moved: each row once.
+A function for use inside numba code. Addresses and counts are int64, in bytes. Bytes moved: each row once.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ _VECTOR = ir.VectorType(I64, _WORDS)
 
 
 def sum_block(rows: int) -> Any:
-    """A numba function: the sum of all int64 of so many rows of `row_bytes`, whole lines, behind each other."""
+    """Return a numba function: the sum of all int64 of so many rows of `row_bytes`, whole lines, behind each other."""
 
     @intrinsic
     def add(typing_context, first, row_bytes, ahead):

@@ -1,9 +1,9 @@
-"""Threads that go through the stages of one parallel region together: claims of work, and the wait at a stage's end.
+"""Take threads through the stages of one parallel region together: claims of work, and the wait at a stage's end.
 
-It refuses to know the work. Items of a stage are dealt out in even, contiguous runs, one a thread, so that memory is
-read in order; who is done helps the others. Invariant: a stage ends when all its *items* are done, however many of the
-threads have come; the first thread alone would finish, so no start that the system delays or denies can block it.
-A thread that waits spins for some microseconds and then yields its core at each look: a busy machine does not stall.
+Items of a stage are dealt out in even, contiguous runs, one for each thread, so that memory is read in order; threads
+that are done help the others. A stage ends when all its *items* are done, however many of the threads have come; the
+first thread alone would finish, so no start that the system delays or denies can block it. A thread that waits spins
+for some microseconds and then yields its core at each look: a busy machine does not stall.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,9 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 class Team(NamedTuple):
-    """`counters`: int64 `[stages, threads + 1, COUNTER_INT64]`, zero at a region's start; the last is of items done."""
+    """The counters of a region. `counters`: int64 `[stages, threads + 1, COUNTER_INT64]`, zero at a region's start; the
+    last is of items done.
+    """
 
     counters: np.ndarray
     me: int
@@ -37,7 +39,7 @@ def new_counters(stages: int, threads: int) -> np.ndarray:
 
 @intrinsic
 def atomic_add(typing_context, address, value):
-    """Add to the int64 at `address`; returns what it was."""
+    """Add to the int64 at `address`; return what it was."""
 
     def emit(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], _I64.as_pointer())
@@ -48,7 +50,7 @@ def atomic_add(typing_context, address, value):
 
 @intrinsic
 def atomic_load(typing_context, address):
-    """The int64 at `address`, read anew each time."""
+    """Load the int64 at `address` anew each time."""
 
     def emit(context, builder, signature, arguments):
         return builder.load_atomic(builder.inttoptr(arguments[0], _I64.as_pointer()), "acquire", 8, typ=_I64)
@@ -58,7 +60,7 @@ def atomic_load(typing_context, address):
 
 @intrinsic
 def now_ns(typing_context):
-    """Nanoseconds of the monotonic clock."""
+    """Return nanoseconds of the monotonic clock."""
     time_type, monotonic = ir.ArrayType(_I64, 2), 1
 
     def emit(context, builder, signature, arguments):
@@ -74,7 +76,7 @@ def now_ns(typing_context):
 
 @intrinsic
 def pause(typing_context):
-    """What a spinning thread does between two looks."""
+    """Pause between two looks of a spinning thread."""
 
     def emit(context, builder, signature, arguments):
         function_type = ir.FunctionType(ir.VoidType(), [])
@@ -95,7 +97,7 @@ def _yield_core(typing_context):
 
 @numba.njit(nogil=True)
 def look_again(looks):
-    """After so many looks in vain, wait a little: at first on this core, then without it. Returns one look more."""
+    """Wait a little after so many looks in vain: at first on this core, then without it. Return one look more."""
     if looks < SPINS:
         pause()
     else:
@@ -110,7 +112,7 @@ def _counter(team, stage, index):
 
 @numba.njit(nogil=True)
 def _claim_of(team, stage, items, owner):
-    """The next item of a thread's run, or -1 if it has none left."""
+    """Return the next item of a thread's run, or -1 if it has none left."""
     begin, end = items * owner // team.threads, items * (owner + 1) // team.threads
     counter = _counter(team, stage, owner)
     if begin + atomic_load(counter) < end:
@@ -122,7 +124,7 @@ def _claim_of(team, stage, items, owner):
 
 @numba.njit(nogil=True)
 def claim(team, stage, items):
-    """The next item of `[0, items)` that is this thread's to do, or -1 if all are taken."""
+    """Return the next item of `[0, items)` that is this thread's to do, or -1 if all are taken."""
     for turn in range(team.threads):
         item = _claim_of(team, stage, items, (team.me + turn) % team.threads)
         if item >= 0:
@@ -132,13 +134,13 @@ def claim(team, stage, items):
 
 @numba.njit(nogil=True)
 def claim_own(team, stage, items):
-    """As `claim`, of this thread's own run alone."""
+    """Return the next item as `claim` does, but of this thread's own run alone."""
     return _claim_of(team, stage, items, team.me)
 
 
 @numba.njit(nogil=True)
 def end_stage(team, stage, items, done):
-    """Report `done` items and wait until all are. Returns whether these were the last; true for one thread alone."""
+    """Report `done` items and wait until all are. Return whether these were the last; True for one thread alone."""
     counter = _counter(team, stage, team.threads)
     is_last = done > 0 and atomic_add(counter, done) + done == items
     looks = 0

@@ -1,8 +1,8 @@
-"""The start of numba's threads, of which it has one set a process, in a way that nobody else notices.
+"""Start numba's threads, one set per process, without changing the threads of torch.
 
-It refuses to know what runs on them. numba makes its number of threads OpenMP's of the thread that starts them, be that
-by an import: torch, which asks OpenMP, would then have as many, whatever OMP_NUM_THREADS says. Invariant: a thread that
-has ended by then starts them, so the number of every other stays as it was.
+numba sets OpenMP's number of threads in the thread that starts them, even by an import: torch, which asks OpenMP, would
+then have as many, whatever OMP_NUM_THREADS says. A short-lived thread starts them here, so the number of every other
+stays as it was.
 """
 
 from threading import Thread
@@ -11,7 +11,7 @@ import numba
 
 
 def start_threads() -> None:
-    """Start numba's threads, if that is still to do. To be called before a parallel function is compiled or loaded."""
+    """Start numba's threads, if that is still to do. Call it before a parallel function is compiled or loaded."""
     thread = Thread(target=numba.get_num_threads, name="start-of-numba")
     thread.start()
     thread.join()

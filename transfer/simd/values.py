@@ -1,7 +1,7 @@
-"""Vectors of LANES float32 or int32 as values of numba code: `+ - * /` between them, and the functions below.
+"""Define vectors of LANES float32 or int32 as values of numba code: `+ - * /` between them, and the functions below.
 
-One source for every vector width. It refuses to know what it computes. Invariant: comparisons are ordered, so that a
-NaN lane never passes for the greater or the lesser: `greater(x, y)` and `lesser(x, y)` give y where x is NaN.
+One source serves every vector width. Comparisons are ordered, so that a NaN lane never passes for the greater or the
+lesser: `greater(x, y)` and `lesser(x, y)` give y where x is NaN.
 """
 
 import operator
@@ -64,7 +64,7 @@ for _function, _instruction in (
 
 @intrinsic
 def load_lanes(typing_context, address):
-    """LANES float32 from an address on; no alignment asked."""
+    """Load LANES float32 from an address on; no alignment needed."""
 
     def emit(context, builder, signature, arguments):
         return builder.load(builder.inttoptr(arguments[0], VECTOR.as_pointer()), align=4)
@@ -83,7 +83,7 @@ def store_lanes(typing_context, address, lanes):
 
 @intrinsic
 def spread(typing_context, number):
-    """A float32 in every lane."""
+    """Return a float32 in every lane."""
 
     def emit(context, builder, signature, arguments):
         alone = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), arguments[0], ir.Constant(I32, 0))
@@ -94,7 +94,7 @@ def spread(typing_context, number):
 
 @intrinsic
 def multiply_add(typing_context, x, y, z):
-    """x * y + z, rounded once."""
+    """Return x * y + z, rounded once."""
 
     def emit(context, builder, signature, arguments):
         function_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
@@ -131,7 +131,7 @@ greater, lesser = _chooser(">"), _chooser("<")
 
 @intrinsic
 def zero_below(typing_context, x, border, y):
-    """y, but 0 where x is below the border; a NaN is below nothing."""
+    """Return y, but 0 where x is below the border; a NaN is below nothing."""
 
     def emit(context, builder, signature, arguments):
         x, border, y = arguments
@@ -142,7 +142,7 @@ def zero_below(typing_context, x, border, y):
 
 @intrinsic
 def first_lanes(typing_context, count, x, other):
-    """x in the first `count` lanes (an int64; LANES or more: all of them), `other` in the rest."""
+    """Return x in the first `count` lanes (an int64; LANES or more: all of them), `other` in the rest."""
 
     def emit(context, builder, signature, arguments):
         count, x, other = arguments
@@ -159,7 +159,7 @@ def first_lanes(typing_context, count, x, other):
 
 @intrinsic
 def truncated(typing_context, x):
-    """To int32, towards zero; x within its range and not NaN."""
+    """Convert to int32, towards zero; x within its range and not NaN."""
 
     def emit(context, builder, signature, arguments):
         return builder.fptosi(arguments[0], _WORDS)
@@ -177,7 +177,7 @@ def as_floats(typing_context, x):
 
 @intrinsic
 def gather(typing_context, address, index):
-    """The float32 number `index[lane]` from an address on, for each lane."""
+    """Return the float32 number `index[lane]` from an address on, for each lane."""
 
     def emit(context, builder, signature, arguments):
         address, index = arguments
@@ -205,7 +205,7 @@ def lane_sum(typing_context, x):
 
 @intrinsic
 def lane_max(typing_context, x):
-    """The greatest lane that is not NaN; -inf if all are."""
+    """Return the greatest lane that is not NaN; -inf if all are."""
 
     def emit(context, builder, signature, arguments):
         lanes = builder.select(
@@ -226,7 +226,7 @@ def lane_max(typing_context, x):
 
 @intrinsic
 def _powers_of_two(typing_context, shifted):
-    """As `vectors.power_of_two`, for each lane."""
+    """Return `vectors.power_of_two` for each lane."""
 
     def emit(context, builder, signature, arguments):
         bits = builder.add(builder.bitcast(arguments[0], _WORDS), ir.Constant(_WORDS, [127] * LANES))
@@ -244,7 +244,7 @@ _C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / factorial) for factorial in (2, 6
 
 @njit(nogil=True, fastmath=False)
 def exp_lanes(x):
-    """exp of arguments up to 0: as `exp.exp`, but 0 below -87; NaN stays NaN."""
+    """Return exp of arguments up to 0: as `exp.exp`, but 0 below -87; NaN stays NaN."""
     clamped = zero_below(x, spread(_LOWEST), x)
     shifted = multiply_add(clamped, spread(_LOG2_E), spread(_TO_INTEGER))
     n = shifted - spread(_TO_INTEGER)

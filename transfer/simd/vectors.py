@@ -1,9 +1,9 @@
-"""Vector code of the compiled decode step, emitted as LLVM IR: products of weight rows, weighted sums, prefetch.
+"""Emit vector code of the compiled decode step as LLVM IR: products of weight rows, weighted sums, prefetch.
 
 Functions for use inside numba code. Addresses, strides and counts are int64; strides count elements, `ahead` counts
-bytes. It refuses to know what a row is. Invariant: a result depends on its own row and vector only, never on how many
-others share the block: one accumulator a result, summed over lanes by one fixed tree. Bytes moved: each row once a
-block, widened in registers where it is bf16 (uint16 with the upper half of a float32).
+bytes. A result depends on its own row and vector only, never on how many others share the block: one accumulator for
+each result, summed over lanes by one fixed tree. Bytes moved: each row once per block, widened in registers where it is
+bf16 (uint16 with the upper half of a float32).
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ LINE_BYTES = 64
 
 
 def item_bytes(kind: Any) -> int:
-    """Of a weight: 4 where the numba type `kind` is float32, 2 where it is uint16 (bf16)."""
+    """Return the bytes of a weight: 4 where the numba type `kind` is float32, 2 where it is uint16 (bf16)."""
     if kind not in (types.float32, types.uint16):
         raise TypeError(f"weights: numba type {kind}; wanted float32, or uint16 for bf16")
     return int(kind.bitwidth // 8)
@@ -46,8 +46,8 @@ def emit_dots(
     builder: ir.IRBuilder, size: int, rows: int, vectors: int, weights: Any, weight_stride: Any, x: Any, x_stride: Any,
     inner: Any, out: Any, out_stride: Any, ahead: Any,
 ) -> None:  # fmt: skip
-    """The code of `out[v, r] = sum(weights[r, :] * x[v, :])` for so many rows and vectors, powers of two, of weights of
-    `size` bytes. The inner length is whole lines of 64 bytes of weights.
+    """Emit `out[v, r] = sum(weights[r, :] * x[v, :])` for so many rows and vectors, powers of two, of weights of `size`
+    bytes. The inner length is whole lines of 64 bytes of weights.
     """
     row_at = list(addresses(builder, weights, weight_stride, size, rows))
     vector_at = list(addresses(builder, x, x_stride, 4, vectors))
@@ -70,7 +70,9 @@ def emit_dots(
 
 
 def weighted_sum(members: int, columns: int) -> Any:
-    """A numba function: `out[m, :] += sum(weights[m, t] * rows[t, :])` over tokens, for `columns * LANES` columns."""
+    """Return a numba function: `out[m, :] += sum(weights[m, t] * rows[t, :])` over tokens, for `columns * LANES`
+    columns.
+    """
 
     @intrinsic
     def add(typing_context, kind, rows, row_stride, weights, weight_stride, tokens, out, out_stride, ahead):
@@ -107,7 +109,7 @@ def weighted_sum(members: int, columns: int) -> Any:
 
 @intrinsic
 def size_of(typing_context, kind):
-    """Bytes of a weight: a constant of the compiled code."""
+    """Return the bytes of a weight: a constant of the compiled code."""
     size = item_bytes(kind)
 
     def emit(context, builder, signature, arguments):
@@ -118,7 +120,7 @@ def size_of(typing_context, kind):
 
 @intrinsic
 def load(typing_context, kind, address, index):
-    """The weight number `index` from `address` on, as float32."""
+    """Load the weight number `index` from `address` on, as float32."""
     size = item_bytes(kind)
 
     def emit(context, builder, signature, arguments):
@@ -157,7 +159,7 @@ def store(typing_context, kind, address, index, value):
 
 @intrinsic
 def power_of_two(typing_context, shifted):
-    """2**n, where n is the integer in the low bits of the float32 `n + 1.5 * 2**23`; n in [-126, 127]."""
+    """Return 2**n, where n is the integer in the low bits of the float32 `n + 1.5 * 2**23`; n in [-126, 127]."""
 
     def emit(context, builder, signature, arguments):
         bits = builder.add(builder.bitcast(arguments[0], I32), ir.Constant(I32, 127))
@@ -168,7 +170,7 @@ def power_of_two(typing_context, shifted):
 
 @intrinsic
 def address_of(typing_context, array):
-    """Where an array's first element lies."""
+    """Return the address of an array's first element."""
 
     def emit(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
