@@ -1,12 +1,11 @@
-"""How fast attention on this host reads rows in a stream, at its best: what a step is held to, beside other kernels.
+"""Measure how fast attention on this host reads rows in a stream: what a step over host memory is held to.
 
-Knows a tier's shape; refuses to know contexts and engines. Rows are all alike, of a size several times the last-level
-cache unless a caller asks for less, and each is read once for the heads of its group: bytes of keys and values over
-the best time. The answer of alike rows is known, and looked at.
+Rows are all alike, and each is read once for the heads of its group. The answer of alike rows is known and checked.
 """
 
 import math
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,19 +23,31 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 
 
 def measure_attend_rate(shape: TierShape, query_dtype: torch.dtype, threads: int, gib: float) -> float:
-    """GB/s (1e9 bytes) of rows as the tier keeps them, by a step of one row. query_dtype: bfloat16 or float32; gib: of
-    keys and values together. Compiles, or reads numba's cache.
+    """Return GB/s (1e9 bytes) of rows as the tier keeps them, at the best time of a step of one row.
+
+    query_dtype: bfloat16 or float32; gib: of keys and values together, several times the last-level cache to be of
+    memory. Compiles, or reads numba's cache.
     """
-    row_type = ROW_TYPES[shape.rows][0]
-    kernel = HostAttention(
-        heads=shape.num_heads, kv_heads=shape.num_kv_heads, dim=shape.dim, row_type=row_type,
-        query_type=QUERY_TYPES[query_dtype], bits=max(shape.bits_per_table, 1), tables=max(shape.num_tables, 2),
-        scale=shape.dim**-0.5, threads=threads,
-    )  # fmt: skip
-    num_tokens = max(1, int(gib * GIB) // (shape.num_kv_heads * kernel.row_bytes))
+    row_bytes = _make_kernel(shape, query_dtype, threads).row_bytes
+    num_tokens = max(1, int(gib * GIB) // (shape.num_kv_heads * row_bytes))
+    attend, num_bytes = attend_alike_rows(shape, query_dtype, threads, num_tokens)
+    best = math.inf
+    for _ in range(1 + _REPEATS):
+        began = time.perf_counter()
+        attend()
+        best = min(best, time.perf_counter() - began)
+    return num_bytes / best / 1e9
+
+
+def attend_alike_rows(
+    shape: TierShape, query_dtype: torch.dtype, threads: int, num_tokens: int
+) -> tuple[Callable[[], None], int]:
+    """Return a call that attends exactly to `num_tokens` alike rows and checks the answer, and the bytes it reads."""
+    kernel = _make_kernel(shape, query_dtype, threads)
     sizes = [min(SEGMENT_TOKENS, num_tokens - begin) for begin in range(0, num_tokens, SEGMENT_TOKENS)]
     parts = [
-        [_alike((shape.num_kv_heads, size, shape.dim), row_type, _ONE[shape.rows]) for _ in range(2)] for size in sizes
+        [_alike((shape.num_kv_heads, size, shape.dim), ROW_TYPES[shape.rows][0], _ONE[shape.rows]) for _ in range(2)]
+        for size in sizes
     ]
     key_scale = np.ones(shape.num_kv_heads, np.float32)
     value_scale = np.ones((shape.num_kv_heads, shape.dim), np.float32)
@@ -49,18 +60,28 @@ def measure_attend_rate(shape: TierShape, query_dtype: torch.dtype, threads: int
             piece[f"{name}_head_bytes"], piece[f"{name}_row_bytes"] = array.strides[:2]
         piece["key_scale"], piece["value_scale"] = key_scale.ctypes.data, value_scale.ctypes.data
     queries = np.zeros((1, shape.num_heads, shape.dim), QUERY_TYPES[query_dtype])
-    best, num_bytes = math.inf, num_tokens * shape.num_kv_heads * kernel.row_bytes
-    for _ in range(1 + _REPEATS):
-        began = time.perf_counter()
+    num_bytes = num_tokens * shape.num_kv_heads * kernel.row_bytes
+    kept = parts, key_scale, value_scale  # the table holds addresses
+
+    def attend() -> None:
         got = kernel.attend(table, queries, None, threads)
-        best = min(best, time.perf_counter() - began)
+        assert kept
         assert got.rows * kernel.row_bytes == num_bytes, "a row is read once for the heads of a group"
         assert np.allclose(got.lse, math.log(num_tokens), atol=1e-3), "queries of zero count the rows"
-    return num_bytes / best / 1e9
+
+    return attend, num_bytes
+
+
+def _make_kernel(shape: TierShape, query_dtype: torch.dtype, threads: int) -> HostAttention:
+    return HostAttention(
+        heads=shape.num_heads, kv_heads=shape.num_kv_heads, dim=shape.dim, row_type=ROW_TYPES[shape.rows][0],
+        query_type=QUERY_TYPES[query_dtype], bits=max(shape.bits_per_table, 1), tables=max(shape.num_tables, 2),
+        scale=shape.dim**-0.5, threads=threads,
+    )  # fmt: skip
 
 
 def _alike(shape: tuple[int, ...], row_type: type, value: int) -> np.ndarray:
-    """Written, from a huge page on, as slabs begin: a row across one line more than it fills is read slower."""
+    """Return rows of one value that begin on a huge page, as slabs do: unaligned rows are read slower."""
     num_bytes = math.prod(shape) * np.dtype(row_type).itemsize
     room = np.empty(num_bytes + _HUGE_PAGE_BYTES, np.uint8)
     begin = -room.ctypes.data % _HUGE_PAGE_BYTES

@@ -5,6 +5,7 @@ import typer
 from bench.context_commands import documents, long, prefill
 from bench.load.command import serve
 from bench.machine_commands import engine, rates
+from bench.op.command import op
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")
 
@@ -14,3 +15,4 @@ app.command("long")(long)
 app.command("prefill")(prefill)
 app.command("documents")(documents)
 app.command("rates")(rates)
+app.command("op")(op)

@@ -14,7 +14,7 @@ import torch
 from evals.forward import KvCache, ReferenceDecoder
 from evals.meter import Fractions, ReadMeter
 from evals.methods.attention import attend_all
-from evals.methods.method import DecodeMethod, MethodError, PrefillMethod, PrefillResult, PromptLayer, Step, StepResult
+from evals.methods.method import DecodeMethod, MethodError, PromptLayer, Step, StepResult
 
 Watch = Callable[[Step, StepResult, torch.Tensor], None]
 """Sees each handled layer's step, its result, and which rows (bool `[requests]`) are still running."""
@@ -32,7 +32,6 @@ class PrefilledBatch:
     capacity: int
     methods: tuple[DecodeMethod, ...]
     states: list[list[Any]]
-    prefill_reads: list[Fractions] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,8 @@ def prefill_batch(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     methods: Sequence[DecodeMethod],
-    prefill: PrefillMethod | None,
 ) -> PrefilledBatch:
-    """Prefill `prompts` (token ids, two or more each), exactly or by `prefill`, leaving room for `max_new_tokens`.
+    """Prefill `prompts` exactly (token ids, two or more each), leaving room for `max_new_tokens`.
 
     Raises MethodError if a prompt and its answer do not fit the model's positions.
     """
@@ -70,27 +68,18 @@ def prefill_batch(
     for row, prompt in enumerate(prompts):
         tokens[row, : sizes[row]] = torch.as_tensor(prompt[:-1])
     lengths = torch.tensor(sizes, device=device)
-    meter = ReadMeter(len(prompts), device)
-    everyone = torch.ones(len(prompts), dtype=torch.bool, device=device)
     num_layers = decoder.architecture.num_layers
     states: list[list[Any]] = [[None] * num_layers for _ in methods]  # layers with a window have none
 
-    def attend(prompt: PromptLayer) -> PrefillResult | None:
+    def begin(prompt: PromptLayer) -> None:
         for method, layers in zip(methods, states, strict=True):
             if method.handles(prompt.layer, num_layers):
                 layers[prompt.layer] = method.begin(prompt)
-        if prefill is None or not prefill.handles(prompt.layer, num_layers):
-            meter.add(torch.ones_like(lengths), torch.ones_like(lengths), False, everyone)
-            return None
-        result = prefill.attend(prompt)
-        meter.add(result.head_fraction, result.bytes_fraction, True, everyone)
-        return result
 
     capacity = longest + 1 + max_new_tokens
-    cache, _ = decoder.prefill(tokens.to(device), lengths, longest, capacity, attend)
+    cache, _ = decoder.prefill(tokens.to(device), lengths, longest, capacity, begin)
     last = torch.tensor([prompt[-1] for prompt in prompts], device=device)
-    reads = meter.read() if prefill is not None else None
-    return PrefilledBatch(decoder, cache, last, lengths, longest, capacity, tuple(methods), states, reads)
+    return PrefilledBatch(decoder, cache, last, lengths, longest, capacity, tuple(methods), states)
 
 
 @torch.inference_mode()

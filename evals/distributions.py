@@ -53,7 +53,7 @@ def full_logprobs(decoder: ReferenceDecoder, text: Sequence[int], chosen: Sequen
     """Return full attention's log probabilities for the text's last `count` tokens and for those chosen behind it:
     float64 `[tokens, vocab]` on the host.
     """
-    batch = prefill_batch(decoder, [text[:-count]], count + len(chosen), [Full()], None)
+    batch = prefill_batch(decoder, [text[:-count]], count + len(chosen), [Full()])
     kept: list[torch.Tensor] = []
     decode_forced(
         batch, 0, [[*text[-count:], *chosen]], None, lambda _, logits: kept.append(logits[0].double().log_softmax(-1))

@@ -18,7 +18,7 @@ from evals.forward import ReferenceDecoder
 from evals.meter import Fractions
 from evals.methods.attention import attend_all
 from evals.methods.full import Full
-from evals.methods.method import DecodeMethod, MethodError, Step, StepResult
+from evals.methods.method import MethodError, Step, StepResult
 from evals.methods.registry import parse_method
 from evals.rows import Row, mean_known
 from evals.tasks.haystack import TextSource
@@ -68,16 +68,16 @@ def compare(
     """Run methods beside full attention over the last `forced_tokens` tokens of each prompt.
 
     The rest of a prompt is prefilled exactly. Returns rows of methods, full attention first (`method, agreement, kl,
-    perplexity`, fractions and counts), and rows of their layers. Raises MethodError for a prefill method or for a
-    prompt that is not longer than what is forced.
+    perplexity`, fractions and counts), and rows of their layers. Raises MethodError where a prompt is not longer
+    than what is forced.
     """
-    methods = [_decode_method(label) for label in labels]
+    methods = [parse_method(label) for label in labels]
     shortest = min(map(len, prompts))
     if shortest < forced_tokens + 2:
         raise MethodError(f"fidelity: a prompt of {shortest} tokens, {forced_tokens} to force; force fewer")
     heads = [list(prompt[:-forced_tokens]) for prompt in prompts]
     tails = [list(prompt[-forced_tokens:]) for prompt in prompts]
-    batch = prefill_batch(decoder, heads, forced_tokens, [*methods, Full()], None)
+    batch = prefill_batch(decoder, heads, forced_tokens, [*methods, Full()])
     exact: list[torch.Tensor] = []
     forced = torch.tensor(tails, device=decoder.device)
     base = decode_forced(batch, len(methods), tails, None, lambda _, logits: exact.append(_log_softmax(logits)))
@@ -122,13 +122,6 @@ def _row(label: str, agreement: float, kl: float, nll: Sequence[float], reads: S
         "perplexity": float(torch.tensor(nll, dtype=torch.float64).mean().exp()),
         **{name: mean_known([fraction[name] for fraction in fractions]) for name in fractions[0]},
     }
-
-
-def _decode_method(label: str) -> DecodeMethod:
-    method = parse_method(label)
-    if not isinstance(method, DecodeMethod):
-        raise MethodError(f"fidelity: {method.name} is a prefill method; compare it with `tandem eval tasks`")
-    return method
 
 
 def pool_rows(batches: Sequence[list[Row]], key: tuple[str, ...], weight: str) -> list[Row]:

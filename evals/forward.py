@@ -1,7 +1,6 @@
 """A plain batched decoder over full, contiguous KV: what the methods are judged in.
 
-It knows no methods: attention of a step, and of a prompt if it is not to be exact, is handed in, but for layers with a
-window, which no method has a part in. It shares the weights'
+Attention of a step is handed in, but for layers with a window, which no method has a part in. It shares the weights'
 layout and the rotary tables with the server's decoder and nothing else. Rows are padded on the right, so positions are
 indices, causal attention needs no mask, and a new token goes to its row's length. Any torch device, bf16 or float32.
 """
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from evals.methods.method import PrefillResult, PromptLayer, Step
+from evals.methods.method import PromptLayer, Step
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture, read_architecture
 from gpu.model.spec import Experts
@@ -29,8 +28,8 @@ WINDOW_QUERIES = 1024
 AttendStep = Callable[[Step], torch.Tensor]
 """A step to its output, `[requests, heads, dim]` in any dtype."""
 
-AttendPrompt = Callable[[PromptLayer], PrefillResult | None]
-"""A prompt's layer to its attention; None for exact attention. Called once a layer, so also the place to look on."""
+WatchPrompt = Callable[[PromptLayer], None]
+"""Called with each layer of a prompt that has no window, as the prefill leaves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class ReferenceDecoder:
 
     @torch.inference_mode()
     def prefill(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, longest: int, capacity: int, attend: AttendPrompt
+        self, tokens: torch.Tensor, lengths: torch.Tensor, longest: int, capacity: int, watch: WatchPrompt
     ) -> tuple[KvCache, torch.Tensor]:
         """Run prompts through all layers.
 
@@ -71,10 +70,10 @@ class ReferenceDecoder:
             query, key = rotate(plain_q, cos, sin), rotate(plain_k, cos, sin)
             cache.keys.append(functional.pad(key, (0, 0, 0, capacity - longest)))
             cache.values.append(functional.pad(v, (0, 0, 0, capacity - longest)))
-            prompt = PromptLayer(layer, query, plain_q, cache.keys[-1], cache.values[-1], lengths, longest)
-            given = attend(prompt) if window is None else None
-            out = attend_causal(query, key, v, window) if given is None else given.out
-            del prompt, given, plain_q, plain_k, query, key, v
+            if window is None:
+                watch(PromptLayer(layer, query, plain_q, cache.keys[-1], cache.values[-1], lengths, longest))
+            out = attend_causal(query, key, v, window)
+            del plain_q, plain_k, query, key, v
             for request in range(0, len(tokens), max(1, CHUNK_TOKENS // longest)):
                 rows = slice(request, request + max(1, CHUNK_TOKENS // longest))
                 hidden[rows] = self._finish(hidden[rows], out[rows].transpose(1, 2), layer)

@@ -24,9 +24,8 @@ from evals.datasets import read_own, shorten
 from evals.decode import Decoded, PrefilledBatch, decode_forced, decode_greedy, prefill_batch
 from evals.distributions import TokenSums
 from evals.forward import ReferenceDecoder
-from evals.meter import Fractions
 from evals.methods.full import Full
-from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
+from evals.methods.method import MethodError
 from evals.methods.registry import parse_method
 from evals.rows import APPLIED, KL
 from evals.samples import Sample
@@ -222,26 +221,16 @@ def run_batch(
 def _run_together(
     decoder: ReferenceDecoder, tokenizer: Any, cell: Cell, prompts: Sequence[Prompt], keys: _Keys
 ) -> Iterator[Record]:
-    methods = [(label, parse_method(label)) for label in cell.methods]
-    decode = [(label, method) for label, method in methods if isinstance(method, DecodeMethod)]
+    methods = [parse_method(label) for label in cell.methods]
     ids = [prompt.token_ids.tolist() for prompt in prompts]
     room = decoder.architecture.max_context_tokens - max(map(len, ids))
     longest_answer = max(prompt.sample.max_new_tokens for prompt in prompts)
     tokens = min(cell.forced_tokens or longest_answer, room)
-    fed: _Fed | None = None
-    if decode or cell.forced_tokens:
-        batch = prefill_batch(decoder, ids, tokens, [*(method for _, method in decode), Full()], None)
-        if cell.forced_tokens:
-            fed = _fed(batch, len(decode), tokens)
-        for which, (label, _) in enumerate(decode):
-            decoded, sums = _decode(batch, which, tokens, fed)
-            yield from _score(tokenizer, keys, label, prompts, decoded, decoded.reads, fed, sums)
-        del batch
-    for label, method in methods:
-        if isinstance(method, PrefillMethod):
-            batch = prefill_batch(decoder, ids, tokens, [Full()], method)
-            decoded, sums = _decode(batch, 0, tokens, fed)
-            yield from _score(tokenizer, keys, label, prompts, decoded, batch.prefill_reads or [], fed, sums)
+    batch = prefill_batch(decoder, ids, tokens, [*methods, Full()])
+    fed = _fed(batch, len(methods), tokens) if cell.forced_tokens else None
+    for which, label in enumerate(cell.methods):
+        decoded, sums = _decode(batch, which, tokens, fed)
+        yield from _score(tokenizer, keys, label, prompts, decoded, fed, sums)
 
 
 @dataclass(frozen=True)
@@ -281,12 +270,13 @@ def _score(
     label: str,
     prompts: Sequence[Prompt],
     decoded: Decoded,
-    reads: Sequence[Fractions],
     fed: _Fed | None,
     sums: TokenSums | None,
 ) -> Iterator[Record]:
     divergences = sums.divergences() if sums is not None else [None] * len(prompts)
-    for row, (prompt, tokens, read, kl) in enumerate(zip(prompts, decoded.tokens, reads, divergences, strict=True)):
+    for row, (prompt, tokens, read, kl) in enumerate(
+        zip(prompts, decoded.tokens, decoded.reads, divergences, strict=True)
+    ):
         sample = prompt.sample
         text = tokenizer.decode(tokens[: sample.max_new_tokens], skip_special_tokens=True)
         measured = read.to_json() | {APPLIED: float(read.spares)} | ({KL: kl} if kl is not None else {})

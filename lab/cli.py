@@ -2,6 +2,7 @@
 
 import typer
 
+from evals.cli import app as evals
 from lab.kernels.commands import app as kernel
 from lab.mac.command import mac
 from lab.quality.errors_command import errors
@@ -19,6 +20,7 @@ from lab.speed.trace_command import trace
 app = typer.Typer(no_args_is_help=True, help="Reproduce the figures of the papers and of lab/RESULTS.md.")
 
 app.add_typer(kernel, name="kernel")
+app.add_typer(evals, name="eval", help="Run `tandem eval` with the methods of the laboratory, too.")
 for command in (
     mac, errors, mass, networks, predicted, recovery, results, selections,
     beside, constrained, load_weights, schemas, trace,

@@ -29,7 +29,6 @@ COMPILING = (
     "tests/gpu/test_asking_steps_on_cpu_tier.py",
     "tests/cpu/test_tier.py",
     "tests/cpu/test_tier_sampling.py",
-    "tests/evals/test_served_sampling.py",
     "tests/gpu/test_computed_experts.py",
     "tests/cpu/test_expert_rates.py",
     "tests/cpu/test_experts.py",

@@ -59,7 +59,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "lab/tests/test_predicted_decode.py",
         "tests/bench/test_rates.py",
         "lab/tests/test_step_trace.py",
-        "tests/evals/test_served_sampling.py",
+        "lab/tests/test_served_sampling.py",
     ),
     "server": ("tests/end_to_end/test_server_on_gpu.py", "tests/end_to_end/test_soak.py"),
 }

@@ -92,16 +92,6 @@ class StepResult:
     gaps: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillResult:
-    """out: `[requests, heads, tokens, dim]` in the queries' dtype. head_fraction, bytes_fraction: float32 `[requests]`,
-    over all causal (query, key) pairs of the prompt; heads of a group count apart in bytes."""
-
-    out: torch.Tensor
-    head_fraction: torch.Tensor
-    bytes_fraction: torch.Tensor
-
-
 BudgetSetting: TypeAlias = Annotated[
     Budget, BeforeValidator(parse_budget), PlainSerializer(lambda budget: str(budget), return_type=str)
 ]
@@ -147,13 +137,6 @@ class DecodeMethod(Method):
         return None
 
     def step(self, step: Step, state: Any) -> StepResult:
-        raise NotImplementedError
-
-
-class PrefillMethod(Method):
-    """A method that stands in for causal attention over a whole prompt; its decode steps read everything."""
-
-    def attend(self, prompt: PromptLayer) -> PrefillResult:
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""The methods by name, and `NAME[:key=value,...]` turned into one of them."""
+"""Name the baseline methods, and parse `NAME[:key=value,...]`. Methods that are served are scored as profiles."""
 
 from functools import cache
 
@@ -6,33 +6,22 @@ from pydantic import ValidationError
 
 from evals.methods.full import Full
 from evals.methods.h2o import H2O
-from evals.methods.loki import Loki
-from evals.methods.mac import Mac
-from evals.methods.mean_pool import MeanPool
-from evals.methods.method import DecodeMethod, MethodError, PrefillMethod
-from evals.methods.momo import Momo
+from evals.methods.method import DecodeMethod, MethodError
 from evals.methods.oracle import Oracle
-from evals.methods.predicted import Predicted
 from evals.methods.quest import Quest
-from evals.methods.sampled import Sampled
 from evals.methods.snapkv import SnapKV
-from evals.methods.sparse_prefill import MeanPoolPrefill, VerticalSlash
 from evals.methods.streaming import Streaming
 from evals.methods.topk import TopK
 from evals.methods.vattention import VAttention
 
-METHODS: dict[str, type[DecodeMethod] | type[PrefillMethod]] = {
-    method.name: method
-    for method in (
-        Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, Sampled, Loki, MeanPool, VerticalSlash, MeanPoolPrefill,
-        Momo, Mac, Predicted, VAttention,
-    )
-}  # fmt: skip
+METHODS: dict[str, type[DecodeMethod]] = {
+    method.name: method for method in (Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, VAttention)
+}
 
 
 @cache
-def parse_method(text: str) -> DecodeMethod | PrefillMethod:
-    """`quest:budget=0.05,page=16` -> a Quest. Raises MethodError that names what is wrong and what there is."""
+def parse_method(text: str) -> DecodeMethod:
+    """Return the method that a text such as `quest:budget=0.05,page=16` names. Raises MethodError."""
     name, _, rest = text.partition(":")
     if name not in METHODS:
         raise MethodError(f"method: unknown name {name!r}; known: {', '.join(METHODS)}")

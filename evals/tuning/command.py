@@ -233,13 +233,13 @@ def mac(
 
         from evals.fidelity import text_prompts
         from evals.forward import load_decoder
-        from evals.methods.mac import Mac
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
         from evals.session import progress_bar, resolve_device
         from evals.tasks.text import text_source
         from evals.tokenizer import load_tokenizer
         from evals.tuning.mac import choose_taus, measure_layers
+        from evals.tuning.mac_method import Mac
 
         folder = model if model.exists() else MODELS / model
         sizes = [parse_window(window) for window in windows.split(",")]

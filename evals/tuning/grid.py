@@ -12,9 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from evals.methods.attention import matmul_float32
-from evals.methods.collisions import MAX_COMPARED, TABLES_AT_ONCE, count_collisions, log_inclusion
 from evals.methods.method import PromptLayer
-from evals.methods.sampled import LOOKUP_STRIPE_TOKENS, hash_rows
+from evals.tuning.collisions import (
+    LOOKUP_STRIPE_TOKENS,
+    MAX_COMPARED,
+    TABLES_AT_ONCE,
+    count_collisions,
+    hash_rows,
+    log_inclusion,
+)
 from gpu.methods.sampled.projections import MAX_BITS_PER_TABLE, draw_projections
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from evals.forward import ReferenceDecoder
-from evals.methods.collisions import even_bucket_fraction
 from evals.methods.method import PromptLayer, parse_layers
 from evals.rows import Row
+from evals.tuning.collisions import even_bucket_fraction
 from evals.tuning.grid import LayerSamples, Resident, Setting, Tally, table_memory_bytes
 
 MEASURED_SHARE = 4

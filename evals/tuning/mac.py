@@ -13,9 +13,9 @@ import torch
 from evals.decode import decode_forced, prefill_batch
 from evals.forward import ReferenceDecoder
 from evals.methods.full import Full
-from evals.methods.mac import Mac
 from evals.methods.method import Step, StepResult
 from evals.rows import Row
+from evals.tuning.mac_method import Mac
 from gpu.methods.mac.match import Count
 
 
@@ -35,7 +35,7 @@ def measure_layers(
     each step.
     """
     prompt, forced = list(token_ids[:-steps]), list(token_ids[-steps:])
-    batch = prefill_batch(decoder, [prompt], steps, [Full(), *methods], None)
+    batch = prefill_batch(decoder, [prompt], steps, [Full(), *methods])
     num_layers = decoder.architecture.num_layers
     sums = [[_Sums() for _ in range(num_layers)] for _ in methods]
 

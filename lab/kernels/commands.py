@@ -23,37 +23,6 @@ Batch = Annotated[str, typer.Option(help="requests of a step, with commas")]
 
 
 @app.command()
-def hop(
-    batch: Batch = "1,8,16",
-    hops: Annotated[int, typer.Option(min=1, help="of a round; whole steps of 32 are run")] = 1000,
-    device: Device = "auto",
-    json_file: JsonFile = None,
-) -> None:
-    """Time what a layer's question to the CPU costs when there is nothing to attend, launched ahead and behind."""
-    from lab.kernels.exchange_hop import hop_rows
-
-    run_kernel(device, json_file, lambda resolved, console: hop_rows(parse_batches(batch), resolved, hops, console))
-
-
-@app.command()
-def simhash(
-    tokens: Annotated[int, typer.Option(min=1, help="keys of a KV head")] = 98_304,
-    batch: Batch = "1,16",
-    bits: Annotated[int, typer.Option(min=1, max=16, help="of a code (the paper's K)")] = 10,
-    tables: Annotated[int, typer.Option(min=1, help="hash tables (the paper's L)")] = 150,
-    device: Device = "auto",
-    json_file: JsonFile = None,
-) -> None:
-    """Time SimHash codes of a layer's keys, and of a decode step's queries."""
-    from lab.kernels.simhash_codes import simhash_rows
-
-    batches = parse_batches(batch)
-    run_kernel(
-        device, json_file, lambda resolved, console: simhash_rows(tokens, batches, bits, tables, resolved, console)
-    )
-
-
-@app.command()
 def lsh(
     keys: Annotated[int, typer.Option(min=1024, help="tokens of the context")] = 98_304,
     threads: Threads = None,
@@ -130,33 +99,6 @@ def mac(
     run_kernel(device, json_file, rows)
 
 
-@app.command("kv")
-def kv(
-    lengths: Annotated[str, typer.Option(help="tokens of contexts, with commas")] = "131072",
-    batch: Batch = "1,8",
-    rates: Annotated[str, typer.Option(help="shares of heads that hit with MAC, with commas")] = "0.9",
-    heads: Annotated[int, typer.Option(min=1)] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
-    device: Device = "auto",
-    json_file: JsonFile = None,
-) -> None:
-    """Time a layer's decode attention over keys and values in bf16, FP8 and int8, without reuse and with MAC."""
-    from lab.kernels.kv_formats import kv_rows
-
-    tokens, batches = parse_batches(lengths), parse_batches(batch)
-    shares = [float(rate) for rate in rates.split(",") if rate]
-
-    def rows(resolved: "torch.device", console: Console) -> "list[Row]":
-        import torch
-
-        from lab.kernels.mac_attention import Shape
-
-        shape = Shape(heads, kv_heads, 1024, 256, torch.float32)
-        return kv_rows(shape, tokens, batches, shares, resolved, console)
-
-    run_kernel(device, json_file, rows)
-
-
 @app.command("mac-steps")
 def mac_steps(
     shape: Annotated[str, typer.Option(help="a named shape; weights are random")] = "llama-3.1-8b",
@@ -221,70 +163,6 @@ def predicted_steps(
     except SelectionsError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-
-
-@app.command()
-def weights(
-    shape: Annotated[str, typer.Option(help="a named shape")] = "llama-3.1-8b",
-    batch: Annotated[str, typer.Option(help="tokens at once, with commas; those of a prefill unit, too")] = "1,4,16",
-    kinds: Annotated[str, typer.Option(help="with commas")] = "bfloat16,fp8,int8,int4",
-    prefill: Annotated[int, typer.Option(min=0, help="tokens of a prompt that is timed as well; 0: none")] = 0,
-    unit_tokens: Annotated[int, typer.Option(min=1, help="of its prefill units")] = 8192,
-    device: Device = "auto",
-    json_file: JsonFile = None,
-) -> None:
-    """Time one layer's matrices in 16, 8 and 4 bits, and the output matrix, beside what their bytes take and the
-    vendor's library.
-
-    Kinds: bfloat16, fp8, int8, int4, GGUF's Q8_0, Q6_K, Q4_0, Q4_K, and humming-fp8, humming-int8, humming-int4, which
-    the library of the extra `humming` multiplies.
-    """
-    from gpu.model.architecture import named_shape
-    from gpu.weights.humming_matrix import require_products
-    from lab.kernels.matrices import KINDS, LIBRARY_KINDS, matrix_rows, prefill_rows
-    from lab.kernels.output_matrix import output_rows
-
-    if any(spec.experts is not None for spec in named_shape(shape).layer_pattern):
-        wanted = "a shape without experts; `python -m lab.kernels.experts_sweep` times those"
-        raise typer.BadParameter(f"got {shape}, a mixture of experts; wanted {wanted}", param_hint="--shape")
-    batches, asked = parse_batches(batch), tuple(kinds.split(","))
-    known = (*KINDS, *LIBRARY_KINDS)
-    if not set(asked) <= set(known):
-        raise typer.BadParameter(f"got {kinds}; wanted some of {', '.join(known)}", param_hint="--kinds")
-
-    def rows(resolved: "torch.device", console: Console) -> "list[Row]":
-        if set(asked) & set(LIBRARY_KINDS):
-            require_products("humming", resolved.type, "bfloat16")
-        found = matrix_rows(shape, batches, asked, resolved, console)
-        found += output_rows(shape, batches, asked, resolved, console)
-        return found + prefill_rows(shape, prefill, unit_tokens, asked, resolved, console) if prefill else found
-
-    run_kernel(device, json_file, rows)
-
-
-@app.command("fused-rows")
-def fused_rows(
-    tokens: Annotated[int, typer.Option(min=1, help="of a layer's keys")] = 65_536,
-    device: Device = "auto",
-    json_file: JsonFile = None,
-) -> None:
-    """Time writing and reading rows of 8 bits that carry their own scale, as documents on disk have them."""
-    from lab.kernels.fused_rows import fused_row_rows
-
-    run_kernel(device, json_file, lambda resolved, console: fused_row_rows(tokens, resolved, console))
-
-
-@app.command()
-def chunks(
-    num_chunks: Annotated[int, typer.Option("--chunks", min=1, help="of 512 tokens, 64 MiB each")] = 8,
-    threads: Annotated[int, typer.Option(min=1, help="layers that are read at a time")] = 4,
-    folder: Annotated[Path | None, typer.Option(help="on the disk that counts; default: for temporary files")] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Time reading documents' keys and values from the page cache and from the disk."""
-    from lab.kernels.chunk_reads import SHAPE, chunk_read_rows
-
-    run_kernel("cpu", json_file, lambda _, console: chunk_read_rows(SHAPE, num_chunks, threads, folder, console))
 
 
 @app.command("host-experts")

@@ -36,8 +36,6 @@ def mac(
                                          "decoder, beside other methods")] = 32,
     forced_samples: Annotated[int, typer.Option("--forced-samples", min=0, help="whose answers are fed")] = 16,
     served_samples: Annotated[int, typer.Option("--served-samples", min=0, help="end to end, by the engine")] = 16,
-    sampled_taus: Annotated[str, typer.Option("--sampled-taus", help="thresholds of MAC over samples that the "
-                                              "reference decoder runs, too, where that is slow; empty: none")] = "0.45",
     alone: Annotated[bool, typer.Option("--alone", help="no other methods beside it")] = False,
     error_steps: Annotated[int, typer.Option("--error-steps", min=0, help="tokens that errors by gap and band are "
                                              "taken from; 0: none")] = 256,
@@ -82,7 +80,7 @@ def mac(
         asked = Asked(
             PromptSettings(model, form_of(model), seed, tuple(text)), on, tuple(settings), () if alone else BESIDE,
             tuple(parse_lengths(lengths)), tuple(parse_tasks(tasks)), tuple(parse_tasks(long)), tokens, samples,
-            forced_samples, served_samples, tuple(parse_taus("--sampled-taus", sampled_taus)), error_texts,
+            forced_samples, served_samples, error_texts,
             error_steps, batch or (16 if on_cuda else 1),
         )  # fmt: skip
         found = run_all(asked, out, processes or (12 if on_cuda else 1), seconds)

@@ -11,9 +11,9 @@ import torch
 from evals.decode import decode_forced, prefill_batch
 from evals.forward import ReferenceDecoder
 from evals.methods.full import Full
-from evals.methods.mac import Mac
 from evals.methods.method import Step, StepResult
 from evals.rows import Row
+from evals.tuning.mac_method import Mac
 
 BANDS = (1, 8, 32, 64, 128, 256, 512)
 
@@ -29,7 +29,7 @@ def measure_errors(
     `advance` is called after each step.
     """
     prompts, forced = [list(text[:-steps]) for text in texts], [list(text[-steps:]) for text in texts]
-    batch = prefill_batch(decoder, prompts, steps, [Full(), *methods], None)
+    batch = prefill_batch(decoder, prompts, steps, [Full(), *methods])
     num_layers = decoder.architecture.num_layers
     octaves = max(method.capacity for method in methods).bit_length()
     sums = torch.zeros(2, num_layers, len(methods), octaves, dtype=torch.float64, device=decoder.device)

@@ -16,11 +16,11 @@ from evals.forward import ReferenceDecoder
 from evals.meter import Fractions
 from evals.methods.full import Full
 from evals.methods.method import DecodeMethod
-from evals.methods.registry import parse_method
 from evals.run import AGREEMENT, Prompt, name_weights
 from evals.samples import Sample
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION
+from lab.methods import parse_method
 
 TOKEN_ACCURACY = "token_accuracy"
 FORCED_METRICS = (TOKEN_ACCURACY, AGREEMENT)
@@ -95,7 +95,7 @@ def _compare(
     right = [answer_tokens(tokenizer, prompt.sample)[: cell.forced_tokens] for prompt in prompts]
     ids = [prompt.token_ids.tolist() for prompt in prompts]
     decoding = [method for method in methods if isinstance(method, DecodeMethod)]
-    batch = prefill_batch(decoder, ids, max(map(len, right)), [*decoding, Full()], None)
+    batch = prefill_batch(decoder, ids, max(map(len, right)), [*decoding, Full()])
     exact = decode_forced(batch, len(decoding), right, None, None).tokens
     for which, label in enumerate(cell.methods):
         said = decode_forced(batch, which, right, None, None)

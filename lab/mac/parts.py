@@ -16,7 +16,6 @@ import torch
 from evals.cells import Cell, PromptSettings
 from evals.fidelity import text_prompts
 from evals.forward import ReferenceDecoder, load_decoder
-from evals.methods.mac import Mac
 from evals.report.document import write_document
 from evals.rows import Row
 from evals.run import Prompt, run_cells
@@ -28,6 +27,7 @@ from evals.stopping import RunCut, Stop, stopping
 from evals.store import Ledger, Record
 from evals.tasks.text import text_source
 from evals.tokenizer import load_tokenizer
+from evals.tuning.mac_method import Mac
 from gpu.model.architecture import read_architecture
 from lab.mac.errors import BANDS, measure_errors
 from lab.mac.forced import run_forced
@@ -50,8 +50,7 @@ class Asked:
     the right answers, `most` tokens of each. samples, forced_samples, served_samples: prompts a task and length of
     methods with free and with fed answers, and of profiles.
 
-    sampled_taus: of settings over `sampled`, those that run in the decoder, too, where each step hashes and compares
-    all keys. beside: other methods. error_steps: tokens of `error_texts` texts at each length that figure 4 is made of,
+    beside: other methods. error_steps: tokens of `error_texts` texts at each length that figure 4 is made of,
     0: none. batch: prompts of the longest length that go together in the decoder.
     """
 
@@ -66,7 +65,6 @@ class Asked:
     samples: int
     forced_samples: int
     served_samples: int
-    sampled_taus: tuple[float, ...]
     error_texts: int
     error_steps: int
     batch: int
@@ -125,10 +123,8 @@ def parts_of(asked: Asked) -> list[Part]:
 
 def _decoded(asked: Asked) -> list[list[str]]:
     """Methods of the decoder, in groups."""
-    sampled = [one.method for one in asked.settings if one.over == "sampled" and one.tau in asked.sampled_taus]
     others = [*(one.method for one in asked.settings if one.over == "exact"), *asked.beside]
-    groups = [others[begin : begin + LABELS_A_PART] for begin in range(0, len(others), LABELS_A_PART)]
-    return [*([sampled] if sampled else []), *groups]
+    return [others[begin : begin + LABELS_A_PART] for begin in range(0, len(others), LABELS_A_PART)]
 
 
 def _cells(asked: Asked, tasks: Sequence[str], samples: int, labels: Sequence[str], most: int) -> Iterator[Cell]:

@@ -11,7 +11,7 @@ tasks=needle,many_needles,word_needle,facts_one_hop,facts_two_hops,several_value
 parts=("${@:2}")
 if [ "${parts[0]:-}" = cpu ]; then
     device=cpu shape=tiny batches=1 steps=8 rounds=1 prompt=512 unit=256 chunk=256 kinds=bfloat16,int4
-    layer=(--batch 1 --shape tiny --device cpu) attention=(--heads 4 --kv-heads 1) lengths=4096 contexts=1 memory='kv_cache_gib: 0.1' graphs=1 tokens=512 samples=1
+    layer=(--batch 1 --shape tiny --device cpu) attention=(--shape tiny) lengths=4096 contexts=1 memory='kv_cache_gib: 0.1' graphs=1 tokens=512 samples=1
     tasks=needle parts=("${parts[@]:1}")
 fi
 [ ${#parts[@]} = 0 ] && parts=(layer kv steps prompt rows weights)
@@ -39,9 +39,9 @@ for part in "${parts[@]}"; do
     echo "== $part"
     case $part in
     # Aims, of the library's bf16: FP8 1.45 and int4 1.7 times as fast at 1 row, int4 no slower at 16.  70 s
-    layer) python -m lab kernel weights --kinds $kinds "${layer[@]}" --prefill $prompt --unit-tokens $unit --json "$OUT/matrices.json" ;;
+    layer) tandem bench op linear --kinds $kinds "${layer[@]}" --json "$OUT/matrices.json" && tandem bench op output --kinds $kinds "${layer[@]}" --json "$OUT/outputs.json" ;;
     # Aims, of bf16's time: 0.62, with MAC 0.75.  30 s
-    kv) python -m lab kernel kv --lengths $lengths --batch $contexts --rates 0.9 "${attention[@]}" --device $device --json "$OUT/kv.json" ;;
+    kv) tandem bench op attention --tokens $lengths --batch $contexts "${attention[@]}" --device $device --json "$OUT/kv.json" ;;
     steps) # 30 s each
         for kind in "" int4 fp8 Q4_K; do
             tandem bench engine --random-weights $shape ${kind:+--weights $kind} --batch $batches --steps $steps --rounds $rounds \
@@ -52,7 +52,7 @@ for part in "${parts[@]}"; do
     # The same by humming-kernels beside our own, which it is to beat: a layer, whole steps (twice, with an empty folder of
     # kernels first: what a first start costs), a prompt.  300 s the first time, most of it compiling
     library)
-        python -m lab kernel weights --kinds bfloat16,int4,humming-int4,fp8,humming-fp8 "${layer[@]}" --prefill 2048 --unit-tokens 2048 \
+        tandem bench op linear --kinds bfloat16,int4,humming-int4,fp8,humming-fp8 "${layer[@]}" \
             --json "$OUT/matrices-library.json"
         export XDG_CACHE_HOME; XDG_CACHE_HOME=$(realpath "$OUT")/library-cache
         for kind in int4 fp8 int4; do

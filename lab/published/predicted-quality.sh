@@ -49,10 +49,10 @@ if [ "$part" != settings ]; then
     done &
     python -m lab recovery "${model[@]}" --weights "$predictor" --lengths "$lengths" --budgets "$budgets" --tasks "$known,text" --samples "$prompts" \
         --steps "$steps" "${paper[@]}" --seconds "${RECOVERY_SECONDS:-85}" --json "$OUT/recovery.json" > "$OUT/recovery.txt"
-    timeout "${FIDELITY_SECONDS:-70}" tandem eval fidelity "${model[@]}" "${methods[@]:2}" --lengths "$longest" --samples "$prompts" --forced "$forced" \
+    timeout "${FIDELITY_SECONDS:-70}" python -m lab eval fidelity "${model[@]}" "${methods[@]:2}" --lengths "$longest" --samples "$prompts" --forced "$forced" \
         --json "$OUT/fidelity.json" > "$OUT/fidelity.txt"
     for samples in $rounds; do
-        [ "$(left)" -gt 15 ] && tandem eval tasks "${model[@]}" "${methods[@]}" --tasks "$known" --lengths "$longest" --samples "$samples" \
+        [ "$(left)" -gt 15 ] && python -m lab eval tasks "${model[@]}" "${methods[@]}" --tasks "$known" --lengths "$longest" --samples "$samples" \
             --seconds "$(left)" --resume "$OUT/tasks" --json "$OUT/tasks-$samples.json" > "$OUT/tasks-$samples.txt" && cp "$OUT/tasks-$samples.json" "$OUT/tasks-done.json"
     done
 fi

@@ -16,8 +16,8 @@ import torch
 from evals.forward import ReferenceDecoder
 from evals.methods.attention import step_logits
 from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
-from evals.methods.registry import parse_method
 from evals.rows import Row
+from lab.methods import parse_method
 
 NUMBERS = ("recovery", "tokens", "kv_rows")
 DENSE = "0-1"

@@ -19,9 +19,7 @@ from evals.rows import BASELINES, Row, column_of, mean_known
 DECODE = (
     "topk",
     "oracle",
-    "loki:rank=16",
     "quest",
-    "mean_pool",
     "snapkv",
     "h2o:observe=64",
     "streaming",
@@ -41,7 +39,6 @@ BESIDE_SAMPLED = (
 )
 """A bound and a baseline on the same terms: the same dense layers, sink and window, about the same keys."""
 
-PREFILL = ("vertical_slash:vertical={half},slash={half}", "mean_pool_prefill:budget={budget}")
 BUDGETS = (0.02, 0.05, 0.1)
 FREE_TASKS = ("needle", "many_needles", "word_needle", "facts_one_hop", "facts_two_hops", "variables", "several_values")
 HARD_TASKS = ("only_needles", "crossed_needles", "four_values", "four_keys")
@@ -69,9 +66,8 @@ FIDELITY = {"quick": (4, 16, 2), "full": (16, 64, 16)}
 
 QUICK_SECONDS_A_TOKEN = 1.1e-3
 FULL_SECONDS_A_TOKEN = 5.5e-6
-PREFILL_SECONDS_A_PAIR = 4.5e-10
 """For the estimate: seconds a prompt token of the quick set on two cores and of the full set on an H200, all baselines
-together; and seconds a (query, key) pair of a prompt under a prefill method on an H200, all layers and heads."""
+together."""
 
 
 SAMPLED_SHARE = 0.3
@@ -85,10 +81,6 @@ def decode_methods(budgets: Sequence[float], sampled: Sequence[str]) -> tuple[st
         joint = "," if ":" in method else ":"
         labels += [f"{method}{joint}budget={budget}" for budget in budgets]
     return (*labels, *sampled)
-
-
-def prefill_methods(budget: float) -> tuple[str, ...]:
-    return tuple(method.format(budget=budget, half=budget / 2) for method in PREFILL)
 
 
 def cells_of(
@@ -138,7 +130,6 @@ def _all_cells(name: str, lengths: Sequence[int], samples: int | None) -> list[C
         methods = decode_methods(BUDGETS, (*SAMPLED, *BESIDE_SAMPLED))
         cells += [Cell(task, length, count, methods, 0) for task in free]
         cells.append(Cell(LIST_TASK, length, count, methods, FORCED_TOKENS))
-    cells += [Cell("many_needles", length, count, prefill_methods(0.1), 0) for length in lengths]
     return cells
 
 
@@ -147,18 +138,11 @@ def estimate_seconds(name: str, cells: Sequence[Cell]) -> float:
     seconds = 0.0
     for cell in cells:
         tokens = cell.num_samples * cell.length_tokens
-        prefill = sum(not decodes(label) for label in cell.methods)
         sampled = sum(label.startswith("sampled") for label in cell.methods)
-        baselines = (len(cell.methods) - prefill - sampled) / (1 + len(DECODE) * len(BUDGETS))
+        baselines = (len(cell.methods) - sampled) / (1 + len(DECODE) * len(BUDGETS))
         each = QUICK_SECONDS_A_TOKEN if name == "quick" else FULL_SECONDS_A_TOKEN
         seconds += tokens * each * (baselines + SAMPLED_SHARE * sampled)
-        seconds += prefill * tokens * cell.length_tokens * PREFILL_SECONDS_A_PAIR
     return seconds
-
-
-def decodes(label: str) -> bool:
-    """Whether the method of a set stands in for attention in decode steps, not in the prefill."""
-    return label.partition(":")[0] not in {method.partition(":")[0] for method in PREFILL}
 
 
 def read_runs(paths: Sequence[Path]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from evals.forward import ReferenceDecoder
 from evals.methods.method import PromptLayer
-from evals.methods.predicted import Predicted
+from lab.methods.predicted import Predicted
 from lab.quality.recovery import replay_steps
 
 

@@ -32,11 +32,11 @@ def selections(
 
         from evals.fidelity import text_prompts
         from evals.forward import load_decoder
-        from evals.methods.predicted import Predicted
-        from evals.methods.registry import parse_method
         from evals.session import resolve_device
         from evals.tasks.text import text_source
         from evals.tokenizer import load_tokenizer
+        from lab.methods import parse_method
+        from lab.methods.predicted import Predicted
         from lab.quality.selections import record_selections, turnover
 
         on = resolve_device(device)

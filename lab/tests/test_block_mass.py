@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from evals.forward import load_decoder
+from evals.forward import attend_causal, load_decoder
 from evals.methods.method import PromptLayer
-from evals.methods.registry import parse_method
-from evals.methods.sparse_prefill import attend_masked
 from gpu.methods.momo.settings import MomoSettings
 from lab.quality.block_mass import QueryBlock, look_at, measure_block, measure_prompt, pool_layers, vertical_slash
 from tests.gpu.reference_model import FOLDER
@@ -33,8 +31,8 @@ def last_block(prompt: PromptLayer) -> tuple[QueryBlock, torch.Tensor]:
 def test_a_look_is_exact_attention() -> None:
     prompt = layer(160)
     block, _ = last_block(prompt)
-    whole = attend_masked(prompt, lambda begin, end: torch.ones(1, 4, end - begin, end, dtype=torch.bool))
-    torch.testing.assert_close(block.out, whole.out[0, :, 128:].transpose(0, 1), atol=METHOD_FLOAT32, rtol=0)
+    whole = attend_causal(prompt.queries, prompt.keys, prompt.values, None)
+    torch.testing.assert_close(block.out, whole[0, :, 128:].transpose(0, 1), atol=METHOD_FLOAT32, rtol=0)
     np.testing.assert_allclose(block.weights.sum(-1), 1, atol=METHOD_FLOAT32)
 
 
@@ -68,35 +66,6 @@ def test_columns_and_diagonals_are_the_heaviest_of_the_last_queries() -> None:
     chosen = vertical_slash(block, observed, SETTINGS.model_copy(update={"k_trim": 3}))
     assert chosen[:, :, 37].all()
     assert not chosen.all()
-
-
-def test_momo_is_a_method_of_the_evals_and_close_to_exact_with_every_block() -> None:
-    prompt = layer(200)
-    every = "momo:gamma=4,key_block=16,query_block=32,k=16,k_trim=32,dense_until=40"
-    few = "momo:gamma=4,key_block=16,query_block=32,k=2,k_trim=4,dense_until=40"
-    whole = attend_masked(prompt, lambda begin, end: torch.ones(1, 4, end - begin, end, dtype=torch.bool)).out
-    exact, sparse = (parse_method(label).attend(prompt) for label in (every, few))
-    torch.testing.assert_close(exact.out, whole, atol=METHOD_FLOAT32, rtol=0)
-    dense = (sparse.out - whole).abs().amax((0, 1, 3)) < METHOD_FLOAT32
-    assert dense[:64].all(), "query blocks that begin below dense_until"
-    assert dense[192:].all(), "the prompt's last query block"
-    assert dense[64:192:4].all(), "the first of each window"
-    assert not dense[64:192].all()
-    assert float(sparse.head_fraction) < float(exact.head_fraction) < 1.3
-
-
-def test_prompts_of_a_batch_do_not_see_each_other() -> None:
-    first, second = layer(200, 1), layer(120, 2)
-    queries, keys, values = (
-        torch.cat(
-            [getattr(first, name), torch.nn.functional.pad(getattr(second, name), (0, 0, 0, 80), value=torch.nan)]
-        )
-        for name in ("queries", "keys", "values")
-    )
-    method = parse_method("momo:gamma=4,key_block=16,query_block=32,k=2,k_trim=4,dense_until=0")
-    both = method.attend(PromptLayer(0, queries, queries, keys, values, torch.tensor([200, 120]), 200)).out
-    torch.testing.assert_close(both[:1], method.attend(first).out, atol=METHOD_FLOAT32, rtol=0)
-    torch.testing.assert_close(both[1:, :, :120], method.attend(second).out, atol=METHOD_FLOAT32, rtol=0)
 
 
 def test_every_layer_is_looked_at_and_pooled() -> None:

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 from evals.cells import PromptSettings
 from evals.forward import load_decoder
 from evals.meter import reused_layers
-from evals.methods.mac import Mac
 from evals.methods.method import DecodeMethod
-from evals.methods.registry import parse_method
 from evals.store import Record, Store
+from evals.tuning.mac_method import Mac
 from gpu.profiles import resolve_profiles
 from lab.cli import app
 from lab.mac.errors import measure_errors
@@ -28,15 +27,17 @@ from lab.mac.grid import BESIDE, OVERS, Setting, by_label, spread
 from lab.mac.parts import Asked, Done, parts_of
 from lab.mac.report import render_errors, render_layers
 from lab.mac.run import complete, pool_layers
+from lab.methods import parse_method
 from lab.quality.results import render_table
 from scheduler.messages import ReuseStats
 from tests.evals.test_run import SETTINGS
 from tests.evals.test_serving import MODEL
+from tests.gpu.reference_model import FOLDER, document_prompt
 from transfer.config import HostConfig
 
 TINY = ["mac", "--model", str(MODEL), "--device", "cpu", "--report", "--alone", "--lengths", "256", "--taus", "0.3",
         "--share", "1", "--windows", "32:16", "--over", "exact", "--tasks", "needle", "--long", "word_needle",
-        "--tokens", "2", "--samples", "1", "--forced-samples", "1", "--served-samples", "1", "--sampled-taus", "",
+        "--tokens", "2", "--samples", "1", "--forced-samples", "1", "--served-samples", "1",
         "--error-steps", "2", "--error-texts", "1"]  # fmt: skip
 METHOD, SERVED = "mac:tau=0.3,max_prefix_share=1,capacity=32,band=16", "profile:mac-32-16-0.3-1-exact"
 SETTING = Setting(0.3, 1, 32, 16, "exact")
@@ -168,7 +169,7 @@ def asked(**changes: Any) -> Asked:
     same = {
         "prompts": PromptSettings(MODEL, "reference", 0, ()), "device": "cpu", "settings": settings, "beside": BESIDE,
         "lengths": (4096, 16_384), "tasks": ("needle",), "long": ("long_list",), "most": 64, "samples": 3,
-        "forced_samples": 2, "served_samples": 1, "sampled_taus": (0.45,), "error_texts": 1, "error_steps": 8,
+        "forced_samples": 2, "served_samples": 1, "error_texts": 1, "error_steps": 8,
         "batch": 1,
     }  # fmt: skip
     return Asked(**(same | changes))
@@ -286,3 +287,15 @@ def test_full_attention_runs_once_beside_any_number_of_groups_of_methods() -> No
     for cells in ([cell for part in parts for cell in part.cells], [cell for part in parts for cell in part.forced]):
         places = [(cell.task, cell.length_tokens) for cell in cells if "full" in cell.methods]
         assert len(places) == len(set(places)) == len({(cell.task, cell.length_tokens) for cell in cells})
+
+
+def test_errors_are_of_heads_that_hit() -> None:
+    decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
+    text = document_prompt(120, 1).tolist()
+    some, same = (Mac(tau=tau, max_prefix_share=1.0, capacity=32, band=16, summaries="float32") for tau in (0.5, 0.99))
+    rows = measure_errors(decoder, [text], 4, [some], lambda: None)
+    heads = 4 * decoder.architecture.num_layers * decoder.architecture.num_heads
+    assert 0 < sum(row["hits"] for row in rows) < heads
+    assert all(row["error"] > 0 for row in rows)
+    strict = measure_errors(decoder, [text], 4, [same], lambda: None)
+    assert {row["layer"] for row in strict} <= {0}, "a token that comes again has the same query there"

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from evals.forward import load_decoder
 from evals.methods.full import Full
 from evals.methods.method import MethodError, PromptLayer
-from evals.methods.predicted import Predicted
-from evals.methods.registry import parse_method
 from evals.tokenizer import load_tokenizer
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.predictor.network import PredictorNetwork, load_network, save_network
 from lab.cli import app
 from lab.kernels.predicted_ways import read_selections
+from lab.methods import parse_method
+from lab.methods.predicted import Predicted
 from lab.quality.predicted_defaults import METHOD
 from lab.quality.recovery import Ablation, labels_of, measure, pool, recovery_of
 from lab.quality.recovery_command import recovery

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from evals.methods.registry import parse_method
 from evals.report.document import describe_run
 from evals.rows import summarize
 from evals.served_method import served_method
 from evals.store import Record
+from lab.methods import parse_method
 from lab.quality.results import (
     cells_of,
     estimate_seconds,

@@ -26,7 +26,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 
 def logits_of(decoder: ReferenceDecoder, prompts: list[list[int]], forced: list[list[int]]) -> torch.Tensor:
     """float32 `[requests, steps, vocab]` of forced decoding with full attention."""
-    batch = prefill_batch(decoder, prompts, len(forced[0]), [parse_method("full")], None)
+    batch = prefill_batch(decoder, prompts, len(forced[0]), [parse_method("full")])
     seen: list[torch.Tensor] = []
     decode_forced(batch, 0, forced, None, lambda _, logits: seen.append(logits))
     return torch.stack(seen, dim=1)
@@ -49,16 +49,16 @@ def test_logits_equal_transformers_for_padded_prompts(decoder: ReferenceDecoder)
 def test_every_method_starts_from_the_same_prompt_whatever_ran_before(decoder: ReferenceDecoder) -> None:
     prompts = random_prompts(60, 33)
     methods = [parse_method(text) for text in ("streaming:budget=0.1", "h2o:budget=0.2", "full")]
-    batch = prefill_batch(decoder, prompts, 6, methods, None)
+    batch = prefill_batch(decoder, prompts, 6, methods)
     runs = [decode_greedy(batch, which, 6, frozenset(), None).tokens for which in range(3)]
-    alone = prefill_batch(decoder, prompts, 6, methods[2:], None)
+    alone = prefill_batch(decoder, prompts, 6, methods[2:])
     assert decode_greedy(alone, 0, 6, frozenset(), None).tokens == runs[2]
     assert runs[0] != runs[2]
 
 
 def test_a_row_stops_at_its_stop_token_and_is_metered_no_further(decoder: ReferenceDecoder) -> None:
     prompts = random_prompts(60, 33)
-    batch = prefill_batch(decoder, prompts, 6, [parse_method("streaming:budget=10")], None)
+    batch = prefill_batch(decoder, prompts, 6, [parse_method("streaming:budget=10")])
     free = decode_greedy(batch, 0, 6, frozenset(), None)
     stop = free.tokens[0][2]
     stopped = decode_greedy(batch, 0, 6, frozenset({stop}), None)
@@ -70,7 +70,7 @@ def test_a_row_stops_at_its_stop_token_and_is_metered_no_further(decoder: Refere
 
 
 def test_layers_that_a_method_does_not_handle_count_in_the_totals_only(decoder: ReferenceDecoder) -> None:
-    batch = prefill_batch(decoder, random_prompts(50), 2, [parse_method("topk:budget=0.2,dense_layers=0-4")], None)
+    batch = prefill_batch(decoder, random_prompts(50), 2, [parse_method("topk:budget=0.2,dense_layers=0-4")])
     read = decode_greedy(batch, 0, 1, frozenset(), None).reads[0]
     assert read.head_handled == pytest.approx(0.2, rel=1e-5)
     assert read.bytes_handled == pytest.approx(4 * 0.2, rel=1e-5)
@@ -80,6 +80,6 @@ def test_layers_that_a_method_does_not_handle_count_in_the_totals_only(decoder: 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(decoder: ReferenceDecoder) -> None:
     with pytest.raises(MethodError, match="16384 positions"):
-        prefill_batch(decoder, [[5] * 16380], 10, [parse_method("full")], None)
+        prefill_batch(decoder, [[5] * 16380], 10, [parse_method("full")])
     with pytest.raises(MethodError, match="2 or more"):
-        prefill_batch(decoder, [[5]], 10, [parse_method("full")], None)
+        prefill_batch(decoder, [[5]], 10, [parse_method("full")])

@@ -95,13 +95,13 @@ def test_answers_of_methods_are_scored_by_their_tasks_metric() -> None:
     read = Fractions(0.1, 0.2, 0.3, 0.4)
     decoded = Decoded([[ord("1"), ord("2"), ord("9")], [ord("3"), ord("5")]], [read, read], [])
     keys = evals.run._Keys(Cell("needle", 256, 2, ("full",), 0), SETTINGS, "model")
-    records = list(evals.run._score(Texts(), keys, "full", prompts, decoded, decoded.reads, None, None))
+    records = list(evals.run._score(Texts(), keys, "full", prompts, decoded, None, None))
     assert [(one.prediction, one.score) for one in records] == [("12", 1.0), ("35", 0.0)]
     assert records[0].measured == read.to_json() | {"applied": 1.0}
 
 
 def test_forced_cells_score_agreement_with_full_attention() -> None:
-    methods = ("full", "streaming:budget=8", "vertical_slash:vertical=1.0,slash=1.0")
+    methods = ("full", "streaming:budget=8", "topk:budget=1.0")
     records = run([Cell("list", 1024, 1, methods, 6)], SETTINGS, InProcess("cpu", 1, 0, None), None)
     assert [one.cell["metric"] for one in records] == [AGREEMENT] * 3
     full, streaming, whole = records
@@ -121,7 +121,7 @@ def test_baselines_rank_on_needles_as_their_papers_say() -> None:
     decoder, tokenizer = load_decoder(MODEL, torch.device("cpu"), torch.float32), load_tokenizer(MODEL)
     prompts = make_prompts(cell, SETTINGS)
     ids = [prompt.token_ids.tolist() for prompt in prompts]
-    batch = prefill_batch(decoder, ids, 8, [parse_method(name) for name in names], None)
+    batch = prefill_batch(decoder, ids, 8, [parse_method(name) for name in names])
     right = {}
     for which, name in enumerate(names):
         decoded = decode_greedy(batch, which, 8, frozenset(decoder.architecture.eos_token_ids), None)
@@ -222,11 +222,11 @@ def test_a_method_that_breaks_fails_alone_and_counts(monkeypatch: pytest.MonkeyP
     def broken(*_: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("evals.methods.loki.principal_components", broken)
-    cell = Cell("needle", 256, 2, ("full", "loki:rank=16", "topk:budget=0.2"), 0)
-    full, loki, topk = summarize(run([cell], SETTINGS, InProcess("cpu", 2, 0, None), None))
+    monkeypatch.setattr("evals.methods.quest.Quest.begin", broken)
+    cell = Cell("needle", 256, 2, ("full", "quest:budget=0.2", "topk:budget=0.2"), 0)
+    full, quest, topk = summarize(run([cell], SETTINGS, InProcess("cpu", 2, 0, None), None))
     assert (full["failures"], topk["failures"]) == (0, 0)
-    assert (loki["samples"], loki["failures"], loki["score"]) == (2, 2, 0.0)
+    assert (quest["samples"], quest["failures"], quest["score"]) == (2, 2, 0.0)
 
 
 def test_a_stopped_run_leaves_the_cells_that_it_finished(monkeypatch: pytest.MonkeyPatch) -> None:

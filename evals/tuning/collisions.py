@@ -9,11 +9,16 @@ import math
 
 import torch
 
+from gpu.methods.sampled.projections import Projections, encode_reference
+
 TABLES_AT_ONCE = 64
 """Tables whose collisions are counted together in one byte a key."""
 
 MAX_COMPARED = 1 << 28
 """Codes compared at once: 256 MiB of answers."""
+
+LOOKUP_STRIPE_TOKENS = 32_768
+"""Keys that one array of bucket offsets covers."""
 
 SMALL_RATE = 1e-5
 """Expected collisions below which two terms of the binomial tail say more than their difference from one."""
@@ -58,3 +63,8 @@ def log_inclusion(cosine: torch.Tensor, bits_per_table: int, num_tables: int) ->
 def even_bucket_fraction(bits_per_table: int, num_tables: int) -> float:
     """Equation 21: the share of keys sampled if every key fell into every bucket alike, whatever its cosine."""
     return float(log_inclusion(torch.zeros(()), bits_per_table, num_tables).exp())
+
+
+def hash_rows(rows: torch.Tensor, projections: Projections) -> torch.Tensor:
+    """Codes of `[..., dim]` as int16 `[..., tables]`: the bits of a uint16, which few operations take."""
+    return encode_reference(rows, projections).view(torch.int16)

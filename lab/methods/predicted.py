@@ -27,10 +27,10 @@ from evals.methods.attention import (
 from evals.methods.blocks import num_blocks
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, MethodError, PromptLayer, Step, StepResult
-from evals.methods.sampled import Deposits, Sampled, merge
 from gpu.predictor.history import STORED, History, attended_maxima, block_maxima, new_history, restore
 from gpu.predictor.network import load_network
 from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
+from lab.methods.sampled import Deposits, Sampled, merge
 
 SPARE_ROWS = 1  # of a history: scores are made whole here, so no more is needed
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 from scipy.special import betainc
 
-from evals.methods import sampled
-from evals.methods.collisions import count_collisions, even_bucket_fraction, log_inclusion
 from evals.methods.full import Full
 from evals.methods.method import PromptLayer, Step, StepResult
-from evals.methods.registry import parse_method
-from evals.methods.sampled import Sampled
+from evals.tuning.collisions import count_collisions, even_bucket_fraction, log_inclusion
 from gpu.methods.sampled.projections import draw_projections, encode_reference
+from lab.methods import parse_method, sampled
+from lab.methods.sampled import Sampled
 from tests.evals.test_methods import DIM, GROUP, HEADS, KV_HEADS, LENGTHS, Case, run
 from tests.tolerances import (
     INCLUSION_RTOL,
@@ -96,7 +95,7 @@ def test_collisions_are_counted_for_each_head_whatever_goes_together(monkeypatch
         wanted[request, head] = (keys[request, head // 2].numpy() == query[request, head].numpy()[:, None]).sum(0)
     np.testing.assert_array_equal(count_collisions(query, keys).numpy(), wanted)
     assert wanted[0, 0, 0] == 300
-    monkeypatch.setattr("evals.methods.collisions.MAX_COMPARED", 4 * 64 * 17)
+    monkeypatch.setattr("evals.tuning.collisions.MAX_COMPARED", 4 * 64 * 17)
     np.testing.assert_array_equal(count_collisions(query, keys).numpy(), wanted)
 
 

@@ -15,12 +15,9 @@ import torch
 from pydantic import Field
 
 from evals.methods.attention import attend_chosen, rows_apart, score_keys, weigh_values
-from evals.methods.collisions import count_collisions, log_inclusion
 from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
-from gpu.methods.sampled.projections import MAX_BITS_PER_TABLE, Projections, draw_projections, encode_reference
-
-LOOKUP_STRIPE_TOKENS = 32_768
-"""Keys that one array of bucket offsets covers."""
+from evals.tuning.collisions import LOOKUP_STRIPE_TOKENS, count_collisions, hash_rows, log_inclusion
+from gpu.methods.sampled.projections import MAX_BITS_PER_TABLE, Projections, draw_projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +126,6 @@ class Sampled(DecodeMethod):
         stripes = math.ceil(step.longest / LOOKUP_STRIPE_TOKENS)
         index_bytes = 2 * entries + 8 * self.num_tables * stripes
         return index_bytes / (2 * 2 * step.query.shape[-1])  # a key and a value, two bytes a channel
-
-
-def hash_rows(rows: torch.Tensor, projections: Projections) -> torch.Tensor:
-    """Codes of `[..., dim]` as int16 `[..., tables]`: the bits of a uint16, which few operations take."""
-    return encode_reference(rows, projections).view(torch.int16)
 
 
 def merge(

@@ -1,8 +1,7 @@
 """MAC-Attention, by the same code that serves it: `gpu.methods.mac`, on a GPU its kernels; KV is read in plain torch.
 
 Reads are counted in bytes: the union of what a KV head's query heads read, once, and the ring: queries and what is said
-of them, one summary read and one written. Over `sampled`, heads that miss read a sample of what is deposited instead,
-and the window is as long as a match needs it.
+of them, one summary read and one written.
 """
 
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from evals.methods.attention import rows_apart, step_logits, valid_positions, weigh_values
+from evals.methods.attention import step_logits, valid_positions, weigh_values
 from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
-from evals.methods.sampled import Deposits, Sampled
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, match
@@ -30,13 +28,12 @@ _NUMBER_BYTES, _CHANNEL_BYTES = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class MacState:
-    """A ring for each request; deposits: where misses are sampled."""
+    """A ring for each request, and what matching counts."""
 
     ring: Ring
     rings: torch.Tensor
     is_matching: torch.Tensor
     counts: torch.Tensor
-    deposits: Deposits | None
 
 
 class Mac(DecodeMethod):
@@ -52,9 +49,6 @@ class Mac(DecodeMethod):
     seed_tokens: int | None = None
     summaries: Literal["float32", "bfloat16"] = _DEFAULT.summaries
     min_context: int = Field(0, ge=0)
-    over: Literal["exact", "sampled"] = "exact"
-    bits_per_table: int = Field(10, description="of hash tables, over sampled")
-    num_tables: int = Field(150, description="likewise")
 
     @model_validator(mode="after")
     def _check(self) -> "Mac":
@@ -68,14 +62,6 @@ class Mac(DecodeMethod):
             tau=self.tau, max_prefix_share=self.max_prefix_share, capacity=self.capacity, band=self.band,
             sink_tokens=self.sink, max_gap=self.max_gap, max_age=self.max_age, seed_tokens=self.seed_tokens,
             summaries=self.summaries, min_context_tokens=self.min_context, stops_matching=False,
-        )  # fmt: skip
-
-    @property
-    def sampled(self) -> Sampled:
-        """What misses read, over `sampled`."""
-        return Sampled(
-            bits_per_table=self.bits_per_table, num_tables=self.num_tables, sink=self.sink,
-            window=max(64, self.capacity + self.band),
         )  # fmt: skip
 
     def limits(self, dim: int) -> Limits:
@@ -113,7 +99,6 @@ class Mac(DecodeMethod):
             torch.arange(requests, dtype=torch.int32, device=device),
             torch.ones(1, dtype=torch.int32, device=device),
             torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device),
-            self.sampled.begin(prompt) if self.over == "sampled" else None,
         )
 
     def step(self, step: Step, state: MacState) -> StepResult:
@@ -121,12 +106,6 @@ class Mac(DecodeMethod):
         kv_heads, cells = step.keys.shape[1], step.lengths - 1
         limits, query = self.limits(dim), step.pre_rope_query.contiguous()
         holes = torch.zeros(3, requests, dtype=torch.int32, device=cells.device)
-        filled, rest = None, None
-        if state.deposits is not None:
-            rest = self.sampled.attend_deposited(step, state.deposits)
-            filled = Partial(rest.out.float().contiguous(), rest.lse.float().contiguous())
-            end = step.lengths - self.sampled.window
-            holes = torch.where(end > self.sink, torch.stack([torch.full_like(end, self.sink), end, end]), 0).int()
         matched = match(query, state.ring, state.rings, cells, holes, limits, state.is_matching, state.counts, kv_heads)
         begin, end, cut = matched.bounds.unsqueeze(-1)  # [requests, heads, 1]
         position = torch.arange(step.longest, device=cells.device)
@@ -134,14 +113,11 @@ class Mac(DecodeMethod):
         far = (position >= end) & (position < cut)
         logits = step_logits(step)
         parts = [_attend(step, logits, chosen) for chosen in (near, far)]
-        is_estimate = torch.full((requests,), rest is not None, dtype=torch.uint8, device=cells.device)
-        whole = complete(*parts, filled, query, matched, state.ring, state.rings, cells, limits, is_estimate)
+        is_estimate = torch.zeros(requests, dtype=torch.uint8, device=cells.device)
+        whole = complete(*parts, None, query, matched, state.ring, state.rings, cells, limits, is_estimate)
         is_hit, read = matched.entries >= 0, near | far
         keys = read.sum(-1).float()
         rows = read.view(requests, kv_heads, -1, step.longest).any(2).sum(-1).float() + self._ring_rows(step, limits)
-        if rest is not None:
-            keys += rest.keys_scored * ~is_hit
-            rows += rows_apart(rest.rows_read * ~is_hit, kv_heads)
         skipped = ((end - begin)[..., 0] * is_hit).float().mean(1) / step.lengths
         gaps = torch.where(is_hit, cells[:, None] - (end[..., 0].long() - 1 + self.band), 0)
         return StepResult(whole.out, whole.lse, keys, rows, is_hit.float().mean(1), skipped, gaps)

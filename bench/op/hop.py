@@ -1,23 +1,15 @@
-"""Times the hop between device and CPU that a layer of a decode step makes, with nothing to attend: `hop`.
+"""Time the exchange between device and CPU that a layer of a decode step makes, with nothing to attend.
 
-A hop: merge what stands in the slot, leave the next ask with its codes there, see its flags and say that it is
-answered. A row `hop` is as a captured step makes them: one graph of HOPS, launched once, in which the device waits for
-each answer by itself; it counts the launch of the graph, and the Python between two answers that serving has in
-compiled code. `hop behind its answer` is of a graph each, launched when its answer is there; it is all that the CPU
-device can do. It refuses to know attention and models; the shape is a layer of Llama 3.1 8B with 150 tables. Peer: the
-same by copies into pinned memory and a stream that is waited for. Rows count 1,000 hops, so their milliseconds are
-microseconds a hop.
+On CUDA a whole step of exchanges is one graph, in which the device waits for each answer by itself; on the CPU device
+each part is launched behind its answer. Rows count 1,000 exchanges, so their milliseconds are microseconds each.
 """
 
-import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import torch
-from rich.console import Console
 
-from bench.rates import device_name, measure_device_rates
-from bench.rows import Row, announce, require, summarise
+from bench.op.frame import Asked, Case, Work
+from bench.rows import require
 from gpu.decode.capture import capture
 from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.exchange.device_slots import SlotExchange
@@ -29,9 +21,8 @@ from transfer.partial import Partial, merge
 
 HEADS, DIM, BITS, TABLES = 32, 128, 10, 150
 HOPS = 32  # of a step
-ROUNDS = 7
 WAIT_S = 10.0
-ROW_HOPS = 1000
+ROW_HOPS = 1000  # that a row counts
 
 Segment = Callable[[], None]
 
@@ -143,45 +134,16 @@ def check_hops(hops: Hops, goes_ahead: bool) -> None:
         hops.step(attend, goes_ahead)
 
 
-def time_steps(step: Callable[[], None], hops: int) -> list[float]:
-    """Milliseconds that ROW_HOPS hops would take, of each round of `hops` or a few more, in whole steps."""
-    steps, times = -(-hops // HOPS), []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for _ in range(steps):
-            step()
-        times.append(1e3 * (time.perf_counter() - began) * ROW_HOPS / (steps * HOPS))
-    return times
-
-
-def hop_rows(batches: tuple[int, ...], device: torch.device, hops: int, console: Console) -> list[Row]:
-    """A row for each batch size, and on CUDA one more of hops behind their answers. Raises GateError."""
-    rates, rows = measure_device_rates(device) if device.type == "cuda" else {}, []
-    for batch in batches:
-        measured = Hops(batch, device)
-        floor_ms, floor = None, "none: nothing is on another side"
-        if rates:
-            down, up = rates["device_to_host_gb_s"], rates["host_to_device_gb_s"]
-            floor_ms = ROW_HOPS * (measured.down_bytes / down + measured.up_bytes / up) / 1e6
-            floor = f"{measured.down_bytes / 1e3:.1f} KB down at {down:.0f} GB/s, "
-            floor += f"{measured.up_bytes / 1e3:.1f} KB up at {up:.0f}"
-            announce(console, f"hop, {batch} rows", floor, floor_ms)
-        for goes_ahead in (True, False) if measured.can_go_ahead else (False,):
-            check_hops(measured, goes_ahead)
-            timing = summarise(time_steps(partial(measured.step, _attend_nothing, goes_ahead), hops))
-            peer = summarise(time_steps(measured.step_by_copies, hops))
-            rows.append(
-                Row(
-                    name="hop" if goes_ahead else "hop behind its answer",
-                    shape=f"1,000 hops of {batch} x {HEADS} x {DIM}, {TABLES} tables", ms=timing.ms,
-                    device=device_name(device), p10=timing.p10, p90=timing.p90, floor=floor, floor_ms=floor_ms,
-                    peer="copies and a stream that is waited for", peer_ms=peer.ms, rates=rates,
-                    config={"rows": batch, "heads": HEADS, "dim": DIM, "bits": BITS, "tables": TABLES, "hops": hops,
-                            "rounds": ROUNDS},
-                )
+def hop_cases(asked: Asked) -> Iterator[Case]:
+    """Yield the exchanges of a step by batch: launched ahead where the device can, and each behind its answer."""
+    for batch in asked.batches:
+        hops = Hops(batch, asked.device)
+        for goes_ahead in (True, False) if hops.can_go_ahead else (False,):
+            yield Case(
+                "exchange" if goes_ahead else "exchange behind its answer", f"1,000 of {batch} x {HEADS} x {DIM}",
+                Work(ROW_HOPS * (hops.down_bytes + hops.up_bytes), "device_copy_gb_s"),
+                check=lambda hops=hops, goes_ahead=goes_ahead: check_hops(hops, goes_ahead),
+                run=lambda hops=hops, goes_ahead=goes_ahead: hops.step(lambda: None, goes_ahead),
+                times=HOPS / ROW_HOPS, as_graph=False, peer_name="copies and a stream that is waited for",
+                peer=hops.step_by_copies, peer_times=HOPS / ROW_HOPS, config={"batch": batch, "tables": TABLES},
             )  # fmt: skip
-    return rows
-
-
-def _attend_nothing() -> None:
-    pass

@@ -21,12 +21,12 @@ import cpu.jobs
 from cpu.tables import build_tables
 from cpu.tier import CpuTier, open_tier
 from evals.methods.method import PromptLayer, Step
-from evals.methods.sampled import Sampled
 from gpu.exchange.device_slots import SlotExchange
 from gpu.host.deposit import Depositor
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange, encode_queries
 from gpu.methods.sampled.projections import draw_projections
+from lab.methods.sampled import Sampled
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams
 from transfer.partial import Partial, merge

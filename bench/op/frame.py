@@ -1,0 +1,141 @@
+"""Hold one frame for all operations: a case is gated, timed beside its peer, and told as a row with its floor.
+
+A new operation is a function from `Asked` to cases, and a line in `bench.op.command.OPERATIONS`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+from bench.rates import device_name, measure_device_rates
+from bench.rows import Row, announce, measure
+from cpu.rates import measure_host_rates
+from gpu.model.architecture import named_shape
+from gpu.model.spec import Architecture
+
+COLD_BYTES = 512 * 2**20  # several times the cache of any card
+WARMUPS, REPEATS = 2, 10
+SEED = 1
+
+Call = Callable[[], object]
+Rate = Literal["device_stream_gb_s", "device_copy_gb_s", "host_stream_gb_s", "host_random_rows_gb_s"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asks for. `batches`: rows of a step; `tokens`: of a context or prompt; `kinds`: formats of
+    weights or of keys and values, or empty for all that the operation has.
+    """
+
+    shape_name: str
+    batches: tuple[int, ...]
+    tokens: int
+    kinds: tuple[str, ...]
+    threads: int
+    device: torch.device
+
+    @property
+    def shape(self) -> Architecture:
+        return named_shape(self.shape_name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def stream(self) -> Rate:
+        return "device_stream_gb_s" if self.device.type == "cuda" else "host_stream_gb_s"
+
+    def choose(self, known: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the kinds that are asked for, of those that the operation knows. Raises ValueError."""
+        if unknown := set(self.kinds) - set(known):
+            raise ValueError(f"--kinds: got {', '.join(sorted(unknown))}; wanted some of {', '.join(known)}")
+        return self.kinds or known
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes that must move at a measured rate, and floating-point operations; the larger time is the floor."""
+
+    num_bytes: float
+    rate: Rate
+    flops: float = 0.0
+
+    def floor(self, rates: Mapping[str, float]) -> tuple[str, float | None]:
+        """Return the floor in words and in milliseconds; None where the machine has no such rate."""
+        if self.rate not in rates:
+            return f"none: {self.rate} is not measured here", None
+        bytes_ms = self.num_bytes / rates[self.rate] / 1e6
+        tflop_s = rates.get("bf16_matmul_tflop_s") or rates.get("host_matmul_tflop_s")
+        flops_ms = self.flops / tflop_s / 1e9 if tflop_s else 0.0
+        if flops_ms > bytes_ms:
+            return f"{self.flops / 1e12:.3g} TFLOP at {tflop_s:.3g} TFLOP/s", flops_ms
+        return f"{self.num_bytes / 1e6:.1f} MB at {rates[self.rate]:.0f} GB/s", bytes_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to time. `run` and `peer` do it `times` and `peer_times` in a row, over memory that no cache holds;
+    `check` raises GateError where the result is wrong. `as_graph`: on CUDA the calls are captured and replayed.
+    """
+
+    name: str
+    shape: str
+    work: Work
+    check: Call
+    run: Call
+    times: float = 1
+    peer_name: str | None = None
+    peer: Call | None = None
+    peer_times: float = 1
+    as_graph: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def time_cases(cases: Iterator[Case], asked: Asked, console: Console) -> list[Row]:
+    """Gate and time each case. Raises GateError where a result is wrong."""
+    rates = measure_device_rates(asked.device)
+    if asked.device.type != "cuda":
+        rates |= measure_host_rates(asked.threads, gib=0.25)
+    return [_time_case(case, asked, rates, console) for case in cases]
+
+
+def _time_case(case: Case, asked: Asked, rates: dict[str, float], console: Console) -> Row:
+    case.check()
+    floor, floor_ms = case.work.floor(rates)
+    if floor_ms is not None:
+        announce(console, f"{case.name}, {case.shape}", floor, floor_ms)
+    timing = measure(_launchable(case.run, case, asked), asked.device, WARMUPS, REPEATS)
+    peer_ms = None
+    if case.peer is not None:
+        peer_ms = measure(_launchable(case.peer, case, asked), asked.device, WARMUPS, REPEATS).ms / case.peer_times
+    return Row(
+        name=case.name, shape=case.shape, device=device_name(asked.device), ms=timing.ms / case.times,
+        p10=timing.p10 / case.times, p90=timing.p90 / case.times, floor=floor, floor_ms=floor_ms, peer=case.peer_name,
+        peer_ms=peer_ms, rates=rates, config=case.config,
+    )  # fmt: skip
+
+
+def _launchable(call: Call, case: Case, asked: Asked) -> Call:
+    return capture(call) if case.as_graph and asked.device.type == "cuda" else call
+
+
+def capture(call: Call) -> Call:
+    """Return the replay of a CUDA graph of a call, which leaves out the time that the host takes to launch it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of what is wanted, in float64."""
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
