@@ -156,8 +156,8 @@ class Client:
 
     def reuse_counts(self) -> tuple[int, int]:
         """Query heads that looked for a match, and that found one, so far."""
-        reuse = self.engine.stats().reuse
-        return (0, 0) if reuse is None else (sum(reuse.tries), sum(reuse.hits))
+        counts = self.engine.stats().methods
+        return sum(counts.get("reuse_tries", ())), sum(counts.get("reuse_hits", ()))
 
     def kept_tokens(self) -> int:
         """Of what runs, tokens in host memory that have pages on the device as well."""

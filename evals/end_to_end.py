@@ -23,6 +23,7 @@ from evals.rows import FRACTIONS, Row, count_reasons
 from evals.served import DEFAULT, Server
 from evals.served_method import PREFIX
 from evals.serving import Ask, ServingEngine
+from gpu.methods.registry import list_shares
 from server.text.model_tokenizer import Tokenizer
 
 Logprobs = list[tuple[float, dict[int, float]]]
@@ -144,7 +145,7 @@ def compare_profile(
         "agreement_generated": generated[1] / generated[0] if generated[0] else None,
         "kl_generated": generated[2] / made if (made := generated[0] - count * num_failed) else None,
         "kl_over": f"the {NUM_TOP} most likely and the rest as one",
-        **dict.fromkeys(FRACTIONS),
+        **dict.fromkeys((*FRACTIONS, *list_shares())),
     }
 
 

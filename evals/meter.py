@@ -5,102 +5,98 @@ handle is read in full, and counts in the totals over all layers only.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from gpu.methods.counters import Counts
+from gpu.methods.method import Method, ProfilePart
 from gpu.model.architecture import Architecture
 from scheduler.engine.decode_reads import DecodeReads
-from scheduler.messages import ReuseStats
 
+SHARES = ("acceptance", "skipped_fraction")  # of a method of the reference decoder that reuses
 LEAST_SPARED = 1e-6
 """A smaller share of the keys is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fractions:
-    """Means over steps and layers: over the layers that the method handles, and over all. acceptance, skipped: of a
-    method that reuses, over the layers that it handles; MAC's own figures, by query head (its section 5.7).
+    """Means over steps and layers: over the layers that the method handles, and over all. shares: a method's own
+    figures over the layers that it handles, by name (`Method.shares`).
     """
 
     head_handled: float
     bytes_handled: float
     head_all: float
     bytes_all: float
-    acceptance: float | None = None
-    skipped: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def spares(self) -> bool:
-        """Whether anything was left out or taken over."""
-        return self.head_handled < 1 - LEAST_SPARED or bool(self.acceptance)
+        """Tell whether anything was left out or taken over."""
+        return self.head_handled < 1 - LEAST_SPARED or any(self.shares.values())
 
     def to_json(self) -> dict[str, float]:
-        reads = {
+        return {
             "head_fraction": self.head_handled,
             "bytes_fraction": self.bytes_handled,
             "head_fraction_all_layers": self.head_all,
             "bytes_fraction_all_layers": self.bytes_all,
+            **self.shares,
         }
-        reused = {"acceptance": self.acceptance, "skipped_fraction": self.skipped}
-        return reads | {name: share for name, share in reused.items() if share is not None}
 
 
-def served_fractions(reads: DecodeReads, shape: Architecture, host_layers: int) -> Fractions | None:
-    """What an engine's decode steps read; what lies on the device counts as read in full, dense layers with it.
+def served_fractions(
+    reads: DecodeReads, shape: Architecture, host_layers: int, parts: Sequence[ProfilePart] = ()
+) -> Fractions | None:
+    """Return what an engine's decode steps read; what lies on the device counts as read in full, dense layers with it.
 
-    host_layers: layers that go down (0: the profile keeps all on the device and handles all layers). Sums over rows and
-    steps, so long contexts weigh more; what rows read that look for no match, of a profile that reuses, counts in full,
-    too. None where nothing was decoded: a first token comes from the prompt's own pass.
+    host_layers: layers whose KV goes to host memory (0: the profile keeps all on the device and handles all layers).
+    parts: of the profile that was served; rows that a method left alone count in full, too. Sums over rows and steps,
+    so long contexts weigh more. None where nothing was decoded: a first token comes from the prompt's own pass.
     """
     if not reads.context_tokens:
         return None
-    keys_spared = reads.host_tokens - reads.host_keys + reads.reused_tokens + shape.group * reads.dropped_rows
-    rows_spared = (reads.spared_rows if reads.tries else reads.host_tokens // shape.group) + reads.dropped_rows
-    bytes_spared = rows_spared * _row_bytes(shape) - reads.host_bytes - reads.ring_bytes
-    bytes_spared -= reads.looked_rows * _row_bytes(shape) // 2
+    saved = [part.method.saved_reads(part.settings, reads.methods, shape) for part in parts if part.method.counters]
+    keys_spared = reads.host_tokens - reads.host_keys + shape.group * reads.evicted_rows
+    keys_spared += sum(one.keys for one in saved)
+    rows_spared = reads.evicted_rows + sum(one.rows for one in saved)
+    if not any(one.rows_include_host for one in saved):
+        rows_spared += reads.host_tokens // shape.group
+    bytes_spared = rows_spared * _row_bytes(shape) - reads.host_bytes - sum(one.own_bytes for one in saved)
     keys = reads.context_tokens * shape.num_heads  # of one layer, if all are scored
     data = reads.context_tokens * shape.num_kv_heads * _row_bytes(shape)
     handled = host_layers or shape.num_layers
+    shares = {
+        name: sum(reads.methods[share.part]) / sum(reads.methods[share.whole])
+        for part in parts
+        for name, share in part.method.shares.items()
+        if share.of_all_layers and sum(reads.methods[share.whole])
+    }
     return Fractions(
         1 - keys_spared / (keys * handled),
         1 - bytes_spared / (data * handled),
         1 - keys_spared / (keys * shape.num_layers),
         1 - bytes_spared / (data * shape.num_layers),
-        reads.hits / reads.tries if reads.tries else None,
-        reads.reused_tokens / reads.tried_tokens if reads.tries else None,
+        shares,
     )
 
 
-def reused_layers(before: ReuseStats, after: ReuseStats, group: int) -> dict[str, list[float]]:
-    """What reuse did between the two, a number for each layer (MAC, appendix B.3); empty where no head looked.
+def layer_shares(method: Method, counts: Counts, group: int) -> dict[str, list[float]]:
+    """Return a method's shares by name, a number for each layer, NaN where there was nothing to share.
 
-    acceptance: heads that found a match, of those that looked; skipped_fraction: cells that they took over, of all
-    contexts, misses as 0; gap, age: positions back to the match and to the oldest part of its summary, of hits, NaN
-    without any; whole_groups: KV heads of which every query head hit; kv_read: rows of KV read, once for a group of
-    query heads, over what the contexts hold; refused: heads to which no entry was near but ones whose prefixes held too
-    much of their own attention, of those that looked.
+    counts: of its counters, between two looks. group: query heads to a KV head. Empty where no layer did anything.
     """
-    names = ("tries", "hits", "refused", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups")
-    seen = {
-        name: [late - early for early, late in zip(getattr(before, name), getattr(after, name), strict=True)]
-        for name in names
-    }
-    if not any(seen["tries"]):
+    shares = {name: share for name, share in method.shares.items() if method.counters[share.whole].by_layer}
+    if not any(any(counts.get(share.whole, ())) for share in shares.values()):
         return {}
-
-    def share(part: str, whole: str, scale: int) -> list[float]:
-        pairs = zip(seen[part], seen[whole], strict=True)
-        return [scale * one / other if other else math.nan for one, other in pairs]
-
     return {
-        "acceptance": share("hits", "tries", 1),
-        "skipped_fraction": share("skipped_cells", "context_cells", 1),
-        "gap": share("gaps", "hits", 1),
-        "age": share("ages", "hits", 1),
-        "whole_groups": share("whole_groups", "tries", group),
-        "kv_read": share("kv_cells", "context_cells", group),
-        "refused": share("refused", "tries", 1),
+        name: [
+            (group if share.by_group else 1) * part / whole if whole else math.nan
+            for part, whole in zip(counts[share.part], counts[share.whole], strict=True)
+        ]
+        for name, share in shares.items()
     }
 
 
@@ -134,8 +130,8 @@ class ReadMeter:
     def read(self) -> list[Fractions]:
         """One row a request. A method that handled no layer read nothing there: NaN."""
         means = (self._sums / self._counts[..., None]).tolist()
-        reused = (self._reused / self._counts[:, :1]).tolist() if self._reuses else [[None, None]] * len(means)
+        reused = (self._reused / self._counts[:, :1]).tolist() if self._reuses else [()] * len(means)
         return [
-            Fractions(handled[0], handled[1], every[0], every[1], *shares)
+            Fractions(handled[0], handled[1], every[0], every[1], dict(zip(SHARES, shares, strict=False)))
             for (handled, every), shares in zip(means, reused, strict=True)
         ]

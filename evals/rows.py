@@ -12,11 +12,9 @@ from typing import Any
 
 from evals.paired import FEWEST_PROMPTS, Paired, mean_interval, paired_interval
 from evals.store import Record
+from gpu.methods.registry import list_shares
 
-FRACTIONS = (
-    "head_fraction", "bytes_fraction", "head_fraction_all_layers", "bytes_fraction_all_layers", "acceptance",
-    "skipped_fraction",
-)  # fmt: skip
+FRACTIONS = ("head_fraction", "bytes_fraction", "head_fraction_all_layers", "bytes_fraction_all_layers")
 BASELINES = ("full", "profile:exact")
 """What rows are paired with: full attention in the reference decoder or, where that did not run, the engine's."""
 KL = "kl"
@@ -99,7 +97,9 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
         "differences": sorted([value, count] for value, count in Counter(points).items()),
         "applied": _applied(members),
         KL: mean_known([record.measured.get(KL) for record in members]),
-        **{name: mean_known([record.measured.get(name) for record in members]) for name in FRACTIONS},
+        **{
+            name: mean_known([record.measured.get(name) for record in members]) for name in (*FRACTIONS, *list_shares())
+        },
     }
 
 

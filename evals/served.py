@@ -151,7 +151,7 @@ def _answer_all(
         for number, prompt in enumerate(missing)
     ]  # fmt: skip
     kept: list[Record] = []
-    before, reused = engine.reads(), engine.reuse()
+    before = engine.reads()
     try:
         for answer in engine.answer(asks, profile):
             prompt = missing[int(answer.key)]
@@ -165,7 +165,7 @@ def _answer_all(
             ledger.keep(kept[-1])
             ledger.check()
     finally:
-        fractions, layers = engine.fractions(before, profile), engine.layers(reused)
+        fractions, layers = engine.fractions(before, profile), engine.layers(before, profile)
         longest = max(len(prompt.token_ids) for prompt in missing)
         applied = engine.did_apply(before, profile, longest)
         told = fractions.to_json() if fractions is not None else {}

@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from evals.meter import Fractions, reused_layers, served_fractions
+from evals.meter import Fractions, layer_shares, served_fractions
 from gpu.config import GpuConfig, ModelConfig
 from gpu.memory.host_demand import LUMP_TOKENS
 from gpu.memory.host_shares import resolve_host
@@ -25,7 +25,7 @@ from scheduler.engine.decode_reads import DecodeReads
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
-from scheduler.messages import Delta, EngineRequest, Logprob, ReuseStats, pack_tokens
+from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from scheduler.sequences.capacity import QueueFullError, TooLargeError, bytes_of_run
 from server.deployment import Deployment
@@ -102,7 +102,7 @@ class ServingEngine:
         found = self._profiles[profile]
         is_hosts = found.ring_part is None or found.ring_part.method.reading is not Reading.NONE
         layers = len(self._engine.host_layers) if found.offloads and is_hosts else 0
-        return served_fractions(self.reads() - before, self._shape, layers)
+        return served_fractions(self.reads() - before, self._shape, layers, found.parts)
 
     def did_apply(self, before: DecodeReads, profile: str, longest_tokens: int) -> bool | None:
         """Return whether any method of the profile did something since `before`: one that samples left a key out, one
@@ -113,20 +113,19 @@ class ServingEngine:
         did: list[bool] = []
         if found.offloads:
             did.append(reads.host_tokens > (reads.host_keys if found.reading.is_estimate else 0))
-        if found.ring_part is not None:
-            did.append(reads.hits > 0 or reads.dropped_rows > 0)
+        for part in found.parts:
+            if part.method.counters:
+                saved = part.method.saved_reads(part.settings, reads.methods, self._shape)
+                did.append(saved.keys > 0)
         if (first := self._engine.first_own_token(found.prefill_method)) is not None:
             did.append(longest_tokens > first + found.align_tokens)  # a prompt's last block is dense
         return any(did) if did else None
 
-    def reuse(self) -> ReuseStats | None:
-        """What reuse did so far in each layer, of all profiles; None where no profile reuses."""
-        return self._engine.stats().reuse
-
-    def layers(self, before: ReuseStats | None) -> dict[str, list[float]]:
-        """What reuse did since `before`, by layer; empty where nothing looked for a match."""
-        after = self.reuse()
-        return {} if before is None or after is None else reused_layers(before, after, self._shape.group)
+    def layers(self, before: DecodeReads, profile: str) -> dict[str, list[float]]:
+        """Return what the profile's methods did since `before`, by layer; empty where they did nothing."""
+        counts = (self.reads() - before).methods
+        found = [layer_shares(part.method, counts, self._shape.group) for part in self._profiles[profile].parts]
+        return {name: numbers for one in found for name, numbers in one.items()}
 
     def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
         """Answers as they finish, in any order."""

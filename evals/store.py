@@ -56,8 +56,8 @@ def sample_key(
 class Record:
     """One tried sample. failure: None, or why there is no prediction; then the score is 0. Scores are in [0, 1].
 
-    measured: numbers of the run, such as head_fraction and bytes_fraction; layers: some by layer, of a method that
-    reuses (`evals.meter.reused_layers`); cell: the identity of the table row.
+    measured: numbers of the run, such as head_fraction and bytes_fraction; layers: some by layer
+    (`evals.meter.layer_shares`); cell: the identity of the table row.
     """
 
     key: str

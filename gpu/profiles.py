@@ -9,7 +9,6 @@ Invariant: two profiles share KV (and cached prefixes) exactly if their `kv_key`
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import permutations
 from typing import Any, get_args
 
@@ -17,7 +16,7 @@ from pydantic import ValidationError
 
 from gpu.config import Composition, MethodChoice
 from gpu.methods.kept import Kept, join_kept
-from gpu.methods.method import BlockFetch, Method, MethodState, ProfilePart, Slot
+from gpu.methods.method import Method, MethodState, ProfilePart, Slot
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.step import DENSE
@@ -61,14 +60,12 @@ class Profile:
     @property
     def ring_part(self) -> ProfilePart | None:
         """The part of whose state a running sequence holds a ring; profiles that have the same part share its rings."""
-        return next((part for part in self.parts if part.method.rings is not None), None)
+        return next((part for part in self.parts if part.method.has_rings), None)
 
     @property
-    def block_fetch(self) -> BlockFetch | None:
-        """What it reads of predicted blocks that are fetched from host memory; None: it predicts nothing."""
-        part = self.ring_part
-        fetches = None if part is None or part.method.rings is None else part.method.rings.fetches
-        return None if part is None or fetches is None else fetches(part.settings)
+    def host_part(self) -> ProfilePart:
+        """The part that says what becomes of a context that outgrows the device."""
+        return next(part for part in self.parts if part.method.slot == "host")
 
     @property
     def offloads(self) -> bool:
@@ -123,7 +120,7 @@ def is_built_in(method: Method) -> bool:
     """Whether there is a profile of its name without anybody asking: not of one whose sequences hold rings, since these
     are planned, and it may need settings that have no defaults.
     """
-    return method.slot == "host" and method.rings is None
+    return method.slot == "host" and not method.has_rings
 
 
 def served_parts(profiles: Iterable[Profile]) -> tuple[ProfilePart, ...]:
@@ -135,45 +132,30 @@ def served_parts(profiles: Iterable[Profile]) -> tuple[ProfilePart, ...]:
 
 
 def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tuple[MethodState, ...]:
-    """What the methods of these profiles keep on the device for sequences that run; of those that keep anything.
+    """Return what the methods of these profiles keep on the device, a state for each part.
 
-    Raises ProfileError where a method has no layer of this model to work in.
+    Raises ProfileError where a method with rings has no layer of this model to work in.
     """
     states = []
     for part in served_parts(profiles):
-        num_bytes, rings = part.method.slot_bytes(part.settings, architecture), part.method.rings
-        num_rows, work_bytes = 0, _no_work
-        if rings is not None and not num_bytes:
-            raise ProfileError(
-                f"profiles: {part.method.name!r} has no layer of {architecture.name} to work in: each one has a "
-                "window, or is off; take it out of the profiles"
-            )
-        if num_bytes:
-            count = None
-            if rings is not None:
-                count, num_rows = rings.count(part.settings), rings.num_rows(part.settings, architecture)
-                work_bytes = partial(rings.work_bytes, part.settings, architecture)
-            excludes = rings is not None and rings.excludes
-            states.append(
-                MethodState(
-                    str(part), part.method.name, num_bytes, rings is not None, count, num_rows, work_bytes, excludes
+        method, count = part.method, None
+        if method.has_rings:
+            if not method.footprint(part.settings, architecture, 1).sequence_bytes:
+                raise ProfileError(
+                    f"profiles: {method.name!r} has no layer of {architecture.name} to work in: each one has a "
+                    "window, or is off; take it out of the profiles"
                 )
-            )
+            count = method.count_rings(part.settings)
+        states.append(MethodState(part, count))
     return tuple(states)
-
-
-def _no_work(max_running: int) -> int:
-    return 0
 
 
 def find_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture) -> Kept:
     """Return what stays on the device of contexts of these profiles, where they go down: what all of their methods need
     together. Layers and the sink are of one kind in a deployment, windows are each profile's own.
     """
-    parts = served_parts(profiles)
-    return join_kept(
-        part.method.keeps(part.settings, host, architecture) for part in parts if part.method.keeps is not None
-    )
+    kept = (part.method.find_kept(part.settings, host, architecture) for part in served_parts(profiles))
+    return join_kept(one for one in kept if one is not None)
 
 
 def _compose(name: str, composition: Composition, methods: Mapping[str, Method], host: HostConfig | None) -> Profile:
@@ -190,7 +172,7 @@ def _compose(name: str, composition: Composition, methods: Mapping[str, Method],
                 "take the profile out"
             )
         part = ProfilePart(method, _settings_of(where, method, choice.settings, host))
-        if host is not None and (why := method.why_impossible(part.settings, host)):
+        if host is not None and (why := method.find_conflict(part.settings, host)):
             raise ProfileError(f"{where}.{why}")
         parts.append(part)
     _check_together(name, parts)

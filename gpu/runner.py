@@ -28,7 +28,8 @@ from gpu.kv.pool import KvPool
 from gpu.lanes import LaneStreams, StepBuffers
 from gpu.layers.computed_experts import open_exchanges
 from gpu.layers.decoder import Decoder
-from gpu.methods.device_side import FetchCounts, ReuseCounts, ReuseSide, Site, make_device_sides
+from gpu.methods.counters import Counts
+from gpu.methods.device_side import RingSide, Site, make_device_sides
 from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
 from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
@@ -118,7 +119,9 @@ class Runner:
         site = Site(
             architecture, shape, settings.sink_tokens, max_running, dtype, stored_dtype(settings.kv, dtype), device
         )
-        methods, self._reusing = make_device_sides(parts, site, settings.num_rings)
+        self._method_sides = make_device_sides(parts, site, settings.num_rings)
+        methods = tuple(self._method_sides.values())
+        self._reusing = {name: side for name, side in self._method_sides.items() if isinstance(side, RingSide)}
         encoders = [method.encode_keys for method in methods if method.makes_codes]
         assert len(encoders) <= 1, "runner: two methods make codes of keys, and the tier has one kind of table"
         encode_keys = encoders[0] if encoders else None
@@ -148,7 +151,7 @@ class Runner:
         if tier is not None and depositor is not None:
             assert self._prefill.staging is not None
             self._offload = Offloader(tier, depositor, self.pool, self._prefill.gathered, self._prefill.staging)
-            excludes = any(part.method.rings is not None and part.method.rings.excludes for part in parts)
+            excludes = any(part.method.excludes_blocks for part in parts)
             exclusion_blocks = -(-architecture.max_context_tokens // BLOCK_TOKENS) if excludes else 0
             exchanges = [
                 SlotExchange(rows, architecture.num_heads, architecture.dim, tier.shape.num_tables, dtype, device,
@@ -209,14 +212,9 @@ class Runner:
         side = self._sides.get(prefill_method)
         return None if side is None else side.first_own_token()
 
-    def reuse_counts(self) -> dict[str, ReuseCounts]:
-        """Return what reuse did, by the part that plans name; waits for nothing."""
-        return {name: side.counts() for name, side in self._reusing.items() if isinstance(side, ReuseSide)}
-
-    def fetch_counts(self) -> dict[str, FetchCounts]:
-        """Return what was fetched, by the part that plans name; waits for nothing."""
-        counts = {name: side.fetch_counts() for name, side in self._reusing.items()}
-        return {name: one for name, one in counts.items() if one is not None}
+    def method_counts(self) -> dict[str, Counts]:
+        """Return what methods counted in decode steps, by the part that plans name. It waits for nothing."""
+        return {part: side.counts() for part, side in self._method_sides.items()}
 
     def expert_counts(self) -> ExpertMoves | None:
         """Return what became of experts in host memory, or None where all lie on the device; waits for nothing."""

@@ -275,38 +275,6 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     answers_in_full: int  # read so, to know the error or since it is too large
 
 
-class ReuseStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of attention that is reused, a number for each layer, all profiles together; since the engine started.
-
-    Of heads of rows that looked for a match; what they say is `gpu.methods.device_side.ReuseCounts`.
-    """
-
-    tries: list[int]
-    hits: list[int]
-    context_cells: list[int]
-    skipped_cells: list[int]
-    gaps: list[int]
-    ages: list[int]
-    kv_cells: list[int]
-    whole_groups: list[int]
-    refused: list[int]
-    stops: list[int]  # how often a layer of a profile stopped matching, since it read more than it saved
-    num_matching: list[int]  # profiles' settings by which the layer matches now
-
-
-class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of blocks that are fetched from host memory by prediction, all profiles and layers together; since the
-    engine started. Tokens are counted for each KV head; see `gpu.methods.device_side.FetchCounts`.
-    """
-
-    hole_tokens: int
-    read_tokens: int
-    dropped_tokens: int
-    fetched_blocks: int
-    looked_blocks: int
-    late_blocks: int
-
-
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of experts in host memory, since the engine started; see `gpu.runner.ExpertMoves`."""
 
@@ -355,8 +323,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     rings_free: int
     host: HostStats | None  # None: no host tier
-    reuse: ReuseStats | None  # None: no profile reuses
-    fetch: FetchStats | None  # None: no profile fetches
+    methods: dict[str, list[int]] = {}  # by the counters of `gpu.methods`, all profiles together: one, or one a layer
     masks: MaskStats = MaskStats(held_requests=0, masks=0, mask_seconds=0.0)
     experts: ExpertStats | None = None  # None: all lie on the device
     chunks: ChunkStats | None = None  # None: no documents

@@ -70,13 +70,17 @@ def count_rings(demand: Demand, limit: int) -> Demand:
     """With the number of each method's rings: as it is asked for, or an equal part of RING_SHARE; never more than there
     may be sequences.
     """
-    uncounted = [state for state in demand.states if state.is_ring and state.count is None]
+    uncounted = [state for state in demand.states if state.has_rings and state.count is None]
     left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
     share = max(0, left) * RING_SHARE / max(1, len(uncounted))
     counted = []
     for state in demand.states:
-        count = max(1, int(share / state.size(demand.row_bytes))) if state in uncounted else state.count
-        counted.append(replace(state, count=min(count, demand.max_running)) if state.is_ring and count else state)
+        count = (
+            max(1, int(share / state.sequence_bytes(demand.shape, demand.max_running, demand.row_bytes)))
+            if state in uncounted
+            else state.count
+        )
+        counted.append(replace(state, count=min(count, demand.max_running)) if state.has_rings and count else state)
     return replace(demand, states=tuple(counted))
 
 

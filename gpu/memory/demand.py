@@ -97,7 +97,7 @@ class Demand:
     @property
     def reuses(self) -> bool:
         """Whether a method leaves its summaries in rings: such steps read what is near and what is far apart."""
-        return any(state.is_ring for state in self.states)
+        return any(state.has_rings for state in self.states)
 
     @property
     def expert_shares(self) -> ExpertShares:
@@ -341,13 +341,14 @@ class Demand:
         """
         items = []
         for state in self.states:
-            count = (state.count or 0) if state.is_ring else self.max_running
-            size = state.size(self.row_bytes)
-            name, each = f"{'rings' if state.is_ring else 'state'} of {state.method}", f"{size:,} bytes for each"
-            items.append(self.item(name, count * size, f"{each} of {count} sequences"))
-            work_bytes = state.work_bytes(self.max_running)
+            count = (state.count or 0) if state.has_rings else self.max_running
+            size = state.sequence_bytes(self.shape, self.max_running, self.row_bytes)
+            method, work_bytes = state.part.method.name, state.footprint(self.shape, self.max_running).work_bytes
+            if size:
+                name = f"{'rings' if state.has_rings else 'state'} of {method}"
+                items.append(self.item(name, count * size, f"{size:,} bytes for each of {count} sequences"))
             if work_bytes:
-                items.append(self.item(f"workspace of {state.method}", work_bytes, "of its steps and prompts"))
+                items.append(self.item(f"workspace of {method}", work_bytes, "of its steps and prompts"))
         return tuple(items)
 
     def _reserves(self) -> tuple[MemoryItem, ...]:

@@ -151,7 +151,7 @@ def plan_memory(
     kv = resolve_kv(gpu, dtype, architecture)
     tier = None
     if host is not None and kept is not None:
-        excludes = any(state.excludes for state in states)
+        excludes = any(state.part.method.excludes_blocks for state in states)
         tier = resolve_host(host, kept, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running, kv, excludes)
     spare_tokens = spare_window_tokens(gpu.page_tokens, tier)
     window_pages = 0
@@ -226,7 +226,7 @@ def plan_memory(
         resident_tokens=tier.least_resident_tokens if tier else 0,
         lump_tokens=LUMP_TOKENS if tier else 0,
         residency=host.residency if host else "fixed",
-        num_rings={state.part: state.count or 0 for state in demand.states if state.is_ring},
+        num_rings={str(state.part): state.count or 0 for state in demand.states if state.has_rings},
         host_limit_bytes=shares.host_limit_bytes,
         host_tokens=shares.host_tokens,
         items=(*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)),

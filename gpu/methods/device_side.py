@@ -4,7 +4,6 @@ It refuses to know the other methods, graphs and how the host attends. Invariant
 device's stream alone and takes no decision on the host, so a step with it may be captured.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -21,7 +20,7 @@ from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import HostRead, RingWrite
 from transfer.partial import Owner, Partial
-from transfer.tier_shape import TierShape
+from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,12 @@ class Site:
     dtype: torch.dtype
     stored: torch.dtype
     device: torch.device
+
+    @property
+    def exclusion_words(self) -> int:
+        """Return the int32 words of `LayerReads.excluded`: a bit for each block of the longest context."""
+        blocks = -(-self.architecture.max_context_tokens // BLOCK_TOKENS)
+        return -(-blocks // WORD_BITS)
 
 
 @dataclass(slots=True)
@@ -68,50 +73,10 @@ class LayerReads:
     window: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FetchCounts:
-    """What was fetched since the start, by KV head of rows that ask, summed over layers. hole_tokens: of their contexts
-    that are in host memory alone; read_tokens: of these, in blocks that were fetched; dropped_tokens: read by nobody;
-    fetched_blocks: that came over the link; looked_blocks: whose keys alone did; late_blocks: that did not come since
-    the step was over.
-    """
-
-    hole_tokens: int
-    read_tokens: int
-    dropped_tokens: int
-    fetched_blocks: int
-    looked_blocks: int
-    late_blocks: int
-
-
 class Lent(Protocol):
     """What a step's rows ask for in host memory, where it lies: see `transfer.tier.Attention.places`."""
 
     def places(self, row: int) -> np.ndarray: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReuseCounts:
-    """What reuse did since the start, by layer. tries: heads of rows that looked for a match; hits: that found one;
-    context_cells: of all that looked; skipped_cells: that hits took over and did not read; gaps, ages: of hits,
-    positions back to the match and to the oldest part of its summary; kv_cells: that KV heads read, once for their
-    query groups; whole_groups: KV heads of which every query head hit; refused: heads that missed though an entry was
-    near enough, since its prefix held too much of its own attention. is_matching: now; num_stops: how often the layer
-    stopped; ring_bytes: read and written of rings by all that looked.
-    """
-
-    tries: list[int]
-    hits: list[int]
-    context_cells: list[int]
-    skipped_cells: list[int]
-    gaps: list[int]
-    ages: list[int]
-    kv_cells: list[int]
-    whole_groups: list[int]
-    refused: list[int]
-    is_matching: list[bool]
-    num_stops: list[int]
-    ring_bytes: list[int]
 
 
 class DeviceSide:
@@ -138,79 +103,71 @@ class DeviceSide:
     def finish(self, rows: StepRows) -> None:
         """The step's last layer is computed: what it has set going aside is waited for, in stream order."""
 
+    def counts(self) -> Mapping[str, Sequence[int]]:
+        """Return the method's counters without waiting, of steps that are over at least: one number, or one a layer."""
+        return {}
+
     def encode_keys(self, keys: Tensor, codes: Tensor) -> None:
         """Codes of keys as they are stored, `[kv_heads, tokens, dim]`, to uint16 `[kv_heads, tables, tokens]`."""
 
 
-class RingSide(DeviceSide, ABC):
-    """Of a method whose sequences hold rings. Which slot holds which is known on the host, in the order of plans, and
-    on the device, where steps read it. borrows: whether it reads rows in host memory by itself, and is told where they
-    lie before each step that asks.
+class RingSide(DeviceSide):
+    """The device side of a method with rings: it takes part in the steps of rows that hold one, and is told of prompts.
+
+    borrows: it reads rows in host memory by itself, and is told where they lie before each step that asks. held: rings
+    by slot, as the host knows them in the order of plans. ring_of_slot: int32 `[max_running + 1]` on the device, -1:
+    none; the last is of padding rows.
     """
 
     reuses: ClassVar[bool] = True
     borrows: ClassVar[bool] = False
 
-    @abstractmethod
+    def __init__(self, site: Site) -> None:
+        self.held: dict[int, int] = {}
+        self.ring_of_slot = torch.full((site.max_running + 1,), -1, dtype=torch.int32, device=site.device)
+
     def assign(self, write: RingWrite) -> None:
-        """A slot holds a ring from now on, empty or a copy of another's front; asynchronous."""
+        """Give a slot a ring, empty or a copy of another's front; asynchronous."""
+        self.held[write.slot] = write.ring
+        self.ring_of_slot[write.slot].fill_(write.ring)
 
-    @abstractmethod
     def release(self, slot: int) -> None:
-        """The slot holds no ring any more, if it held one; asynchronous."""
+        """Take back the slot's ring, if it holds one; asynchronous."""
+        if self.held.pop(slot, None) is not None:
+            self.ring_of_slot[slot].fill_(-1)
 
-    @abstractmethod
     def has_ring(self, slot: int) -> bool:
-        """Whether the slot holds one."""
+        return slot in self.held
 
-    @abstractmethod
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
-        """Queries of the slot's prompt, in order, with the keys up to them. attend: dense attention, with an lse."""
+        """Look at queries of the slot's prompt, in order, with the keys up to them. attend: dense, with an lse."""
 
     def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostRead | None], lent: Lent) -> None:
-        """Rows of a step that is about to be launched, and what is lent for them until the device has passed it."""
+        """Prepare a step of these rows that is about to be launched. lent: to read from until the device has passed."""
 
     def give_up(self) -> None:
-        """A step that borrowed came to nothing: what it has set going aside is waited for, in stream order."""
+        """Wait, in stream order, for what was begun beside a step that came to nothing."""
 
-    def fetch_counts(self) -> FetchCounts | None:
-        """Of one that fetches, as the host knows them: those of steps that are over, at least. It waits for nothing."""
-        return None
-
-    @abstractmethod
     def covered(self, reads: LayerReads) -> Mapping[Owner, Tensor]:
-        """Cells of each head that neither the resident attention nor the host answers for, int32 `[rows, heads]`, by
-        who does: for debug runs.
-        """
+        """Return cells that the method answers for or drops, int32 `[rows, heads]` by owner; for debug runs."""
+        return {}
 
-    @abstractmethod
     def end_step(self) -> None:
-        """A step in which it had a part is launched; behind it, on the same stream."""
+        """Follow a step in which it had a part, on the same stream."""
 
 
-class ReuseSide(RingSide, ABC):
-    """Of a method that takes over what others have read."""
+def make_device_sides(parts: Sequence[ProfilePart], site: Site, num_rings: Mapping[str, int]) -> dict[str, DeviceSide]:
+    """Return the sides of the parts that do something on the device, by the names that plans have for them.
 
-    @abstractmethod
-    def counts(self) -> ReuseCounts:
-        """As the host knows them: those of steps that are over, at least. It waits for nothing."""
-
-
-def make_device_sides(
-    parts: Sequence[ProfilePart], site: Site, num_rings: Mapping[str, int]
-) -> tuple[tuple[DeviceSide, ...], dict[str, RingSide]]:
-    """Of the methods among these that do something on the device; of these, by the parts that plans name, those whose
-    sequences hold rings. num_rings: of those parts.
+    num_rings: of the parts with rings, by the same names.
     """
-    sides: list[DeviceSide] = []
-    reusing: dict[str, RingSide] = {}
+    sides: dict[str, DeviceSide] = {}
     for part in parts:
         if part.method.device_side is None:
             continue
-        module = import_module(part.method.device_side)
-        if part.method.rings is None:
-            sides.append(module.make_device_side(part.settings, site))
+        module, name = import_module(part.method.device_side), str(part)
+        if part.method.has_rings:
+            sides[name] = module.make_ring_side(part.settings, site, num_rings[name])
         else:
-            reusing[str(part)] = module.make_ring_side(part.settings, site, num_rings[str(part)])
-            sides.append(reusing[str(part)])
-    return tuple(sides), reusing
+            sides[name] = module.make_device_side(part.settings, site)
+    return sides

@@ -1,14 +1,20 @@
-"""What of a context that goes down stays on the device whatever else is released: tokens in front and behind, layers.
-
-It refuses to know pages and lengths of contexts. No torch.
-"""
+"""What of a context stays on the device when the rest is in host memory: tokens and layers. No torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
+
+OFFLOAD_KEYS = {
+    "rows": "rows",
+    "sink": "sink_tokens",
+    "window": "window_tokens",
+    "dense": "dense_layers",
+    "resident": "resident_tokens",
+    "residency": "residency",
+}
+"""Settings of the `host` section that change a decoded token's KV where contexts go there (`Method.kv_host`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +28,14 @@ class Kept:
     dense_layers: tuple[int, ...]
 
 
-def keep_as_set(settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
-    """What the `host` section says; layers that it leaves open are 0 and half the depth. Window layers go nowhere."""
+def keep_as_set(host: HostConfig, architecture: Architecture) -> Kept:
+    """Return what the `host` section asks for; by default layers 0 and half the depth. Window layers always stay."""
     layers = (0, architecture.num_layers // 2) if host.dense_layers is None else host.dense_layers
     return Kept(host.sink_tokens, host.window_tokens, tuple(sorted({*layers, *architecture.window_layers})))
 
 
 def join_kept(kept: Iterable[Kept]) -> Kept:
-    """What all of these keep: the most tokens, and every layer that one of them keeps."""
+    """Return what all of these keep: the most tokens, and every layer that one of them keeps."""
     every = list(kept)
     return Kept(
         max((one.sink_tokens for one in every), default=0),

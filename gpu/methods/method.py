@@ -1,13 +1,13 @@
-"""What an attention method says of itself: the slot it fills, its settings, the KV it writes, the memory it takes.
+"""The contract of an attention method: a base class with defaults, filled in by each folder of `gpu.methods`. No torch.
 
-It refuses to know profiles and deployments, and imports no torch: the scheduler, the plan and the server's process read
-it. Invariant: what a method states is all that others know of it; nobody asks for its name.
+Nobody outside of its folder asks for a method's name: what it states here is all that others know of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from gpu.methods.counters import Counter, Counts, SavedReads, Share
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
@@ -22,136 +22,122 @@ class NoSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFetch:
-    """What a KV head reads of a long context's middle in blocks that are fetched from host memory: `budget_tokens`, all
-    of them other ones every `every_steps` steps at most; the keys of one in `looked_blocks` blocks in each step, or of
-    none where that is 0; and those of all blocks in one step of `full_every_steps`, or in none where that is 0.
+class Footprint:
+    """Device memory that a method takes, in bytes.
+
+    sequence_bytes: for each sequence that holds its state. sequence_rows: keys and values of one KV head beside that,
+    stored as in KV pages. work_bytes: that its steps and prompts pass through, for all sequences together.
     """
 
-    budget_tokens: int
-    every_steps: int
-    looked_blocks: int
-    full_every_steps: int
-
-    @property
-    def full_share(self) -> float:
-        """Of steps, those that attend to everything."""
-        return 1 / self.full_every_steps if self.full_every_steps else 0.0
-
-    def most_fetched_tokens(self, down_tokens: int) -> float:
-        """Return how many tokens' keys and values a KV head fetches a step, at most, of so many in host memory."""
-        share = (1 / self.looked_blocks if self.looked_blocks else 0.0) * (1 - self.full_share) + self.full_share
-        looked = share * down_tokens / 2  # keys are half of a token
-        return min(self.budget_tokens, down_tokens) / self.every_steps + looked
+    sequence_bytes: int = 0
+    sequence_rows: int = 0
+    work_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class RingUse:
-    """Of a method whose state is too large for all that may run: who has one holds a **ring**, and one that finds none
-    free waits in admission. count: rings there are, by settings, None: what memory bears; least_tokens: a shorter
-    prompt and answer together does without one, and so without the method. num_rows: rows of one KV head in a ring,
-    stored as in pages, beside the method's `slot_bytes`; work_bytes: what its steps and prompts pass through, by
-    settings, model and the most sequences that run. fetches: it reads blocks of a run in the host's place, by settings.
+class ReadCost:
+    """What a decode step reads of one row's context in host memory, in tokens of all its KV heads.
+
+    fetched: brought over the link. on_device: read on the device after that. streamed: read by the CPU one behind
+    another. sampled: of which the CPU reads the sample that hash tables choose.
     """
 
-    count: Callable[[Any], int | None]
-    least_tokens: Callable[[Any], int]
-    num_rows: Callable[[Any, Architecture], int]
-    work_bytes: Callable[[Any, Architecture, int], int]
-    fetches: Callable[[Any], BlockFetch] | None
-
-    @property
-    def excludes(self) -> bool:
-        """Whether it takes blocks of a run off the host, so that asks have bits for all blocks."""
-        return self.fetches is not None
+    fetched: float = 0.0
+    on_device: int = 0
+    streamed: float = 0.0
+    sampled: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class MethodState:
-    """What a method with some settings, a `part`, keeps on the device for a sequence: `bytes`, and `num_rows` rows of
-    one KV head, stored as in pages. is_ring: it is not there for all that may run, but `count` of it are, or, None,
-    what memory bears. work_bytes: by the most sequences that run. excludes: see `RingUse`.
-    """
-
-    part: str
-    method: str
-    bytes: int
-    is_ring: bool
-    count: int | None
-    num_rows: int
-    work_bytes: Callable[[int], int]
-    excludes: bool
-
-    def size(self, row_bytes: int) -> int:
-        """Bytes for one sequence."""
-        return self.bytes + self.num_rows * row_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Method:
-    """One method; `gpu/methods/<name>/__init__.py` has it as `METHOD`.
+    """An attention method; `gpu/methods/<name>/__init__.py` has an instance as `METHOD`. `_` in a folder's name is `+`.
 
-    slot: of a composition. settings: their model, with descriptions. shared_key: the key of the `host` section that has
-    these settings for all profiles of a deployment, or None: then each profile has its own. kv_settings, kv_host: what
-    changes the KV that it writes, of its settings and of the `host` section, each under its short name in `kv_key`;
-    both empty: it writes what the model itself would. slot_bytes: device memory for one running sequence, by settings
-    and model. rings: which of them have that, or None: all. refuses: methods that it cannot be composed with, by how
-    their names begin, and why. why_impossible: these settings beside a `host` section, or None where they are not.
-    reading: how a context's part in host memory is read; NONE: nothing goes there.
-    keeps: what of a context that goes down it needs on the device, by settings, `host` section and model, or
-    None: it asks for nothing.
-    device_side: the module with torch whose `make_device_side(settings, site)` makes what the method does on the device
-    (`gpu.methods.device_side`), or None: nothing; of one with rings, `make_ring_side(settings, site, num_rings)`.
-    prefill_side: likewise, with a `make_prefill_side(settings, site, dense)` of what attends to prompts
-    (`gpu.methods.prefill_side`); every method of that slot has one, and no other.
-    align_tokens: of the KV that it writes, by settings: units end at multiples of it, and what others find of a prompt
-    ends at one, in front of the prompt's last block of so many tokens, which may be computed otherwise; 1: there are no
-    such blocks.
-    scored: the settings at which the evals' set of serving profiles has the profile of the method's name; where they
-    are not shared, its defaults or none.
+    Only `name` and `summary` are needed. The defaults are those of full attention on the device.
+
+    slot: that it fills in a composition. settings: their model, with descriptions. shared_key: the key of the `host`
+    section that has the settings of all profiles; None: each profile has its own. kv_settings, kv_host: settings, of
+    its own and of the `host` section, that change the KV it writes, by their short names in `kv_key`; none: it writes
+    the model's own. refuses: methods that it is not composed with, by how their names begin, and why. reading: how a
+    context's part in host memory is read. has_rings: its state is too large for all sequences; who has one holds a
+    ring, and who finds none free waits in admission. excludes_blocks: it takes blocks of a context off the host.
+    device_side: module with torch whose `make_device_side(settings, site)` or, with rings, `make_ring_side(settings,
+    site, num_rings)` makes its part in decode steps (`gpu.methods.device_side`). prefill_side: module whose
+    `make_prefill_side(settings, site, dense)` makes its part in prefill (`gpu.methods.prefill_side`). counters: what
+    its device side counts, by name. shares: quotients of them that evaluations report. plan_name, plan_words:
+    what `tandem plan` calls it, else `name`. scored: settings that the evaluations' set of served profiles runs.
     """
 
-    name: str
-    summary: str
-    slot: Slot
-    settings: type[Settings]
-    shared_key: str | None
-    kv_settings: Mapping[str, str]
-    kv_host: Mapping[str, str]
-    slot_bytes: Callable[[Any, Architecture], int]
-    rings: RingUse | None
-    refuses: Mapping[str, str]
-    why_impossible: Callable[[Any, HostConfig], str | None]
-    reading: Reading
-    keeps: Callable[[Any, HostConfig, Architecture], Kept] | None
-    device_side: str | None
-    prefill_side: str | None
-    align_tokens: Callable[[Any], int]
-    scored: tuple[Settings, ...]
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    slot: ClassVar[Slot] = "host"
+    settings: ClassVar[type[Settings]] = NoSettings
+    shared_key: ClassVar[str | None] = None
+    kv_settings: ClassVar[Mapping[str, str]] = {}
+    kv_host: ClassVar[Mapping[str, str]] = {}
+    refuses: ClassVar[Mapping[str, str]] = {}
+    reading: ClassVar[Reading] = Reading.NONE
+    has_rings: ClassVar[bool] = False
+    excludes_blocks: ClassVar[bool] = False
+    device_side: ClassVar[str | None] = None
+    prefill_side: ClassVar[str | None] = None
+    counters: ClassVar[Mapping[str, Counter]] = {}
+    shares: ClassVar[Mapping[str, Share]] = {}
+    plan_name: ClassVar[str] = ""
+    plan_words: ClassVar[str] = ""
+    scored: ClassVar[tuple[Settings, ...]] = ()
+
+    def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
+        """Return why these settings cannot stand beside a `host` section, or None where they can."""
+        return None
+
+    def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept | None:
+        """Return what it needs on the device of a context in host memory, or None where it needs nothing."""
+        return None
+
+    def align_tokens(self, settings: Any) -> int:
+        """Return the tokens of a block: prefill units and shared prefixes end at its multiples. 1: there are no blocks.
+
+        The last block of a prompt may be computed otherwise and is not shared.
+        """
+        return 1
+
+    def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
+        """Return the device memory that it takes with at most `max_running` sequences."""
+        return Footprint()
+
+    def count_rings(self, settings: Any) -> int | None:
+        """Return how many rings there are; None: as many as an eighth of the free memory holds."""
+        return None
+
+    def least_ring_tokens(self, settings: Any) -> int:
+        """Return the prompt and answer tokens below which a sequence goes without a ring, and so without the method."""
+        return 0
+
+    def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:
+        """Return what a step reads of `host_tokens` in host memory, of a context of `context_tokens`."""
+        if self.reading is Reading.SAMPLE:
+            return ReadCost(sampled=host_tokens)
+        return ReadCost(streamed=host_tokens)
+
+    def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
+        """Return what decode steps did not read because of it, by what its device side counted of them."""
+        return SavedReads()
 
 
-def any_token(settings: Settings) -> int:
-    """Of a method whose KV does not depend on blocks of tokens."""
-    return 1
+class RingMethod(Method):
+    """A method with rings, whose settings have `rings` and `min_context_tokens`."""
 
+    has_rings = True
 
-def possible(settings: Settings, host: HostConfig) -> None:
-    """Of a method whose settings go with every `host` section."""
+    def count_rings(self, settings: Any) -> int | None:
+        return settings.rings
 
-
-def no_bytes(settings: Settings, architecture: Architecture) -> int:
-    """Of a method that keeps no state for a running sequence, or none of a kind."""
-    return 0
-
-
-def no_work_bytes(settings: Settings, architecture: Architecture, max_running: int) -> int:
-    """Of a method whose steps need no memory that other ones' do not."""
-    return 0
+    def least_ring_tokens(self, settings: Any) -> int:
+        return settings.min_context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilePart:
-    """A slot of a composition that is filled."""
+    """A method with its settings, which fills its slot of a profile."""
 
     method: Method
     settings: Settings
@@ -159,3 +145,23 @@ class ProfilePart:
     def __str__(self) -> str:
         given = ", ".join(f"{key} {value}" for key, value in self.settings.model_dump(exclude_none=True).items())
         return f"{self.method.slot}: {self.method.name}" + (f" ({given})" if given else "")
+
+
+@dataclass(frozen=True, slots=True)
+class MethodState:
+    """What one part of a profile keeps on the device. count: of its rings, None: nobody has said how many."""
+
+    part: ProfilePart
+    count: int | None = None
+
+    @property
+    def has_rings(self) -> bool:
+        return self.part.method.has_rings
+
+    def footprint(self, architecture: Architecture, max_running: int) -> Footprint:
+        return self.part.method.footprint(self.part.settings, architecture, max_running)
+
+    def sequence_bytes(self, architecture: Architecture, max_running: int, row_bytes: int) -> int:
+        """Return the bytes of one sequence's state, with rows of `row_bytes` in KV pages."""
+        own = self.footprint(architecture, max_running)
+        return own.sequence_bytes + own.sequence_rows * row_bytes

@@ -1,16 +1,15 @@
-"""The methods that there are: the folders of `gpu.methods`, in whose names `_` stands for `+`. Adding one touches no
-list.
-"""
+"""The attention methods that there are: the folders of `gpu.methods`. No list names them. No torch."""
 
 from importlib import import_module
 from pkgutil import iter_modules
 
 import gpu.methods
+from gpu.methods.counters import Counter
 from gpu.methods.method import Method
 
 
 def list_methods() -> dict[str, Method]:
-    """All methods by name, in the order of their names."""
+    """Return all methods by name, sorted."""
     names = sorted(module.name for module in iter_modules(gpu.methods.__path__) if module.ispkg)
     methods = {name.replace("_", "+"): import_module(f"gpu.methods.{name}").METHOD for name in names}
     misnamed = [name for name, method in methods.items() if method.name != name]
@@ -18,3 +17,18 @@ def list_methods() -> dict[str, Method]:
     sideless = [name for name, method in methods.items() if (method.slot == "prefill") != bool(method.prefill_side)]
     assert not sideless, f"methods: {sideless[0]!r}: methods of the slot `prefill` have a prefill side, and no other"
     return methods
+
+
+def list_counters() -> dict[str, Counter]:
+    """Return the counters of all methods by name; methods that name the same one mean the same."""
+    counters: dict[str, Counter] = {}
+    for method in list_methods().values():
+        for name, counter in method.counters.items():
+            assert counters.setdefault(name, counter) == counter, f"methods: two meanings of the counter {name!r}"
+    return counters
+
+
+def list_shares() -> list[str]:
+    """Return the names of what evaluations report of all layers together, of all methods."""
+    shares = (item for method in list_methods().values() for item in method.shares.items())
+    return list(dict.fromkeys(name for name, share in shares if share.of_all_layers))

@@ -171,10 +171,7 @@ def _taus(side: Mac, dim: int) -> dict[int, float]:
 def _sums(side: Mac) -> list[int]:
     torch.cuda.synchronize()
     counts = side.counts()
-    return [
-        sum(numbers)
-        for numbers in (counts.tries, counts.hits, counts.context_cells, counts.kv_cells, counts.whole_groups)
-    ]
+    return [sum(counts[f"reuse_{name}"]) for name in ("tries", "hits", "context_cells", "kv_cells", "whole_groups")]
 
 
 def _part(settings: dict[str, object]) -> ProfilePart:

@@ -249,15 +249,16 @@ def measure(
                     if not isinstance(turnover, str):
                         forced.share.fill_(1 - (1 - turnover) ** ways.steps_between(way))
                     bench.time(2)
-                    before = side.fetch_counts()
+                    before = side.counts()
                     median = bench.time(steps)
-                    after, num_steps = side.fetch_counts(), steps + WARM_UP_STEPS
-                    chosen = after.fetched_blocks - before.fetched_blocks
+                    after, num_steps = side.counts(), steps + WARM_UP_STEPS
+                    chosen = after["fetch_fetched_blocks"][0] - before["fetch_fetched_blocks"][0]
                     blocks_a_step = 0.0 if way in NO_FETCH else chosen / num_steps
                     changed = blocks_a_step * block_bytes / plain
                     if way == "refetch":
                         blocks_a_step = places * cell.budget / BLOCK_TOKENS * (1 - 1 / len(side._layers))
-                    looked = (after.looked_blocks - before.looked_blocks) / num_steps * block_bytes / 2
+                    seen = after["fetch_looked_blocks"][0] - before["fetch_looked_blocks"][0]
+                    looked = seen / num_steps * block_bytes / 2
                     if way == "predict":
                         predict_ms[wanted] = median
                     alone = hidden = None

@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 
 from evals.cells import PromptSettings
 from evals.forward import load_decoder
-from evals.meter import reused_layers
+from evals.meter import layer_shares
 from evals.methods.method import DecodeMethod
 from evals.store import Record, Store
 from evals.tuning.mac_method import Mac
+from gpu.methods.counters import subtract_counts
+from gpu.methods.mac import METHOD as MAC
 from gpu.profiles import resolve_profiles
 from lab.cli import app
 from lab.mac.errors import measure_errors
@@ -29,7 +31,6 @@ from lab.mac.report import render_errors, render_layers
 from lab.mac.run import complete, pool_layers
 from lab.methods import parse_method
 from lab.quality.results import render_table
-from scheduler.messages import ReuseStats
 from tests.evals.test_run import SETTINGS
 from tests.evals.test_serving import MODEL
 from tests.gpu.reference_model import FOLDER, document_prompt
@@ -204,25 +205,24 @@ def test_of_a_part_that_was_cut_what_earlier_calls_left_counts_and_nothing_of_ot
     assert complete(part, Done(part.name), tmp_path).records == []
 
 
-def stats(**numbers: list[int]) -> ReuseStats:
-    zeros = {name: [0, 0] for name in ReuseStats.__struct_fields__}
-    return ReuseStats(**(zeros | numbers))
+def counts(**numbers: list[int]) -> dict[str, list[int]]:
+    return {key: [0, 0] for key in MAC.counters} | {f"reuse_{name}": own for name, own in numbers.items()}
 
 
 def test_layers_say_shares_of_what_came_between() -> None:
     """Eight heads of two groups of four: layer 0 looked 16 times, layer 1 never."""
-    before = stats(tries=[8, 0], hits=[8, 0], context_cells=[800, 0], gaps=[80, 0])
-    after = stats(
+    before = counts(tries=[8, 0], hits=[8, 0], context_cells=[800, 0], gaps=[80, 0])
+    after = counts(
         tries=[24, 0], hits=[12, 0], context_cells=[2400, 0], skipped_cells=[320, 0], gaps=[100, 0], ages=[40, 0],
         kv_cells=[300, 0], whole_groups=[1, 0], refused=[2, 0],
     )  # fmt: skip
-    found = reused_layers(before, after, group=4)
+    found = layer_shares(MAC, subtract_counts(after, before), group=4)
     assert {name: values[0] for name, values in found.items()} == {
         "acceptance": 0.25, "skipped_fraction": 0.2, "gap": 5.0, "age": 10.0, "whole_groups": 0.25, "kv_read": 0.75,
         "refused": 0.125,
     }  # fmt: skip
     assert all(math.isnan(values[1]) for values in found.values())
-    assert reused_layers(after, after, group=4) == {}
+    assert layer_shares(MAC, subtract_counts(after, after), group=4) == {}
 
 
 def test_layers_are_pooled_over_tasks_each_once_and_unknown_ones_are_left_out() -> None:

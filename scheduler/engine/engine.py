@@ -8,16 +8,15 @@ reported behind all that were launched before it.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Many
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict
 
 from msgspec import structs
 
 from cpu.tier import CpuTier
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.in_flight import InFlight
-from gpu.methods.device_side import FetchCounts
+from gpu.methods.counters import add_counts
 from gpu.runner import Runner
 from gpu.step import Lane, StepPlan
 from scheduler.engine.decode_reads import DecodeReads
@@ -27,16 +26,13 @@ from scheduler.messages import (
     DropChunks,
     EngineRequest,
     ExpertStats,
-    FetchStats,
     HostStats,
     Progress,
-    ReuseStats,
     Stats,
     StoreChunks,
 )
 from scheduler.sequences.sequence import Sequence
 from scheduler.steps.scheduler import Scheduler
-from transfer.tier_shape import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -136,44 +132,18 @@ class Engine:
         return self.scheduler.progress()
 
     def stats(self) -> Stats:
-        parts = self._host_stats(), self._reuse_stats(), self._fetch_stats(), self._expert_stats()
+        parts = self._host_stats(), self._method_counts(), self._expert_stats()
         told = self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
         documents = self.scheduler.documents
         return told if documents is None else structs.replace(told, chunks=documents.stats())
 
-    def _fetch_stats(self) -> FetchStats | None:
-        """Sums over the parts of profiles that fetch."""
-        counts = list(self._runner.fetch_counts().values())
-        if not counts:
-            return None
-        return FetchStats(**{each.name: sum(getattr(one, each.name) for one in counts) for each in fields(FetchCounts)})
+    def _method_counts(self) -> dict[str, list[int]]:
+        """Return the sums over the parts of profiles."""
+        return add_counts(list(self._runner.method_counts().values()))
 
     def _expert_stats(self) -> ExpertStats | None:
         counts = self._runner.expert_counts()
         return None if counts is None else ExpertStats(**asdict(counts))
-
-    def _reuse_stats(self) -> ReuseStats | None:
-        """Sums over the parts of profiles that reuse."""
-        counts = list(self._runner.reuse_counts().values())
-        if not counts:
-            return None
-
-        def sum_up(rows: Iterable[Many[int]]) -> list[int]:
-            return [sum(numbers) for numbers in zip(*rows, strict=True)]
-
-        return ReuseStats(
-            tries=sum_up(one.tries for one in counts),
-            hits=sum_up(one.hits for one in counts),
-            context_cells=sum_up(one.context_cells for one in counts),
-            skipped_cells=sum_up(one.skipped_cells for one in counts),
-            gaps=sum_up(one.gaps for one in counts),
-            ages=sum_up(one.ages for one in counts),
-            kv_cells=sum_up(one.kv_cells for one in counts),
-            whole_groups=sum_up(one.whole_groups for one in counts),
-            refused=sum_up(one.refused for one in counts),
-            stops=sum_up(one.num_stops for one in counts),
-            num_matching=sum_up(one.is_matching for one in counts),
-        )
 
     def decode_reads(self) -> DecodeReads:
         """What decode steps read since the start; all of them are in once there is no work."""
@@ -181,27 +151,9 @@ class Engine:
         if self._tier is not None:
             counts = self._tier.stats().attention
             host = counts.tokens_covered, counts.keys_scored, counts.bytes_read
-        reads = DecodeReads(self._decode_context_tokens, *host)
-        for one in self._runner.reuse_counts().values():
-            cells, group = sum(one.context_cells), self._runner.architecture.group
-            reads = replace(
-                reads,
-                tries=reads.tries + sum(one.tries),
-                hits=reads.hits + sum(one.hits),
-                tried_tokens=reads.tried_tokens + cells,
-                reused_tokens=reads.reused_tokens + sum(one.skipped_cells),
-                spared_rows=reads.spared_rows + cells // group - sum(one.kv_cells),
-                ring_bytes=reads.ring_bytes + sum(one.ring_bytes),
-            )
         shape = self._runner.architecture
-        reads = replace(reads, dropped_rows=self._evicted_tokens * shape.num_layers * shape.num_kv_heads)
-        for fetched in self._runner.fetch_counts().values():
-            reads = replace(
-                reads,
-                dropped_rows=reads.dropped_rows + fetched.dropped_tokens,
-                looked_rows=reads.looked_rows + fetched.looked_blocks * BLOCK_TOKENS,
-            )
-        return reads
+        evicted_rows = self._evicted_tokens * shape.num_layers * shape.num_kv_heads
+        return DecodeReads(self._decode_context_tokens, *host, evicted_rows, self._method_counts())
 
     @property
     def host_layers(self) -> tuple[int, ...]:

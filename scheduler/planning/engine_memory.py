@@ -76,10 +76,10 @@ def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Archi
     """What stays on the device of every context though less of it was asked for, and who needs it."""
     notes = []
     kept = [
-        (profile.name, part.method.name, part.method.keeps(part.settings, host, architecture))
+        (profile.name, part.method.name, one)
         for profile in profiles
         for part in profile.parts
-        if part.method.keeps is not None
+        if (one := part.method.find_kept(part.settings, host, architecture)) is not None
     ]
     needs = [(profile, method, one.sink_tokens) for profile, method, one in kept]
     profile, method, most = max(needs, key=itemgetter(2), default=("", "", 0))

@@ -35,7 +35,7 @@ from scheduler.cache.page_pool import Memory
 from scheduler.cache.ring_pool import Rings
 from scheduler.constraints.constraints import Constraints, refuse_grammars
 from scheduler.engine_config import SchedulerConfig
-from scheduler.messages import Delta, ExpertStats, FetchStats, HostStats, Progress, ReuseStats, Stats
+from scheduler.messages import Delta, ExpertStats, HostStats, Progress, Stats
 from scheduler.prefill.cost_model import CostModel
 from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
@@ -367,8 +367,8 @@ class Scheduler:
         return [report for entry in self._prefill.jobs for report in make_progress(entry, self._num_layers)]
 
     def stats(
-        self, steps: int, step_seconds: float, host: HostStats | None, reuse: ReuseStats | None,
-        fetch: FetchStats | None, experts: ExpertStats | None,
+        self, steps: int, step_seconds: float, host: HostStats | None, methods: dict[str, list[int]],
+        experts: ExpertStats | None,
     ) -> Stats:  # fmt: skip
         num_idle_pages = self.residence.room.num_idle_pages([])
         return Stats(
@@ -387,8 +387,7 @@ class Scheduler:
             rings_free=sum(self.rings.num_free.values()),
             masks=self.constraints.stats(),
             host=host,
-            reuse=reuse,
-            fetch=fetch,
+            methods=methods,
             experts=experts,
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from server.planning.placements import WORDS, Comparison, StepEstimate
+from server.planning.placements import Comparison, StepEstimate
 
 
 def describe_comparison(comparison: Comparison) -> dict[str, Any]:
@@ -59,11 +59,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for placement in comparison.placements:
         mark = " (taken)" if placement.name == comparison.taken else ""
         steps = ["-" if step is None else f"{step.ms:,.1f}" for step in placement.steps]
-        table.add_row(WORDS[placement.name] + mark, f"{placement.most_contexts:,}", *steps)
+        table.add_row(placement.words + mark, f"{placement.most_contexts:,}", *steps)
         if placement.why_not is not None:
-            whys.append(f"{WORDS[placement.name]}: {placement.why_not}")
+            whys.append(f"{placement.words}: {placement.why_not}")
         elif placement.first is not None:
-            whys.append(f"{WORDS[placement.name]}, batch 1: {_parts(placement.first)}")
+            whys.append(f"{placement.words}, batch 1: {_parts(placement.first)}")
     console.print(table)
     for line in (*whys, comparison.verdict, comparison.sampling, comparison.experts):
         if line is None:

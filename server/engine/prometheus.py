@@ -7,40 +7,19 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from scheduler.messages import HostStats, ReuseStats, Stats
+from gpu.methods.registry import list_counters
+from scheduler.messages import HostStats, Stats
 
 _LONG_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
 
 
-# Of `ReuseStats`, a layer each; sums over layers are the reader's. Acceptance is hits / tries, the skipped fraction
-# skipped_cells / context_cells, the mean distance of a match gaps / hits and its age ages / hits.
-REUSE_COUNTERS = {
-    "tries": "query heads of rows that looked for a match",
-    "hits": "of these, those that found one",
-    "context_cells": "cells of the contexts that they had, counted for each head",
-    "skipped_cells": "cells that they took over and did not read",
-    "gaps": "positions back to matches",
-    "ages": "positions back to where the oldest part of what was taken over was read",
-    "kv_cells": "cells that KV heads read on the device, once for all heads of a group",
-    "whole_groups": "KV heads of which every query head found a match",
-    "refused": "query heads that found none but one whose prefix held too much of its own attention",
-    "stops": "times that a layer stopped matching, since it read more than it saved",
-}
 MASK_COUNTERS = {
     "held_requests": "requests that are held to a grammar, to tokens or to min_tokens",
     "masks": "draws of theirs that were from some tokens alone",
     "mask_seconds": "the engine made masks for them",
     "jumps": "runs of tokens that a grammar left no choice of, computed in one step each",
     "jumped_tokens": "tokens in them",
-}
-FETCH_COUNTERS = {
-    "hole_tokens": "tokens in host memory alone, of rows whose blocks are predicted, for each KV head and layer",
-    "read_tokens": "of these, those in blocks that were fetched and read on the device",
-    "dropped_tokens": "of these, those that nobody read",
-    "fetched_blocks": "blocks of 16 tokens of a KV head that came over the link",
-    "looked_blocks": "blocks whose keys alone did, to predict by",
-    "late_blocks": "blocks that did not come, since the step was over, and were left to the sample",
 }
 CHUNK_COUNTERS = {
     "written": "chunks of documents that were written to the disk",
@@ -133,16 +112,15 @@ class Metrics:
         self.host_wait_s = self._counter("tandem_host_wait_seconds", "the CPU waited for a layer's queries")
         self.host_attend_s = self._counter("tandem_host_attend_seconds", "the CPU attended")
         self.rings_free = self._gauge("tandem_reuse_rings_free", "rings that no sequence holds")
-        self.reuse = {
-            name: self._counter(f"tandem_reuse_{name}", what, ["layer"]) for name, what in REUSE_COUNTERS.items()
+        self._method_counters = list_counters()
+        self.methods = {
+            name: (Gauge if one.is_gauge else Counter)(
+                f"tandem_{name}", one.description, ["layer"] if one.by_layer else [], registry=self._registry
+            )
+            for name, one in self._method_counters.items()
         }
-        self.fetch = {name: self._counter(f"tandem_fetch_{name}", what) for name, what in FETCH_COUNTERS.items()}
         self.experts = {name: self._counter(f"tandem_experts_{name}", what) for name, what in EXPERT_COUNTERS.items()}
         self.masks = {name: self._counter(f"tandem_{name}", what) for name, what in MASK_COUNTERS.items()}
-        self.reuse_matching = Gauge(
-            "tandem_reuse_matching", "settings by which the layer looks for matches now", ["layer"],
-            registry=self._registry,
-        )  # fmt: skip
         self.documents = self._gauge("tandem_documents", "documents that are stored, of all keys")
         self.document_chats = self._counter("tandem_document_chats", "chats that came with documents")
         self.document_tokens = self._counter("tandem_document_tokens", "tokens of documents in their prompts")
@@ -193,11 +171,7 @@ class Metrics:
         self.rings_free.set(stats.rings_free)
         for name, counter in self.masks.items():
             counter.inc(getattr(stats.masks, name) - (getattr(last.masks, name) if last else 0))
-        if stats.reuse is not None:
-            self._take_reuse(stats.reuse, last.reuse if last else None)
-        if stats.fetch is not None:
-            for name, counter in self.fetch.items():
-                counter.inc(getattr(stats.fetch, name) - (getattr(last.fetch, name) if last and last.fetch else 0))
+        self._take_methods(stats.methods, last.methods if last else {})
         if stats.experts is not None:
             for name, counter in self.experts.items():
                 before = getattr(last.experts, name) if last and last.experts else 0
@@ -232,14 +206,15 @@ class Metrics:
         for name, counter in self.host_errors.items():
             counter.inc(getattr(host, name) - (getattr(last, name) if last else 0))
 
-    def _take_reuse(self, reuse: ReuseStats, last: ReuseStats | None) -> None:
-        for name, counter in self.reuse.items():
-            numbers: list[int] = getattr(reuse, name)
-            before: list[int] = getattr(last, name) if last else [0] * len(numbers)
+    def _take_methods(self, counts: dict[str, list[int]], last: dict[str, list[int]]) -> None:
+        for name, numbers in counts.items():
+            metric, before = self.methods[name], last.get(name, [0] * len(numbers))
             for layer, (now, then) in enumerate(zip(numbers, before, strict=True)):
-                counter.labels(str(layer)).inc(now - then)
-        for layer, num_matching in enumerate(reuse.num_matching):
-            self.reuse_matching.labels(str(layer)).set(num_matching)
+                child = metric.labels(str(layer)) if self._method_counters[name].by_layer else metric
+                if isinstance(child, Gauge):
+                    child.set(now)
+                else:
+                    child.inc(now - then)
 
     def engine_gone(self) -> None:
         """Clear the engine's gauges; the next engine counts from zero."""

@@ -1,26 +1,22 @@
 """Where a deployment could have its contexts, and what a token would take there: one placement held against another.
 
-Three are planned, each with a memory plan of its own: all on the device; device and host, where the CPU reads all that
-went down; device and host, where it reads a sample. A fourth is the default profile's, if that fetches blocks that it
-predicts: these are read on the device, and the CPU reads nothing of the rest, or a sample, or all of it in one step of
-`calibrate_every`. What a step takes is bytes
-over rates, one after the other, as the floors of `tandem bench long` are: hops, launches and what overlaps are not in
-it. It allocates and measures nothing.
+Those of the built-in profiles are planned and the default profile's, each with a memory plan of its own. What a step
+reads is each method's own statement (`Method.read_cost`). A step takes bytes over rates, one after the other, as the
+floors of `tandem bench long` are: hops, launches and what overlaps are not in it. Nothing is allocated or measured.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from gpu.config import Profiles
 from gpu.memory.demand import PlanError
 from gpu.memory.expert_shares import most_experts
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.plan import MemoryPlan
-from gpu.methods.method import BlockFetch, ProfilePart
+from gpu.methods.method import Method, ProfilePart, ReadCost
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
-from gpu.profiles import Profile, ProfileError
+from gpu.profiles import ProfileError, resolve_profiles
 from scheduler.planning.engine_memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
 from scheduler.planning.expert_choice import ExpertTimes, find_times
 from scheduler.planning.step_bytes import StepBytes
@@ -32,22 +28,6 @@ from transfer.rates import Rates
 from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
-Name = Literal["device", "offloaded", "sampled", "predicted", "predicted+sampled"]
-WORDS: dict[Name, str] = {
-    "device": "all on the device",
-    "offloaded": "device and host, exact",
-    "sampled": "device and host, sampled",
-    "predicted": "predicted blocks, the rest dropped",
-    "predicted+sampled": "predicted blocks, the rest sampled",
-}
-ALWAYS: tuple[Name, ...] = ("device", "offloaded", "sampled")
-READINGS: dict[Name, Reading] = {
-    "device": Reading.NONE,
-    "offloaded": Reading.WHOLE,
-    "sampled": Reading.SAMPLE,
-    "predicted": Reading.BLOCKS,
-    "predicted+sampled": Reading.SAMPLE,
-}
 BATCHES = (1, 2, 4, 8, 16)  # of those, what fits anywhere
 PAYS = 1.1  # tokens/s of sampling over those of reading all: for less, nobody should give up what it leaves out
 
@@ -89,13 +69,27 @@ class Placement:
     """Hold a placement.
 
     `steps`: for each batch asked for, None where so many contexts do not fit. `most_contexts`: that fit at once.
-    `why_not`: the reason why none fits or the placement cannot be had.
+    `why_not`: the reason why none fits or the placement cannot be had. `method`: says what becomes of a context that
+    outgrows the device.
     """
 
-    name: Name
+    method: Method
     most_contexts: int
     steps: tuple[StepEstimate | None, ...]
     why_not: str | None
+
+    @property
+    def name(self) -> str:
+        return self.method.plan_name or self.method.name
+
+    @property
+    def words(self) -> str:
+        return self.method.plan_words or f"device and host, {self.method.name}"
+
+    @property
+    def reads_all(self) -> bool:
+        """Tell whether no token of a context is left out."""
+        return self.method.reading.reads_all
 
     @property
     def first(self) -> StepEstimate | None:
@@ -115,12 +109,12 @@ class Comparison:
     share_read: float
     rates: Rates
     placements: tuple[Placement, ...]
-    taken: Name
+    taken: str
     verdict: str
     sampling: str
     experts: str | None
 
-    def get(self, name: Name) -> Placement:
+    def get(self, name: str) -> Placement:
         return next(placement for placement in self.placements if placement.name == name)
 
 
@@ -134,13 +128,16 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     batches = tuple(sorted({min(batch, running) for batch in BATCHES}))
     sampled = (deployment.host or HostConfig()).sampled
     share = expected_share(sampled.bits_per_table, sampled.num_tables)
-    taken = _name_of(plan.profiles[deployment.scheduler.default_profile])
+    own = plan.profiles[deployment.scheduler.default_profile].host_part
+    standard = [profile.host_part for profile in resolve_profiles({}, deployment.host or HostConfig()).values()]
+    parts = [own if part.method is own.method else part for part in standard]
     found = []
-    for name in (*ALWAYS, *(() if taken in ALWAYS else (taken,))):
+    for part in parts if own in parts else [*parts, own]:
         try:
-            found.append(_place(_plan_for(name, taken, deployment, plan), batches, share, rates))
+            found.append(_place(_plan_for(part, part is own, deployment, plan), batches, share, rates))
         except (PlanError, ProfileError) as error:
-            found.append(Placement(name, 0, (None,) * len(batches), str(error)))
+            found.append(Placement(part.method, 0, (None,) * len(batches), str(error)))
+    taken = own.method.plan_name or own.method.name
     fitting = [index for index, batch in enumerate(batches) if index == 0 or any(one.steps[index] for one in found)]
     batches = tuple(batches[index] for index in fitting)
     found = [replace(one, steps=tuple(one.steps[index] for index in fitting)) for one in found]
@@ -199,60 +196,44 @@ def expected_share(bits_per_table: int, num_tables: int) -> float:
     return 1 - none - num_tables * collides * (1 - collides) ** (num_tables - 1)
 
 
-def _name_of(profile: Profile) -> Name:
-    match profile.reading:
-        case Reading.NONE:
-            return "device"
-        case Reading.WHOLE:
-            return "offloaded"
-        case Reading.SAMPLE:
-            return "sampled" if profile.block_fetch is None else "predicted+sampled"
-        case Reading.BLOCKS:
-            return "predicted"
-
-
 @dataclass(frozen=True, slots=True)
 class _Planned:
     """Hold a deployment with one placement, its memory, and the length of its contexts.
 
-    `fetches`: the part that fetches predicted blocks, if one does. `tier`, `demand`: None where the host is not used.
+    `tier`, `demand`: None where the host is not used.
     """
 
-    name: Name
+    part: ProfilePart
     config: Deployment
     memory: MemoryPlan
     architecture: Architecture
     context: int
-    fetches: ProfilePart | None
 
     @property
-    def reading(self) -> Reading:
-        return READINGS[self.name]
+    def uses_host(self) -> bool:
+        return self.part.method.reading is not Reading.NONE
 
     @property
     def tier(self) -> TierShape | None:
-        return None if self.name == "device" else find_tier_shape(self.config, self.architecture, self.memory)
+        return find_tier_shape(self.config, self.architecture, self.memory) if self.uses_host else None
 
     @property
     def demand(self) -> HostDemand | None:
-        return None if self.name == "device" else find_host_demand(self.config, self.architecture, self.memory)
+        return find_host_demand(self.config, self.architecture, self.memory) if self.uses_host else None
 
 
-def _plan_for(name: Name, taken: Name, deployment: Deployment, plan: ResolvedPlan) -> _Planned:
+def _plan_for(part: ProfilePart, is_taken: bool, deployment: Deployment, plan: ResolvedPlan) -> _Planned:
     """Return the plan of a placement; the deployment's own is as it is. Raises PlanError and ProfileError."""
     context = plan.memory.max_context_tokens
-    if name == taken:
-        fetches = plan.profiles[deployment.scheduler.default_profile].ring_part if name not in ALWAYS else None
-        return _Planned(name, plan.deployment, plan.memory, plan.architecture, context, fetches)
+    if is_taken:
+        return _Planned(part, plan.deployment, plan.memory, plan.architecture, context)
     scheduler = deployment.scheduler.model_copy(update={"max_context_tokens": context})
     host: HostConfig | None = deployment.host or HostConfig()
     profiles = deployment.profiles
-    if name == "device":
+    if part.method.reading is Reading.NONE:
         host, profiles = None, _without_host(profiles)
     config = deployment.model_copy(update={"host": host, "profiles": profiles, "scheduler": scheduler})
-    return _Planned(
-        name, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context, None
-    )
+    return _Planned(part, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context)
 
 
 def _without_host(profiles: Profiles) -> Profiles:
@@ -263,7 +244,7 @@ def _without_host(profiles: Profiles) -> Profiles:
 def _place(planned: _Planned, batches: Sequence[int], share: float, rates: Rates) -> Placement:
     most, why_not = _count_contexts(planned)
     steps = [_step(planned, batch, share, rates) if batch <= most else None for batch in batches]
-    return Placement(planned.name, most, tuple(steps), why_not)
+    return Placement(planned.part.method, most, tuple(steps), why_not)
 
 
 def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
@@ -282,11 +263,11 @@ def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
     blocks = -(-demand.running_tokens(context) // memory.page_tokens) + demand.dense_blocks(down)
     in_pages = memory.num_pages // (blocks if down else pages)
     capacity = host_capacity(memory, tier)
-    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, planned.reading, False) if down else 0
+    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, planned.part.method.reading, False) if down else 0
     in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
     most = min(running, in_pages, in_host)
-    if planned.fetches is not None:
-        most = min(most, memory.num_rings[str(planned.fetches)])
+    if planned.part.method.has_rings:
+        most = min(most, memory.num_rings[str(planned.part)])
     return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
 
 
@@ -305,63 +286,48 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEsti
         experts_ms = _experts_ms(moved, times, batch)
     products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
     link_ms = host_ms = fetch_ms = 0.0
-    read_tokens = 0  # of what is down, on the device
+    cost = ReadCost()
     if tier is not None and demand is not None and down:
+        cost = planned.part.method.read_cost(planned.part.settings, context, down)
+        stream_gb_s = rates.of["host_stream_gb_s"]
+        link_gb_s = rates.of["host_to_device_gb_s"] if is_cuda else stream_gb_s
         if is_cuda:
-            link_ms = batch * len(tier.layers) * demand.asked_row_bytes / rates.of["host_to_device_gb_s"] / 1e6
-        fetch = _find_fetch(planned)
-        if fetch is not None:
-            read_tokens = min(fetch.budget_tokens, down)
-            gb_s = rates.of["host_to_device_gb_s" if is_cuda else "host_stream_gb_s"]
-            rows = batch * fetch.most_fetched_tokens(down) * moved.host_rows_of_token
-            fetch_ms = rows * moved.host_row / gb_s / 1e6
-        full_share = 1.0 if fetch is None else fetch.full_share
-        match planned.reading:
-            case Reading.SAMPLE:
-                rows = batch * share * (down - read_tokens) * len(tier.layers) * tier.num_heads
-                rate = "host_random_rows_gb_s"
-            case Reading.NONE | Reading.WHOLE | Reading.BLOCKS:
-                rows = full_share * batch * (down - read_tokens) * moved.host_rows_of_token
-                rate = "host_stream_gb_s"
-        host_ms = rows * moved.host_row / rates.of[rate] / 1e6
+            link_ms = batch * len(tier.layers) * demand.asked_row_bytes / link_gb_s / 1e6
+        row_bytes = batch * moved.host_row
+        fetched_bytes = cost.fetched * moved.host_rows_of_token * row_bytes
+        fetch_ms = fetched_bytes / link_gb_s / 1e6
+        host_ms = cost.streamed * moved.host_rows_of_token * row_bytes / stream_gb_s / 1e6
+        sampled_rows = share * cost.sampled * len(tier.layers) * tier.num_heads
+        if sampled_rows:
+            host_ms += sampled_rows * row_bytes / rates.of["host_random_rows_gb_s"] / 1e6
     return StepEstimate(
         batch,
         down,
         max(moved.weights(batch) / device_gb_s / 1e6, products_ms),
         experts_ms,
-        batch * moved.device_kv(context, down - read_tokens) / device_gb_s / 1e6,
+        batch * moved.device_kv(context, down - cost.on_device) / device_gb_s / 1e6,
         link_ms,
         host_ms,
         fetch_ms,
     )
 
 
-def _find_fetch(planned: _Planned) -> BlockFetch | None:
-    """Return what a long context has fetched; None where nothing is, or where it is too short for predictions."""
-    part = planned.fetches
-    if part is None or part.method.rings is None or part.method.rings.fetches is None:
-        return None
-    is_short = planned.context < part.method.rings.least_tokens(part.settings)
-    return None if is_short else part.method.rings.fetches(part.settings)
-
-
-def _find_best(placements: Sequence[Placement]) -> Name | None:
+def _find_best(placements: Sequence[Placement]) -> str | None:
     """Return the fastest placement at one context; one that reads less must be faster than one that reads all."""
     best: Placement | None = None
     for placement in placements:
         if placement.first is None:
             continue
-        reads_less = not READINGS[placement.name].reads_all
-        gain = PAYS if reads_less and (best is None or READINGS[best.name].reads_all) else 1.0
+        gain = PAYS if not placement.reads_all and (best is None or best.reads_all) else 1.0
         if best is None or best.first is None or best.first.ms > gain * placement.first.ms:
             best = placement
     return None if best is None else best.name
 
 
-def _explain(placements: Sequence[Placement], taken: Name, best: Name | None, context: int, is_asked: str) -> str:
+def _explain(placements: Sequence[Placement], taken: str, best: str | None, context: int, is_asked: str) -> str:
     by_name = {placement.name: placement for placement in placements}
     step = by_name[taken].first
-    said = f"takes {WORDS[taken]}, as scheduler.default_profile: {is_asked} says"
+    said = f"takes {by_name[taken].words}, as scheduler.default_profile: {is_asked} says"
     if step is None:
         return f"{said}; no context of {context:,} tokens fits there: {by_name[taken].why_not}"
     said += f": {step.ms:,.1f} ms a token at {context:,} tokens"
@@ -369,16 +335,16 @@ def _explain(placements: Sequence[Placement], taken: Name, best: Name | None, co
         other = by_name[best].first
         assert other is not None, "placements: the best one fits"
         if other.ms < step.ms:
-            return f"{said}; {WORDS[best]} would take {other.ms:,.1f}"
-        return f"{said}; {WORDS[best]} would take {other.ms:,.1f} and read all there is"
+            return f"{said}; {by_name[best].words} would take {other.ms:,.1f}"
+        return f"{said}; {by_name[best].words} would take {other.ms:,.1f} and read all there is"
     others = []
     for placement in placements:
         if placement.name == taken:
             continue
         if placement.first is None:
-            others.append(f"{WORDS[placement.name]} does not fit")
+            others.append(f"{placement.words} does not fit")
         else:
-            others.append(f"{WORDS[placement.name]} would take {placement.first.ms:,.1f}")
+            others.append(f"{placement.words} would take {placement.first.ms:,.1f}")
     return f"{said}; {', '.join(others)}"
 
 
@@ -386,8 +352,8 @@ def _judge_sampling(placements: Sequence[Placement]) -> str:
     """Return the batches for which sampling gives more tokens/s than the best that reads all, at as many contexts or
     fewer.
     """
-    exact = [placement for placement in placements if READINGS[placement.name].reads_all]
-    sampled = next(placement for placement in placements if placement.name == "sampled")
+    exact = [placement for placement in placements if placement.reads_all]
+    sampled = next(one for one in placements if one.method.reading is Reading.SAMPLE)
     if sampled.first is None:
         return "sampling: cannot be had here"
     pays: list[str] = []

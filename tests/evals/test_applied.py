@@ -10,6 +10,8 @@ from evals.meter import Fractions
 from evals.run import name_weights
 from evals.serving import ServingEngine
 from gpu.config import Composition
+from gpu.methods.mac import COUNTERS
+from gpu.model.architecture import named_shape
 from gpu.profiles import resolve_profiles
 from scheduler.engine.decode_reads import DecodeReads
 from tests.gpu.family_checkpoints import checkpoint
@@ -20,7 +22,14 @@ NAMED = {
     "sparse": {"prefill": {"method": "momo", "dense_until_tokens": 1000}},
     "reusing-sampled": {"reuse": "mac", "host": "sampled"},
 }
-NOTHING = DecodeReads(1000, 0, 0, 0)
+
+
+def reused(cells: int) -> dict[str, list[int]]:
+    """Return MAC's counts of 50 tries that took over so many cells."""
+    return {key: [0] for key in COUNTERS} | {"reuse_tries": [50], "reuse_skipped_cells": [cells]}
+
+
+NOTHING = DecodeReads(1000, 0, 0, 0, methods={key: [0] for key in COUNTERS})
 
 
 class Counts:
@@ -39,7 +48,7 @@ class Counts:
 def engine_of(named: dict[str, Any], host: HostConfig | None, reads: DecodeReads) -> ServingEngine:
     compositions = {name: Composition.model_validate(tree) for name, tree in named.items()}
     engine: Any = Counts(reads)
-    shape: Any = None
+    shape = named_shape("tiny")
     return ServingEngine(engine, shape, resolve_profiles(compositions, host), 1, {})
 
 
@@ -53,19 +62,19 @@ def engine_of(named: dict[str, Any], host: HostConfig | None, reads: DecodeReads
         ("sampled", {"host_tokens": 800, "host_keys": 800}, 9000, False),  # deposited, but no tables yet
         ("sampled", {"host_tokens": 800, "host_keys": 799}, 9000, True),
         ("reusing", {}, 9000, False),
-        ("reusing", {"tries": 50}, 9000, False),  # it looked, and found nothing
-        ("reusing", {"tries": 50, "hits": 1}, 9000, True),
-        ("reusing-sampled", {"host_tokens": 8, "host_keys": 8, "tries": 5}, 9000, False),
-        ("reusing-sampled", {"host_tokens": 8, "host_keys": 8, "tries": 5, "hits": 1}, 9000, True),
+        ("reusing", {"methods": reused(0)}, 9000, False),  # it looked, and found nothing
+        ("reusing", {"methods": reused(3)}, 9000, True),
+        ("reusing-sampled", {"host_tokens": 8, "host_keys": 8, "methods": reused(0)}, 9000, False),
+        ("reusing-sampled", {"host_tokens": 8, "host_keys": 8, "methods": reused(3)}, 9000, True),
         ("sparse", {}, 1152, False),  # the last block of 128 is dense
         ("sparse", {}, 1153, True),
     ],
 )
 def test_a_profile_applied_where_it_did_something(
-    profile: str, reads: dict[str, int], tokens: int, wanted: bool | None
+    profile: str, reads: dict[str, Any], tokens: int, wanted: bool | None
 ) -> None:
-    counted = {"context_tokens": 2000, "host_tokens": 0, "host_keys": 0, "host_bytes": 0} | reads
-    engine = engine_of(NAMED, HostConfig(), DecodeReads(**counted))
+    counted: dict[str, Any] = {"host_tokens": 0, "host_keys": 0, "host_bytes": 0, "methods": reused(0)} | reads
+    engine = engine_of(NAMED, HostConfig(), DecodeReads(2000, **counted))
     assert engine.did_apply(NOTHING, profile, tokens) is wanted
 
 
@@ -74,7 +83,7 @@ def test_a_method_of_the_decoder_applied_where_it_spared_anything() -> None:
     assert not Fractions(1.0 - 1e-7, 1.0, 1.0, 1.0).spares, "rounding"
     assert not Fractions(float("nan"), float("nan"), 1.0, 1.0).spares, "it handled no layer"
     assert Fractions(0.99, 1.2, 1.0, 1.1).spares
-    assert Fractions(1.0, 1.0, 1.0, 1.0, acceptance=0.1, skipped=0.0).spares
+    assert Fractions(1.0, 1.0, 1.0, 1.0, {"acceptance": 0.1, "skipped_fraction": 0.0}).spares
 
 
 def test_exact_is_the_same_record_in_every_deployment_and_other_settings_are_another() -> None:

@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from evals.meter import served_fractions
+from gpu.config import Composition
+from gpu.methods.mac import try_bytes
 from gpu.model.architecture import read_architecture
+from gpu.profiles import resolve_profiles
 from scheduler.engine.decode_reads import DecodeReads
 from tests.evals.test_serving import MODEL
 from tests.tolerances import EXACT_FRACTION
@@ -48,19 +51,22 @@ def test_where_nothing_was_decoded_nothing_is_known() -> None:
 
 def test_what_is_reused_is_read_by_nobody_and_its_rings_are_read() -> None:
     """One step over a context of 160, in four layers, nothing down: three of four heads take over 100 tokens each, so
-    that of two KV heads one is spared 100 rows; rings cost 5,000 bytes.
+    that of two KV heads one is spared 100 rows; rings cost bytes, too.
     """
-    looked = {"tries": 4 * 4, "hits": 3 * 4, "tried_tokens": 160 * 4 * 4}
-    reads = DecodeReads(160, 0, 0, 0, **looked, reused_tokens=300 * 4, spared_rows=100 * 4, ring_bytes=5000)
-    found = served_fractions(reads, SHAPE, 0)
+    part = resolve_profiles({"mac": Composition.model_validate({"reuse": "mac"})}, None)["mac"].parts[0]
+    tries, each = 4 * 4, try_bytes(part.settings, SHAPE)
+    looked = {"reuse_tries": [tries], "reuse_hits": [3 * 4], "reuse_context_cells": [160 * 4 * 4]}
+    skipped = {"reuse_skipped_cells": [300 * 4], "reuse_kv_cells": [(2 * 160 - 100) * 4]}
+    reads = DecodeReads(160, 0, 0, 0, methods=looked | skipped)
+    found = served_fractions(reads, SHAPE, 0, [part])
     assert found is not None
     assert found.head_all == pytest.approx(1 - 300 / (160 * 4), rel=EXACT_FRACTION)
     assert found.bytes_all == pytest.approx(
-        (4 * (2 * 160 - 100) * 256 + 5000) / (4 * 2 * 160 * 256), rel=EXACT_FRACTION
+        (4 * (2 * 160 - 100) * 256 + tries * each) / (4 * 2 * 160 * 256), rel=EXACT_FRACTION
     )
-    assert (found.acceptance, found.skipped) == (0.75, 300 / 640)
+    assert found.shares == {"acceptance": 0.75, "skipped_fraction": 300 / 640}
     down = replace(reads, host_tokens=3 * 40, host_keys=7, host_bytes=900)
-    found_down = served_fractions(down, SHAPE, 0)
+    found_down = served_fractions(down, SHAPE, 0, [part])
     assert found_down is not None
     assert found_down.bytes_all > found.bytes_all, "rows that the host stands for are spared already; it read some"
     assert found_down.head_all < found.head_all

@@ -342,7 +342,7 @@ def test_heads_that_the_host_does_not_read_are_refused_when_it_is_planned(name: 
     with pytest.raises(
         PlanError, match=rf"^host\.rows: .* 64, 96, 128, 256, up to 16 .*heads of {words} a KV head: leave out"
     ):
-        resolve_host(HostConfig(), keep_as_set(None, HostConfig(), shape), shape, 16, 2, 8)
+        resolve_host(HostConfig(), keep_as_set(HostConfig(), shape), shape, 16, 2, 8)
 
 
 @pytest.mark.parametrize("as_object", [False, True])

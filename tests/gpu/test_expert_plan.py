@@ -12,7 +12,6 @@ from gpu.config import GpuConfig
 from gpu.memory.expert_shares import KV_SHARE, PINNED_SHARE, STAGED_STACKS, ExpertShares
 from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
 from gpu.methods.kept import keep_as_set
-from gpu.methods.method import NoSettings
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, weight_bytes
 from gpu.model.spec import Architecture
@@ -34,7 +33,7 @@ def make_plan(
 ) -> MemoryPlan:  # fmt: skip
     config = GpuConfig(**{"memory_limit_gib": 23, "graph_batch_sizes": (1, 2, 4), **gpu})
     return plan_memory(
-        shape, config, host=host, kept=None if host is None else keep_as_set(NoSettings(), host, shape), states=(),
+        shape, config, host=host, kept=None if host is None else keep_as_set(host, shape), states=(),
         max_running=max_running, chunk_tokens=2048, max_context_tokens=context, max_hidden_tokens=None,
         machine=machine,
     )  # fmt: skip

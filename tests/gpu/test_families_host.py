@@ -54,7 +54,7 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
     }
     for key, value in replaced.items():
         monkeypatch.setattr(twin_runners, key, value)
-    dense = keep_as_set(None, HostConfig(), shape).dense_layers
+    dense = keep_as_set(HostConfig(), shape).dense_layers
     tier: HostTier = ReferenceTier(replace(tier_shape(dense), rows=rows), 100_000, 256, 200)
     if tables is not None:
         tier = open_tier(tier_shape(dense, *tables), torch.float32, 128 * MIB, num_threads=1, is_pinned=False)
@@ -146,10 +146,10 @@ def test_offloaded_answers_are_as_far_off_as_their_rows_are_rounded(
 
 def test_layers_with_a_window_stay_and_a_model_of_nothing_else_has_nothing_to_send() -> None:
     gemma, mistral = named_shape("gemma-3-4b"), named_shape("mistral-7b-v0.1")
-    kept = keep_as_set(None, HostConfig(), gemma)
+    kept = keep_as_set(HostConfig(), gemma)
     assert set(range(34)) - set(kept.dense_layers) == {5, 11, 23, 29}  # 17 is half the depth
-    assert keep_as_set(None, HostConfig(dense_layers=()), gemma).dense_layers == gemma.window_layers
+    assert keep_as_set(HostConfig(dense_layers=()), gemma).dense_layers == gemma.window_layers
     page_tokens = GpuConfig().page_tokens
     assert resolve_host(HostConfig(), kept, gemma, page_tokens, 2, 8).tier_shape.layers == (5, 11, 23, 29)
     with pytest.raises(PlanError, match="all 32 layers stay on the device, 32 since they have a window, nothing"):
-        resolve_host(HostConfig(), keep_as_set(None, HostConfig(), mistral), mistral, page_tokens, 2, 8)
+        resolve_host(HostConfig(), keep_as_set(HostConfig(), mistral), mistral, page_tokens, 2, 8)

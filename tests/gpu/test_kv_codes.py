@@ -13,6 +13,7 @@ import torch
 from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
+from tests.gpu.method_counts import counts_of
 from tests.gpu.paged_rows import read_raw
 from tests.gpu.reference_model import document_prompt, generate, needle_prompt, reference_runner, tokenizer
 from tests.gpu.test_predicted_serving import WIDE, PredictedTwins
@@ -77,7 +78,7 @@ def test_blocks_that_are_fetched_stand_in_slots_as_codes(kv: Kv) -> None:
     store = twins.side.blocks
     assert store.keys.dtype == twins.deposits.pool.key_pages[0].dtype
     assert store.keys.shape[-1] == twins.deposits.pool.dim + 4
-    assert twins.side.fetch_counts().read_tokens > 0
+    assert counts_of(twins.side).read_tokens > 0
 
 
 @on_codes

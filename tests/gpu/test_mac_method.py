@@ -102,14 +102,19 @@ def test_its_window_stays_on_the_device_so_that_a_hit_asks_the_host_for_nothing(
     assert find_kept(profiles, host, SHAPE) == Kept(9, 640, (0, 16))
 
 
+def ring_bytes(reuse: dict[str, Any]) -> int:
+    part = profiles_of(reuse)["mac"].ring_part
+    assert part is not None
+    return part.method.footprint(part.settings, SHAPE, 1).sequence_bytes
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_ring_of_the_default_takes_half_a_gigabyte_of_an_8b_model_and_float32_half_as_much_again() -> None:
     sizes = {}
     for summaries in ("bfloat16", "float32"):
-        (state,) = list_states(profiles_of({"summaries": summaries}).values(), SHAPE)
-        sizes[summaries] = state.bytes
+        sizes[summaries] = ring_bytes({"summaries": summaries})
     entries = 32 * 32 * 1024
     assert sizes == {"bfloat16": entries * (256 + 256 + 13), "float32": entries * (256 + 512 + 13)}
 
@@ -118,9 +123,8 @@ def test_rings_are_planned_as_many_as_are_asked_for_or_an_eighth_of_what_is_left
     asked = plan_of({"rings": 3})
     (part,) = asked.num_rings
     (item,) = [item for item in asked.items if item.name == "rings of mac"]
-    (state,) = list_states(profiles_of({"rings": 3}).values(), SHAPE)
-    assert (asked.num_rings[part], item.bytes) == (3, 3 * state.bytes)
-    assert part == state.part
+    assert (asked.num_rings[part], item.bytes) == (3, 3 * ring_bytes({"rings": 3}))
+    assert part == str(profiles_of({"rings": 3})["mac"].ring_part)
     derived = plan_of({}, max_running=64)
     (count,) = derived.num_rings.values()
     taken = {item.name: item.bytes for item in derived.items}
@@ -128,7 +132,7 @@ def test_rings_are_planned_as_many_as_are_asked_for_or_an_eighth_of_what_is_left
         num_bytes for name, num_bytes in taken.items()
         if name not in ("rings of mac", "KV pages", "gathered KV", "hidden states", "positions", "processes")
     )  # fmt: skip
-    assert count == int(left * RING_SHARE / state.bytes) > 3
+    assert count == int(left * RING_SHARE / ring_bytes({})) > 3
     assert plan_of({}, max_running=2).num_rings[next(iter(derived.num_rings))] == 2, "no more than may run"
     assert derived.used_bytes("gpu") <= derived.limit_bytes["gpu"]
 
@@ -166,7 +170,7 @@ def test_a_layer_that_reads_more_than_it_saves_stops_and_tries_again(is_asked: b
     of two KV heads are spared, 409,600 bytes; looking costs eight heads 51,200 bytes each, or one byte more.
     """
     even = BreakEven(
-        torch.tensor([False, is_asked]), row_bytes=256, ring_bytes=51_000 + (not pays), entry_bytes=200, group=4,
+        torch.tensor([False, is_asked]), row_bytes=256, try_bytes=51_200 + (not pays), group=4,
         stops=True,
     )  # fmt: skip
     flags = run_windows(
@@ -182,13 +186,11 @@ def test_a_layer_that_reads_more_than_it_saves_stops_and_tries_again(is_asked: b
 def test_on_the_device_a_kv_head_is_spared_where_all_its_heads_hit() -> None:
     """Three of four heads hit: the host is spared three quarters, the device nothing."""
     for is_asked, goes_on in ((True, 1), (False, 0)):
-        even = BreakEven(
-            torch.tensor([False, is_asked]), row_bytes=256, ring_bytes=1000, entry_bytes=0, group=4, stops=True
-        )
+        even = BreakEven(torch.tensor([False, is_asked]), row_bytes=256, try_bytes=1000, group=4, stops=True)
         counts = {Count.TRIES: 8, Count.HITS: 6, Count.CELLS: 8000, Count.SKIPPED: 4800, Count.READ: 2000}
         assert run_windows(even, 1, counts) == [[1, goes_on]]
 
 
 def test_matching_never_stops_where_it_is_told_not_to() -> None:
-    even = BreakEven(torch.tensor([False, False]), 256, 10**9, 0, 4, stops=False)
+    even = BreakEven(torch.tensor([False, False]), 256, 10**9, 4, stops=False)
     assert run_windows(even, 2, {Count.TRIES: 8}) == [[1, 1]] * 2

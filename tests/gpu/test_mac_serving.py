@@ -4,6 +4,7 @@ The twin that deposits serves rows with rings; the other one is exact, and its o
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,11 @@ import pytest
 import torch
 
 from gpu.config import Composition
-from gpu.methods.device_side import ReuseCounts
 from gpu.methods.mac.device import Mac
 from gpu.methods.method import ProfilePart
 from gpu.profiles import resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
+from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt, layer_units
 from tests.gpu.twin_runners import NUM_HEADS, NUM_LAYERS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32, MAC_QUERY_RTOL, MAC_SUMMARY_ATOL, MAC_SUMMARY_STORED_ATOL
@@ -58,8 +59,8 @@ class MacTwins(Twins):
         return side
 
     @property
-    def counts(self) -> ReuseCounts:
-        return self.deposits.reuse_counts()[str(self.part)]
+    def counts(self) -> SimpleNamespace:
+        return counts_of(self.side)
 
     def entries(self, ring: int) -> dict[str, torch.Tensor]:
         store = self.side._store
@@ -206,10 +207,10 @@ def test_a_ring_that_comes_to_another_slot_is_empty() -> None:
     assert twins.side.has_ring(0)
     twins.deposits.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()
     assert not twins.side.has_ring(0)
-    assert twins.side._ring_of_slot.tolist() == [-1] * 6
+    assert twins.side.ring_of_slot.tolist() == [-1] * 6
     twins.assign(4, 0)
     assert twins.side._store.norms[:, 0].isinf().all()
-    assert twins.side._ring_of_slot.tolist() == [-1, -1, -1, -1, 0, -1]
+    assert twins.side.ring_of_slot.tolist() == [-1, -1, -1, -1, 0, -1]
 
 
 def test_a_fork_begins_with_what_is_before_its_own_tokens() -> None:
@@ -232,7 +233,7 @@ def test_layers_that_are_off_keep_no_ring_and_read_everything() -> None:
     for _ in range(10):
         twins.step([0])
     assert [bool(tries) for tries in twins.counts.tries] == [False, True, False, True]
-    assert twins.counts.is_matching == [False, True, False, True]
+    assert twins.counts.matching == [0, 1, 0, 1]
     assert len(twins.side._store.norms) == 2
 
 
@@ -246,9 +247,9 @@ def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
     for _ in range(8):
         assert not twins.step([0, 1, 2]).failures
         assert furthest(twins, [1, 2]) < HOP_LOGITS_FLOAT32
-    counts = twins.deposits.reuse_counts()
-    assert sum(counts[str(part)].hits) > 0
-    assert sum(counts[str(other)].tries) == 8 * NUM_HEADS * (NUM_LAYERS - 1)
+    counts = twins.deposits.method_counts()
+    assert sum(counts[str(part)]["reuse_hits"]) > 0
+    assert sum(counts[str(other)]["reuse_tries"]) == 8 * NUM_HEADS * (NUM_LAYERS - 1)
 
 
 @pytest.mark.parametrize("summaries", ["float32", "bfloat16"])
@@ -257,4 +258,4 @@ def test_on_the_device_a_ring_takes_what_is_planned(summaries: str) -> None:
     twins = Twins(more_parts=[part])
     store = twins.deposits._reusing[str(part)]._store
     num_bytes = sum(getattr(store, name)[:, 0].nbytes for name in store.__slots__)
-    assert num_bytes == part.method.slot_bytes(part.settings, twins.deposits.architecture)
+    assert num_bytes == part.method.footprint(part.settings, twins.deposits.architecture, 1).sequence_bytes

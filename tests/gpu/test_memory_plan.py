@@ -24,14 +24,15 @@ from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import DENSE_SHARE, resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
 from gpu.methods.kept import keep_as_set
-from gpu.methods.method import NoSettings
+from gpu.methods.method import MethodState, ProfilePart
+from gpu.methods.predicted import Predicted
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape, read_architecture
 from gpu.operations.decode_attention.paged_decode_attention import num_rows
 from gpu.page_layout import PageLayout
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
-from gpu.profiles import find_kept, list_states, resolve_profiles
+from gpu.profiles import find_kept, resolve_profiles
 from gpu.sampling import logprobs
 from tests.gpu.cpu_decoder import cpu_decoder
 from tests.reference_tier import ReferenceTier
@@ -64,7 +65,7 @@ def make_plan(
         shape,
         gpu,
         host=host,
-        kept=None if host is None else keep_as_set(NoSettings(), host, shape),
+        kept=None if host is None else keep_as_set(host, shape),
         states=(),
         max_running=max_running,
         chunk_tokens=chunk_tokens,
@@ -522,7 +523,7 @@ def test_without_host_memory_there_is_none_of_it_in_the_plan() -> None:
 def host_demand(
     shape: Architecture, page_tokens: int, max_running: int, config: HostConfig, excludes: bool = False
 ) -> HostDemand:
-    kept, dtype_bytes = keep_as_set(NoSettings(), config, shape), 2 if shape is SHAPE_8B else 4
+    kept, dtype_bytes = keep_as_set(config, shape), 2 if shape is SHAPE_8B else 4
     return resolve_host(config, kept, shape, page_tokens, dtype_bytes, max_running, excludes=excludes)
 
 
@@ -559,13 +560,15 @@ def test_a_profile_that_takes_blocks_off_the_host_has_the_words_for_them_in_the_
     shape, running, host = SHAPE_8B, 8, HostConfig()
     composition = Composition.model_validate({"host": {"method": "predicted", "weights": "none"}})
     profiles = resolve_profiles({"blocks": composition}, host)
-    (state,) = list_states(profiles.values(), shape)
-    assert state.excludes
+    part = profiles["blocks"].host_part
+    assert part.method.excludes_blocks
 
     def planned(excludes: bool) -> MemoryPlan:
+        method = Predicted()
+        method.excludes_blocks = excludes
         return plan_memory(
             shape, GpuConfig(), host=host, kept=find_kept(profiles.values(), host, shape),
-            states=(replace(state, excludes=excludes),), max_running=running, chunk_tokens=2048,
+            states=(MethodState(ProfilePart(method, part.settings)),), max_running=running, chunk_tokens=2048,
             max_context_tokens=131_072, max_hidden_tokens=None, machine=MACHINES["a100-80g"],
         )  # fmt: skip
 

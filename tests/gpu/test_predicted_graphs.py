@@ -12,6 +12,7 @@ import triton.language as tl
 from gpu.methods.predicted.blocks import Blocks
 from lab.speed.step_trace import trace_steps
 from lab.speed.trace_lanes import COMPUTE, EXCHANGE, FETCH, PREDICTION
+from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_predicted_serving import NARROW, WIDE, PredictedTwins
 from tests.gpu.twin_runners import check_steps
@@ -39,7 +40,7 @@ def test_on_cuda_where_nothing_is_dropped_the_logits_are_the_exact_profiles(
     check_steps(twins, [0, 1, 2], 40)
     torch.cuda.synchronize()
     twins.check_slots(0)
-    assert twins.side.fetch_counts().read_tokens > 0
+    assert counts_of(twins.side).read_tokens > 0
 
 
 @pytest.mark.gpu
@@ -78,7 +79,7 @@ def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, .
     check_steps(twins, [0, 1, 2], 20)
     torch.cuda.synchronize()
     twins.check_slots(0)
-    counts = side.fetch_counts()
+    counts = counts_of(side)
     assert counts.late_blocks > 0
     assert counts.dropped_tokens == 0
     assert int(side._open_parts) == 0
@@ -118,7 +119,7 @@ def test_on_cuda_two_half_batches_fetch_what_one_does() -> None:
         torch.cuda.synchronize()
         for slot in (0, 1):
             twins.check_slots(slot)
-        chosen.append(twins.side.fetch_counts().read_tokens)
+        chosen.append(counts_of(twins.side).read_tokens)
     assert chosen[0] == chosen[1] > 0
 
 

@@ -27,6 +27,7 @@ from gpu.methods.predicted.turns import NEVER
 from gpu.methods.registry import list_methods
 from gpu.profiles import resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
+from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import DIM, NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.reference_tier import stored_rows
@@ -77,7 +78,7 @@ class PredictedTwins(Twins):
     def check_slots(self, slot: int) -> None:
         """What stands in a slot is the block that it names, no block stands twice, and bits say which they are."""
         sequence, side = self.sequences[slot], self.side
-        ring = side._held[slot]
+        ring = side.held[slot]
         for place in range(len(self.tier.shape.layers)):
             stored = stored_rows(self.tier, sequence.context_id, place, sequence.run_end - PAGE)
             for kv_head in range(NUM_KV_HEADS):
@@ -104,7 +105,7 @@ def test_where_every_block_is_fetched_the_logits_are_the_exact_profiles(kept_tok
     twins = PredictedTwins(WIDE, check_coverage=True, kept_tokens=kept_tokens)
     twins.prefill_down(0, PROMPT)
     check_steps(twins, [0], 70)
-    counts = twins.side.fetch_counts()
+    counts = counts_of(twins.side)
     assert counts.hole_tokens == counts.read_tokens > 0
     assert counts.dropped_tokens == 0
     assert counts.fetched_blocks == NUM_KV_HEADS * 2 * (twins.sequences[0].released - PAGE) // BLOCK
@@ -134,7 +135,7 @@ def test_a_context_that_goes_down_while_it_runs_has_its_blocks_from_the_first_st
     twins = PredictedTwins(WIDE, check_coverage=True)
     twins.prefill([PROMPT])
     check_steps(twins, [0], 70)
-    assert twins.side.fetch_counts().dropped_tokens == 0
+    assert counts_of(twins.side).dropped_tokens == 0
 
 
 def test_what_is_not_fetched_is_dropped_and_counted() -> None:
@@ -144,7 +145,7 @@ def test_what_is_not_fetched_is_dropped_and_counted() -> None:
         assert not twins.step([0]).failures
         assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32
         twins.check_slots(0)
-    counts = twins.side.fetch_counts()
+    counts = counts_of(twins.side)
     assert counts.read_tokens == 12 * 2 * NUM_KV_HEADS * 64
     assert counts.dropped_tokens == counts.hole_tokens - counts.read_tokens > 0
     assert counts.looked_blocks > 0
@@ -155,7 +156,7 @@ def test_what_is_not_fetched_is_left_to_the_host_where_it_samples() -> None:
     twins = PredictedTwins(NARROW, "predicted+sampled", check_coverage=True)
     twins.prefill_down(0, PROMPT)
     check_steps(twins, [0], 40)
-    counts = twins.side.fetch_counts()
+    counts = counts_of(twins.side)
     assert counts.read_tokens < counts.hole_tokens
     assert counts.dropped_tokens == 0
     twins.check_slots(0)
@@ -190,7 +191,7 @@ def test_late_blocks_are_left_to_the_sample(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(30):
         check_steps(twins, [0], 1)
         twins.check_slots(0)
-    counts = twins.side.fetch_counts()
+    counts = counts_of(twins.side)
     assert counts.late_blocks > 0
     assert 0 < counts.read_tokens < counts.hole_tokens
     assert counts.dropped_tokens == 0
@@ -199,7 +200,7 @@ def test_late_blocks_are_left_to_the_sample(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.undo()
     twins.step([0])
     twins.step([0])
-    assert twins.side.fetch_counts().late_blocks == counts.late_blocks, "nothing is late where steps are in order"
+    assert counts_of(twins.side).late_blocks == counts.late_blocks, "nothing is late where steps are in order"
     slots, layers = NARROW["budget_tokens"], len(twins.tier.shape.layers)
     assert reads < 30 * slots * NUM_KV_HEADS * layers, "some slots stood empty"
 
@@ -210,7 +211,7 @@ def test_late_blocks_are_waited_for_where_nobody_asks_otherwise(monkeypatch: pyt
     twins.prefill_down(0, PROMPT)
     wish_for_others(twins)
     check_steps(twins, [0], 6)
-    assert twins.side.fetch_counts().late_blocks == 0
+    assert counts_of(twins.side).late_blocks == 0
 
 
 def test_a_step_that_failed_leaves_none_open() -> None:
@@ -293,7 +294,7 @@ def test_rows_without_a_ring_share_the_step_and_are_exact(method: str) -> None:
     for _ in range(6):
         assert not twins.step([0, 1, 2, 3]).failures
         assert furthest(twins, [1, 2, 3]) < HOP_LOGITS_FLOAT32
-    assert twins.side.fetch_counts().read_tokens > 0
+    assert counts_of(twins.side).read_tokens > 0
 
 
 def test_only_the_difference_crosses_the_link() -> None:
@@ -306,7 +307,7 @@ def test_only_the_difference_crosses_the_link() -> None:
         is_known = (now[..., None] == before[..., None, :]).any(-1) & (now != EMPTY)
         assert bool((now == before)[is_known].all()), "a block that stays keeps its slot"
         fetched, before, kept = fetched + int((~is_known).sum()), now, kept + int(is_known.sum())
-    counts = twins.side.fetch_counts()
+    counts = counts_of(twins.side)
     assert fetched <= counts.fetched_blocks <= fetched + before.numel()  # the first choice was made before the step
     assert kept > fetched
     assert counts.looked_blocks == 0
@@ -320,7 +321,7 @@ def test_where_every_step_calibrates_the_logits_are_the_exact_profiles() -> None
     twins = PredictedTwins(NARROW | {"calibrate_every": 1}, check_coverage=True)
     twins.prefill_down(0, PROMPT)
     check_steps(twins, [0], 12)
-    counts = twins.side.fetch_counts()
+    counts = counts_of(twins.side)
     assert counts.hole_tokens > counts.read_tokens > 0
     assert counts.dropped_tokens == 0
 
@@ -332,7 +333,7 @@ def test_one_step_of_so_many_calibrates() -> None:
     for _ in range(7):
         cell = twins.sequences[0].num_tokens
         assert not twins.step([0]).failures
-        counts = twins.side.fetch_counts()
+        counts = counts_of(twins.side)
         full.append(counts.looked_blocks > looked)
         assert full[-1] == (cell % 3 == 0), "the keys of all blocks are looked at"
         assert full[-1] == (counts.dropped_tokens == dropped), "and nothing is dropped"
@@ -421,7 +422,7 @@ def test_a_ring_that_comes_to_another_slot_is_empty_and_a_fork_has_its_front() -
     twins.assign(4, 0)
     assert (twins.ids(0) == EMPTY).all()
     assert not twins.side.blocks.history[:, :NUM_KV_HEADS].any()
-    assert twins.side._ring_of_slot.tolist() == [-1, 1, -1, -1, 0, -1]
+    assert twins.side.ring_of_slot.tolist() == [-1, 1, -1, -1, 0, -1]
 
 
 def test_what_is_lent_ends_with_its_step() -> None:

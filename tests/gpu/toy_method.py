@@ -12,7 +12,7 @@ TOY = '''"""A toy."""
 
 from pydantic import Field
 
-from gpu.methods.method import Method, possible
+from gpu.methods.method import Footprint, Method
 from gpu.methods.kept import Kept
 from transfer.reading import Reading
 from transfer.settings import Settings
@@ -23,14 +23,24 @@ class ToySettings(Settings):
     colour: str = Field("red", description="changes nothing")
 
 
-METHOD = Method(
-    name="toy", summary="Plays.", slot="{slot}", settings=ToySettings, shared_key=None,
-    kv_settings={{"size": "size"}}, kv_host={{}},
-    slot_bytes=lambda settings, architecture: settings.size * architecture.num_layers,
-    rings=None, refuses={refuses}, why_impossible=possible, reading={reading},
-    keeps=lambda settings, host, architecture: Kept(host.sink_tokens // 2, settings.size + 90, (1,)),
-    device_side=None, prefill_side={side}, align_tokens=lambda settings: 1, scored=(ToySettings(),),
-)
+class Toy(Method):
+    name = "toy"
+    summary = "Plays."
+    slot = "{slot}"
+    settings = ToySettings
+    kv_settings = {{"size": "size"}}
+    refuses = {refuses}
+    reading = {reading}
+    prefill_side = {side}
+
+    def footprint(self, settings, architecture, max_running):
+        return Footprint(sequence_bytes=settings.size * architecture.num_layers)
+
+    def find_kept(self, settings, host, architecture):
+        return Kept(host.sink_tokens // 2, settings.size + 90, (1,))
+
+
+METHOD = Toy()
 '''
 
 

@@ -123,14 +123,11 @@ class PageRunner:
         self.as_launched: list[tuple[StepPlan, bytes]] = []  # the last plans
         self.windows: TokenWindows | None = None
 
-    def reuse_counts(self) -> dict[str, object]:
+    def method_counts(self) -> dict[str, dict[str, list[int]]]:
         return {}
 
     def expert_counts(self) -> None:
         """All lie on the device."""
-
-    def fetch_counts(self) -> dict[str, object]:
-        return {}
 
     def is_ready(self, ask: HostRead) -> bool:
         """As `num_late` or `late_steps` says; a context is asked for behind the plan that writes it."""

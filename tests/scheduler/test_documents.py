@@ -764,7 +764,7 @@ def test_a_prompt_that_is_done_keeps_what_the_question_looks_at_and_frees_the_re
     assert pages.num_held == -(-(100 + len(tokens)) // 16), "pages of what went are free"
     run(engine)
     assert pages.num_held == 0
-    assert engine.decode_reads().dropped_rows == 29 * (num_tokens - 100) * 4 * SHAPE.num_kv_heads
+    assert engine.decode_reads().evicted_rows == 29 * (num_tokens - 100) * 4 * SHAPE.num_kv_heads
     engine.shutdown()
 
 

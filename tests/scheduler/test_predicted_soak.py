@@ -14,6 +14,7 @@ from gpu.config import Composition, GpuConfig, ModelConfig
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
+from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import shallow_model
 from tests.gpu.test_predicted_serving import WEIGHTS, leave_some_late
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
@@ -56,7 +57,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def check_rings(engine: Engine) -> None:
     assert set(engine.scheduler.rings.num_free.values()) == {2}
-    assert all(not side._held for side in engine._runner._reusing.values())
+    assert all(not side.held for side in engine._runner._reusing.values())
 
 
 def test_every_token_is_read_sampled_or_dropped_whoever_else_runs(engine: Engine) -> None:
@@ -83,9 +84,9 @@ def test_every_token_is_read_sampled_or_dropped_whoever_else_runs(engine: Engine
     assert not left
     assert {deltas[name][-1].finish_reason for name in ended} == {"length"}
     assert engine.scheduler.roster.num_preemptions > 0
-    counts = engine._runner.fetch_counts()
-    assert sum(one.read_tokens for one in counts.values()) > 0
-    assert sum(one.dropped_tokens for part, one in counts.items() if "sampled" in part.split(" ")[1]) == 0
+    counts = {part: one for part, one in engine._runner.method_counts().items() if one}
+    assert sum(one["fetch_read_tokens"][0] for one in counts.values()) > 0
+    assert sum(one["fetch_dropped_tokens"][0] for part, one in counts.items() if "sampled" in part.split(" ")[1]) == 0
     check_rings(engine)
     check_idle(engine)
 
@@ -126,7 +127,7 @@ def test_where_samples_find_every_key_texts_are_those_of_reading_all_with_epsilo
         errors = engine._runner._offload.tier.stats().errors
         assert errors.estimated > 0
         assert errors.in_full > 0
-        (counts,) = engine._runner.fetch_counts().values()
+        counts = counts_of(next(iter(engine._runner._reusing.values())))
         assert 0 < counts.read_tokens < counts.hole_tokens
         assert counts.dropped_tokens == 0
     finally:
@@ -152,7 +153,7 @@ def test_where_blocks_are_late_and_samples_find_every_key_texts_are_those_of_rea
         prompt = prompt_of(LONG_TOKENS, 7)
         texts = [text(run(engine, [ask(name, prompt, 20, name)])[name]) for name in ("both", "offloaded")]
         assert texts[0] == texts[1]
-        (counts,) = engine._runner.fetch_counts().values()
+        counts = counts_of(next(iter(engine._runner._reusing.values())))
         assert counts.late_blocks > 0
         assert 0 < counts.read_tokens < counts.hole_tokens
         assert counts.dropped_tokens == 0

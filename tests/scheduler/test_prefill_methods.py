@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.methods.method import Method, NoSettings, ProfilePart, no_bytes, possible
+from gpu.methods.method import Method, NoSettings, ProfilePart
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.profiles import Profile, resolve_profiles
 from gpu.sampling_params import SamplingParams
@@ -23,35 +23,25 @@ from scheduler.steps.scheduler import Scheduler
 from tests.scheduler import test_host
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import check_output, drain, make_request, prompt_of
-from transfer.reading import Reading
 
 SHAPE = NAMED_SHAPES["tiny"]
 PAGE, ALIGN = 16, 32
 BLOCKY = "prefill: blocky"
 
 
+class Blocky(Method):
+    name, summary, slot, prefill_side = "blocky", "", "prefill", "nowhere"
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def align_tokens(self, settings: NoSettings) -> int:
+        return self._num_tokens
+
+
 def make_profile(name: str, align_tokens: int) -> Profile:
     """Dense in the slot `host`, and beside it a method whose KV is made in blocks."""
-    method = Method(
-        name="blocky",
-        summary="",
-        slot="prefill",
-        settings=NoSettings,
-        shared_key=None,
-        kv_settings={},
-        kv_host={},
-        slot_bytes=no_bytes,
-        rings=None,
-        refuses={},
-        why_impossible=possible,
-        reading=Reading.NONE,
-        keeps=None,
-        device_side=None,
-        prefill_side="nowhere",
-        align_tokens=lambda settings: align_tokens,
-        scored=(),
-    )
-    return Profile(name, "blocky", (ProfilePart(method, NoSettings()),))
+    return Profile(name, "blocky", (ProfilePart(Blocky(align_tokens), NoSettings()),))
 
 
 class Served:

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from scheduler.messages import ChunkStats, ExpertStats, FetchStats, HostStats, ReuseStats, Stats
+from scheduler.messages import ChunkStats, ExpertStats, HostStats, Stats
 from server.engine.prometheus import Metrics
 
 HOST = HostStats(
@@ -13,17 +13,16 @@ HOST = HostStats(
     answers_estimated=60, answers_heavy=61, answers_beyond=62, answers_heavy_beyond=63, steps_beyond=64,
     answers_in_full=65,
 )  # fmt: skip
-REUSE = ReuseStats(
-    tries=[1, 2], hits=[3, 4], context_cells=[5, 6], skipped_cells=[7, 8], gaps=[9, 10], ages=[11, 12],
-    kv_cells=[13, 14], whole_groups=[15, 16], refused=[17, 18], stops=[19, 20], num_matching=[1, 0],
-)  # fmt: skip
+REUSE_NAMES = ("tries", "hits", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups", "refused",
+               "stops")  # fmt: skip
+METHODS = {f"reuse_{name}": [2 * number + 1, 2 * number + 2] for number, name in enumerate(REUSE_NAMES)} | {
+    "reuse_matching": [1, 0], "fetch_hole_tokens": [37], "fetch_read_tokens": [38], "fetch_dropped_tokens": [39],
+    "fetch_fetched_blocks": [40], "fetch_looked_blocks": [41], "fetch_late_blocks": [42],
+}  # fmt: skip
 STATS = Stats(
     num_running=1, num_prefilling=2, num_waiting=3, pages_used=4, pages_cached=5, pages_total=6, pages_committed=16,
     prefix_queries_tokens=7, prefix_hits_tokens=8, preemptions=9, steps=10, step_seconds=11.5, rings_free=36, host=HOST,
-    reuse=REUSE,
-    fetch=FetchStats(
-        hole_tokens=37, read_tokens=38, dropped_tokens=39, fetched_blocks=40, looked_blocks=41, late_blocks=42
-    ),
+    methods=METHODS,
     experts=ExpertStats(fetched=70, copied=71, computed=72),
     chunks=ChunkStats(memory_bytes=80, written=81, refused=82, evicted=83, set_aside=84, lost=85),
 )  # fmt: skip
@@ -86,13 +85,11 @@ def test_an_engine_that_is_gone_holds_nothing() -> None:
 def test_what_is_reused_is_told_layer_by_layer_and_grows_over_engines() -> None:
     metrics = Metrics()
     metrics.take(STATS)
-    names = ("tries", "hits", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups", "refused",
-             "stops")  # fmt: skip
     wanted = {f'reuse_{name}_total{{layer="{layer}"}}': 2 * number + 1 + layer
-              for number, name in enumerate(names) for layer in range(2)}  # fmt: skip
+              for number, name in enumerate(REUSE_NAMES) for layer in range(2)}  # fmt: skip
     assert wanted.items() <= read(metrics).items()
     assert read(metrics)['reuse_matching{layer="1"}'] == 0
-    metrics.take(replace(STATS, reuse=replace(REUSE, hits=[8, 5])))
+    metrics.take(replace(STATS, methods=METHODS | {"reuse_hits": [8, 5]}))
     assert read(metrics)['reuse_hits_total{layer="0"}'] == 8
     metrics.engine_gone()
     metrics.take(STATS)

@@ -13,10 +13,12 @@ from rich.console import Console
 from server.commands.placements_page import describe_comparison, print_comparison
 from server.deployment import Deployment, load_deployment
 from server.planning.deployment_plan import resolve_plan
-from server.planning.placements import ALWAYS, PAYS, WORDS, Comparison, Name, compare_placements, expected_share
+from server.planning.placements import PAYS, Comparison, compare_placements, expected_share
 from tests.tolerances import PLACEMENT_MS
 from transfer.machine import load_machine
 from transfer.rates import find_rates
+
+ALWAYS = ("device", "offloaded", "sampled")
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 NOWHERE = Path("/nonexistent/measured.json")
@@ -161,7 +163,7 @@ def test_what_stays_on_the_device_while_there_is_room_is_not_read_on_the_host() 
     assert (sampled.down_tokens, sampled.host_ms, sampled.link_ms) == (0, 0, 0)
     assert sampled.ms == alone.ms
     assert "does not pay at batch 1" in found.sampling
-    assert f"{WORDS['device']} would take {alone.ms:,.1f} and read all there is" in found.verdict
+    assert f"{found.get('device').words} would take {alone.ms:,.1f} and read all there is" in found.verdict
     crowded = [step.down_tokens for step in found.get("sampled").steps if step is not None]
     assert crowded == sorted(crowded)
     assert crowded[-1] > 0
@@ -203,10 +205,10 @@ def test_heads_that_the_host_does_not_read_leave_one_placement() -> None:
     }
     found = compare(tree)
     assert found.get("device").first is not None
-    names: tuple[Name, ...] = ("offloaded", "sampled")
+    names: tuple[str, ...] = ("offloaded", "sampled")
     for name in names:
         assert "24 to a KV head" in (found.get(name).why_not or "")
-        assert f"{WORDS[name]} does not fit" in found.verdict
+        assert f"{found.get(name).words} does not fit" in found.verdict
     assert found.sampling == "sampling: cannot be had here"
 
 
@@ -426,7 +428,7 @@ def test_a_default_profile_is_priced_as_what_it_reads(name: str) -> None:
     assert (step.link_ms > 0) == (kind != "device")
     page = io.StringIO()
     print_comparison(found, Console(width=400, file=page))
-    assert f"{WORDS[found.taken]} (taken)" in page.getvalue()
+    assert f"{found.get(found.taken).words} (taken)" in page.getvalue()
     assert ("predicted blocks fetched" in page.getvalue()) == bool(read)
 
 

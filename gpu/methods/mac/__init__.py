@@ -7,49 +7,68 @@ everything, and both leave a summary for those that follow.
 
 from typing import Any
 
+from gpu.arrays import ArraySpec, sum_bytes
+from gpu.methods.counters import Counter, Counts, SavedReads, Share
 from gpu.methods.kept import Kept
 from gpu.methods.mac.settings import MacSettings
-from gpu.methods.method import Method, RingUse, any_token, no_bytes, no_work_bytes, possible
+from gpu.methods.method import Footprint, RingMethod
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
-from transfer.reading import Reading
 
-QUERY_BYTES, NUMBER_BYTES, FLAG_BYTES = 2, 4, 1  # bfloat16 queries; norms, masses and origins; whether mass is sampled
-SUMMARY_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-def entry_bytes(settings: MacSettings, architecture: Architecture) -> int:
-    """One query head's, of one position: its query, the summary, and what is said of it."""
-    return architecture.dim * (QUERY_BYTES + SUMMARY_BYTES[settings.summaries]) + 3 * NUMBER_BYTES + FLAG_BYTES
-
-
-def ring_bytes(settings: MacSettings, architecture: Architecture) -> int:
-    """One sequence's, all layers that match."""
-    layers = len(settings.layers(architecture))
-    return layers * architecture.num_heads * settings.capacity * entry_bytes(settings, architecture)
-
-
-def keep_what_is_matched(settings: MacSettings, host: HostConfig, architecture: Architecture) -> Kept:
-    """A band in front of the oldest match is on the device, so that a hit asks the host for nothing."""
-    return Kept(settings.sink_tokens, settings.capacity + settings.band, ())
+COUNTERS = {
+    "reuse_tries": Counter("query heads of rows that looked for a match", by_layer=True),
+    "reuse_hits": Counter("of these, those that found one", by_layer=True),
+    "reuse_context_cells": Counter("cells of the contexts that they had, counted for each head", by_layer=True),
+    "reuse_skipped_cells": Counter("cells that they took over and did not read", by_layer=True),
+    "reuse_gaps": Counter("positions back to matches", by_layer=True),
+    "reuse_ages": Counter("positions back to where the oldest part of what was taken over was read", by_layer=True),
+    "reuse_kv_cells": Counter(
+        "cells that KV heads read on the device, once for all heads of a group", by_layer=True
+    ),
+    "reuse_whole_groups": Counter("KV heads of which every query head found a match", by_layer=True),
+    "reuse_refused": Counter(
+        "query heads that found none but one whose prefix held too much of its own attention", by_layer=True
+    ),
+    "reuse_stops": Counter("times that a layer stopped matching, since it read more than it saved", by_layer=True),
+    "reuse_matching": Counter("settings by which the layer looks for matches now", by_layer=True, is_gauge=True),
+}  # fmt: skip
 
 
-def count_rings(settings: Any) -> int | None:
-    return settings.rings
+def entry_arrays(settings: MacSettings, architecture: Architecture) -> dict[str, ArraySpec]:
+    """Return what a query head keeps of one position, by the fields of `gpu.methods.mac.rings.Ring`."""
+    dim = architecture.dim
+    return {
+        "queries": ArraySpec((dim,), "bfloat16"),
+        "norms": ArraySpec((), "float32"),
+        "outs": ArraySpec((dim,), settings.summaries),
+        "lses": ArraySpec((), "float32"),
+        "origins": ArraySpec((), "int32"),
+        "is_estimate": ArraySpec((), "uint8"),
+    }
 
 
-def least_tokens(settings: Any) -> int:
-    return settings.min_context_tokens
+def ring_arrays(settings: MacSettings, architecture: Architecture, num_rings: int) -> dict[str, ArraySpec]:
+    """Return the rings of all layers that match, `[layers, rings, heads, capacity, ...]`."""
+    sizes = len(settings.layers(architecture)), num_rings, architecture.num_heads, settings.capacity
+    return {name: entry.times(*sizes) for name, entry in entry_arrays(settings, architecture).items()}
 
 
-METHOD = Method(
-    name="mac",
-    summary="A head whose query is near a recent one takes over what that one read of the far context, and reads the "
-    "rest itself.",
-    slot="reuse",
-    settings=MacSettings,
-    shared_key=None,
-    kv_settings={
+def try_bytes(settings: MacSettings, architecture: Architecture) -> int:
+    """Return what a query head reads and writes of its ring in a step: to look for a match, and of summaries."""
+    entry = entry_arrays(settings, architecture)
+    looked = sum_bytes(entry[name] for name in ("queries", "norms", "origins"))
+    return settings.most_gap * looked + 2 * sum_bytes(entry.values())
+
+
+class Mac(RingMethod):
+    name = "mac"
+    summary = (
+        "A head whose query is near a recent one takes over what that one read of the far context, and reads the rest "
+        "itself."
+    )
+    slot = "reuse"
+    settings = MacSettings
+    kv_settings = {
         "tau": "tau",
         "share": "max_prefix_share",
         "k": "capacity",
@@ -62,16 +81,35 @@ METHOD = Method(
         "from": "min_context_tokens",
         "layers": "layer_tau",
         "stops": "stops_matching",
-    },
-    kv_host={},
-    slot_bytes=ring_bytes,
-    rings=RingUse(count_rings, least_tokens, no_bytes, no_work_bytes, fetches=None),
-    refuses={"predicted": "a head that reuses reads no blocks, so what predicts them would see too few"},
-    why_impossible=possible,
-    reading=Reading.NONE,
-    keeps=keep_what_is_matched,
-    device_side="gpu.methods.mac.device",
-    prefill_side=None,
-    align_tokens=any_token,
-    scored=(),
-)
+    }
+    refuses = {"predicted": "a head that reuses reads no blocks, so what predicts them would see too few"}
+    device_side = "gpu.methods.mac.device"
+    counters = COUNTERS
+    shares = {
+        "acceptance": Share("reuse_hits", "reuse_tries", of_all_layers=True),
+        "skipped_fraction": Share("reuse_skipped_cells", "reuse_context_cells", of_all_layers=True),
+        "gap": Share("reuse_gaps", "reuse_hits"),
+        "age": Share("reuse_ages", "reuse_hits"),
+        "whole_groups": Share("reuse_whole_groups", "reuse_tries", by_group=True),
+        "kv_read": Share("reuse_kv_cells", "reuse_context_cells", by_group=True),
+        "refused": Share("reuse_refused", "reuse_tries"),
+    }
+
+    def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
+        """Return a window with a band in front of the oldest match, so that a hit asks the host for nothing."""
+        return Kept(settings.sink_tokens, settings.capacity + settings.band, ())
+
+    def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
+        return Footprint(sequence_bytes=sum_bytes(ring_arrays(settings, architecture, 1).values()))
+
+    def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
+        cells, tries = sum(counts["reuse_context_cells"]), sum(counts["reuse_tries"])
+        return SavedReads(
+            keys=sum(counts["reuse_skipped_cells"]),
+            rows=cells // architecture.group - sum(counts["reuse_kv_cells"]),
+            own_bytes=tries * try_bytes(settings, architecture),
+            rows_include_host=tries > 0,
+        )
+
+
+METHOD = Mac()

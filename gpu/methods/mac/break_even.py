@@ -20,21 +20,19 @@ class BreakEven:
     steps add to, `[layers, NUM_COUNTS]`; num_stops, `[layers]`; last, is_matching, int32 `[layers, 1]`, which steps
     read.
 
-    row_bytes: of a key and a value of one KV head; ring_bytes: that a query head reads to look for a match;
-    entry_bytes: that it reads and writes of summaries; group: query heads to a KV head. is_asked: bool `[layers]`, of
+    row_bytes: of a key and a value of one KV head; try_bytes: that a query head reads and writes of its ring in a step
+    (`gpu.methods.mac.try_bytes`); group: query heads to a KV head. is_asked: bool `[layers]`, of
     which the far cells lie in host memory: there each head that hits spares its own reads, while on the device a KV
     head is read once for all heads of a group that miss.
     """
 
-    def __init__(
-        self, is_asked: Tensor, row_bytes: int, ring_bytes: int, entry_bytes: int, group: int, stops: bool
-    ) -> None:
+    def __init__(self, is_asked: Tensor, row_bytes: int, try_bytes: int, group: int, stops: bool) -> None:
         layers, device = len(is_asked), is_asked.device
         self.table = torch.zeros(layers, TABLE_COLUMNS, dtype=torch.int64, device=device)
         self.counts, self.num_stops = self.table[:, :NUM_COUNTS], self.table[:, NUM_COUNTS]
         self.is_matching = self.table.view(torch.int32)[:, -2:-1].fill_(1)
         self._is_asked, self._row_bytes, self._group, self._stops = is_asked, row_bytes, group, stops
-        self.try_bytes = ring_bytes + entry_bytes
+        self._try_bytes = try_bytes
         self._before = self.counts.clone()
         self._pauses = torch.zeros_like(self.num_stops)  # windows still to come without matching
         self._num_steps = 0
@@ -51,7 +49,7 @@ class BreakEven:
         by_head = seen[:, Count.SKIPPED] // self._group
         by_group = seen[:, Count.CELLS] // self._group - seen[:, Count.READ]
         saved = torch.where(self._is_asked, by_head, by_group) * self._row_bytes
-        stops = (seen[:, Count.TRIES] > 0) & (saved < seen[:, Count.TRIES] * self.try_bytes)
+        stops = (seen[:, Count.TRIES] > 0) & (saved < seen[:, Count.TRIES] * self._try_bytes)
         self._pauses.sub_(1).clamp_min_(0)
         self._pauses.masked_fill_(stops, PAUSE_WINDOWS)
         self.num_stops.add_(stops)

@@ -12,13 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gpu.allocation import allocate_all
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.attention.step_rows import StepRows
-from gpu.methods.device_side import LayerReads, ReuseCounts, ReuseSide, Site
-from gpu.methods.mac import NUMBER_BYTES, QUERY_BYTES, entry_bytes
+from gpu.methods.device_side import LayerReads, RingSide, Site
+from gpu.methods.mac import COUNTERS, ring_arrays, try_bytes
 from gpu.methods.mac.break_even import BreakEven
 from gpu.methods.mac.complete import complete
-from gpu.methods.mac.match import NUM_COUNTS, Count, Limits, Matched, match
+from gpu.methods.mac.match import NUM_COUNTS, Limits, Matched, match
 from gpu.methods.mac.rings import Ring
 from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
@@ -26,8 +27,6 @@ from gpu.operations.decode_attention.paged_decode_attention import DevicePartial
 from gpu.operations.kv.kv_rows import width_of
 from gpu.step import RingWrite
 from transfer.partial import Owner, Partial, merge_all
-
-SUMMARIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +37,20 @@ class _RingRows:
     is_estimate: Tensor
 
 
-def make_ring_side(settings: MacSettings, site: Site, num_rings: int) -> ReuseSide:
+def make_ring_side(settings: MacSettings, site: Site, num_rings: int) -> RingSide:
     return Mac(settings, site, num_rings)
 
 
-class Mac(ReuseSide):
+class Mac(RingSide):
     """`num_rings` rings of each layer that is not off, in one store of all layers."""
 
     def __init__(self, settings: MacSettings, site: Site, num_rings: int) -> None:
+        super().__init__(site)
         shape, device = site.architecture, site.device
         self.settings = settings
         self.layers = settings.layers(shape)
-        sizes = (len(self.layers), num_rings, shape.num_heads, settings.capacity)
-        self._store = Ring(
-            queries=torch.zeros(*sizes, shape.dim, dtype=torch.bfloat16, device=device),
-            norms=torch.full(sizes, torch.inf, device=device),
-            outs=torch.zeros(*sizes, shape.dim, dtype=SUMMARIES[settings.summaries], device=device),
-            lses=torch.zeros(sizes, device=device),
-            origins=torch.zeros(sizes, dtype=torch.int32, device=device),
-            is_estimate=torch.zeros(sizes, dtype=torch.uint8, device=device),
-        )
+        self._store = Ring(**allocate_all(ring_arrays(settings, shape, num_rings), device))
+        self._store.norms.fill_(torch.inf)
         self._rings = {layer: _map(self._store, lambda field, at=at: field[at]) for at, layer in enumerate(self.layers)}
         self.sink = max(settings.sink_tokens, site.sink_tokens)
         self._limits = {layer: self._limits_of(layer, shape.dim) for layer in self.layers}
@@ -66,14 +59,11 @@ class Mac(ReuseSide):
         self.break_even = BreakEven(
             torch.tensor([layer in asked for layer in range(shape.num_layers)], device=device),
             row_bytes=2 * width_of(site.stored, shape.dim) * site.stored.itemsize,
-            ring_bytes=settings.most_gap * (QUERY_BYTES * shape.dim + 2 * NUMBER_BYTES),
-            entry_bytes=2 * entry_bytes(settings, shape),
+            try_bytes=try_bytes(settings, shape),
             group=shape.group,
             stops=settings.stops_matching,
         )
-        self._ring_of_slot = torch.full((site.max_running + 1,), -1, dtype=torch.int32, device=device)  # and of padding
         self._is_estimate = torch.zeros(site.max_running + 1, dtype=torch.uint8, device=device)
-        self._held: dict[int, int] = {}  # by slot, in the order of plans
         self._no_holes = torch.zeros(3, site.max_running, dtype=torch.int32, device=device)
         self._of_rows: WeakKeyDictionary[StepRows, _RingRows] = WeakKeyDictionary()
         self._told = torch.zeros(self.break_even.table.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -90,23 +80,15 @@ class Mac(ReuseSide):
                 store[:, write.ring].copy_(store[:, source.ring])
             for cells in _wrap(source.begin, source.end, self.settings.capacity):
                 norms[..., cells].fill_(torch.inf)
-        self._held[write.slot] = write.ring
-        self._ring_of_slot[write.slot].fill_(write.ring)
+        super().assign(write)
         self._is_estimate[write.slot].fill_(write.reading.is_estimate)
-
-    def release(self, slot: int) -> None:
-        if self._held.pop(slot, None) is not None:
-            self._ring_of_slot[slot].fill_(-1)
-
-    def has_ring(self, slot: int) -> bool:
-        return slot in self._held
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         ring = self._rings.get(query.layer)
         if ring is not None:
-            seed(ring, self._held[slot], query, self._limits[query.layer], self.settings.num_seeds, attend)
+            seed(ring, self.held[slot], query, self._limits[query.layer], self.settings.num_seeds, attend)
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
@@ -157,12 +139,10 @@ class Mac(ReuseSide):
         self.break_even.end_step()
         self._told.copy_(self.break_even.table, non_blocking=True)
 
-    def counts(self) -> ReuseCounts:
+    def counts(self) -> dict[str, list[int]]:
         columns = self._told.T.tolist()
-        is_on = [layer in self._rings for layer in range(len(self._told))]
-        is_matching = [on and bool(flag) for on, flag in zip(is_on, columns[-1], strict=True)]
-        ring_bytes = [tries * self.break_even.try_bytes for tries in columns[Count.TRIES]]
-        return ReuseCounts(*columns[:NUM_COUNTS], is_matching, columns[NUM_COUNTS], ring_bytes)
+        matching = [int(layer in self._rings and bool(flag)) for layer, flag in enumerate(columns[-1])]
+        return dict(zip(COUNTERS, [*columns[: NUM_COUNTS + 1], matching], strict=True))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -178,7 +158,7 @@ class Mac(ReuseSide):
         """Looked up in a step's first layer that matches: a captured step's rows change from replay to replay."""
         rows = reads.rows
         if reads.layer == self.layers[0] and self not in reads.kept:
-            self._of_rows[rows] = _RingRows(rows.of_slots(self._ring_of_slot), rows.of_slots(self._is_estimate))
+            self._of_rows[rows] = _RingRows(rows.of_slots(self.ring_of_slot), rows.of_slots(self._is_estimate))
         return self._of_rows[rows]
 
     def _matched(self, reads: LayerReads) -> Matched:

@@ -4,23 +4,18 @@ MOMO ("Measure Once, Mask Once: Delta Refined Block Sparse Attention"). Its outp
 (eq. 2), so it is no softmax over a set of tokens, and is merged with nothing.
 """
 
-from gpu.methods.method import Method, no_bytes, possible
+from typing import Any
+
+from gpu.methods.method import Method
 from gpu.methods.momo.settings import MomoSettings
-from transfer.reading import Reading
 
 
-def align_tokens(settings: MomoSettings) -> int:
-    """Windows and query blocks are of absolute positions."""
-    return settings.query_block
-
-
-METHOD = Method(
-    name="momo",
-    summary="Prefill reads everything for one query of 16, and for the others the key blocks that these found.",
-    slot="prefill",
-    settings=MomoSettings,
-    shared_key=None,
-    kv_settings={
+class Momo(Method):
+    name = "momo"
+    summary = "Prefill reads everything for one query of 16, and for the others the key blocks that these found."
+    slot = "prefill"
+    settings = MomoSettings
+    kv_settings = {
         "gamma": "gamma",
         "block": "key_block",
         "queries": "query_block",
@@ -30,16 +25,12 @@ METHOD = Method(
         "trim": "k_trim",
         "dense": "dense_until_tokens",
         "layers": "dense_layers",
-    },
-    kv_host={},
-    slot_bytes=no_bytes,
-    rings=None,
-    refuses={},
-    why_impossible=possible,
-    reading=Reading.NONE,
-    keeps=None,
-    device_side=None,
-    prefill_side="gpu.methods.momo.prefill",
-    align_tokens=align_tokens,
-    scored=(),
-)
+    }
+    prefill_side = "gpu.methods.momo.prefill"
+
+    def align_tokens(self, settings: Any) -> int:
+        """Return the query block: it and windows begin at absolute positions."""
+        return settings.query_block
+
+
+METHOD = Momo()

@@ -2,16 +2,17 @@
 arXiv 2502.04077).
 
 What each KV head attended to in its last steps is kept by blocks of 16 tokens. At the end of a layer, in one of a few
-steps, its next steps' best blocks are predicted and those that are not on the device yet are brought there, beside the
-layers that follow. The
-rest of the context's middle is dropped, and counted. Nothing that is chosen depends on what a sample read.
+steps, its next steps' best blocks are predicted, and those that are not on the device yet are fetched beside the layers
+that follow. The rest of the context's middle is dropped, and counted. Nothing that is chosen depends on what a sample
+read.
 """
 
 from typing import Any
 
-from gpu.methods.deposit_keys import DEPOSIT_KEYS
-from gpu.methods.kept import Kept, join_kept, keep_as_set
-from gpu.methods.method import BlockFetch, Method, RingUse, any_token, possible
+from gpu.arrays import ArraySpec, sum_bytes
+from gpu.methods.counters import Counter, Counts, SavedReads
+from gpu.methods.kept import OFFLOAD_KEYS, Kept, join_kept, keep_as_set
+from gpu.methods.method import Footprint, ReadCost, RingMethod
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
 from transfer.config import HostConfig
@@ -19,58 +20,54 @@ from transfer.places import COLUMNS
 from transfer.reading import Reading
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
-DEVICE_SIDE = "gpu.methods.predicted.device"
-SCORE_BYTES, ID_BYTES, WORD_BYTES, PLACE_BYTES = 4, 4, 4, 8
-FLOAT_BYTES = 4
-PIECE_TOKENS = 2_048  # of a run: a tail of so many, or more at once
+FLOAT_BYTES, ID_BYTES = 4, 4
+PIECE_TOKENS = 2_048  # of a context in host memory: a tail of so many, or more at once
 PROMPT_ROWS = 8  # queries of a prompt's end that are attended with together, for each query head of a group
 
-KV_SETTINGS = {
-    "by": "weights",
-    "budget": "budget_tokens",
-    "history": "history",
-    "every": "predict_every",
-    "looks": "look_stride_blocks",
-    "full": "calibrate_every",
-    "sink": "sink_tokens",
-    "local": "local_tokens",
-    "exempt": "exempt_layers",
-    "from": "min_context_tokens",
+COUNTERS = {
+    "fetch_hole_tokens": Counter(
+        "tokens in host memory alone, of rows whose blocks are predicted, for each KV head and layer"
+    ),
+    "fetch_read_tokens": Counter("of these, those in blocks that were fetched and read on the device"),
+    "fetch_dropped_tokens": Counter("of these, those that nobody read"),
+    "fetch_fetched_blocks": Counter("blocks of 16 tokens of a KV head that came over the link"),
+    "fetch_looked_blocks": Counter("blocks whose keys alone did, to predict by"),
+    "fetch_late_blocks": Counter("blocks that did not come, since the step was over, and were left to the sample"),
 }
 
 
 def most_blocks(architecture: Architecture) -> int:
-    """Of the longest context."""
+    """Return the blocks of the longest context."""
     return -(-architecture.max_context_tokens // BLOCK_TOKENS)
 
 
 def most_pieces(architecture: Architecture) -> int:
-    """Of the longest context's run, a power of two: a tail and a prompt's segment take turns at worst."""
+    """Return the pieces in host memory of the longest context, a power of two.
+
+    A tail and a prompt's segment take turns at worst.
+    """
     return 1 << (2 * -(-architecture.max_context_tokens // PIECE_TOKENS) + 2).bit_length()
 
 
-def num_words(architecture: Architecture) -> int:
-    """Of bits, one for each block."""
-    return -(-most_blocks(architecture) // WORD_BITS)
-
-
-def ring_bytes(settings: PredictedSettings, architecture: Architecture) -> int:
-    """One sequence's: history and scores, which blocks are there, where others lie; without keys and values."""
-    blocks = most_blocks(architecture)
-    head = (settings.num_rows + SCORE_BYTES) * blocks
-    head += ID_BYTES * settings.num_slots + WORD_BYTES * num_words(architecture)
-    layer = architecture.num_kv_heads * head + PLACE_BYTES * COLUMNS * most_pieces(architecture)
-    return len(settings.layers(architecture)) * layer
-
-
-def slot_rows(settings: PredictedSettings, architecture: Architecture) -> int:
-    """Keys and values of the blocks of one sequence, by KV head."""
-    return len(settings.layers(architecture)) * architecture.num_kv_heads * 2 * settings.budget_tokens
+def ring_arrays(
+    settings: PredictedSettings, architecture: Architecture, num_layers: int, num_rings: int
+) -> dict[str, ArraySpec]:
+    """Return rings of so many layers without their keys and values, by the fields of `gpu.methods.predicted.blocks`."""
+    blocks, heads = most_blocks(architecture), num_rings * architecture.num_kv_heads
+    return {
+        "history": ArraySpec((num_layers, heads, settings.num_rows, blocks), "uint8"),
+        "scores": ArraySpec((num_layers, heads, blocks), "float32"),
+        "ids": ArraySpec((num_layers, heads, settings.num_slots), "int32"),
+        "bits": ArraySpec((num_layers, heads, -(-blocks // WORD_BITS)), "int32"),
+        "lies": ArraySpec((num_layers, num_rings, COLUMNS, most_pieces(architecture)), "int64"),
+    }
 
 
 def work_bytes(settings: PredictedSettings, architecture: Architecture, max_running: int) -> int:
-    """Of steps: each row's block maxima, lists and exclusions, its scores and partials; of prompts: one KV head's keys
-    and the logits of some queries.
+    """Return what steps and prompts pass through.
+
+    Steps: each row's block maxima, lists and exclusions, its scores and partials. Prompts: one KV head's keys and the
+    logits of some queries.
     """
     shape, blocks, context = architecture, most_blocks(architecture), architecture.max_context_tokens
     row = shape.num_heads * FLOAT_BYTES * (blocks + settings.num_slots + 4 * shape.dim)
@@ -81,45 +78,69 @@ def work_bytes(settings: PredictedSettings, architecture: Architecture, max_runn
     return max_running * row + prompt
 
 
-def keep_what_is_exempt(settings: PredictedSettings, host: HostConfig, architecture: Architecture) -> Kept:
-    """What the paper always reads, with what the `host` section keeps."""
-    own = Kept(settings.sink_tokens, settings.local_tokens, tuple(range(settings.exempt_layers)))
-    return join_kept([own, keep_as_set(settings, host, architecture)])
-
-
-def count_rings(settings: Any) -> int | None:
-    return settings.rings
-
-
-def least_tokens(settings: Any) -> int:
-    return settings.min_context_tokens
-
-
-def block_fetch(settings: Any) -> BlockFetch:
-    return BlockFetch(
-        settings.budget_tokens, settings.predict_every, settings.look_stride_blocks, settings.calibrate_every
+class Predicted(RingMethod):
+    name = "predicted"
+    summary = (
+        "The middle of a long context is in host memory, and of it the blocks that are predicted to matter are read, "
+        "fetched one token ahead; the rest is dropped."
     )
+    settings = PredictedSettings
+    kv_settings = {
+        "by": "weights",
+        "budget": "budget_tokens",
+        "history": "history",
+        "every": "predict_every",
+        "looks": "look_stride_blocks",
+        "full": "calibrate_every",
+        "sink": "sink_tokens",
+        "local": "local_tokens",
+        "exempt": "exempt_layers",
+        "from": "min_context_tokens",
+    }
+    kv_host = OFFLOAD_KEYS
+    reading = Reading.BLOCKS
+    excludes_blocks = True
+    device_side = "gpu.methods.predicted.device"
+    counters = COUNTERS
+    plan_words = "predicted blocks, the rest dropped"
+
+    def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
+        """Return what the paper always reads, with what the `host` section keeps."""
+        own = Kept(settings.sink_tokens, settings.local_tokens, tuple(range(settings.exempt_layers)))
+        return join_kept([own, keep_as_set(host, architecture)])
+
+    def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
+        """Return the bytes for all layers that may predict; layers that the `host` section keeps take none of it."""
+        num_layers = len(settings.layers(architecture))
+        return Footprint(
+            sum_bytes(ring_arrays(settings, architecture, num_layers, 1).values()),
+            num_layers * architecture.num_kv_heads * 2 * settings.budget_tokens,
+            work_bytes(settings, architecture, max_running),
+        )
+
+    def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:
+        """Return the cost if each prediction chooses other blocks; what is not fetched is dropped or sampled.
+
+        Keys, half of a token, are looked at in one of `look_stride_blocks` blocks a step, and in all blocks in one of
+        `calibrate_every` steps.
+        """
+        if context_tokens < settings.min_context_tokens:
+            return super().read_cost(settings, context_tokens, host_tokens)
+        whole_steps = 1 / settings.calibrate_every if settings.calibrate_every else 0.0
+        looked = 1 / settings.look_stride_blocks if settings.look_stride_blocks else 0.0
+        looked = looked * (1 - whole_steps) + whole_steps
+        read = min(settings.budget_tokens, host_tokens)
+        fetched, rest = read / settings.predict_every + looked * host_tokens / 2, host_tokens - read
+        if self.reading is Reading.SAMPLE:
+            return ReadCost(fetched, read, sampled=rest)
+        return ReadCost(fetched, read, streamed=whole_steps * rest)
+
+    def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
+        """Return what was dropped; the keys that were looked at count against it."""
+        dropped = sum(counts["fetch_dropped_tokens"])
+        looked_tokens = sum(counts["fetch_looked_blocks"]) * BLOCK_TOKENS
+        key_bytes = 2 * architecture.dim
+        return SavedReads(architecture.group * dropped, dropped, looked_tokens * key_bytes)
 
 
-RINGS = RingUse(count_rings, least_tokens, slot_rows, work_bytes, block_fetch)
-
-METHOD = Method(
-    name="predicted",
-    summary="The middle of a long context is in host memory, and of it the blocks that are predicted to matter are "
-    "read, fetched one token ahead; the rest is dropped.",
-    slot="host",
-    settings=PredictedSettings,
-    shared_key=None,
-    kv_settings=KV_SETTINGS,
-    kv_host=DEPOSIT_KEYS,
-    slot_bytes=ring_bytes,
-    rings=RINGS,
-    refuses={},
-    why_impossible=possible,
-    reading=Reading.BLOCKS,
-    keeps=keep_what_is_exempt,
-    device_side=DEVICE_SIDE,
-    prefill_side=None,
-    align_tokens=any_token,
-    scored=(),
-)
+METHOD = Predicted()

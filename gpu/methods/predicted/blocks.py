@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from gpu.methods.predicted import most_blocks, most_pieces, num_words
+from gpu.allocation import allocate_all
+from gpu.methods.predicted import ring_arrays
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
 from gpu.operations.kv.kv_rows import width_of
-from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS
 
 EMPTY = -1
@@ -46,14 +46,12 @@ def new_blocks(
     settings: PredictedSettings, shape: Architecture, layers: int, rings: int, stored: torch.dtype, device: torch.device
 ) -> Blocks:
     """Of so many layers, empty."""
-    places, blocks, slots = rings * shape.num_kv_heads, most_blocks(shape), settings.num_slots
-    rows = (layers, places * slots, 1, BLOCK_TOKENS, width_of(stored, shape.dim))
-    return Blocks(
-        history=torch.zeros(layers, places, settings.num_rows, blocks, dtype=torch.uint8, device=device),
-        scores=torch.full((layers, places, blocks), -torch.inf, device=device),
-        ids=torch.full((layers, places, slots), EMPTY, dtype=torch.int32, device=device),
-        bits=torch.zeros(layers, places, num_words(shape), dtype=torch.int32, device=device),
+    rows = (layers, rings * shape.num_kv_heads * settings.num_slots, 1, BLOCK_TOKENS, width_of(stored, shape.dim))
+    blocks = Blocks(
+        **allocate_all(ring_arrays(settings, shape, layers, rings), device),
         keys=torch.zeros(rows, dtype=stored, device=device),
         values=torch.zeros(rows, dtype=stored, device=device),
-        lies=torch.zeros(layers, rings, COLUMNS, most_pieces(shape), dtype=torch.int64, device=device),
     )
+    blocks.scores.fill_(-torch.inf)
+    blocks.ids.fill_(EMPTY)
+    return blocks

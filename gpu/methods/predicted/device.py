@@ -22,7 +22,8 @@ from torch import Tensor
 
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.attention.step_rows import StepRows
-from gpu.methods.device_side import FetchCounts, LayerReads, Lent, RingSide, Site
+from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
+from gpu.methods.predicted import COUNTERS
 from gpu.methods.predicted.blocks import EMPTY, Blocks, new_blocks
 from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
@@ -73,6 +74,7 @@ class Predicted(RingSide):
 
     def __init__(self, settings: PredictedSettings, site: Site, num_rings: int) -> None:
         assert site.tier_shape is not None, "predicted: nothing goes down here"
+        super().__init__(site)
         shape, device, tier = site.architecture, site.device, site.tier_shape
         self.settings = settings
         self._places = {layer: place for place, layer in enumerate(tier.layers)}
@@ -93,8 +95,6 @@ class Predicted(RingSide):
         self._workspace = workspace_for(
             site.max_running * shape.num_kv_heads, shape.group, 1, shape.dim, settings.budget_tokens, device
         )  # fmt: skip
-        self._ring_of_slot = torch.full((site.max_running + 1,), -1, dtype=torch.int32, device=device)  # and of padding
-        self._held: dict[int, int] = {}  # by slot, in the order of plans
         self._reading = Reading.BLOCKS  # one part of a profile has one way of reading; on the device:
         self._samples = torch.zeros(1, dtype=torch.bool, device=device)
         self.turns = Turns(
@@ -129,24 +129,16 @@ class Predicted(RingSide):
         store.bits[:, own] = 0
         self.turns.last_cells[write.ring].fill_(NEVER)
         self._chosen.pop(write.ring, None)
-        self._held[write.slot] = write.ring
         self._reading = write.reading
         self._samples.fill_(not write.reading.drops_rest)
-        self._ring_of_slot[write.slot].fill_(write.ring)
-
-    def release(self, slot: int) -> None:
-        if self._held.pop(slot, None) is not None:
-            self._ring_of_slot[slot].fill_(-1)
-
-    def has_ring(self, slot: int) -> bool:
-        return slot in self._held
+        super().assign(write)
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         place = self._places.get(query.layer)
         if place is not None:
-            note_prompt(self.blocks.history[place], self._held[slot], query, self._first_block, self.settings.history)
+            note_prompt(self.blocks.history[place], self.held[slot], query, self._first_block, self.settings.history)
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +146,7 @@ class Predicted(RingSide):
         self.give_up()  # a step that failed has left some open
         behind: dict[int, tuple[int, int]] = {}
         for row, (slot, cell, ask) in enumerate(zip(slots, cells, asks, strict=True)):
-            ring = self._held.get(slot)
+            ring = self.held.get(slot)
             if ring is None or ask is None:
                 continue
             self._place(ring, lent.places(row))
@@ -263,10 +255,11 @@ class Predicted(RingSide):
     def end_step(self) -> None:
         self._told.copy_(self._counts, non_blocking=True)
 
-    def fetch_counts(self) -> FetchCounts:
+    def counts(self) -> dict[str, list[int]]:
         sums = self._told.sum(0).tolist()
         dropped = sums[HOLE] - sums[READ] - sums[WHOLE] if self._reading.drops_rest else 0
-        return FetchCounts(sums[HOLE], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE])
+        told = sums[HOLE], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE]
+        return {name: [number] for name, number in zip(COUNTERS, told, strict=True)}
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -287,9 +280,9 @@ class Predicted(RingSide):
     def _look_up(self, rows: StepRows, asks: bool) -> _Rows:
         heads = self._kv_heads * self._group
         if not asks:
-            own, choices = find_rings(rows, self._ring_of_slot, self._samples, heads), ()
+            own, choices = find_rings(rows, self.ring_of_slot, self._samples, heads), ()
         else:
-            own, choices = self.turns.of_rows(rows, self._ring_of_slot, self._samples, heads)
+            own, choices = self.turns.of_rows(rows, self.ring_of_slot, self._samples, heads)
         every = self.settings.calibrate_every
         if not every:
             return _Rows(own, choices, own.rings, own.rings)

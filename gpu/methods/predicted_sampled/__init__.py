@@ -4,31 +4,31 @@ All that predicts and fetches is `gpu.methods.predicted`'s; what the host reads 
 block that is late may be left to that sample: then what a step reads depends on how fast the link was.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from gpu.methods.predicted import KV_SETTINGS
-from gpu.methods.predicted import METHOD as PREDICTED
+from gpu.methods.predicted import Predicted
 from gpu.methods.predicted_sampled.settings import PredictedSampledSettings
 from transfer.config import HostConfig
 from transfer.reading import Reading
 
 
-def why_impossible(settings: Any, host: HostConfig) -> str | None:
-    if settings.leaves_late and host.residency == "fixed":
-        return (
-            "late: got 'sample' beside host.residency 'fixed', which promises the same text whatever the load; wanted "
-            "'wait', or host.residency 'adaptive'"
-        )
-    return None
+class PredictedSampled(Predicted):
+    name = "predicted+sampled"
+    summary = (
+        "As `predicted`, but the CPU reads a sample of the blocks that are not fetched, so nothing is dropped."
+    )  # fmt: skip
+    settings = PredictedSampledSettings
+    kv_settings = {**Predicted.kv_settings, "late": "late"}
+    reading = Reading.SAMPLE
+    plan_words = "predicted blocks, the rest sampled"
+
+    def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
+        if settings.leaves_late and host.residency == "fixed":
+            return (
+                "late: got 'sample' beside host.residency 'fixed', which promises the same text whatever the load; "
+                "wanted 'wait', or host.residency 'adaptive'"
+            )
+        return None
 
 
-METHOD = replace(
-    PREDICTED,
-    name="predicted+sampled",
-    summary="As `predicted`, but the CPU reads a sample of the blocks that are not fetched, so nothing is dropped.",
-    settings=PredictedSampledSettings,
-    kv_settings={**KV_SETTINGS, "late": "late"},
-    why_impossible=why_impossible,
-    reading=Reading.SAMPLE,
-)
+METHOD = PredictedSampled()

@@ -1,30 +1,31 @@
 """Attention over a sample of what is in host memory, found by hash codes (MagicPIG, arXiv 2410.16179, section 4).
 
-The host tier builds one kind of hash table, whoever asks: so the settings stand once, in `host.sampled`.
+The host tier builds one kind of hash table for all profiles, so the settings stand once, in `host.sampled`.
 """
 
-from gpu.methods.deposit_keys import DEPOSIT_KEYS
-from gpu.methods.kept import keep_as_set
-from gpu.methods.method import Method, any_token, no_bytes, possible
-from transfer.config import SampledConfig
+from typing import Any
+
+from gpu.methods.kept import OFFLOAD_KEYS, Kept, keep_as_set
+from gpu.methods.method import Method
+from gpu.model.architecture import Architecture
+from transfer.config import HostConfig, SampledConfig
 from transfer.reading import Reading
 
-METHOD = Method(
-    name="sampled",
-    summary="The middle of a long context is in host memory, and the CPU reads a sample of it, found by hash tables.",
-    slot="host",
-    settings=SampledConfig,
-    shared_key="sampled",
-    kv_settings={"bits": "bits_per_table", "tables": "num_tables"},
-    kv_host=DEPOSIT_KEYS,
-    slot_bytes=no_bytes,
-    rings=None,
-    refuses={},
-    why_impossible=possible,
-    reading=Reading.SAMPLE,
-    keeps=keep_as_set,
-    device_side="gpu.methods.sampled.codes",
-    prefill_side=None,
-    align_tokens=any_token,
-    scored=(SampledConfig(bits_per_table=10, num_tables=150), SampledConfig(bits_per_table=10, num_tables=200)),
-)
+
+class Sampled(Method):
+    name = "sampled"
+    summary = "The middle of a long context is in host memory, and the CPU reads a sample of it, found by hash tables."
+    settings = SampledConfig
+    shared_key = "sampled"
+    kv_settings = {"bits": "bits_per_table", "tables": "num_tables"}
+    kv_host = OFFLOAD_KEYS
+    reading = Reading.SAMPLE
+    device_side = "gpu.methods.sampled.codes"
+    plan_words = "device and host, sampled"
+    scored = (SampledConfig(bits_per_table=10, num_tables=150), SampledConfig(bits_per_table=10, num_tables=200))
+
+    def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
+        return keep_as_set(host, architecture)
+
+
+METHOD = Sampled()

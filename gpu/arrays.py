@@ -1,0 +1,29 @@
+"""Shapes and types of arrays before they are allocated, for who plans and who allocates. No torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+DTYPE_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """dtype: its name in torch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def times(self, *sizes: int) -> "ArraySpec":
+        """Return the spec of so many of these, with axes of `sizes` in front."""
+        return ArraySpec((*sizes, *self.shape), self.dtype)
+
+
+def sum_bytes(specs: Iterable[ArraySpec]) -> int:
+    return sum(spec.num_bytes for spec in specs)

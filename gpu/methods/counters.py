@@ -1,0 +1,65 @@
+"""What a method counts while it serves, and what evaluations make of the numbers. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Counts = Mapping[str, Sequence[int]]
+"""Numbers by counter: one a layer for a counter that is `by_layer`, else a single one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """One named number of a method; `/metrics` shows it as `tandem_NAME`.
+
+    description: its help text. by_layer: there is one number for each layer of the model. is_gauge: the number is the
+    present one; else it only grows since the engine started.
+    """
+
+    description: str
+    by_layer: bool = False
+    is_gauge: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A quotient of two counters that evaluations report.
+
+    by_group: multiply it by the query heads of a KV head. of_all_layers: report it of all layers together as well.
+    """
+
+    part: str
+    whole: str
+    by_group: bool = False
+    of_all_layers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedReads:
+    """What a method spared decode steps, and what it cost them.
+
+    keys: that query heads did not read, summed over heads and layers. rows: keys with their values that KV heads did
+    not read. own_bytes: that it read and wrote for this. rows_include_host: `rows` hold those in host memory as well.
+    """
+
+    keys: int = 0
+    rows: int = 0
+    own_bytes: int = 0
+    rows_include_host: bool = False
+
+
+def add_counts(counts: Sequence[Counts]) -> dict[str, list[int]]:
+    """Return the sums by name over several methods or settings."""
+    sums: dict[str, list[int]] = {}
+    for one in counts:
+        for name, numbers in one.items():
+            before = sums.get(name, [0] * len(numbers))
+            sums[name] = [now + then for now, then in zip(numbers, before, strict=True)]
+    return sums
+
+
+def subtract_counts(after: Counts, before: Counts) -> dict[str, list[int]]:
+    """Return what was counted between two looks."""
+    return {
+        name: [late - early for late, early in zip(numbers, before.get(name, [0] * len(numbers)), strict=True)]
+        for name, numbers in after.items()
+    }

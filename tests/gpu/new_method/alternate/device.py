@@ -1,0 +1,50 @@
+"""Tells the host which blocks to leave out."""
+
+import torch
+
+from gpu.methods.device_side import RingSide
+from transfer.partial import Owner
+from transfer.tier_shape import BLOCK_TOKENS
+
+EVEN_BLOCKS = 0x55555555
+
+
+def make_ring_side(settings, site, num_rings):
+    return AlternateSide(settings, site)
+
+
+class AlternateSide(RingSide):
+    def __init__(self, settings, site):
+        super().__init__(site)
+        odd = ~EVEN_BLOCKS & 0xFFFFFFFF
+        self.bits = torch.tensor(odd if settings.first else EVEN_BLOCKS).int()
+        self.first = settings.first
+        self.words, self.kv_heads = site.exclusion_words, site.architecture.num_kv_heads
+        self.group = site.architecture.group
+        self.num_blocks = torch.zeros(2, dtype=torch.int64, device=site.device)
+
+    def before(self, reads):
+        if not reads.asks:
+            return
+        own = (reads.rows.of_slots(self.ring_of_slot) >= 0)[:, None, None]
+        bits = torch.where(own, self.bits, 0).expand(-1, self.kv_heads, self.words).contiguous()
+        reads.excluded = bits if reads.excluded is None else reads.excluded | bits
+        blocks = self.blocks_of(reads.rows)
+        self.num_blocks += torch.stack([blocks.sum(), self.skipped(blocks).sum()])
+
+    def blocks_of(self, rows):
+        held = rows.of_slots(self.ring_of_slot) >= 0
+        return torch.where(held, (rows.holes[1] - rows.holes[0]) // BLOCK_TOKENS, 0)
+
+    def skipped(self, blocks):
+        return (blocks + 1 - self.first) // 2
+
+    def counts(self):
+        blocks, skipped = self.num_blocks.tolist()
+        return {"alternate_blocks": [blocks], "alternate_skipped_blocks": [skipped]}
+
+    def covered(self, reads):
+        if not reads.asks:
+            return {}
+        tokens = BLOCK_TOKENS * self.skipped(self.blocks_of(reads.rows))
+        return {Owner.DROPPED: tokens[:, None].expand(-1, self.kv_heads * self.group).int()}

@@ -1,0 +1,111 @@
+"""A method that is one folder, which nothing names, is configured, planned, served, counted and evaluated."""
+
+import io
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from rich.console import Console
+from scheduler.config import EngineConfig
+from scheduler.load import load_engine
+
+import gpu.methods
+from evals.serving import Ask, ServingEngine
+from gpu.methods.registry import list_methods
+from server.commands.configuration_page import write_page
+from server.commands.placements_page import print_comparison
+from server.deployment import Deployment
+from server.planning.deployment_plan import resolve_plan
+from server.planning.placements import compare_placements
+from tests.server.live_server import LAPTOP, REFERENCE
+from tests.server.test_end_to_end import serve
+from transfer.machine import load_machine
+from transfer.measured import measured_path
+from transfer.rates import find_rates
+
+FOLDER = Path(__file__).parent / "new_method"
+HOST = {"memory_limit_gib": 0.2, "threads": 1, "resident_tokens": 256, "residency": "fixed"}
+PROFILES = {"half": {"host": {"method": "alternate", "first": 1}}}
+SITE = "import gpu.methods\ngpu.methods.__path__.append({folder!r})\n"
+
+
+@pytest.fixture
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder outside of the project that holds the method, for this process and those that it starts."""
+    folder = tmp_path / "methods"
+    shutil.copytree(FOLDER, folder)
+    (folder / "sitecustomize.py").write_text(SITE.format(folder=str(folder)))
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(gpu.methods, "__path__", [*gpu.methods.__path__, str(folder)])
+    for name in ("gpu.methods.alternate", "gpu.methods.alternate.device"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return folder
+
+
+def deployment() -> Deployment:
+    return Deployment.model_validate(
+        {
+            "model": {"path": str(REFERENCE)},
+            "gpu": {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.2, "threads": 1, "check_coverage": True},
+            "host": HOST,
+            "profiles": PROFILES,
+            "scheduler": {"default_profile": "half", "max_running": 2, "max_context_tokens": 1024},
+        }
+    )
+
+
+@pytest.mark.usefixtures("added")
+def test_a_methods_folder_is_on_the_configuration_page_and_its_price_in_the_plan() -> None:
+    assert "alternate" in list_methods()
+    assert "### `alternate`" in write_page()
+    machine, page = load_machine(LAPTOP), io.StringIO()
+    plan = resolve_plan(deployment(), machine)
+    rates = find_rates(machine, measured_path())
+    assert rates is not None
+    found = compare_placements(plan.deployment, plan, rates)
+    print_comparison(found, Console(width=200, file=page))
+    assert "every second block (taken)" in page.getvalue()
+    whole, half = found.get("offloaded").first, found.get("alternate").first
+    assert whole is not None
+    assert half is not None
+    assert half.host_ms == pytest.approx(whole.host_ms / 2)
+
+
+@pytest.mark.usefixtures("added")
+def test_a_methods_counters_say_what_it_left_out_and_reach_the_evaluations() -> None:
+    plan = resolve_plan(deployment(), load_machine(LAPTOP))
+    config = EngineConfig.model_validate(plan.deployment.model_dump(include=set(EngineConfig.model_fields)))
+    engine, shape = load_engine(config, plan.memory, lambda *_: None)
+    with ServingEngine(engine, shape, plan.profiles, 4, {}) as serving:
+        before = serving.reads()
+        prompt = np.random.default_rng(1).integers(10, 400, 700).tolist()
+        (answer,) = serving.answer([Ask("one", prompt, 8, [], None)], "half")
+        assert answer.failure is None
+        fractions = serving.fractions(before, "half")
+        assert fractions is not None
+        assert fractions.shares["alternate_skipped"] == pytest.approx(0.5, abs=0.05)
+        assert fractions.head_handled < 0.9
+        assert serving.did_apply(before, "half", len(prompt))
+        untouched = serving.reads()
+        list(serving.answer([Ask("two", prompt, 8, [], None)], "offloaded"))
+        assert (serving.reads() - untouched).methods["alternate_blocks"] == [0]
+
+
+def test_a_methods_folder_is_served_and_its_counter_is_on_the_metrics_page(added: Path) -> None:
+    process, url = serve(added, {"host": HOST, "profiles": PROFILES})
+    try:
+        body = {"prompt": [7 + i % 400 for i in range(900)], "max_tokens": 8, "attention_profile": "half"}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
+        lines = [line.split() for line in httpx.get(f"{url}/metrics").text.splitlines()]
+        told = {line[0]: float(line[1]) for line in lines if line[0].startswith("tandem_alternate")}
+        assert 0 < told["tandem_alternate_skipped_blocks_total"] < told["tandem_alternate_blocks_total"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
