@@ -58,10 +58,10 @@ class Rings:
     def _part_of(self, sequence: Sequence) -> ProfilePart | None:
         """Whose ring it needs, by its prompt and the longest answer: so by what it asks for alone."""
         part = self._profiles[sequence.request.attention_profile].ring_part
-        if part is None or part.method.rings is None:
+        if part is None:
             return None
         longest = sequence.num_prompt_tokens + sequence.request.max_tokens
-        return part if longest >= part.method.rings.least_tokens(part.settings) else None
+        return part if longest >= part.method.least_ring_tokens(part.settings) else None
 
     def _find_source(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> RingCopy | None:
         """Of one that runs and has the same tokens before `begin`, by the hash of the block that ends there."""

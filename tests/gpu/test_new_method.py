@@ -81,8 +81,8 @@ def test_a_methods_folder_is_on_the_configuration_page_and_its_price_in_the_plan
 def test_a_methods_counters_say_what_it_left_out_and_reach_the_evaluations() -> None:
     plan = resolve_plan(deployment(), load_machine(LAPTOP))
     config = EngineConfig.model_validate(plan.deployment.model_dump(include=set(EngineConfig.model_fields)))
-    engine, shape = load_engine(config, plan.memory, lambda *_: None)
-    with ServingEngine(engine, shape, plan.profiles, 4, {}) as serving:
+    engine, _ = load_engine(config, plan.memory, lambda *_: None)
+    with ServingEngine(engine, plan.architecture, plan.profiles, 4, {}) as serving:
         before = serving.reads()
         prompt = np.random.default_rng(1).integers(10, 400, 700).tolist()
         (answer,) = serving.answer([Ask("one", prompt, 8, [], None)], "half")

@@ -450,9 +450,8 @@ def test_on_the_device_a_ring_takes_no_more_than_is_planned(settings: dict[str, 
     store, method = twins.side.blocks, twins.part.method
     num_bytes = sum(getattr(store, name).nbytes for name in store.__slots__) // 3
     shape = twins.deposits.architecture
-    assert method.rings is not None
-    rows = method.rings.num_rows(twins.part.settings, shape) * shape.dim * 4
-    assert num_bytes == method.slot_bytes(twins.part.settings, shape) + rows
+    planned = method.footprint(twins.part.settings, shape, 1)
+    assert num_bytes == planned.sequence_bytes + planned.sequence_rows * shape.dim * 4
     assert shape.dim == DIM
 
 
