@@ -11,12 +11,12 @@ import httpx
 import numpy as np
 import pytest
 from rich.console import Console
-from scheduler.config import EngineConfig
-from scheduler.load import load_engine
 
 import gpu.methods
 from evals.serving import Ask, ServingEngine
 from gpu.methods.registry import list_methods
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig
 from server.commands.configuration_page import write_page
 from server.commands.placements_page import print_comparison
 from server.deployment import Deployment
