@@ -10,7 +10,7 @@ import torch
 from gpu.decode.loop import check_coverage
 from gpu.decode.steps import Asking, Batch, _ask_of
 from gpu.exchange.device_slots import SlotExchange
-from gpu.methods.device_side import LayerReads, ReuseSide
+from gpu.methods.device_side import LayerReads, RingSide
 from gpu.methods.sampled.encode import arrange, encode_rows_reference
 from gpu.methods.sampled.projections import PROJECTION_SEED, draw_projections
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
@@ -106,7 +106,7 @@ def test_what_is_on_the_device_and_in_host_memory_is_the_whole_context(device: s
         layer.qkv[: NUM_HEADS * DIM].zero_()
 
     def recording(
-        reads: LayerReads, on_device: DevicePartials, filled: list[Partial], reusing: list[ReuseSide]
+        reads: LayerReads, on_device: DevicePartials, filled: list[Partial], reusing: list[RingSide]
     ) -> None:
         check_coverage(reads, on_device, filled, reusing)
         checked.append((reads.rows.context_lens.cpu(), merge_all([on_device.near, *filled]).lse.cpu()))
