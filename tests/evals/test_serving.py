@@ -206,10 +206,9 @@ def test_a_profile_that_reuses_says_how_much_it_took_over() -> None:
         assert engine.settings_of("mac")["kv_key"].startswith("mac tau=0.3")
     assert reads.tries == 12 * 8 * 39
     assert found is not None
-    assert found.acceptance is not None
-    assert found.skipped is not None
-    assert 0 < found.skipped < found.acceptance < 1
-    assert found.head_all == pytest.approx(1 - found.skipped, abs=1e-9)
+    acceptance, skipped = found.shares["acceptance"], found.shares["skipped_fraction"]
+    assert 0 < skipped < acceptance < 1
+    assert found.head_all == pytest.approx(1 - skipped, abs=1e-9)
 
 
 def test_weights_and_rows_are_those_of_the_deployment_and_are_said() -> None:
