@@ -24,16 +24,21 @@ from evals.options import (
     parse_shares,
     parse_tasks,
 )
+from transfer.config import DocumentsConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_DEFAULTS = {name: field.default for name, field in DocumentsConfig.model_fields.items()}
+SERVED_POLICY = "{policy}:select_layer={select_layer},seam_tokens={seam_tokens}".format(**_DEFAULTS)
+"""What a deployment does that says nothing else; a policy's name alone is that of its paper."""
 
 
 def fusion(
     model: Annotated[Path, typer.Option("--model", help="Hugging Face folder or GGUF file of the model")],
     policies: Annotated[str, typer.Option("--policies", help="names with spaces between; settings as "
                                           "a3:select_layer=3,keep_tokens=1024,ratio=0.15")] =
-        "a3 cacheblend legolink random pie full_reuse",
+        f"{SERVED_POLICY} a3 cacheblend legolink random pie full_reuse",
     ratios: Annotated[str, typer.Option("--ratios", help="of all tokens, computed again; commas between")] =
         "0.05,0.15,0.3,0.5",
     lengths: Lengths = "4096",

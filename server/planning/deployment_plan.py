@@ -29,8 +29,8 @@ from server.deployment import Deployment
 from transfer.machine import GIB, MachineProfile
 
 NOT_PLAIN = (
-    "documents: answers are near those of plain text, not equal: on SmolLM2-135M-Instruct the KL along an answer is "
-    "0.04 nats with 3 chunks and 0.08 with 9 (the aim is 0.05); `tandem eval fusion` measures another model"
+    "documents: answers are near those of plain text, not equal: on SmolLM2-135M-Instruct RULER's tasks lose 3 points "
+    "with 3 chunks and 11 with 9; `policy: vanilla` loses nothing; `tandem eval fusion` measures another model"
 )
 
 

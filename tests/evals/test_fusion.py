@@ -24,6 +24,7 @@ from evals.fusion import (
     judge,
     parse_policies,
 )
+from evals.fusion_command import SERVED_POLICY
 from evals.fusion_prompts import FusionPrompt, PromptPlan, fusion_prompts, prompts_ahead
 from evals.report.fusion_figure import draw_fusion
 from evals.run import make_prompts
@@ -35,6 +36,7 @@ from server.text.model_tokenizer import Tokenizer
 from tests.command_line import parse
 from tests.server.live_server import REFERENCE
 from tests.tolerances import METHOD_FLOAT32
+from transfer.config import DocumentsConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 SETTINGS = PromptSettings(REFERENCE, "reference", 0, ())
@@ -69,6 +71,14 @@ def test_divergences_along_an_answer_end_where_another_leaves_it() -> None:
     assert len(found) == 2
     assert found[0] == 0.0 < found[1]
     assert len(divergences_along(Answer([a, b], [], 0), Answer([a, b, c], [], 0), 9)) == 2
+
+
+def test_the_default_policies_have_what_a_deployment_does_that_says_nothing() -> None:
+    served = DocumentsConfig()
+    (fusion,) = [run.fusion for run in parse_policies([SERVED_POLICY], [served.ratio])[1:]]
+    assert fusion is not None
+    asked = (fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens)
+    assert asked == (served.policy, served.ratio, served.select_layer, served.seam_tokens, served.keep_tokens)
 
 
 def test_policies_come_once_where_they_have_no_ratio_or_one_of_their_own_behind_vanilla() -> None:
