@@ -353,9 +353,9 @@ class Runner:
         if plan.closed_contexts or plan.offloads:
             assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
             self._offload.close(plan.closed_contexts)
-        failures = self._launch_deposits(plan.offloads) | self._launch_restores(plan.finished_reloads)
-        for release in plan.evictions:
-            self.pool.release(release)
+        failures = self._launch_offloads(plan.offloads) | self._finish_reloads(plan.finished_reloads)
+        for eviction in plan.evictions:
+            self.pool.evict(eviction)
         for fetch in plan.reloads:
             assert self._offload is not None
             self._offload.fetch(fetch)
@@ -398,7 +398,7 @@ class Runner:
         if self._documents is not None:
             self._documents.shutdown()
 
-    def _launch_deposits(self, deposits: Sequence[Offload]) -> dict[int, str]:
+    def _launch_offloads(self, deposits: Sequence[Offload]) -> dict[int, str]:
         """Launch offloads; return the slots that the host refused memory now, and why."""
         failures: dict[int, str] = {}
         for deposit in deposits:
@@ -411,7 +411,7 @@ class Runner:
                 failures[deposit.slot] = str(error)
         return failures
 
-    def _launch_restores(self, restores: Sequence[FinishedReload]) -> dict[int, str]:
+    def _finish_reloads(self, restores: Sequence[FinishedReload]) -> dict[int, str]:
         """Launch the ends of reloads; return the slots whose rows could not come back, and why."""
         failures: dict[int, str] = {}
         for restore in restores:

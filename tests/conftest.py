@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 SEED_VARIABLE = "TANDEM_TEST_SEED"
 _stderr = 2
 
-settings.register_profile("ci", derandomize=True, print_blob=True)
-settings.register_profile("random", print_blob=True)
+settings.register_profile("ci", derandomize=True, print_blob=True, deadline=None)
+settings.register_profile("random", print_blob=True, deadline=None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis looks for its options

@@ -92,7 +92,7 @@ class Offloader:
         come: what stands at `restore.places` means nothing then.
         """
         self._depositor.streams.wait_for(self._fetched)
-        self._pool.restore(restore)
+        self._pool.reload(restore)
         if self._lost is not None:
             raise self._lost
 

@@ -36,7 +36,7 @@ class Commitment:
         self._available = available
 
     @property
-    def lump(self) -> int:
+    def least_rows(self) -> int:
         """Return the fewest rows that are worth committing at once."""
         row_bytes = sum(layer[0].nbytes for layer in self._layers if len(layer))
         return max(1, LUMP_BYTES // row_bytes) if row_bytes else 1

@@ -80,20 +80,20 @@ class KvPool:
         packed = upload(np.array([cells, pages], dtype=np.int64), self.device)
         self.page_table.view(-1).index_copy_(0, packed[0], packed[1].to(torch.int32))
 
-    def release(self, release: PageEviction) -> None:
+    def evict(self, eviction: PageEviction) -> None:
         """Replace resident pages by dense ones; asynchronous. The caller has offloaded the other layers' rows before.
 
-        Dense pages may lie in the pages that are given up. Raises ValueError for a slot or page that does not exist.
+        Dense pages may lie in the evicted pages. Raises ValueError for a slot or page that does not exist.
         """
-        self._check(release)
-        self._move(release.page_ids, release.dense_page_ids, release.places)
+        self._check(eviction)
+        self._move(eviction.page_ids, eviction.dense_page_ids, eviction.places)
 
-    def restore(self, restore: FinishedReload) -> None:
+    def reload(self, reload: FinishedReload) -> None:
         """Replace dense pages by resident ones, which hold the other layers' rows; asynchronous. Raises ValueError for
         a slot or page that does not exist.
         """
-        self._check(restore)
-        self._move(restore.dense_page_ids, restore.page_ids, restore.places)
+        self._check(reload)
+        self._move(reload.dense_page_ids, reload.page_ids, reload.places)
 
     def scatter_rows(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values `[kv_heads, tokens, dim]` of a layer, tokens of whole pages, to pages, int64

@@ -64,11 +64,11 @@ class Front:
 class Memory(Protocol):
     """How pages, or windows, come to be there on a host that gives memory as it is asked.
 
-    commit(begin, end): whether those of these numbers are there from now on. `lump`: how many are worth asking for.
+    commit(begin, end): whether those of these numbers are there from now on. `least_rows`: how many are worth it.
     """
 
     @property
-    def lump(self) -> int: ...
+    def least_rows(self) -> int: ...
 
     def commit(self, begin: int, end: int) -> bool: ...
 
@@ -136,7 +136,7 @@ class PagePool:
         if self._memory is None or num_short <= 0:
             return
         before, first = self._num_there, self._first_page
-        counts = max(num_short, self._memory.lump), num_short, count - self.num_available
+        counts = max(num_short, self._memory.least_rows), num_short, count - self.num_available
         self._num_there = commit_more(self._memory, before, self.num_pages, counts)
         self._blank.extend(range(first + before, first + self._num_there))
         self.is_refused = self.num_available < count and self._num_there < self.num_pages

@@ -100,9 +100,9 @@ def test_whatever_the_system_refuses_memory_with_is_an_answer(code: int, monkeyp
 
 
 def test_a_lump_is_worth_a_look_and_at_least_a_row() -> None:
-    assert Commitment([allocate((2, 9, 1000), torch.uint8, CPU)], lambda: PLENTY).lump == 64 * MIB // 2000
-    assert Commitment([allocate((2, 9, 64 * MIB), torch.uint8, CPU)], lambda: PLENTY).lump == 1
-    assert Commitment([allocate((0, 9, 10), torch.uint8, CPU)], lambda: PLENTY).lump == 1
+    assert Commitment([allocate((2, 9, 1000), torch.uint8, CPU)], lambda: PLENTY).least_rows == 64 * MIB // 2000
+    assert Commitment([allocate((2, 9, 64 * MIB), torch.uint8, CPU)], lambda: PLENTY).least_rows == 1
+    assert Commitment([allocate((0, 9, 10), torch.uint8, CPU)], lambda: PLENTY).least_rows == 1
 
 
 def test_what_may_still_be_taken_is_no_more_than_the_machine_has() -> None:

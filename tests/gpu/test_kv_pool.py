@@ -92,7 +92,7 @@ def test_a_release_copies_the_dense_layers_rows_even_into_pages_that_it_gives_up
     pool = make_tiered_pool(torch.bfloat16)
     pool.write_pages([PageWrite(3, 0, [4, 11, 7, 2, 9]), PageWrite(1, 0, [11, 7, 5])])
     before = [pages.clone() for pages in (*pool.key_pages, *pool.value_pages)]
-    pool.release(PageEviction([11, 7], dense_pages, [TablePlace(3, 1), TablePlace(1, 0)]))
+    pool.evict(PageEviction([11, 7], dense_pages, [TablePlace(3, 1), TablePlace(1, 0)]))
     assert pool.page_table[3, :5].tolist() == [4, *dense_pages, 2, 9]
     assert pool.page_table[1, :3].tolist() == [*dense_pages, 5]
     for layer, was in enumerate(before):
@@ -128,4 +128,4 @@ def test_gathered_rows_are_the_pages_of_the_layers_that_go_down() -> None:
 def test_a_release_outside_the_pool_is_refused(release: PageEviction, words: str) -> None:
     pool = make_tiered_pool()
     with pytest.raises(ValueError, match=words):
-        pool.release(release)
+        pool.evict(release)

@@ -16,10 +16,10 @@ from tests.scheduler.test_scheduler import PAGE, check_output, drain, make_engin
 
 
 class Host:
-    """Gives so many pages, or windows, and no more; `there`: were given. `lump`: how many are asked for at once."""
+    """Gives so many pages, or windows, and no more; `there`: were given; `least_rows`: asked for at once."""
 
     def __init__(self, most: int, lump: int = 1) -> None:
-        self.most, self.lump, self.there, self.num_asked = most, lump, 0, 0
+        self.most, self.least_rows, self.there, self.num_asked = most, lump, 0, 0
 
     def commit(self, begin: int, end: int) -> bool:
         assert begin == self.there, "rows come in order"
