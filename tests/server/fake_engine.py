@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import zmq
 
 from gpu.pooling import Pooling
@@ -43,7 +42,6 @@ from scheduler.messages import (
     ToEngine,
     pack_tokens,
 )
-from transfer.chunks.format import digest_tokens
 
 VOCAB = 8192
 CONTEXT = 16384
@@ -78,6 +76,15 @@ class Running:
 def logprob_of(token_id: int, rank_count: int | None) -> Logprob:
     top = [((token_id + rank) % VOCAB, -0.25 - 0.5 * rank) for rank in range(rank_count or 0)]
     return Logprob(-0.25, top)
+
+
+def digest(chunk: bytes) -> str:
+    """Return the digest of packed tokens. numpy is imported here alone: it takes most of a start."""
+    import numpy as np
+
+    from transfer.chunks.format import digest_tokens
+
+    return digest_tokens(np.frombuffer(chunk, np.int32))
 
 
 def pool(prompt: list[int], pooling: Pooling) -> bytes:
@@ -139,11 +146,7 @@ class FakeEngine:
     def handle(self, message: Submit | Cancel | StoreChunks | DropChunks) -> None:
         if isinstance(message, DropChunks):
             gone = {(chunk.tokens, chunk.salt) for chunk in message.chunks}
-            self.stored = {
-                (salt, chunk)
-                for salt, chunk in self.stored
-                if (digest_tokens(np.frombuffer(chunk, np.int32)), salt) not in gone
-            }
+            self.stored = {(salt, chunk) for salt, chunk in self.stored if (digest(chunk), salt) not in gone}
             return
         if isinstance(message, StoreChunks):
             self.store(message)
