@@ -13,10 +13,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.load import load_runner
 from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
-from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import (
     DecodeGroup,
@@ -29,6 +27,7 @@ from gpu.step import (
     TokenLogprob,
     Unit,
 )
+from tests.gpu.small_runner import load_small
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "models" / "reference"
 NUM_LAYERS = read_architecture(FOLDER).num_layers
@@ -86,19 +85,14 @@ def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: i
     """A runner of the reference model whose pages are NaN until written, and whose prompts' kernel is not chosen by
     times: bits follow from it.
     """
-    runner = load_runner(
+    runner = load_small(
         ModelConfig(path=FOLDER),
         GpuConfig(device=device, dtype=dtype, threads=None, graph_batch_sizes=graph_batch_sizes, kv=kv),
-        LoadSettings(
-            max_running=max_running,
-            max_context_tokens=max_context_tokens,
-            chunk_tokens=2048,
-            max_hidden_tokens=max_hidden_tokens,
-            num_pages=num_pages,
-            tier=None,
-            parts=(),
-        ),
-        on_progress=lambda stage, fraction: None,
+        max_running=max_running,
+        max_context_tokens=max_context_tokens,
+        chunk_tokens=2048,
+        max_hidden_tokens=max_hidden_tokens,
+        num_pages=num_pages,
     )
     runner.dense.choice = None
     runner.pool.poison()

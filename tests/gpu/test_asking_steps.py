@@ -105,9 +105,7 @@ def test_what_is_on_the_device_and_in_host_memory_is_the_whole_context(device: s
     for layer in twins.deposits.weights.layers:
         layer.qkv[: NUM_HEADS * DIM].zero_()
 
-    def recording(
-        reads: LayerReads, on_device: DevicePartials, filled: list[Partial], reusing: list[RingSide]
-    ) -> None:
+    def recording(reads: LayerReads, on_device: DevicePartials, filled: list[Partial], reusing: list[RingSide]) -> None:
         check_coverage(reads, on_device, filled, reusing)
         checked.append((reads.rows.context_lens.cpu(), merge_all([on_device.near, *filled]).lse.cpu()))
 

@@ -15,12 +15,12 @@ import torch
 from cpu.experts import HostExperts
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import DecodeSteps
-from gpu.load import load_runner
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.runner_settings import LoadSettings
 from gpu.step import DecodeGroup, StepPlan
 from tests.gpu import twin_runners
 from tests.gpu.family_checkpoints import draw_prompt, generate
+from tests.gpu.small_runner import load_small
 from tests.gpu.test_asking_graphs import Recorded, fake_graphs
 from tests.gpu.test_families import off
 from tests.gpu.test_families_host import decode, twins_of
@@ -216,22 +216,16 @@ def test_a_captured_step_computes_what_a_whole_model_computes(few_bits: str | No
     """In float32, where no router's choice hangs on the order of a sum: texts and logits, prompts in between."""
     texts, seen = [], []
     for on_card in (None, 2):
-        runner = load_runner(
+        runner = load_small(
             ModelConfig(random_weights="tiny-qwen3-moe", weights=few_bits),
             GpuConfig(device="cuda", dtype="float32", graph_batch_sizes=(1, 4)),
-            LoadSettings(
-                max_running=4,
-                max_context_tokens=1024,
-                chunk_tokens=128,
-                max_hidden_tokens=1024,
-                num_pages=256,
-                tier=None,
-                parts=(),
-                experts_on_card=on_card,
-                open_experts=None if on_card is None else partial(HostExperts, threads=4),
-                computed_rows=4,
-            ),
-            on_progress=lambda stage, fraction: None,
+            max_running=4,
+            max_context_tokens=1024,
+            chunk_tokens=128,
+            num_pages=256,
+            experts_on_card=on_card,
+            open_experts=None if on_card is None else partial(HostExperts, threads=4),
+            computed_rows=4,
         )
         if on_card is None:
             whole = runner.weights

@@ -35,6 +35,7 @@ from tests.gpu import kernel_oracles as oracle
 from tests.gpu.humming_library import ENDS, Library, found_version, stand_in
 from tests.gpu.kernel_oracles import NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import Drawn, draw_packed, poisoned
+from tests.gpu.small_runner import load_small
 from tests.tolerances import KERNEL_BFLOAT16, KERNEL_CHAIN_BFLOAT16
 from transfer.machine import load_machine
 
@@ -176,19 +177,15 @@ def test_a_model_decodes_and_prefills_as_its_unpacked_numbers_and_steps_compile_
     """A runner as it is served: what it compiles, it compiles while it loads; its steps run in graphs."""
     config = ModelConfig.model_validate({"random_weights": "tiny", "weights": "int4", "products": "humming"})
     told: list[tuple[str, float]] = []
-    runner = load_runner(
+    runner = load_small(
         config,
         GpuConfig.model_validate({"device": "cuda", "graph_batch_sizes": [1, 2]}),
-        LoadSettings(
-            max_running=2,
-            max_context_tokens=256,
-            chunk_tokens=64,
-            max_hidden_tokens=256,
-            num_pages=64,
-            tier=None,
-            parts=(),
-        ),
         on_progress=lambda stage, fraction: told.append((stage, fraction)),
+        max_running=2,
+        max_context_tokens=256,
+        chunk_tokens=64,
+        max_hidden_tokens=256,
+        num_pages=64,
     )
     of_products = [fraction for stage, fraction in told if stage == "products"]
     assert of_products == sorted(of_products)

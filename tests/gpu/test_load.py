@@ -5,9 +5,9 @@ import torch
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.cpu_step.step_kernel import COMPILED
-from gpu.load import load_runner, shortage_in_one_line
+from gpu.load import shortage_in_one_line
 from gpu.model.architecture import ModelError
-from gpu.runner_settings import LoadSettings
+from tests.gpu.small_runner import load_small
 from transfer.simd.compilation import find_callees
 
 
@@ -43,19 +43,14 @@ def test_what_is_compiled_for_a_model_is_no_part_of_loading_its_weights(monkeypa
 
     monkeypatch.setattr("gpu.load.Runner", runner)
     with pytest.raises(ModelError, match="far enough"):
-        load_runner(
+        load_small(
             ModelConfig(random_weights="tiny"),
             GpuConfig(device="cpu"),
-            LoadSettings(
-                max_running=1,
-                max_context_tokens=64,
-                chunk_tokens=16,
-                max_hidden_tokens=64,
-                num_pages=8,
-                tier=None,
-                parts=(),
-            ),
             on_progress=lambda *report: told.append(report),
+            max_running=1,
+            max_context_tokens=64,
+            max_hidden_tokens=64,
+            num_pages=8,
         )
     assert told[-2:] == [("kernels", 0.0), ("made", 1.0)]
 

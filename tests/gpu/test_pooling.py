@@ -8,13 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.load import load_runner
 from gpu.pooling import Pooling
 from gpu.runner import Runner
-from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import Pages, document_prompt, layer_units, shallow_model
+from tests.gpu.small_runner import load_small
 from tests.tolerances import POOLED_ATOL
 
 LAYERS = 2
@@ -26,19 +25,9 @@ KINDS = [Pooling(kind="last"), Pooling(kind="mean"), Pooling(kind="logits", toke
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
-    return load_runner(
+    return load_small(
         ModelConfig(path=Path(shallow_model(LAYERS).name)),
         GpuConfig(device="cpu", dtype="float32", graph_batch_sizes=()),
-        LoadSettings(
-            max_running=8,
-            max_context_tokens=512,
-            chunk_tokens=16,
-            max_hidden_tokens=1024,
-            num_pages=70,
-            tier=None,
-            parts=(),
-        ),
-        on_progress=lambda stage, fraction: None,
     )
 
 

@@ -6,31 +6,26 @@ import pytest
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.load import load_runner
 from gpu.model.architecture import ModelError, named_shape
-from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan
 from tests.gpu.reference_model import layer_units
+from tests.gpu.small_runner import load_small
 
 SHAPE = named_shape("tiny")
 
 
 def load_tiny(max_context_tokens: int | None):
     stages: list[tuple[str, float]] = []
-    runner = load_runner(
+    runner = load_small(
         ModelConfig(random_weights="tiny"),
         GpuConfig(device="cpu"),
-        LoadSettings(
-            max_running=2,
-            max_context_tokens=max_context_tokens,
-            chunk_tokens=64,
-            max_hidden_tokens=1000,
-            num_pages=8,
-            tier=None,
-            parts=(),
-        ),
         on_progress=lambda stage, fraction: stages.append((stage, fraction)),
+        max_running=2,
+        max_context_tokens=max_context_tokens,
+        chunk_tokens=64,
+        max_hidden_tokens=1000,
+        num_pages=8,
     )
     return runner, stages
 

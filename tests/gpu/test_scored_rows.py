@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.load import load_runner
 from gpu.prefill.scored_rows import LEAST_ROWS, LOGITS_BLOCK_ROWS, cut_rows
 from gpu.runner import Runner
-from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, TokenLogprob
 from tests.gpu.reference_model import Pages, document_prompt, layer_units, shallow_model
+from tests.gpu.small_runner import load_small
 
 LENGTHS = (323, 259, 40, 2, 1, 66)  # blocks of 256 rows and more, of 2, of few, none
 ASKS = SamplingParams(temperature=0.0, num_prompt_logprobs=2)
@@ -26,19 +25,8 @@ ASKS = SamplingParams(temperature=0.0, num_prompt_logprobs=2)
 @pytest.fixture(scope="module")
 def runner() -> Runner:
     """One layer is enough: what comes after the last one is looked at."""
-    return load_runner(
-        ModelConfig(path=Path(shallow_model(1).name)),
-        GpuConfig(device="cpu", dtype="float32", graph_batch_sizes=()),
-        LoadSettings(
-            max_running=8,
-            max_context_tokens=512,
-            chunk_tokens=16,
-            max_hidden_tokens=1024,
-            num_pages=70,
-            tier=None,
-            parts=(),
-        ),
-        on_progress=lambda stage, fraction: None,
+    return load_small(
+        ModelConfig(path=Path(shallow_model(1).name)), GpuConfig(device="cpu", dtype="float32", graph_batch_sizes=())
     )
 
 

@@ -10,12 +10,10 @@ import torch
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.layers.projections import Projections
-from gpu.load import load_runner
 from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.matrix_formats import OF_EXPERTS, rounded
 from gpu.operations.experts.fetch_experts import Listed
 from gpu.operations.linear.packed_matrix import Packed, Stored
-from gpu.runner_settings import LoadSettings
 from gpu.weights.checkpoint import load_packed
 from gpu.weights.host_experts import HostExperts, Slots, tensors_of, with_tensors
 from gpu.weights.weights import LayerWeights, Weights, allocate_weights, random_packed_weights, random_weights
@@ -23,6 +21,7 @@ from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
 from tests.gpu.gguf_files import write as write_gguf
 from tests.gpu.kernel_oracles import DEVICES
 from tests.gpu.quantised_files import write
+from tests.gpu.small_runner import load_small
 from tests.gpu.test_experts import WIDE
 from tests.gpu.test_families import off
 from tests.gpu.test_quantised_checkpoints import FORMATS
@@ -206,20 +205,14 @@ def test_a_captured_step_fetches_what_its_tokens_take_and_says_what_a_whole_mode
     """Graphs of one row, and prompts between: one that is fetched by its tokens, and one that is copied."""
     texts = []
     for on_card in (None, 2):
-        runner = load_runner(
+        runner = load_small(
             ModelConfig(random_weights=TINY),
             GpuConfig(device="cuda", graph_batch_sizes=(1, 4)),
-            LoadSettings(
-                max_running=4,
-                max_context_tokens=1024,
-                chunk_tokens=128,
-                max_hidden_tokens=1024,
-                num_pages=256,
-                tier=None,
-                parts=(),
-                experts_on_card=on_card,
-            ),
-            on_progress=lambda stage, fraction: None,
+            max_running=4,
+            max_context_tokens=1024,
+            chunk_tokens=128,
+            num_pages=256,
+            experts_on_card=on_card,
         )
         if on_card is None:
             whole = runner.weights
