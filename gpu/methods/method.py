@@ -64,6 +64,7 @@ class Method:
     `make_prefill_side(settings, site, dense)` makes its part in prefill (`gpu.methods.prefill_side`). counters: what
     its device side counts, by name. shares: quotients of them that evaluations report. plan_name, plan_words:
     what `tandem plan` calls it, else `name`. scored: settings that the evaluations' set of served profiles runs.
+    measured: what it lost on a pretrained model, as `tandem plan` says it; empty: it reads everything.
     """
 
     name: ClassVar[str]
@@ -84,6 +85,7 @@ class Method:
     plan_name: ClassVar[str] = ""
     plan_words: ClassVar[str] = ""
     scored: ClassVar[tuple[Settings, ...]] = ()
+    measured: ClassVar[str] = ""
 
     def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
         """Return why these settings cannot stand beside a `host` section, or None where they can."""

@@ -123,7 +123,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     resolved = deployment.model_copy(
         update={"model": model, "gpu": gpu, "host": host, "documents": documents, "scheduler": resolved_scheduler}
     )
-    notes = (*notes, *memory.notes, *_tell_what_gains_nothing(memory.device, profiles))
+    notes = (*notes, *memory.notes, *_tell_what_gains_nothing(memory.device, profiles), *_tell_losses(profiles))
     if documents is not None and documents.policy != "vanilla" and documents.ratio < 1:
         notes = (*notes, NOT_PLAIN)
     return ResolvedPlan(resolved, architecture, memory, profiles, machine, notes)
@@ -142,6 +142,21 @@ def _tell_what_gains_nothing(device: str, profiles: Mapping[str, Profile]) -> tu
         f"profiles {', '.join(slower)}: on the CPU device a demonstration, not a gain: with 135M weights and 5,900 "
         "tokens on two cores a token took 60 ms exact, 290 sampled, 570 predicted+sampled and 730 predicted, and a "
         "prompt of 3,072 tokens 29 s dense and 53 s by MOMO",
+    )
+
+
+def _tell_losses(profiles: Mapping[str, Profile]) -> tuple[str, ...]:
+    """Return a line for each method that reads less than everything: what it lost, and the profiles that have it."""
+    users: dict[str, list[str]] = {}
+    measured = {}
+    for name, profile in profiles.items():
+        for part in profile.parts:
+            if part.method.measured:
+                users.setdefault(part.method.name, []).append(name)
+                measured[part.method.name] = part.method.measured
+    return tuple(
+        f"{method} (profile {', '.join(names)}): {measured[method]}; `tandem eval tasks` measures another model"
+        for method, names in users.items()
     )
 
 

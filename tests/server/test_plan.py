@@ -9,6 +9,7 @@ from rich.console import Console
 
 from gpu.config import Composition, ModelConfig
 from gpu.memory.plan import PlanError
+from gpu.methods.registry import list_methods
 from gpu.model.architecture import ModelError, load_architecture, named_shape
 from server.commands.plan_page import describe_plan, print_plan
 from server.deployment import Deployment, load_deployment
@@ -210,6 +211,24 @@ def test_profiles_that_gain_nothing_on_the_cpu_device_are_named(machine: str, pr
     assert ("sampled" in told) == (machine == "laptop")
 
 
+def test_methods_that_read_less_than_everything_are_told_with_what_they_lost() -> None:
+    tree = {
+        "model": {"random_weights": "tiny"}, "host": {"memory_limit_gib": 0.1},
+        "profiles": {"near": {"reuse": "mac"}, "both": {"reuse": "mac", "host": "offloaded"}},
+        "scheduler": {"max_running": 2, "max_context_tokens": 16_384},
+    }  # fmt: skip
+    plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "rtx4090.json"))
+    told = [note for note in plan.notes if "SmolLM2-135M-Instruct" in note]
+    assert [note.partition(":")[0] for note in told] == ["sampled (profile sampled)", "mac (profile near, both)"]
+    assert "loses 9.4 points" in told[0]
+
+
+def test_every_method_reads_everything_or_says_what_it_lost() -> None:
+    for method in list_methods().values():
+        reads_all = method.slot == "host" and (method.reading is Reading.NONE or method.reading is Reading.WHOLE)
+        assert bool(method.measured) != reads_all, method.name
+
+
 def test_api_keys_are_counted_and_not_shown() -> None:
     tree = {"model": {"random_weights": "tiny"}, "server": {"api_keys": ["secret-1", "secret-2"]}}
     plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "laptop.json"))
@@ -223,7 +242,7 @@ def test_a_folder_that_is_there_decides_over_the_named_shape(tmp_path: Path) -> 
     with pytest.raises(ModelError, match=r"model\.shape: tiny has"):
         find_architecture(ModelConfig(path=reference, shape="tiny"))
     for path in (reference, tmp_path / "no"):
-        with pytest.raises(ModelError, match=r"^model\.shape: unknown shape 'huge'; known: tiny, "):
+        with pytest.raises(ModelError, match=r"^model\.shape: unknown shape 'huge'; known: .*\btiny, "):
             find_architecture(ModelConfig(path=path, shape="huge"))
     architecture, notes = find_architecture(ModelConfig(path=reference))
     assert architecture.vocab_size == 8192

@@ -94,6 +94,10 @@ class Mac(RingMethod):
         "kv_read": Share("reuse_kv_cells", "reuse_context_cells", by_group=True),
         "refused": Share("reuse_refused", "reuse_tries"),
     }
+    measured = (
+        "loses 0.2 points (0.9 to a gain of 0.5) on SmolLM2-135M-Instruct over 1,485 prompts, of the 2,000 that a verdict "
+        "wants"
+    )
 
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
         """Return a window with a band in front of the oldest match, so that a hit asks the host for nothing."""

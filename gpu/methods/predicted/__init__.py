@@ -103,6 +103,7 @@ class Predicted(RingMethod):
     device_side = "gpu.methods.predicted.device"
     counters = COUNTERS
     plan_words = "predicted blocks, the rest dropped"
+    measured = "not judged by tasks on a pretrained model"
 
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
         """Return what the paper always reads, with what the `host` section keeps."""

@@ -21,6 +21,7 @@ class PredictedSampled(Predicted):
     kv_settings = {**Predicted.kv_settings, "late": "late"}
     reading = Reading.SAMPLE
     plan_words = "predicted blocks, the rest sampled"
+    measured = "not judged by tasks on a pretrained model"
 
     def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
         if settings.leaves_late and host.residency == "fixed":
