@@ -28,7 +28,7 @@ from transfer.config import HostConfig, SampledConfig
 NUM_REQUESTS = 12
 AT_ONCE = 4  # so that sometimes nobody waits, and pages come back
 LONGEST = 800
-LONE_TOKENS = 50  # of a text, that are held against its lone run
+LONE_TOKENS = 20  # of a text, that are held against its lone run
 
 
 @pytest.fixture(scope="module", params=["adaptive", "fixed"])
