@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from cpu.attention import HostAttention
 from cpu.decode_step import QUERY_TYPES
+from cpu.host_attention import HostAttention
+from cpu.memory_rates import GIB
 from cpu.pieces import EXACT, SEGMENT_TOKENS, new_pieces
-from cpu.rates import GIB
 from cpu.segment import ROW_TYPES
 from transfer.tier_shape import TierShape
 

@@ -36,7 +36,7 @@ from scheduler.messages import ChunkSpan, ChunksStored, EngineRequest, Fusion, S
 from scheduler.planning.engine_memory import plan_engine
 from scheduler.planning.step_bytes import StepBytes
 from server.deployment import Deployment
-from transfer.chunks.store import ChunkStore
+from transfer.chunks.chunk_store import ChunkStore
 from transfer.machine import GIB, probe_machine
 
 CHUNK_TOKENS, FRONT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 512, 32, 64, 16

@@ -11,7 +11,7 @@ from gpu.fusion.plan import get_policy, plan_fused
 from gpu.model.architecture import Architecture
 from gpu.step import FusionPlan, PlacedChunk
 from scheduler.messages import Fusion
-from transfer.chunks.format import ChunkKey, ChunkShape
+from transfer.chunks.chunk_format import ChunkKey, ChunkShape
 
 
 def plan_bench_prompt(

@@ -30,7 +30,7 @@ from bench.long_client import GREEDY, Client
 from bench.plain_decode import PlainDecode
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from bench.rows import Row, announce, measure, require, summarise
-from cpu.rates import measure_host_rates, measure_read_rate
+from cpu.memory_rates import measure_host_rates, measure_read_rate
 from gpu.batching.captured_steps import StepKind
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import Batch

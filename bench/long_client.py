@@ -14,11 +14,11 @@ import numpy as np
 
 from bench.rows import require
 from bench.sample_gate import WatchedTier
-from cpu.tier import CpuTier
+from cpu.cpu_tier import CpuTier
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest, HostStats, Logprob, pack_tokens
-from transfer.tier import HostTier
+from transfer.host_tier import HostTier
 
 GREEDY = SamplingParams(temperature=0.0)
 MIN_STEPS = 4  # measured, however long they take

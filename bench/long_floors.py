@@ -12,7 +12,7 @@ import torch
 
 from bench.attend_rate import measure_attend_rate
 from bench.rates import measure_device_rates, measure_host_matmul
-from cpu.rates import GIB, default_gib, measure_host_rates, measure_read_rate
+from cpu.memory_rates import GIB, default_gib, measure_host_rates, measure_read_rate
 from gpu.load import DTYPES
 from gpu.memory.host_demand import CODE_BYTES
 from gpu.memory.plan import MemoryPlan

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from bench.rows import require
-from cpu.tier import CpuTier
+from cpu.cpu_tier import CpuTier
 from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections, encode_reference
 from transfer.exchange import ExchangeSlot, wait
-from transfer.tier import Answered, Ask, Attention, LayerRows
+from transfer.host_tier import Answered, Ask, Attention, LayerRows
 
 ALIKE = 1e-3  # relative of an answer, and nats of its lse
 AGREE = 0.9  # of the answers, at least

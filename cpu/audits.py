@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpu.errors import ERRORS, LARGEST, LOG_MASS, OUTPUT
 from cpu.host_context import Context
-from transfer.config import ErrorsConfig
+from cpu.sample_errors import ERRORS, LARGEST, LOG_MASS, OUTPUT
+from transfer.host_config import ErrorsConfig
 
 HEAVY_WEIGHT = 0.1  # of an answer: a head that has such a key may as well have missed one, of which no sample tells
 

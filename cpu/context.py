@@ -7,17 +7,17 @@ each column once. The code that fills the row keeps the arrays alive.
 import numba
 import numpy as np
 
-from cpu.errors import COLUMNS as SUM_COLUMNS
 from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import COLUMNS as PIECE_COLUMNS
 from cpu.pieces import STRIPE_TOKENS
-from cpu.rows import BLOCK_ROWS
+from cpu.row_products import BLOCK_ROWS
+from cpu.sample_errors import COLUMNS as SUM_COLUMNS
 from cpu.workspace import SCORE_BLOCKS, STATE, TOTALS, Batch, Buffers, Plan, Shape
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
 
 # Of the shape; of the ask under way (REQUESTS to NUM_PIECES: a row of `new_asks`); what its plan took (first of them:
-# NUM_SAMPLED); what there is room for; the asks, how far they are and what they cost (`cpu.turns`).
+# NUM_SAMPLED); what there is room for; the asks, how far they are and what they cost (`cpu.ask_turns`).
 (
     HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS,
     REQUESTS, QUERIES, CODES, WANTED, EXCLUDED, EXCLUDED_WORDS, OUT, LSE, COVERED, FLAGS, STAMP, ANSWERED,

@@ -11,9 +11,9 @@ from threading import Condition
 import numpy as np
 import torch
 
-from cpu.attention import HostAttention
 from cpu.audits import Audits
 from cpu.builder import Builder
+from cpu.host_attention import HostAttention
 from cpu.host_context import Context
 from cpu.lease import Lease, Loans, SegmentLoan
 from cpu.pieces import (
@@ -38,7 +38,7 @@ from cpu.pieces import (
 )
 from cpu.segment import TableState
 from transfer.exchange import ExchangeSlot, late
-from transfer.tier import Answered
+from transfer.host_tier import Answered
 
 ASK_LIMIT_S = 20.0  # for the device to come to a layer: a step behind a whole prefill unit takes a second or two
 MOST_TABLES = 64  # of batches that are kept: half batches of a few groups, and those of the steps before
@@ -131,7 +131,7 @@ def _cut(context: Context | None, tokens: int) -> _Cut:
 
 class Attend:
     """The compiled attention for queries of one dtype, with its threads, the builder's gate, the counts and the loans.
-    leaves_core: to the launching thread (`transfer.tier.HostTier.leave_core`).
+    leaves_core: to the launching thread (`transfer.host_tier.HostTier.leave_core`).
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class Attend:
 
 
 class StepAttention:
-    """The attention of one step; see `transfer.tier.Attention`. The builder pauses from the first layer's ask to the
-    last one's answer: between two layers there is less time than a piece takes, and every thread of an attention waits
-    for the slowest.
+    """The attention of one step; see `transfer.host_tier.Attention`. The builder pauses from the first layer's ask to
+    the last one's answer: between two layers there is less time than a piece takes, and every thread of an attention
+    waits for the slowest.
     """
 
     def __init__(self, table: np.ndarray, lease: Lease, attend: Attend, contexts: Sequence[Context | None]) -> None:

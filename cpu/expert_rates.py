@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from cpu.experts import HostExperts
-from cpu.rates import GIB, default_gib
+from cpu.memory_rates import GIB, default_gib
 from transfer.expert_exchange import ExpertAsks, ExpertSlot, LayerExperts, PackedRows, new_expert_slot
+from transfer.machine_rates import STORED_AS, core_rate
 from transfer.matrix_rows import nbytes_of
-from transfer.rates import STORED_AS, core_rate
 from transfer.simd.features import HAS_VECTORS
 
 HIDDEN, INTERMEDIATE, PER_TOKEN = 2048, 768, 8
@@ -27,10 +27,11 @@ _REPEATS = 5  # of all asks, behind a first time that is not measured
 def measure_core_rates(
     threads: int, *, gib: float | None = None, stored: Collection[str] = STORED_AS
 ) -> dict[str, float]:
-    """Return GFLOP/s of each of so many threads, two operations a number, by the names of `transfer.rates`. {} on a
-    processor without the vectors that the kernels need.
+    """Return GFLOP/s of each of so many threads, two operations a number, by the names of `transfer.machine_rates`. {}
+    on a processor without the vectors that the kernels need.
 
-    `gib`: size of the experts; None: `cpu.rates.default_gib()`. Takes a few seconds, and a minute where it compiles.
+    `gib`: size of the experts; None: `cpu.memory_rates.default_gib()`. Takes a few seconds, and a minute where it
+    compiles.
     """
     if not HAS_VECTORS:
         return {}

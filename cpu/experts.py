@@ -51,13 +51,13 @@ from transfer import exchange
 from transfer.exchange import LAST_STAMP, LOOKS, await_rows, late
 from transfer.expert_exchange import ASK_COLUMNS, ROWS, ExpertAsks, ExpertCounts, ExpertSlot, LayerExperts
 from transfer.expert_exchange import LAYER as ASKED_LAYER
+from transfer.host_tier import Answered
 from transfer.matrix_rows import columns_of, inner_of, kind_of, nbytes_of, num_gains
 from transfer.simd import emission, exp, memory, packed_gains, packed_rows, region, team, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.memory import load_int64, store_int64, store_release_int32
 from transfer.simd.region import start, version
 from transfer.simd.team import new_counters, now_ns
-from transfer.tier import Answered
 
 _MODULES = (emission, exchange, exp, expert_products, memory, packed_gains, packed_rows, region, team, vectors)
 

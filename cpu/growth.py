@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cpu.host_context import MERGE_DUE_SHARE, Context, ContextPiece, Merge
-from cpu.jobs import Source
 from cpu.segment import Centre, Segment
-from cpu.store import SegmentStore
+from cpu.segment_jobs import Source
+from cpu.segment_store import SegmentStore
 from transfer.host_memory import TAIL_TOKENS, shape_for, split_tokens
+from transfer.host_tier import HostMemoryError, LayerRows, TierShape
 from transfer.reading import Reading
-from transfer.tier import HostMemoryError, LayerRows, TierShape
 
 PREPARE_TOKENS = TAIL_TOKENS // 4  # with so little room left, memory for the next tail is made ready
 MOST_PREPARED = 8  # tails: of contexts that are kept and grow no more there may be many
@@ -23,7 +23,7 @@ MOST_PREPARED = 8  # tails: of contexts that are kept and grow no more there may
 
 @dataclass(frozen=True, slots=True)
 class SegmentReservation:
-    """Room for tokens `[begin, end)` of a context, at `first` of a segment. See `transfer.tier.Reservation`."""
+    """Room for tokens `[begin, end)` of a context, at `first` of a segment. See `transfer.host_tier.Reservation`."""
 
     begin: int
     end: int

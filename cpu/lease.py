@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 
 from cpu.segment import Segment
-from transfer.tier import Passed
+from transfer.host_tier import Passed
 
 
 class Lease:
@@ -76,7 +76,7 @@ class Loans:
 
 
 class SegmentLoan:
-    """A loan of segments; see `transfer.tier.Loan`."""
+    """A loan of segments; see `transfer.host_tier.Loan`."""
 
     def __init__(self, lease: Lease, loans: Loans) -> None:
         self._lease, self._loans = lease, loans

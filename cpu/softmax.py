@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from cpu.collision import INTERVALS
-from cpu.rows import BLOCK_ROWS, column_bytes, place_of
+from cpu.row_products import BLOCK_ROWS, column_bytes, place_of
 from transfer.simd.features import LANES
 from transfer.simd.memory import load_float32, store_float32, store_int16
 from transfer.simd.values import (

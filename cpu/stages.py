@@ -12,11 +12,11 @@ import math
 import numba
 import numpy as np
 
-from cpu.errors import ERRORS, MASSES, add_part, mark_groups, write_errors
 from cpu.exclusions import count_excluded
 from cpu.lookup import COUNTER_MARGIN, count_bytes, fetch_bucket, fetch_offsets, find_samples, list_covered
-from cpu.parts import attend_rows, attend_samples
+from cpu.part_attention import attend_rows, attend_samples
 from cpu.pieces import BEGIN, CENTRE, END, MODE, REQUEST, RUN_BEGIN, SAMPLED
+from cpu.sample_errors import ERRORS, MASSES, add_part, mark_groups, write_errors
 from cpu.workspace import (
     INDEX_BYTES,
     KEYS_SCORED,
@@ -108,7 +108,7 @@ def _claim_own_work(team, plan, items):
 
 @numba.njit(nogil=True, inline="always")
 def _first_stage(team, shape, columns, batch, plan, buffers):
-    """Run lookups and exact parts, and count what they and the samples read: see `cpu.attention.HostPartial`."""
+    """Run lookups and exact parts, and count what they and the samples read: see `cpu.host_attention.HostPartial`."""
     lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
     items, rows, keys, index_bytes = buffers.totals[WORK_ITEMS], 0, 0, 0
     item, done = _claim_work(team, plan, items), 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from cpu.exclusions import bits_at
 from cpu.pieces import REQUEST
-from cpu.rows import column_bytes
+from cpu.row_products import column_bytes
 from transfer.simd.memory import load_uint8
 
 STAGES = 3

@@ -38,7 +38,7 @@ from scheduler.engine_config import EngineConfig
 from scheduler.fusion_labels import parse_fusions
 from scheduler.messages import ChunkSpan, EngineRequest, Fusion, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
-from transfer.config import DocumentsConfig
+from transfer.host_config import DocumentsConfig
 from transfer.machine import probe_machine
 
 NUM_TOP = 256  # tokens whose logprobs are compared, and the rest as one

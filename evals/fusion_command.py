@@ -24,7 +24,7 @@ from evals.options import (
     parse_shares,
     parse_tasks,
 )
-from transfer.config import DocumentsConfig
+from transfer.host_config import DocumentsConfig
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -47,7 +47,7 @@ def one_line_errors() -> Iterator[None]:
     from gpu.model.architecture import ModelError
     from scheduler.sequences.capacity import TooLargeError
     from server.deployment import ConfigError
-    from transfer.tier import HostMemoryError
+    from transfer.host_tier import HostMemoryError
 
     world = (
         ConfigError, HostMemoryError, MethodError, ModelError, PlanError, TooLargeError, OSError, ValueError, KeyError,

@@ -29,7 +29,7 @@ from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from scheduler.sequences.capacity import QueueFullError, TooLargeError, bytes_of_run
 from server.deployment import Deployment
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.machine import GIB, probe_machine
 from transfer.reading import Reading
 

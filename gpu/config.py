@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 ToolParser = Literal[
     "auto", "none", "hermes", "llama3_json", "qwen3_xml", "mistral", "mistral_json", "glm", "glm4", "gemma"

@@ -20,10 +20,10 @@ from gpu.methods.method import Method, MethodState, ProfilePart, Slot
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.step import DENSE
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.nearest_name import nearest_hint
 from transfer.reading import Reading, join_readings
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 UNCHANGED = "exact"
 """The `kv_key` of KV that no method changes."""

@@ -62,8 +62,8 @@ from gpu.weights.weights import Progress, Weights
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
 from transfer.expert_exchange import ExpertCounts
+from transfer.host_tier import Ask, ContextLostError, HostMemoryError
 from transfer.reading import Reading
-from transfer.tier import Ask, ContextLostError, HostMemoryError
 from transfer.tier_shape import BLOCK_TOKENS
 
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens

@@ -8,9 +8,9 @@ import torch
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.methods.method import ProfilePart
 from gpu.page_layout import KvFormat
-from transfer.chunks.library import ChunkLibrary
+from transfer.chunks.chunk_library import ChunkLibrary
 from transfer.expert_exchange import OpenExperts
-from transfer.tier import HostTier
+from transfer.host_tier import HostTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
-from transfer.chunks.format import ChunkKey
+from transfer.chunks.chunk_format import ChunkKey
 from transfer.reading import Reading
 
 NOT_FINITE = -1

@@ -4,8 +4,8 @@ from pydantic import Field
 
 from gpu.config import GpuConfig, ModelConfig, Profiles
 from gpu.memory.plan import MemoryPlan
-from transfer.config import DocumentsConfig, HostConfig
-from transfer.settings import Settings
+from transfer.host_config import DocumentsConfig, HostConfig
+from transfer.settings_model import Settings
 
 
 class PrefillConfig(Settings):

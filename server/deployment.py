@@ -14,7 +14,7 @@ from gpu.methods.registry import list_methods
 from gpu.model.gguf.folder import model_path, name_gguf_files
 from scheduler.engine_config import EngineConfig
 from transfer.nearest_name import nearest_hint
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 MOST_TOLD = 8  # problems of a configuration, in one line
 _NULL_TAG = "tag:yaml.org,2002:null"

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from transfer import places
 from transfer.exchange import ExchangeSlot
-from transfer.reading import Reading
-from transfer.tier import (
+from transfer.host_tier import (
     Answered,
     Ask,
     Attention,
@@ -27,6 +26,7 @@ from transfer.tier import (
     Reservation,
     TierShape,
 )
+from transfer.reading import Reading
 
 SECONDS_TO_WAIT_FOR_A_QUERY = 20.0
 LOOK_S = 2e-5  # between two looks at a flag: the other side may need the interpreter, or the core
@@ -78,7 +78,7 @@ class ReferenceReservation:
 
 
 class ReferenceTier:
-    """transfer.tier.HostTier. A reservation of `bulk_tokens` or more is split evenly into chunks of at most
+    """transfer.host_tier.HostTier. A reservation of `bulk_tokens` or more is split evenly into chunks of at most
     `max_chunk_tokens`, each with a centre of its own; a smaller one takes the last chunk's centre, if there is one.
 
     `capacity_tokens`: of all contexts together; HostMemoryError beyond.
@@ -206,7 +206,7 @@ class ReferenceTier:
 
 
 class ReferenceAttention:
-    """transfer.tier.Attention: softmax over what each row asks for, float64 inside. What it reads it keeps."""
+    """transfer.host_tier.Attention: softmax over what each row asks for, float64 inside. What it reads it keeps."""
 
     def __init__(self, tier: ReferenceTier, asks: list[Ask]) -> None:
         self.tier = tier
@@ -263,7 +263,7 @@ class ReferenceAttention:
 
 @dataclass
 class ReferenceLoan:
-    """transfer.tier.Loan, kept until nobody looks at it any more; how it ended."""
+    """transfer.host_tier.Loan, kept until nobody looks at it any more; how it ended."""
 
     pieces: list[list[Piece]]
     ended: Passed | None = None

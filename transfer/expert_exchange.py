@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from transfer.exchange import Handshake
-from transfer.tier import Answered
+from transfer.host_tier import Answered
 
 NOT_HERE = -1  # in place of an expert's number
 LAYER, ROWS, ASK_COLUMNS = 0, 1, 2  # of a table of asks

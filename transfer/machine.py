@@ -52,7 +52,7 @@ class GpuProfile(_Record):
 
 class MachineProfile(_Record):
     """What a process may use of its machine. `physical_cores` and `memory_bytes`: what it may use; `gpu`: the one that
-    it would use. `rates`: by the names of `transfer.rates`, None if not recorded; `rates_from`: their source.
+    it would use. `rates`: by the names of `transfer.machine_rates`, None if not recorded; `rates_from`: their source.
     """
 
     name: str

@@ -14,7 +14,7 @@ from threading import Lock
 
 from transfer.host_memory import slab_bytes
 from transfer.host_pages import Pages, interleave_thread
-from transfer.tier import HostMemoryError
+from transfer.host_tier import HostMemoryError
 
 MIB, GIB = 2**20, 2**30
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, announce, measure
-from cpu.rates import measure_host_rates
+from cpu.memory_rates import measure_host_rates
 from gpu.model.architecture import named_shape
 from gpu.model.spec import Architecture
 

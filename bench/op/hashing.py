@@ -9,7 +9,7 @@ from bench.op.frame import SEED, Asked, Case, Work
 from bench.rows import require
 from gpu.methods.sampled.encode import arrange, encode_keys, encode_queries
 from gpu.methods.sampled.projections import Projections, draw_projections, encode_reference
-from transfer.config import SampledConfig
+from transfer.host_config import SampledConfig
 
 CHECKED_ROWS = 512
 LEAST_AGREEMENT = 0.999  # a product within rounding of zero falls to one side or the other

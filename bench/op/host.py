@@ -14,9 +14,9 @@ from bench.attend_rate import attend_alike_rows
 from bench.documents_floors import drop_from_page_cache
 from bench.op.frame import Asked, Case, Work
 from bench.rows import require
-from transfer.chunks.format import ChunkKey, ChunkShape, header_bytes, name_chunk
-from transfer.chunks.store import ChunkStore, open_chunks
-from transfer.config import DocumentsConfig
+from transfer.chunks.chunk_format import ChunkKey, ChunkShape, header_bytes, name_chunk
+from transfer.chunks.chunk_store import ChunkStore, open_chunks
+from transfer.host_config import DocumentsConfig
 from transfer.tier_shape import TierShape
 
 ROW_KINDS = ("bfloat16", "int8")

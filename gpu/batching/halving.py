@@ -67,8 +67,8 @@ class Halving:
         return 2 if two < one else 1
 
     def observe(self, rows: int, parts: int, waited_s: float, attended_s: float) -> None:
-        """Note the seconds of a step of so many parts on each side, as in `transfer.tier.Answered`: the host waits for
-        the device of a whole batch throughout.
+        """Note the seconds of a step of so many parts on each side, as in `transfer.host_tier.Answered`: the host
+        waits for the device of a whole batch throughout.
         """
         size = self._sizes.get(rows)
         if size is None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from transfer.exchange import ExchangeError, Handshake
-from transfer.tier import Answered
+from transfer.host_tier import Answered
 
 # Told of a step that is answered: its rows, its parts, what the host says of it, and the seconds that this took.
 OnAnswered = Callable[[int, int, Answered, float], None]
@@ -33,13 +33,13 @@ class Exchange(Protocol):
 
 
 class Asked(Protocol):
-    """What a step asks in one slot, frozen: `transfer.tier.Attention`, `transfer.expert_exchange.ExpertAsks`."""
+    """What a step asks in one slot, frozen: `transfer.host_tier.Attention`, `transfer.expert_exchange.ExpertAsks`."""
 
     def give_up(self) -> None: ...
 
 
 class Answerer(Protocol):
-    """The host's side: `transfer.tier.HostTier`, `transfer.expert_exchange.ExpertWorker`."""
+    """The host's side: `transfer.host_tier.HostTier`, `transfer.expert_exchange.ExpertWorker`."""
 
     def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered: ...
 

@@ -42,7 +42,7 @@ from gpu.step import HostRead
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
 from transfer.expert_exchange import ROWS, ExpertAsks
-from transfer.tier import Answered, Ask, Attention, HostTier, Loan
+from transfer.host_tier import Answered, Ask, Attention, HostTier, Loan
 
 NOTHING = Ask(None, 0)
 LAUNCHES_BLOCK = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"

@@ -17,7 +17,7 @@ from gpu.fusion.documents import Documents
 from gpu.fusion.rows import store_rows
 from gpu.layers.decoder import Decoder
 from gpu.upload import upload
-from transfer.chunks.format import ChunkKey
+from transfer.chunks.chunk_format import ChunkKey
 
 DenseAttend = Callable[[PrefillQuery], Attended]
 

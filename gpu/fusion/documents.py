@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from transfer.chunks.format import ChunkKey, ChunkShape
-from transfer.chunks.library import ChunkLibrary
+from transfer.chunks.chunk_format import ChunkKey, ChunkShape
+from transfer.chunks.chunk_library import ChunkLibrary
 from transfer.copies import Event, Streams
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from gpu.fusion.rows import read_rows
 from gpu.layers.decoder import Decoder, Pages
 from gpu.step import PrefillPrompt
 from gpu.upload import upload
-from transfer.chunks.format import ChunkError
-from transfer.chunks.library import ChunkSource
+from transfer.chunks.chunk_format import ChunkError
+from transfer.chunks.chunk_library import ChunkSource
 from transfer.copies import Event
 from transfer.host_pages import Pages as HostPages
 

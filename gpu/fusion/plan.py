@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu.step import FusionPlan, PlacedChunk
-from transfer.config import PolicyName
+from transfer.host_config import PolicyName
 
 VANILLA = "vanilla"
 """All of the prompt is computed, as if it had no chunks."""

@@ -1,15 +1,15 @@
 """Keys and values of a chunk's layer as they are stored, and as they are computed with.
 
-A layer is keys `[tokens, kv_heads, row]`, then values alike (`transfer.chunks.format`), rows as `ChunkShape.rows` says.
-It refuses to know files and positions: keys are those before rotation. Invariant: bf16 and float32 rows of a model of
-that type come back as they went.
+A layer is keys `[tokens, kv_heads, row]`, then values alike (`transfer.chunks.chunk_format`), rows as
+`ChunkShape.rows` says. It refuses to know files and positions: keys are those before rotation. Invariant: bf16 and
+float32 rows of a model of that type come back as they went.
 """
 
 import torch
 from torch import Tensor
 
 from gpu.operations.kv.fused_rows import fuse_rows, widen_rows
-from transfer.chunks.format import ChunkShape
+from transfer.chunks.chunk_format import ChunkShape
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

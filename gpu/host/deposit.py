@@ -17,7 +17,7 @@ from gpu.operations.host_rows.deposit_rows import centre_of, deposit_rows, key_s
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import scatter_runs
 from transfer.copies import PASSED, Event, Streams
-from transfer.tier import LayerRows, TierShape
+from transfer.host_tier import LayerRows, TierShape
 
 COPIED_RUN_BYTES = 256 * 1024  # runs from this size on go by the copy engine, shorter ones by a kernel
 CPU_PIECE_TOKENS = 1024  # of all KV heads, widened to float32 at once

@@ -22,7 +22,7 @@ from gpu.memory.host_demand import LUMP_TOKENS
 from gpu.step import FinishedReload, Offload, Reload
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
-from transfer.tier import HostMemoryError, HostTier, LayerRows, Reservation
+from transfer.host_tier import HostMemoryError, HostTier, LayerRows, Reservation
 
 Room = tuple[Reservation, list[LayerRows]]  # and its rows, a layer each
 

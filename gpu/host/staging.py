@@ -14,7 +14,7 @@ from gpu.layers.decoder import Pages
 from gpu.memory.host_demand import STAGED_LAYERS
 from gpu.step import PrefillPrompt
 from transfer.copies import PASSED, Event
-from transfer.tier import HostTier
+from transfer.host_tier import HostTier
 
 
 class Staging:

@@ -16,8 +16,8 @@ from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
 from gpu.page_layout import CODE_FORMATS, KvFormat, row_bytes
-from transfer.chunks.format import ChunkShape
-from transfer.config import LEAST_AHEAD_BYTES, DocumentsConfig
+from transfer.chunks.chunk_format import ChunkShape
+from transfer.host_config import LEAST_AHEAD_BYTES, DocumentsConfig
 
 Place = Literal["gpu", "host"]
 MIB = 2**20

@@ -12,7 +12,7 @@ from gpu.memory.deposit_memory import deposit_bytes
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.host_memory import bytes_of_context, bytes_per_token, without_tables
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 

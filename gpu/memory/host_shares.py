@@ -12,7 +12,7 @@ from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.page_layout import KvFormat
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.machine import GIB
 from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP
 

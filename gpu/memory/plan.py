@@ -39,7 +39,7 @@ from gpu.model.architecture import Architecture
 from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
 from gpu.page_layout import KvFormat
-from transfer.config import DocumentsConfig, HostConfig
+from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
 
 __all__ = ["MemoryPlan", "PlanError", "plan_memory", "require_device"]

@@ -74,7 +74,7 @@ class LayerReads:
 
 
 class Lent(Protocol):
-    """What a step's rows ask for in host memory, where it lies: see `transfer.tier.Attention.places`."""
+    """What a step's rows ask for in host memory, where it lies: see `transfer.host_tier.Attention.places`."""
 
     def places(self, row: int) -> np.ndarray: ...
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpu.model.architecture import Architecture
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 
 OFFLOAD_KEYS = {
     "rows": "rows",

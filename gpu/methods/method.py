@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from gpu.methods.counters import Counter, Counts, SavedReads, Share
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.reading import Reading
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 Slot = Literal["prefill", "reuse", "host"]
 

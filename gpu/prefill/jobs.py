@@ -28,8 +28,8 @@ from gpu.prefill.unit_attention import UnitAttention
 from gpu.prefill.windows import Own, WindowedUnit, WindowPrefill
 from gpu.sampling.sampler import Sampler
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, Unit
-from transfer.chunks.format import ChunkKey
-from transfer.tier import HostMemoryError, HostTier
+from transfer.chunks.chunk_format import ChunkKey
+from transfer.host_tier import HostMemoryError, HostTier
 
 LOOK_TOKENS = 2048  # of the layer in which a policy looks, projected at once
 LOST_CHUNK_TOKENS = 2048  # of a chunk that is computed while its prompt waits, at once

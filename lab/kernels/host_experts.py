@@ -28,7 +28,7 @@ from bench.rates import device_name
 from bench.rows import Row, announce, require, summarise
 from cpu.expert_rates import measure_core_rates
 from cpu.experts import HostExperts
-from cpu.rates import measure_host_rates
+from cpu.memory_rates import measure_host_rates
 from gpu.config import GpuConfig
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.layers.computed_experts import open_exchanges
@@ -47,7 +47,7 @@ from gpu.weights.weights import LayerWeights, Weights, random_packed_weights
 from scheduler.planning.expert_choice import ExpertTimes
 from scheduler.planning.step_bytes import prompt_flops
 from transfer.machine import GIB, MachineProfile, count_physical_cores, probe_machine
-from transfer.rates import core_rate
+from transfer.machine_rates import core_rate
 
 PROMPT_TOKENS = 64  # of a decode step's contexts
 WARMUP_STEPS = 4

@@ -19,12 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.rates import device_name
 from bench.rows import Row, Timing, require, summarise
-from cpu.attention import HostAttention
 from cpu.collision import fraction_read, sample_probability
-from cpu.errors import ERRORS
+from cpu.host_attention import HostAttention
+from cpu.memory_rates import measure_host_rates, read_stream
 from cpu.pieces import EXACT, SAMPLED, SEGMENT_TOKENS, new_pieces
 from cpu.quantise import quantise_keys, quantise_values
-from cpu.rates import measure_host_rates, read_stream
+from cpu.sample_errors import ERRORS
 from cpu.tables import build_tables, num_offsets
 from lab.kernels.lsh_layer import DIM, HEADS, KV_HEADS, Layer, make_layer
 from transfer.exchange import ExchangeSlot, new_slot

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.rates import device_name, measure_device_rates
 from bench.rows import Row, Timing, measure, require
-from cpu.rates import measure_host_rates
+from cpu.memory_rates import measure_host_rates
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, Matched, match
 from gpu.methods.mac.rings import Ring

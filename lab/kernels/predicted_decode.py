@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from bench.decode_loop import served_graph_sizes
-from cpu.tier import CpuTier, open_tier
+from cpu.cpu_tier import CpuTier, open_tier
 from gpu.batching.captured_steps import StepKind
 from gpu.config import Composition
 from gpu.decode.capture import capture
@@ -40,11 +40,11 @@ from gpu.weights.weights import Weights
 from lab.kernels.predicted_ways import NO_FETCH, WAYS, Forced, Replayed, Wanted, Way, Ways, fetch
 from lab.speed.step_trace import trace_steps
 from lab.speed.trace_lanes import HostSpan
-from transfer.config import HostConfig
 from transfer.copies import PASSED
+from transfer.host_config import HostConfig
+from transfer.host_tier import Answered
 from transfer.machine import count_physical_cores
 from transfer.reading import Reading
-from transfer.tier import Answered
 from transfer.tier_shape import BLOCK_TOKENS, TierShape
 
 PAGE_TOKENS, DENSE_LAYERS = 16, (0, 1)

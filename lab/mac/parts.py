@@ -33,7 +33,7 @@ from lab.mac.errors import BANDS, measure_errors
 from lab.mac.forced import run_forced
 from lab.mac.grid import Setting
 from server.deployment import Deployment
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 
 LABELS_A_PART = 10
 """Methods of the decoder that go together: each prefill is theirs together, and all of them decode one by one."""

@@ -29,7 +29,7 @@ from evals.store import Record, Store
 from gpu.memory.plan import PlanError
 from lab.mac.grid import by_label
 from lab.mac.parts import Asked, Done, Part, Prompts, parts_of, run_part
-from transfer.tier import HostMemoryError
+from transfer.host_tier import HostMemoryError
 
 SET = "mac"
 LOOK_EVERY_S = 0.5

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cpu.attention import HostAttention, HostPartial
 from cpu.audits import HEAVY_WEIGHT
-from cpu.errors import LARGEST, LOG_MASS, OUTPUT, draw_direction
+from cpu.host_attention import HostAttention, HostPartial
 from cpu.pieces import SAMPLED, new_pieces
+from cpu.sample_errors import LARGEST, LOG_MASS, OUTPUT, draw_direction
 from cpu.tables import build_tables, num_offsets
 from evals.forward import ReferenceDecoder
 from evals.methods.method import PromptLayer

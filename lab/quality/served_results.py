@@ -21,8 +21,8 @@ from evals.store import Record
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import read_architecture
 from lab.quality.results import tasks_at
-from transfer.config import HostConfig
-from transfer.settings import Settings
+from transfer.host_config import HostConfig
+from transfer.settings_model import Settings
 
 SET = "served"
 SHORT_PROMPTS, LONG_PROMPTS, LONG_TOKENS = 400, 200, 16_384

@@ -13,7 +13,7 @@ from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
 
 
 def test_rows_are_of_each_kind_next_to_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpu.rates.default_gib", lambda: SMALL_GIB)
+    monkeypatch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
     deployment = Deployment.model_validate({**DEPLOYMENT, "scheduler": {"max_running": 4, "max_context_tokens": 4096}})
     benchmark = BesideBenchmark(2, 20, 1, 2000, "sampled", 0.3)
     rows = run_beside_benchmark(benchmark, deployment, Console(file=io.StringIO()))

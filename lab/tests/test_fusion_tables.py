@@ -14,7 +14,7 @@ from evals.fusion_report import render_policies
 from lab.quality.fusion_tables import RATIO, least_diverging, render_distances, render_fusion, shipped
 from scheduler.fusion_labels import parse_fusions
 from tests.evals.test_fusion import judged_of
-from transfer.config import DocumentsConfig
+from transfer.host_config import DocumentsConfig
 
 LAB = Path(__file__).parents[1]
 

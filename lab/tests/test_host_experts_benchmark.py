@@ -16,7 +16,7 @@ from gpu.weights.host_experts import HostExperts as StoredExperts
 from gpu.weights.host_experts import Slots
 from lab.kernels import host_experts
 from lab.kernels.host_experts import HostExpertsBenchmark, host_expert_rows, parse_ways
-from transfer.tier import Answered
+from transfer.host_tier import Answered
 
 CPU = torch.device("cpu")
 TINY = HostExpertsBenchmark("tiny-qwen3-moe", None, 2.0, 5, (1, 2), (40,), 16, 8, threads=2)

@@ -34,7 +34,7 @@ from lab.quality.results import render_table
 from tests.evals.test_run import SETTINGS
 from tests.evals.test_serving import MODEL
 from tests.gpu.reference_model import FOLDER, document_prompt
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 
 TINY = ["mac", "--model", str(MODEL), "--device", "cpu", "--report", "--alone", "--lengths", "256", "--taus", "0.3",
         "--share", "1", "--windows", "32:16", "--over", "exact", "--tasks", "needle", "--long", "word_needle",

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-import cpu.jobs
+import cpu.segment_jobs
+from cpu.cpu_tier import CpuTier, open_tier
 from cpu.tables import build_tables
-from cpu.tier import CpuTier, open_tier
 from evals.methods.method import PromptLayer, Step
 from gpu.exchange.device_slots import SlotExchange
 from gpu.host.deposit import Depositor
@@ -29,9 +29,9 @@ from gpu.methods.sampled.projections import draw_projections
 from lab.methods.sampled import Sampled
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams
+from transfer.host_tier import Ask, TierShape
 from transfer.partial import Partial, merge
 from transfer.reading import Reading
-from transfer.tier import Ask, TierShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64
 HEADS = KV_HEADS * GROUP
@@ -205,6 +205,6 @@ def test_that_comparison_sees_other_tables(case: Case, monkeypatch: pytest.Monke
         entries ^= np.uint16((1 << BITS) - 1)
         build_tables(entries, *others)
 
-    monkeypatch.setattr(cpu.jobs, "build_tables", build_flipped)
+    monkeypatch.setattr(cpu.segment_jobs, "build_tables", build_flipped)
     with pytest.raises(AssertionError):
         assert_same(case, of_tier(case, "cpu", 1)[0], of_method(case, torch_method(), 1)[0])

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from msgspec import structs
 
-from cpu.tier import CpuTier
+from cpu.cpu_tier import CpuTier
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.in_flight import InFlight
 from gpu.methods.counters import add_counts

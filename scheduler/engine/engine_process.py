@@ -40,7 +40,7 @@ from scheduler.messages import (
     StoreChunks,
 )
 from scheduler.sequences.capacity import QueueFullError
-from transfer.tier import HostMemoryError
+from transfer.host_tier import HostMemoryError
 
 log = logging.getLogger("engine")
 

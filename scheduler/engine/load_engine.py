@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 
-from cpu.attention import COMPILED
+from cpu.cpu_tier import CpuTier, open_tier
 from cpu.experts import HostExperts
-from cpu.tier import CpuTier, open_tier
+from cpu.host_attention import COMPILED
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.layers.rope import rope_key
@@ -32,11 +32,11 @@ from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS
 from scheduler.sequences.capacity import plan_capacity
 from scheduler.steps.scheduler import Device, Scheduler
-from transfer.chunks.format import ChunkShape
-from transfer.chunks.library import ChunkLibrary
-from transfer.chunks.store import open_chunks
-from transfer.config import DocumentsConfig, HostConfig
+from transfer.chunks.chunk_format import ChunkShape
+from transfer.chunks.chunk_library import ChunkLibrary
+from transfer.chunks.chunk_store import open_chunks
 from transfer.expert_exchange import OpenExperts
+from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import probe_gpu
 from transfer.simd.compilation import told
 from transfer.tier_shape import TierShape

@@ -17,10 +17,10 @@ from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from scheduler.engine_config import EngineConfig
 from scheduler.planning.expert_choice import asked_rows, captured_rows, choose
-from transfer.config import DocumentsConfig, HostConfig
+from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import MachineProfile
+from transfer.machine_rates import find_rates
 from transfer.measured import measured_path
-from transfer.rates import find_rates
 from transfer.tier_shape import TierShape
 
 

@@ -12,7 +12,7 @@ from gpu.memory.demand import PlanError
 from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
-from transfer.rates import STORED_AS, Rates, core_rate
+from transfer.machine_rates import STORED_AS, Rates, core_rate
 
 Way = Literal["auto", "fetch", "compute"] | int  # as `gpu.host_experts` is asked for
 READ_SHARE = 0.85  # of a stream's rate, what products of rows with a few vectors reach (lab/LAB.md)
@@ -23,8 +23,8 @@ HOP_MS = 0.06  # of a layer: the ask over the link, a region's start and its thr
 @dataclass(frozen=True, slots=True)
 class ExpertTimes:
     """What a step's experts in host memory take, either way. Rates in 1e9 bytes a second; threads: of the CPU;
-    core_gflop_s: of each thread, products of one row by the names of `transfer.rates`. Of few bits cores may be slower
-    than their memory.
+    core_gflop_s: of each thread, products of one row by the names of `transfer.machine_rates`. Of few bits cores may
+    be slower than their memory.
     """
 
     shares: ExpertShares

@@ -20,9 +20,9 @@ from scheduler.messages import ChunksStored, ChunkStats, DropChunks, EngineReque
 from scheduler.prefill.prefill_queue import JobInProgress
 from scheduler.sequences.capacity import TooLargeError
 from scheduler.sequences.sequence import MOST_OVERTAKEN, Sequence
-from transfer.chunks.format import ChunkKey, name_chunk, name_digest
-from transfer.chunks.library import ChunkLibrary
-from transfer.chunks.store import ChunkStore
+from transfer.chunks.chunk_format import ChunkKey, name_chunk, name_digest
+from transfer.chunks.chunk_library import ChunkLibrary
+from transfer.chunks.chunk_store import ChunkStore
 
 _NOT_STORED = "the disk has no room or refused (documents.folder, documents.disk_limit_gib), see the server's log"
 _NOT_KEPT = "keys and values could not be kept (in 8 bits, those that are not finite cannot), see the server's log"

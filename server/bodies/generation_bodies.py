@@ -12,7 +12,7 @@ from server.bodies.answer_form import ResponseFormat, StructuredOutputs, check_f
 from server.bodies.chat_message import Message, check_messages
 from server.bodies.chat_tools import ChosenTool, Tool, check_tools
 from server.bodies.ranges import MAX_TOP_LOGPROBS, RANGES, check_range, spell
-from transfer.config import PolicyName
+from transfer.host_config import PolicyName
 
 MAX_DOCUMENTS = 1024  # of a chat
 DOCUMENT_ID = "^doc-[0-9a-f]{32}$"

@@ -15,7 +15,7 @@ from gpu.config import MethodChoice
 from gpu.methods.method import Method
 from gpu.methods.registry import list_methods
 from server.deployment import Deployment
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 OPENING = """# Configuration
 

@@ -164,8 +164,8 @@ def plan(
     from server.planning.deployment_plan import resolve_plan
     from server.planning.placements import compare_placements
     from transfer.machine import load_machine, probe_machine
+    from transfer.machine_rates import find_rates
     from transfer.measured import measured_path
-    from transfer.rates import find_rates
 
     deployment = load_deployment(config)
     resolved = resolve_plan(deployment, probe_machine() if machine is None else load_machine(machine))
@@ -195,8 +195,8 @@ def doctor(
 
     from server.commands.doctor import as_rows, examine, measure_rates, print_findings, print_rates
     from transfer.machine import probe_machine
+    from transfer.machine_rates import keep_rates, with_rates
     from transfer.measured import measured_path
-    from transfer.rates import keep_rates, with_rates
 
     console = Console()
     machine = probe_machine()

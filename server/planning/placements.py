@@ -23,8 +23,8 @@ from scheduler.planning.step_bytes import StepBytes
 from scheduler.sequences.capacity import host_capacity
 from server.deployment import Deployment
 from server.planning.deployment_plan import ResolvedPlan
-from transfer.config import HostConfig
-from transfer.rates import Rates
+from transfer.host_config import HostConfig
+from transfer.machine_rates import Rates
 from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 

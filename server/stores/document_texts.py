@@ -15,8 +15,8 @@ from server.deployment import ConfigError, Deployment
 from server.stores.document_registry import Document, DocumentRegistry, RegistryError, RegistryFull, TextsTooLarge
 from server.text.chunker import Chunker, Chunks
 from server.text.model_tokenizer import Tokenizer
-from transfer.chunks.format import digest_tokens
-from transfer.config import DocumentsConfig
+from transfer.chunks.chunk_format import digest_tokens
+from transfer.host_config import DocumentsConfig
 
 _FILE = "documents.sqlite3"
 

@@ -18,8 +18,8 @@ from gpu.model.architecture import named_shape
 from scheduler.fusion_labels import parse_fusions
 from scheduler.messages import Fusion
 from server.deployment import Deployment
-from transfer.chunks.format import ChunkShape
-from transfer.chunks.store import ChunkStore
+from transfer.chunks.chunk_format import ChunkShape
+from transfer.chunks.chunk_store import ChunkStore
 
 TINY = named_shape("tiny")
 BENCHMARK = DocumentsBenchmark(

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-import cpu.jobs
+import cpu.segment_jobs
 from bench import long_context
 from bench.cli import app
 from bench.long_client import MIN_STEPS, Client
@@ -32,8 +32,8 @@ from scheduler.messages import Delta, HostStats
 from scheduler.sequences.capacity import HostCapacity
 from server.deployment import Deployment
 from server.planning.deployment_plan import resolve_plan
-from transfer.config import HostConfig
 from transfer.exchange import ExchangeSlot
+from transfer.host_config import HostConfig
 from transfer.machine import probe_machine
 from transfer.reading import Reading
 
@@ -58,7 +58,7 @@ def run():
     deployment, printed = Deployment.model_validate(DEPLOYMENT), io.StringIO()
     benchmark = LongContextBenchmark(2304, 2, (1, 2), 8, 0.0, ("sampled", "offloaded"), 2304, True, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cpu.rates.default_gib", lambda: SMALL_GIB)
+        patch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
         reported = list(run_long_context_benchmark(benchmark, deployment, Console(file=printed, width=200)))
     return printed.getvalue(), reported
 
@@ -264,7 +264,7 @@ def test_tables_of_wrong_codes_give_no_number(client, monkeypatch, spoil):
             spoil(entries)
         build_tables(entries, offsets, bits, begin, end, threads)
 
-    monkeypatch.setattr(cpu.jobs, "build_tables", build_spoilt)
+    monkeypatch.setattr(cpu.segment_jobs, "build_tables", build_spoilt)
     with pytest.raises(GateError, match=r"sampled: \d+\.\d% of \d+ answers are of the keys that collide; wanted 90%"):
         sample(client)
 
@@ -360,7 +360,7 @@ def test_of_a_profile_that_reuses_it_is_told_how_many_heads_do_and_a_peer_that_s
     deployment, printed = Deployment.model_validate(DEPLOYMENT | {"profiles": profiles}), io.StringIO()
     benchmark = LongContextBenchmark(2400, 2, (2,), 4, 0.0, ("again", "sampled"), 0, None, False, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cpu.rates.default_gib", lambda: SMALL_GIB)
+        patch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
         *_, rows = run_long_context_benchmark(benchmark, deployment, Console(file=printed, width=200))
     ours, _, peer, _ = rows
     assert (ours.name, peer.name) == ("decode step, again", "decode step, sampled")

@@ -13,7 +13,7 @@ from bench.rows import GateError
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from scheduler.sequences.capacity import HostCapacity
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 
 # Root mean squares in nats, as measured: the device from itself in bf16 with 12 layers, and what one query head's
 # answer lost in one of ten layers comes to, in bf16 and in float32.

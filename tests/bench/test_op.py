@@ -124,7 +124,7 @@ def wrong_codes(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("transfer.chunks.folder.ChunkFolder.put", lambda *_: False)
+    patch.setattr("transfer.chunks.chunk_folder.ChunkFolder.put", lambda *_: False)
 
 
 @pytest.mark.parametrize(

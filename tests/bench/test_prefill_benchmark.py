@@ -13,7 +13,7 @@ from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
 
 
 def test_the_benchmark_times_prompts_and_the_next_turn_of_each_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpu.rates.default_gib", lambda: SMALL_GIB)
+    monkeypatch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
     deployment, printed = Deployment.model_validate(DEPLOYMENT), io.StringIO()
     benchmark = PrefillBenchmark((300, 600, 10_000), ("exact", "sampled"), 500, 40, peers=True)
     *_, rows = run_prefill_benchmark(benchmark, deployment, Console(file=printed, width=200))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bench.rates
-import cpu.rates
+import cpu.memory_rates
 from bench.rows import Timing
 
 MIB = 2**20
@@ -24,30 +24,30 @@ def seconds_apart(*seconds: float) -> Callable[[], float]:
 
 
 def test_the_best_run_counts_and_the_first_one_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu.rates.time, "perf_counter", seconds_apart(2.0, 0.5, 4.0))
+    monkeypatch.setattr(cpu.memory_rates.time, "perf_counter", seconds_apart(2.0, 0.5, 4.0))
     reads = []
 
     def read() -> int:
         reads.append(1)
         return 10**9 // 8
 
-    assert cpu.rates._best_rate(read, 10**9, 3) == pytest.approx(2.0)  # GB/s
+    assert cpu.memory_rates._best_rate(read, 10**9, 3) == pytest.approx(2.0)  # GB/s
     assert len(reads) == 4
 
 
 def test_a_read_that_leaves_something_out_has_no_rate() -> None:
     with pytest.raises(AssertionError, match="the sum of a buffer of ones"):
-        cpu.rates._best_rate(lambda: 10, 8 * 11, 1)
+        cpu.memory_rates._best_rate(lambda: 10, 8 * 11, 1)
 
 
 def test_every_way_to_read_reads_each_word_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of the rates are those of the buffer: words and rows that are all different add up to their sum."""
-    words = np.arange(4 * cpu.rates._BLOCK, dtype=np.int64)
-    for way in cpu.rates.STREAM_WAYS:
+    words = np.arange(4 * cpu.memory_rates._BLOCK, dtype=np.int64)
+    for way in cpu.memory_rates.STREAM_WAYS:
         assert way(words) == words.sum()
-    rows = words.reshape(-1, cpu.rates.ROW_BYTES // 8)
+    rows = words.reshape(-1, cpu.memory_rates.ROW_BYTES // 8)
     order = np.random.default_rng(0).permutation(len(rows)).astype(np.int32)
-    assert cpu.rates._sum_rows(rows, order) == words.sum()
+    assert cpu.memory_rates._sum_rows(rows, order) == words.sum()
 
 
 def test_host_rates_are_of_the_whole_buffer_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +57,8 @@ def test_host_rates_are_of_the_whole_buffer_each(monkeypatch: pytest.MonkeyPatch
         measured.append((8 * int(read()), num_bytes))
         return float(len(measured))
 
-    monkeypatch.setattr(cpu.rates, "_best_rate", rate_of)
-    rates = cpu.rates.measure_host_rates(1, gib=1 / 256)
+    monkeypatch.setattr(cpu.memory_rates, "_best_rate", rate_of)
+    rates = cpu.memory_rates.measure_host_rates(1, gib=1 / 256)
     assert measured == [(4 * MIB, 4 * MIB)] * 4
     assert rates == {"host_stream_gb_s": 3.0, "host_random_rows_gb_s": 4.0}, "the best stream, then rows"
 
@@ -69,10 +69,10 @@ def test_host_rates_are_of_the_whole_buffer_each(monkeypatch: pytest.MonkeyPatch
 def test_the_buffer_is_four_caches_and_at_least_a_gib_but_a_quarter_of_what_is_free(
     monkeypatch: pytest.MonkeyPatch, cache_gib: float, available_gib: float, wanted: float
 ) -> None:
-    memory = SimpleNamespace(available=available_gib * cpu.rates.GIB)
-    monkeypatch.setattr(cpu.rates, "last_level_cache_bytes", lambda: int(cache_gib * cpu.rates.GIB))
-    monkeypatch.setattr(cpu.rates.psutil, "virtual_memory", lambda: memory)
-    assert cpu.rates.default_gib() == wanted
+    memory = SimpleNamespace(available=available_gib * cpu.memory_rates.GIB)
+    monkeypatch.setattr(cpu.memory_rates, "last_level_cache_bytes", lambda: int(cache_gib * cpu.memory_rates.GIB))
+    monkeypatch.setattr(cpu.memory_rates.psutil, "virtual_memory", lambda: memory)
+    assert cpu.memory_rates.default_gib() == wanted
 
 
 @pytest.fixture

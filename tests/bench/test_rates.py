@@ -9,7 +9,7 @@ from rich.console import Console
 
 import bench.rates
 from bench.rates import make_rows, measure_device_rates, rates
-from cpu.rates import default_gib, last_level_cache_bytes, measure_host_rates, measure_read_rate
+from cpu.memory_rates import default_gib, last_level_cache_bytes, measure_host_rates, measure_read_rate
 from tests.tolerances import MATMUL_RATE_SPREAD, PLAUSIBLE_RATES_GB_S
 
 SMALL_GIB = 1 / 64

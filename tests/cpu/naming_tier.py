@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cpu.cpu_tier import CpuTier
 from cpu.decode_step import AttentionCounts
-from cpu.tier import CpuTier
 from tests.cpu.sampling_oracle import Answer, Stored, attend, simhash
 from transfer.copies import PASSED
 from transfer.exchange import ExchangeSlot, new_slot
+from transfer.host_tier import Ask, LayerRows, Reservation, TierShape
 from transfer.reading import Reading
 from transfer.slabs import PageSource
-from transfer.tier import Ask, LayerRows, Reservation, TierShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64  # where a test says nothing else
 HEADS = KV_HEADS * GROUP

@@ -18,8 +18,8 @@ from tests.reference_tier import ReferenceTier
 from tests.tolerances import TIER_FLOAT32
 from transfer.copies import PASSED
 from transfer.exchange import new_slot
+from transfer.host_tier import Ask
 from transfer.reading import Reading
-from transfer.tier import Ask
 
 FEW, MORE = ("bfloat16", 6, 20), ("int8", 8, 60)
 LONG, SHORT = 1, 2  # contexts: segments that begin at 0, 2,050 and 4,200, the last of them open; one segment

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from cpu.attention import HostPartial
 from cpu.audits import Audits
-from cpu.errors import LARGEST, LOG_MASS, OUTPUT
+from cpu.cpu_tier import CpuTier
+from cpu.host_attention import HostPartial
 from cpu.host_context import Context as HostContext
-from cpu.tier import CpuTier
+from cpu.sample_errors import LARGEST, LOG_MASS, OUTPUT
 from tests.cpu.rows_model import SAMPLED, Context, table_of, to_bf16
 from tests.cpu.test_errors import HEADS, KV_HEADS, clustered, draw_tables, kernel
 from tests.cpu.tier_model import HEADS as TIER_HEADS
 from tests.cpu.tier_model import LAYERS, Device, new_tier, poisoned_pages, tier_shape
 from tests.tolerances import HOST_ATTENTION_FLOAT32, UNBIASED_SIGMAS
-from transfer.config import ErrorsConfig
+from transfer.host_config import ErrorsConfig
 from transfer.reading import Reading
 from transfer.slabs import PageSource
 

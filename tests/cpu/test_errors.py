@@ -6,8 +6,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cpu.attention import HostAttention
-from cpu.errors import GROUPS, LARGEST, LOG_MASS, OUTPUT, draw_direction
+from cpu.host_attention import HostAttention
+from cpu.sample_errors import GROUPS, LARGEST, LOG_MASS, OUTPUT, draw_direction
 from cpu.tables import build_tables
 from cpu.workspace import PART_SAMPLES
 from tests.cpu.rows_model import EXACT, ROW_TYPES, SAMPLED, Context, Mask, Rows, make_mask, make_rows, table_of, to_bf16

@@ -9,9 +9,9 @@ import cpu.expert_rates
 from cpu.expert_rates import HIDDEN, INTERMEDIATE, PER_TOKEN, measure_core_rates
 from cpu.experts import HostExperts
 from transfer.expert_exchange import LayerExperts
+from transfer.host_tier import Answered
+from transfer.machine_rates import STORED_AS
 from transfer.matrix_rows import nbytes_of
-from transfer.rates import STORED_AS
-from transfer.tier import Answered
 
 GIB = 1 / 12
 RUNS_S = (0.1, 0.5, 0.4, 0.8, 0.7, 0.6)  # of an ask; those of the first run are not measured

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import cpu.jobs
-import cpu.store
-from cpu.jobs import copy_layer
+import cpu.segment_jobs
+import cpu.segment_store
+from cpu.segment_jobs import copy_layer
 from cpu.tables import build_tables
 from tests.cpu.test_tier import assert_dense
 from tests.cpu.tier_model import LAYERS, Device, new_tier, poisoned_pages, tier_shape
@@ -23,9 +23,9 @@ from transfer.host_memory import (
     slab_bytes,
     without_tables,
 )
+from transfer.host_tier import Ask, HostMemoryError
 from transfer.reading import Reading
 from transfer.slabs import PageSource
-from transfer.tier import Ask, HostMemoryError
 
 LUMP = 128
 SELECTIVE = tier_shape(bits=5, tables=20)  # samples about a tenth of the keys
@@ -181,7 +181,7 @@ def copies_go_on(monkeypatch):
             yield
         yield from copy_layer(*arguments)
 
-    monkeypatch.setattr(cpu.store, "copy_layer", copy_late)
+    monkeypatch.setattr(cpu.segment_store, "copy_layer", copy_late)
     return event
 
 
@@ -355,7 +355,7 @@ def test_a_failed_build_leaves_its_layer_exact_and_is_counted(make_tier, monkeyp
             raise RuntimeError("no tables today")
         build_tables(*arguments)
 
-    monkeypatch.setattr(cpu.jobs, "build_tables", fail_once)
+    monkeypatch.setattr(cpu.segment_jobs, "build_tables", fail_once)
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
         device.open(1, Reading.SAMPLE)
@@ -440,7 +440,7 @@ def test_answers_do_not_depend_on_when_tables_are_built(make_tier, monkeypatch):
             time.sleep(delays.choice([0, 0, 0, 0.002, 0.01]))
             build_tables(*arguments)
 
-        monkeypatch.setattr(cpu.jobs, "build_tables", build_late)
+        monkeypatch.setattr(cpu.segment_jobs, "build_tables", build_late)
         tier = make_tier(SELECTIVE)
         got = script(tier)
         assert tier.stats().merges > 0, "the script merges"

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cpu.attention import HostAttention, HostPartial
+from cpu.host_attention import HostAttention, HostPartial
 from cpu.tables import build_tables
 from cpu.workspace import PART_ROWS, PART_SAMPLES
 from tests.cpu.rows_model import (

@@ -10,8 +10,8 @@ import pytest
 from tests.cpu.tier_model import LAYERS, Device, new_tier, tier_shape
 from transfer import places
 from transfer.host_memory import TAIL_TOKENS
+from transfer.host_tier import Ask, HostMemoryError
 from transfer.reading import Reading
-from transfer.tier import Ask, HostMemoryError
 
 NOT_YET_S = 0.2
 

@@ -4,8 +4,8 @@ from itertools import accumulate, cycle
 
 import pytest
 
-import cpu.rates
-from cpu.rates import GIB, STREAM_WAYS, measure_host_rates, measure_read_rate
+import cpu.memory_rates
+from cpu.memory_rates import GIB, STREAM_WAYS, measure_host_rates, measure_read_rate
 
 RUNS_S = (0.5, 0.4, 0.8)  # as the clock has them, again and again
 NUM_BYTES = GIB // 64
@@ -15,7 +15,7 @@ NUM_BYTES = GIB // 64
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which runs take RUNS_S, and nothing happens between two of them."""
     steps = (step for seconds in cycle(RUNS_S) for step in (0.0, seconds))
-    monkeypatch.setattr(cpu.rates.time, "perf_counter", accumulate(steps).__next__)
+    monkeypatch.setattr(cpu.memory_rates.time, "perf_counter", accumulate(steps).__next__)
 
 
 def test_host_rates_are_bytes_of_the_buffer_over_the_fastest_run() -> None:
@@ -32,6 +32,6 @@ def test_a_streams_rate_is_that_of_the_fastest_way_to_read(monkeypatch: pytest.M
     rate by reading otherwise."""
     rates = dict(zip(STREAM_WAYS, (80.0, 90.0, 120.0), strict=True))
     monkeypatch.setattr(
-        cpu.rates, "_best_rate", lambda read, num_bytes, repeats: rates.get(getattr(read, "func", 0), 50.0)
+        cpu.memory_rates, "_best_rate", lambda read, num_bytes, repeats: rates.get(getattr(read, "func", 0), 50.0)
     )
     assert measure_host_rates(1, gib=1 / 64) == {"host_stream_gb_s": 120.0, "host_random_rows_gb_s": 50.0}

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.cpu.tier_model import Device, new_tier, tier_shape
+from transfer.host_tier import Ask
 from transfer.reading import Reading
-from transfer.tier import Ask
 
 PATIENCE_S = 20.0
 

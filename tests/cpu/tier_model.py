@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from cpu.tier import CpuTier
+from cpu.cpu_tier import CpuTier
 from transfer.copies import PASSED
 from transfer.exchange import RELEASED, new_slot
+from transfer.host_tier import Ask, LayerRows, TierShape
 from transfer.slabs import PageSource
-from transfer.tier import Ask, LayerRows, TierShape
 
 LAYERS, KV_HEADS, GROUP, DIM = 2, 1, 2, 64
 HEADS = KV_HEADS * GROUP

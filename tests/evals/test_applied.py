@@ -15,7 +15,7 @@ from gpu.model.architecture import named_shape
 from gpu.profiles import resolve_profiles
 from scheduler.engine.decode_reads import DecodeReads
 from tests.gpu.family_checkpoints import checkpoint
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 
 NAMED = {
     "reusing": {"reuse": "mac"},

@@ -36,7 +36,7 @@ from server.text.model_tokenizer import Tokenizer
 from tests.command_line import parse
 from tests.server.live_server import REFERENCE
 from tests.tolerances import METHOD_FLOAT32
-from transfer.config import DocumentsConfig
+from transfer.host_config import DocumentsConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 SETTINGS = PromptSettings(REFERENCE, "reference", 0, ())

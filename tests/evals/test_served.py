@@ -29,7 +29,7 @@ from scheduler.messages import Logprob
 from server.deployment import Deployment
 from tests.evals.test_run import MODEL, SETTINGS
 from tests.gpu.toy_method import add_toy
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.reading import Reading
 
 SAMPLED = "profile:sampled:bits_per_table=10,num_tables="

@@ -21,10 +21,10 @@ from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, PageWrite, PlacedChunk, PrefillJob, PrefillPrompt, PrefillUnit, Unit
 from gpu.weights.weights import Weights
 from tests.gpu.host_prefill import SHAPE, KeepsLogits, sharp_weights
-from transfer.chunks.format import ChunkKey, ChunkShape, name_chunk
-from transfer.chunks.library import ChunkLibrary
-from transfer.chunks.store import open_chunks
-from transfer.config import DocumentsConfig
+from transfer.chunks.chunk_format import ChunkKey, ChunkShape, name_chunk
+from transfer.chunks.chunk_library import ChunkLibrary
+from transfer.chunks.chunk_store import open_chunks
+from transfer.host_config import DocumentsConfig
 
 PAGE, PAGES, CONTEXT = 16, 40, 520
 SINK_QUERY, SINK_SIZE = 2.0, 50.0

@@ -27,8 +27,8 @@ from gpu.weights.weights import Weights, random_weights
 from tests.gpu.reference_model import layer_units
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams
+from transfer.host_tier import TierShape
 from transfer.reading import Reading
-from transfer.tier import TierShape
 
 PAGE, SINK, WINDOW = 16, 16, 32
 NUM_PAGES, NUM_DENSE, MAX_SLOTS, MAX_CONTEXT = 120, 80, 6, 520

@@ -19,10 +19,10 @@ from cpu import decode_step
 from gpu.decode.answering import Answering, Answers, AskingRows
 from tests.cpu.tier_model import DIM, HEADS, LAYERS, Device, new_tier, tier_shape
 from transfer.exchange import ExchangeError, ExchangeSlot, new_slot
+from transfer.host_tier import Answered, Ask
 from transfer.reading import Reading
 from transfer.simd.memory import load_acquire_int32, store_release_int32
 from transfer.simd.team import look_again, now_ns
-from transfer.tier import Answered, Ask
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20

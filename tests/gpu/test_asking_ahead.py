@@ -25,7 +25,7 @@ from tests.gpu.twin_runners import NUM_LAYERS, Twins, check_steps
 from tests.reference_tier import ReferenceAttention
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.exchange import ExchangeError
-from transfer.tier import Answered, ContextLostError
+from transfer.host_tier import Answered, ContextLostError
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 SHORT = document_prompt(20, 3)

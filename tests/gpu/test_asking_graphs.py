@@ -21,7 +21,7 @@ from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import Twins, check_steps
 from tests.reference_tier import LOOK_S, ReferenceTier
 from transfer.exchange import RELEASED, ExchangeError, Handshake
-from transfer.tier import Ask, ContextLostError
+from transfer.host_tier import Ask, ContextLostError
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 

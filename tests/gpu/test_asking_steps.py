@@ -20,9 +20,9 @@ from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES,
 from tests.reference_tier import ReferenceAttention
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
 from transfer.exchange import ExchangeError
+from transfer.host_tier import Ask
 from transfer.partial import CoverageError, Partial, merge_all
 from transfer.reading import Reading
-from transfer.tier import Ask
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 NUM_STEPS = 64

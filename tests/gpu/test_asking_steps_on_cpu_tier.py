@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpu.tier import open_tier
+from cpu.cpu_tier import open_tier
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_asking_steps import asking
 from tests.gpu.twin_runners import DEFAULT_DENSE, Twins, furthest, tier_shape

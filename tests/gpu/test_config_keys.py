@@ -30,7 +30,7 @@ from server.deployment import ConfigError
 from server.text.model_tokenizer import Tokenizer
 from tests.gpu.family_checkpoints import CONFIGS, SIZES, checkpoint, draw_prompt
 from tests.gpu.reference_model import FOLDER
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 
 BASE = {name: SIZES | config for name, config in CONFIGS.items()}
 

@@ -16,7 +16,7 @@ from gpu.methods.sampled.projections import draw_projections, encode_reference
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32, SAME_CODES
 from transfer.copies import Streams
-from transfer.tier import LayerRows, TierShape
+from transfer.host_tier import LayerRows, TierShape
 
 BITS, TABLES, MARK = 10, 30, 40_404
 WAYS = [pytest.param(("cpu", False), id="cpu"), pytest.param(("cpu", True), id="cpu-through-buffers")]

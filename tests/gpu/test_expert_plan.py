@@ -17,7 +17,7 @@ from gpu.model.matrix_formats import OF_EXPERTS, rounded, weight_bytes
 from gpu.model.spec import Architecture
 from gpu.weights.host_experts import ALIGN_BYTES, HostExperts, tensors_of
 from gpu.weights.weights import allocate_weights
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.machine import GIB, MachineProfile, load_machine
 
 RTX = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "rtx4090.json")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpu.tier import open_tier
+from cpu.cpu_tier import open_tier
 from gpu.config import GpuConfig
 from gpu.memory.demand import PlanError
 from gpu.memory.host_shares import resolve_host
@@ -25,9 +25,9 @@ from tests.gpu.test_families import off
 from tests.gpu.twin_runners import Twins, tier_shape
 from tests.reference_tier import ReferenceTier
 from tests.tolerances import FAMILY_LOGITS, FAMILY_OFFLOADED
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
+from transfer.host_tier import HostTier
 from transfer.reading import Reading
-from transfer.tier import HostTier
 
 # heads of 128, 64, 256, 8 and 96; 8, 16, 2, 7 and 2 to a KV head
 LAYERS = {"qwen3": 3, "glm4": 3, "gemma3": 6, "qwen2": 3, "qwen3_moe": 3,

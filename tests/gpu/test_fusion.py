@@ -16,8 +16,8 @@ from gpu.fusion.choice import question_scores
 from gpu.fusion.plan import POLICIES
 from tests.gpu.fusion_stand import PAGE, FusionStand, Oracle, draw
 from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL, METHOD_FLOAT32
-from transfer.chunks.format import ChunkKey
-from transfer.config import PolicyName
+from transfer.chunks.chunk_format import ChunkKey
+from transfer.host_config import PolicyName
 
 SPANS = [(7, 47), (47, 80), (83, 148)]
 TOKENS = draw(160, 1)

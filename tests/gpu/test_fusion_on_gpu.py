@@ -14,10 +14,10 @@ from gpu.fusion.documents import Documents
 from gpu.fusion.rows import store_rows
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import FUSED_BFLOAT16_KL
-from transfer.chunks.format import ChunkShape, name_chunk
-from transfer.chunks.library import ChunkLibrary
-from transfer.chunks.store import open_chunks
-from transfer.config import DocumentsConfig
+from transfer.chunks.chunk_format import ChunkShape, name_chunk
+from transfer.chunks.chunk_library import ChunkLibrary
+from transfer.chunks.chunk_store import open_chunks
+from transfer.host_config import DocumentsConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TASKS = ("many_needles", "facts_one_hop")

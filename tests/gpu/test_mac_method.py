@@ -18,7 +18,7 @@ from gpu.methods.mac.match import Count
 from gpu.methods.mac.settings import MacSettings
 from gpu.model.architecture import named_shape
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.machine import load_machine
 
 SHAPE = named_shape("llama-3.1-8b")

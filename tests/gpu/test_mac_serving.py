@@ -20,7 +20,7 @@ from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt, layer_units
 from tests.gpu.twin_runners import NUM_HEADS, NUM_LAYERS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32, MAC_QUERY_RTOL, MAC_SUMMARY_ATOL, MAC_SUMMARY_STORED_ATOL
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.reading import Reading
 
 SMALL = {

@@ -36,9 +36,9 @@ from gpu.profiles import find_kept, resolve_profiles
 from gpu.sampling import logprobs
 from tests.gpu.cpu_decoder import cpu_decoder
 from tests.reference_tier import ReferenceTier
-from transfer.config import DocumentsConfig, HostConfig, SampledConfig
 from transfer.copies import Streams
 from transfer.exchange import new_slot
+from transfer.host_config import DocumentsConfig, HostConfig, SampledConfig
 from transfer.machine import GIB, MachineProfile, load_machine
 from transfer.tier_shape import BLOCK_TOKENS
 

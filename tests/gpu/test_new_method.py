@@ -25,8 +25,8 @@ from server.planning.placements import compare_placements
 from tests.server.live_server import LAPTOP, REFERENCE
 from tests.server.test_end_to_end import serve
 from transfer.machine import load_machine
+from transfer.machine_rates import find_rates
 from transfer.measured import measured_path
-from transfer.rates import find_rates
 
 FOLDER = Path(__file__).parent / "new_method"
 HOST = {"memory_limit_gib": 0.2, "threads": 1, "resident_tokens": 256, "residency": "fixed"}

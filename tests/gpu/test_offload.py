@@ -11,7 +11,7 @@ from gpu.step import StepPlan
 from tests.gpu.logged_streams import LoggedStreams, Point
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import DEFAULT_DENSE, Twins
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 
 PAGE = 16
 

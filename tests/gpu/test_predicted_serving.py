@@ -32,8 +32,8 @@ from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import DIM, NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.reference_tier import stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
-from transfer.config import HostConfig
 from transfer.copies import Event
+from transfer.host_config import HostConfig
 from transfer.places import COLUMNS, KEY_SCALE, VALUE_ROW_BYTES
 from transfer.reading import Reading
 

@@ -31,7 +31,7 @@ from tests.tolerances import (
     HOST_ROW_INT8,
 )
 from transfer.copies import Event
-from transfer.tier import HostMemoryError
+from transfer.host_tier import HostMemoryError
 
 LENGTH = 345
 CONTEXT = 70  # id of the first host context

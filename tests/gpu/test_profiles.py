@@ -17,7 +17,7 @@ from gpu.methods.registry import list_methods
 from gpu.model.architecture import named_shape
 from gpu.profiles import Profile, ProfileError, find_kept, get_profile, list_states, resolve_profiles
 from tests.gpu.toy_method import add_toy
-from transfer.config import HostConfig, SampledConfig
+from transfer.host_config import HostConfig, SampledConfig
 from transfer.machine import load_machine
 from transfer.reading import Reading
 
@@ -71,7 +71,7 @@ def test_a_profile_that_leaves_a_shared_setting_out_has_that_of_the_host_section
 
 def test_listing_profiles_needs_no_torch() -> None:
     code = (
-        "import sys, gpu.profiles, gpu.step; from transfer.config import HostConfig; "
+        "import sys, gpu.profiles, gpu.step; from transfer.host_config import HostConfig; "
         "gpu.profiles.resolve_profiles({}, HostConfig()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

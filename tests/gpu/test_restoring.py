@@ -10,8 +10,8 @@ from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_asking_steps import check_steps
 from tests.gpu.twin_runners import Twins, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32
+from transfer.host_tier import HostMemoryError
 from transfer.reading import Reading
-from transfer.tier import HostMemoryError
 
 PAGE = 16
 PROMPT = document_prompt(700, 3)

@@ -15,7 +15,7 @@ from pydantic import Field
 from gpu.methods.method import Footprint, Method
 from gpu.methods.kept import Kept
 from transfer.reading import Reading
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 
 class ToySettings(Settings):

@@ -40,9 +40,9 @@ from gpu.step import (
 from tests.gpu.reference_model import GREEDY, layer_units, prefill_prompts, shallow_model
 from tests.reference_tier import ReferenceTier, stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
-from transfer.config import HostConfig, SampledConfig
+from transfer.host_config import HostConfig, SampledConfig
+from transfer.host_tier import HostTier, TierShape
 from transfer.reading import Reading
-from transfer.tier import HostTier, TierShape
 
 NUM_LAYERS = 4  # two of them dense by default
 WINDOW_LAYERS: tuple[int, ...] = ()  # whose windows the runner that deposits keeps by themselves

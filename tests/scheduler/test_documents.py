@@ -37,8 +37,8 @@ from scheduler.messages import (
 from scheduler.planning.engine_memory import plan_engine
 from scheduler.sequences.capacity import TooLargeError
 from tests.tolerances import EVICTED_LITTLE, FUSED_LOGIT_ATOL
-from transfer.chunks.format import ChunkKey, digest_tokens
-from transfer.config import DocumentsConfig, HostConfig
+from transfer.chunks.chunk_format import ChunkKey, digest_tokens
+from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import probe_machine
 
 MODEL = ModelConfig(random_weights="tiny")
@@ -216,7 +216,7 @@ def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the first in the queue they are, so that it can begin as soon as it may."""
-    monkeypatch.setattr("transfer.chunks.library.LEAST_AHEAD_BYTES", 1)
+    monkeypatch.setattr("transfer.chunks.chunk_library.LEAST_AHEAD_BYTES", 1)
     engine = make_engine(tmp_path, memory_limit_gib=0.0, disk_limit_gib=1e-9)
     assert engine.scheduler.documents is not None
     library = engine.scheduler.documents._library
@@ -241,7 +241,7 @@ def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_r
 
 
 def test_chunks_to_store_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.chunks.library.LEAST_AHEAD_BYTES", 1)
+    monkeypatch.setattr("transfer.chunks.chunk_library.LEAST_AHEAD_BYTES", 1)
     engine = make_engine(tmp_path, memory_limit_gib=0.0)
     assert engine.scheduler.documents is not None
     library, may_go, real = engine.scheduler.documents._library, threading.Event(), os.fsync
@@ -359,7 +359,7 @@ def test_chunks_to_store_that_are_overtaken_still_wait_for_the_disk(
 ) -> None:
     """Nobody waits for them meanwhile."""
     monkeypatch.setattr("scheduler.prefill.document_chunks.MOST_OVERTAKEN", 0)
-    monkeypatch.setattr("transfer.chunks.library.LEAST_AHEAD_BYTES", 0)
+    monkeypatch.setattr("transfer.chunks.chunk_library.LEAST_AHEAD_BYTES", 0)
     engine = make_engine(tmp_path, memory_limit_gib=0.0)
     engine.store_chunks(StoreChunks("s", [pack_tokens(CHUNKS[0])], ""))
     engine.submit([ask("a", None)])

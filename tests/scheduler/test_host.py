@@ -22,7 +22,7 @@ from tests.scheduler.lane_runner import LaneRunner
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
 from tests.scheduler.window_model import TokenWindows
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.reading import Reading
 
 REUSE = {"method": "mac", "min_context_tokens": 100}

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from cpu.tier import CpuTier
+from cpu.cpu_tier import CpuTier
 from scheduler.sequences.capacity import bytes_of_run
 from transfer.copies import PASSED
 from transfer.host_memory import TAIL_TOKENS
+from transfer.host_tier import TierShape
 from transfer.reading import Reading
 from transfer.slabs import PageSource
-from transfer.tier import TierShape
 
 SHAPE = TierShape((0, 1), 2, 1, 64, "bfloat16", bits_per_table=10, num_tables=40)
 LUMP = 128

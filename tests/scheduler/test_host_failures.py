@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-import cpu.store
-import cpu.tier
+import cpu.cpu_tier
+import cpu.segment_store
 from cpu.decode_step import StepAttention
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LaunchedStep
@@ -29,12 +29,12 @@ from scheduler.messages import Delta, EngineRequest, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from scheduler.sequences.capacity import TooLargeError
 from tests.gpu.reference_model import shallow_model
-from transfer.config import HostConfig, SampledConfig
 from transfer.exchange import ExchangeError, ExchangeSlot
+from transfer.host_config import HostConfig, SampledConfig
 from transfer.host_pages import map_pages
+from transfer.host_tier import HostMemoryError
 from transfer.machine import probe_machine
 from transfer.slabs import PageSource
-from transfer.tier import HostMemoryError
 
 RESIDENT = 128
 LONG = 600
@@ -192,7 +192,7 @@ def test_a_copied_tail_that_the_host_refuses_ends_one_request(engine: Engine, mo
         yield
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu.store, "copy_layer", refused)
+        patch.setattr(cpu.segment_store, "copy_layer", refused)
         deltas = run(engine, [ask("fork", first + prompt_of(300, 5), 12), *others])
     assert deltas["fork"][-1].finish_reason == "error"
     assert "refused by the test" in deltas["fork"][-1].error
@@ -246,7 +246,7 @@ def test_tables_that_cannot_be_built_leave_their_rows_read_exactly(
         yield
 
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(cpu.store, "build_layer", broken)
+        patch.setattr(cpu.segment_store, "build_layer", broken)
         said = alone(engine, ask("sampled", prompt, 8))
     after = engine.stats().host
     assert said == whole
@@ -333,9 +333,9 @@ def test_an_engine_whose_memory_is_not_pinned_does_not_start_and_says_why(monkey
     def pin(_: object) -> None:
         raise OSError(2, "cudaHostRegister failed with CUDA error 2; locked memory is 64 KiB (ulimit -l)")
 
-    open_tier = cpu.tier.open_tier
+    open_tier = cpu.cpu_tier.open_tier
     monkeypatch.setattr("scheduler.engine.load_engine.open_tier", open_refusing)
-    monkeypatch.setattr("cpu.tier.pin_pages", pin)
+    monkeypatch.setattr("cpu.cpu_tier.pin_pages", pin)
     config = EngineConfig(
         model=ModelConfig(random_weights="tiny"),
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.1, threads=1),

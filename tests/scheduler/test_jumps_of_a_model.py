@@ -18,7 +18,7 @@ from scheduler.planning.engine_memory import plan_engine
 from server.grammar.structured import schema_grammar
 from tests.gpu.reference_model import FOLDER, shallow_model
 from tests.scheduler.test_scheduler import drain, prompt_of, text
-from transfer.config import HostConfig, SampledConfig
+from transfer.host_config import HostConfig, SampledConfig
 from transfer.machine import probe_machine
 
 GRAMMAR = schema_grammar(

@@ -15,7 +15,7 @@ from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
 from tests.gpu.reference_model import shallow_model
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
-from transfer.config import HostConfig, SampledConfig
+from transfer.host_config import HostConfig, SampledConfig
 
 MAC = {
     "method": "mac", "max_prefix_share": 1.0, "capacity": 48, "band": 16, "min_context_tokens": 0, "rings": 2,

@@ -8,7 +8,7 @@ import pytest
 from numba.core import event
 
 import gpu.memory.plan
-from cpu.parts import attend_rows
+from cpu.part_attention import attend_rows
 from gpu.memory.plan import MemoryPlan, PlanError
 from gpu.profiles import ProfileError
 from scheduler.engine import load_engine as loading

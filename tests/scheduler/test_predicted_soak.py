@@ -18,7 +18,7 @@ from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import shallow_model
 from tests.gpu.test_predicted_serving import WEIGHTS, leave_some_late
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
-from transfer.config import ErrorsConfig, HostConfig, SampledConfig
+from transfer.host_config import ErrorsConfig, HostConfig, SampledConfig
 
 BLOCKS = {"weights": str(WEIGHTS), "budget_tokens": 64, "history": 8, "look_stride_blocks": 8, "min_context_tokens": 0,
           "sink_tokens": 16, "local_tokens": 32, "exempt_layers": 1, "rings": 2}  # fmt: skip

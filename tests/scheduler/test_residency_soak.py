@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from cpu.tier import CpuTier
+from cpu.cpu_tier import CpuTier
 from gpu.config import GpuConfig, ModelConfig
 from gpu.kv.pool import KvPool
 from gpu.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ from scheduler.residence import reloads
 from tests.gpu.reference_model import shallow_model
 from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
 from tests.tolerances import FLIP_LOGIT_GAP, PLACED_LOGPROB_ATOL
-from transfer.config import HostConfig, SampledConfig
+from transfer.host_config import HostConfig, SampledConfig
 
 NUM_REQUESTS = 12
 AT_ONCE = 4  # so that sometimes nobody waits, and pages come back

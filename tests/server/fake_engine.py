@@ -82,7 +82,7 @@ def digest(chunk: bytes) -> str:
     """Return the digest of packed tokens. numpy is imported here alone: it takes most of a start."""
     import numpy as np
 
-    from transfer.chunks.format import digest_tokens
+    from transfer.chunks.chunk_format import digest_tokens
 
     return digest_tokens(np.frombuffer(chunk, np.int32))
 

@@ -18,7 +18,7 @@ from server.engine.start_events import OnStart
 from server.http.app import _bind, create_app, http_config
 from server.planning.deployment_plan import resolve_plan
 from server.service.service import Service
-from transfer.config import DocumentsConfig
+from transfer.host_config import DocumentsConfig
 from transfer.machine import load_machine
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from server.planning.deployment_plan import resolve_plan
 from server.planning.placements import PAYS, Comparison, compare_placements, expected_share
 from tests.tolerances import PLACEMENT_MS
 from transfer.machine import load_machine
-from transfer.rates import find_rates
+from transfer.machine_rates import find_rates
 
 ALWAYS = ("device", "offloaded", "sampled")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from transfer.chunks.folder import ChunkFolder
-from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, name_chunk
+from transfer.chunks.chunk_folder import ChunkFolder
+from transfer.chunks.chunk_format import ChunkError, ChunkKey, ChunkShape, name_chunk
 from transfer.chunks.room import locked
 
 MODEL, OTHER_MODEL = "0" * 31 + "a", "0" * 31 + "b"

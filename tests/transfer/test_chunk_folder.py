@@ -33,7 +33,7 @@ from tests.transfer.chunk_cases import (
     open_folder,
     store,
 )
-from transfer.chunks.format import ChunkError, ChunkShape, header_bytes, name_chunk, read_header, write_header
+from transfer.chunks.chunk_format import ChunkError, ChunkShape, header_bytes, name_chunk, read_header, write_header
 from transfer.chunks.room import MOST_SET_ASIDE, locked
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_a_flipped_bit_anywhere_is_found_out(tmp_path: Path, caplog: pytest.LogC
     path = path_of(tmp_path, 1)
     sound = path.read_bytes()
     assert sound[700 : header_bytes(SHAPE)].isspace()
-    with caplog.at_level(logging.ERROR, "transfer.chunks.folder"):
+    with caplog.at_level(logging.ERROR, "transfer.chunks.chunk_folder"):
         for place in PLACES:
             flipped = bytearray(sound)
             flipped[place] ^= 1 << place % 8
@@ -131,7 +131,7 @@ def test_a_file_cut_anywhere_is_set_aside_and_stored_again(tmp_path: Path, caplo
     store(folder, 1)
     path = path_of(tmp_path, 1)
     sound = path.read_bytes()
-    with caplog.at_level(logging.ERROR, "transfer.chunks.folder"):
+    with caplog.at_level(logging.ERROR, "transfer.chunks.chunk_folder"):
         for size in PLACES:
             path.write_bytes(sound[:size])
             assert fetch(folder, 1) is None, size

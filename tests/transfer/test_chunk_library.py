@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.transfer.chunk_cases import LAYER_BYTES, LIMIT_KEY, PLENTY, SHAPE, key_of, layers_of, open_folder, store
-from transfer.chunks import library as library_module
-from transfer.chunks.folder import ChunkFolder
-from transfer.chunks.format import ChunkKey, ChunkShape, name_chunk
-from transfer.chunks.library import ChunkLibrary
-from transfer.chunks.store import ChunkLease, ChunkStore
+from transfer.chunks import chunk_library as library_module
+from transfer.chunks.chunk_folder import ChunkFolder
+from transfer.chunks.chunk_format import ChunkKey, ChunkShape, name_chunk
+from transfer.chunks.chunk_library import ChunkLibrary
+from transfer.chunks.chunk_store import ChunkLease, ChunkStore
 from transfer.host_memory import SMALL_PAGE_BYTES
 from transfer.slabs import PageSource, SlabPool
 

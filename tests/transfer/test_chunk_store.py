@@ -19,10 +19,10 @@ from tests.gpu.kernel_oracles import wide
 from tests.tolerances import CHUNK_BFLOAT16, FUSED_HALF_STEP, FUSED_READ
 from tests.transfer.chunk_cases import FILE_BYTES, LAYER_BYTES, LIMIT_KEY, MODEL, PLENTY, key_of, layers_of, open_folder
 from tests.transfer.chunk_cases import SHAPE as SMALL
-from transfer.chunks.file import ChunkFile
-from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, name_chunk
-from transfer.chunks.store import ChunkLease, ChunkStore, open_chunks
-from transfer.config import DocumentsConfig
+from transfer.chunks.chunk_file import ChunkFile
+from transfer.chunks.chunk_format import ChunkError, ChunkKey, ChunkShape, name_chunk
+from transfer.chunks.chunk_store import ChunkLease, ChunkStore, open_chunks
+from transfer.host_config import DocumentsConfig
 from transfer.host_memory import SMALL_PAGE_BYTES
 from transfer.slabs import PageSource, SlabPool
 
@@ -467,7 +467,7 @@ def test_a_host_that_refuses_pages_is_told_of_with_the_setting_of_documents(
     store.shutdown()
     host = Poisoned()
     host.is_refusing = True
-    monkeypatch.setattr("transfer.chunks.store.map_pages", host.map)
+    monkeypatch.setattr("transfer.chunks.chunk_store.map_pages", host.map)
     store = open_chunks(DocumentsConfig(folder=tmp_path, threads=1), PLENTY, MODEL, SMALL, is_pinned=False)
     lease = store.find(key_of(1))
     assert lease is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from transfer.machine import MachineError, MachineProfile, load_machine
-from transfer.rates import find_rates, keep_rates, with_rates
+from transfer.machine_rates import find_rates, keep_rates, with_rates
 
 MACHINES = Path(__file__).parents[2] / "deploy" / "machines"
 

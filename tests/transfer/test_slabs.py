@@ -9,8 +9,8 @@ import pytest
 
 from transfer.host_memory import HUGE_PAGE_BYTES, SMALL_PAGE_BYTES, slab_bytes
 from transfer.host_pages import allowed_nodes, interleave_thread, map_pages
+from transfer.host_tier import HostMemoryError
 from transfer.slabs import PageSource, SlabPool
-from transfer.tier import HostMemoryError
 
 SIZE = SMALL_PAGE_BYTES
 LIMIT = 8 * SIZE

@@ -27,7 +27,7 @@ def test_a_parallel_function_with_more_threads_leaves_torch_its_own():
     program = """
 import torch
 before = torch.get_num_threads()
-from cpu.rates import measure_read_rate
+from cpu.memory_rates import measure_read_rate
 assert measure_read_rate(3, 2**20) > 0
 print(before, torch.get_num_threads())
 """

@@ -13,7 +13,7 @@ from gpu.methods.kept import Kept
 from gpu.methods.mac.settings import MacSettings
 from gpu.methods.method import Footprint, RingMethod
 from gpu.model.architecture import Architecture
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 
 COUNTERS = {
     "reuse_tries": Counter("query heads of rows that looked for a match", by_layer=True),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from gpu.model.architecture import Architecture
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 LayerTau = float | Literal["off"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 SelectionName = Literal["exact", "tree", "estimated"]
 DEFAULT_K: dict[Any, int] = {"exact": 64, "tree": 64, "estimated": 128}

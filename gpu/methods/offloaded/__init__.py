@@ -5,7 +5,7 @@ from typing import Any
 from gpu.methods.kept import OFFLOAD_KEYS, Kept, keep_as_set
 from gpu.methods.method import Method
 from gpu.model.architecture import Architecture
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.reading import Reading
 
 

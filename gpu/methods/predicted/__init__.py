@@ -15,7 +15,7 @@ from gpu.methods.kept import OFFLOAD_KEYS, Kept, join_kept, keep_as_set
 from gpu.methods.method import Footprint, ReadCost, RingMethod
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.places import COLUMNS
 from transfer.reading import Reading
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS

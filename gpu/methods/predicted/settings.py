@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from gpu.model.architecture import Architecture
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 from transfer.tier_shape import BLOCK_TOKENS
 
 

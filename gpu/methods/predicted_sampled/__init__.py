@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu.methods.predicted import Predicted
 from gpu.methods.predicted_sampled.settings import PredictedSampledSettings
-from transfer.config import HostConfig
+from transfer.host_config import HostConfig
 from transfer.reading import Reading
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gpu.methods.device_side import DeviceSide, LayerReads, Site
 from gpu.methods.sampled.encode import Hyperplanes, draw_hyperplanes, encode_keys, encode_queries
-from transfer.config import SampledConfig
+from transfer.host_config import SampledConfig
 
 
 def make_device_side(settings: SampledConfig, site: Site) -> DeviceSide:

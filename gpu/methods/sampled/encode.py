@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections
 from gpu.operations.arguments import check, runs_on_triton
-from transfer.config import SampledConfig
+from transfer.host_config import SampledConfig
 
 COLUMN_STEP = 32
 """Columns of a plane are a multiple of this."""

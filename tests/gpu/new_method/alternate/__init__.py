@@ -6,7 +6,7 @@ from gpu.methods.counters import Counter, SavedReads, Share
 from gpu.methods.kept import OFFLOAD_KEYS, keep_as_set
 from gpu.methods.method import Footprint, Method, ReadCost
 from transfer.reading import Reading
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 
 class AlternateSettings(Settings):

@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from transfer.chunks.file import ChunkFile, read_bytes, write_bytes
-from transfer.chunks.format import (
+from transfer.chunks.chunk_file import ChunkFile, read_bytes, write_bytes
+from transfer.chunks.chunk_format import (
     ChunkError,
     ChunkKey,
     ChunkShape,

@@ -15,15 +15,15 @@ from threading import Lock
 
 import numpy as np
 
-from transfer.chunks.file import ChunkFile
-from transfer.chunks.folder import ChunkFolder
-from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, layer_ranges
+from transfer.chunks.chunk_file import ChunkFile
+from transfer.chunks.chunk_folder import ChunkFolder
+from transfer.chunks.chunk_format import ChunkError, ChunkKey, ChunkShape, layer_ranges
 from transfer.chunks.readers import Readers
-from transfer.config import DocumentsConfig
+from transfer.host_config import DocumentsConfig
 from transfer.host_memory import slab_bytes
 from transfer.host_pages import Pages, map_pages, pin_pages, unpin_pages
+from transfer.host_tier import HostMemoryError
 from transfer.slabs import GIB, PageSource, Slab, SlabPool
-from transfer.tier import HostMemoryError
 
 MAX_MAPPING_THREADS = 4
 

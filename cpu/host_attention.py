@@ -15,20 +15,21 @@ import numpy as np
 from torch import Tensor
 
 from cpu import (
+    ask_turns,
     collision,
     context,
-    errors,
     exclusions,
     lookup,
-    parts,
+    part_attention,
+    piece_plan,
     pieces,
-    plan,
-    rows,
+    row_products,
+    sample_errors,
     softmax,
     stages,
-    turns,
     workspace,
 )
+from cpu.ask_turns import BOARD_INT64, INSIDE, TURN, start_when_asked, take_turns
 from cpu.collision import log_weights
 from cpu.context import (
     ALL_ATTENDED_NS,
@@ -72,13 +73,12 @@ from cpu.context import (
     set_arrays,
     set_shape,
 )
-from cpu.errors import COLUMNS as SUM_COLUMNS
-from cpu.errors import ERRORS, draw_direction
 from cpu.lookup import COUNTER_MARGIN, SPANS
+from cpu.piece_plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
 from cpu.pieces import BEGIN, END, PIECE, REQUEST, STRIPE_TOKENS, TOKENS
-from cpu.plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
-from cpu.rows import BLOCK_ROWS, COLUMNS
-from cpu.turns import BOARD_INT64, INSIDE, TURN, start_when_asked, take_turns
+from cpu.row_products import BLOCK_ROWS, COLUMNS
+from cpu.sample_errors import COLUMNS as SUM_COLUMNS
+from cpu.sample_errors import ERRORS, draw_direction
 from cpu.workspace import (
     BEGAN_NS,
     INDEX_BYTES,
@@ -107,14 +107,15 @@ COMPILED = (take_turns, start_when_asked)
 
 
 _MODULES = (
-    collision, context, emission, errors, exchange, exclusions, lookup, memory, parts, pieces, plan, region, rows,
-    softmax, stages, team, turns, values, vectors, workspace,
+    ask_turns, collision, context, emission, exchange, exclusions, lookup, memory, part_attention, piece_plan, pieces,
+    region, row_products, sample_errors, softmax, stages, team, values, vectors, workspace,
 )  # fmt: skip
 
 
 @lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
 def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> Any:
-    """Compile `turns.take_turns` to a C function of the context's address. numba's file cache looks at this file and at
+    """Compile `ask_turns.take_turns` to a C function of the context's address. numba's file cache looks at this file
+    and at
     the arguments here; `version` stands for the sources of all callees.
     """
 
@@ -128,7 +129,7 @@ def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int)
 
 @cache
 def _compile_start(version: int) -> Any:
-    """Compile `turns.start_when_asked` in the same way."""
+    """Compile `ask_turns.start_when_asked` in the same way."""
 
     @numba.njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
     def start_asked(work, threads, context, gate):  # type: ignore[no-untyped-def]
@@ -144,7 +145,7 @@ class HostPartial(NamedTuple):
     heads]`, tokens that the partial stands for. rows: keys read (as many values), a row shared by a group once; keys:
     scored, over all heads; index_bytes: read of hash tables. lookup_ns, sampled_ns: times of the first thread in the
     stage of lookups and exact parts, and in that of samples. errors: float32 `[requests, heads, ERRORS]` of
-    `cpu.errors`, or None.
+    `cpu.sample_errors`, or None.
     """
 
     out: np.ndarray

@@ -1,4 +1,4 @@
-"""Implement the host tier (`transfer.tier.HostTier`): contexts in the CPU's memory, and attention over them.
+"""Implement the host tier (`transfer.host_tier.HostTier`): contexts in the CPU's memory, and attention over them.
 
 With fixed residence answers depend on the sequence of calls alone, never on when copies land or tables are built.
 """
@@ -9,21 +9,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cpu.attention import HostAttention
 from cpu.audits import Audits, ErrorCounts
 from cpu.builder import Builder
 from cpu.cores import share_cores
 from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention, answer_step
 from cpu.growth import Growth, SegmentReservation
+from cpu.host_attention import HostAttention
 from cpu.host_context import Context
 from cpu.segment import ROW_TYPES
-from cpu.store import SegmentStore
-from transfer.config import ErrorsConfig
+from cpu.segment_store import SegmentStore
 from transfer.exchange import ExchangeSlot
+from transfer.host_config import ErrorsConfig
 from transfer.host_pages import map_pages, pin_pages, unpin_pages
-from transfer.reading import Reading
-from transfer.slabs import PageSource, SlabPool
-from transfer.tier import (
+from transfer.host_tier import (
     Answered,
     Ask,
     Attention,
@@ -34,6 +32,8 @@ from transfer.tier import (
     Reservation,
     TierShape,
 )
+from transfer.reading import Reading
+from transfer.slabs import PageSource, SlabPool
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from transfer.settings import Settings
+from transfer.settings_model import Settings
 
 MAX_BITS_PER_TABLE = 16  # codes are uint16
 LEAST_AHEAD_BYTES = 2**30  # of chunks that are computed before they are on disk, whatever is kept of them in memory

@@ -7,7 +7,6 @@ for each sample; of an exact part, each row that is not excluded once.
 import numba
 import numpy as np
 
-from cpu.errors import add_deviations, add_variances, keep_products, note_top
 from cpu.exclusions import next_covered
 from cpu.pieces import (
     BEGIN,
@@ -22,7 +21,7 @@ from cpu.pieces import (
     VALUE_SCALE,
     VALUES,
 )
-from cpu.rows import (
+from cpu.row_products import (
     AHEAD_ROWS,
     BLOCK_ROWS,
     add_rows,
@@ -32,6 +31,7 @@ from cpu.rows import (
     score_rows,
     score_samples,
 )
+from cpu.sample_errors import add_deviations, add_variances, keep_products, note_top
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
 from cpu.workspace import PART_SAMPLES, excluded_at, is_full, is_wanted, query_at
 from transfer.simd.memory import load_float32, store_float32

@@ -5,7 +5,7 @@ A file that is renamed, set aside or evicted while it is open is still read to i
 
 import os
 
-from transfer.chunks.format import ChunkError, ChunkKey, ChunkShape, checksum, header_bytes, layer_ranges
+from transfer.chunks.chunk_format import ChunkError, ChunkKey, ChunkShape, checksum, header_bytes, layer_ranges
 
 
 class ChunkFile:

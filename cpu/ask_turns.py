@@ -29,7 +29,7 @@ from cpu.context import (
     open_context,
     open_row,
 )
-from cpu.plan import NOT_ASKED, PLANNED, make_plan
+from cpu.piece_plan import NOT_ASKED, PLANNED, make_plan
 from cpu.stages import attend_as
 from cpu.workspace import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, TOKENS_COVERED, WAITED_NS
 from transfer.exchange import LOOKS, await_rows

@@ -13,11 +13,11 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 
 from cpu.builder import PIECE_TOKENS, Builder, BuildJob, Pace
-from cpu.jobs import Source, build_layer, copy_layer
 from cpu.segment import Centre, Fill, Segment, TableState
+from cpu.segment_jobs import Source, build_layer, copy_layer
 from transfer.host_memory import bytes_of_centre, lay_out_layer
+from transfer.host_tier import Filled, TierShape
 from transfer.slabs import SlabPool
-from transfer.tier import Filled, TierShape
 
 POLL_S = 0.05  # a copy that waits for rows to land lets its thread do other work this often
 

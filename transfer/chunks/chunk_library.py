@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
-from transfer.chunks.format import ChunkKey, has_finite_scales
-from transfer.chunks.store import ChunkLease, ChunkStore
-from transfer.config import LEAST_AHEAD_BYTES
+from transfer.chunks.chunk_format import ChunkKey, has_finite_scales
+from transfer.chunks.chunk_store import ChunkLease, ChunkStore
+from transfer.host_config import LEAST_AHEAD_BYTES
 from transfer.host_pages import Pages
 
 log = logging.getLogger(__name__)
