@@ -1,4 +1,4 @@
-"""An engine in a benchmark's own process runs as it does in the process that serves one.
+"""Run an engine in a benchmark's own process as it runs in the process that serves one.
 
 Threads hand the interpreter over as often there, and collections do not look at what stands before the first request:
 the whole of it takes longer than a token does. Invariant: the interpreter is left as it was found.
@@ -14,7 +14,7 @@ from scheduler.engine.engine_process import HANDOVER_SECONDS
 
 @contextmanager
 def interpreter_as_served() -> Iterator[None]:
-    """From when an engine is loaded until it ends."""
+    """Set the interpreter as a serving process does, from when an engine is loaded until it ends."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(HANDOVER_SECONDS)
     gc.collect()

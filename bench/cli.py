@@ -1,4 +1,6 @@
-"""The `tandem bench` group. Each command imports what it measures when it runs, so that listing them is quick."""
+"""Name the commands of `tandem bench`. Each command imports what it measures when it runs, so that listing them is
+quick.
+"""
 
 import typer
 

@@ -121,7 +121,7 @@ def documents(
 
 
 def load_with_host(config: Path, console: Console) -> "Deployment":
-    """Raises BadParameter where it has no `host` section."""
+    """Load a deployment that has a `host` section. Raises BadParameter where it has none."""
     from server.deployment import load_deployment
 
     warn_if_busy(console)
@@ -133,7 +133,7 @@ def load_with_host(config: Path, console: Console) -> "Deployment":
 
 @contextmanager
 def failures_told() -> Iterator[None]:
-    """A wrong result, or a profile that there cannot be, ends with status 1 and no number."""
+    """End with status 1 and no number where a result is wrong or a profile does not exist."""
     from bench.rows import GateError
     from gpu.profiles import ProfileError
     from scheduler.sequences.capacity import TooLargeError

@@ -1,7 +1,7 @@
-"""Greedy decoding through a Runner with a plan of its own making, and one prompt: the engine's loop without requests.
+"""Decode greedily through a Runner, with plans of its own and one prompt: the engine's loop without requests.
 
-Knows the contract between scheduler and runner, and nothing of HTTP or scheduling. As the engine does, it launches a
-step before it collects the one before on CUDA, and takes one at a time on the CPU. All sequences have one length.
+As the engine does, it launches a step before it collects the one before on CUDA, and takes one at a time on the CPU.
+All sequences have one length.
 """
 
 import time
@@ -97,8 +97,8 @@ def decode(runner: Runner, prompts: np.ndarray, steps: int) -> Decoded:
 
 
 def prefill_ms(runner: Runner, prompt: np.ndarray, chunk_tokens: int) -> float:
-    """Of a prompt, int32 `[tokens]`, in units of so many tokens, layer by layer, to its first token; its slot is free
-    again after.
+    """Return the milliseconds of a prompt, int32 `[tokens]`, in units of so many tokens, to its first token. Its slot
+    is free again after.
     """
     length, has_windows = len(prompt), runner.pool.windows.shape.count > 0
     plan = StepPlan(

@@ -1,4 +1,4 @@
-"""Times prompts whose documents are stored: first tokens by policy and by where chunks are, `tandem bench documents`.
+"""Time prompts whose documents are stored: first tokens by policy and by where chunks are, `tandem bench documents`.
 
 Chunks of 512 random tokens in an order of their own each time, text in front and a question behind. They are read from
 host memory, from the page cache, or from the disk (dropped from the page cache before). Beside that: the choice of
@@ -71,9 +71,9 @@ class DocumentsBenchmark:
 def run_documents_benchmark(
     benchmark: DocumentsBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
-    """The rows so far, after each kind and length. Raises GateError before anything is timed, UnknownLabelError for a
-    policy that there is not and for vanilla alone, ProfileError likewise, TooLargeError for what this deployment cannot
-    do.
+    """Yield the rows so far, after each kind and length. Raises GateError before anything is timed, UnknownLabelError
+    for a policy that there is not and for vanilla alone, ProfileError likewise, TooLargeError for what this deployment
+    cannot do.
     """
     began = time.monotonic()
     if benchmark.profile is not None:
@@ -129,7 +129,9 @@ class _Bench:
         self._whole: dict[int, Times] = {}  # by length
 
     def check(self) -> None:
-        """A chunk alone, and computed: the same tokens are drawn. Then all chunks are stored."""
+        """Require that a chunk alone draws the tokens that computing it draws, and store all chunks. Then all chunks
+        are stored.
+        """
         (ids,) = self._draw_chunks(1)
         span = [ChunkSpan(0, len(ids))]
         whole = self._answer(ids, [], None, EXACT, 4)
@@ -146,7 +148,7 @@ class _Bench:
         require(not stored[0].reason, f"all chunks are stored: {stored[0].reason}")
 
     def parts(self) -> Iterator[Iterator[Row]]:
-        """What is measured, in this order: rows are measured as they are taken."""
+        """Return what is measured, in this order: rows are measured as they are taken."""
         lengths, places = self._benchmark.lengths, self._benchmark.places
         yield (self.selection_row(length) for length in lengths)
         yield from (self.first_token_rows(length, "memory") for length in lengths)
@@ -156,7 +158,7 @@ class _Bench:
             yield from (self.first_token_rows(length, place) for length in lengths)
 
     def selection_row(self, length: int) -> Row:
-        """Scores of a question over a layer's keys, and the choice."""
+        """Return scores of a question over a layer's keys, and the choice."""
         shape, dtype = self._architecture, torch.bfloat16 if self._device.type == "cuda" else torch.float32
         query = torch.randn(QUESTION_TOKENS, shape.num_heads, shape.dim, dtype=dtype, device=self._device)
         keys = torch.randn(shape.num_kv_heads, length, shape.dim, dtype=dtype, device=self._device)
@@ -176,7 +178,7 @@ class _Bench:
         )  # fmt: skip
 
     def first_token_rows(self, length: int, place: Place) -> Iterator[Row]:
-        """Of all policies; the first time, of the whole prompt before them."""
+        """Yield first tokens by policy; the first time is of the whole prompt before them."""
         if length not in self._whole:
             floor, floor_ms = self._floor(length, None)
             announce(self._console, f"{VANILLA}, {length:,} tokens", floor, floor_ms)
@@ -186,7 +188,7 @@ class _Bench:
             yield self._first_token_row(label, length, fusion, place, EXACT)
 
     def turn_rows(self, length: int) -> Iterator[Row]:
-        """The next turn of a conversation about documents, and the first one by another profile's prefill."""
+        """Yield the next turn of a conversation about documents, and the first one by another profile's prefill."""
         label, fusion = self._first
         if self._benchmark.profile is not None:
             yield self._first_token_row(label, length, fusion, "memory", self._benchmark.profile)
@@ -225,7 +227,7 @@ class _Bench:
             yield row
 
     def _decode(self, length: int, fusion: Fusion, batch: int) -> tuple[Timing, int]:
-        """Milliseconds of a step of so many prompts, and the pages that they hold meanwhile."""
+        """Return milliseconds of a step of so many prompts, and the pages that they hold meanwhile."""
         waiting = set()
         for number in range(batch):
             prompt, spans = self._prompt(length, number)
@@ -255,7 +257,7 @@ class _Bench:
         return self._row(name, shape, times, floor, floor_ms, whole, {"ratio": fusion.ratio})
 
     def _time(self, length: int, fusion: Fusion | None, place: Place, profile: str) -> Times:
-        """Milliseconds to the first token; out of memory, one run before the others warms up."""
+        """Return milliseconds to the first token; out of memory, one run before the others warms up."""
         num_warmups = 1 if place == "memory" else 0
         times = []
         for number in range(num_warmups + self._benchmark.repeats):
@@ -277,7 +279,7 @@ class _Bench:
         return 1e3 * (time.perf_counter() - began)
 
     def _prompt(self, length: int, order: int) -> tuple[list[int], list[ChunkSpan]]:
-        """Token ids of a prompt with chunks in this order, and their places."""
+        """Return token ids of a prompt with chunks in this order, and their places."""
         chunks = self._chunks[: self._num_chunks(length)]
         token_ids, spans = self._ids(FRONT_TOKENS), []
         for chunk in random.Random(order).sample(chunks, len(chunks)):
@@ -320,7 +322,7 @@ class _Bench:
         return (length - FRONT_TOKENS - QUESTION_TOKENS) // CHUNK_TOKENS
 
     def _floor(self, length: int, fusion: Fusion | None) -> tuple[str, float]:
-        """In words, and milliseconds."""
+        """Return the floor in words and in milliseconds."""
         model, num_chunks = self._architecture, self._num_chunks(length)
         num_stored = num_chunks * CHUNK_TOKENS
         num_tokens, plan = FRONT_TOKENS + QUESTION_TOKENS + num_stored, None

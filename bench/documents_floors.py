@@ -1,6 +1,6 @@
-"""What a prompt with documents takes at best: FLOPs of what is computed, bytes of rows that go to the device.
+"""Compute what a prompt with documents takes at best: FLOPs that are computed, and bytes that go to the device.
 
-It refuses to know engines and times. Tokens that were chosen may be any, so they see half of the prompt on average.
+Tokens that were chosen may be any, so they see half of the prompt on average.
 """
 
 import os
@@ -17,7 +17,7 @@ from transfer.chunks.chunk_format import ChunkKey, ChunkShape
 def plan_bench_prompt(
     fusion: Fusion, front_tokens: int, num_chunks: int, chunk_tokens: int, num_tokens: int, model: Architecture
 ) -> FusionPlan | None:
-    """Chunks of the same length one behind another, text in front and behind."""
+    """Return chunks of the same length one behind another, text in front and behind."""
     key = ChunkKey("", chunk_tokens, "")
     begins = range(front_tokens, front_tokens + num_chunks * chunk_tokens, chunk_tokens)
     chunks = [PlacedChunk(begin, begin + chunk_tokens, key) for begin in begins]
@@ -29,7 +29,9 @@ def plan_bench_prompt(
 def fused_cost(
     model: Architecture, num_tokens: int, plan: FusionPlan | None, shape: ChunkShape, num_chunk_tokens: int
 ) -> tuple[float, int]:
-    """FLOPs that a prompt's first token takes, and bytes that go to the device. Chosen tokens see half the prompt."""
+    """Return FLOPs that a prompt's first token takes, and bytes that go to the device. Chosen tokens see half the
+    prompt.
+    """
     width, layers = model.num_heads * model.dim, model.num_layers
     full_layers = layers if plan is None else plan.select_layer
     flops = full_layers * (2.0 * num_tokens * model.num_layer_weights + 2.0 * width * num_tokens**2)

@@ -1,4 +1,5 @@
-"""`tandem bench engine`: the time of a decode step through the Runner, next to the floor of its weights and to a peer.
+"""Run `tandem bench engine`: the time of a decode step through the Runner, next to the floor of its weights and to a
+peer.
 
 Floor: bytes of the weights that a step reads, over the measured rate of reading them. On the CPU that rate is the
 better one of a stream from memory and of a buffer as large as the weights, which may live in the cache. The peer runs
@@ -88,13 +89,13 @@ class EngineBenchmark:
 
     @property
     def kind(self) -> str:
-        """Of the weights, as rows name it."""
+        """Return the format of the weights, as rows name it."""
         return (self.weights or self.dtype) + (f" by {self.products}" if self.products != "own" else "")
 
 
 def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[Row]:
-    """A row for each batch size, on CUDA one more for its bare graph, and one for each prompt. Raises GateError or
-    ModelError.
+    """Return a row for each batch size, on CUDA one more for its bare graph, and one for each prompt. Raises GateError
+    or ModelError.
     """
     device, dtype = torch.device(benchmark.device), DTYPES[benchmark.dtype]
     torch.set_num_threads(benchmark.threads)
@@ -236,7 +237,7 @@ def _prefill_ms(client: Client, length: int) -> float:
 
 
 def measure_floor_rates(weight_bytes: int, threads: int, device: torch.device) -> tuple[dict[str, float], float]:
-    """All measured rates, and the one in GB/s at which this device can read the weights at best."""
+    """Return all measured rates, and the one in GB/s at which this device can read the weights at best."""
     if device.type == "cuda":
         rates = measure_device_rates(device)
         return rates, rates["device_stream_gb_s"]
@@ -245,7 +246,7 @@ def measure_floor_rates(weight_bytes: int, threads: int, device: torch.device) -
 
 
 def draw_prompts(batch: int, prompt_tokens: int, vocab_size: int) -> np.ndarray:
-    """Different prompts of one length, int32 `[batch, prompt_tokens]`, the same ones every time."""
+    """Return different prompts of one length, int32 `[batch, prompt_tokens]`, the same ones every time."""
     return np.random.default_rng(0).integers(0, vocab_size, (batch, prompt_tokens), dtype=np.int32)
 
 
@@ -308,7 +309,7 @@ def _summary(ours: Sequence[float], theirs: Sequence[float], peer: str, agreemen
 
 @torch.inference_mode()
 def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
-    """The step that was captured, without sampling and without the host: inputs are left as they were."""
+    """Return the step that was captured, without sampling and without the host: inputs are left as they were."""
     steps = runner.decode_steps
     places = [position] * batch
     steps.run(Batch(list(range(batch)), places, places, [None] * batch))

@@ -1,7 +1,4 @@
-"""The peer on checkpoints: transformers' `generate`, greedy, with the time of each of its steps.
-
-Knows transformers and nothing of this project's runner.
-"""
+"""Time transformers' greedy `generate`, step by step: the peer on checkpoints."""
 
 import time
 from dataclasses import dataclass
@@ -36,7 +33,7 @@ class HuggingFace:
     device: torch.device
 
     def generate(self, prompts: np.ndarray, steps: int) -> tuple[np.ndarray, list[float]]:
-        """Tokens int64 `[batch, 1 + steps]` and the milliseconds of each step after the prefill's.
+        """Return tokens int64 `[batch, 1 + steps]` and the milliseconds of each step after the prefill's.
 
         `prompts` int32 `[batch, tokens]`, all of one length. No token ends a text.
         """
@@ -52,7 +49,9 @@ class HuggingFace:
         return out[:, text.shape[1] :].cpu().numpy(), [1e3 * float(gap) for gap in np.diff(clock.marks)]
 
     def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> float:
-        """The share of `tokens` `[batch, steps]` that are this model's choice too, each after all those before it."""
+        """Return the share of `tokens` `[batch, steps]` that are this model's choice too, each after all those before
+        it.
+        """
         text = torch.from_numpy(np.concatenate([prompts, tokens], 1).astype(np.int64)).to(self.device)
         with torch.inference_mode():
             chosen = self.model(text).logits[:, prompts.shape[1] - 1 : -1].argmax(-1)
@@ -60,7 +59,7 @@ class HuggingFace:
 
 
 def load_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> HuggingFace:
-    """From `folder`, with nothing that ends a text early."""
+    """Load a folder, with nothing that ends a text early."""
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     model.generation_config.eos_token_id = None

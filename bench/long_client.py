@@ -1,7 +1,7 @@
-"""The client of `bench.long_context`: requests to an engine in this process, stepped by hand, and steps' counters.
+"""Submit requests to an engine in this process, step it by hand, and count what its steps do.
 
-It refuses to know floors, peers and what is printed. Invariant: a time of decode is of steps that drew a token for each
-request of the batch, behind others that warmed it up.
+Invariant: a time of decode is of steps that drew a token for each request of the batch, behind others that warmed it
+up.
 """
 
 import time
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0)
 MIN_STEPS = 4  # measured, however long they take
 READY_S = 120.0  # until tables of all contexts stand, at most
 _WARMUP_STEPS = 4
-_SETTLING_STEPS = 16  # where they are short: so that it is settled who steps with whom
+_WARM_UP_STEPS = 16  # where they are short: rows have found whom they step with
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,17 @@ class Batch:
 
     @property
     def mean_ms(self) -> float:
-        """A step, of a batch's tokens: where rows step in both lanes the median may be of those of fewer rows."""
+        """Return the mean milliseconds of a step. Where rows step in both lanes, the median may be of steps with fewer
+        rows. Where rows step in both lanes, the median may be of steps with fewer rows. Where rows step in both lanes,
+        the median may be of steps with fewer rows.
+        """
         return sum(self.step_ms) / len(self.step_ms)
 
     @property
     def fraction_read(self) -> float:
-        """Of what all query heads have down; a row that a group reads together is read once."""
+        """Return the share of what all query heads have in host memory that was read; a row that a group reads together
+        counts once.
+        """
         return self.rows_read / max(self.rows_down, 1.0)
 
 
@@ -63,7 +68,7 @@ class Client:
         self._num_drawn = 0  # tokens that belong to the next step
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Random tokens, other ones at each call."""
+        """Return random tokens, other ones at each call."""
         self._number += 1
         tokens: list[int] = np.random.default_rng(self._number).integers(0, self.vocab_size, num_tokens).tolist()
         return tokens
@@ -83,14 +88,16 @@ class Client:
         return request_id
 
     def advance(self) -> list[Delta]:
-        """A step of the engine. Raises GateError where a request fails in it."""
+        """Advance the engine by a step. Raises GateError where a request fails in it. Raises GateError where a request
+        fails in it. Raises GateError where a request fails in it. Raises GateError where a request fails in it.
+        """
         deltas = self.engine.step()
         for delta in deltas:
             require(delta.error is None, f"request failed: {delta.error}")
         return deltas
 
     def until_first_token(self, request_id: str) -> float:
-        """Seconds until a request's first token; others go on."""
+        """Return seconds until a request's first token; others go on."""
         began = time.perf_counter()
         while True:
             for delta in self.advance():
@@ -98,9 +105,10 @@ class Client:
                     return time.perf_counter() - began
 
     def until_ready(self) -> float:
-        """Seconds until no row is left out of steps because its tables are being built: a 96K prompt's take seconds
-        behind its first token, and steps with fewer rows than there are requests are none of the batch. Raises
-        GateError where that takes longer than READY_S.
+        """Return the seconds until the tables of all rows are built. Until then a row is left out of steps: a 96K
+        prompt's take seconds behind its first token. Until then a row is left out of steps: a 96K prompt's take seconds
+        behind its first token. Until then a row is left out of steps: a 96K prompt's take seconds behind its first
+        token. Raises GateError where that takes longer than READY_S.
         """
         began = time.perf_counter()
         while not self._is_ready():
@@ -114,7 +122,7 @@ class Client:
         return all(ask is None or runner.is_ready(ask) for ask in asks)
 
     def finish(self, request_id: str) -> list[int]:
-        """All tokens of a request that has not begun."""
+        """Return all tokens of a request that has not begun."""
         tokens: list[int] = []
         while True:
             for delta in self.advance():
@@ -124,7 +132,9 @@ class Client:
                         return tokens
 
     def prompt_logprobs(self, prompt: list[int], profile: str, sampling: SamplingParams) -> list[Logprob]:
-        """Of each token of `prompt` but the first, computed by a prefill; `sampling` says how many others are named."""
+        """Return the log probabilities of each token of `prompt` but the first, computed by a prefill; `sampling` says
+        how many others are named.
+        """
         request_id = self.submit(prompt, 0, profile, sampling)
         while True:
             for delta in self.advance():
@@ -133,13 +143,13 @@ class Client:
                     return delta.prompt_logprobs
 
     def steps(self, batch: int, count: int, limit_s: float) -> Batch:
-        """Timed steps of `batch` requests: `count`, or those that begin within `limit_s` seconds and MIN_STEPS.
+        """Time steps of `batch` requests: `count`, or those that begin within `limit_s` seconds and MIN_STEPS at least.
 
         Tables of all rows stand by then. Steps that warm up come before, half as long at the most or _WARMUP_STEPS.
         """
         ready_ms, self._num_drawn = 1e3 * self.until_ready(), 0
         warm_up = time.perf_counter()
-        for number in range(_SETTLING_STEPS):
+        for number in range(_WARM_UP_STEPS):
             if number < _WARMUP_STEPS or time.perf_counter() - warm_up < limit_s / 2:
                 self.step(batch)
         before, reused = self.host_stats(), self.reuse_counts()
@@ -155,12 +165,12 @@ class Client:
         return _difference(before, after, times, self.kept_tokens(), ready_ms, hits / tries if tries else None)
 
     def reuse_counts(self) -> tuple[int, int]:
-        """Query heads that looked for a match, and that found one, so far."""
+        """Return query heads that looked for a match, and that found one, so far."""
         counts = self.engine.stats().methods
         return sum(counts.get("reuse_tries", ())), sum(counts.get("reuse_hits", ()))
 
     def kept_tokens(self) -> int:
-        """Of what runs, tokens in host memory that have pages on the device as well."""
+        """Return the tokens in host memory that also have pages on the device."""
         scheduler = self.engine.scheduler
         contexts = [sequence.open_context for sequence in scheduler.roster.running]
         blocks = sum(context.num_resident for context in contexts if context is not None)
@@ -168,7 +178,7 @@ class Client:
 
     @contextmanager
     def fixed_residence(self) -> Iterator[None]:
-        """Meanwhile, what goes down leaves the device at once, so that the host is asked for all of it."""
+        """Evict offloaded tokens from the device at once meanwhile, so that the host is asked for all of them."""
         frontier = self.engine.scheduler.residence.frontier
         assert frontier is not None, "fixed residence: of an engine with a host tier"
         was, frontier.is_adaptive = frontier.is_adaptive, False
@@ -179,7 +189,7 @@ class Client:
 
     @contextmanager
     def one_in_flight(self) -> Iterator[None]:
-        """Meanwhile, no step is launched before the one before it is collected."""
+        """Collect each step before the next is launched meanwhile."""
         before, self.engine.most_in_flight = self.engine.most_in_flight, 1
         try:
             yield
@@ -188,7 +198,7 @@ class Client:
 
     @contextmanager
     def all_cores(self) -> Iterator[None]:
-        """Meanwhile, the host's answers leave no core to the thread that launches."""
+        """Let the host's answers take all cores meanwhile, the launching thread's too."""
         tier = self.engine._tier
         assert tier is not None, "cores: of an engine with a host tier"
         had, tier._cores = tier._cores, replace(tier._cores, launching=0)
@@ -198,8 +208,10 @@ class Client:
             tier._cores = had
 
     def step(self, batch: int) -> None:
-        """As many tokens as a step of `batch` requests draws, one for each, wherever these step. Raises GateError where
-        one request is gone, and with it its tokens.
+        """Step until as many tokens are drawn as a step of `batch` requests draws. Raises GateError where one request
+        is gone, and with it its tokens. Raises GateError where one request is gone, and with it its tokens. Raises
+        GateError where one request is gone, and with it its tokens. Raises GateError where one request is gone, and
+        with it its tokens.
         """
         while self._num_drawn < batch:
             for delta in self.advance():
@@ -208,14 +220,16 @@ class Client:
         self._num_drawn -= batch
 
     def host_stats(self) -> HostStats:
-        """With all that was launched so far."""
+        """Return the host tier's counters, with all that was launched so far."""
         self.engine._runner.decode_steps.drain()
         stats = self.engine.stats().host
         assert stats is not None, "the deployment has a host section"
         return stats
 
     def seconds(self) -> dict[str, float]:
-        """Seconds so far, on the host: of the tier's threads, and of each part of the steps that have a part on it."""
+        """Return seconds so far, on the host: of the tier's threads, and of each part of the steps that have a part on
+        it.
+        """
         stats = self.host_stats()
         hops = asdict(self.engine._runner.ask_times)
         return {"host_wait": stats.wait_seconds, "host_attend": stats.attend_seconds} | {
@@ -224,7 +238,7 @@ class Client:
 
     @contextmanager
     def watch_samples(self) -> Iterator[WatchedTier]:
-        """Meanwhile, what sampled steps ask and what the tier answers is remembered."""
+        """Remember what sampled steps ask and what the tier answers meanwhile."""
         steps = self.engine._runner.decode_steps
         asking = steps.asking
         assert asking is not None, "the deployment has a host section"
@@ -243,7 +257,7 @@ class Client:
         self.engine.step()
 
     def forget_contexts(self) -> None:
-        """Host memory of requests that are gone is free, and no later request begins with what they had."""
+        """Free the host memory of finished requests, so that no later request begins with their prefixes."""
         contexts = self.engine.scheduler.residence.contexts
         assert contexts is not None, "the deployment has a host section"
         while contexts.evict_idle([]):

@@ -1,4 +1,4 @@
-"""`tandem bench long`: contexts that outgrow the card, through the engine: prefill, decode by batch, the next turn.
+"""Run `tandem bench long`: contexts that outgrow the card, through the engine: prefill, decode by batch, the next turn.
 
 Drives the engine of a deployment in this process with prompts of random tokens, one profile after the other; the first
 profile is ours, the second its peer at the same batch, whose requests share one prompt where it reads all: a prefill
@@ -39,7 +39,7 @@ _QUESTION_TOKENS = 256  # of the second turn
 
 @dataclass(frozen=True, slots=True)
 class LongContextBenchmark:
-    """`context` tokens a prompt, `prompts` of them: further requests repeat them, and share what is down; `batches`
+    """`context` tokens a prompt, `prompts` of them: further requests repeat them, and share what is offloaded; `batches`
     ascending; `steps` measured at each, or as many as `seconds` have room for and MIN_STEPS at least; `turn` tokens of
     a first turn, or 0. `one_in_flight`: steps are timed again with each
     collected before the next is launched; `own_prompts`: those of a peer that reads all, too.
@@ -75,8 +75,9 @@ class Served:
 def run_long_context_benchmark(
     benchmark: LongContextBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
-    """After each profile the rows so far: prefill, batches, the first one's second turn. Raises GateError, before
-    anything is timed where the host path is wrong.
+    """Yield the rows so far after each profile: prefill, batches, the first one's second turn. Raises GateError before
+    anything is timed where the host path is wrong. Raises GateError, before anything is timed where the host path is
+    wrong.
     """
     served_profiles = resolve_profiles(deployment.profiles, deployment.host)
     profiles = [get_profile(name, served_profiles, "--profiles") for name in benchmark.profiles]
@@ -109,7 +110,7 @@ def run_long_context_benchmark(
 def _announce(
     console: Console, benchmark: LongContextBenchmark, profiles: Sequence[Profile], floors: LongFloors
 ) -> None:
-    """What is known before anything runs."""
+    """Print the floors before anything runs."""
     first = profiles[0]
     for profile in profiles:
         announce(console, f"prefill, {profile.name}", *floors.prefill(profile, benchmark.context))
@@ -158,8 +159,8 @@ def _serve(
 def _time_one_in_flight(
     client: Client, batch: int, benchmark: LongContextBenchmark, console: Console
 ) -> tuple[float, float]:
-    """Median milliseconds a step where each is collected before the next is launched, so that the device waits for
-    Python between them; and of as many behind these, launched ahead again.
+    """Return median milliseconds a step where each is collected before the next is launched, so that the device waits
+    for Python between them; and of as many behind these, launched ahead again.
     """
     timed = benchmark.steps, benchmark.seconds
     with client.one_in_flight():
@@ -170,7 +171,7 @@ def _time_one_in_flight(
 
 
 def _compare(served: dict[str, Served], console: Console) -> None:
-    """The last profile's steps with the first one's at the same batch."""
+    """Print the last profile's steps beside the first one's at the same batch."""
     (first, ours), (last, theirs) = next(iter(served.items())), list(served.items())[-1]
     for batch in ours.batches if first != last else ():
         ms, peer_ms = (summarise(one.batches[batch].step_ms).ms for one in (ours, theirs))
@@ -194,7 +195,9 @@ def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor, at
 
 
 def _take_turns(client: Client, benchmark: LongContextBenchmark, profile: str, console: Console) -> tuple[float, float]:
-    """First token of a second turn: over the first one's deposited prefix, and of as long a prompt never seen."""
+    """Return the seconds to the first token of a second turn: over the offloaded prefix of the first one, and of as
+    long a new prompt.
+    """
     prompt = client.prompt(benchmark.turn)
     answer = client.finish(client.submit(prompt, _ANSWER_TOKENS, profile, GREEDY))
     times = []
@@ -210,7 +213,7 @@ def _rows(
     benchmark: LongContextBenchmark, deployment: Deployment, served: dict[str, Served], floors: LongFloors,
     gate: dict[str, Agreement],
 ) -> list[Row]:  # fmt: skip
-    """Of all profiles so far; the first one's have the second as their peer."""
+    """Return the rows of all profiles so far; the first one's have the second as their peer."""
     model = deployment.model
     shape = model.random_weights or (model.path.name if model.path else "")
     common: dict[str, Any] = {

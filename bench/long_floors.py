@@ -1,8 +1,8 @@
-"""Floors of contexts that outgrow the card: a decode step, a prompt's prefill, a turn over a prefix that is down.
+"""Compute floors of contexts that outgrow the card: a decode step, a prompt's prefill, a turn over an offloaded prefix.
 
-Knows shapes, dtypes as they were resolved, and where tokens lie; refuses to know the engine. A floor counts what cannot
-be left out (bytes that are read or cross the link once, FLOPs of products) and divides it by rates that this machine
-was measured at. Weights and rows are read one after the other: what overlaps can beat a step's floor.
+A floor counts what cannot be left out (bytes that are read or cross the link once, FLOPs of products) and divides it by
+rates that this machine was measured at. Weights and rows are read one after the other: what overlaps can beat a step's
+floor.
 """
 
 from dataclasses import dataclass
@@ -48,16 +48,15 @@ class LongFloors:
     def decode(
         self, profile: Profile, context: int, batch: int, rows_read: float | None, kept_tokens: int = 0
     ) -> Floor:
-        """A step of `batch` rows. rows_read: keys that the CPU reads in it, and as many values; None: not counted yet,
-        and the floor is the device's part alone. kept_tokens: of all rows, those that the host has and the device
-        reads.
+        """Return the floor of a step of `batch` rows. rows_read: keys that the CPU reads in it, and as many values;
+        None: not counted yet, and the floor is the device's part alone.
         """
         return self._decode(profile, context, batch, rows_read, kept_tokens, self.rates["host_stream_gb_s"])
 
     def decode_as_attended(
         self, profile: Profile, context: int, batch: int, rows_read: float, kept_tokens: int
     ) -> Floor:
-        """Likewise, where the CPU reads rows as fast as its attention does at best, not as fast as any kernel."""
+        """Return the same where the CPU reads rows as fast as its attention does at best, not as fast as any kernel."""
         return self._decode(profile, context, batch, rows_read, kept_tokens, self.rates["host_attend_gb_s"])
 
     def _decode(
@@ -85,14 +84,18 @@ class LongFloors:
         return Floor(f"{text}, {rows_read:,.0f} rows over {host_gb_s:.0f} GB/s", ms)
 
     def prefill(self, profile: Profile, num_tokens: int) -> Floor:
-        """A prompt of `num_tokens`: its products, or its rows and codes on their way down, whichever takes longer."""
+        """Return the floor of a prompt of `num_tokens`: its products, or the offload of its rows and codes, whichever
+        takes longer.
+        """
         code_bytes = self.shape.num_tables * CODE_BYTES if profile.reading.has_tables else 0
         down_rows = self._deposited(profile, num_tokens) * self.step.host_rows_of_token
         num_bytes = down_rows * (self.step.host_row + code_bytes)
         return self._slower(self.step.flops(0, num_tokens), num_bytes, "down", "device_to_host_gb_s")
 
     def next_turn(self, profile: Profile, first_prompt: int, begin: int, end: int) -> Floor:
-        """Tokens `[begin, end)` over a prefix whose first prompt is down: products, or the rows on their way up."""
+        """Return the floor of tokens `[begin, end)` over an offloaded prefix: products, or the rows on their
+        way back.
+        """
         num_bytes = self._deposited(profile, first_prompt) * self.step.host_rows_of_token * self.step.host_row
         return self._slower(self.step.flops(begin, end), num_bytes, "up", "host_to_device_gb_s")
 
@@ -101,13 +104,13 @@ class LongFloors:
         return StepBytes(self.architecture, self.plan, self.shape)
 
     def _deposited(self, profile: Profile, num_tokens: int) -> int:
-        """Tokens of a prompt that are down."""
+        """Return the tokens of a prompt that are offloaded."""
         if not profile.offloads:
             return 0
         return self.capacity.of(profile.name).most_run_tokens(num_tokens)
 
     def _slower(self, flops: float, num_bytes: int, way: str, link: str) -> Floor:
-        """Where the device is the CPU, nothing crosses a link."""
+        """Return the slower of the two; where the device is the CPU, nothing crosses a link."""
         tflop_s = self.rates.get("bf16_matmul_tflop_s") or self.rates["host_matmul_tflop_s"]
         products = Floor(f"{flops / 1e12:.4g} TFLOP at {tflop_s:.3g} TFLOP/s", flops / tflop_s / 1e9)
         if link not in self.rates:
@@ -140,7 +143,9 @@ def measure_floors(config: EngineConfig) -> LongFloors:
 
 
 def _measure_cpu_device(plan: MemoryPlan, weight_bytes: int) -> dict[str, float]:
-    """`host_weights_gb_s`: of weights that may live in the cache; `host_matmul_tflop_s`: in the better dtype."""
+    """Measure `host_weights_gb_s`, of weights that may live in the cache, and `host_matmul_tflop_s`, in the better
+    dtype.
+    """
     torch.set_num_threads(plan.threads)
     return {
         "host_weights_gb_s": measure_read_rate(count_physical_cores(), min(weight_bytes, GIB)),

@@ -1,4 +1,4 @@
-"""The gate of `bench.long_context`: before anything is timed, answers over host memory are held against full attention.
+"""Hold answers over host memory against full attention before anything is timed.
 
 Requests of a few thousand tokens, as many at once as fill both half batches, are decoded greedily through each kind of
 hop step. Then the exact profile computes each prompt and its answer on the device, in one prefill, and says how
@@ -9,7 +9,7 @@ Over random tokens an average of values is nearly nothing, and a lost head would
 in stretches for `offloaded`, which reads all of them: an answer of a wrong layer or head, or one without a stretch, is
 off by several times the rounding. For `sampled` they are one token throughout: then all values are the same, and so is
 every sample's average. Which keys were sampled is not seen there: `bench.sample_gate` holds the answers of a few more
-steps, over random tokens, against the sample that there should be. It refuses to know floors and times.
+steps, over random tokens, against the sample that there should be.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from transfer.host_memory import TAIL_TOKENS
 ROWS = 3  # of a batch at most: a half batch of two, and one of one
 STRETCHES = 8
 STEPS = 32  # of the whole batch; requests that came before the last have drawn more
-MORE_TOKENS = 64  # than the shortest prompt that goes down and is sampled
+MORE_TOKENS = 64  # than the shortest prompt that is offloaded and sampled
 MOST_TOKENS = 512  # of an answer
 WATCHED_STEPS = 2
 _GREEDY = SamplingParams(temperature=0.0, num_logprobs=5)
@@ -76,7 +76,8 @@ class Agreement:
 def check_host_path(
     client: Client, capacity: HostCapacity, rows: str, profiles: Sequence[Profile], batch: int, console: Console
 ) -> dict[str, Agreement]:
-    """The agreement of each kind of steps over host memory that `profiles` use, and of `offloaded`, with the exact one.
+    """Return how far steps over host memory agree with exact ones, for each kind that `profiles` use and for
+    `offloaded`.
 
     rows: how the host keeps them; batch: the largest that will be timed. Raises GateError.
     """
@@ -110,8 +111,8 @@ def check_host_path(
 
 
 def check_samples(client: Client, name: str, num_tokens: int, rows: int, console: Console) -> SampleAgreement:
-    """Steps of so many requests, which share what is down of one prompt: each answer is held against the keys that
-    collide. Raises GateError.
+    """Hold each answer of sampled steps against the keys that collide, for as many requests that share one offloaded
+    prompt. Raises GateError.
     """
     prompt, request_ids = client.prompt(num_tokens), []
     for _ in range(rows):
@@ -135,20 +136,22 @@ def check_samples(client: Client, name: str, num_tokens: int, rows: int, console
 
 
 def _prompt_tokens(client: Client, capacity: HostCapacity, name: str) -> int:
-    """Of a prompt that goes down, if possible with enough rows at once for a sample, and fits the device whole."""
+    """Return the length of a prompt that is offloaded, large enough for a sample if possible, and that fits the device
+    whole.
+    """
     sampled = capacity.sink_tokens + capacity.window_tokens + TAIL_TOKENS
     most = min(client.longest_tokens["exact"], client.longest_tokens[name]) - STEPS
     num_tokens = min(max(capacity.resident_tokens, sampled) + MORE_TOKENS, most)
     require(
         capacity.prompt_end(num_tokens) > 0,
-        f"a prompt goes down from {capacity.resident_tokens + 1:,} tokens on, and exact and {name} have room for "
+        f"a prompt is offloaded from {capacity.resident_tokens + 1:,} tokens on, and exact and {name} have room for "
         f"{most:,} and an answer: nothing to compare; lower host.resident_tokens or raise gpu.kv_cache_gib",
     )
     return num_tokens
 
 
 def _decode(client: Client, prompts: Sequence[list[int]], profile: str) -> list[Answer]:
-    """Greedy answers of all prompts at once, each submitted when the one before has its first token."""
+    """Return greedy answers of all prompts at once, each submitted when the one before has its first token."""
     answers: dict[str, Answer] = {}
     for prompt in prompts:
         most = min(MOST_TOKENS, client.longest_tokens[profile] - len(prompt))

@@ -1,4 +1,4 @@
-"""Arguments of `tandem bench engine` and `tandem bench rates`, turned into benchmarks. Measures nothing itself."""
+"""Read the arguments of `tandem bench engine` and `tandem bench rates`."""
 
 import os
 import sys
@@ -97,7 +97,7 @@ def engine(
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """`1,8` to (1, 8). Raises BadParameter."""
+    """Parse `1,8` to (1, 8). Raises BadParameter."""
     try:
         batches = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -108,7 +108,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 
 def warn_if_busy(console: Console) -> None:
-    """Times of a machine that others use are theirs as much as ours."""
+    """Warn where others use the machine, since times are theirs as much as ours then."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > _BUSY_LOAD * cores:
         console.print(
@@ -119,7 +119,7 @@ def warn_if_busy(console: Console) -> None:
 def run_http(
     config: Path, streams: int, prompt_tokens: int, tokens: int, rounds: int, threads: int | None, console: Console
 ) -> "list[Row]":
-    """The HTTP benchmark on a deployment's file."""
+    """Run the HTTP benchmark on a deployment's file."""
     import torch
 
     from bench.engine import measure_floor_rates

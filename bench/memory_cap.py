@@ -1,7 +1,7 @@
-"""A card that is held to less memory than it has, so that a benchmark shows what a smaller one would.
+"""Hold a card to less memory than it has, so that a benchmark shows what a smaller one would.
 
-It refuses to know what is planned. Invariant: what torch allocates, graphs' memory included, and the reserve for CUDA's
-own, which torch cannot count, stay within the limit together; what would not ends in OutOfMemoryError.
+Invariant: what torch allocates, graphs' memory included, and the reserve for CUDA's own, which torch cannot count, stay
+within the limit together; what would not ends in OutOfMemoryError.
 """
 
 import torch
@@ -10,7 +10,9 @@ from gpu.memory.demand import CUDA_RUNTIME_BYTES
 
 
 def cap_memory(limit_bytes: int, device: torch.device) -> None:
-    """Of this process, until it ends or another limit is set. Without a GPU nothing is limited."""
+    """Limit what this process may allocate, until it ends or another limit is set. Without a GPU nothing is limited.
+    Without a GPU nothing is limited.
+    """
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory

@@ -1,4 +1,4 @@
-"""What HTTP costs: concurrent greedy streams through the real server, next to the same requests to the engine alone.
+"""Time what HTTP costs: concurrent greedy streams through the server beside the same requests to the engine alone.
 
 Starts `tandem serve` on a deployment as a subprocess, streams from it, ends it, then drives the engine's own loop in
 this process: the two never share the machine. Every round has prompts of its own, so that no cached prefix helps.
@@ -103,14 +103,14 @@ def run_http_benchmark(benchmark: HttpBenchmark, plan: ResolvedPlan, floor: Floo
 
 
 def draw_round(benchmark: HttpBenchmark, number: int) -> list[list[int]]:
-    """Prompts of one round, different from every other round's."""
+    """Return prompts of one round, different from every other round's."""
     shape = (benchmark.streams, benchmark.prompt_tokens)
     prompts: list[list[int]] = np.random.default_rng(number).integers(0, benchmark.vocab_size, shape).tolist()
     return prompts
 
 
 def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: int) -> Took:
-    """From submitting the streams to the last token."""
+    """Return seconds from submitting the streams to the last token."""
     requests = [
         EngineRequest(
             request_id=f"{number}-{index}",
@@ -136,7 +136,7 @@ def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: 
 
 
 async def _stream_all(url: str, benchmark: HttpBenchmark, number: int) -> Took:
-    """From sending the requests to the last token."""
+    """Return seconds from sending the requests to the last token."""
     client = Client(url, None, timeout_s=benchmark.load_timeout_s, retries=0)
     try:
         model = await client.find_model()
@@ -171,7 +171,7 @@ def _body(model: str, prompt: list[int], tokens: int) -> dict[str, Any]:
 
 @contextmanager
 def _serve(benchmark: HttpBenchmark) -> Iterator[str]:
-    """The address of a server that is healthy; it is ended with SIGTERM on leaving."""
+    """Start a server and give its address once it is healthy; end it with SIGTERM on leaving."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The peer on shapes without a checkpoint: the same decode step in plain torch (cuBLAS, SDPA), as one CUDA graph.
+"""Decode in plain torch (cuBLAS, SDPA) as one CUDA graph: the peer on shapes without a checkpoint.
 
 Written from the model's definition; shares the weights and the RoPE tables with the decoder, and no other code. KV is
 one static tensor a layer with a mask over its whole length, as graphs need it.
@@ -46,7 +46,8 @@ class PlainDecode:
 
     @torch.inference_mode()
     def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> float:
-        """The share of `tokens` `[batch, steps]` that are this model's choice too, each after all those before it.
+        """Return the share of `tokens` `[batch, steps]` that are this model's choice too, each after all those before
+        it.
 
         `prompts` int32 `[batch, tokens]`.
         """
@@ -121,7 +122,7 @@ class PlainDecode:
 
 
 def _mix(normed: Tensor, weights: ExpertWeights, experts: Experts) -> Tensor:
-    """The matrices that each token takes are gathered, as a graph needs it."""
+    """Gather the matrices that each token takes, as a graph needs it."""
     shares, ids = torch.softmax(normed.float() @ weights.router.float().t(), 1).topk(experts.per_token, 1)
     if experts.is_normalised:
         shares = shares / shares.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""`tandem bench prefill`: the first token of long prompts, through the engine, and of a conversation's next turn.
+"""Run `tandem bench prefill`: the first token of long prompts, through the engine, and of a conversation's next turn.
 
 For each profile and length two prompts of other tokens, one behind the other: the first one pins the host memory that
 it needs, the second finds it. The floor is the prompt's products (or its rows on their way down) over what this machine
@@ -42,7 +42,9 @@ class PrefillBenchmark:
 
 
 def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, console: Console) -> Iterator[list[Row]]:
-    """The rows so far, after each profile. Raises GateError before anything is timed where the host path is wrong."""
+    """Yield the rows so far, after each profile. Raises GateError before anything is timed where the host path is
+    wrong.
+    """
     served = resolve_profiles(deployment.profiles, deployment.host)
     profiles = [get_profile(name, served, "--profiles") for name in benchmark.profiles]
     floors = measure_floors(deployment)
@@ -90,7 +92,7 @@ class _Bench:
         return rows
 
     def _has_room(self, num_tokens: int) -> bool:
-        """Whether a prompt and its answer fit; says so where they do not."""
+        """Return whether a prompt and its answer fit; print it where they do not."""
         has_room = num_tokens + _ANSWER_TOKENS <= self.client.longest_tokens[self.profile.name]
         if not has_room:
             self.console.print(f"{self.profile.name}: {num_tokens:,} tokens do not fit", highlight=False)
@@ -118,7 +120,7 @@ class _Bench:
         return self._row("prefill", f"{length:,} tokens", floor, second, peer, extras)
 
     def _turn_row(self) -> Row:
-        """Of two conversations, the second one's next turn."""
+        """Return the row of a conversation's next turn, the second of two conversations."""
         benchmark, seconds = self.benchmark, 0.0
         for _ in range(2):
             prompt = self.client.prompt(benchmark.turn)
@@ -134,7 +136,7 @@ class _Bench:
         return self._row("next turn", shape, floor, seconds, None, {})
 
     def _peer_seconds(self, length: int) -> float | None:
-        """Of a prompt like the second one; None where nothing was chosen, or nothing but FlashAttention."""
+        """Return the seconds with FlashAttention alone; None where nothing else was chosen."""
         dense = self.client.engine._runner.dense
         choice = dense.choice
         if choice is None or not choice.least_past:
@@ -154,7 +156,7 @@ class _Bench:
         return seconds
 
     def _forget(self) -> None:
-        """What is down goes, so that the next prompt finds its room as this one did."""
+        """Free what the prompt offloaded, so that the next one finds its room as this one did."""
         self.client.forget_contexts()
 
     def _row(

@@ -1,7 +1,8 @@
-"""The machine's rates, measured: what every floor divides by. `tandem bench rates`, or this module with `--json`.
+"""Measure the machine's rates, which every floor divides by: `tandem bench rates`, or this module with `--json`.
+`tandem bench rates`, or this module with `--json`.
 
-Knows no model. A device's stream rate is the best that a sum over several GiB reaches, in torch and in a Triton kernel
-of a few lines: each byte is read once, nothing is written back.
+A device's stream rate is the best that a sum over several GiB reaches, in torch and in a Triton kernel of a few lines:
+each byte is read once, nothing is written back.
 """
 
 import argparse
@@ -34,7 +35,9 @@ UNITS = {"_tflop_s": "1 TFLOP", "_gflop_s": "1 GFLOP", "_gb_s": "1 GB"}
 
 @triton.jit
 def _sum_kernel(values, partial_sums, elements, programs, BLOCK: tl.constexpr):
-    """One int32 sum a program, over every `programs`-th block. Sums wrap, and are only there to be read for."""
+    """Sum int32 values, one sum a program, over every `programs`-th block. Sums wrap, and are only there to be read
+    for. Sums wrap, and are only there to be read for.
+    """
     program = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -50,9 +53,10 @@ def sum_stream(values: torch.Tensor, partial_sums: torch.Tensor, block: int, num
 
 
 def measure_device_rates(device: torch.device) -> dict[str, float]:
-    """By median. Of a CUDA device: `device_stream_gb_s` (read), `device_copy_gb_s` (read and written bytes together),
-    `host_to_device_gb_s` and `device_to_host_gb_s` (pinned), in 1e9 bytes a second, and `bf16_matmul_tflop_s`. Of the
-    CPU, whose memory `measure_host_rates` reads: `host_matmul_tflop_s`, in the better of float32 and bfloat16.
+    """Return median rates. Of a CUDA device: `device_stream_gb_s` (read), `device_copy_gb_s` (read and written bytes
+    together), `host_to_device_gb_s` and `device_to_host_gb_s` (pinned), in 1e9 bytes a second, and
+    `bf16_matmul_tflop_s`. Of the CPU, whose memory `measure_host_rates` reads: `host_matmul_tflop_s`, in the better of
+    float32 and bfloat16.
 
     Needs up to 5 GiB free on a CUDA device, for a few seconds.
     """
@@ -65,7 +69,7 @@ def measure_device_rates(device: torch.device) -> dict[str, float]:
 
 
 def measure_host_matmul(dtypes: Collection[torch.dtype]) -> float:
-    """TFLOP/s of a product of square matrices on torch's threads, in the better of `dtypes`.
+    """Return TFLOP/s of a product of square matrices on torch's threads, in the better of `dtypes`.
 
     A processor without instructions for a type takes a hundred times as long, seconds a product: small ones tell.
     """
@@ -126,12 +130,12 @@ def _rate(num_bytes: int, timing: Timing) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """The card, or the processor as it calls itself."""
+    """Return the name of the card or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else probe_machine().cpu
 
 
 def make_rows(rates: dict[str, float], num_bytes: int, names: dict[str, str]) -> list[Row]:
-    """A row for each rate: the time that one of its units takes. A rate is its own floor, and has no peer."""
+    """Return a row for each rate: the time that one of its units takes. A rate is its own floor, and has no peer."""
     rows = []
     for key, rate in rates.items():
         ms = 1e3 / rate

@@ -1,7 +1,7 @@
-"""Benchmark rows: a time next to its floor and its peer, measured, printed and written in one way.
+"""Measure, print and write benchmark rows: a time next to its floor and its peer.
 
-Knows no kernel and no model. Invariants: what bounds a number is printed before the number is measured; a result that
-failed its correctness gate is never reported; the last line on stdout is the rows as JSON.
+Invariants: what bounds a number is printed before the number is measured; a result that failed its correctness gate is
+never reported; the last line on stdout is the rows as JSON.
 """
 
 import json
@@ -48,7 +48,7 @@ class Row(BaseModel):
 
     @property
     def times_faster(self) -> float | None:
-        """Than the peer."""
+        """Return how many times faster than the peer."""
         return self.peer_ms / self.ms if self.peer_ms else None
 
 
@@ -60,13 +60,13 @@ class Timing:
 
 
 def summarise(milliseconds: Sequence[float]) -> Timing:
-    """Median and percentiles of one or more times."""
+    """Return median and percentiles of one or more times."""
     p10, median, p90 = np.percentile(np.asarray(milliseconds, np.float64), [10, 50, 90])
     return Timing(float(median), float(p10), float(p90))
 
 
 def measure(call: Callable[[], object], device: torch.device, num_warmups: int, num_repeats: int) -> Timing:
-    """Milliseconds of `call`: between CUDA events on its device, or on the host's clock.
+    """Return milliseconds of `call`: between CUDA events on its device, or on the host's clock.
 
     On CUDA the calls are launched back to back, so a call that launches slower than it runs is timed by its launches.
     """
@@ -90,7 +90,7 @@ def measure(call: Callable[[], object], device: torch.device, num_warmups: int, 
 
 
 def require(is_right: bool, what: str) -> None:
-    """The gate: raise GateError with `what` was wrong."""
+    """Raise GateError with what was wrong."""
     if not is_right:
         raise GateError(f"no number without a right result: {what}")
 
@@ -101,7 +101,7 @@ def announce(console: Console, name: str, floor: str, floor_ms: float) -> None:
 
 
 def report(rows: Sequence[Row], json_path: Path | None, console: Console) -> None:
-    """A table on the console, the list of rows in `json_path`, and the same JSON as stdout's last line."""
+    """Print a table, write the rows to `json_path`, and print the same JSON as stdout's last line."""
     console.print(_tabulate(rows))
     listed = [row.model_dump(mode="json") for row in rows]
     if json_path is not None:

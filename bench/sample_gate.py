@@ -1,4 +1,4 @@
-"""The gate of sampled steps: what the CPU answers must be what the paper's formulas make of the rows that are down.
+"""Require that the CPU's answers to sampled steps are what the paper's formulas make of the offloaded rows.
 
 A right sample may be far from full attention, over random weights as far as a sample of the wrong keys: so answers are
 not held against attention, but against the sample that there should be. The gate reads the rows of each context and
@@ -10,9 +10,8 @@ nothing here depends on the model. Measured, at 10 bits and 150 tables over 2,19
 with the reference model's: of right answers 100 % agree, with one wrong table of 150 28 to 51 %, with all codes
 flipped, rows one place off or a tenth of the tokens in other buckets 0 to 0.6 %.
 
-It refuses to know attention, tasks and tables: with what serves it shares the hyperplanes, and no code but the plain
-`encode_reference`. While it watches, asks of a step are answered one by one, as on the CPU, instead of in one call;
-that both are alike is a test's to hold.
+While it watches, asks of a step are answered one by one, as on the CPU, instead of in one call; that both are alike is
+a test's to hold.
 """
 
 from collections.abc import Sequence
@@ -111,7 +110,7 @@ class _Rows:
     """Rows of one context and layer, read back: what stands for them in float64, and their codes."""
 
     def __init__(self, parts: Sequence[LayerRows], projections: Projections) -> None:
-        """Keys are less their centre; codes are of keys as they are stored, whose scale does not matter."""
+        """Keep keys less their centre; codes are of keys as they are stored, whose scale does not matter."""
         stored = [part.keys.float() for part in parts]
         keys = [
             rows.double() if part.key_scale is None else rows.double() * part.key_scale.double()[:, None, None]
@@ -128,7 +127,7 @@ class _Rows:
         self._codes = encode_reference(torch.cat(stored, 1), projections).int()  # [kv_heads, tokens, tables]
 
     def attend(self, ask: Answer, projections: Projections) -> tuple[Tensor, Tensor, int]:
-        """Out float64 `[heads, dim]`, lse `[heads]`, and the keys that are read for it."""
+        """Return out float64 `[heads, dim]`, lse `[heads]`, and the keys that are read for it."""
         kv_heads, _, dim = self._keys.shape
         query = ask.query.double().view(kv_heads, -1, dim)  # [kv_heads, group, dim]
         codes = encode_reference(ask.query.float(), projections).int().view(kv_heads, -1, 1, projections.num_tables)
@@ -145,7 +144,7 @@ class _Rows:
 
 
 def _chance(cosine: Tensor, projections: Projections) -> Tensor:
-    """u of eq. (10); paper: K = bits_per_table, L = num_tables."""
+    """Return u of eq. (10); paper: K = bits_per_table, L = num_tables."""
     tables = projections.num_tables
     one = (1 - cosine.clamp(-1, 1).acos() / pi) ** projections.bits_per_table  # that a table agrees
     return 1 - (1 - one) ** tables - tables * one * (1 - one) ** (tables - 1)
@@ -169,7 +168,7 @@ def measure_samples(tier: CpuTier, asks: Sequence[Answer], counted_reads: int) -
 
 
 def require_samples(name: str, found: SampleAgreement) -> None:
-    """Raises GateError."""
+    """Require that each answer is the sample's own. Raises GateError."""
     require(
         found.agree >= AGREE,
         f"{name}: {found.agree:.1%} of {found.answers:,} answers are of the keys that collide; wanted {AGREE:.0%}",

@@ -1,4 +1,4 @@
-"""`python -m evals tasks ...`: the group `tandem eval` where nothing is installed but the packages it needs."""
+"""Run `python -m evals tasks ...`, as `tandem eval` does where nothing is installed but what it needs."""
 
 from evals.cli import app
 

@@ -1,4 +1,4 @@
-"""Judge whether a default holds, by its paired loss to full attention over all tasks that full attention can do.
+"""Judge whether a default holds: its paired loss to full attention, pooled over all tasks that full attention can do.
 
 The rule:
 - Tasks on which full attention scores STRONG_SCORE or more are pooled, prompt by prompt. The mean loss is at most
@@ -153,8 +153,8 @@ def _told(place: Place) -> str:
 
 
 def differences_of(row: Row | None) -> dict[float, int] | None:
-    """Paired differences in points with how many prompts have each; None where the row has none. Rows of before these
-    were kept have them where all scores are 0 or 1.
+    """Return paired differences in points with how many prompts have each; None where the row has none. Rows of before
+    these were kept have them where all scores are 0 or 1.
     """
     if row is None:
         return None
@@ -167,7 +167,7 @@ def differences_of(row: Row | None) -> dict[float, int] | None:
 
 
 def meant(rows: Iterable[Row], aim: Aim) -> list[str]:
-    """The methods of the rows that the aim is for, in their order."""
+    """Return the methods of the rows that the aim is for, in their order."""
     names = dict.fromkeys(row["method"] for row in rows if aim.length in (None, row["length"]))
     return [name for name in names if name.startswith(aim.methods) and name not in BASELINES]
 

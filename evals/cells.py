@@ -1,4 +1,4 @@
-"""What a run consists of: tasks at lengths under methods. No model, no torch."""
+"""Define what a run consists of: tasks at lengths under methods. No model, no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class PromptSettings:
 
     @property
     def text(self) -> str:
-        """What a row says of the text around the needles: files' names, nothing of what they hold."""
+        """Return what a row says of the text around the needles: files' names, nothing of what they hold."""
         return ",".join(path.name for path in self.text_files) or CHRONICLE
 
     def __post_init__(self) -> None:

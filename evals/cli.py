@@ -1,4 +1,4 @@
-"""The `tandem eval` group. Each command imports what it runs when it runs, so that listing them is quick."""
+"""Name the commands of `tandem eval`. Each command imports what it runs when it runs, so that listing them is quick."""
 
 import json
 from pathlib import Path
@@ -209,7 +209,7 @@ def fidelity(
 
 
 def print_fidelity(rows: list, layers: list, console: "Console") -> None:
-    """Two tables: what methods say, and what their layers lose."""
+    """Print two tables: what methods say, and what their layers lose."""
     from rich.table import Table
 
     from evals.report.page import number_text
@@ -244,7 +244,7 @@ def page(
     html: Annotated[Path, typer.Option("--html", help="the page to write")],
     title: Annotated[str, typer.Option("--title", help="its headline")] = "Quality against what is read",
 ) -> None:
-    """One self-contained HTML page of several runs: quality against reads, needle depths, errors a layer, rows."""
+    """Write one HTML page of several runs: quality against reads, needle depths, errors a layer, rows."""
     with one_line_errors():
         from evals.report.document import write_text
         from evals.report.page import page_of_documents

@@ -1,9 +1,8 @@
-"""Runs samples against any OpenAI-compatible URL, as raw completions or as chat, many at a time.
+"""Run samples against any OpenAI-compatible URL, as raw completions or as chat, many at a time.
 
-It knows HTTP and samples, no engine: a server of this project is called like any other. A sample with `meta["raw"]`
-holds its own special tokens and goes to `/completions` as it is; as chat, its turn is taken out of them and an answer
-prefix at the prompt's end is left off. The invariant: each sample comes back exactly once, as a text or as a failure
-with its reason; nothing is dropped, and no request is tried more than `max_retries + 1` times.
+A sample with `meta["raw"]` holds its own special tokens and goes to `/completions` as it is; as chat, its turn is taken
+out of them and an answer prefix at the prompt's end is left off. The invariant: each sample comes back exactly once, as
+a text or as a failure with its reason; nothing is dropped, and no request is tried more than `max_retries + 1` times.
 """
 
 import asyncio
@@ -66,7 +65,7 @@ class Refused(Exception):
 
 
 def request_body(endpoint: Endpoint, sample: Sample) -> dict[str, Any]:
-    """The JSON body for a sample: greedy, at most its max_new_tokens."""
+    """Return the JSON body for a sample: greedy, at most its max_new_tokens."""
     body: dict[str, Any] = {"model": endpoint.model, "temperature": 0.0, "max_tokens": sample.max_new_tokens}
     if sample.meta.get("stop"):
         body["stop"] = sample.meta["stop"]
@@ -78,7 +77,7 @@ def request_body(endpoint: Endpoint, sample: Sample) -> dict[str, Any]:
 
 
 def text_of(endpoint: Endpoint, payload: Any) -> str:
-    """The answer's text in a response; raises Refused where there is none."""
+    """Return the answer's text in a response; raises Refused where there is none."""
     try:
         first = payload["choices"][0]
         text = first["message"]["content"] if endpoint.mode == "chat" else first["text"]
@@ -88,7 +87,7 @@ def text_of(endpoint: Endpoint, payload: Any) -> str:
 
 
 async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample) -> str:
-    """One request; raises Refused for whatever is not an answer."""
+    """Send one request. Raises Refused for whatever is not an answer."""
     path = path_of(endpoint)
     try:
         async with asyncio.timeout(endpoint.timeout_s):
@@ -108,7 +107,9 @@ async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample
 
 
 async def ask(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample) -> Reply:
-    """The reply to a sample after as many tries as it takes and are allowed, with doubling waits between them."""
+    """Return the reply to a sample after as many tries as it takes and are allowed, with doubling waits
+    between them.
+    """
     wait_s = FIRST_WAIT_S
     for num_tries in range(1, endpoint.max_retries + 2):
         try:
@@ -142,14 +143,16 @@ async def probe(endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None) 
 
 
 def path_of(endpoint: Endpoint) -> str:
-    """Where its requests go, below the URL."""
+    """Return where its requests go, below the URL."""
     return "/chat/completions" if endpoint.mode == "chat" else "/completions"
 
 
 async def ask_all(
     endpoint: Endpoint, samples: Sequence[Sample], transport: httpx.AsyncBaseTransport | None
 ) -> AsyncIterator[Reply]:
-    """Replies as they come, in any order, at most endpoint.concurrency under way. transport: None for the network."""
+    """Return replies as they come, in any order, at most endpoint.concurrency under way. transport: None for the
+    network.
+    """
     headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
     limits = httpx.Limits(max_connections=endpoint.concurrency)
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=None, transport=transport) as client:

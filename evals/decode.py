@@ -1,8 +1,8 @@
-"""Prompts through a prefill once, then through any number of decode methods from the same KV.
+"""Prefill prompts once, then decode by any number of methods from the same KV.
 
-It knows no tasks and no text. Invariant: every method starts from the same cache and the same token: the prompt's last
-token is the first decode step, so even the first answer token is chosen under the method. Generated tokens overwrite
-those of the method before, behind the prompts' ends.
+Invariant: every method starts from the same cache and the same token: the prompt's last token is the first decode step,
+so even the first answer token is chosen under the method. Generated tokens overwrite those of the method before, behind
+the prompts' ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -143,7 +143,7 @@ class _Run:
         self.meter = ReadMeter(len(batch.lengths), batch.lengths.device)
 
     def step(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        """Logits after `tokens`; only rows in `active` are metered."""
+        """Return logits after `tokens`; only rows in `active` are metered."""
         self._lengths, self._longest = self._lengths + 1, self._longest + 1
 
         def attend(step: Step) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""How far a method's next-token distributions are from full attention's: agreement, and KL(full || method) in nats.
+"""Compare a method's next-token distributions with full attention's: agreement, and KL(full || method) in nats.
 
-It knows logits and logprobs, no method, engine or task. Invariant: distributions are compared position by position
-behind the same tokens. Of what an engine or a server says only its most likely tokens are known; all others count as
-one there, so that KL is a lower bound.
+Invariant: distributions are compared position by position behind the same tokens. Of what an engine or a server says
+only its most likely tokens are known; all others count as one there, so that KL is a lower bound.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A serving profile beside full attention on the same tokens, seen from outside: its logprobs, nothing of its layers.
+"""Compare a serving profile with full attention on the same tokens, by its log probabilities.
 
 Two stretches are compared. The end of a given text is computed by the profile's prefill; the tokens that the profile
 then chooses itself come from its decode steps, which is where most methods work. Full attention is the reference
@@ -45,7 +45,7 @@ Speaker = Callable[[Sequence[list[int]], int], list[Said]]
 
 
 def engine_speaker(engine: ServingEngine, profile: str) -> Speaker:
-    """Asks the engine of this process."""
+    """Ask the engine of this process."""
 
     def ask(texts: Sequence[list[int]], count: int) -> list[Said]:
         asks = [Ask(str(number), list(text), count, [], NUM_TOP) for number, text in enumerate(texts)]
@@ -60,7 +60,7 @@ def engine_speaker(engine: ServingEngine, profile: str) -> Speaker:
 
 
 def server_speaker(server: Server, method: str, model: Path) -> Speaker:
-    """Asks a URL by completions with `echo` and `logprobs`; tokens are known by their texts there."""
+    """Ask a URL by completions with `echo` and `logprobs`; tokens are known by their texts there."""
     ids = ids_of_texts(model)
     extra = {} if method == DEFAULT else {"attention_profile": method.removeprefix(PREFIX)}
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -94,7 +94,7 @@ def server_speaker(server: Server, method: str, model: Path) -> Speaker:
 
 
 def ids_of_texts(model: Path) -> dict[str, int]:
-    """Token ids by the texts that logprobs name them by; texts of several tokens are left out."""
+    """Return token ids by the texts that logprobs name them by; texts of several tokens are left out."""
     tokenizer = Tokenizer(model, None)
     ids: dict[str, int] = {}
     twice: set[str] = set()

@@ -1,8 +1,8 @@
-"""A method beside full attention on the same tokens: error of attention outputs a layer, mass kept, what it says next.
+"""Compare a method with full attention on the same tokens: error of a layer's outputs, mass kept, what it says next.
 
-It knows prompts as token ids and methods as decode steps; no task is scored. Everything is teacher-forced: the method
-and full attention are fed the same tokens, so their distributions can be compared position by position. Invariant: the
-error of a layer is taken on the method's own inputs there, so errors of the layers below are not counted again.
+Everything is teacher-forced: the method and full attention are fed the same tokens, so their distributions can be
+compared position by position. Invariant: the error of a layer is taken on the method's own inputs there, so errors of
+the layers below are not counted again.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class LayerWatch:
         self._sums.terms[step.layer] += weight.sum()
 
     def rows(self, label: str) -> list[Row]:
-        """`method, layer, error, mass_kept` of the layers that the method handled."""
+        """Return `method, layer, error, mass_kept` of the layers that the method handled."""
         error, kept = (self._sums.error / self._sums.terms).tolist(), (self._sums.kept / self._sums.terms).tolist()
         return [
             {"method": label, "layer": layer, "error": error[layer], "mass_kept": kept[layer]}
@@ -125,7 +125,7 @@ def _row(label: str, agreement: float, kl: float, nll: Sequence[float], reads: S
 
 
 def pool_rows(batches: Sequence[list[Row]], key: tuple[str, ...], weight: str) -> list[Row]:
-    """Rows of several batches as one: numbers are means (weighted by the field `weight`), `prompts` are summed.
+    """Return rows of several batches as one: numbers are means (weighted by the field `weight`), `prompts` are summed.
 
     Perplexity is made again from the mean log likelihood.
     """
@@ -145,7 +145,7 @@ def pool_rows(batches: Sequence[list[Row]], key: tuple[str, ...], weight: str) -
 
 
 def spread_grid(label: str) -> list[str]:
-    """`quest:budget=0.02|0.05,page=16|32` -> the four methods of its grid."""
+    """Parse `quest:budget=0.02|0.05,page=16|32` to the four methods of its grid."""
     name, _, rest = label.partition(":")
     if "=" not in rest:
         return [label]
@@ -181,7 +181,7 @@ def run_fidelity(
     batch: int,
     advance: Callable[[], None],
 ) -> tuple[list[Row], list[Row]]:
-    """`compare` over batches of prompts, pooled. `advance` is called after each batch."""
+    """Return `compare` over batches of prompts, pooled. `advance` is called after each batch."""
     rows, layers = [], []
     for begin in range(0, len(prompts), batch):
         batch_rows, batch_layers = compare(decoder, prompts[begin : begin + batch], labels, forced_tokens)

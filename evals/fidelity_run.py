@@ -1,7 +1,4 @@
-"""One run of comparisons with full attention: methods in the reference decoder, profiles in the engine or on a URL.
-
-It ties `evals.fidelity` and `evals.end_to_end` to a model folder and a progress bar, and knows no measure.
-"""
+"""Run comparisons with full attention: methods in the reference decoder, profiles in the engine or on a URL."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A plain batched decoder over full, contiguous KV: what the methods are judged in.
+"""Decode in plain batched torch over full, contiguous KV: what the methods are judged in.
 
 Attention of a step is handed in, but for layers with a window, which no method has a part in. It shares the weights'
 layout and the rotary tables with the server's decoder and nothing else. Rows are padded on the right, so positions are
@@ -84,7 +84,7 @@ class ReferenceDecoder:
     def step(
         self, cache: KvCache, tokens: torch.Tensor, lengths: torch.Tensor, longest: int, attend: AttendStep
     ) -> torch.Tensor:
-        """One token a request. tokens, lengths: int64 `[requests]`, the new token counted, its position length - 1.
+        """Run one token a request. tokens, lengths: int64 `[requests]`, the new token counted, its position length - 1.
 
         Writes the token's keys and values; returns float32 logits `[requests, vocab]`.
         """
@@ -107,12 +107,12 @@ class ReferenceDecoder:
         return self.logits(hidden[:, 0])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[requests, vocab]` of final hidden states `[requests, hidden]`."""
+        """Return float32 `[requests, vocab]` of final hidden states `[requests, hidden]`."""
         normed = rms_norm(hidden, self.weights.final_norm, self.architecture.rms_norm_eps)
         return functional.linear(normed, self.weights.logits).float()
 
     def _project(self, hidden: torch.Tensor, weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys before rotation, and values, each `[requests, heads, tokens, dim]`."""
+        """Return queries and keys before rotation, and values, each `[requests, heads, tokens, dim]`."""
         shape = self.architecture
         normed = rms_norm(hidden, weights.attention_norm, shape.rms_norm_eps)
         mixed = functional.linear(normed, weights.qkv, weights.qkv_bias)
@@ -129,7 +129,7 @@ class ReferenceDecoder:
         return rows if scale == 1 else rows * torch.tensor(scale, dtype=rows.dtype)
 
     def _finish(self, hidden: torch.Tensor, out: torch.Tensor, layer: int) -> torch.Tensor:
-        """The rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`."""
+        """Return the rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`."""
         weights, eps = self.weights.layers[layer], self.architecture.rms_norm_eps
         output = functional.linear(out.flatten(2), weights.output, weights.output_bias)
         if weights.attention_post_norm is not None:
@@ -149,7 +149,7 @@ class ReferenceDecoder:
 
 
 def _mix(tokens: torch.Tensor, weights: ExpertWeights, experts: Experts) -> torch.Tensor:
-    """Of `[tokens, hidden]`, expert by expert."""
+    """Return a mixture's output of `[tokens, hidden]`, expert by expert."""
     shares, ids = torch.softmax(tokens.float() @ weights.router.float().t(), 1).topk(experts.per_token, 1)
     if experts.is_normalised:
         shares = shares / shares.sum(1, keepdim=True)
@@ -181,14 +181,16 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 
 def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE on `[requests, heads, tokens, dim]`, halves rotated against each other, in float32, back in rows' dtype."""
+    """Return RoPE on `[requests, heads, tokens, dim]`, halves rotated against each other, in float32, back in rows'
+    dtype.
+    """
     first, second = rows.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(rows.dtype)
 
 
 def attend_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Exact causal attention `[requests, heads, tokens, dim]`, of a window's tokens or all; KV heads are repeated, so
-    any flash kernel serves.
+    """Return exact causal attention `[requests, heads, tokens, dim]`, of a window's tokens or all; KV heads are
+    repeated, so any flash kernel serves.
     """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
@@ -208,7 +210,7 @@ def attend_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, w
 def attend_window(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int
 ) -> torch.Tensor:
-    """A step's queries `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens."""
+    """Return a step's queries `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens."""
     group = query.shape[1] // keys.shape[1]
     places = torch.arange(keys.shape[2], device=query.device)
     mask = (places < lengths[:, None]) & (places >= lengths[:, None] - window)  # [requests, tokens]

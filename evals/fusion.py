@@ -1,9 +1,8 @@
-"""Policies that reuse documents' chunks, by the engine that serves: accuracy, next-token KL, attention maps' distance.
+"""Judge policies that reuse documents' chunks, by the engine that serves: accuracy, next-token KL, attention maps.
 
 A3 (the paper's tables and figure 3). Each prompt is answered under every policy, vanilla first, with its chunks stored
-by whoever meets them first. It refuses to know tasks and how policies choose. Invariants: all policies get the same
-token ids, and one of a ratio computes as many of them again as the others of that ratio; what is told at any time is
-of prompts that all policies have answered.
+by whoever meets them first. Invariants: all policies get the same token ids, and one of a ratio computes as many of
+them again as the others of that ratio; what is told at any time is of prompts that all policies have answered.
 """
 
 import gc
@@ -57,7 +56,7 @@ class PolicyRun:
 
     @property
     def control(self) -> Fusion | None:
-        """What it has to be better than: as many tokens computed again in the same layers, any of them."""
+        """Return the policy that it has to beat: as many tokens computed again in the same layers, any of them."""
         if self.fusion is None or not get_policy(self.fusion.policy).chooses:
             return None
         return msgspec.structs.replace(self.fusion, policy="random")
@@ -80,7 +79,7 @@ class Judged:
 
 
 def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[PolicyRun]:
-    """Vanilla, and what the labels name (`scheduler.fusion_labels`). Raises ValueError."""
+    """Return vanilla, and what the labels name (`scheduler.fusion_labels`). Raises ValueError."""
     asked = [PolicyRun(label, fusion) for label in labels for fusion in parse_fusions(label, ratios)]
     return [PolicyRun(VANILLA, None), *asked]
 
@@ -120,7 +119,7 @@ def judge(
     engine: Engine, model: Path, prompts: Mapping[int, Sequence[FusionPrompt]], runs: Sequence[PolicyRun],
     num_maps: int, advance: Callable[[], None], stop: Stop, together: int,
 ) -> Iterator[dict[int, list[Judged]]]:  # fmt: skip
-    """What all policies did so far, by length, after each batch of `together` prompts; lengths take turns.
+    """Yield what all policies did so far, by length, after each batch of `together` prompts; lengths take turns.
 
     prompts: by length. runs: vanilla first. num_maps: of each length, so many prompts' attention maps are compared. It
     ends where it is stopped, or where the next batch would take longer than there is time.
@@ -161,7 +160,9 @@ def judge(
 
 
 def divergences_along(exact: "Answer", other: "Answer", vocab_size: int) -> list[float]:
-    """Of tokens with the same text before them: the first, and those to where the other answer leaves the exact one."""
+    """Return KL of tokens with the same text before them: the first, and those to where the other answer leaves the
+    exact one.
+    """
     found = []
     for mine, its in zip(exact.logprobs, other.logprobs, strict=False):
         found.append(divergence(mine, its, vocab_size))
@@ -171,7 +172,9 @@ def divergences_along(exact: "Answer", other: "Answer", vocab_size: int) -> list
 
 
 def divergence(exact: Logprob, other: Logprob, vocab_size: int) -> float:
-    """KL of the other's next token from the exact one's, in nats, over the exact one's NUM_TOP tokens and the rest."""
+    """Return KL of the other's next token from the exact one's, in nats, over the exact one's NUM_TOP tokens and the
+    rest.
+    """
     listed = dict(other.top)
     rest = max(1.0 - sum(map(math.exp, listed.values())), LEAST_MASS)
     floor = math.log(rest / max(1, vocab_size - len(listed)))
@@ -196,7 +199,9 @@ class Answer:
 def _answer_all(
     engine: Engine, prompts: Sequence[FusionPrompt], run: PolicyRun, stop_token_ids: list[int]
 ) -> list[Answer]:
-    """In the order of the prompts. Raises ValueError for one that the engine cannot answer."""
+    """Return answers in the order of the prompts. Raises ValueError for one that the engine cannot answer. Raises
+    ValueError for one that the engine cannot answer.
+    """
     answers: dict[str, Answer] = {}
     engine.submit([_request(prompt, run, prompt.max_new_tokens, stop_token_ids) for prompt in prompts])
     while engine.has_work:
@@ -225,7 +230,9 @@ def _request(prompt: FusionPrompt, run: PolicyRun, max_tokens: int, stop_token_i
 
 
 def _compare_maps(engine: Engine, prompt: FusionPrompt, runs: Sequence[PolicyRun]) -> list[np.ndarray]:
-    """The question's attention over the prompt, a layer: the L2 distance from vanilla's over vanilla's own norm."""
+    """Return the question's attention over the prompt, a layer: the L2 distance from vanilla's over vanilla's
+    own norm.
+    """
     exact: dict[int, Tensor] = {}
     found = []
     for run in runs:
@@ -236,7 +243,7 @@ def _compare_maps(engine: Engine, prompt: FusionPrompt, runs: Sequence[PolicyRun
 
 
 def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict[int, Tensor]:
-    """By layer: float32 `[heads, question, tokens]`."""
+    """Return maps by layer: float32 `[heads, question, tokens]`."""
     begin, num_tokens = prompt.spans[-1][1], len(prompt.token_ids)
     found: dict[int, list[Tensor]] = {}
 
@@ -252,7 +259,7 @@ def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict
 
 
 def attention_map(query: PrefillQuery, own: Tensor, num_tokens: int) -> Tensor:
-    """Of the rows `own`, bool `[tokens]`: float32 `[heads, rows, num_tokens]`."""
+    """Return the attention of the rows `own`, bool `[tokens]`: float32 `[heads, rows, num_tokens]`."""
     rows, positions = query.query[own].float(), query.positions[own]
     group = rows.shape[1] // query.keys.shape[0]
     end = int(positions.max()) + 1
@@ -263,7 +270,7 @@ def attention_map(query: PrefillQuery, own: Tensor, num_tokens: int) -> Tensor:
 
 
 def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
-    """A row a policy, ratio and task, and one of all tasks, whose KL and distances it has as well.
+    """Return a row a policy, ratio and task, and one of all tasks, whose KL and distances it has as well.
 
     `difference` (`difference_low` to `_high`, 95 %) is the score's from vanilla, `kl_spared` (`spared_error`, half of a
     95 % interval) how much less KL it has than its control; both are paired, prompt by prompt.
@@ -303,6 +310,6 @@ def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
 
 
 def _mean_and_error(name: str, error: str, values: np.ndarray) -> Row:
-    """A mean and half of its 95 % interval."""
+    """Return a mean and half of its 95 % interval."""
     half = 1.96 * values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else None
     return {name: values.mean(), error: half}

@@ -1,4 +1,4 @@
-"""`tandem eval fusion`: policies that reuse documents, judged beside computing all of them.
+"""Run `tandem eval fusion`: policies that reuse documents, judged beside computing all of them.
 
 Invariant: a run that is stopped or killed leaves the JSON of the batches that it finished, with all policies in each.
 """
@@ -126,7 +126,7 @@ def fusion(
 
 
 def print_fusion(rows: list, console: "Console") -> None:
-    """A line for each length, policy and ratio; columns of tasks."""
+    """Print a line for each length, policy and ratio, with columns of tasks."""
     from rich.table import Table
 
     from evals.fusion_report import render_policies

@@ -1,9 +1,8 @@
-"""Tasks' and datasets' prompts with their documents as chunks: what fused prompts are judged on.
+"""Make prompts of tasks and datasets with their documents as chunks.
 
 A prompt is written as the model's chat template (or the reference model's own form) has it, its document is cut as the
 server cuts documents, and all policies get the same token ids. Chunks of generated tasks are shuffled; those of a
-dataset keep their order, on which its answers may depend. Knows no policies. Invariant: answers fit the order in which
-the chunks come.
+dataset keep their order, on which its answers may depend. Invariant: answers fit the order in which the chunks come.
 """
 
 import random
@@ -58,7 +57,7 @@ class PromptPlan:
 
 
 def fusion_prompts(plan: PromptPlan, length_tokens: int) -> list[FusionPrompt]:
-    """Made here and now."""
+    """Make the prompts here and now."""
     return _in_turns(plan, [_prompts_of_task(plan, task, length_tokens) for task in plan.tasks])
 
 
@@ -66,7 +65,7 @@ def fusion_prompts(plan: PromptPlan, length_tokens: int) -> list[FusionPrompt]:
 def prompts_ahead(
     plan: PromptPlan, lengths: Sequence[int], workers: int
 ) -> Iterator[Callable[[int], list[FusionPrompt]]]:
-    """Gives the prompts of a length, which processes have made meanwhile; workers 0: made when they are asked for."""
+    """Give the prompts of a length, which processes have made meanwhile; workers 0: made when they are asked for."""
     if not workers:
         yield partial(fusion_prompts, plan)
         return
@@ -101,7 +100,7 @@ class Cut:
         self._chunker = Chunker(self._tokenizer, chunk_tokens)
 
     def prompt(self, sample: Sample) -> FusionPrompt:
-        """Raises ValueError for a sample without a document, or a template that does not give it back as it was."""
+        """Make the prompt of a sample. Raises ValueError where it has no document, or the template changes it."""
         text, adds_special = sent_text(sample, self._templates, self._settings.sent_as)
         document = sample.document
         if not document or document not in text:

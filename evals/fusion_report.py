@@ -1,6 +1,6 @@
-"""Markdown of what policies that reuse documents did: a line a policy and ratio, tasks across.
+"""Write Markdown of what policies that reuse documents did: a line a policy and ratio, tasks across.
 
-It refuses to know how they were run. Invariant: a table is made of rows alone, so any run's rows give its page's lines.
+Invariant: a table is made of rows alone, so any run's rows give its page's lines.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from evals.rows import Row
 
 
 def render_policies(rows: Sequence[Row]) -> list[str]:
-    """One length."""
+    """Return the lines of one length."""
     tasks = [task for task in dict.fromkeys(row["task"] for row in rows) if task != "all"]
     columns = [
         "policy", "r", "KL of the next token", "less than `random`", "KL along the answer", "distance of maps", "score",
@@ -36,7 +36,7 @@ def render_policies(rows: Sequence[Row]) -> list[str]:
 
 
 def mean_distance(row: Row) -> float | None:
-    """Of attention maps, over the layers behind the first, which none of them touches."""
+    """Return the mean distance of attention maps, over the layers behind the first, which none of them touches."""
     far = row.get("distances")
     return sum(far[1:]) / len(far[1:]) if far else None
 
@@ -46,7 +46,7 @@ def _with_error(value: float, error: float | None) -> str:
 
 
 def _score(row: Row) -> str:
-    """`97.5, -2.0 (-4.5 … +0.4)`: beside vanilla's on the same prompts."""
+    """Return `97.5, -2.0 (-4.5 … +0.4)`: beside vanilla's on the same prompts."""
     if row["score"] is None:
         return ""
     gap = row.get("difference")

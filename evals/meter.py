@@ -1,4 +1,4 @@
-"""What a method read: keys scored a query head over the context, and bytes over grouped exact attention.
+"""Count what a method read: keys scored a query head over the context, and bytes over grouped exact attention.
 
 Sums stay on the device until asked for, so metering does not make a decode step wait. A layer that the method does not
 handle is read in full, and counts in the totals over all layers only.
@@ -101,7 +101,9 @@ def layer_shares(method: Method, counts: Counts, group: int) -> dict[str, list[f
 
 
 def _row_bytes(shape: Architecture) -> int:
-    """Of a key and a value, two bytes a channel, whatever the device computes in: int8 rows are half of it."""
+    """Return the bytes of a key and a value, two a channel, whatever the device computes in: int8 rows are
+    half of it.
+    """
     return 2 * 2 * shape.dim
 
 
@@ -115,12 +117,12 @@ class ReadMeter:
         self._reuses = False
 
     def add_reused(self, accepted: torch.Tensor, skipped: torch.Tensor, active: torch.Tensor) -> None:
-        """Shares of one handled layer and step `[requests]`, beside `add`."""
+        """Add shares of one handled layer and step `[requests]`, beside `add`."""
         self._reuses = True
         self._reused += torch.stack([accepted, skipped], dim=-1).double() * active.double()[:, None]
 
     def add(self, head: torch.Tensor, data: torch.Tensor, handled: bool, active: torch.Tensor) -> None:
-        """head, data: fractions of one layer and step `[requests]`; active: bool `[requests]`, rows still running."""
+        """Add fractions of one layer and step `[requests]`; active: bool `[requests]`, rows still running."""
         weight = active.double()
         both = torch.stack([head, data], dim=-1).double() * weight[:, None]
         scopes = slice(0 if handled else 1, 2)
@@ -128,7 +130,10 @@ class ReadMeter:
         self._counts[:, scopes] += weight[:, None]
 
     def read(self) -> list[Fractions]:
-        """One row a request. A method that handled no layer read nothing there: NaN."""
+        """Return one row a request. A method that handled no layer read nothing there: NaN. A method that handled no
+        layer read nothing there: NaN. A method that handled no layer read nothing there: NaN. A method that handled no
+        layer read nothing there: NaN.
+        """
         means = (self._sums / self._counts[..., None]).tolist()
         reused = (self._reused / self._counts[:, :1]).tolist() if self._reuses else [()] * len(means)
         return [

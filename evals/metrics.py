@@ -1,8 +1,8 @@
-"""Scores of a prediction against its answers, in [0, 1], each equal to the published scorer that it is named after.
+"""Score predictions against answers, in [0, 1], each as the published scorer that it is named after.
 
-It knows strings only: no model, no task registry. Text metrics come from libraries (`rouge`, `rouge-score`,
-`rapidfuzz`, `jieba`), the short rules around them from the papers' published formulas. The invariant: a metric takes
-(prediction, answers, meta) and returns a float; several answers mean the best of them, except where all are counted.
+Text metrics come from libraries (`rouge`, `rouge-score`, `rapidfuzz`, `jieba`), the short rules around them from the
+papers' published formulas. The invariant: a metric takes (prediction, answers, meta) and returns a float; several
+answers mean the best of them, except where all are counted.
 
 Sources: RULER (string_match_all, string_match_part), SQuAD (F1 and its normalisation), LongBench (F1, ROUGE-L,
 classification, retrieval, count, code similarity; first line only where `meta["first_line"]`), LongBench v2 (choice),
@@ -31,7 +31,7 @@ ALL_PUNCTUATION = PUNCTUATION | set(CHINESE_PUNCTUATION)
 
 
 def score(metric: str, prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """The metric of a prediction, 0 (nothing right) to 1 (all right). Raises KeyError for an unknown metric.
+    """Return the metric of a prediction, 0 (nothing right) to 1 (all right). Raises KeyError for an unknown metric.
 
     meta["stop"]: texts at which the prediction ends; meta["first_line"]: whether only its first line counts.
     """
@@ -45,44 +45,44 @@ def score(metric: str, prediction: str, answers: Sequence[str], meta: dict[str, 
 
 
 def best(rule: Callable[[str, str], float]) -> Metric:
-    """The metric that takes the best of the answers by a rule for one."""
+    """Return the metric that takes the best of the answers by a rule for one."""
     return lambda prediction, answers, meta: max((rule(prediction, answer) for answer in answers), default=0.0)
 
 
 def normalize(text: str) -> str:
-    """SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
+    """Return SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
     kept = "".join(letter for letter in text.lower() if letter not in PUNCTUATION)
     return " ".join(ARTICLES.sub(" ", kept).split())
 
 
 def f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall over the tokens' counts."""
+    """Return the harmonic mean of precision and recall over the tokens' counts."""
     num_same = sum((Counter(predicted) & Counter(wanted)).values())
     return 2 * num_same / (len(predicted) + len(wanted)) if num_same else 0.0
 
 
 def qa_f1(prediction: str, answer: str) -> float:
-    """SQuAD's F1 of the normalised words."""
+    """Return SQuAD's F1 of the normalised words."""
     return f1(normalize(prediction).split(), normalize(answer).split())
 
 
 def squad_exact(prediction: str, answer: str) -> float:
-    """1 where the normalised texts are equal."""
+    """Return 1 where the normalised texts are equal."""
     return float(bool(prediction.strip()) and normalize(prediction) == normalize(answer))
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1 where the texts are equal apart from the white space around them."""
+    """Return 1 where the texts are equal apart from the white space around them."""
     return float(prediction.strip() == answer.strip())
 
 
 def without_marks(text: str) -> str:
-    """The Chinese normalisation: lower case, no punctuation of either script, no white space."""
+    """Return the Chinese normalisation: lower case, no punctuation of either script, no white space."""
     return "".join(letter for letter in text.lower() if letter not in ALL_PUNCTUATION and not letter.isspace())
 
 
 def cut_words(text: str) -> list[str]:
-    """The words of a Chinese text, as jieba segments it."""
+    """Return the words of a Chinese text, as jieba segments it."""
     import jieba
 
     jieba.setLogLevel("WARNING")
@@ -90,18 +90,18 @@ def cut_words(text: str) -> list[str]:
 
 
 def qa_f1_chinese(prediction: str, answer: str) -> float:
-    """LongBench's F1 of jieba's words, normalised, empty ones left out."""
+    """Return LongBench's F1 of jieba's words, normalised, empty ones left out."""
     words = [[kept for word in cut_words(text) if (kept := without_marks(word))] for text in (prediction, answer)]
     return f1(*words)
 
 
 def qa_f1_characters(prediction: str, answer: str) -> float:
-    """InfiniteBench's F1 of Chinese characters."""
+    """Return InfiniteBench's F1 of Chinese characters."""
     return f1(list(without_marks(prediction)), list(without_marks(answer)))
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """LongBench's ROUGE-L: the `rouge` package's F; texts without a word score 0."""
+    """Return LongBench's ROUGE-L: the `rouge` package's F; texts without a word score 0."""
     from rouge import Rouge
 
     if not prediction.strip(" .\n") or not answer.strip(" .\n"):
@@ -110,19 +110,21 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def rouge_l_chinese(prediction: str, answer: str) -> float:
-    """LongBench's ROUGE-L over jieba's words."""
+    """Return LongBench's ROUGE-L over jieba's words."""
     return rouge_l(" ".join(cut_words(prediction)), " ".join(cut_words(answer)))
 
 
 def rouge_l_sum(prediction: str, answer: str) -> float:
-    """InfiniteBench's ROUGE-Lsum: the `rouge-score` package's F over lines, without a stemmer."""
+    """Return InfiniteBench's ROUGE-Lsum: the `rouge-score` package's F over lines, without a stemmer."""
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rougeLsum"], use_stemmer=False).score(answer, prediction)["rougeLsum"].fmeasure
 
 
 def code_similarity(prediction: str, answer: str) -> float:
-    """LongBench's code metric: edit similarity, in whole per cents, of the first line that is no comment or fence."""
+    """Return LongBench's code metric: edit similarity, in whole per cents, of the first line that is no comment or
+    fence.
+    """
     from rapidfuzz import fuzz
 
     lines = prediction.lstrip("\n").split("\n")
@@ -131,13 +133,13 @@ def code_similarity(prediction: str, answer: str) -> float:
 
 
 def share_of_numbers(prediction: str, number: str) -> float:
-    """The share of the prediction's numbers that are the wanted one; LongBench's retrieval and count rule."""
+    """Return the share of the prediction's numbers that are the wanted one; LongBench's retrieval and count rule."""
     numbers = DIGITS.findall(prediction)
     return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """LongBench's passage retrieval: the number in the answer `Paragraph 12` (or `段落12`)."""
+    """Return LongBench's passage retrieval: the number in the answer `Paragraph 12` (or `段落12`)."""
     found = re.search(r"(?:Paragraph |段落)(\d+)", answer)
     if not found:
         raise ValueError(f"retrieval answer: got {answer!r}, wanted `Paragraph N`")
@@ -145,7 +147,7 @@ def retrieval(prediction: str, answer: str) -> float:
 
 
 def classification(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """LongBench's classification: the right class is named; 1 over how many classes are named.
+    """Return LongBench's classification: the right class is named; 1 over how many classes are named.
 
     meta["all_classes"]: every class. A named class that is only a part of the right one's name is not counted; like
     the published loop, which removes while it walks, the class after a removed one is not looked at.
@@ -163,24 +165,26 @@ def classification(prediction: str, answers: Sequence[str], meta: dict[str, Any]
 
 
 def string_match_all(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """RULER: the share of answers that occur in the prediction, upper and lower case alike."""
+    """Return RULER: the share of answers that occur in the prediction, upper and lower case alike."""
     return sum(answer.lower() in prediction.lower() for answer in answers) / len(answers) if answers else 0.0
 
 
 def string_match_part(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """RULER's questions: 1 where any answer occurs in the prediction."""
+    """Return RULER's questions: 1 where any answer occurs in the prediction."""
     return float(any(answer.lower() in prediction.lower() for answer in answers))
 
 
 def lines(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """The share of the answer's lines that stand, equal, at their place in the prediction."""
+    """Return the share of the answer's lines that stand, equal, at their place in the prediction."""
     wanted = answers[0].strip().split("\n")
     got = [line.strip() for line in prediction.strip().split("\n")]
     return sum(line.strip() == other for line, other in zip(wanted, got, strict=False)) / len(wanted)
 
 
 def words_edit(prediction: str, answer: str) -> float:
-    """1 - the Levenshtein distance of the words over the answer's length; what follows that length is not judged."""
+    """Return 1 - the Levenshtein distance of the words over the answer's length; what follows that length is not
+    judged.
+    """
     from rapidfuzz.distance import Levenshtein
 
     wanted = answer.split()
@@ -188,7 +192,7 @@ def words_edit(prediction: str, answer: str) -> float:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, without commas, currency and a trailing `.0`; None without one."""
+    """Return the last number of a text, without commas, currency and a trailing `.0`; None without one."""
     numbers = NUMBER.findall(text)
     if not numbers:
         return None
@@ -197,40 +201,40 @@ def last_number(text: str) -> str | None:
 
 
 def last_number_match(prediction: str, answer: str) -> float:
-    """GSM8K: the last number of the prediction is the answer's (the number after `####` where it is written)."""
+    """Return GSM8K: the last number of the prediction is the answer's (the number after `####` where it is written)."""
     wanted = last_number(answer.split("####")[-1])
     return float(wanted is not None and last_number(prediction) == wanted)
 
 
 def first_integer(prediction: str, answer: str) -> float:
-    """InfiniteBench's passkey and number string: the first run of digits is the answer, digit for digit."""
+    """Return InfiniteBench's passkey and number string: the first run of digits is the answer, digit for digit."""
     found = re.search(r"[0-9]+", prediction)
     return float(found is not None and found[0] == answer)
 
 
 def blanked(text: str, marks: str) -> list[str]:
-    """The words of a text whose marks are blanks."""
+    """Return the words of a text whose marks are blanks."""
     return text.translate(str.maketrans(dict.fromkeys(marks, " "))).split()
 
 
 def among_words(prediction: str, answer: str) -> float:
-    """InfiniteBench's key-value retrieval: the answer is a word of the prediction."""
+    """Return InfiniteBench's key-value retrieval: the answer is a word of the prediction."""
     return float(answer in blanked(prediction, "\n:\"'.,?!{}"))
 
 
 def among_names(prediction: str, answer: str) -> float:
-    """InfiniteBench's dialogue: the name is a word of the prediction in capitals."""
+    """Return InfiniteBench's dialogue: the name is a word of the prediction in capitals."""
     return float(answer in [word.upper() for word in blanked(prediction, "\n:\"'.,?!{}")])
 
 
 def last_integer(prediction: str, answer: str) -> float:
-    """InfiniteBench's code run: the last word is the integer."""
+    """Return InfiniteBench's code run: the last word is the integer."""
     words = blanked(prediction.strip(), "\n.`'\":")
     return float(bool(words) and re.fullmatch(r"[+-]?\d+", words[-1]) is not None and int(words[-1]) == int(answer))
 
 
 def first_decimal(prediction: str, answer: str) -> float:
-    """InfiniteBench's math find: the first number, whole or decimal, has the answer's value."""
+    """Return InfiniteBench's math find: the first number, whole or decimal, has the answer's value."""
     found = DECIMAL.search(prediction)
     if found is None:
         return 0.0
@@ -238,7 +242,9 @@ def first_decimal(prediction: str, answer: str) -> float:
 
 
 def leading_integers(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """InfiniteBench's math calc: the share of intermediate results that are right before the first that is wrong."""
+    """Return InfiniteBench's math calc: the share of intermediate results that are right before the first that is
+    wrong.
+    """
     got = [int(number) for number in re.findall(r"[0-9]+", prediction)]
     num_right = 0
     for wanted, number in zip(answers, got, strict=False):
@@ -249,7 +255,9 @@ def leading_integers(prediction: str, answers: Sequence[str], meta: dict[str, An
 
 
 def after_prefix(text: str, prefixes: Sequence[str]) -> str | None:
-    """What follows the first prefix, of those in order, that occurs in the text, and one blank; None without any."""
+    """Return what follows the first prefix, of those in order, that occurs in the text, and one blank; None without
+    any.
+    """
     for prefix in prefixes:
         place = text.find(prefix)
         if place >= 0:
@@ -258,7 +266,8 @@ def after_prefix(text: str, prefixes: Sequence[str]) -> str | None:
 
 
 def choice_or_text(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """InfiniteBench's book choice: the first letter, or what follows `answer is`, or the first lone A, B, C or D.
+    """Return InfiniteBench's book choice: the first letter, or what follows `answer is`, or the first lone A, B, C or
+    D.
 
     answers: the option's letter and its text.
     """
@@ -273,7 +282,7 @@ def choice_or_text(prediction: str, answers: Sequence[str], meta: dict[str, Any]
 
 
 def debug_choice(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """InfiniteBench's code debug. answers: the function's name and the option's letter."""
+    """Return InfiniteBench's code debug. answers: the function's name and the option's letter."""
     name, letter = answers
     if prediction[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
@@ -283,7 +292,9 @@ def debug_choice(prediction: str, answers: Sequence[str], meta: dict[str, Any]) 
 
 
 def choice(prediction: str, answer: str) -> float:
-    """LongBench v2: the letter in `The correct answer is (X)`, else in the same without brackets; no asterisks."""
+    """Return LongBench v2: the letter in `The correct answer is (X)`, else in the same without brackets; no
+    asterisks.
+    """
     plain = prediction.replace("*", "")
     found = next((match for form in CHOICES if (match := form.search(plain))), None)
     return float(found is not None and found[1] == answer)

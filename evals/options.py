@@ -1,4 +1,4 @@
-"""Options that the `tandem eval` commands share, the values they stand for, and errors as one line. No torch."""
+"""Hold the options that the `tandem eval` commands share. No torch."""
 
 import sys
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="requests
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """The world's errors as one line on stderr and status 1."""
+    """Tell expected errors in one line on stderr, and end with status 1."""
     from evals.methods.method import MethodError
     from gpu.memory.plan import PlanError
     from gpu.model.architecture import ModelError
@@ -61,7 +61,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """`4096,16384` -> [4096, 16384]. Raises ValueError."""
+    """Parse `4096,16384` to [4096, 16384]. Raises ValueError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"--lengths: got {text!r}; wanted token counts with commas between, such as 4096,16384")
@@ -69,7 +69,7 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_tasks(text: str, more: tuple[str, ...] = ()) -> list[str]:
-    """`needle,list` -> ["needle", "list"]; empty where nothing is named. more: names beside the tasks'. Raises
+    """Parse `needle,list` to ["needle", "list"]; empty where nothing is named. more: names beside the tasks'. Raises
     ValueError for an unknown one.
     """
     from evals.tasks import TASK_NAMES
@@ -82,7 +82,7 @@ def parse_tasks(text: str, more: tuple[str, ...] = ()) -> list[str]:
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """`7,8` -> [7, 8]. Raises ValueError."""
+    """Parse `7,8` to [7, 8]. Raises ValueError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"{option}: got {text!r}; wanted positive numbers with commas between")
@@ -90,7 +90,7 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 
 def parse_shares(option: str, text: str) -> list[float]:
-    """`0.05,0.15` -> [0.05, 0.15]. Raises ValueError for what is no number from 0 to 1."""
+    """Parse `0.05,0.15` to [0.05, 0.15]. Raises ValueError for what is no number from 0 to 1."""
     try:
         shares = [float(part) for part in text.split(",")]
     except ValueError:
@@ -101,7 +101,9 @@ def parse_shares(option: str, text: str) -> list[float]:
 
 
 def parse_files(option: str, texts: list[str], known: list[str]) -> dict[str, Path]:
-    """`NAME=FILE` texts by name. Raises ValueError for another form, KeyError for an unknown name, or OSError."""
+    """Return `NAME=FILE` texts by name. Raises ValueError for another form, KeyError for an unknown name, or OSError.
+    Raises ValueError for another form, KeyError for an unknown name, or OSError.
+    """
     files: dict[str, Path] = {}
     for text in texts:
         name, equals, file = text.partition("=")
@@ -116,7 +118,9 @@ def parse_files(option: str, texts: list[str], known: list[str]) -> dict[str, Pa
 
 
 def read_deployment(config: Path | None, url: str | None) -> "Deployment | None":
-    """The deployment of the engine in this process. Raises ConfigError, or ValueError where a URL is asked instead."""
+    """Return the deployment of the engine in this process. Raises ConfigError, or ValueError where a URL is asked
+    instead.
+    """
     from server.deployment import load_deployment
 
     if config is not None and url is not None:
@@ -125,7 +129,7 @@ def read_deployment(config: Path | None, url: str | None) -> "Deployment | None"
 
 
 def check_methods(labels: list[str], deployment: "Deployment | None") -> None:
-    """Raises MethodError or ProfileError for a method that is neither one of the evals' nor a serving profile."""
+    """Raise MethodError or ProfileError for a method that is neither one of the evals' nor a serving profile."""
     from evals.methods.registry import parse_method
     from evals.served_method import served_method
 

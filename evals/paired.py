@@ -1,9 +1,8 @@
-"""Differences over the same prompts, with their intervals.
+"""Compute differences over the same prompts, with their intervals.
 
-It knows numbers only. Scores are per prompt in [0, 1]; differences are in points (per cent). The invariants: two lists
-are compared prompt by prompt, never by their means alone, so what prompts have in common cancels; an interval of scores
-that are all 0 or 1 is exact: it covers the truth in at least 95 % of runs whatever the truth is, however few prompts
-differ.
+Scores are per prompt in [0, 1]; differences are in points (per cent). The invariants: two lists are compared prompt by
+prompt, never by their means alone, so what prompts have in common cancels; an interval of scores that are all 0 or 1 is
+exact: it covers the truth in at least 95 % of runs whatever the truth is, however few prompts differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +47,9 @@ class Paired:
 
 @lru_cache(maxsize=4096)
 def clopper_pearson(num_hits: int, num: int, level: float) -> tuple[float, float]:
-    """The exact interval of a share of which num_hits of num were seen (Clopper and Pearson, 1934), in [0, 1]."""
+    """Return the exact interval of a share of which num_hits of num were seen (Clopper and Pearson, 1934), in
+    [0, 1].
+    """
     from scipy.stats import beta  # half a second, which listing commands should not take
 
     tail = (1 - level) / 2
@@ -58,7 +59,9 @@ def clopper_pearson(num_hits: int, num: int, level: float) -> tuple[float, float
 
 
 def interval_of_counts(losses: int, gains: int, num: int) -> Paired:
-    """gains - losses of num prompts, in points: the share of each by Clopper-Pearson at 97.5 %, so 95 % jointly."""
+    """Return gains - losses of num prompts, in points: the share of each by Clopper-Pearson at 97.5 %, so 95 %
+    jointly.
+    """
     (fewest_lost, most_lost), (fewest_gained, most_gained) = (
         clopper_pearson(count, num, EACH_LEVEL) for count in (losses, gains)
     )
@@ -69,7 +72,7 @@ def interval_of_counts(losses: int, gains: int, num: int) -> Paired:
 
 
 def paired_interval(method: Sequence[float], baseline: Sequence[float]) -> Paired:
-    """method - baseline: exact where all scores are 0 or 1, else by bootstrap.
+    """Return method - baseline: exact where all scores are 0 or 1, else by bootstrap.
 
     Raises ValueError for unequal or too short lists.
     """
@@ -82,7 +85,7 @@ def paired_interval(method: Sequence[float], baseline: Sequence[float]) -> Paire
 
 
 def mean_interval(scores: Sequence[float]) -> Paired:
-    """The mean of scores by themselves: Clopper-Pearson at 95 % where all are 0 or 1, else by bootstrap."""
+    """Return the mean of scores by themselves: Clopper-Pearson at 95 % where all are 0 or 1, else by bootstrap."""
     found = as_scores(scores)
     num, hits = len(found), int(found.sum())
     if not is_binary(found):
@@ -104,7 +107,7 @@ def pooled_interval(differences: Mapping[float, int]) -> Paired:
 
 
 def bootstrap_interval(points: np.ndarray, unseen: Paired) -> Paired:
-    """The mean of float64 [prompts] in points and its percentile bootstrap interval, of a fixed seed.
+    """Return the mean of float64 [prompts] in points and its percentile bootstrap interval, of a fixed seed.
 
     Where all are equal resampling says nothing, and the interval is as wide as that of `unseen`, in which no prompt
     differs from the others. Where few differ it is narrower than it should be.
@@ -124,12 +127,12 @@ def _bootstrap(values: Sequence[float], counts: Sequence[int], unseen: Paired) -
 
 
 def as_scores(scores: Sequence[float]) -> np.ndarray:
-    """float64 [prompts]; raises ValueError for fewer than two."""
+    """Return float64 [prompts]; raises ValueError for fewer than two."""
     if len(scores) < FEWEST_PROMPTS:
         raise ValueError(f"scores: {len(scores)} prompts, wanted at least {FEWEST_PROMPTS}")
     return np.asarray(scores, dtype=np.float64)
 
 
 def is_binary(scores: np.ndarray) -> bool:
-    """Whether every score is 0 or 1."""
+    """Return whether every score is 0 or 1."""
     return bool(np.isin(scores, (0.0, 1.0)).all())

@@ -1,7 +1,7 @@
-"""Records of single samples summed up to rows: one for each method, task and length, with its noise.
+"""Sum records of single samples up to rows: one for each method, task and length, with its noise.
 
-Plain Python over `evals.store.Record`: no model, no torch. Invariants: a failed sample stays in its row with score 0
-and is counted; a row's difference to full attention is paired, over the samples that both have.
+Invariants: a failed sample stays in its row with score 0 and is counted; a row's difference to full attention is
+paired, over the samples that both have.
 """
 
 import json
@@ -33,7 +33,8 @@ Row = dict[str, Any]
 
 
 def summarize(records: Iterable[Record]) -> list[Row]:
-    """Rows of `method, settings, task, length, samples, score, head_fraction, bytes_fraction` and what goes with them.
+    """Return rows of `method, settings, task, length, samples, score, head_fraction, bytes_fraction` and what goes with
+    them.
 
     `score` is in points, 0 to 100, `low` to `high` its 95 % interval; `difference` (`difference_low` to `_high`) is
     paired with full attention on the same samples, None where it did not run; `losses` and `gains` are the prompts that
@@ -59,7 +60,7 @@ PLACE = ("task", "length", "metric", "text", "seed")
 
 
 def _place(cell: dict[str, Any]) -> str:
-    """What rows that can be compared have in common."""
+    """Return what rows that can be compared have in common."""
     return json.dumps({key: cell.get(key) for key in PLACE}, sort_keys=True)
 
 
@@ -68,7 +69,7 @@ FED = ("agreement", "token_accuracy")
 
 
 def column_of(row: Row) -> str:
-    """The task, and how it is scored where that is not by free answers: what a table or a figure tells apart."""
+    """Return the task, and how it is scored where that is not by free answers: what a table or a figure tells apart."""
     return f"{row['task']} ({row['metric']})" if row.get("metric") in FED else str(row["task"])
 
 
@@ -109,12 +110,13 @@ def _applied(members: Sequence[Record]) -> bool | None:
 
 
 def count_reasons(failures: Iterable[str | None]) -> dict[str, int]:
-    """Why samples failed and how many each, the most frequent first, MOST_REASONS of them."""
+    """Return why samples failed and how many each, the most frequent first, MOST_REASONS of them."""
     return dict(Counter(one for one in failures if one is not None).most_common(MOST_REASONS))
 
 
 def depth_rows(records: Iterable[Record]) -> list[Row]:
-    """`method, task, length, depth, samples, score` (points) by tenths of the context; depth is the tenth's middle.
+    """Return `method, task, length, depth, samples, score` (points) by tenths of the context; depth is the tenth's
+    middle.
 
     Samples without a depth are left out, failures count with score 0.
     """
@@ -132,6 +134,6 @@ def depth_rows(records: Iterable[Record]) -> list[Row]:
 
 
 def mean_known(values: Sequence[float | None]) -> float | None:
-    """The mean of the values that are numbers."""
+    """Return the mean of the values that are numbers."""
     known = [value for value in values if value is not None and not math.isnan(value)]
     return sum(known) / len(known) if known else None

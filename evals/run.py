@@ -1,8 +1,7 @@
-"""Runs tasks under attention methods in the reference decoder: cells of (task, length, methods) to records of samples.
+"""Run tasks under attention methods in the reference decoder: cells of (task, length, methods) to records of samples.
 
-It knows where prompts come from and how answers are scored, not how a method works. Invariants: all decode methods of a
-cell see the same prompts and share one prefill of each; a sample that fails is a record with its error and score 0;
-a sample that the store already has is not run again.
+Invariants: all decode methods of a cell see the same prompts and share one prefill of each; a sample that fails is a
+record with its error and score 0; a sample that the store already has is not run again.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -68,7 +67,7 @@ def form_of(model: Path) -> str:
 
 
 def make_prompts(cell: Cell, settings: PromptSettings) -> list[Prompt]:
-    """The prompts of a cell, tokenized. Runs in a process of its own when there are several cells.
+    """Return the prompts of a cell, tokenized. Runs in a process of its own when there are several cells.
 
     A dataset's prompts are shortened to the cell's length; it has as many as its file holds, if that is fewer.
     """
@@ -87,18 +86,18 @@ def make_prompts(cell: Cell, settings: PromptSettings) -> list[Prompt]:
 
 
 def is_chat(sent_as: str, is_raw: bool, tokenizer: Any) -> bool:
-    """Whether a prompt goes as a chat turn."""
+    """Return whether a prompt goes as a chat turn."""
     return sent_as == "chat" or (sent_as == "auto" and not is_raw and bool(getattr(tokenizer, "chat_template", None)))
 
 
 def encode(sample: Sample, tokenizer: Any, sent_as: str) -> np.ndarray:
-    """Token ids int32 of a prompt: as a completion, or as the user's turn of the chat template."""
+    """Return token ids int32 of a prompt: as a completion, or as the user's turn of the chat template."""
     text, adds_special = sent_text(sample, tokenizer, sent_as)
     return np.asarray(tokenizer.encode(text, add_special_tokens=adds_special), dtype=np.int32)
 
 
 def sent_text(sample: Sample, tokenizer: Any, sent_as: str) -> tuple[str, bool]:
-    """The whole text of a prompt as it is sent, and whether the tokenizer adds its special tokens to it."""
+    """Return the whole text of a prompt as it is sent, and whether the tokenizer adds its special tokens to it."""
     is_raw = bool(sample.meta.get("raw"))
     if not is_chat(sent_as, is_raw, tokenizer):
         return sample.prompt, not is_raw
@@ -111,7 +110,7 @@ def sent_text(sample: Sample, tokenizer: Any, sent_as: str) -> tuple[str, bool]:
 def prompts_of(
     cells: Sequence[Cell], settings: PromptSettings, workers: int
 ) -> Generator[tuple[Cell, list[Prompt]], None, None]:
-    """Each cell with its prompts, made ahead by `workers` processes (0: here, when they are asked for)."""
+    """Yield each cell with its prompts, made ahead by `workers` processes (0: here, when they are asked for)."""
     if not workers:
         for cell in cells:
             yield cell, make_prompts(cell, settings)
@@ -193,7 +192,7 @@ class _Keys:
 def run_batch(
     decoder: ReferenceDecoder, tokenizer: Any, cell: Cell, prompts: Sequence[Prompt], keys: _Keys
 ) -> Iterator[Record]:
-    """Records of a batch under every method of the cell.
+    """Yield records of a batch under every method of the cell.
 
     What does not fit in memory is halved, prompts first; what fails otherwise is tried method by method, then prompt by
     prompt. A prompt that fails alone under one method is a failure. A device that is lost is raised.
@@ -249,7 +248,7 @@ class _Fed:
 
 
 def _fed(batch: PrefilledBatch, full: int, tokens: int) -> _Fed:
-    """Full attention's answers; an empty one is its stop token."""
+    """Return full attention's answers; an empty one is its stop token."""
     stop = batch.decoder.architecture.eos_token_ids
     answers = [row or [stop[0]] for row in decode_greedy(batch, full, tokens, frozenset(stop), None).tokens]
     logprobs: list[torch.Tensor] = []

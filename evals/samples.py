@@ -1,9 +1,9 @@
-"""One prompt of a task with the answers that score it: what tasks and datasets make and every runner consumes.
+"""Define one prompt of a task with the answers that score it.
 
-It knows no tokenizer, no model and no attention method. A sample is immutable and complete: given the prompt, a runner
-needs nothing else to get a prediction, and given the prediction, `evals.metrics.score` needs only `metric`, `answers`
-and `meta`. `prompt` is the text of the user's turn or of the completion; with `meta["raw"]` true it already holds the
-model's own special tokens and must be sent as a raw completion, without another chat template.
+A sample is immutable and complete: given the prompt, a runner needs nothing else to get a prediction, and given the
+prediction, `evals.metrics.score` needs only `metric`, `answers` and `meta`. `prompt` is the text of the user's turn or
+of the completion; with `meta["raw"]` true it already holds the model's own special tokens and must be sent as a raw
+completion, without another chat template.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -35,11 +35,11 @@ class Sample:
 
     @property
     def document(self) -> str | None:
-        """The part of the prompt that the question is about."""
+        """Return the part of the prompt that the question is about."""
         if self.around is None:
             return None
         return self.prompt[self.around[0] : len(self.prompt) - self.around[1]]
 
     def to_json(self) -> dict[str, Any]:
-        """The sample as a dict of JSON values."""
+        """Return the sample as a dict of JSON values."""
         return asdict(self)

@@ -1,8 +1,8 @@
-"""Cells under serving profiles, end to end: in the engine of this process, or on any OpenAI-compatible URL.
+"""Run cells under serving profiles, end to end: in the engine of this process, or on any OpenAI-compatible URL.
 
-It knows prompts and profiles' names, no attention. What the engine of this process read is known for a cell and profile
-as a whole, since prompts are decoded together: each of its records has the fractions of all. What a server reads is not
-known. Invariant: every sample that was tried ends as one record for each profile, a failure included.
+What the engine of this process read is known for a cell and profile as a whole, since prompts are decoded together:
+each of its records has the fractions of all. What a server reads is not known. Invariant: every sample that was tried
+ends as one record for each profile, a failure included.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class Entry:
         return Record(self.key(sample), identity, sample.sample_id, value, text, failure, sample.depth, measured)
 
     def missing(self, made: Sequence[Prompt], ledger: Ledger) -> list[Prompt]:
-        """The prompts without a record; those with one are reported to the ledger."""
+        """Return the prompts without a record; those with one are reported to the ledger."""
         keys = [self.key(prompt.sample) for prompt in made]
         for key in keys:
             if key in ledger.done:
@@ -200,7 +200,7 @@ def run_on_server(cells: Sequence[Cell], settings: PromptSettings, server: Serve
 
 
 def body_of(method: str) -> dict[str, str]:
-    """What a request says of its method."""
+    """Return what a request says of its method."""
     return {} if method == DEFAULT else {"attention_profile": method.removeprefix(PREFIX)}
 
 
@@ -210,13 +210,13 @@ def endpoint_of(server: Server, mode: str, method: str) -> Endpoint:
 
 
 def probe_server(server: Server, methods: Sequence[str]) -> None:
-    """Raises ProbeError if the server does not complete a prompt under one of the methods."""
+    """Raise ProbeError if the server does not complete a prompt under one of the methods."""
     for method in methods:
         asyncio.run(probe(endpoint_of(server, "completions", method), None))
 
 
 def by_mode(samples: Sequence[Sample], sent_as: str, tokenizer: Any) -> dict[str, list[Sample]]:
-    """Samples by the kind of request that they are sent in."""
+    """Return samples by the kind of request that they are sent in."""
     modes: dict[str, list[Sample]] = {}
     for sample in samples:
         chat = is_chat(sent_as, bool(sample.meta.get("raw")), tokenizer)
@@ -239,13 +239,13 @@ async def ask_each(endpoint: Endpoint, samples: list[Sample], entry: Entry, ledg
 
 
 def named_methods(methods: Sequence[str]) -> tuple[str, ...]:
-    """Methods of a server run as rows name them: `exact` and `profile:exact` are one."""
+    """Return methods of a server run as rows name them: `exact` and `profile:exact` are one."""
     full = [method if method == DEFAULT else PREFIX + method.removeprefix(PREFIX) for method in methods]
     return tuple(dict.fromkeys(full))
 
 
 def server_of(url: str, served_model: str | None, model: Path, api_key: str | None, concurrency: int) -> Server:
-    """A server with the retries and the patience of a run. Raises ValueError for no address of one."""
+    """Return a server with the retries and the patience of a run. Raises ValueError for no address of one."""
     try:
         base = f"{find_root(url)}/v1"
     except ValueError as error:

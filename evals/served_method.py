@@ -1,8 +1,7 @@
-"""A method that is a serving profile: its name, and the settings that stand in for the deployment's own.
+"""Parse the name of a method that is a serving profile, with settings that stand in for the deployment's own.
 
 `profile:NAME`, or `profile:sampled:bits_per_table=10,num_tables=200` for other settings of the profile's method, so
-that one run compares several. It knows no engine and no method. Invariant: two methods that need the same deployment
-compare equal in it.
+that one run compares several. Invariant: two methods that need the same deployment compare equal in it.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class ServedMethod:
 
 
 def served_method(method: str, deployment: Deployment | None) -> ServedMethod | None:
-    """The profile that a method names, or None if it is no serving profile.
+    """Return the profile that a method names, or None if it is no serving profile.
 
     Raises ProfileError for one that the deployment does not have (None: one without a `host` section), and for
     settings that the profile does not have.
@@ -54,7 +53,7 @@ def _resolve(deployment: Deployment | None, name: str, method: str) -> Profile:
 
 
 def _with_settings(method: str, text: str, found: ServedMethod) -> Deployment:
-    """The deployment in which the profile's method has the settings of `text`."""
+    """Return the deployment in which the profile's method has the settings of `text`."""
     profile, deployment = found.profile, found.deployment
     parts = [part for part in profile.parts if part.method.settings.model_fields]
     if not parts or deployment is None:
@@ -80,7 +79,7 @@ def _with_settings(method: str, text: str, found: ServedMethod) -> Deployment:
 
 
 def _without_settings(composition: Composition, slot: Slot, name: str) -> Composition:
-    """A composition that says nothing of its own of what all profiles share."""
+    """Return a composition that says nothing of its own of what all profiles share."""
     choice: MethodChoice | None = getattr(composition, slot)
     if choice is None or choice.method != name:
         return composition
@@ -90,7 +89,7 @@ def _without_settings(composition: Composition, slot: Slot, name: str) -> Compos
 def group_by_deployment(
     methods: list[str], deployment: Deployment | None
 ) -> list[tuple[Deployment | None, dict[str, str]]]:
-    """Deployments to load, and the methods that run in each, with their profiles.
+    """Return deployments to load, and the methods that run in each, with their profiles.
 
     A profile that keeps all on the device goes with the first where it is made of the same: nothing of `host` touches
     it.

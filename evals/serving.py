@@ -1,4 +1,4 @@
-"""The serving engine in this process: prompts through an attention profile, end to end, as a server would run them.
+"""Load a serving engine in this process, and answer prompts through an attention profile, as a server would.
 
 It drives the engine's own loop and knows no task; what was read are the engine's own counts. Invariant: each prompt
 comes back exactly once, finished or as a failure with its reason.
@@ -94,11 +94,11 @@ class ServingEngine:
         return {"composition": found.composition, "kv_key": found.kv_key, **self._told}
 
     def reads(self) -> DecodeReads:
-        """What was read so far, of all profiles."""
+        """Return what was read so far, of all profiles."""
         return self._engine.decode_reads()
 
     def fractions(self, before: DecodeReads, profile: str) -> Fractions | None:
-        """What was read since `before`, all of it under this profile; None if nothing was decoded."""
+        """Return what was read since `before`, all of it under this profile; None if nothing was decoded."""
         found = self._profiles[profile]
         is_hosts = found.ring_part is None or found.ring_part.method.reading is not Reading.NONE
         layers = len(self._engine.host_layers) if found.offloads and is_hosts else 0
@@ -128,7 +128,7 @@ class ServingEngine:
         return {name: numbers for one in found for name, numbers in one.items()}
 
     def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
-        """Answers as they finish, in any order."""
+        """Answer as they finish, in any order."""
         waiting, open_answers = list(reversed(asks)), dict[str, Answer]()
         stops = {ask.key: ask.stop_token_ids for ask in asks}
         while waiting or self._engine.has_work:
@@ -176,8 +176,8 @@ def extend(answer: Answer, delta: Delta, stop_token_ids: list[int]) -> None:
 
 
 def load_serving_engine(model: Path, device: str, longest_tokens: int, deployment: Deployment | None) -> ServingEngine:
-    """The engine of a deployment, but of this model's folder, on this device and without a prefix cache: each prompt
-    comes once, and a context that stays would only make the next one wait for new memory.
+    """Return the engine of a deployment, but of this model's folder, on this device and without a prefix cache: each
+    prompt comes once, and a context that stays would only make the next one wait for new memory.
 
     None: one that is made for a run of prompts of `longest_tokens`, answers included. Raises ModelError, PlanError, or
     HostMemoryError.
@@ -199,15 +199,15 @@ def load_serving_engine(model: Path, device: str, longest_tokens: int, deploymen
 
 
 def _told(config: EngineConfig) -> dict[str, str]:
-    """Whatever of the model and of its rows changes answers, where it is said."""
+    """Return whatever of the model and of its rows changes answers, where it is said."""
     said = {"weights": config.model.weights, "kv": config.gpu.kv, "rope": config.model.rope}
     plain = {"weights": (None, "bfloat16"), "kv": ("auto",), "rope": (None,)}
     return {name: str(value) for name, value in said.items() if value not in plain[name]}
 
 
 def make_deployment(model: Path, device: str, longest_tokens: int, host: HostConfig | None) -> Deployment:
-    """A deployment for a run, where no one waits for a single answer: many prompts under way, long chunks, few decode
-    steps between them, and memory for what is under way.
+    """Return a deployment for a run, where no one waits for a single answer: many prompts under way, long chunks, few
+    decode steps between them, and memory for what is under way.
 
     host: the settings that decide answers; its memory limit is derived. Raises ModelError or PlanError.
     """
@@ -237,7 +237,7 @@ def _prompts_that_fit(host: HostConfig, shape: Architecture, longest_tokens: int
 
 
 def context_bytes(host: HostConfig, shape: Architecture, longest_tokens: int) -> int:
-    """What admission charges for a context of this length, with hash tables."""
+    """Return what admission charges for a context of this length, with hash tables."""
     kept = find_kept(resolve_profiles({}, host).values(), host, shape)
     demand = resolve_host(host, kept, shape, GpuConfig().page_tokens, BFLOAT16_BYTES, 1)
     return bytes_of_run(

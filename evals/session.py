@@ -1,7 +1,7 @@
-"""One run of cells from beginning to end: model, store, progress bar, and what it leaves: table, JSON, HTML.
+"""Run cells from beginning to end: model, store, progress bar, and what the run leaves.
 
-It ties the runner to files and the terminal and knows no method and no metric. Invariant: what is written was computed
-from the store's records, so a run that was stopped and resumed leaves the same as one that was not.
+Invariant: what is written was computed from the store's records, so a run that was stopped and resumed leaves the same
+as one that was not.
 """
 
 import os
@@ -76,7 +76,7 @@ def open_store(resume: Path | None) -> Iterator[Store | Forgetful]:
 
 
 def resolve_device(device: str) -> str:
-    """`auto` is cuda where there is one."""
+    """Return `cuda` for `auto` where there is one, else `cpu`."""
     import torch
 
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -159,7 +159,7 @@ def run(
 
 
 def _cells_with(cells: Sequence[Cell], wanted: Callable[[str], bool]) -> list[Cell]:
-    """Cells that have such methods, with these alone."""
+    """Return cells that have such methods, with these alone."""
     return [replace(cell, methods=own) for cell in cells if (own := tuple(filter(wanted, cell.methods)))]
 
 
@@ -322,10 +322,12 @@ def missing_rows(cells: Sequence[Cell], records: Sequence[Record], reason: str |
 
 
 def exit_status(rows: Sequence[Row], reason: str | None) -> int:
-    """FAILED where a sample failed, CUT where the run was cut before its end (and nothing failed), else 0."""
+    """Return FAILED where a sample failed, CUT where the run was cut before its end (and nothing failed), else 0."""
     return FAILED if any(row.get("failures") for row in rows) else CUT if reason is not None else 0
 
 
 def count_workers(num_cells: int, device: str) -> int:
-    """Processes that make prompts: one a cell where the device is not the CPU that they would run on."""
+    """Return the number of processes that make prompts: one a cell where the device is not the CPU that they would run
+    on.
+    """
     return min(num_cells, max(1, (os.cpu_count() or 1) - 1)) if device.startswith("cuda") and num_cells > 1 else 0

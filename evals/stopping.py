@@ -1,6 +1,6 @@
-"""When a run ends before it is done: after so many seconds, or at a signal, between two samples or batches.
+"""Stop a run before it is done: after so many seconds, or at a signal, between two samples or batches.
 
-It knows nothing of runs. Invariant: the first TERM or INT only asks; a second one ends the process as it always would.
+Invariant: the first TERM or INT only asks; a second one ends the process as it always would.
 """
 
 import signal
@@ -28,18 +28,18 @@ class Stop:
         self._signal = name
 
     def check(self) -> None:
-        """Raises RunCut if it is time to end."""
+        """Raise RunCut if it is time to end."""
         self.check_room(0.0)
 
     def check_room(self, seconds: float) -> None:
-        """Raises RunCut if it is time to end, or will be before `seconds` are over."""
+        """Raise RunCut if it is time to end, or will be before `seconds` are over."""
         if self._signal is not None:
             self.cut(f"signal {self._signal}")
         if self._seconds is not None and time.monotonic() - self._begin + seconds > self._seconds:
             self.cut(f"--seconds {self._seconds:g} are over")
 
     def cut(self, reason: str) -> None:
-        """Raises RunCut."""
+        """Raise RunCut."""
         self.reason = reason
         raise RunCut(reason)
 

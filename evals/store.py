@@ -1,9 +1,8 @@
-"""Results on disk as they finish: one JSON line a scored sample, so that a killed run goes on where it stopped.
+"""Store results on disk as they finish, one JSON line a scored sample, so that a killed run goes on where it stopped.
 
-It knows no method and no model. A record is filed under a hash of everything that its score depends on; a record that
-is there is never made again, and settings that change by one value are another key. The invariant: every sample that
-was tried has exactly one record that counts (the last), a failure counts with score 0, and a line that a crash cut
-short is dropped, never trusted.
+A record is filed under a hash of everything that its score depends on; a record that is there is never made again, and
+settings that change by one value are another key. The invariant: every sample that was tried has exactly one record
+that counts (the last), a failure counts with score 0, and a line that a crash cut short is dropped, never trusted.
 """
 
 import hashlib
@@ -22,7 +21,9 @@ SYNC_EVERY_S = 1.0
 
 
 def key_of(parts: dict[str, Any]) -> str:
-    """16 hex digits of SHA-256 over the parts as canonical JSON. Raises TypeError for a value that JSON lacks."""
+    """Return 16 hex digits of SHA-256 over the parts as canonical JSON. Raises TypeError for a value that JSON
+    lacks.
+    """
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
@@ -35,7 +36,7 @@ def sample_key(
     model: str,
     code_version: str,
 ) -> str:
-    """The key of one sample under one method: all that its prediction depends on, the prompt's text included."""
+    """Return the key of one sample under one method: all that its prediction depends on, the prompt's text included."""
     return key_of(
         {
             "method": method,
@@ -124,8 +125,9 @@ class Store:
         return iter(self.records.values())
 
     def add(self, record: Record) -> None:
-        """Writes a record to the file, where it outlives the process, and every second to the disk, where it outlives
-        the machine; a record with the same key is superseded."""
+        """Write a record to the file, where it outlives the process, and every second to the disk, where it outlives
+        the machine; a record with the same key is superseded.
+        """
         self._file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
         self._file.flush()
         if time.monotonic() - self._synced > SYNC_EVERY_S:
@@ -134,13 +136,13 @@ class Store:
         self.records[record.key] = record
 
     def missing(self, keys: Iterable[str], retry_failures: bool) -> list[str]:
-        """The keys still to be made, in order: those without a record and, if asked, those that failed."""
+        """Return the keys still to be made, in order: those without a record and, if asked, those that failed."""
         return [
             key for key in keys if key not in self.records or (retry_failures and self.records[key].failure is not None)
         ]
 
     def _load(self) -> None:
-        """Reads what is there, cuts off a last line without its end; raises ValueError at a broken line before it."""
+        """Read what is there, cuts off a last line without its end; raises ValueError at a broken line before it."""
         if not self.path.exists():
             return
         content = self.path.read_bytes()

@@ -1,4 +1,4 @@
-"""`python -m training predictor ...`: the group `tandem train` where nothing is installed but what it needs."""
+"""Run `python -m training predictor ...`, as `tandem train` does where nothing is installed but what it needs."""
 
 from training.cli import app
 

@@ -1,4 +1,6 @@
-"""The `tandem train` group. Each command imports what it runs when it runs, so that listing them is quick."""
+"""Name the commands of `tandem train`. Each command imports what it runs when it runs, so that listing them is
+quick.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Train what a method needs on your 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """The world's errors as one line on stderr and status 1."""
+    """Tell expected errors in one line on stderr, and end with status 1."""
     from gpu.model.architecture import ModelError
 
     try:
@@ -27,7 +29,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """`2048,4096` -> (2048, 4096). Raises ValueError."""
+    """Parse `2048,4096` to (2048, 4096). Raises ValueError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"--lengths: got {text!r}; wanted tokens with commas between, such as 2048,4096")

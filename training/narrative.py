@@ -1,10 +1,10 @@
-"""A grammar of English narrative prose, written for this project: endless sentences from a seed, none of them borrowed.
+"""Generate endless English narrative prose from a seed, by a grammar written for this project.
 
-The reference model was trained on it, as 15 % of the filler; the evaluations' text is another (`evals.chronicle`).
-It knows no tokens and no tasks. A sentence is drawn by expanding symbols of `GRAMMAR`; a run of sentences keeps a small
-cast and scene for a while, so pronouns and names recur as in a novel, while whole sentences practically never do.
-The invariant: the text depends on the seed alone, has no digits and no hyphens (so needles cannot occur in it), and
-each sentence ends with one of `. ! ?`.
+The reference model was trained on it, as 15 % of the filler; the evaluations' text is another (`evals.chronicle`). A
+sentence is drawn by expanding symbols of `GRAMMAR`; a run of sentences keeps a small cast and scene for a while, so
+pronouns and names recur as in a novel, while whole sentences practically never do. The invariant: the text depends on
+the seed alone, has no digits and no hyphens (so needles cannot occur in it), and each sentence ends with one of `. !
+?`.
 """
 
 import random
@@ -204,12 +204,12 @@ PARTS = {
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun of the vocabulary."""
+    """Return the plural of a noun of the vocabulary."""
     return IRREGULAR_PLURALS.get(noun, noun + "s")
 
 
 def with_article(words: str) -> str:
-    """The words with `a` or `an` before them."""
+    """Return the words with `a` or `an` before them."""
     return ("an " if words[0] in "aeiou" and not words.startswith("uni") else "a ") + words
 
 
@@ -222,7 +222,7 @@ class Narrator:
         self.cast: list[str] = []
 
     def sentence(self) -> str:
-        """The next sentence, with a capital and its final mark."""
+        """Return the next sentence, with a capital and its final mark."""
         if self.num_told % SCENE_SENTENCES == 0:
             self.cast = self.random.sample(FIRST_NAMES, 4)
         self.num_told += 1

@@ -1,4 +1,4 @@
-"""A bar on stderr for what takes minutes."""
+"""Show a progress bar on stderr."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress_bar(total: int, what: str) -> Iterator[Callable[[], None]]:
-    """A function to call once a unit."""
+    """Give a function to call once a unit."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)

@@ -1,4 +1,4 @@
-"""When the requests of an open loop are due. Knows random gaps; nothing of requests. Same seed, same times.
+"""Draw the times at which requests of an open loop are due. Same seed, same times.
 
 A Poisson process has exponential gaps (the gamma distribution of shape 1). A shape below 1 comes in bursts, one above 1
 is more regular; the mean rate is the same.
@@ -13,7 +13,7 @@ _BATCH = 1024
 def draw_arrivals(
     rate: float, burstiness: float, seed: int, requests: int | None, duration_s: float | None
 ) -> NDArray[np.float64]:
-    """Arrival times in seconds after the start, ascending, `[requests]` or all those before `duration_s`.
+    """Draw arrival times in seconds after the start, ascending, `[requests]` or all those before `duration_s`.
 
     rate: mean requests per second; burstiness: the gamma shape of the gaps. One of requests and duration_s is given.
     """

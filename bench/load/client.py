@@ -1,4 +1,4 @@
-"""One request over HTTP: sends it, reads its stream, and fills its record.
+"""Send one request over HTTP, read its stream, and fill its record.
 
 aiohttp, because a chunk costs it 14 to 33 us of CPU where httpx takes 52 to 58 us (64 streams of 47 chunks/s, parsing
 included; 9 us against 19 us when chunks come in bursts). The whole client with its live display took 19 us a chunk at
@@ -104,7 +104,7 @@ class Client:
                 record.output_tokens = len(record.chunk_times_s)
 
     async def _send_once(self, path: str, body: dict[str, Any], record: RequestRecord) -> float | None:
-        """None when the answer was read; the seconds to wait if it is to be sent again."""
+        """Return None when the answer was read, or the seconds to wait if it is to be sent again."""
         async with self.session.post(self.base_url + path, json=body) as response:
             record.status = response.status
             if response.status == 429:
@@ -138,7 +138,7 @@ class Client:
             raise StreamFault("stream ended without a finish_reason or [DONE]")
 
     async def find_model(self) -> str:
-        """The first of /v1/models. Raises StreamFault."""
+        """Return the first of /v1/models. Raises StreamFault."""
         tree = await self._get_json("/v1/models")
         try:
             return str(tree["data"][0]["id"])
@@ -146,7 +146,7 @@ class Client:
             raise StreamFault(f"{self.base_url}/v1/models lists no model; name one with --model") from None
 
     async def count_tokens(self, model: str, text: str, with_special: bool) -> int:
-        """The server's own count, from its /tokenize route, with or without what it puts before a prompt.
+        """Return the server's own count, from its /tokenize route, with or without what it puts before a prompt.
 
         Raises StreamFault where it has none.
         """
@@ -161,7 +161,7 @@ class Client:
             raise StreamFault(f"/tokenize: {type(error).__name__}") from None
 
     async def add_document(self, title: str, text: str) -> str:
-        """The id that the server has given it, once its chunks are stored. Raises StreamFault."""
+        """Return the id that the server has given it, once its chunks are stored. Raises StreamFault."""
         url = self.base_url + "/v1/documents"
         try:
             async with self.session.post(url, json={"title": title, "text": text}) as response:
@@ -172,7 +172,7 @@ class Client:
             raise StreamFault(f"{url}: {error or type(error).__name__}") from None
 
     async def delete_document(self, document_id: str) -> None:
-        """Best effort: what is left is only in the way."""
+        """Delete a document; a failure is ignored, since what is left is only in the way."""
         with contextlib.suppress(aiohttp.ClientError, OSError):
             (await self.session.delete(f"{self.base_url}/v1/documents/{document_id}")).release()
 
@@ -229,7 +229,7 @@ def _read_pause(header: str | None) -> float:
 
 
 def _describe_error(text: str) -> str:
-    """The message of an OpenAI error object, or the start of the text."""
+    """Return the message of an OpenAI error object, or the start of the text."""
     try:
         error = msgspec.json.decode(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""The `tandem bench serve` command: options to a plan, a result to files. What measures is imported when it runs."""
+"""Run `tandem bench serve`: options to a plan, and a result to files. What measures is imported when it runs."""
 
 import json
 from pathlib import Path

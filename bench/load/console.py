@@ -1,4 +1,4 @@
-"""The load test on a terminal: a live line while it runs, tables at its end. Reads the run; changes nothing in it."""
+"""Show a load test on a terminal: a live line while it runs, and tables at its end."""
 
 import asyncio
 
@@ -52,7 +52,7 @@ def _draw_progress(run: LoadRun) -> Text:
 
 
 def print_summary(summary: Summary, notes: list[str], console: Console) -> None:
-    """The tables and what a reader must know beside them."""
+    """Print the tables, and what a reader must know beside them."""
     table = Table(title=f"{summary.completed} of {summary.due} requests completed", title_justify="left")
     for heading in ("ms", "mean", "p50", "p90", "p99", "max", "of"):
         table.add_column(heading, justify="left" if heading == "ms" else "right")
@@ -80,7 +80,7 @@ def list_latencies(summary: Summary) -> list[tuple[str, Spread]]:
 
 
 def list_facts(summary: Summary) -> list[tuple[str, str]]:
-    """The counts and rates as label and text, for the terminal and the page."""
+    """Return the counts and rates as label and text, for the terminal and the page."""
     asked = f" (asked {summary.asked_rate:.2f}, offered {summary.offered_rate:.2f})" if summary.asked_rate else ""
     cached = "not told" if summary.cached_share is None else f"{summary.cached_share:.1%}"
     facts = [

@@ -1,9 +1,9 @@
-"""Prompts of the kind `rag`: a question and some documents of a corpus, drawn by popularity, in an order of their own.
+"""Make prompts of the kind `rag`: a question and some documents of a corpus, drawn by popularity.
 
-The corpus is written by `prose`, no two documents alike. Knows no HTTP. Invariant: documents, and what a job asks of
-which of them in which order, depend on (seed, index) alone, whatever way they are sent: a run with documents and one
-with their texts in the message ask the same. The one exception is the run's name in every title, so that no run finds
-the prompts of one before it in the server's prefix cache.
+The corpus is written by `prose`, no two documents alike. Invariant: documents, and what a job asks of which of them in
+which order, depend on (seed, index) alone, whatever way they are sent: a run with documents and one with their texts in
+the message ask the same. The one exception is the run's name in every title, so that no run finds the prompts of one
+before it in the server's prefix cache.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class CorpusReader:
         self._num_tokens = [pool.estimate(document["text"]) for document in self.documents]
 
     def make(self, index: int) -> Job:
-        """The job of this index."""
+        """Return the job of this index."""
         rng = np.random.default_rng([self.plan.seed, 2, index])
         drawn = rng.choice(len(self.documents), self.corpus.per_prompt, replace=False, p=self._shares)
         chosen = [int(document) for document in rng.permutation(drawn)]
@@ -52,7 +52,7 @@ class CorpusReader:
         return {"title": f"Report {index + 1} of {self.run}", "text": text}
 
     def _write_out(self, chosen: list[int]) -> str:
-        """Documents as a server puts them before a message, where the chat template has no place of its own."""
+        """Return documents as a server puts them before a message, where the chat template has no place of its own."""
         found = [self.documents[document] for document in chosen]
         return "".join(f"Document {i}: {one['title']}\n{one['text']}\n\n" for i, one in enumerate(found, 1))
 

@@ -1,7 +1,7 @@
-"""One load test from plan to numbers: finds the model, learns how text is counted, warms, measures, summarises.
+"""Run one load test from plan to numbers: find the model, count text, warm, measure, summarise.
 
-It knows the order of things; each step is another module's. Invariant: what the measurement leaned on (how tokens were
-counted, what was cached, whether the client was late) is in the notes.
+Invariant: what the measurement leaned on (how tokens were counted, what was cached, whether the client was late) is in
+the notes.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ async def measure(plan: LoadPlan, console: Console) -> LoadResult:
 async def _prepare(
     run: LoadRun, tokenizer: Tokenizer | None, document_ids: list[str], console: Console
 ) -> tuple[Callable[[int], Job], list[Job], str]:
-    """What makes jobs, the jobs that warm the cache, and how tokens are counted.
+    """Return what makes jobs, the jobs that warm the cache, and how tokens are counted.
 
     `document_ids`: gets those of the documents that are stored for it.
     """
@@ -180,7 +180,9 @@ def _count_answers(records: list[RequestRecord], tokenizer: Tokenizer) -> None:
 
 @contextlib.contextmanager
 def _interrupt_on_signals(run: LoadRun) -> Iterator[None]:
-    """Ctrl-C or SIGTERM ends the run, not the program. Only the main thread can hear them."""
+    """End the run, not the program, at Ctrl-C or SIGTERM. Only the main thread can hear them. Only the main thread can
+    hear them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Numbers from records: counts, rates, percentiles, goodput. Pure functions; they know no clock and no network.
+"""Make numbers from records: counts, rates, percentiles, goodput.
 
 Invariant: due = completed + failed + unfinished + skipped, and each latency says of how many requests it is. Latencies
 are of completed requests; rates divide by the whole run, waiting for the last answer included.
@@ -73,7 +73,7 @@ class Summary:
     goodput_share: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """As a tree; NaN becomes None, so that it is valid JSON."""
+        """Return the summary as a tree; NaN becomes None, so that it is valid JSON."""
         tree: dict[str, Any] = _replace_nan(asdict(self))
         return tree
 
@@ -90,7 +90,7 @@ def spread_ms(values_s: Iterable[float]) -> Spread:
 def summarise(
     records: Sequence[RequestRecord], wall_s: float, asked_rate: float | None, slo: dict[str, float]
 ) -> Summary:
-    """The summary of a run of `wall_s` seconds. slo: limits in ms by key, as parse_slo reads them."""
+    """Return the summary of a run of `wall_s` seconds. slo: limits in ms by key, as parse_slo reads them."""
     done = [record for record in records if record.outcome == "completed"]
     outcomes = Counter(record.outcome for record in records)
     output_tokens = sum(record.output_tokens for record in done)
@@ -143,7 +143,7 @@ def summarise(
 
 
 def meets(record: RequestRecord, slo: dict[str, float]) -> bool:
-    """Whether a request completed within every limit (ms). A single token has no tpot and no gap to break one."""
+    """Return whether a request completed within every limit (ms). A single token has no tpot and no gap."""
     if record.outcome != "completed":
         return False
     got_s = {
@@ -156,7 +156,7 @@ def meets(record: RequestRecord, slo: dict[str, float]) -> bool:
 
 
 def count_peak(records: Iterable[RequestRecord]) -> int:
-    """Most requests open at once, from sent to end; one that ends as another is sent does not overlap it."""
+    """Return the most requests open at once; one that ends as another is sent does not overlap it."""
     sent = [record for record in records if record.end_s > record.sent_s]
     events = sorted([(record.sent_s, 1) for record in sent] + [(record.end_s, -1) for record in sent])
     return max(np.cumsum([step for _, step in events]).tolist(), default=0)
@@ -167,7 +167,7 @@ def _count_prompt(record: RequestRecord) -> int:
 
 
 def _share_of_prompts(done: Sequence[RequestRecord], kind: str) -> float | None:
-    """Of the prompts' tokens, those of a kind that the server told of."""
+    """Return the share of the prompts' tokens that the server told to be of a kind."""
     told = [record for record in done if getattr(record, kind) is not None and record.prompt_tokens]
     total = sum(record.prompt_tokens or 0 for record in told)
     return sum(getattr(record, kind) for record in told) / total if total else None

@@ -1,4 +1,4 @@
-"""Words beside the numbers: what a reader must know of a run, and the settings that shaped it. Pure functions."""
+"""List what a reader of the numbers must know, and the settings that shaped the run."""
 
 from bench.load.metrics import Summary
 from bench.load.settings import LoadPlan
@@ -8,7 +8,7 @@ _LATE_MS = 20.0
 
 
 def list_notes(plan: LoadPlan, summary: Summary, counting: str, interrupted: bool) -> list[str]:
-    """What a reader of the numbers must know."""
+    """Return what a reader of the numbers must know."""
     notes = []
     if interrupted:
         notes.append(f"interrupted: this is what was measured until then; {summary.unfinished} requests were open")
@@ -41,7 +41,7 @@ def list_notes(plan: LoadPlan, summary: Summary, counting: str, interrupted: boo
 
 
 def describe_settings(plan: LoadPlan, model: str, counting: str) -> dict[str, str]:
-    """Label to value, of everything that shaped the run; no key."""
+    """Return everything that shaped the run, as label to value; no key."""
     rate = f"open loop, {plan.rate:g} per second, gamma shape {plan.burstiness:g}" if plan.rate else "closed loop"
     limit = f", at most {plan.concurrency} open" if plan.concurrency else ""
     length = f"{plan.requests} requests" if plan.requests is not None else f"{plan.duration_s:g} s"

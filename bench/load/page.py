@@ -1,4 +1,4 @@
-"""The report as one HTML file: numbers, pictures, failures and settings. Nothing in it is loaded from elsewhere."""
+"""Write the report as one HTML file that loads nothing from elsewhere. Nothing in it is loaded from elsewhere."""
 
 from collections.abc import Sequence
 from datetime import datetime

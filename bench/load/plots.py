@@ -1,6 +1,6 @@
-"""The pictures of the report: each a function from records to one SVG element as text, without any external resource.
+"""Draw the pictures of the report, each as one SVG element.
 
-Knows matplotlib and records; nothing of HTML around them. Times on axes are seconds on the run's clock.
+Times on axes are seconds on the run's clock.
 """
 
 import io
@@ -47,7 +47,7 @@ _STYLE: Any = {
 
 
 def draw_cdfs(records: Sequence[RequestRecord]) -> str:
-    """Cumulative shares of TTFT, TPOT, inter-token and end-to-end latency, with p50, p90 and p99 marked."""
+    """Draw cumulative shares of TTFT, TPOT, inter-token and end-to-end latency, with p50, p90 and p99 marked."""
     done = [record for record in records if record.outcome == "completed"]
     panels = (
         ("time to first token", [record.ttft_s for record in done]),
@@ -65,7 +65,7 @@ def draw_cdfs(records: Sequence[RequestRecord]) -> str:
 
 
 def draw_timeline(records: Sequence[RequestRecord], wall_s: float) -> str:
-    """Output chunks per second, requests open, and requests due and failed, over the run."""
+    """Draw output chunks per second, requests open, and requests due and failed, over the run."""
     buckets = np.linspace(0, max(wall_s, 1e-3), 81)
     width_s = buckets[1] - buckets[0]
     chunks = np.concatenate([np.zeros(0), *(np.asarray(record.chunk_times_s) for record in records)])
@@ -95,7 +95,7 @@ def draw_timeline(records: Sequence[RequestRecord], wall_s: float) -> str:
 
 
 def draw_requests(records: Sequence[RequestRecord]) -> str:
-    """A row a request, the first 250: waiting for the client or a place, until the first token, and streaming."""
+    """Draw a row a request, the first 250: waiting for the client or a place, until the first token, streaming."""
     shown = sorted((record for record in records if record.outcome != "skipped"), key=lambda record: record.due_s)
     shown = shown[:_GANTT_ROWS]
     rows = np.arange(len(shown))
@@ -184,7 +184,7 @@ def _figure(width_in: float, height_in: float) -> Iterator[Figure]:
 
 
 def _to_svg(figure: Figure) -> str:
-    """The <svg> element alone, without namespaces (HTML needs none) and with a width that fits the page."""
+    """Return the <svg> element alone, without namespaces (HTML needs none) and with a width that fits the page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_IDS)
     svg = buffer.getvalue()

@@ -1,7 +1,7 @@
-"""What is sent: prompts of a length in tokens cut from a pool of text, or conversations read from a file.
+"""Make what is sent: prompts of a length in tokens cut from a pool of text, or conversations read from a file.
 
-It knows no HTTP. Invariant: a job depends on (seed, index) alone, so a run can be repeated; the one exception is the
-salt of a cold cache, which must be new in every run. The shared part of any prompt is a prefix of one common text.
+Invariant: a job depends on (seed, index) alone, so a run can be repeated; the one exception is the salt of a cold
+cache, which must be new in every run. The shared part of any prompt is a prefix of one common text.
 """
 
 import json
@@ -46,7 +46,7 @@ class PromptMaker:
         self.run_salt = secrets.randbits(64)
 
     def make(self, index: int) -> Job:
-        """The job of this index. Raises PlanError if a prompt has no room for its salt."""
+        """Return the job of this index. Raises PlanError if a prompt has no room for its salt."""
         rng = np.random.default_rng([self.plan.seed, 2, index])
         num_tokens = self.plan.input_tokens.draw(rng)
         output_tokens = self.plan.output_tokens.draw(rng)
@@ -54,7 +54,9 @@ class PromptMaker:
         return Job(index, (({"role": "user", "content": text},),), num_tokens, output_tokens)
 
     def make_shared(self) -> Job:
-        """The longest shared prefix alone, one token of output: what `--warm` sends first."""
+        """Return what `--warm` sends first: the longest shared prefix, or each system message of a file, with one token
+        of output.
+        """
         text = self._cut_shared(self.plan.input_tokens.largest)
         return Job(-1, (({"role": "user", "content": text},),), None, 1)
 
@@ -80,7 +82,9 @@ class PromptMaker:
         return self._fit_body(head, begin, max(0, body_tokens - self.pool.added_tokens), num_tokens)
 
     def _fit_body(self, head: str, begin: int, body_tokens: int, num_tokens: int) -> str:
-        """Head and body, the body's length corrected until the whole counts `num_tokens` (the nearest if it cannot)."""
+        """Return head and body, the body's length corrected until the whole counts `num_tokens` (the nearest if it
+        cannot).
+        """
         text = head + self.pool.cut(begin, body_tokens)
         if self.pool.count is None:
             return text
@@ -106,7 +110,7 @@ class ConversationReader:
         self.run_salt = secrets.randbits(64)
 
     def make(self, index: int) -> Job:
-        """The job of this index; the file is read round and round."""
+        """Return the job of this index; the file is read round and round."""
         rng = np.random.default_rng([self.plan.seed, 2, index])
         turns = self.conversations[index % len(self.conversations)]
         if self.plan.cache == "cold":
@@ -116,14 +120,16 @@ class ConversationReader:
         return Job(index, turns, None, self.plan.output_tokens.draw(rng))
 
     def make_shared(self) -> list[Job]:
-        """One job for each different system message of the file: what `--warm` sends first."""
+        """Return what `--warm` sends first: the longest shared prefix, or each system message of a file, with one token
+        of output.
+        """
         systems = {turns[0][0]["content"] for turns in self.conversations if turns[0][0]["role"] == "system"}
         hello = {"role": "user", "content": "Hello"}
         return [Job(-1, (({"role": "system", "content": text}, hello),), None, 1) for text in sorted(systems)]
 
 
 def read_conversations(path: Path) -> list[tuple[tuple[dict[str, Any], ...], ...]]:
-    """Each line of a JSONL file as turns, the file's own answers left out.
+    """Return each line of a JSONL file as turns, the file's own answers left out.
 
     A line is a list of OpenAI messages, `{"messages": [...]}`, or ShareGPT's `{"conversations": [{"from", "value"}]}`.
     Raises PlanError with the line's number.

@@ -1,6 +1,6 @@
-"""Prompt text when no file is given: plain English sentences, all different enough, the same for the same seed.
+"""Write prompt text when no file is given: plain English sentences, the same for the same seed.
 
-Knows words; nothing of tokens. Invariant: the same seed writes the same text on every machine.
+Invariant: the same seed writes the same text on every machine.
 """
 
 import random
@@ -76,7 +76,7 @@ _TEMPLATES = (
 
 
 def write_prose(seed: int, num_chars: int) -> str:
-    """At least `num_chars` characters of sentences in paragraphs of seven."""
+    """Write at least `num_chars` characters of sentences in paragraphs of seven."""
     rng = random.Random(seed)
     sentences: list[str] = []
     written = 0
@@ -88,7 +88,7 @@ def write_prose(seed: int, num_chars: int) -> str:
 
 
 def write_salt(rng: random.Random) -> str:
-    """A short sentence that no other prompt begins with: 6 words and a number of 6 digits."""
+    """Write a short sentence that no other prompt begins with: 6 words and a number of 6 digits."""
     first, second, third = rng.sample(_THINGS, 3)
     number = rng.randrange(10**6)
     return f"Entry {number:06d}: {first}, {second}, {third}."

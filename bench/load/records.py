@@ -1,4 +1,4 @@
-"""What is written down about one request. Plain data: it knows no HTTP and computes nothing but its own latencies.
+"""Record what happened to one request.
 
 Times are seconds on the run's clock (0 is its start). Invariant: `outcome` says how the request ended, and `reason` is
 filled for every outcome but "completed".
@@ -44,7 +44,7 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float:
-        """From due to the first chunk of output; to the end where the output was empty."""
+        """Return seconds from due to the first chunk of output; to the end where the output was empty."""
         return (self.chunk_times_s[0] if self.chunk_times_s else self.end_s) - self.due_s
 
     @property
@@ -65,7 +65,7 @@ class RequestRecord:
         return [later - earlier for earlier, later in pairwise(times)]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the text, for --raw."""
+        """Return everything but the text, for --raw."""
         skip = {"text", "chunk_times_s"}
         tree = {name: getattr(self, name) for name in self.__slots__ if name not in skip}
         tree["chunk_times_s"] = [round(time, 6) for time in self.chunk_times_s]

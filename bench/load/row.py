@@ -1,4 +1,4 @@
-"""A load test as a benchmark row, and its files. Knows paths and JSON.
+"""Write a load test as a benchmark row, and its files.
 
 The row has the fields of `bench.rows.Row` and is read by it, but is written here, so that a client needs no torch. A
 server seen over HTTP has no floor: what it must read is not known here, so `floor_ms` is null, `floor` says why, and no
@@ -16,7 +16,9 @@ _FLOOR = "none: the server's weights and bandwidth are not known to a client"
 
 
 def make_row(result: LoadResult) -> dict[str, Any]:
-    """End-to-end latency as `ms` (median), p10 and p90; everything else is in `extras`, the settings in `config`."""
+    """Return end-to-end latency as `ms` (median), p10 and p90; everything else is in `extras`, the settings in
+    `config`.
+    """
     summary = result.summary.to_json()
     e2el = summary["e2el"]
     return {
@@ -37,6 +39,6 @@ def make_row(result: LoadResult) -> dict[str, Any]:
 
 
 def write_raw(path: Path, result: LoadResult) -> None:
-    """One JSON object a request, with the arrival of each chunk in seconds after the start."""
+    """Write one JSON object a request, with the arrival of each chunk in seconds after the start."""
     lines = [json.dumps(record.to_json()) + "\n" for record in result.records]
     path.write_text("".join(lines), encoding="utf-8")

@@ -1,8 +1,8 @@
 """The load itself: who sends what and when. Closed loop: workers, each with one request open. Open loop: arrivals drawn
 beforehand, sent at their times whatever the server does.
 
-It knows nothing of statistics. Invariant: each request that was due gets one record; an open loop's latencies start at
-the drawn time, not at the time the client got round to it.
+Invariant: each request that was due gets one record; an open loop's latencies start at the drawn time, not at the time
+the client got round to it.
 """
 
 import asyncio
@@ -66,7 +66,9 @@ class LoadRun:
             task.cancel()
 
     async def send_alone(self, job: Job) -> RequestRecord:
-        """One job outside the measurement: to warm a cache or the server. Its first turn only."""
+        """Send one job outside the measurement, to warm a cache or the server. Its first turn only. Its first turn
+        only.
+        """
         record = RequestRecord(job.index, 0, self.client.now(), job.asked_tokens, job.output_tokens)
         await self.client.send(self._path, self._build_body(list(job.turns[0]), job), record)
         return record

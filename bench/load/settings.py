@@ -1,7 +1,7 @@
-"""What one load test was asked to do: the plan, its parsers of short option strings, and the checks between options.
+"""Hold the plan of one load test, parse its option strings, and check options against each other.
 
-It knows nothing of HTTP. Invariant: a LoadPlan that exists is one that can be run; what contradicts is a PlanError with
-one line that says what to change.
+Invariant: a LoadPlan that exists is one that can be run; what contradicts is a PlanError with one line that says what
+to change.
 """
 
 import math
@@ -33,14 +33,14 @@ class Lengths:
         return self.span[1] if self.span else max(self.values)
 
     def draw(self, rng: np.random.Generator) -> int:
-        """One length in tokens."""
+        """Draw one length in tokens."""
         if self.span:
             return int(rng.integers(self.span[0], self.span[1] + 1))
         return int(self.values[rng.choice(len(self.values), p=self.shares)])
 
 
 def parse_lengths(option: str, text: str) -> Lengths:
-    """`1000`, a range `500-2000`, a list `500,2000` (equal shares) or with shares `500:0.8,2000:0.2`, in tokens.
+    """Parse `1000`, a range `500-2000`, or a list `500,2000`, with shares as `500:0.8,2000:0.2`, in tokens.
 
     Raises PlanError.
     """
@@ -66,7 +66,7 @@ def parse_lengths(option: str, text: str) -> Lengths:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """`ttft:2000,tpot:100,e2el:30000,gap:500`, limits in ms, to a mapping; `gap` is a request's largest.
+    """Parse `ttft:2000,tpot:100,e2el:30000,gap:500`, limits in ms, to a mapping; `gap` is a request's largest.
 
     Raises PlanError.
     """
@@ -197,7 +197,7 @@ class LoadPlan:
 
     @property
     def shape(self) -> str:
-        """The load in one phrase, for the `shape` of a benchmark row."""
+        """Return the load in one phrase, for the `shape` of a benchmark row."""
         arrival = f"rate {self.rate:g}/s" if self.rate is not None else f"concurrency {self.concurrency}"
         if self.corpus is not None:
             asked = f"question {describe_lengths(self.input_tokens)} out {describe_lengths(self.output_tokens)}"
@@ -211,7 +211,7 @@ class LoadPlan:
 
 
 def describe_lengths(lengths: Lengths) -> str:
-    """The distribution in the syntax that parse_lengths reads."""
+    """Return the distribution in the syntax that parse_lengths reads."""
     if lengths.span:
         return f"{lengths.span[0]}-{lengths.span[1]}"
     if len(lengths.values) == 1:

@@ -1,8 +1,8 @@
-"""Text with a position for every token, so that a prompt of n tokens is one slice of it.
+"""Hold text with a position for every token, so that a prompt of n tokens is one slice of it.
 
 Three ways to know the tokens: the model's tokenizer (exact), the server's /tokenize route (exact for pieces of a few
 hundred characters, interpolated inside one), or a ratio of characters to a token (an estimate, and said to be one).
-It knows nothing of prompts. Invariant: `starts` ascends, begins at 0 and ends at `len(text)`.
+Invariant: `starts` ascends, begins at 0 and ends at `len(text)`.
 """
 
 import json
@@ -51,7 +51,7 @@ class TextPool:
         return len(self.text) / self.num_tokens
 
     def cut(self, begin: int, num_tokens: int) -> str:
-        """The text of `num_tokens` tokens from token `begin`, going round at the end as often as it takes."""
+        """Return the text of `num_tokens` tokens from token `begin`, going round at the end as often as it takes."""
         parts = []
         while num_tokens > 0:
             end = min(begin + num_tokens, self.num_tokens)
@@ -61,12 +61,12 @@ class TextPool:
         return "".join(parts)
 
     def estimate(self, text: str) -> int:
-        """Tokens of any text: counted where possible, else by the pool's ratio."""
+        """Return tokens of any text: counted where possible, else by the pool's ratio."""
         return self.count(text) if self.count else round(len(text) / self.chars_per_token)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder or a GGUF file (or a tokenizer.json). Raises PlanError."""
+    """Return the tokenizer of a Hugging Face folder or a GGUF file (or a tokenizer.json). Raises PlanError."""
     path = folder / "tokenizer.json" if folder.is_dir() else folder
     if path.suffix == ".gguf" or (not path.is_file() and (folder / MODEL_FILE).is_file()):
         try:
@@ -88,7 +88,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def pool_by_tokenizer(text: str, tokenizer: Tokenizer, name: str) -> TextPool:
-    """Exact positions, from the tokenizer's offsets. `name` is for the report."""
+    """Return exact positions, from the tokenizer's offsets. `name` is for the report."""
     pieces = list(split_text(text, 20 * PIECE_CHARS))
     encodings = tokenizer.encode_batch(pieces, add_special_tokens=False)
     starts: list[int] = []
@@ -104,7 +104,7 @@ def pool_by_tokenizer(text: str, tokenizer: Tokenizer, name: str) -> TextPool:
 
 
 async def pool_by_server(text: str, added_tokens: int, count_piece: Callable[[str], Awaitable[int]]) -> TextPool:
-    """Positions from a server's counts of short pieces. Whatever count_piece raises passes through."""
+    """Return positions from a server's counts of short pieces. Whatever count_piece raises passes through."""
     starts: list[NDArray[np.float64]] = []
     begin = 0
     for piece in split_text(text, PIECE_CHARS):
@@ -118,14 +118,16 @@ async def pool_by_server(text: str, added_tokens: int, count_piece: Callable[[st
 
 
 def pool_by_ratio(text: str, chars_per_token: float, source: str) -> TextPool:
-    """Estimated positions, a token every `chars_per_token` characters. `source` says where the ratio is from."""
+    """Return estimated positions, a token every `chars_per_token` characters. `source` says where the ratio is from."""
     num_tokens = max(1, round(len(text) / chars_per_token))
     positions = np.linspace(0, len(text), num_tokens + 1).astype(np.int64)
     return _make_pool(text, positions, None, 0, f"ESTIMATED at {chars_per_token:.2f} characters a token ({source})")
 
 
 def split_text(text: str, piece_chars: int) -> Iterator[str]:
-    """The text in pieces of about `piece_chars`, split before a space where there is one; joined, they are the text."""
+    """Yield the text in pieces of about `piece_chars`, split before a space where there is one; joined, they are the
+    text.
+    """
     begin = 0
     while begin < len(text):
         end = begin + piece_chars

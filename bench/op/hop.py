@@ -52,8 +52,7 @@ class Hops:
         return self.slot.out.nbytes + self.slot.lse.nbytes
 
     def step(self, attend: Callable[[], None], goes_ahead: bool) -> None:
-        """HOPS asks and their answers. attend: is called when an ask is there, and leaves its answer in the slot;
-        goes_ahead: all of it is launched before the first answer, else each segment behind its own.
+        """Make HOPS asks and their answers.
 
         Raises ExchangeError where the device does not ask.
         """
@@ -74,7 +73,7 @@ class Hops:
             raise
 
     def step_by_copies(self) -> None:
-        """The peer's."""
+        """Make the same by copies into pinned memory and a stream that is waited for."""
         for _ in range(HOPS):
             self._copies()
             if self.device.type == "cuda":
@@ -105,7 +104,7 @@ class Hops:
         self.slot.codes.copy_(encode_queries(self.query, self.hyperplanes), non_blocking=True)
 
     def _captured(self, segment: Segment) -> Segment:
-        """Nobody answers while it warms up, so the slot is released."""
+        """Capture a segment; nobody answers while it warms up, so the slot is released."""
         if self.device.type != "cuda":
             return segment
         self.slot.release()
@@ -115,7 +114,9 @@ class Hops:
 
 
 def check_hops(hops: Hops, goes_ahead: bool) -> None:
-    """The gate, over two steps: what the CPU answers is what it is asked next. Raises GateError."""
+    """Require, over two steps, that what the CPU answers is what it is asked next. Raises GateError. Raises
+    GateError.
+    """
     asked = 0.0
     number = 0
 

@@ -1,9 +1,9 @@
-"""Sentences of a survey's chronicle: clauses within clauses, from a seed, without end.
+"""Generate sentences of a survey's chronicle: clauses within clauses, from a seed, without end.
 
-It knows no tokens and no tasks. A sentence is expanded from `GRAMMAR`; noun phrases hold noun phrases down to a depth,
-so whole sentences practically never come again. The party's four officers and its station stay for a page of sentences,
-the journey's count of stages rises. The invariant: the text depends on the seed alone, has no digits and no hyphens,
-and each sentence ends with one of `. ? !`.
+A sentence is expanded from `GRAMMAR`; noun phrases hold noun phrases down to a depth, so whole sentences practically
+never come again. The party's four officers and its station stay for a page of sentences, the journey's count of stages
+rises. The invariant: the text depends on the seed alone, has no digits and no hyphens, and each sentence ends with one
+of `. ? !`.
 """
 
 import random
@@ -144,7 +144,7 @@ ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou])")
 
 
 def spelled(number: int) -> str:
-    """A number from 0 to 999,999 in words, without hyphens."""
+    """Return a number from 0 to 999,999 in words, without hyphens."""
     if number < 20:
         return UNITS_AND_TEENS[number]
     if number < 100:
@@ -157,18 +157,18 @@ def spelled(number: int) -> str:
 
 
 def ordinal(number: int) -> str:
-    """The ordinal of a number in words."""
+    """Return the ordinal of a number in words."""
     before, space, last = spelled(number).rpartition(" ")
     return before + space + ORDINALS.get(last, last[:-1] + "ieth" if last.endswith("y") else last + "th")
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun of the chronicle."""
+    """Return the plural of a noun of the chronicle."""
     return PLURALS.get(noun, noun + "s")
 
 
 def chronicle(seed: int) -> Iterator[str]:
-    """Endless sentences of one seed."""
+    """Yield endless sentences of one seed."""
     chronicler = Chronicler(seed)
     while True:
         yield chronicler.sentence()
@@ -185,7 +185,7 @@ class Chronicler:
         self.toponyms: list[str] = []
 
     def sentence(self) -> str:
-        """The next sentence, with a capital and its final mark."""
+        """Return the next sentence, with a capital and its final mark."""
         if self.num_told % PAGE_SENTENCES == 0:
             self.stage += 1
             self.party = self.random.sample(words.SURNAMES, 5)
@@ -205,7 +205,7 @@ class Chronicler:
         return "".join(self._fill(part[1:-1].rstrip("23"), depth) if part[0] == "{" else part for part in parts)
 
     def _fill(self, symbol: str, depth: int) -> str:
-        """Text of a symbol: of the grammar, of a list, or a plural, place or number."""
+        """Return text of a symbol: of the grammar, of a list, or a plural, place or number."""
         if symbol[0].isupper():
             text = self._fill(symbol.lower(), depth)
             return text[0].upper() + text[1:]

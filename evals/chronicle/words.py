@@ -1,7 +1,7 @@
 """The words of the chronicle: of rocks, plants, instruments and the people of a survey, written for this project.
 
-It knows no sentence. The invariant: no word of content stands in `evals.tasks.vocabulary`, in a task's wording or in
-the prose that the reference model was trained with, and none has a digit or a hyphen; a needle's key never stands here.
+The invariant: no word of content stands in `evals.tasks.vocabulary`, in a task's wording or in the prose that the
+reference model was trained with, and none has a digit or a hyphen; a needle's key never stands here.
 """
 
 # ruff: noqa: SIM905

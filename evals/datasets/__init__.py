@@ -26,8 +26,9 @@ DATASETS: dict[str, Reader] = {
 
 
 def read(name: str, path: Path, num_samples: int | None) -> list[Sample]:
-    """The first num_samples samples of a file (None: all). Raises KeyError for an unknown name, ValueError for rows
-    without the fields that the format has. Ids that come twice are numbered."""
+    """Return the first num_samples samples of a file (None: all). Raises KeyError for an unknown name, ValueError for
+    rows without the fields that the format has. Ids that come twice are numbered.
+    """
     if name not in DATASETS:
         raise KeyError(f"dataset {name!r}: unknown; have {', '.join(DATASETS)}")
     samples = list(islice(DATASETS[name](path), num_samples))
@@ -52,7 +53,8 @@ def read_own(name: str, path: Path, num_samples: int, seed: int) -> list[Sample]
 
 
 def shorten(sample: Sample, tokenizer: Any, limit_tokens: int) -> Sample:
-    """The sample with its prompt's middle left out where prompt and answer exceed the limit, and its length counted.
+    """Return the sample with its prompt's middle left out where prompt and answer exceed the limit, and its length
+    counted.
 
     tokenizer: a Hugging Face tokenizer. Raises ValueError where the limit leaves no room for a prompt.
     """

@@ -70,12 +70,12 @@ DATASETS = {
 
 
 def reader(name: str) -> Callable[[Path], Iterator[Sample]]:
-    """The reader of one dataset's file."""
+    """Return the reader of one dataset's file."""
     return lambda path: read(name, path)
 
 
 def read(name: str, path: Path) -> Iterator[Sample]:
-    """The samples of an InfiniteBench file; raises ValueError at a row without a published field."""
+    """Yield the samples of an InfiniteBench file; raises ValueError at a row without a published field."""
     dataset = DATASETS[name]
     for number, row in read_rows(path):
         answer = field(path, number, row, "answer")
@@ -99,7 +99,7 @@ def read(name: str, path: Path) -> Iterator[Sample]:
 
 
 def answers_of(metric: str, listed: list[Any], options: list[str], where: str) -> list[str]:
-    """The answers as the metric wants them; the letter of a choice is found among the options."""
+    """Return the answers as the metric wants them; the letter of a choice is found among the options."""
     texts = [str(answer) for answer in listed]
     if metric not in ("choice_or_text", "debug_choice"):
         return [text.upper() for text in texts] if metric == "among_names" else texts

@@ -27,12 +27,12 @@ class Dataset:
 
 
 def question(material: str, limit: str) -> str:
-    """A template that asks a question about one piece of material."""
+    """Return a template that asks a question about one piece of material."""
     return f"Below is {material}. Answer the question after it. {limit}\n\n{{context}}\n\nQuestion: {{input}}\nAnswer:"
 
 
 def summary(material: str) -> str:
-    """A template that asks for a summary of about a page."""
+    """Return a template that asks for a summary of about a page."""
     return f"Below is {material}. Summarize it in about one page.\n\n{{context}}\n\nSummary:"
 
 
@@ -87,12 +87,12 @@ DATASETS = {
 
 
 def reader(name: str) -> Callable[[Path], Iterator[Sample]]:
-    """The reader of one dataset's file."""
+    """Return the reader of one dataset's file."""
     return lambda path: read(name, path)
 
 
 def read(name: str, path: Path) -> Iterator[Sample]:
-    """The samples of a LongBench file; raises ValueError at a row without a published field."""
+    """Yield the samples of a LongBench file; raises ValueError at a row without a published field."""
     dataset = DATASETS[name]
     for number, row in read_rows(path):
         before, after = dataset.template.split("{context}")

@@ -1,4 +1,4 @@
-"""Rows of a JSONL file, and what to say when one is not as published. It knows no benchmark."""
+"""Read rows of a JSONL file, and say where one is not as published."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,9 @@ from typing import Any
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, row) of each line that is not blank. Raises ValueError at a line that is no JSON object."""
+    """Yield (line number from 1, row) of each line that is not blank. Raises ValueError at a line that is no JSON
+    object. Raises ValueError at a line that is no JSON object.
+    """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -22,7 +24,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def field(path: Path, number: int, row: dict[str, Any], *names: str) -> Any:
-    """The first of the named fields that the row has. Raises ValueError naming what is missing and what is there."""
+    """Return the first of the named fields that the row has. Raises ValueError naming what is missing and what is
+    there.
+    """
     for name in names:
         if name in row:
             return row[name]

@@ -1,4 +1,4 @@
-"""Softmax attention for the methods: over everything, over chosen keys, and the masses that prompts leave on keys.
+"""Attend for the methods: over everything, over chosen keys, and the masses that prompts leave on keys.
 
 Plain torch, batched over requests and heads; masses and outputs in float32. Nothing at or behind a row's length
 reaches a result, NaN included: logits there are masked, values there are replaced or never gathered.
@@ -19,7 +19,7 @@ MAX_BLOCK_LOGITS = 1 << 28
 
 
 def matmul_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left @ right` of 3-D operands, summed and returned in float32."""
+    """Return `left @ right` of 3-D operands, summed and returned in float32."""
     if left.dtype != torch.float32 and left.is_cuda and widens_in_matmul(left.device, left.dtype):
         return torch.bmm(left, right, out_dtype=torch.float32)
     return torch.bmm(left.float(), right.float())
@@ -27,7 +27,9 @@ def matmul_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 @cache
 def widens_in_matmul(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch and GPU return float32 of a 16-bit product; asked once, of a small one with a known answer."""
+    """Return whether this torch and GPU return float32 of a 16-bit product; asked once, of a small one with a known
+    answer.
+    """
     ones = torch.ones(2, 3, 8, device=device, dtype=dtype)
     try:
         product = torch.bmm(ones, ones.transpose(1, 2), out_dtype=torch.float32)
@@ -37,7 +39,7 @@ def widens_in_matmul(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def score_keys(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Inner products of query `[requests, heads, dim]` and keys `[requests, kv_heads, n, dim]`.
+    """Return inner products of query `[requests, heads, dim]` and keys `[requests, kv_heads, n, dim]`.
 
     Returns float32 `[requests, heads, n]`.
     """
@@ -49,18 +51,20 @@ def score_keys(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def valid_positions(lengths: torch.Tensor, longest: int) -> torch.Tensor:
-    """bool `[requests, 1, longest]`: positions below each row's length."""
+    """Return bool `[requests, 1, longest]`: positions below each row's length."""
     return (torch.arange(longest, device=lengths.device) < lengths[:, None])[:, None]
 
 
 def step_logits(step: Step) -> torch.Tensor:
-    """The exact logits of a step, scaled, -inf behind each length. float32 `[requests, heads, longest]`."""
+    """Return the exact logits of a step, scaled, -inf behind each length. float32 `[requests, heads, longest]`."""
     logits = score_keys(step.query, step.keys) * step.query.shape[-1] ** -0.5
     return logits.masked_fill_(~valid_positions(step.lengths, step.longest), -torch.inf)
 
 
 def weigh_values(weights: torch.Tensor, values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """`weights [requests, heads, n]` @ `values [requests, kv_heads, n, dim]` -> float32 `[requests, heads, dim]`."""
+    """Return `weights [requests, heads, n]` @ `values [requests, kv_heads, n, dim]` -> float32 `[requests, heads,
+    dim]`.
+    """
     requests, heads, count = weights.shape
     kv_heads, dim = values.shape[1], values.shape[3]
     clean = values.masked_fill(~valid[..., None], 0).reshape(requests * kv_heads, count, dim)
@@ -69,7 +73,7 @@ def weigh_values(weights: torch.Tensor, values: torch.Tensor, valid: torch.Tenso
 
 
 def attend_all(step: Step) -> StepResult:
-    """Exact attention over the whole context, the heads of a group reading together."""
+    """Attend exactly over the whole context, the heads of a group reading together."""
     logits = step_logits(step)
     lse = logits.logsumexp(-1)
     weights = (logits - lse[..., None]).exp_()
@@ -79,7 +83,9 @@ def attend_all(step: Step) -> StepResult:
 
 
 def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of `[requests, kv_heads, n, dim]` for each query head: index `[requests, heads, m]` -> `[..., m, dim]`."""
+    """Return rows of `[requests, kv_heads, n, dim]` for each query head: index `[requests, heads, m]` -> `[..., m,
+    dim]`.
+    """
     requests, heads, _ = index.shape
     request = torch.arange(requests, device=rows.device)[:, None, None]
     kv_head = torch.arange(heads, device=rows.device) // (heads // rows.shape[1])
@@ -87,7 +93,7 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def attend_chosen(step: Step, index: torch.Tensor, chosen: torch.Tensor) -> StepResult:
-    """Exact attention over chosen keys, each query head reading for itself.
+    """Attend exactly over chosen keys, each query head reading for itself.
 
     index: int64 `[requests, heads, m]`, no position twice; chosen: bool of the same shape, False where unused.
     """
@@ -97,7 +103,9 @@ def attend_chosen(step: Step, index: torch.Tensor, chosen: torch.Tensor) -> Step
 def attend_weighted(
     step: Step, index: torch.Tensor, chosen: torch.Tensor, log_weights: torch.Tensor | None
 ) -> StepResult:
-    """As `attend_chosen`, where a key stands for exp(log_weights) keys like it: float `[requests, heads, m]`."""
+    """Attend as `attend_chosen` does, where a key stands for exp(log_weights) keys like it: float `[requests, heads,
+    m]`.
+    """
     index = index.masked_fill(~chosen, 0)
     keys = gather_rows(step.keys, index).float()
     logits = torch.einsum("rhd,rhmd->rhm", step.query.float(), keys) * step.query.shape[-1] ** -0.5
@@ -112,22 +120,24 @@ def attend_weighted(
 
 
 def read_together(result: StepResult, group: int) -> StepResult:
-    """What the heads of a group read alike is read once for all of them; `result` is of heads that read apart."""
+    """Count once what the heads of a group read alike; `result` is of heads that read apart."""
     return StepResult(result.out, result.lse, result.keys_scored, result.keys_scored[:, ::group])
 
 
 def add_group(masses: torch.Tensor, group: int) -> torch.Tensor:
-    """Masses `[requests, heads, n]` as the heads of a group share them: their sum, the same for each of them."""
+    """Return masses `[requests, heads, n]` as the heads of a group share them: their sum, the same for each of them."""
     return masses.unflatten(1, (-1, group)).sum(2).repeat_interleave(group, 1)
 
 
 def rows_apart(keys_scored: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Rows read of each KV head when its query heads read apart: `[requests, heads]` -> `[requests, kv_heads]`."""
+    """Return rows read of each KV head when its query heads read apart: `[requests, heads]` -> `[requests,
+    kv_heads]`.
+    """
     return keys_scored.view(keys_scored.shape[0], kv_heads, -1).sum(-1)
 
 
 def force_ends(scores: torch.Tensor, lengths: torch.Tensor, sink: int, window: int) -> torch.Tensor:
-    """Scores `[requests, heads, n]` with the sink and the recent window at +inf and what lies behind at -inf."""
+    """Return scores `[requests, heads, n]` with the sink and the recent window at +inf and what lies behind at -inf."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     end = lengths[:, None, None]
     scores = scores.masked_fill((position < sink) | (position >= end - window), torch.inf)
@@ -135,21 +145,24 @@ def force_ends(scores: torch.Tensor, lengths: torch.Tensor, sink: int, window: i
 
 
 def choose_best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `counts [requests]` best positions of each row (at most `most`), as (index, chosen) for `attend_chosen`."""
+    """Return the `counts [requests]` best positions of each row (at most `most`), as (index, chosen) for
+    `attend_chosen`.
+    """
     top = scores.topk(min(most, scores.shape[-1]), dim=-1)
     rank = torch.arange(top.indices.shape[-1], device=scores.device)
     return top.indices, (rank < counts[:, None, None]) & (top.values > -torch.inf)
 
 
 def query_blocks(prompt: PromptLayer) -> list[tuple[int, int]]:
-    """Half-open ranges of query positions whose logits fit MAX_BLOCK_LOGITS."""
+    """Return half-open ranges of query positions whose logits fit MAX_BLOCK_LOGITS."""
     requests, heads = prompt.queries.shape[:2]
     size = max(1, MAX_BLOCK_LOGITS // (requests * heads * prompt.longest))
     return [(begin, min(begin + size, prompt.longest)) for begin in range(0, prompt.longest, size)]
 
 
 def prompt_weights(prompt: PromptLayer, positions: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the queries at `positions` int64 `[requests, queries]`, 0 for positions outside the prompt.
+    """Return causal attention of the queries at `positions` int64 `[requests, queries]`, 0 for positions outside the
+    prompt.
 
     Returns float32 `[requests, heads, queries, longest]`.
     """
@@ -168,12 +181,12 @@ def prompt_weights(prompt: PromptLayer, positions: torch.Tensor) -> torch.Tensor
 
 
 def last_positions(prompt: PromptLayer, count: int) -> torch.Tensor:
-    """int64 `[requests, count]`: each row's last positions, negative where the prompt is shorter."""
+    """Return int64 `[requests, count]`: each row's last positions, negative where the prompt is shorter."""
     return prompt.lengths[:, None] - count + torch.arange(count, device=prompt.lengths.device)
 
 
 def column_mass(prompt: PromptLayer, observe: int) -> torch.Tensor:
-    """Attention that each key received, summed over the last `observe` queries of the prompt (0: over all).
+    """Return attention that each key received, summed over the last `observe` queries of the prompt (0: over all).
 
     Returns float32 `[requests, heads, longest]`; shared between methods, so not to be written to.
     """

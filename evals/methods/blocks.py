@@ -12,7 +12,9 @@ def num_blocks(tokens: int, block: int) -> int:
 
 
 def split_blocks(keys: torch.Tensor, lengths: torch.Tensor, block: int, fill: float) -> torch.Tensor:
-    """`[requests, kv_heads, n, dim]` -> `[requests, kv_heads, blocks, block, dim]`, `fill` behind each length."""
+    """Return `[requests, kv_heads, n, dim]` as `[requests, kv_heads, blocks, block, dim]`, `fill` behind each
+    length.
+    """
     requests, kv_heads, count, dim = keys.shape
     behind = torch.arange(count, device=keys.device) >= lengths[:, None]
     keys = keys.masked_fill(behind[:, None, :, None], fill)
@@ -24,7 +26,7 @@ def split_blocks(keys: torch.Tensor, lengths: torch.Tensor, block: int, fill: fl
 def attend_blocks(
     step: Step, scores: torch.Tensor, block: int, budget: Budget, sink: int, window: int, index_rows: float
 ) -> StepResult:
-    """Exact attention over the blocks with the best `scores [requests, heads, blocks]`.
+    """Attend exactly over the blocks with the best `scores [requests, heads, blocks]`.
 
     Whole blocks, as many as hold the budget, rounded up; those of the sink and the window are always in. `index_rows`:
     rows of KV that reading the scores costs a block, the heads of a group together.

@@ -1,4 +1,4 @@
-"""How many keys a query head may read: a fraction of its context, or a number of tokens."""
+"""Say how many keys a query head may read: a fraction of its context, or a number of tokens."""
 
 import math
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ class Budget:
         assert (self.fraction is None) != (self.tokens is None), f"budget: {self.fraction} and {self.tokens} tokens"
 
     def of(self, lengths: torch.Tensor) -> torch.Tensor:
-        """int64 `[requests]`: the tokens of each context that may be read, never more than it has."""
+        """Return int64 `[requests]`: the tokens of each context that may be read, never more than it has."""
         if self.tokens is not None:
             return lengths.clamp(max=self.tokens)
         assert self.fraction is not None
         return torch.ceil(lengths.double() * self.fraction).long().clamp(min=1)
 
     def most(self, longest: int) -> int:
-        """The largest of `of(lengths)`, without asking the device."""
+        """Return the largest of `of(lengths)`, without asking the device."""
         if self.tokens is not None:
             return min(longest, self.tokens)
         assert self.fraction is not None
@@ -35,7 +35,7 @@ class Budget:
 
 
 def parse_budget(value: object) -> Budget:
-    """`0.05` and `5%` are fractions of the context, `512` is tokens. Raises ValueError."""
+    """Parse `0.05` and `5%` as fractions of the context, `512` as tokens. Raises ValueError."""
     if isinstance(value, Budget):
         return value
     text = str(value).strip()

@@ -1,8 +1,8 @@
-"""What an attention method is to the evals: a decode step or a prefill layer over the full KV, and what it read.
+"""Define an attention method of the evaluations: a decode step over the full KV of a layer, and what it read.
 
-It knows no model and no task. A decode method is given the whole KV of a layer, contiguous, and may keep a state of
-its own; it returns a partial over the tokens that it covers. Everything is batched over prompts of different lengths:
-rows are padded on the right, and what stands at or behind a row's length is never read (tests poison it with NaN).
+A decode method is given the whole KV of a layer, contiguous, and may keep a state of its own; it returns a partial over
+the tokens that it covers. Everything is batched over prompts of different lengths: rows are padded on the right, and
+what stands at or behind a row's length is never read (tests poison it with NaN).
 """
 
 from collections.abc import Callable
@@ -42,7 +42,9 @@ class PromptLayer:
         return self.keys.shape[2]
 
     def once(self, name: Any, make: Callable[[], Any]) -> Any:
-        """`make()`, computed for the first method that asks under this name. Whoever changes the result copies it."""
+        """Return `make()`, computed for the first method that asks under this name. Whoever changes the result copies
+        it.
+        """
         if name not in self.shared:
             self.shared[name] = make()
         return self.shared[name]
@@ -66,7 +68,7 @@ class Step:
 
     @property
     def group(self) -> int:
-        """Query heads to a KV head."""
+        """Return query heads to a KV head."""
         return self.query.shape[1] // self.keys.shape[1]
 
 
@@ -124,7 +126,7 @@ class Method(BaseModel):
 
     @property
     def label(self) -> str:
-        """The shortest text that `parse_method` turns into this method again."""
+        """Return the shortest text that `parse_method` turns into this method again."""
         given = self.model_dump(exclude_defaults=True)
         return self.name + (":" + ",".join(f"{key}={value}" for key, value in given.items()) if given else "")
 
@@ -133,7 +135,9 @@ class DecodeMethod(Method):
     """A method that stands in for attention in decode steps."""
 
     def begin(self, prompt: PromptLayer) -> Any:
-        """The method's own state of a layer, made from its prefill; None if it keeps none. `step` may change it."""
+        """Return the method's own state of a layer, made from its prefill; None if it keeps none. `step` may
+        change it.
+        """
         return None
 
     def step(self, step: Step, state: Any) -> StepResult:
@@ -141,7 +145,7 @@ class DecodeMethod(Method):
 
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:
-    """`0-1+half` of 32 layers -> {0, 1, 16}. Raises ValueError."""
+    """Return `0-1+half` of 32 layers -> {0, 1, 16}. Raises ValueError."""
     layers: set[int] = set()
     for part in filter(None, text.split("+")):
         if part == "half":

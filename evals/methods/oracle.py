@@ -48,14 +48,16 @@ class Oracle(DecodeMethod):
         return StepResult(out, lse, keys, rows_apart(keys, step.keys.shape[1]))
 
     def _draw(self, weights: torch.Tensor, draws: int, generator: torch.Generator) -> torch.Tensor:
-        """int64 `[requests, heads, draws]`, independent, by inverting the cumulative mass; never a key of no mass."""
+        """Return int64 `[requests, heads, draws]`, independent, by inverting the cumulative mass; never a key of no
+        mass.
+        """
         cumulative = weights.cumsum(-1)
         uniform = torch.rand(*weights.shape[:2], draws, generator=generator, device=weights.device, dtype=weights.dtype)
         found = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True)
         return found.clamp(max=weights.shape[-1] - 1)
 
     def _resident(self, step: Step, lse: torch.Tensor) -> torch.Tensor:
-        """The sink's and the window's part of the exact output."""
+        """Return the sink's and the window's part of the exact output."""
         sink = torch.arange(self.sink, device=lse.device).expand(len(step.lengths), -1)
         begin = (step.lengths - self.window).clamp(min=self.sink)[:, None]
         recent = begin + torch.arange(self.window, device=lse.device)

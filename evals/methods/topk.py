@@ -49,7 +49,7 @@ class TopK(DecodeMethod):
 
 
 def attend_best(step: Step, scores: torch.Tensor, budget: Budget, sink: int, window: int) -> StepResult:
-    """Exact attention over the keys with the best `scores [requests, heads, longest]`, sink and window always in."""
+    """Attend exactly over the keys with the best `scores [requests, heads, longest]`, sink and window always in."""
     least = max(sink + window, 1)
     counts = budget.of(step.lengths).clamp(min=least)
     index, chosen = choose_best(

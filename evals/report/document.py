@@ -1,7 +1,7 @@
-"""The JSON document of a run: rows with the resolved configuration and seeds that made them.
+"""Write the JSON document of a run: rows with the resolved configuration and seeds that made them.
 
-It knows no run. The invariant: a document can be made again from what it says, and NaN or infinity never get into it
-(they are no JSON): an unknown number is null.
+The invariant: a document can be made again from what it says, and NaN or infinity never get into it (they are no JSON):
+an unknown number is null.
 """
 
 import json
@@ -21,7 +21,9 @@ ROW_FIELDS = (
 def make_document(
     rows: Sequence[Mapping[str, Any]], configuration: Mapping[str, Any], seeds: Mapping[str, int], **more: Any
 ) -> dict[str, Any]:
-    """{configuration, seeds, rows, ...more} of JSON values; raises ValueError for a row without one of ROW_FIELDS."""
+    """Return {configuration, seeds, rows, ...more} of JSON values; raises ValueError for a row without one of
+    ROW_FIELDS.
+    """
     for row in rows:
         missing = [name for name in ROW_FIELDS if name not in row]
         if missing:
@@ -30,7 +32,7 @@ def make_document(
 
 
 def finite(value: Any) -> Any:
-    """The value with NaN and infinities as None, paths as text, tuples as lists."""
+    """Return the value with NaN and infinities as None, paths as text, tuples as lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -41,7 +43,7 @@ def finite(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old or the new one, never half of it."""
+    """Write a file so that a reader sees the old or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(text, encoding="utf-8")
@@ -49,12 +51,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes the document as indented JSON. Raises ValueError for a number that JSON lacks."""
+    """Write the document as indented JSON. Raises ValueError for a number that JSON lacks. Raises ValueError for a
+    number that JSON lacks.
+    """
     write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def describe_run(name: str, command: str, seed: int, seconds: float, machine: str, rows: list[Any]) -> dict[str, Any]:
-    """The JSON of a run."""
+    """Return the JSON of a run."""
     return finite(
         {
             "set": name,

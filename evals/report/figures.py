@@ -1,7 +1,6 @@
-"""Figures of a report as inline SVG: quality against what was read, needle depth against length, error a layer.
+"""Draw the figures of a report as inline SVG: quality against reads, needle depth against length, error a layer.
 
-It knows rows and records, no runs, and draws with matplotlib's SVG backend alone (no display). The invariant: a method
-has the same colour and marker in every figure, and a cell without samples is blank, never zero.
+The invariant: a method has the same colour and marker in every figure, and a cell without samples is blank, never zero.
 """
 
 import io
@@ -37,17 +36,17 @@ Row = Mapping[str, Any]
 
 
 def family(method: str) -> str:
-    """The method's name without its settings; a serving profile is a family of its own."""
+    """Return the method's name without its settings; a serving profile is a family of its own."""
     return method if method.startswith("profile:") else method.split(":")[0]
 
 
 def family_of(row: Row) -> str:
-    """What a row says its family is, or its method's."""
+    """Return what a row says its family is, or its method's."""
     return row.get("family") or family(row["method"])
 
 
 def styles_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
-    """(colour, marker) of each method family but full attention, in the order of their names."""
+    """Return (colour, marker) of each method family but full attention, in the order of their names."""
     families = sorted({family_of(row) for row in rows} - set(BASELINES))
     return {
         name: (COLORS[place % len(COLORS)], MARKERS[(place + place // len(COLORS)) % len(MARKERS)])
@@ -56,7 +55,9 @@ def styles_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an `<svg>` element, the same bytes for the same data; ids are made the figure's own by its name."""
+    """Return the figure as an `<svg>` element, the same bytes for the same data; ids are made the figure's own by its
+    name.
+    """
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
@@ -67,7 +68,7 @@ def to_svg(figure: Figure, name: str) -> str:
 
 
 def new_figure(num_rows: int, num_columns: int, legend_inches: float) -> tuple[Figure, np.ndarray]:
-    """A grid of panels with room for a legend above; axes [rows, columns]."""
+    """Return a grid of panels with room for a legend above; axes [rows, columns]."""
     height = num_rows * PANEL_HEIGHT + legend_inches
     figure = Figure(figsize=(max(num_columns * PANEL_WIDTH, 5.2), height), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False)
@@ -101,17 +102,17 @@ def quality_figure(rows: Sequence[Row], read: str, name: str | None = None) -> s
 
 
 def legend_inches(num_entries: int, num_columns: int) -> float:
-    """Room for the legend's lines."""
+    """Return room for the legend's lines."""
     return 0.12 + 0.19 * -(-num_entries // legend_columns(num_columns))
 
 
 def legend_columns(num_columns: int) -> int:
-    """Entries a line."""
+    """Return the legend's entries a line."""
     return max(4, 3 * num_columns)
 
 
 def draw_legend(figure: Figure, styles: Mapping[str, tuple[str, str]], num_columns: int) -> None:
-    """The methods' colours and markers, and full attention's line, above the panels."""
+    """Draw the methods' colours and markers, and full attention's line, above the panels."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=INK, linestyle=(0, (4, 2)), linewidth=1, label="full attention")]
@@ -125,7 +126,7 @@ def draw_legend(figure: Figure, styles: Mapping[str, tuple[str, str]], num_colum
 def quality_panel(
     panel: Any, here: Sequence[Row], exact: Sequence[Row], styles: Mapping[str, tuple[str, str]], read: str
 ) -> None:
-    """One panel: a line a method family over its settings, in the order of what they read."""
+    """Draw one panel: a line a method family over its settings, in the order of what they read."""
     if exact:
         if exact[0].get("low") is not None:
             panel.axhspan(exact[0]["low"], exact[0]["high"], color=GRID, linewidth=0, zorder=0)
@@ -149,7 +150,7 @@ def quality_panel(
 
 
 def depth_figure(records: Sequence[Row], task: str) -> str | None:
-    """Heat maps of a task, one a method: needle depth (down) against length (across), mean score in each cell.
+    """Draw heat maps of a task, one a method: needle depth (down) against length (across), mean score in each cell.
 
     records: samples with `method, task, length, depth, score` (0 to 1). None where no sample of the task has a depth.
     """
@@ -199,18 +200,18 @@ def depth_means(records: Sequence[Row], lengths: Sequence[int]) -> np.ndarray:
 
 
 def short_length(length: int) -> str:
-    """`16K` for 16384."""
+    """Return `16K` for 16384."""
     return f"{length // 1024}K" if length % 1024 == 0 else f"{length:,}"
 
 
 def wrapped(method: str) -> str:
-    """A method's text with its settings on lines of their own."""
+    """Return a method's text with its settings on lines of their own."""
     name, _, settings = method.partition(":")
     return name + "".join(f"\n{part}" for part in settings.split(",") if part)
 
 
 def layer_figure(layers: Sequence[Row], name: str) -> str | None:
-    """Relative error of attention outputs a layer (log axis), one line a method; None without rows.
+    """Draw the relative error of attention outputs a layer (log axis), one line a method; None without rows.
 
     layers: `method, layer, error`; errors above 0.
     """

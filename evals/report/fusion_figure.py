@@ -1,6 +1,6 @@
 """Draw the picture of `tandem eval fusion`: KL along the answer against the share of tokens that is computed again.
 
-A panel a length, a line a policy with its settings; what has no ratio is a level line. Knows rows, no runs.
+A panel a length, a line a policy with its settings; what has no ratio is a level line.
 """
 
 from collections.abc import Sequence
@@ -44,14 +44,14 @@ def draw_fusion(rows: Sequence[Row]) -> str:
 
 
 def line_of(row: Row) -> str:
-    """The policy with its settings but the ratio, which is the other axis."""
+    """Return the policy with its settings but the ratio, which is the other axis."""
     name, _, settings = row["policy"].partition(":")
     others = [part for part in settings.split(",") if part and not part.startswith("ratio=")]
     return f"{name}:{','.join(others)}" if others else str(name)
 
 
 def draw_labels(figure: Figure, labels: Sequence[str]) -> None:
-    """Lines' colours and markers above the panels, and the aim's."""
+    """Draw lines' colours and markers above the panels, and the aim's."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=INK, linestyle=(0, (4, 2)), linewidth=1, label=f"{AIM:g} nats")]

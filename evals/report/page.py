@@ -1,7 +1,6 @@
-"""One self-contained HTML page of a run: headline, figures, table, configuration. Nothing is loaded from elsewhere.
+"""Render one HTML page of a run: headline, figures, table, configuration. Nothing is loaded from elsewhere.
 
-It knows rows and records as `evals.rows` and the runner make them. The invariant: the page has no script and no
-external reference, and says what it was made from.
+The invariant: the page has no script and no external reference, and says what it was made from.
 """
 
 import json
@@ -35,7 +34,7 @@ def render_page(
     fidelity: Sequence[Mapping[str, Any]] = (),
     figures: Sequence[Figures] | None = None,
 ) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     rows: of `evals.rows.summarize`. records: samples or their means by depth (score 0 to 1), for the heat maps. layers:
     `length, method, layer, error`. fidelity: rows of methods beside full attention. figures: in place of those of
@@ -100,18 +99,18 @@ def page_of_documents(title: str, documents: Sequence[Mapping[str, Any]]) -> str
 
 
 def seeds_of(document: Mapping[str, Any]) -> dict[str, int]:
-    """The seeds of a run's JSON."""
+    """Return the seeds of a run's JSON."""
     return dict(document["seeds"]) if "seeds" in document else {"prompts": document["seed"]}
 
 
 def points_text(row: Mapping[str, Any]) -> str:
-    """What the row is shown to lose at most, such as `loses 2.4 at most`."""
+    """Return what the row is shown to lose at most, such as `loses 2.4 at most`."""
     lost = most_lost(row)
     return "" if lost is None else f"loses {lost:.1f} at most"
 
 
 def shown_row(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-    """The row with its texts, and whether it opens a new group of task and length."""
+    """Return the row with its texts, and whether it opens a new group of task and length."""
     place = column_of(row), row["length"]
     opens = before is None or (column_of(before), before["length"]) != place
     high = row.get("difference_high")
@@ -128,5 +127,5 @@ def shown_row(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, A
 
 
 def number_text(value: float | None, digits: int) -> str:
-    """The number, or `-` where it is not known."""
+    """Return the number, or `-` where it is not known."""
     return "-" if value is None else f"{value:.{digits}f}"

@@ -1,4 +1,4 @@
-"""Rows as a table in the terminal, grouped by task and length. It computes nothing but the verdict's wording.
+"""Print rows as a table, grouped by task and length.
 
 The invariant: failures are always shown, and a score never stands without its noise.
 """
@@ -19,36 +19,38 @@ NOT_APPLIED = "did not apply"
 
 
 def row_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Task, length, then full attention first and others by what they read."""
+    """Return task, length, then full attention first and others by what they read."""
     return column_of(row), row["length"], row["method"] not in BASELINES, row.get("head_fraction") or 0.0, row["method"]
 
 
 def percent(fraction: float | None) -> str:
-    """A fraction as per cent, `-` where it is not known."""
+    """Return a fraction as per cent, `-` where it is not known."""
     return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def with_range(value: float | None, low: float | None, high: float | None, sign: str) -> str:
-    """`97.5 [95.1, 99.0]`; sign is a format's sign option, empty or `+`."""
+    """Return `97.5 [95.1, 99.0]`; sign is a format's sign option, empty or `+`."""
     if value is None:
         return "-"
     return f"{value:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]" if low is not None else f"{value:{sign}.1f}"
 
 
 def most_lost(row: Mapping[str, Any]) -> float | None:
-    """The points that the row loses at most, by its interval's lower end; 0 where that is above full attention."""
+    """Return the points that the row loses at most, by its interval's lower end; 0 where that is above full
+    attention.
+    """
     low = row.get("difference_low")
     return None if low is None else max(0.0, -low)
 
 
 def open_console() -> Console:
-    """The terminal; what is no terminal gets lines long enough for a whole table."""
+    """Return the terminal; what is no terminal gets lines long enough for a whole table."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPED_COLUMNS)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Prints rows (`evals.rows.summarize`) to the console."""
+    """Print rows (`evals.rows.summarize`) to the console."""
     table = Table(title="score in points [95 % interval]; difference to full attention, paired", title_style="dim")
     for name, justify in (
         ("task", "left"), ("length", "right"), ("method", "left"), ("samples", "right"), ("failed", "right"),
@@ -78,7 +80,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def print_failures(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Why samples of rows failed: a line for each row and reason."""
+    """Print why samples failed: a line for each row and reason."""
     for row in rows:
         place = " ".join(str(row[name]) for name in ("task", "length", "method") if name in row)
         for reason, count in row.get("reasons", {}).items():

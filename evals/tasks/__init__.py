@@ -45,7 +45,7 @@ def generate(
     text_source: TextSource | None,
     depths: Sequence[float] | None = None,
 ) -> list[Sample]:
-    """Samples of a task.
+    """Return samples of a task.
 
     tokenizer: a Hugging Face tokenizer. length_tokens: of prompt, chat turn and answer room together. text_source:
     None for the chronicle. depths: places in [0, 1] for the asked needle, taken in turn; None draws them.

@@ -1,8 +1,7 @@
-"""Fills a prompt up to a length: finds how much filler brings it just below the limit, in tokens of any tokenizer.
+"""Fill a prompt up to a length: finds how much filler brings it just below the limit, in tokens of any tokenizer.
 
-It knows no task: `build(amount)` makes a prompt from an amount of filler (words, sentences, list items), and longer
-amounts must make longer prompts. The invariant: a fitted prompt, the model's chat turn around it and its answer
-together are at most the limit and at least `FILLED` of it, or ValueError says why not.
+The invariant: a fitted prompt, the model's chat turn around it and its answer together are at most the limit and at
+least `FILLED` of it, or ValueError says why not.
 """
 
 from collections.abc import Callable
@@ -13,12 +12,14 @@ CLOSE_ENOUGH = 0.995
 
 
 def count_tokens(tokenizer: Any, text: str) -> int:
-    """Tokens of the text as it is sent, with the special tokens that the tokenizer adds. Any Hugging Face tokenizer."""
+    """Return tokens of the text as it is sent, with the special tokens that the tokenizer adds. Any Hugging Face
+    tokenizer.
+    """
     return len(tokenizer(text, verbose=False)["input_ids"])
 
 
 def count_chat_tokens(tokenizer: Any) -> int:
-    """Tokens that the tokenizer's chat template puts around a user's turn; 0 without a template."""
+    """Return tokens that the tokenizer's chat template puts around a user's turn; 0 without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return 0
     turn = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True, tokenize=False)
@@ -34,7 +35,7 @@ def fit(
     most: int,
     min_amount: int,
 ) -> tuple[int, str, int]:
-    """The largest amount of filler, within half a per cent, whose prompt and answer room fit the limit.
+    """Return the largest amount of filler, within half a per cent, whose prompt and answer room fit the limit.
 
     build(amount) -> prompt; amounts from min_amount to most are tried, by interpolation between the nearest known
     counts. Returns (amount, prompt, tokens of the prompt). Raises ValueError where min_amount is too much already, or

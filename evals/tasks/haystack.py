@@ -1,8 +1,8 @@
 """The text around the needles: sentences told from a seed or of the user's own text files, and inserts among them.
 
-It knows words and sentences, not tokens or tasks, nor who tells. A source gives, for a seed, as many sentences as
-asked; the same seed gives the same sentences, and asking for more only lengthens the list. Text files are read from a
-place that the seed picks and never repeat within one document: a file that is too short raises instead.
+A source gives, for a seed, as many sentences as asked; the same seed gives the same sentences, and asking for more only
+lengthens the list. Text files are read from a place that the seed picks and never repeat within one document: a file
+that is too short raises instead.
 """
 
 import random
@@ -41,7 +41,7 @@ class TextSource:
         return [line for text in texts for line in (text if text.endswith("\n") else text + "\n").splitlines(True)]
 
     def sentences(self, seed: int, num_words: int) -> list[str]:
-        """Sentences of at least num_words words in all. Raises ValueError where the text files hold fewer."""
+        """Return sentences of at least num_words words in all. Raises ValueError where the text files hold fewer."""
         if not self.files:
             return self._told(seed, num_words)
         own = self._file_sentences
@@ -88,7 +88,9 @@ class Haystack:
         self.ends = list(accumulate(sentence.count(" ") + 1 for sentence in sentences))
 
     def cut(self, num_words: int) -> list[str]:
-        """The first num_words words as sentences; the last one may be shortened, and then ends with a full stop."""
+        """Return the first num_words words as sentences; the last one may be shortened, and then ends with a
+        full stop.
+        """
         kept: list[str] = []
         begin = 0
         for sentence, end in zip(self.sentences, self.ends, strict=True):
@@ -102,7 +104,7 @@ class Haystack:
         return kept
 
     def document(self, num_words: int, inserts: Sequence[tuple[float, str]]) -> str:
-        """num_words words with each insert after the sentence end that is nearest to its depth.
+        """Return num_words words with each insert after the sentence end that is nearest to its depth.
 
         inserts: (depth in [0, 1], text), placed in the order of their depths; equal depths keep the given order.
         """
@@ -119,7 +121,7 @@ class Haystack:
         return " ".join(pieces)
 
     def _slot(self, word: float, num_kept: int) -> int:
-        """The number of sentences before the insert whose end is nearest to the word."""
+        """Return the number of sentences before the insert whose end is nearest to the word."""
         after = bisect_left(self.ends, word)
         before_end = self.ends[after - 1] if after else 0
         after_end = self.ends[after] if after < len(self.ends) else before_end

@@ -1,8 +1,8 @@
 """Needles in a haystack in RULER's wording: one or many facts hidden in text, noise or other needles, and asked for.
 
 Source: RULER (Hsieh et al., 2024), its eight `niah_*` settings: the kind of haystack, of key and of value, and how many
-keys, values a key and queries there are. It knows nothing of models. The invariant: every asked key stands in the
-document with all of its values, and no other needle shares an asked key.
+keys, values a key and queries there are. The invariant: every asked key stands in the document with all of its values,
+and no other needle shares an asked key.
 """
 
 import random
@@ -68,28 +68,28 @@ class Distinct:
         return made
 
     def key(self) -> str:
-        """Two words with a hyphen, such as `amber-lantern`."""
+        """Return two words with a hyphen, such as `amber-lantern`."""
         return self._new(lambda: "-".join(self.random.sample(self.words, 2)))
 
     def number(self) -> str:
-        """Seven digits."""
+        """Return seven digits."""
         return self._new(lambda: str(self.random.randint(1_000_000, 9_999_999)))
 
     def uuid(self) -> str:
-        """A random UUID, version 4."""
+        """Return a random UUID, version 4."""
         return self._new(lambda: str(uuid.UUID(int=self.random.getrandbits(128), version=4)))
 
     def word(self) -> str:
-        """A word of the vocabulary."""
+        """Return a word of the vocabulary."""
         return self._new(lambda: self.random.choice(self.words))
 
     def variable(self, num_letters: int) -> str:
-        """Capital letters."""
+        """Return capital letters."""
         return self._new(lambda: "".join(self.random.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=num_letters)))
 
 
 def joined(items: list[str]) -> str:
-    """`a`, `a and b`... as RULER lists what it asks for: commas, and `, and` before the last."""
+    """Return `a`, `a and b`... as RULER lists what it asks for: commas, and `, and` before the last."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]
 
 
@@ -137,23 +137,23 @@ def generate_needles(request: Request, index: int) -> Sample:
 
 
 def other(kind: str, make_key: Callable[[], str], make_value: Callable[[], str]) -> str:
-    """A needle of a key that is not asked for."""
+    """Return a needle of a key that is not asked for."""
     return NEEDLE.format(kind=kind, key=make_key(), value=make_value())
 
 
 def one_value(text: str) -> str:
-    """RULER's wording where there is one value to find: the singular in place of the plural."""
+    """Return RULER's wording where there is one value to find: the singular in place of the plural."""
     return text.replace("Some", "A").replace("are all", "is").replace(" are", " is")
 
 
 def noise_lines(num_sentences: int) -> list[str]:
-    """RULER's noise, five sentences a line; the last line may be shorter."""
+    """Return RULER's noise, five sentences a line; the last line may be shorter."""
     full, rest = divmod(num_sentences, len(NOISE))
     return [" ".join(NOISE)] * full + ([" ".join(NOISE[:rest])] if rest else [])
 
 
 def hide(lines: list[str], inserts: list[tuple[float, str]]) -> str:
-    """The lines with each insert at its depth in [0, 1]; inserts of one place keep their order."""
+    """Return the lines with each insert at its depth in [0, 1]; inserts of one place keep their order."""
     num_lines = len(lines)
     for depth, text in sorted(inserts, key=lambda insert: insert[0], reverse=True):
         lines.insert(round(depth * num_lines), text)
@@ -163,7 +163,7 @@ def hide(lines: list[str], inserts: list[tuple[float, str]]) -> str:
 def filler_of(
     setting: Setting, request: Request, index: int, other_needle: Callable[[], str]
 ) -> Callable[[int, list[tuple[float, str]]], str]:
-    """The document as a function of how many units of filler it has and what is inserted.
+    """Return the document as a function of how many units of filler it has and what is inserted.
 
     A haystack of needles counts in sentences of noise, several of which are exchanged for a needle as soon as they make
     its length: so it ends in a few such sentences, and any length can be filled.

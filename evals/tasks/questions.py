@@ -1,7 +1,7 @@
 """Question answering in RULER's wording: the documents of a question among documents of other questions, from a file.
 
-Source: RULER (Hsieh et al., 2024), `qa_1` over a file in SQuAD's format and `qa_2` over one in HotpotQA's. It knows
-those two formats and commits no data. The invariant: every document that the answer needs is in the prompt.
+Source: RULER (Hsieh et al., 2024), `qa_1` over a file in SQuAD's format and `qa_2` over one in HotpotQA's. The
+invariant: every document that the answer needs is in the prompt.
 """
 
 import json
@@ -38,7 +38,7 @@ class Question:
 
 @lru_cache(maxsize=4)
 def read_questions(path: Path) -> tuple[list[Question], list[str]]:
-    """Questions and distinct documents of a SQuAD file (an object with `data`) or a HotpotQA file (a list).
+    """Return Questions and distinct documents of a SQuAD file (an object with `data`) or a HotpotQA file (a list).
 
     Questions without an answer are left out, as RULER does. Raises ValueError on another layout or an empty file.
     """
@@ -60,7 +60,7 @@ def read_questions(path: Path) -> tuple[list[Question], list[str]]:
 
 
 def squad_questions(articles: list[dict[str, Any]]) -> list[tuple[str, tuple[str, ...], list[str]]]:
-    """(question, answers, documents) of SQuAD 1.1 or 2.0."""
+    """Return (question, answers, documents) of SQuAD 1.1 or 2.0."""
     return [
         (qa["question"], tuple(dict.fromkeys(answer["text"] for answer in qa["answers"])), [paragraph["context"]])
         for article in articles
@@ -71,7 +71,7 @@ def squad_questions(articles: list[dict[str, Any]]) -> list[tuple[str, tuple[str
 
 
 def hotpot_questions(rows: list[dict[str, Any]]) -> list[tuple[str, tuple[str, ...], list[str]]]:
-    """(question, answers, documents) of HotpotQA: each document is its title and its sentences."""
+    """Return (question, answers, documents) of HotpotQA: each document is its title and its sentences."""
     return [
         (row["question"], (row["answer"],), [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])
         for row in rows
@@ -79,7 +79,7 @@ def hotpot_questions(rows: list[dict[str, Any]]) -> list[tuple[str, tuple[str, .
 
 
 def filling(documents: list[str], others: list[int], num_words: int) -> list[str]:
-    """num_words words of other documents; the last is cut, and a short file starts again from its first."""
+    """Return num_words words of other documents; the last is cut, and a short file starts again from its first."""
     texts: list[str] = []
     for document in cycle(others):
         words = documents[document].split(" ")

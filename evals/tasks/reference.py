@@ -2,8 +2,8 @@
 
 Source: the table in `deploy/models/reference/README.md`. The prompt is the whole text of a raw completion, special
 tokens included, up to where the assistant's answer begins (`meta["raw"]` is true); `user_turn` gives back the words of
-the turn for a chat client. It knows no other model. The invariant: each sentence of the answer stands in the document
-once, after a sentence end, and no other sentence shares its key.
+the turn for a chat client. The invariant: each sentence of the answer stands in the document once, after a sentence
+end, and no other sentence shares its key.
 """
 
 import itertools
@@ -57,24 +57,26 @@ Plan = tuple[Inserts, str, list[str], float | None, int]
 
 
 def user_turn(prompt: str) -> str:
-    """The document and question of a prompt of this form, without the special tokens around them."""
+    """Return the document and question of a prompt of this form, without the special tokens around them."""
     return prompt.removeprefix(TURN_BEGIN).removesuffix(TURN_END)
 
 
 @lru_cache(maxsize=4)
 def plain_words(tokenizer: Any) -> list[str]:
-    """The words of keys and values: those that are one token where there are enough, as a small model spells badly."""
+    """Return the words of keys and values: those that are one token where there are enough, as a small model spells
+    badly.
+    """
     plain = [word for word in KEY_WORDS if len(tokenizer.tokenize(f" {word}")) == 1]
     return plain if len(plain) >= FEWEST_WORDS else KEY_WORDS
 
 
 def turn(document: str, question: str) -> str:
-    """The raw prompt up to where the answer begins."""
+    """Return the raw prompt up to where the answer begins."""
     return f"{TURN_BEGIN}{document}\n\n{question}{TURN_END}"
 
 
 def scatter(draw: random.Random, sentences: list[str]) -> Inserts:
-    """Each sentence at a depth of its own."""
+    """Return each sentence at a depth of its own."""
     return [(draw_depth(draw), sentence) for sentence in sentences]
 
 
@@ -97,7 +99,7 @@ def word_needle(draw: random.Random, words: list[str], depth: float | None) -> P
 
 
 def several_values(draw: random.Random, words: list[str], num_values: int) -> Plan:
-    """The numbers of one key, in order of appearance."""
+    """Return the numbers of one key, in order of appearance."""
     distinct = Distinct(draw, words)
     key = distinct.key()
     numbers = [distinct.number() for _ in range(num_values)]
@@ -107,7 +109,7 @@ def several_values(draw: random.Random, words: list[str], num_values: int) -> Pl
 
 
 def several_keys(draw: random.Random, words: list[str], num_asked: int, num_keys: int) -> Plan:
-    """The numbers of some of the document's keys, in the order asked."""
+    """Return the numbers of some of the document's keys, in the order asked."""
     distinct = Distinct(draw, words)
     pairs = [(distinct.key(), distinct.number()) for _ in range(num_keys)]
     asked = pairs[:num_asked]
@@ -140,12 +142,12 @@ def facts(draw: random.Random, depth: float | None, hops: int) -> Plan:
 
 
 def a(job: str) -> str:
-    """The job with `a`, as the form writes it before any letter."""
+    """Return the job with `a`, as the form writes it before any letter."""
     return f"a {job}"
 
 
 def listing(draw: random.Random, words: list[str], fewest: int) -> Plan:
-    """Every key and number of the document, a line each, in order of appearance."""
+    """Return every key and number of the document, a line each, in order of appearance."""
     distinct = Distinct(draw, words)
     pairs = [(distinct.key(), distinct.number()) for _ in range(draw.randint(fewest, LISTED_MOST))]
     depths = sorted(draw_depth(draw) for _ in pairs)
@@ -155,7 +157,7 @@ def listing(draw: random.Random, words: list[str], fewest: int) -> Plan:
 
 
 def variables(draw: random.Random, words: list[str]) -> Plan:
-    """The three names of a chain that ends in one number, beside another chain."""
+    """Return the three names of a chain that ends in one number, beside another chain."""
     distinct = Distinct(draw, words)
     sentences, chains = [], []
     for _ in range(2):
@@ -247,12 +249,12 @@ def make_reference(request: Request, index: int) -> Sample:
 
 
 def raw(task: str) -> dict[str, Any]:
-    """What a runner must know of this form."""
+    """Return what a runner must know of this form."""
     return {"raw": True, "reference_task": task}
 
 
 def few_words(draw: random.Random, words: list[str], most_keys: float) -> list[str]:
-    """The fewest words, drawn, whose ordered pairs are most_keys or more; all of them where they are too few."""
+    """Return the fewest words, drawn, whose ordered pairs are most_keys or more; all of them where they are too few."""
     count = 2
     while count * (count - 1) < most_keys and count < len(words):
         count += 1
@@ -282,7 +284,7 @@ def needles_alone(request: Request, index: int, task: str) -> Sample:
 
 
 def continue_passage(request: Request, index: int) -> Sample:
-    """Ten words that open a sentence are shown; the sixty that follow them in the document are asked for."""
+    """Show ten words that open a sentence, and ask for the sixty that follow them in the document."""
     draw = request.random(index)
     depth = request.depth(index, draw_depth(draw))
     haystack = Haystack(request.sentences(index))

@@ -1,7 +1,7 @@
 """What is asked of a generated task, and the last step that all tasks share: fit a prompt and wrap it as a sample.
 
-It knows the tokenizer's interface and the text source, no task's wording. The invariant: sample `index` of a request
-depends on (task, form, length, seed, index, text), never on how many samples are asked for.
+The invariant: sample `index` of a request depends on (task, form, length, seed, index, text), never on how many samples
+are asked for.
 """
 
 import random
@@ -32,15 +32,15 @@ class Request:
     depths: tuple[float, ...] | None
 
     def random(self, index: int) -> random.Random:
-        """The random numbers of one sample."""
+        """Return the random numbers of one sample."""
         return random.Random(f"{self.task}/{self.form}/{self.length_tokens}/{self.seed}/{index}")
 
     def depth(self, index: int, drawn: float) -> float:
-        """The depth that is asked for sample index, or the drawn one where none is."""
+        """Return the depth that is asked for sample index, or the drawn one where none is."""
         return drawn if self.depths is None else self.depths[index % len(self.depths)]
 
     def sentences(self, index: int) -> list[str]:
-        """Sentences enough to fill the length."""
+        """Return sentences enough to fill the length."""
         seed = self.random(index).getrandbits(48)
         return self.source.sentences(seed, int(self.length_tokens * WORDS_A_TOKEN))
 
@@ -56,7 +56,7 @@ def make_sample(
     meta: dict[str, Any],
     around: tuple[str, str] | None,
 ) -> Sample:
-    """Fits build to the request's length and returns the sample; raises ValueError where it cannot be fitted.
+    """Fit build to the request's length and return the sample. Raises ValueError where it cannot be fitted.
 
     around: what `build` puts in front of the document and behind it, if that does not depend on the amount.
     """

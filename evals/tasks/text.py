@@ -1,8 +1,4 @@
-"""Which text a run's documents are made of: the survey's chronicle, or the user's own text files.
-
-It alone ties tasks to the chronicle, so that what training imports of the tasks (their wording, their vocabulary) does
-not lead to it.
-"""
+"""Which text a run's documents are made of: the survey's chronicle, or the user's own text files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +8,8 @@ from evals.tasks.haystack import TextSource
 
 
 def text_source(text_files: Sequence[Path], question_files: Mapping[str, Path]) -> TextSource:
-    """A source over the given files, or of the chronicle where there is no text file. question_files: by task name.
+    """Return a source over the given files, or of the chronicle where there is no text file. question_files: by task
+    name.
 
     Raises FileNotFoundError naming the first file that is missing.
     """
@@ -24,5 +21,5 @@ def text_source(text_files: Sequence[Path], question_files: Mapping[str, Path]) 
 
 
 def generated_text() -> TextSource:
-    """The chronicle, and no question files."""
+    """Return the chronicle, and no question files."""
     return text_source([], {})

@@ -26,7 +26,7 @@ MAX_NEW_TOKENS = 30
 
 
 def chain(distinct: Distinct, num_letters: int, value: str) -> tuple[list[str], list[str]]:
-    """A chain's variables and its sentences, in order."""
+    """Return a chain's variables and its sentences, in order."""
     names = [distinct.variable(num_letters) for _ in range(NUM_HOPS + 1)]
     links = [f"VAR {names[0]} = {value}"]
     links += [f"VAR {name} = VAR {source}" for source, name in itertools.pairwise(names)]
@@ -34,7 +34,7 @@ def chain(distinct: Distinct, num_letters: int, value: str) -> tuple[list[str], 
 
 
 def ascending(draw: random.Random, count: int) -> list[float]:
-    """Distinct places in [0, 1], ascending."""
+    """Return distinct places in [0, 1], ascending."""
     return sorted(draw.random() for _ in range(count))
 
 

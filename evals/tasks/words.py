@@ -39,7 +39,7 @@ PLAIN_WORDS = sorted({*ADJECTIVES, *OBJECTS, *PLACES, *ROLES, *ANIMALS, *ABSTRAC
 
 
 def words_of(draw: random.Random) -> Iterator[str]:
-    """The plain words, shuffled; then joined pairs of them, for lists longer than the vocabulary."""
+    """Yield the plain words, shuffled; then joined pairs of them, for lists longer than the vocabulary."""
     words = draw.sample(PLAIN_WORDS, len(PLAIN_WORDS))
     yield from words
     for step in range(1, len(words)):
@@ -47,12 +47,12 @@ def words_of(draw: random.Random) -> Iterator[str]:
 
 
 def listed(words: list[str]) -> str:
-    """`1. word 2. word` ..."""
+    """Return `1. word 2. word` ..."""
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
 
 
 def shuffled(words: list[str], seed: int) -> list[str]:
-    """The words in an order that the seed picks."""
+    """Return the words in an order that the seed picks."""
     return random.Random(seed).sample(words, len(words))
 
 

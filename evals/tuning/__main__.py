@@ -1,4 +1,6 @@
-"""`python -m evals.tuning lsh ...`: the group `tandem tune` where nothing is installed but the packages it needs."""
+"""Run `python -m evals.tuning lsh ...`: the group `tandem tune` where nothing is installed but the packages it
+needs.
+"""
 
 from evals.tuning.command import app
 

@@ -1,8 +1,7 @@
-"""Collisions of SimHash codes: how many tables a query and a key share, and how probable two or more are.
+"""Count collisions of SimHash codes: how many tables a query and a key share, and how probable two or more are.
 
-MagicPIG, section 4.3 and appendix F; paper: K = bits_per_table, L = num_tables. It knows codes and cosines, no
-attention. Invariant: probabilities are float64 and keep their digits where they are small, where equation 10 as it is
-written cancels.
+MagicPIG, section 4.3 and appendix F; paper: K = bits_per_table, L = num_tables. Invariant: probabilities are float64
+and keep their digits where they are small, where equation 10 as it is written cancels.
 """
 
 import math
@@ -25,7 +24,7 @@ SMALL_RATE = 1e-5
 
 
 def count_collisions(query_codes: torch.Tensor, key_codes: torch.Tensor) -> torch.Tensor:
-    """Tables in which each query head's code equals each key's: int16 `[requests, heads, n]`.
+    """Return tables in which each query head's code equals each key's: int16 `[requests, heads, n]`.
 
     query_codes: int16 `[requests, heads, tables]`. key_codes: int16 `[requests, kv_heads, tables, n]`, table-major, so
     that neighbouring keys are compared together.
@@ -45,7 +44,7 @@ def count_collisions(query_codes: torch.Tensor, key_codes: torch.Tensor) -> torc
 
 
 def log_inclusion(cosine: torch.Tensor, bits_per_table: int, num_tables: int) -> torch.Tensor:
-    """log u of equation 10, float64: a key at this cosine to the query shares two or more tables with it.
+    """Return log u of equation 10, float64: a key at this cosine to the query shares two or more tables with it.
 
     cosine: any float dtype and shape, clamped to [-1, 1].
     """
@@ -61,10 +60,12 @@ def log_inclusion(cosine: torch.Tensor, bits_per_table: int, num_tables: int) ->
 
 
 def even_bucket_fraction(bits_per_table: int, num_tables: int) -> float:
-    """Equation 21: the share of keys sampled if every key fell into every bucket alike, whatever its cosine."""
+    """Return the share by equation 21: that of keys sampled if every key fell into every bucket alike, whatever its
+    cosine.
+    """
     return float(log_inclusion(torch.zeros(()), bits_per_table, num_tables).exp())
 
 
 def hash_rows(rows: torch.Tensor, projections: Projections) -> torch.Tensor:
-    """Codes of `[..., dim]` as int16 `[..., tables]`: the bits of a uint16, which few operations take."""
+    """Return codes of `[..., dim]` as int16 `[..., tables]`: the bits of a uint16, which few operations take."""
     return encode_reference(rows, projections).view(torch.int16)

@@ -1,4 +1,4 @@
-"""The `tandem tune` group: options, the table, and the lines to paste. What is measured is not known here."""
+"""Run `tandem tune`: options, the table, and the lines to paste."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,7 +97,9 @@ def lsh(
 
 
 def deployment_of(folder: Path, row: Row, dense_layers: set[int]) -> str:
-    """A deployment's file, which answers by sampling with what was chosen, and leaves all else to the machine."""
+    """Return a deployment's file, which answers by sampling with what was chosen, and leaves all else to the
+    machine.
+    """
     import yaml
 
     sampled = {key: row[key] for key in ("bits_per_table", "num_tables")}
@@ -131,7 +133,7 @@ def print_choice(row: Row, budget: float) -> None:
 
 
 def warnings_of(row: Row) -> list[str]:
-    """What makes sampling dear or wrong for this model's keys, at the setting that is best for it."""
+    """Return what makes sampling dear or wrong for this model's keys, at the setting that is best for it."""
     found = []
     if row["read"] > DEAR * row["read_even_buckets"]:
         found.append(
@@ -270,7 +272,7 @@ def mac(
 
 
 def parse_window(window: str) -> tuple[int, int]:
-    """`1024:256` -> capacity and band. Raises ValueError."""
+    """Parse `1024:256` to capacity and band. Raises ValueError."""
     capacity, colon, band = window.partition(":")
     if not (colon and capacity.isdigit() and band.isdigit()):
         raise ValueError(f"--windows: got {window!r}; wanted CAPACITY:BAND, such as 1024:256")

@@ -1,8 +1,8 @@
-"""What LSH sampling reads and errs in one layer, over a grid of (K, L), from queries and keys collected once.
+"""Measure what LSH sampling reads and errs in one layer, over a grid of (K, L), from queries and keys collected once.
 
-MagicPIG, section 4.3 and appendix F; paper: K = bits_per_table, L = num_tables. It knows no model and no command.
-Invariant: a larger number of tables begins with those of a smaller one, so all numbers of tables come out of one count
-of collisions, and every setting is compared with exact attention on the same queries.
+MagicPIG, section 4.3 and appendix F; paper: K = bits_per_table, L = num_tables. Invariant: a larger number of tables
+begins with those of a smaller one, so all numbers of tables come out of one count of collisions, and every setting is
+compared with exact attention on the same queries.
 """
 
 import math
@@ -76,7 +76,7 @@ class LayerSamples:
         self.norms = self.rows.float().norm(dim=-1)  # [kv_heads, n]
 
     def queries_at_once(self) -> int:
-        """Positions whose comparisons with all keys fit what is held at once."""
+        """Return positions whose comparisons with all keys fit what is held at once."""
         return max(1, MAX_COMPARED // (TABLES_AT_ONCE * self.queries.shape[0] * self.keys.shape[1]))
 
     def measure(self, grid: Sequence[Setting], seed: int) -> dict[Setting, Tally]:
@@ -132,7 +132,7 @@ class LayerSamples:
             tally.terms += heads * count
 
     def _attend(self, logits: torch.Tensor) -> torch.Tensor:
-        """Softmax of `[heads, queries, n]` times the values: float32 `[heads, queries, dim]`."""
+        """Return softmax of `[heads, queries, n]` times the values: float32 `[heads, queries, dim]`."""
         heads, count, keys = logits.shape
         weights = logits.softmax(-1).view(self.values.shape[0], -1, keys).to(self.values.dtype)
         return matmul_float32(weights, self.values).view(heads, count, -1)

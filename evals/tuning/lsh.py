@@ -1,7 +1,7 @@
-"""The best (K, L) of LSH sampling for a budget of reads and of table memory, measured on a model and some text.
+"""Choose the best (K, L) of LSH sampling for a budget of reads and of table memory, on a model and some text.
 
-One pass of the model: each layer's queries and keys are measured over the whole grid as the prefill passes them. It
-knows no options and prints nothing. Invariant: what is chosen was measured to be within the budget.
+One pass of the model: each layer's queries and keys are measured over the whole grid as the prefill passes them.
+Invariant: what is chosen was measured to be within the budget.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def measure_grid(
     seed: int,
     advance: Callable[[], None],
 ) -> dict[int, dict[Setting, Tally]]:
-    """Sums of every setting in every layer that is sampled, from one prefill of `tokens`.
+    """Return sums of every setting in every layer that is sampled, from one prefill of `tokens`.
 
     Queries stand evenly in the last quarter of the text. `advance` is called after each layer. Raises ValueError for a
     text too short for its sink, window and queries, or too long for the model.
@@ -72,8 +72,9 @@ def measure_grid(
 
 
 def summarize_grid(found: dict[int, dict[Setting, Tally]], kv_heads: int, table_tokens: int) -> list[Row]:
-    """A row a setting: `read`, `read_even_buckets` (equation 21), `memory_bytes` of `table_tokens`, `error` (mean over
-    layers), `worst_error` and its `worst_layer`, and `layers`: each layer's own `read` and `error`."""
+    """Return a row a setting: `read`, `read_even_buckets` (equation 21), `memory_bytes` of `table_tokens`, `error`
+    (mean over layers), `worst_error` and its `worst_layer`, and `layers`: each layer's own `read` and `error`.
+    """
     rows = []
     for setting in next(iter(found.values())):
         layers = [
@@ -98,7 +99,7 @@ def summarize_grid(found: dict[int, dict[Setting, Tally]], kv_heads: int, table_
 
 
 def choose_setting(rows: Sequence[Row], budget: Budget) -> Row:
-    """The row of the least error within the budget. Raises ValueError where none is, naming what is nearest."""
+    """Return the row of the least error within the budget. Raises ValueError where none is, naming what is nearest."""
     fits = [row for row in rows if budget.memory_bytes is None or row["memory_bytes"] <= budget.memory_bytes]
     if not fits:
         least = min(row["memory_bytes"] for row in rows)

@@ -1,8 +1,7 @@
-"""What MAC-Attention reuses and errs in each layer, over thresholds, windows and bands; and a threshold for each layer.
+"""Measure what MAC-Attention reuses and errs in each layer, and choose a threshold for each.
 
 One pass of the model: every setting answers the same queries, those of full attention, so errors of layers do not add
-up here. It is figures 4 and 5 of the paper in numbers (arXiv 2604.00235, sections 5.6 and 5.7). It refuses to know
-tasks: a proposal is to be scored by them.
+up here. It is figures 4 and 5 of the paper in numbers (arXiv 2604.00235, sections 5.6 and 5.7).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +29,9 @@ class _Sums:
 def measure_layers(
     decoder: ReferenceDecoder, token_ids: Sequence[int], steps: int, methods: Sequence[Mac], advance: Callable[[], None]
 ) -> list[Row]:
-    """A row a setting and layer, over the last `steps` tokens of a text: `acceptance` and `skipped_fraction` by query
-    head, `gap` of matches in positions, and `error`, of a head's output relative to its norm. `advance` is called after
-    each step.
+    """Return a row a setting and layer, over the last `steps` tokens of a text: `acceptance` and `skipped_fraction` by
+    query head, `gap` of matches in positions, and `error`, of a head's output relative to its norm. `advance` is called
+    after each step.
     """
     prompt, forced = list(token_ids[:-steps]), list(token_ids[-steps:])
     batch = prefill_batch(decoder, [prompt], steps, [Full(), *methods])

@@ -1,4 +1,4 @@
-"""MAC-Attention, by the same code that serves it: `gpu.methods.mac`, on a GPU its kernels; KV is read in plain torch.
+"""Run MAC-Attention by the code that serves it, `gpu.methods.mac`; KV is read in plain torch.
 
 Reads are counted in bytes: the union of what a KV head's query heads read, once, and the ring: queries and what is said
 of them, one summary read and one written.
@@ -57,7 +57,7 @@ class Mac(DecodeMethod):
 
     @property
     def served(self) -> MacSettings:
-        """The settings that serve it."""
+        """Return the settings that serve it."""
         return MacSettings(
             tau=self.tau, max_prefix_share=self.max_prefix_share, capacity=self.capacity, band=self.band,
             sink_tokens=self.sink, max_gap=self.max_gap, max_age=self.max_age, seed_tokens=self.seed_tokens,
@@ -123,7 +123,7 @@ class Mac(DecodeMethod):
         return StepResult(whole.out, whole.lse, keys, rows, is_hit.float().mean(1), skipped, gaps)
 
     def _ring_rows(self, step: Step, limits: Limits) -> torch.Tensor:
-        """Bytes of rings that a KV head's query heads read and write, as rows of KV: float32 `[requests, 1]`."""
+        """Return bytes of rings that a KV head's query heads read and write, as rows of KV: float32 `[requests, 1]`."""
         dim = step.query.shape[-1]
         looks = (step.lengths >= limits.min_cells) & (step.lengths - limits.band > limits.sink)
         summary = dim * _SUMMARIES[self.summaries].itemsize + 2 * _NUMBER_BYTES
@@ -133,7 +133,7 @@ class Mac(DecodeMethod):
 
 
 def _attend(step: Step, logits: torch.Tensor, chosen: torch.Tensor) -> Partial:
-    """Over chosen cells, bool `[requests, heads, n]`; logits likewise, -inf behind each length."""
+    """Attend over chosen cells, bool `[requests, heads, n]`; logits likewise, -inf behind each length."""
     logits = logits.masked_fill(~chosen, -torch.inf)
     lse = logits.logsumexp(-1)
     weights = (logits - lse[..., None]).exp().nan_to_num_(0.0)

@@ -1,7 +1,6 @@
-"""From which position on MOMO's prefill is faster than dense on this machine: one layer's units at several depths.
+"""Measure from which position on MOMO's prefill is faster than dense on this machine.
 
-It refuses to know quality, and which kernels there are: both are asked as a unit of prefill asks them. Keys and queries
-are random: what is chosen costs what any choice does.
+Keys and queries are random: what is chosen costs what any choice does.
 """
 
 import time
@@ -23,7 +22,9 @@ def measure_depths(
     shape: Architecture, settings: MomoSettings, depths: Sequence[int], unit_tokens: int, device: torch.device,
     advance: Callable[[], None],
 ) -> list[Row]:  # fmt: skip
-    """A row a depth: milliseconds of a unit of `unit_tokens` queries behind `depth` keys, `dense_ms` and `momo_ms`."""
+    """Return a row a depth: milliseconds of a unit of `unit_tokens` queries behind `depth` keys, `dense_ms` and
+    `momo_ms`.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     longest = max(depths) + unit_tokens
     query = torch.randn(unit_tokens, shape.num_heads, shape.dim, device=device, dtype=dtype)
@@ -47,7 +48,7 @@ def measure_depths(
 
 
 def time_ms(call: Callable[[], object], device: torch.device) -> float:
-    """The median of some runs, after one that does not count."""
+    """Return the median of some runs, after one that does not count."""
     times = []
     for _ in range(REPEATS + 1):
         if device.type == "cuda":
@@ -61,7 +62,7 @@ def time_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def choose_dense_until(rows: Sequence[Row]) -> int | None:
-    """The least depth from which on MOMO was faster at every one; None where it was not at the deepest."""
+    """Return the least depth from which on MOMO was faster at every one; None where it was not at the deepest."""
     faster: int | None = None
     for row in sorted(rows, key=lambda row: -row["depth"]):
         if row["momo_ms"] >= row["dense_ms"]:

@@ -1,4 +1,4 @@
-"""Arguments of `python -m lab kernel ...`, turned into benchmarks of one operation each. Measures nothing itself."""
+"""Arguments of `python -m lab kernel ...`, turned into benchmarks of one operation each."""
 
 import sys
 from collections.abc import Callable
@@ -214,7 +214,7 @@ def run_kernel(
 
 
 def _resolve(device: str) -> str:
-    """`auto` is cuda where there is one."""
+    """Return `cuda` for `auto` where there is one, else `cpu`."""
     import torch
 
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

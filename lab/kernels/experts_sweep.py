@@ -1,10 +1,10 @@
-"""Times the products of a mixture of experts on a GPU, several configurations each: `python -m` this module.
+"""Time the products of a mixture of experts on a GPU, several configurations each: `python -m` this module.
 
-It refuses to know attention. A layer of Qwen3-30B-A3B, random; each call has other tokens, which take other experts, so
-weights come from memory; launches run in a CUDA graph. Every configuration is compared with plain torch before it is
-timed. What is found best stands in the tables for what is timed after it, at last whole MLPs by tiles and, of bf16, by
-rows. A configuration marked * is for cards with more shared memory than 99 KiB, and is not taken. Floor: bytes of the
-experts that are taken, or FLOPs, over what the card was measured to do. The last line is JSON.
+A layer of Qwen3-30B-A3B, random; each call has other tokens, which take other experts, so weights come from memory;
+launches run in a CUDA graph. Every configuration is compared with plain torch before it is timed. What is found best
+stands in the tables for what is timed after it, at last whole MLPs by tiles and, of bf16, by rows. A configuration
+marked * is for cards with more shared memory than 99 KiB, and is not taken. Floor: bytes of the experts that are taken,
+or FLOPs, over what the card was measured to do. The last line is JSON.
 
     python -m lab.kernels.experts_sweep --compile 0/8     what this part of the configurations needs, and no more
     python -m lab.kernels.experts_sweep --seconds 40
@@ -89,14 +89,14 @@ class Stand:
 
     @property
     def plain(self) -> tuple[Tensor, Tensor]:
-        """Gates and ups, and downs, which rows are of."""
+        """Return the matrices that rows are of: gates and ups, and downs."""
         gate_up, down = self.weights.gate_up, self.weights.down
         assert isinstance(gate_up, Tensor), "experts of few bits take tiles"
         assert isinstance(down, Tensor), "experts of few bits take tiles"
         return gate_up, down
 
     def draw(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Tokens behind the norm, and their logits, DRAWS times."""
+        """Return tokens behind the norm, and their logits, DRAWS times."""
         device = self.weights.router.device
         return [(torch.randn(tokens, self.hidden, dtype=torch.bfloat16, device=device),
                  3 * torch.randn(tokens, self.experts.num_experts, device=device)) for _ in range(DRAWS)]  # fmt: skip
@@ -161,7 +161,7 @@ def calls(case: Case, stand: Stand) -> list[Callable[[], Tensor]]:
 
 
 def is_large(config: Config, case: Case) -> bool:
-    """Whether its buffers are more than every card has."""
+    """Return whether its buffers are more than every card has."""
     if len(config) < 4 or "tiles" not in case.what:
         return False
     rows, inner, _, stages = config
@@ -194,7 +194,7 @@ def timed_us(runs: list[Callable[[], Tensor]], tokens: int) -> float:
 
 
 def sweep(case: Case, stand: Stand, floor: float, part: tuple[int, int] | None) -> None:
-    """Times all and leaves the best in the table; or runs each once that is of the part, so that it is compiled."""
+    """Time all and leaves the best in the table; or runs each once that is of the part, so that it is compiled."""
     kept = case.table[case.key]
     timed: list[tuple[float, Config]] = []
     runs = calls(case, stand)
@@ -240,8 +240,8 @@ def check(stand: Stand) -> None:
 
 
 def whole(stand: Stand, kind: str, bytes_per_s: float, part: tuple[int, int] | None) -> dict[int, dict[str, float]]:
-    """Microseconds of an MLP with its norm and router, by tiles and, of plain experts, by rows, of each number of
-    tokens; and of routers with more programs.
+    """Return microseconds of an MLP with its norm and router, by tiles and, of plain experts, by rows, of each number
+    of tokens; and of routers with more programs.
     """
     found: dict[int, dict[str, float]] = {}
     layer = mlp.ExpertMlp(stand.weights, stand.experts, "silu")

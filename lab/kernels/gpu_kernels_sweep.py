@@ -1,8 +1,8 @@
-"""Times the decode kernels on a GPU against their bytes floor, several configurations each: `python -m` this module.
+"""Time the decode kernels on a GPU against their bytes floor, several configurations each: `python -m` this module.
 
-It refuses to know the model: shapes are those of Llama 3.1 8B. Every configuration is compared with float64 before it
-is timed, and one that fails is not reported. Weights rotate through copies larger than L2, and launches run in a CUDA
-graph, so a number is the kernel's own time in a decode step. The last line is JSON.
+Every configuration is compared with float64 before it is timed, and one that fails is not reported. Weights rotate
+through copies larger than L2, and launches run in a CUDA graph, so a number is the kernel's own time in a decode step.
+The last line is JSON.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Row:
 
 
 def graph_us(calls: list[Callable[[], Any]], repeats: int) -> float:
-    """Median microseconds of one call, from a CUDA graph of LAUNCHES_PER_GRAPH calls or more, taken in turn."""
+    """Return median microseconds of one call, from a CUDA graph of LAUNCHES_PER_GRAPH calls or more, taken in turn."""
     launches = max(LAUNCHES_PER_GRAPH, len(calls))
     for call in calls[:2]:
         call()
@@ -86,7 +86,7 @@ def graph_us(calls: list[Callable[[], Any]], repeats: int) -> float:
 
 
 def measured_bytes_per_s() -> float:
-    """Bandwidth of reading: the sum of a large buffer, the fastest of ten."""
+    """Return bandwidth of reading: the sum of a large buffer, the fastest of ten."""
     buffer = torch.ones(2**31 // 4, dtype=torch.float32, device="cuda")
     best = float("inf")
     for _ in range(10):
@@ -112,7 +112,9 @@ def row_for(name: str, shape: str, config: str, us: float, moved_bytes: int, byt
 
 
 def gemv_rows(bytes_per_s: float, quick: bool) -> Iterator[Row]:
-    """Every GEMV configuration on every shape, and cuBLAS (with separate norm, SwiGLU and residual) as the peer."""
+    """Time every GEMV configuration on every shape, and cuBLAS (with separate norm, SwiGLU and residual) as
+    the peer.
+    """
     for name, (rows, inner, norms, gated, adds) in GEMV_SHAPES.items():
         copies = max(1, -(-COLD_BYTES // (2 * rows * inner)))
         weights = [torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5 for _ in range(copies)]
@@ -155,7 +157,7 @@ def gemv_rows(bytes_per_s: float, quick: bool) -> Iterator[Row]:
 
 
 def attention_rows(bytes_per_s: float, quick: bool) -> Iterator[Row]:
-    """Paged decode attention of 32 heads over 8 KV heads of 128, bf16, over shuffled pages of 16 tokens."""
+    """Time paged decode attention of 32 heads over 8 KV heads of 128, bf16, over shuffled pages of 16 tokens."""
     heads, kv_heads, dim, page_tokens = 32, 8, 128, 16
     for requests, context in product((1, 16), (512, 8192, 98_304)):
         pages = -(-context // page_tokens)
@@ -198,7 +200,7 @@ def attention_rows(bytes_per_s: float, quick: bool) -> Iterator[Row]:
 
 
 def small_rows(tokens: int, bytes_per_s: float) -> Iterator[Row]:
-    """RMSNorm, RoPE with the KV write, and SwiGLU: at batch 1 their time is the launch."""
+    """Yield RMSNorm, RoPE with the KV write, and SwiGLU: at batch 1 their time is the launch."""
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
     gain, residual = torch.ones(4096, device="cuda", dtype=torch.bfloat16), torch.randn_like(x)
     wide = x.double()

@@ -1,4 +1,4 @@
-"""`python -m lab kernel host-experts`: steps and prompts of a mixture of experts that does not fit the card.
+"""Run `python -m lab kernel host-experts`: steps and prompts of a mixture of experts that does not fit the card.
 
 Random weights, drawn on the device and, of experts in host memory, copied down. The allocator is held to the memory
 that was asked for. Steps go both ways, of the same weights: experts that they take are fetched, or computed by the CPU.
@@ -85,7 +85,7 @@ class HostExpertsBenchmark:
 
 
 def parse_ways(text: str) -> tuple[Way, ...]:
-    """Raises typer.BadParameter for what is no way."""
+    """Raise typer.BadParameter for what is no way."""
     found: list[Way] = []
     for word in text.split(","):
         if word not in ("fetch", "compute"):
@@ -95,7 +95,7 @@ def parse_ways(text: str) -> tuple[Way, ...]:
 
 
 def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, console: Console) -> list[Row]:
-    """A row a way and a batch, and one a prompt. Raises GateError, PlanError or ModelError."""
+    """Return a row a way and a batch, and one a prompt. Raises GateError, PlanError or ModelError."""
     shape, kind = named_shape(benchmark.shape), benchmark.weights
     is_block = kind is not None and kind in BLOCK_KINDS
     shape = stored_as(shape, kind) if is_block else rounded(shape, kind, "--weights")
@@ -161,8 +161,8 @@ def _max_running(benchmark: HostExpertsBenchmark) -> int:
 
 
 def _check(shape: Architecture, weights: Weights, device: torch.device, benchmark: HostExpertsBenchmark) -> bool:
-    """Whether the first layer with experts in host memory, which is put together on the device for a moment, gives the
-    same bits with these fetched. Raises GateError where it gives other numbers, any way.
+    """Return whether the first layer with experts in host memory, which is put together on the device for a moment,
+    gives the same bits with these fetched. Raises GateError where it gives other numbers, any way.
     """
     number = next(index for index, layer in enumerate(weights.layers) if layer.experts and layer.experts.host)
     split = weights.layers[number]
@@ -188,7 +188,9 @@ def _check(shape: Architecture, weights: Weights, device: torch.device, benchmar
 
 
 def _compute(projections: Projections, hidden: torch.Tensor, exchange: ExpertExchange) -> torch.Tensor:
-    """A layer's MLP, whose experts in host memory this thread computes behind the launch, or within it on the CPU."""
+    """Return a layer's MLP, whose experts in host memory this thread computes behind the launch, or within it on the
+    CPU.
+    """
     if exchange.is_at_once:
         return projections.mlp(0, hidden, exchange=exchange)
     exchange.slot.release()  # while modules are loaded nobody may wait for who loads them
@@ -208,7 +210,7 @@ def _together(layer: LayerWeights, device: torch.device) -> LayerWeights:
 
 
 def _count(runner: Runner, way: Way) -> int:
-    """Experts that were fetched, or computed, since the runner was made. Waits for the device."""
+    """Return the number of experts that were fetched, or computed, since the runner was made. Waits for the device."""
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     counts = runner.expert_counts()
@@ -217,7 +219,9 @@ def _count(runner: Runner, way: Way) -> int:
 
 
 def _computed(runner: Runner) -> tuple[int, float]:
-    """Bytes of experts that the CPU read, and the seconds from asks to answers in which it did, since it was made."""
+    """Return bytes of experts that the CPU read, and the seconds from asks to answers in which it did, since it was
+    made.
+    """
     counts = runner.computed_counts()
     return sum(one.bytes_read for one in counts), sum(one.compute_s for one in counts)
 
@@ -236,7 +240,7 @@ class _Bench:
 
     @property
     def link_gb_s(self) -> float:
-        """On the CPU there is none, and experts are copied within its memory."""
+        """Return the link's rate; on the CPU device, that of copies within its memory."""
         return self.rates.get("host_to_device_gb_s", self.stream_gb_s)
 
     def rows(self, weights: Weights, way: Way, prompts: tuple[int, ...]) -> Iterator[Row]:
@@ -299,7 +303,7 @@ class _Bench:
                          extras)  # fmt: skip
 
     def _products(self, batch: int) -> tuple[float, str]:
-        """What they take by the threads' own rate, if rows take experts at random, and in words."""
+        """Return what they take by the threads' own rate, if rows take experts at random, and in words."""
         threads, host_gb_s = self.benchmark.num_threads, self.rates["host_stream_gb_s"]
         ms = ExpertTimes(self.shares, self.link_gb_s, host_gb_s, threads, self.rates).arithmetic_ms(batch)
         names = [core_rate(kind) for kind in self.shares.computed_numbers(1)]

@@ -1,10 +1,8 @@
-"""Times one layer's LSH-sampled attention on the host: tables, lookups, sampled and exact rows, bf16 and int8.
+"""Time one layer's LSH-sampled attention on the host: tables, lookups, sampled and exact rows, bf16 and int8.
 
-It refuses to know engines and stores: two segments of one context, a step of one request, asked in an exchange slot and
-answered there as in a decode step. Caches are cold: a large buffer is read between any two measurements. Floors are
-rows over the rate at which this host reads rows at random, or in a stream, measured in the same run; the peer is
-torch's attention over the whole context, one KV head's query group as its rows, which is how a program without sampling
-would do it.
+Caches are cold: a large buffer is read between any two measurements. Floors are rows over the rate at which this host
+reads rows at random, or in a stream, measured in the same run; the peer is torch's attention over the whole context,
+one KV head's query group as its rows, which is how a program without sampling would do it.
 """
 
 import time
@@ -54,7 +52,9 @@ class LshBenchmark:
 
 
 def _aligned(values: np.ndarray) -> np.ndarray:
-    """A copy that begins on a huge page, as slabs do: a row across one line more than it fills reads 1.5x slower."""
+    """Return a copy that begins on a huge page, as slabs do: a row across one line more than it fills reads 1.5x
+    slower.
+    """
     room = np.empty(values.nbytes + HUGE_PAGE_BYTES, np.uint8)
     begin = -room.ctypes.data % HUGE_PAGE_BYTES
     copy = room[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
@@ -95,7 +95,7 @@ class _Segments:
             build_tables(*flat, self._bits, 0, tables, self._threads)
 
     def real(self, kind: str, head: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a KV head as stored, float64 `[tokens, dim]`; keys less the centre."""
+        """Return keys and values of a KV head as stored, float64 `[tokens, dim]`; keys less the centre."""
         keys, values = [], []
         for kept in self._kept:
             if _rows_of(kind) == "bf16":

@@ -1,8 +1,8 @@
 """One layer of a long context as LSH sampling sees it: keys with a common offset, of which queries point away.
 
-Knows no kernel. Keys are the offset and a mildly anisotropic Gaussian, stored centred in bf16; a group's queries share
-a part of a Gaussian of the same shape and oppose the offset, as measured in paper (2410.16179) section 3. Cosines with
-the centred keys are such that (10, 150) reads about 2 %. A seed gives one layer, on any machine.
+Keys are the offset and a mildly anisotropic Gaussian, stored centred in bf16; a group's queries share a part of a
+Gaussian of the same shape and oppose the offset, as measured in paper (2410.16179) section 3. Cosines with the centred
+keys are such that (10, 150) reads about 2 %. A seed gives one layer, on any machine.
 """
 
 import math
@@ -35,12 +35,12 @@ class Layer:
 
 
 def as_bits(values: torch.Tensor) -> np.ndarray:
-    """bf16 as uint16, the same memory."""
+    """Return bf16 as uint16, the same memory."""
     return values.view(torch.int16).numpy().view(np.uint16)
 
 
 def make_layer(tokens: int, bits: int, tables: int, steps: int, seed: int) -> Layer:
-    """Float32 arithmetic on the CPU; 98,304 tokens take some ten seconds on two cores."""
+    """Return float32 arithmetic on the CPU; 98,304 tokens take some ten seconds on two cores."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ def make_layer(tokens: int, bits: int, tables: int, steps: int, seed: int) -> La
     places = 2 ** torch.arange(bits).float()
 
     def encode(rows: torch.Tensor) -> np.ndarray:
-        """Codes `[rows, tables]`: a bit for each plane that a row is above."""
+        """Return codes `[rows, tables]`: a bit for each plane that a row is above."""
         above = (rows @ planes > 0).float().view(len(rows), tables, bits)
         return (above @ places).to(torch.int32).numpy().astype(np.uint16)
 

@@ -1,11 +1,11 @@
-"""Times MAC-Attention of one layer of decode, part by part, beside plain attention over the same lengths: `mac`.
+"""Time MAC-Attention of one layer of decode, part by part, beside plain attention over the same lengths: `mac`.
 
-It refuses to know the model and the scheduler. A graph holds some layers in a row, each with rings, hits and pages of
-its own, as a step does, so nothing waits in the cache for the next replay. How hits come about: rings hold random
-queries, which match nothing, and for each head that is to hit, a copy of its query, moved a little, stands at the gap
-that was drawn; so the kernels that serve are timed as they are. The peer is the fastest of cuDNN's and FlashAttention's
-decode attention over contiguous keys and values, a group's heads as its queries. A sample of each layer's heads is
-compared with float64, and every match with the one that was meant, before anything is timed.
+A graph holds some layers in a row, each with rings, hits and pages of its own, as a step does, so nothing waits in the
+cache for the next replay. How hits come about: rings hold random queries, which match nothing, and for each head that
+is to hit, a copy of its query, moved a little, stands at the gap that was drawn; so the kernels that serve are timed as
+they are. The peer is the fastest of cuDNN's and FlashAttention's decode attention over contiguous keys and values, a
+group's heads as its queries. A sample of each layer's heads is compared with float64, and every match with the one that
+was meant, before anything is timed.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class Pages:
     workspace: Workspace
 
     def peers(self, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-        """A query, and the same memory as if it were contiguous: `[batch, kv_heads, group or tokens, dim]`."""
+        """Return a query, and the same memory as if it were contiguous: `[batch, kv_heads, group or tokens, dim]`."""
         rows = (self.batch, shape.kv_heads)
         query = torch.randn(*rows, shape.group, DIM, device=self.keys.device).to(self.keys.dtype)
         used = self.batch * self.tokens * shape.kv_heads * DIM
@@ -120,7 +120,7 @@ def make_pages(
 
 
 def make_codes_of(pages: Tensor, stored: torch.dtype) -> Tensor:
-    """Pages of the same rows, some at a time."""
+    """Return pages of the same rows, some at a time."""
     coded = torch.zeros(*pages.shape[:3], DIM + SCALE_BYTES, dtype=stored, device=pages.device)
     for first in range(0, len(pages), PAGES_AT_ONCE):
         own = pages[first : first + PAGES_AT_ONCE]
@@ -130,8 +130,8 @@ def make_codes_of(pages: Tensor, stored: torch.dtype) -> Tensor:
 
 
 def draw_gaps(shape: Shape, batch: int, rate: float, is_shared: bool, generator: torch.Generator) -> Tensor:
-    """Cells back to what a head matches, int64 `[batch, heads]`, 0 where it misses: `rate` of all heads, uniform in
-    [1, K); with `is_shared`, drawn for each KV head.
+    """Return cells back to what a head matches, int64 `[batch, heads]`, 0 where it misses: `rate` of all heads, uniform
+    in [1, K); with `is_shared`, drawn for each KV head.
     """
     heads = shape.kv_heads if is_shared else shape.heads
     device, count = generator.device, batch * heads
@@ -218,7 +218,7 @@ def mac_rows(
     shape: Shape, lengths: Sequence[int], batches: Sequence[int], rates: Sequence[float], shared: Sequence[bool],
     device: torch.device, console: Console,
 ) -> list[Row]:  # fmt: skip
-    """A row for each length, batch, hit rate and way to draw gaps. Raises GateError."""
+    """Return a row for each length, batch, hit rate and way to draw gaps. Raises GateError."""
     is_host = device.type != "cuda"
     measured = measure_host_rates(torch.get_num_threads(), gib=0.25) if is_host else measure_device_rates(device)
     gb_s = measured["host_stream_gb_s" if is_host else "device_stream_gb_s"]
@@ -274,7 +274,7 @@ def count_layers(shape: Shape, batch: int) -> int:
 def time_path(
     shape: Shape, pages: Pages, rate: float, is_shared: bool, device: torch.device
 ) -> tuple[dict[str, Timing], dict[str, float]]:
-    """Milliseconds of a layer, `whole` and by part; and the bytes that each part must move."""
+    """Return milliseconds of a layer, `whole` and by part; and the bytes that each part must move."""
     generator = torch.Generator(device).manual_seed(7)
     path = Path(shape, pages, make_fixed(pages))
     count = count_layers(shape, pages.batch)
@@ -313,7 +313,7 @@ def cells_read(shape: Shape, tokens: int, matched: Matched) -> float:
 
 
 def time_graph(call: Callable[[], object], layers: int, device: torch.device) -> Timing:
-    """Milliseconds of one layer: of a CUDA graph's replays, or of the call itself."""
+    """Return milliseconds of one layer: of a CUDA graph's replays, or of the call itself."""
     if device.type != "cuda":
         timing = measure(call, device, 1, 3)
         return Timing(timing.ms / layers, timing.p10 / layers, timing.p90 / layers)
@@ -328,7 +328,9 @@ def time_graph(call: Callable[[], object], layers: int, device: torch.device) ->
 
 
 def time_peers(shape: Shape, pages: Pages) -> dict[str, float]:
-    """Microseconds of plain attention over all tokens, by way; one that torch refuses for this shape is left out."""
+    """Return microseconds of plain attention over all tokens, by way; one that torch refuses for this shape is left
+    out.
+    """
     query, keys, values = pages.peers(shape)
     device, scale, aten = keys.device, DIM**-0.5, torch.ops.aten
     if device.type != "cuda":

@@ -53,7 +53,7 @@ class StepTimes:
 def time_steps(
     shape: Architecture, context: int, batch: int, rates: Sequence[float], settings: dict[str, object], steps: int
 ) -> list[StepTimes]:
-    """Steps of `batch` contexts, without MAC and then at each of these rates of hits. On CUDA, in bf16."""
+    """Time steps of `batch` contexts, without MAC and then at each of these rates of hits. On CUDA, in bf16."""
     part = _part(settings)
     num_rings, room = batch, 2 * steps + CALIBRATION_STEPS + 16
     device, name = torch.device("cuda"), str(part)
@@ -121,7 +121,7 @@ class _Steps:
         torch.cuda.synchronize()
 
     def time(self, steps: int) -> float:
-        """The median of a step, milliseconds, launched one behind the other."""
+        """Return the median of a step, milliseconds, launched one behind the other."""
         self.run(8)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         for event in events[:-1]:

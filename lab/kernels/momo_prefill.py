@@ -1,9 +1,8 @@
-"""Times MOMO's attention of one layer over whole prompts, part by part, beside dense attention: `momo`.
+"""Time MOMO's attention of one layer over whole prompts, part by part, beside dense attention: `momo`.
 
-It refuses to know the model and the prefix cache; the shape is a layer of Llama 3.1 8B, keys and queries are random, so
-what is chosen is nobody's guess and costs what any choice does. A prompt goes by units, as when it is served; of a long
-one some units are timed, evenly spread, and the sum of all is that of straight lines between them. The peer is the
-faster of FlashAttention and cuDNN on the same units. Results are compared with float64 before anything is timed.
+A prompt goes by units, as when it is served; of a long one some units are timed, evenly spread, and the sum of all is
+that of straight lines between them. The peer is the faster of FlashAttention and cuDNN on the same units. Results are
+compared with float64 before anything is timed.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +69,7 @@ def make_prompt(tokens: int, unit_tokens: int, device: torch.device) -> Prompt:
 def momo_rows(
     lengths: Sequence[int], unit_tokens: int, settings: MomoSettings, device: torch.device, console: Console
 ) -> list[Row]:
-    """A row a length. Raises GateError."""
+    """Return a row a length. Raises GateError."""
     check_result(settings, device)
     rates = measure_device_rates(device)
     rate = rates["bf16_matmul_tflop_s" if device.type == "cuda" else "host_matmul_tflop_s"]
@@ -108,7 +107,7 @@ def momo_rows(
 def selection_rows(
     tokens: int, unit_tokens: int, ks: Sequence[int], settings: MomoSettings, device: torch.device, console: Console
 ) -> list[Row]:
-    """A row a selection and k: the query-sparse pass of a prompt's last unit (the paper's figure 4)."""
+    """Return a row a selection and k: the query-sparse pass of a prompt's last unit (the paper's figure 4)."""
     prompt = make_prompt(tokens, unit_tokens, device)
     begin = (tokens - 1) // unit_tokens * unit_tokens
     last, rows = prompt.unit(begin), []
@@ -139,7 +138,7 @@ def selection_rows(
 
 
 def time_unit(prompt: Prompt, begin: int, settings: MomoSettings, device: torch.device) -> dict[str, float]:
-    """Milliseconds of one unit: `momo` whole, its parts, and `dense ...`."""
+    """Return milliseconds of one unit: `momo` whole, its parts, and `dense ...`."""
     query, side = prompt.unit(begin), Momo(settings.model_copy(update={"dense_layers": 0}), Dense())
     size, block, scale = settings.query_block, settings.key_block, query.scale
 
@@ -171,7 +170,7 @@ def time_unit(prompt: Prompt, begin: int, settings: MomoSettings, device: torch.
 
 
 def dense_calls(query: PrefillQuery, begin: int) -> dict[str, Callable[[], object]]:
-    """Ways to attend to everything."""
+    """Return ways to attend to everything."""
     if not query.query.is_cuda:
         return {"dense": lambda: Dense().attend(query)}
     rows, keys, values = query.query.transpose(0, 1)[None], query.keys[None], query.values[None]
@@ -195,7 +194,7 @@ def dense_calls(query: PrefillQuery, begin: int) -> dict[str, Callable[[], objec
 
 
 def whole_prompt(timed: Sequence[tuple[int, float]], begins: Sequence[int]) -> float:
-    """The sum over all units, straight lines between those that were timed."""
+    """Return the sum over all units, straight lines between those that were timed."""
     total = 0.0
     for begin in begins:
         at = max(place for place, (first, _) in enumerate(timed) if first <= begin)

@@ -51,7 +51,7 @@ def format_for(kind: str) -> MatrixFormat:
 
 
 def candidates(kind: str, name: str, tokens: int) -> list[Tiles]:
-    """What is served first."""
+    """Return what is served first."""
     rows, inner = SHAPES[name]
     activation = _activation(name, tokens)
     stored = format_for(kind)
@@ -78,7 +78,7 @@ def _activation(name: str, tokens: int) -> Activation | None:
 
 
 def draw(kind: str, rows: int, inner: int, device: torch.device) -> Packed:
-    """Numbers of any bits, and scales about one: by what they are is nothing decided."""
+    """Draw numbers of any bits, and scales about one: what they are decides nothing."""
     packed = allocate_packed(rows, inner, format_for(kind), torch.bfloat16, device, torch.bfloat16)
     numbers = torch.randint(0, 2**packed.bits, (rows, inner), dtype=torch.uint8, device=device)
     packed.words.copy_(pack_words(numbers & 0xBF if kind == "fp8" else numbers, packed.bits))  # no NaN
@@ -104,13 +104,13 @@ def _run(packed: Packed, x: Tensor, name: str, tiles: Tiles) -> Tensor:
 
 
 def _tokens(name: str, tokens: int, device: torch.device) -> Tensor:
-    """Attention's output is float32."""
+    """Return attention's output is float32."""
     dtype = torch.float32 if name == "output" else torch.bfloat16
     return torch.randn(tokens, SHAPES[name][1], dtype=dtype, device=device)
 
 
 def compile_cases(cases: list[Case]) -> int:
-    """Into Triton's cache, by matrices of few rows. How many do not fit."""
+    """Compile into Triton's cache, by matrices of few rows, and return how many do not fit."""
     device, failed = torch.device("cuda"), 0
     for kind, name, tokens, tiles in cases:
         packed = draw(kind, 256, SHAPES[name][1], device)
@@ -146,7 +146,7 @@ def sweep(kind: str, name: str, tokens: int, bytes_per_s: float, device: torch.d
 
 
 def spell(tiles: dict[str, Any]) -> str:
-    """Tokens x rows, splits, warps, stages, and what is not the usual."""
+    """Return tokens x rows, splits, warps, stages, and what is not the usual."""
     text = f"{tiles['tokens']}x{tiles['rows']} s{tiles['splits']} w{tiles['num_warps']} st{tiles['num_stages']}"
     return text + (f" u{tiles['unroll']}" if tiles["unroll"] != 1 else "")
 
@@ -154,7 +154,7 @@ def spell(tiles: dict[str, Any]) -> str:
 def sweep_all(
     kind: str, matrices: list[str], tokens: int, bytes_per_s: float, device: torch.device
 ) -> list[dict[str, Any]]:
-    """All rows of these matrices; prints the fastest."""
+    """Return all rows of these matrices; prints the fastest."""
     rows, served_us, best_us, floor_us = [], 0.0, 0.0, 0.0
     for name in matrices:
         found = list(sweep(kind, name, tokens, bytes_per_s, device))

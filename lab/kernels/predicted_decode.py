@@ -69,7 +69,7 @@ class Cell(NamedTuple):
 
 
 def parse_cells(text: str) -> list[Cell]:
-    """`context:budget x batch`, with commas, as `32768:4096x4,98304:2048x1`. Raises ValueError."""
+    """Return `context:budget x batch`, with commas, as `32768:4096x4,98304:2048x1`. Raises ValueError."""
     cells = []
     for one in text.split(","):
         try:
@@ -222,8 +222,8 @@ def measure(
     contexts: Contexts, weights_file: Path, cell: Cell, turnovers: Sequence[float], steps: int,
     selections: np.ndarray | None, trace: Path | None,
 ) -> Generator[Measured, None, None]:  # fmt: skip
-    """Each way at each turnover, and at what is replayed; `read` once, `predict` at the first turnover, for it fetches
-    nothing, and at what is replayed. trace: of `across`, at the last of these; whoever stops earlier gets none.
+    """Yield each way at each turnover, and at what is replayed; `read` once, `predict` at the first turnover, for it
+    fetches nothing, and at what is replayed. trace: of `across`, at the last of these; whoever stops earlier gets none.
     """
     bench = Steps(contexts, weights_file, cell.budget, cell.batch)
     side, device = bench.side, contexts.device
@@ -277,8 +277,8 @@ def measure(
 
 
 def _time_alone(side: Predicted, share: float) -> float:
-    """Milliseconds in which a share of all slots is filled, layer by layer, by the kernel that serves, captured: thirty
-    launches one by one take a millisecond, whatever they bring.
+    """Return milliseconds in which a share of all slots is filled, layer by layer, by the kernel that serves, captured:
+    thirty launches one by one take a millisecond, whatever they bring.
     """
     shape, device = side.blocks.ids.shape, side.blocks.ids.device
     fresh = ((torch.rand(shape, device=device) < share) & (side.blocks.ids >= 0)).to(torch.uint8)
@@ -332,7 +332,9 @@ def _trace(bench: Steps, path: Path) -> None:
 
 
 def measure_link(device: torch.device) -> float:
-    """Bytes a second of one copy from pinned memory, which no gather beats; on the CPU device, of one in memory."""
+    """Return bytes a second of one copy from pinned memory, which no gather beats; on the CPU device, of one
+    in memory.
+    """
     if device.type == "cpu":
         host = torch.ones(2**26, dtype=torch.uint8)
         return host.nbytes / min(_seconds(host.clone) for _ in range(4))

@@ -1,7 +1,7 @@
 """Cells of steps over predicted blocks, one after the other while there is time: tables, and rows as they come.
 
-It refuses to know what a way does. Invariants: what was measured before a run was cut is in its tables and its file;
-contexts of one length are filled once, weights drawn once.
+Invariants: what was measured before a run was cut is in its tables and its file; contexts of one length are filled
+once, weights drawn once.
 """
 
 import json

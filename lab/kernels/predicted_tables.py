@@ -1,7 +1,6 @@
 """What steps over predicted blocks took, as tables: each way beside its floor, and what the aims are about in a line.
 
-It refuses to know how it was measured. A floor is max(compute, link): the step that only reads, and its bytes at the
-link's rate.
+A floor is max(compute, link): the step that only reads, and its bytes at the link's rate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,7 @@ def _share(turnover: float | str) -> str:
 
 
 def tabulate(found: Sequence[Measured], link_rate: float, title: str) -> Table:
-    """A line a way and turnover. found: `read` is among them; link_rate: bytes a second."""
+    """Return a line a way and turnover. found: `read` is among them; link_rate: bytes a second."""
     table = Table("way", "turnover", "changed", "step, ms", "floor, ms", "times", "MB over the link", "of the budget",
                   "alone, ms", "hidden", title=title)  # fmt: skip
     read_ms = _read_ms(found)
@@ -54,10 +53,10 @@ def tabulate(found: Sequence[Measured], link_rate: float, title: str) -> Table:
 
 
 def tabulate_aims(cells: Mapping[Cell, Sequence[Measured]], link_rate: float) -> Table:
-    """A line for each cell and turnover of `across`, what serves: its milliseconds, beside max(compute, link) and which
-    of them that is, prediction apart, how many times reading alone it takes, how many times as long the other ways
-    take, the share of fetching that is hidden, and its megabytes over the link as a share of the whole budget's. What
-    was not measured is empty.
+    """Return a line for each cell and turnover of `across`, what serves: its milliseconds, beside max(compute, link)
+    and which of them that is, prediction apart, how many times reading alone it takes, how many times as long the other
+    ways take, the share of fetching that is hidden, and its megabytes over the link as a share of the whole budget's.
+    What was not measured is empty.
     """
     table = Table("context:budget x batch", "turnover", "across", "floor", "of", "predict", "/read", "refetch/",
                   "layer/", "demand/", "hidden", "MB", "of it", box=None, pad_edge=False)  # fmt: skip

@@ -141,7 +141,9 @@ class Ways:
 
 
 def force(layer: Blocks, turnover: float | Tensor) -> Tensor:
-    """Scores `[places, blocks]` by which all but a share of the blocks that are there stay, and others are drawn."""
+    """Return scores `[places, blocks]` by which all but a share of the blocks that are there stay, and others are
+    drawn.
+    """
     places, blocks = layer.scores.shape
     scores = torch.rand(places, blocks, device=layer.ids.device)
     held = (torch.rand(layer.ids.shape, device=layer.ids.device) >= turnover).float() * 4 - 2  # stays: 2, goes: -2

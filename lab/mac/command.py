@@ -1,4 +1,4 @@
-"""`python -m lab mac`: options, the folder of a run, its tables and its page. What is measured is not known here."""
+"""Run `python -m lab mac`: options, the folder of a run, its tables and its page."""
 
 import json
 import shlex
@@ -120,7 +120,7 @@ def print_cut(run: dict[str, Any], out: Path) -> None:
 
 
 def parse_taus(option: str, text: str) -> list[float]:
-    """`0.3,0.45` -> [0.3, 0.45]; empty where nothing is named. Raises ValueError."""
+    """Parse `0.3,0.45` to [0.3, 0.45]; empty where nothing is named. Raises ValueError."""
     try:
         taus = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -131,7 +131,7 @@ def parse_taus(option: str, text: str) -> list[float]:
 
 
 def parse_overs(text: str, known: tuple[str, ...]) -> list[str]:
-    """Raises ValueError for another placement than these."""
+    """Raise ValueError for another placement than these."""
     overs = [part.strip() for part in text.split(",") if part.strip()]
     if not overs or not set(overs) <= set(known):
         raise ValueError(f"--over: got {text!r}; wanted {' or '.join(known)}, or both with a comma")

@@ -22,7 +22,7 @@ def measure_errors(
     decoder: ReferenceDecoder, texts: Sequence[Sequence[int]], steps: int, methods: Sequence[Mac],
     advance: Callable[[], None],
 ) -> list[Row]:  # fmt: skip
-    """A row a layer, band and range of gaps that had hits, over the last `steps` tokens of the texts.
+    """Return a row a layer, band and range of gaps that had hits, over the last `steps` tokens of the texts.
 
     `layer, band`; `gap_begin, gap_end`: positions back to the match, half-open, an octave each; `hits`: heads that hit,
     over steps and texts; `error`: the mean distance of their outputs to full attention's, relative to its norm.

@@ -1,6 +1,6 @@
 """The paper's figures of MAC-Attention from a run's rows, as SVG: what layers reuse (5), and what reuse errs (4).
 
-It knows rows, no run. The invariant: what has no hit is blank, never zero.
+The invariant: what has no hit is blank, never zero.
 """
 
 from collections.abc import Iterable, Sequence

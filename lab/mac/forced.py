@@ -1,8 +1,8 @@
 """Right answers fed to methods, token by token: how often they would have said the next one, and full attention's.
 
 All methods are fed the same tokens in the reference decoder, over one prefill, so an early mistake does not spoil what
-follows. It knows no method. Invariant: each prompt gives two records a method, both over the same positions: the share
-of right tokens, and the share of full attention's choices.
+follows. Invariant: each prompt gives two records a method, both over the same positions: the share of right tokens, and
+the share of full attention's choices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,7 +72,7 @@ def _run_batch(
     decoder: ReferenceDecoder, tokenizer: Any, cell: Cell, prompts: Sequence[Prompt], keys: dict[str, _Keys],
     settings: PromptSettings,
 ) -> list[Record]:  # fmt: skip
-    """What does not fit in memory is halved, down to one prompt, which raises."""
+    """Return what does not fit in memory is halved, down to one prompt, which raises."""
     try:
         return list(_compare(decoder, tokenizer, cell, prompts, keys, settings))
     except torch.OutOfMemoryError:
@@ -107,7 +107,7 @@ def _compare(
 
 
 def answer_tokens(tokenizer: Any, sample: Sample) -> list[int]:
-    """The first of the right answers, as the assistant's turn has it."""
+    """Return the first of the right answers, as the assistant's turn has it."""
     return list(tokenizer.encode(sample.answers[0], add_special_tokens=False))
 
 

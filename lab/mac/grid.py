@@ -1,7 +1,7 @@
 """The settings of MAC-Attention that are compared, each as a method of the reference decoder and as a profile.
 
-It knows no task and no engine. Invariant: a setting's method and its profile agree in all that decides an answer: both
-match in contexts of any length, and no layer stops.
+Invariant: a setting's method and its profile agree in all that decides an answer: both match in contexts of any length,
+and no layer stops.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def served(self) -> str:
-        """The method that is the profile, end to end."""
+        """Return the method that is the profile, end to end."""
         return PREFIX + self.profile
 
     @property
@@ -62,7 +62,7 @@ class Setting:
         return self.capacity, self.band
 
     def composition(self, rings: int) -> Composition:
-        """rings: of requests that run at once."""
+        """Return rings: of requests that run at once."""
         reuse = {
             "method": "mac", "tau": self.tau, "max_prefix_share": self.share, "capacity": self.capacity,
             "band": self.band, "min_context_tokens": 0, "stops_matching": False, "rings": rings,
@@ -70,7 +70,9 @@ class Setting:
         return Composition.model_validate({"reuse": reuse, "host": self.over})
 
     def told(self, is_served: bool) -> dict[str, Any]:
-        """What a row says of it. `family`: settings that differ in their threshold alone, by the way that they ran."""
+        """Return what a row says of it. `family`: settings that differ in their threshold alone, by the way that they
+        ran.
+        """
         family = f"mac {self.capacity}:{self.band}" + ("" if self.share == 1 else f", share {self.share:g}")
         family += "" if self.over == "exact" else f" over {self.over}"
         return {**asdict(self), "family": family + (", served" if is_served else "")}
@@ -79,12 +81,12 @@ class Setting:
 def spread(
     taus: Sequence[float], share: float, windows: Sequence[tuple[int, int]], overs: Sequence[str]
 ) -> list[Setting]:
-    """Every setting, those of one placement and window together."""
+    """Return every setting, those of one placement and window together."""
     return [Setting(tau, share, *window, over) for over, window, tau in product(overs, windows, taus)]
 
 
 def by_label(settings: Sequence[Setting]) -> dict[str, dict[str, Any]]:
-    """What rows of these methods and profiles say of their settings."""
+    """Return what rows of these methods and profiles say of their settings."""
     return {one.method: one.told(False) for one in settings if one.over == "exact"} | {
         one.served: one.told(True) for one in settings
     }

@@ -1,7 +1,7 @@
 """A run's work in parts, each for one process: profiles of a window in an engine, methods in the decoder, errors.
 
-It knows no figure. Invariant: a part's records are kept in a folder of its own as they are made, so a run that was cut
-goes on where it stopped; parts share no state, so they may run at the same time.
+Invariant: a part's records are kept in a folder of its own as they are made, so a run that was cut goes on where it
+stopped; parts share no state, so they may run at the same time.
 """
 
 import json
@@ -100,7 +100,7 @@ class Done:
 
 
 def parts_of(asked: Asked) -> list[Part]:
-    """The parts, those that take longest first."""
+    """Return the parts, those that take longest first."""
     parts = []
     overs = dict.fromkeys(one.over for one in reversed(asked.settings))  # sampled ones wait for the CPU
     for over in overs if asked.served_samples else ():
@@ -122,7 +122,7 @@ def parts_of(asked: Asked) -> list[Part]:
 
 
 def _decoded(asked: Asked) -> list[list[str]]:
-    """Methods of the decoder, in groups."""
+    """Return methods of the decoder, in groups."""
     others = [*(one.method for one in asked.settings if one.over == "exact"), *asked.beside]
     return [others[begin : begin + LABELS_A_PART] for begin in range(0, len(others), LABELS_A_PART)]
 

@@ -1,6 +1,6 @@
 """What a run of MAC-Attention says: tables in Markdown, and one page with its figures.
 
-It knows the run's document and computes nothing but means. Invariant: whatever is shown is in the document.
+Invariant: whatever is shown is in the document.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ FREE = "needles and facts by exact match, long lists by lines at their place, pa
 
 
 def render_aims(rows: Sequence[Row]) -> list[str]:
-    """Markdown, of free answers; empty where none was measured."""
+    """Return Markdown, of free answers; empty where none was measured."""
     return render_aim(rows, MAC_AIM)
 
 
 def render_layers(layers: Sequence[Row]) -> list[str]:
-    """Markdown: what profiles reused, a line a setting and length, all layers together, and their range."""
+    """Return Markdown: what profiles reused, a line a setting and length, all layers together, and their range."""
     lines = [
         "| length | over | K, r | tau | share | accepted | by layer | refused | skipped | by layer "
         "| whole groups | KV rows read | gap | age |",
@@ -56,7 +56,7 @@ def _positions(number: float | None) -> str:
 
 
 def render_errors(errors: Sequence[Row]) -> list[str]:
-    """Markdown: relative error of a head's output by band and gap, a mean over layers, weighted by hits."""
+    """Return Markdown: relative error of a head's output by band and gap, a mean over layers, weighted by hits."""
     lengths = sorted({row["length"] for row in errors})
     gaps, bands = sorted({row["gap_begin"] for row in errors}), sorted({row["band"] for row in errors})
     lines = []
@@ -78,7 +78,7 @@ def _mean_error(rows: Sequence[Row]) -> str:
 
 
 def render_reused(run: Mapping[str, Any]) -> list[str]:
-    """Markdown of what a run says beside its scores."""
+    """Return Markdown of what a run says beside its scores."""
     parts = (
         ("Within the aim", render_aims(run["rows"])),
         ("What layers reuse", render_layers(run["layers"])),
@@ -88,7 +88,7 @@ def render_reused(run: Mapping[str, Any]) -> list[str]:
 
 
 def make_page(run: Mapping[str, Any], configuration: Mapping[str, Any]) -> str:
-    """The page as HTML. Raises ValueError for a run without rows."""
+    """Return the page as HTML. Raises ValueError for a run without rows."""
     rows, layers = run["rows"], run["layers"]
     decoded = [row for row in rows if not row["method"].startswith("profile:")]
     served = [row for row in rows if row["method"].startswith("profile:")]

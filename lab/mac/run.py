@@ -1,7 +1,7 @@
 """A run of `python -m lab mac`: prompts, then parts, several at a time, then one document of all that they left.
 
-It knows no method. Invariant: the document follows from what the folder holds, so a run that was cut, or split over
-several calls with the same options, ends with the same as one that was not.
+Invariant: the document follows from what the folder holds, so a run that was cut, or split over several calls with the
+same options, ends with the same as one that was not.
 """
 
 import os
@@ -74,7 +74,7 @@ def run_all(asked: Asked, folder: Path, processes: int, seconds: float | None) -
 def _run_parts(
     parts: Sequence[Part], asked: Asked, prompts: Prompts, folder: Path, processes: int, seconds: float | None
 ) -> Iterator[Done]:
-    """Parts as they end. Of a run that is cut, those that had begun."""
+    """Yield parts as they end. Of a run that is cut, those that had begun."""
     until = None if seconds is None else time.time() + seconds
     if processes == 1:
         for part in parts:
@@ -121,7 +121,7 @@ def complete(part: Part, done: Done | None, folder: Path) -> Done:
 
 
 def _of(part: Part, prompts: Prompts) -> Prompts:
-    """What the part asks for."""
+    """Return what the part asks for."""
     most = {(cell.task, cell.length_tokens): 0 for cell in (*part.cells, *part.forced)}
     for cell in (*part.cells, *part.forced):
         most[cell.task, cell.length_tokens] = max(most[cell.task, cell.length_tokens], cell.num_samples)
@@ -129,7 +129,7 @@ def _of(part: Part, prompts: Prompts) -> Prompts:
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:
-    """Signals to a group reach all; this process decides, but for a part that runs, which ends at TERM."""
+    """Start a pool that ignores signals: this process decides, but for a part that runs, which ends at TERM."""
     return ProcessPoolExecutor(processes, get_context("spawn"), _ignore_signals)
 
 
@@ -155,7 +155,7 @@ def make_all(asked: Asked, processes: int) -> Prompts:
 
 
 def pool_layers(records: Sequence[Record], told: dict[str, dict[str, Any]]) -> list[Row]:
-    """What profiles reused, a row a setting, length and layer, and one of all layers (`layer` None): means over
+    """Return what profiles reused, a row a setting, length and layer, and one of all layers (`layer` None): means over
     tasks of `acceptance, refused, skipped_fraction, gap, age, whole_groups, kv_read`; `tasks`: how many.
     """
     cells: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
@@ -178,8 +178,9 @@ def pool_layers(records: Sequence[Record], told: dict[str, dict[str, Any]]) -> l
 
 
 def _by_reads(rows: Sequence[Row]) -> Callable[[Row], tuple[Any, ...]]:
-    """Length, then full attention, then methods by what they read there over all tasks, so that equal reads stand
-    together."""
+    """Return length, then full attention, then methods by what they read there over all tasks, so that equal reads
+    stand together.
+    """
     reads = {
         (row["length"], row["method"]): mean_known(
             [one["bytes_fraction"] for one in rows if (one["length"], one["method"]) == (row["length"], row["method"])]

@@ -81,7 +81,7 @@ class Predicted(DecodeMethod):
 
     @property
     def sampled(self) -> Sampled:
-        """How the rest is read."""
+        """Return how the rest is read."""
         return Sampled(
             bits_per_table=self.bits_per_table, num_tables=self.num_tables, sink=self.sink, window=self.window,
             seed=self.seed,
@@ -126,7 +126,9 @@ class Predicted(DecodeMethod):
         return StepResult(out, lse, result.keys_scored + rest.keys_scored, rows)
 
     def _score(self, step: Step, state: Seen, sink_blocks: int, widths: torch.Tensor) -> torch.Tensor:
-        """Scores `[requests, heads, blocks]` of the blocks from the sink's end on, -inf behind `widths [requests]`."""
+        """Return scores `[requests, heads, blocks]` of the blocks from the sink's end on, -inf behind `widths
+        [requests]`.
+        """
         requests, heads = step.query.shape[:2]
         end = max(num_blocks(step.longest, self.block), sink_blocks + 1)
         if state.scores is not None and state.step % self.every:
@@ -149,7 +151,9 @@ class Predicted(DecodeMethod):
     def _spread(
         self, step: Step, blocks: torch.Tensor, chosen: torch.Tensor, sink_blocks: int, cut: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions `[requests, heads, m]` of sink, chosen blocks and recent tokens, and which of them are read."""
+        """Return positions `[requests, heads, m]` of sink, chosen blocks and recent tokens, and which of them
+        are read.
+        """
         requests, heads = step.query.shape[:2]
         device, end = blocks.device, step.lengths[:, None]
         sink = torch.arange(sink_blocks * self.block, device=device).expand(requests, -1)

@@ -71,7 +71,7 @@ class Sampled(DecodeMethod):
         return StepResult(out, lse, rest.keys_scored + exact.keys_scored, rows)
 
     def attend_deposited(self, step: Step, state: Deposits, excluded: torch.Tensor | None = None) -> StepResult:
-        """The sample's part, once a step: rows_read `[requests, heads]`, of rows and tables, a head each.
+        """Return the sample's part, once a step: rows_read `[requests, heads]`, of rows and tables, a head each.
 
         excluded: bool `[requests, heads, longest]`, what it does not stand for; found in tables like the others.
         """
@@ -98,7 +98,9 @@ class Sampled(DecodeMethod):
         state.codes[requests, :, :, last] = hash_rows(row, state.projections)
 
     def _attend_sampled(self, step: Step, state: Deposits, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and lse of equation 11 over the sample, the centre's part of the logits given back to the lse."""
+        """Return output and lse of equation 11 over the sample, the centre's part of the logits given back to
+        the lse.
+        """
         requests, heads, dim = step.query.shape
         products = score_keys(step.query, state.rows[:, :, : step.longest])
         norms = step.query.float().norm(dim=-1)[..., None] * state.norms[:, :, : step.longest].repeat_interleave(
@@ -113,7 +115,7 @@ class Sampled(DecodeMethod):
         return out, lse + shift.reshape(requests, heads) * dim**-0.5
 
     def _attend_resident(self, step: Step) -> StepResult:
-        """The sink and the window, exactly; the heads of a group read them together."""
+        """Return the sink and the window, exactly; the heads of a group read them together."""
         sink = torch.arange(self.sink, device=step.lengths.device).expand(len(step.lengths), -1)
         begin = (step.lengths - self.window).clamp(min=self.sink)[:, None]
         recent = begin + torch.arange(self.window, device=step.lengths.device)
@@ -122,7 +124,7 @@ class Sampled(DecodeMethod):
         return StepResult(part.out, part.lse, part.keys_scored, part.rows_read / step.group)
 
     def _index_rows(self, entries: torch.Tensor, step: Step) -> torch.Tensor:
-        """Rows of KV whose bytes the lookup reads: a uint16 an entry, two int32 offsets a table and stripe."""
+        """Return rows of KV whose bytes the lookup reads: a uint16 an entry, two int32 offsets a table and stripe."""
         stripes = math.ceil(step.longest / LOOKUP_STRIPE_TOKENS)
         index_bytes = 2 * entries + 8 * self.num_tables * stripes
         return index_bytes / (2 * 2 * step.query.shape[-1])  # a key and a value, two bytes a channel
@@ -131,7 +133,9 @@ class Sampled(DecodeMethod):
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The partial of two disjoint sets, `[requests, heads, dim]` and `[requests, heads]`; an empty one has lse -inf."""
+    """Return the partial of two disjoint sets, `[requests, heads, dim]` and `[requests, heads]`; an empty one has lse
+    -inf.
+    """
     total = torch.logaddexp(lse, other_lse)
     mine, other = ((part - total).exp().nan_to_num(0.0)[..., None] for part in (lse, other_lse))
     return mine * out.nan_to_num(0.0) + other * other_out, total

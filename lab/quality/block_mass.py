@@ -1,9 +1,8 @@
 """How much of the attention's mass block-sparse prefills read, beside the best that so many blocks could hold.
 
 One prompt through the reference decoder; in each layer some query blocks are looked at, where attention is computed
-whole. Every selection reads as much: `k_trim` key blocks for a query block, its own and the first among them. It
-refuses to know kernels: MOMO's steps are its plain torch ones. Paper: MOMO, figure 2e, and section 2 for the cosine
-with and without the delta correction.
+whole. Every selection reads as much: `k_trim` key blocks for a query block, its own and the first among them. Paper:
+MOMO, figure 2e, and section 2 for the cosine with and without the delta correction.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,13 +52,13 @@ def look_at(prompt: PromptLayer, begin: int, tokens: int) -> QueryBlock:
 
 
 def block_means(of: Tensor, block: int) -> Tensor:
-    """`[heads, tokens, dim]` -> `[heads, blocks, dim]`; the last block may be short."""
+    """Return `[heads, tokens, dim]` as `[heads, blocks, dim]`; the last block may be short."""
     parts = of.float().split(block, dim=1)
     return torch.stack([part.mean(1) for part in parts], 1)
 
 
 def choose(scores: Tensor, settings: MomoSettings, own_first: int) -> Tensor:
-    """bool `[heads, blocks]`: the `k_trim` best, with the first block and the query block's own."""
+    """Return bool `[heads, blocks]`: the `k_trim` best, with the first block and the query block's own."""
     scores = scores.clone()
     scores[:, 0] = torch.inf
     scores[:, own_first:] = torch.inf
@@ -68,7 +67,7 @@ def choose(scores: Tensor, settings: MomoSettings, own_first: int) -> Tensor:
 
 
 def listed_blocks(lists: KeyLists, num_blocks: int, own_first: int) -> Tensor:
-    """bool `[heads, blocks]` of one query block's lists."""
+    """Return bool `[heads, blocks]` of one query block's lists."""
     chosen = torch.zeros(lists.blocks.shape[1], num_blocks, dtype=torch.bool, device=lists.blocks.device)
     is_listed = torch.arange(lists.blocks.shape[2], device=chosen.device) < lists.counts[0, :, None]
     head, slot = is_listed.nonzero(as_tuple=True)
@@ -78,8 +77,8 @@ def listed_blocks(lists: KeyLists, num_blocks: int, own_first: int) -> Tensor:
 
 
 def vertical_slash(block: QueryBlock, observed: Tensor, settings: MomoSettings) -> Tensor:
-    """bool `[heads, tokens, context]`: half of the reads are the heaviest columns of the `observed` last queries'
-    weights `[heads, queries, prompt]`, half the heaviest diagonals.
+    """Return bool `[heads, tokens, context]`: half of the reads are the heaviest columns of the `observed` last
+    queries' weights `[heads, queries, prompt]`, half the heaviest diagonals.
     """
     context = block.weights.shape[2]
     _, queries, length = observed.shape
@@ -100,7 +99,7 @@ def cosine(got: Tensor, wanted: Tensor) -> float:
 
 
 def share_heads(rows: SparseRows, kv_heads: int) -> SparseRows:
-    """The heads of a group as one, which chose what any of them did."""
+    """Return the heads of a group as one, which chose what any of them did."""
     group = rows.lse.shape[1] // kv_heads
     scores = (rows.scores - rows.lse[..., None]).unflatten(1, (kv_heads, group))
     blocks = rows.blocks.unflatten(1, (kv_heads, group))
@@ -108,7 +107,9 @@ def share_heads(rows: SparseRows, kv_heads: int) -> SparseRows:
 
 
 def measure_block(block: QueryBlock, observed: Tensor, settings: MomoSettings) -> dict[str, float]:
-    """Mass that each selection reads, a share of the whole, and cosines of MOMO's output to the exact one."""
+    """Return the mass that each selection reads, a share of the whole, and cosines of MOMO's output to the
+    exact one.
+    """
     size, key_block = settings.query_block, settings.key_block
     own, rows_per_block = size // key_block, size // settings.gamma
     first, scale = block.begin // key_block, block.query.shape[-1] ** -0.5
@@ -144,7 +145,9 @@ def measure_prompt(
     decoder: ReferenceDecoder, prompt: Sequence[int], grid: Sequence[MomoSettings], num_looks: int,
     advance: Callable[[], None],
 ) -> list[Row]:  # fmt: skip
-    """Rows of (layer, setting's number in `grid`): means over `num_looks` query blocks behind `dense_until_tokens`."""
+    """Return rows of (layer, setting's number in `grid`): means over `num_looks` query blocks behind
+    `dense_until_tokens`.
+    """
     length, rows = len(prompt), []
 
     def look(layer: PromptLayer) -> None:
@@ -171,7 +174,9 @@ def measure_prompt(
 
 
 def pool_layers(rows: Sequence[Row], grid: Sequence[MomoSettings]) -> list[Row]:
-    """A row a setting: means over layers, and by how much the layer that is furthest off the best choice is off it."""
+    """Return a row a setting: means over layers, and by how much the layer that is furthest off the best choice is off
+    it.
+    """
     pooled = []
     for number, settings in enumerate(grid):
         own = [row for row in rows if row["setting"] == number]

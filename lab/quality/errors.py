@@ -1,10 +1,9 @@
 """How far sampled answers are off, beside the standard errors that they come with.
 
 The host's kernel attends to a model's own keys with the model's own queries, over several draws of hyperplanes: once by
-sample, with estimates, and once in full, which is what is true. It refuses to know engines and stores. An estimate is
-calibrated where 90 to 99 % of answers lie within two of it. Invariant: what is compared is one head's answer over the
-same tokens; a key with more than a tenth of an answer puts it among the heavy ones, since no sample tells of such a key
-that it missed.
+sample, with estimates, and once in full, which is what is true. An estimate is calibrated where 90 to 99 % of answers
+lie within two of it. Invariant: what is compared is one head's answer over the same tokens; a key with more than a
+tenth of an answer puts it among the heavy ones, since no sample tells of such a key that it missed.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +96,9 @@ def measure_errors(
 
 
 def pool_errors(found: Sequence[Answers]) -> list[Row]:
-    """A row for HEADS each: answers, shares within WITHIN estimated errors, and both errors' root mean squares."""
+    """Return a row for HEADS each: answers, shares within WITHIN estimated errors, and both errors' root mean
+    squares.
+    """
     whole = Answers(*(np.concatenate([getattr(one, name) for one in found]) for name in Answers.__annotations__))
     heavy = whole.largest > HEAVY_WEIGHT
     rows: list[Row] = []
@@ -134,7 +135,9 @@ def _bits_of(rows: torch.Tensor) -> np.ndarray:
 
 
 def _exclude(queries: torch.Tensor, keys: torch.Tensor, num_blocks: int) -> np.ndarray | None:
-    """Bits, int32 `[steps, kv_heads, words]`, of the blocks to which these queries attend most, a group as one."""
+    """Return bits, int32 `[steps, kv_heads, words]`, of the blocks to which these queries attend most, a group
+    as one.
+    """
     if not num_blocks:
         return None
     kv_heads, tokens, dim = keys.shape

@@ -1,4 +1,4 @@
-"""`python -m lab errors`: are the standard errors that sampled answers come with what these are off by?"""
+"""Run `python -m lab errors`: are the standard errors that sampled answers come with what these are off by?"""
 
 from typing import TYPE_CHECKING, Annotated
 

@@ -13,7 +13,7 @@ RATIO = 0.15
 
 
 def render_fusion(run: Mapping[str, Any]) -> str:
-    """A run, a table for each length."""
+    """Return a run, a table for each length."""
     lines = [f"`{run['command']}` on {run['machine']}, {run['date']}, {run['seconds'] / 60:.0f} minutes."]
     for length in sorted({row["length"] for row in run["rows"]}):
         own = [row for row in run["rows"] if row["length"] == length]

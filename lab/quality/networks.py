@@ -1,8 +1,8 @@
 """Networks that predict a head's next block maxima, to be compared with the one that serves.
 
 AttentionPredictor, Table 4. Each takes `[heads, rows, blocks]`, oldest row first, zeros behind a head's own blocks, and
-gives scores `[heads, blocks]`. What the paper says of them is a line each; sizes are chosen so that parameters are
-as many as it tells. It refuses to know how they are fitted. Only the one that serves is ever saved.
+gives scores `[heads, blocks]`. What the paper says of them is a line each; sizes are chosen so that parameters are as
+many as it tells. Only the one that serves is ever saved.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,13 +58,13 @@ class ConvolvedWindows(nn.Module):
 
 
 def in_windows(history: Tensor) -> Tensor:
-    """`[heads * windows, rows, WIDTH]`, zeros behind the last block."""
+    """Return `[heads * windows, rows, WIDTH]`, zeros behind the last block."""
     padded = nn.functional.pad(history, (0, -history.shape[2] % WIDTH))
     return padded.unflatten(2, (-1, WIDTH)).transpose(1, 2).flatten(0, 1)
 
 
 def join_windows(scores: Tensor, history: Tensor) -> Tensor:
-    """`[heads * windows, WIDTH]` back to `[heads, blocks]`."""
+    """Return `[heads * windows, WIDTH]` back to `[heads, blocks]`."""
     return scores.reshape(len(history), -1)[:, : history.shape[2]]
 
 

@@ -1,4 +1,6 @@
-"""`python -m lab predicted`: runs about predicted blocks put together, as `python -m lab results --from` takes them."""
+"""Run `python -m lab predicted`: runs about predicted blocks put together, as `python -m lab results --from` takes
+them.
+"""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The settings that predicted blocks serve with, as the evaluations' commands give them: one source, the server's own.
 
-It refuses to know methods and torch. The method `predicted` itself (`lab.methods.predicted`) begins with the paper's.
+The method `predicted` itself (`lab.methods.predicted`) begins with the paper's.
 """
 
 from gpu.methods.predicted.settings import SERVED

@@ -1,7 +1,6 @@
 """What predicted blocks recover, lose and are off by, as one document of several runs, and its tables in Markdown.
 
-It refuses to know how anything was measured: rows come from the JSON of `python -m lab recovery`, `fidelity`, `errors`
-and `tasks`. Invariant: a table's numbers are its rows', and what they were made of stands beside them.
+Invariant: a table's numbers are its rows', and what they were made of stands beside them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ def gather(
     recovery: Sequence[Document], ablations: Mapping[str, Document], fidelity: Sequence[Document],
     errors: Sequence[Document], tasks: Sequence[Document], machine: str, date: str, served: Sequence[Document],
 ) -> dict[str, Any]:  # fmt: skip
-    """The set `predicted` of `results.render_run`; ablations: by what is varied; served: recovery, with the
+    """Return the set `predicted` of `results.render_run`; ablations: by what is varied; served: recovery, with the
     settings that serve instead of the paper's.
     """
 
@@ -51,7 +50,9 @@ def gather(
 
 
 def renew(earlier: Document, later: Document) -> dict[str, Any]:
-    """What was put together before, with later rows in the place of those that they repeat, and behind them the new."""
+    """Return what was put together before, with later rows in the place of those that they repeat, and behind them the
+    new.
+    """
     renewed = {**earlier, **later, "ablations": {**earlier["ablations"], **later["ablations"]}}
     for part, names in _KEYS.items():
         rows = [*earlier.get(part, []), *later[part]]
@@ -66,7 +67,7 @@ def _latest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _with_errors(document: Document) -> list[Row]:
-    """Rows of methods, with their layers' errors: the mean and the worst."""
+    """Return rows of methods, with their layers' errors: the mean and the worst."""
     rows = []
     for row in document["rows"]:
         own = [
@@ -79,7 +80,7 @@ def _with_errors(document: Document) -> list[Row]:
 
 
 def render_predicted(document: Document) -> str:
-    """All of its tables, each behind what it was made of."""
+    """Return all of its tables, each behind what it was made of."""
     lines = [f"On {document['machine']}, {document['date']}.", "", "### Attention recovered", ""]
     lines += render_recovery(document["recovery"])
     if document.get("served"):
@@ -108,7 +109,7 @@ def summarise(document: Document) -> str:
 
 
 def summarise_tasks(rows: Sequence[Row]) -> list[str]:
-    """A line a length and method: tasks, mean score, the task that loses most, and what was read."""
+    """Return a line a length and method: tasks, mean score, the task that loses most, and what was read."""
     lines = ["| length | method | tasks | prompts | mean | loses most | keys scored | bytes read |", "|" + "---|" * 8]
     for length, method in dict.fromkeys((row["length"], row["method"]) for row in rows):
         own = [row for row in rows if (row["length"], row["method"]) == (length, method)]
@@ -125,7 +126,9 @@ def summarise_tasks(rows: Sequence[Row]) -> list[str]:
 
 
 def render_recovery(rows: Sequence[Row]) -> list[str]:
-    """A line a method, a column a cell of (length, task, budget); then means, and who is best of those that share."""
+    """Return a line a method, a column a cell of (length, task, budget); then means, and who is best of those that
+    share.
+    """
     cells = list(dict.fromkeys((row["length"], row["task"], row["budget"]) for row in rows))
     shares = {(row["method"], row["length"], row["task"], row["budget"]): row for row in rows}
     methods = list(dict.fromkeys(row["method"] for row in rows))
@@ -158,7 +161,7 @@ def render_recovery(rows: Sequence[Row]) -> list[str]:
 
 
 def render_ablations(ablations: Mapping[str, Sequence[Row]]) -> list[str]:
-    """A line for each setting that is varied: its values, and what is recovered."""
+    """Return a line for each setting that is varied: its values, and what is recovered."""
     lines = ["| varied | recovered, per cent |", "|---|---|"]
     for name, rows in ablations.items():
         own = [row for row in rows if row["method"].startswith("predicted")]
@@ -181,7 +184,7 @@ def render_fidelity(rows: Sequence[Row]) -> list[str]:
 
 
 def render_errors(rows: Sequence[Row]) -> list[str]:
-    """A line for each length and task, what was left out of the sample, and kind of heads."""
+    """Return a line for each length and task, what was left out of the sample, and kind of heads."""
     columns = ("length", "task", "left out", "heads", "answers", "log mass within two", "output within two",
                "other directions", "log mass: error / estimate", "output: error / estimate")  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
@@ -197,7 +200,7 @@ def render_errors(rows: Sequence[Row]) -> list[str]:
 
 
 def _prompts_of(rows: Sequence[Row]) -> str:
-    """How many prompts a task, and which rows have others."""
+    """Return how many prompts a task, and which rows have others."""
     counts = [row["samples"] for row in rows]
     most = max(set(counts), key=counts.count)
     others = [f"{row['samples']} of `{row['method']}` on {row['task']}" for row in rows if row["samples"] != most]

@@ -2,8 +2,7 @@
 
 AttentionPredictor, equation 4 and Table 1. Prompts go through full attention once; each layer's last queries stand for
 decode steps, and every method meets them with the exact KV and its own state, so errors do not pass from layer to
-layer. It refuses to know how a method chooses. Invariant: a share is of one query head's attention at one step, and a
-method that reads everything has 1.
+layer. Invariant: a share is of one query head's attention at one step, and a method that reads everything has 1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +39,8 @@ class Ablation:
 
 
 def labels_of(budget: int, weights: Sequence[str], ablation: Ablation, choices: Sequence[str]) -> dict[str, str]:
-    """What is compared at a budget of tokens: a table's name and the text of `parse_method`, the predictors first.
+    """Return what is compared at a budget of tokens: a table's name and the text of `parse_method`, the predictors
+    first.
 
     choices: of `evals.methods.attention.Choice`, who chooses in the other methods; together: their name says shared.
     """
@@ -74,7 +74,7 @@ def labels_of(budget: int, weights: Sequence[str], ablation: Ablation, choices: 
 
 
 def replay_steps(method: DecodeMethod, prompt: PromptLayer, steps: int) -> Iterator[tuple[Step, StepResult, Any]]:
-    """The last `steps` queries of whole prompts as decode steps, with what a method makes of each, and its state.
+    """Yield the last `steps` queries of whole prompts as decode steps, with what a method makes of each, and its state.
 
     prompt: a layer; what stands before the last `steps` tokens is the method's prompt.
     """
@@ -93,8 +93,8 @@ def replay_steps(method: DecodeMethod, prompt: PromptLayer, steps: int) -> Itera
 
 
 def recovery_of(method: DecodeMethod, prompt: PromptLayer, steps: int) -> tuple[float, float, float]:
-    """Means over the last `steps` queries: the share of a query head's attention that the reads hold, the tokens that
-    a query head read, and rows of KV that its heads read together of a KV head.
+    """Return means over the last `steps` queries: the share of a query head's attention that the reads hold, the tokens
+    that a query head read, and rows of KV that its heads read together of a KV head.
     """
     kept, read, rows = [], [], []
     for number, (step, result, _) in enumerate(replay_steps(method, prompt, steps)):
@@ -110,7 +110,7 @@ def measure(
     decoder: ReferenceDecoder, prompts: Sequence[Sequence[int]], budgets: Sequence[int], steps: int,
     labels: Callable[[int], dict[str, str]], advance: Callable[[], None],
 ) -> list[Row]:  # fmt: skip
-    """Rows of (layer, budget, method): `recovery`, a share; `tokens` and `kv_rows` read, see `recovery_of`.
+    """Return rows of (layer, budget, method): `recovery`, a share; `tokens` and `kv_rows` read, see `recovery_of`.
 
     Raises ValueError for a prompt that is not longer than its steps.
     """
@@ -138,7 +138,7 @@ def measure(
 
 
 def pool(rows: Sequence[Row], key: tuple[str, ...]) -> list[Row]:
-    """Means over what is not in the key, weighted by prompts, in the order in which the keys come."""
+    """Return means over what is not in the key, weighted by prompts, in the order in which the keys come."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in key), []).append(row)

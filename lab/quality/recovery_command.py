@@ -1,4 +1,6 @@
-"""`python -m lab recovery`: how much of the exact attention predicted blocks hold, beside other methods' choices."""
+"""Run `python -m lab recovery`: how much of the exact attention predicted blocks hold, beside other methods'
+choices.
+"""
 
 import sys
 from itertools import product

@@ -14,7 +14,7 @@ TEXT = "text"
 def recovery_prompts(
     model: Path, task: str, length_tokens: int, num_prompts: int, seed: int, files: tuple[Path, ...]
 ) -> list[list[int]]:
-    """`num_prompts` prompts of a task (or `text`), `length_tokens` or a little fewer each."""
+    """Return `num_prompts` prompts of a task (or `text`), `length_tokens` or a little fewer each."""
     tokenizer = load_tokenizer(model)
     if task == TEXT:
         return text_prompts(tokenizer, text_source(files, {}), length_tokens, num_prompts, seed)

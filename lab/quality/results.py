@@ -1,7 +1,7 @@
 """The tables of lab/RESULTS.md: which runs they are made of, and their rendering between markers.
 
 Running and rendering are apart: a run writes JSON (configuration, machine, rows), on any machine, and tables are made
-from one or several such files. It knows no method's rule. Invariant: what stands outside the markers is never changed.
+from one or several such files. Invariant: what stands outside the markers is never changed.
 """
 
 import json
@@ -75,7 +75,7 @@ SAMPLED_SHARE = 0.3
 
 
 def decode_methods(budgets: Sequence[float], sampled: Sequence[str]) -> tuple[str, ...]:
-    """Full attention, every decode baseline at each budget, and `sampled`, as texts of `parse_method`."""
+    """Return full attention, every decode baseline at each budget, and `sampled`, as texts of `parse_method`."""
     labels = ["full"]
     for method in DECODE:
         joint = "," if ":" in method else ":"
@@ -86,7 +86,7 @@ def decode_methods(budgets: Sequence[float], sampled: Sequence[str]) -> tuple[st
 def cells_of(
     name: str, lengths: Sequence[int], samples: int | None, only: Sequence[str], tasks: Sequence[str]
 ) -> list[Cell]:
-    """The runs of a set. quick: three tasks at 4K, 64 prompts each. full: thirteen tasks, 400 prompts each.
+    """Return the runs of a set. quick: three tasks at 4K, 64 prompts each. full: thirteen tasks, 400 prompts each.
 
     only: patterns (`sampled*`) of the methods that are run, beside full attention; none: all. tasks: those of the set
     that are run; none: all. Raises ValueError where no method or no task of the set is meant.
@@ -115,7 +115,7 @@ def _is_meant(label: str, only: Sequence[str]) -> bool:
 
 
 def tasks_at(length: int) -> tuple[str, ...]:
-    """Tasks with answers of the method's own choice that full attention can do at a length."""
+    """Return tasks with answers of the method's own choice that full attention can do at a length."""
     return (*FREE_TASKS, *HARD_TASKS, *(SHORT_TASKS if length <= LENGTHS[0] else ()))
 
 
@@ -134,7 +134,7 @@ def _all_cells(name: str, lengths: Sequence[int], samples: int | None) -> list[C
 
 
 def estimate_seconds(name: str, cells: Sequence[Cell]) -> float:
-    """How long a set takes where it is meant to run: two cores (quick) or one H200 (full)."""
+    """Return how long a set takes where it is meant to run: two cores (quick) or one H200 (full)."""
     seconds = 0.0
     for cell in cells:
         tokens = cell.num_samples * cell.length_tokens
@@ -158,7 +158,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def render_run(run: dict[str, Any]) -> str:
-    """Markdown of a run: a table for each length, methods down, tasks across."""
+    """Return Markdown of a run: a table for each length, methods down, tasks across."""
     if run["set"] == "predicted":
         from lab.quality.predicted_report import render_predicted
 
@@ -208,7 +208,9 @@ def render_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _percent(rows: Any, field: str) -> str:
-    """The mean of a fraction over the layers that the method handles and, where others are read in full, over all."""
+    """Return the mean of a fraction over the layers that the method handles and, where others are read in full, over
+    all.
+    """
     rows = list(rows)
     handled, every = (mean_known([row.get(name) for row in rows]) for name in (field, f"{field}_all_layers"))
     if handled is None:
@@ -218,7 +220,7 @@ def _percent(rows: Any, field: str) -> str:
 
 
 def _cell(row: Row) -> str:
-    """`99.5, -0.5 (-1.8 … +0.3)`; `99.5 (-0.5 ± 0.9)` where the interval is an older, normal one."""
+    """Return `99.5, -0.5 (-1.8 … +0.3)`; `99.5 (-0.5 ± 0.9)` where the interval is an older, normal one."""
     text = f"{row['score']:.1f}"
     if row.get("applied") is False:
         return f"{text}, {NOT_APPLIED}"
@@ -232,7 +234,9 @@ def _cell(row: Row) -> str:
 
 
 def replace_between_markers(text: str, name: str, content: str) -> str:
-    """`text` with what stands between the markers of `name` exchanged. Raises ValueError where they are missing."""
+    """Return `text` with what stands between the markers of `name` exchanged. Raises ValueError where they are
+    missing.
+    """
     begin, end = (marker.format(name=name) for marker in MARKERS)
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"results page: wanted the markers {begin} and {end} once each, in this order")
@@ -245,7 +249,7 @@ def section_of(run: dict[str, Any]) -> str:
 
 
 def text_of(run: dict[str, Any]) -> str:
-    """What a run's documents were made of. Raises ValueError for a run that put several texts together."""
+    """Return what a run's documents were made of. Raises ValueError for a run that put several texts together."""
     texts = sorted({row.get("text", TRAINING_PROSE) for row in run["rows"]})
     if len(texts) > 1:
         raise ValueError(f"result files: are of the texts {', '.join(texts)}; give files of one text")

@@ -19,7 +19,7 @@ from lab.quality.recovery import replay_steps
 def record_selections(
     decoder: ReferenceDecoder, prompt: Sequence[int], method: Predicted, slots: int, steps: int
 ) -> np.ndarray:
-    """int32 `[steps, layers, kv_heads, slots]`, -1: none; of the layers that the method handles.
+    """Return int32 `[steps, layers, kv_heads, slots]`, -1: none; of the layers that the method handles.
 
     Raises ValueError for a prompt that is not longer than its steps.
     """
@@ -44,7 +44,7 @@ def record_selections(
 
 
 def turnover(blocks: np.ndarray) -> float:
-    """The mean share of a step's blocks that the step before had not."""
+    """Return the mean share of a step's blocks that the step before had not."""
     num_blocks = int(blocks.max()) + 1
     flags = np.zeros((*blocks.shape[:3], num_blocks + 1), bool)  # -1 goes to the last
     np.put_along_axis(flags, blocks, True, -1)

@@ -1,4 +1,4 @@
-"""`python -m lab selections`: which blocks a predictor has a model read, for benchmarks to replay."""
+"""Run `python -m lab selections`: which blocks a predictor has a model read, for benchmarks to replay."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,8 +1,8 @@
 """The set `served` of lab/RESULTS.md: serving profiles end to end, each at the settings that its method states.
 
 Its rows stand beside those of methods in the reference decoder: the same tasks, prompts and definitions of what was
-read. Nothing is resident (`host.resident_tokens: 0`), so that what is scored is the sample. It knows no engine,
-and no method by name. Invariant: full attention is always run, since differences are paired with it.
+read. Nothing is resident (`host.resident_tokens: 0`), so that what is scored is the sample. Invariant: full attention
+is always run, since differences are paired with it.
 """
 
 import time
@@ -31,7 +31,7 @@ LENGTHS_SERVED = "4096,16384"
 
 
 def served_methods() -> tuple[str, ...]:
-    """The built-in profiles, at each of the settings that their methods are scored at."""
+    """Return the built-in profiles, at each of the settings that their methods are scored at."""
     return tuple(
         f"{PREFIX}{name}" if method.shared_key is None else f"{PREFIX}{name}:{_listed(settings)}"
         for name, method in list_methods().items()
@@ -44,7 +44,7 @@ def _listed(settings: Settings) -> str:
 
 
 def _hosts() -> list[HostConfig]:
-    """The `host` sections that these methods are run with."""
+    """Return the `host` sections that these methods are run with."""
     shared = [(method.shared_key, settings) for method in list_methods().values() for settings in method.scored]
     return [
         HostConfig(resident_tokens=0, residency="fixed", **({key: settings} if key else {})) for key, settings in shared
@@ -52,7 +52,9 @@ def _hosts() -> list[HostConfig]:
 
 
 def served_cells(lengths: Sequence[int], samples: int | None, tasks: Sequence[str]) -> list[Cell]:
-    """tasks: none for all that full attention can do at a length, but forced ones: a server chooses its own tokens."""
+    """Return tasks: none for all that full attention can do at a length, but forced ones: a server chooses its own
+    tokens.
+    """
     cells = []
     for length in lengths:
         count = samples or (LONG_PROMPTS if length >= LONG_TOKENS else SHORT_PROMPTS)

@@ -1,7 +1,4 @@
-"""The model card: what the model is, the runs that made it, the prompts it knows, what it scores.
-
-It knows numbers that are handed in and wording, nothing of training.
-"""
+"""The model card: what the model is, the runs that made it, the prompts it knows, what it scores."""
 
 from collections.abc import Mapping, Sequence
 
@@ -47,7 +44,7 @@ def write_card(
     perplexities: Mapping[int, float],
     num_prompts: Mapping[int, int],
 ) -> str:
-    """runs: all that made the weights, first one first; scores: exact match in per cent by length and task."""
+    """Return runs: all that made the weights, first one first; scores: exact match in per cent by length and task."""
     million = shape.count() / 1e6
     lines = [
         "# The reference model",
@@ -92,7 +89,7 @@ def write_card(
 
 
 def table_of_runs(runs: Sequence[Run]) -> list[str]:
-    """A line a run and one of their sums, as Markdown."""
+    """Return a line a run and one of their sums, as Markdown."""
     lines = [
         "| run | stage | GPUs | minutes | steps | tokens | text alone | begins with |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Novels as token ids with sentence ends, and the novels that are held out of training.
 
-It knows plain text with a paragraph a line, no tasks. The invariant: training and held-out text share no novel: they
-part at a paragraph where the names of people and places on the two sides have least in common.
+The invariant: training and held-out text share no novel: they part at a paragraph where the names of people and places
+on the two sides have least in common.
 """
 
 import itertools
@@ -42,14 +42,14 @@ class Text:
 
 
 def read_text(path: Path, most_characters: int | None) -> str:
-    """The text of a UTF-8 file, plain or .xz; its first characters where a most is given."""
+    """Return the text of a UTF-8 file, plain or .xz; its first characters where a most is given."""
     with (lzma.open if path.suffix == ".xz" else open)(path, "rb") as file:
         text = file.read().decode("utf-8", errors="replace").replace("\0", "")
     return text[:most_characters]
 
 
 def split_novels(text: str, share: float) -> tuple[str, str]:
-    """Training and held-out text: the last `share` of the text, moved to a novel's boundary nearby."""
+    """Return training and held-out text: the last `share` of the text, moved to a novel's boundary nearby."""
     begin, end = int(len(text) * (1 - 1.3 * share)), int(len(text) * (1 - 0.7 * share))
     names = Names(text, max(0, begin - NAMES_REACH[-1]))
     paragraphs = [place + 1 for place in range(begin, end) if text[place] == "\n"]
@@ -60,7 +60,7 @@ def split_novels(text: str, share: float) -> tuple[str, str]:
 
 
 def is_heading(text: str, place: int) -> bool:
-    """Whether the paragraph that begins at the place is short and ends without a full stop."""
+    """Return whether the paragraph that begins at the place is short and ends without a full stop."""
     paragraph = text[place : place + MOST_IN_HEADING].partition("\n")
     return bool(paragraph[1]) and paragraph[0][-1:].isalnum()
 
@@ -75,7 +75,7 @@ class Names:
         self._names = np.array([numbers.setdefault(name, len(numbers)) for _, name in found], np.int64)
 
     def shared(self, place: int) -> float:
-        """The share of names, near and far, that both sides of a place have, summed; high where too few tell."""
+        """Return the share of names, near and far, that both sides of a place have, summed; high where too few tell."""
         shared = 0.0
         for reach in NAMES_REACH:
             before, after = self._often(place - reach, place), self._often(place, place + reach)
@@ -90,7 +90,7 @@ class Names:
 
 
 def tokenise_with(text: str, tokenizer: Path, num_processes: int) -> tuple[Text, Text]:
-    """`tokenise` by several processes, each on a run of paragraphs."""
+    """Return `tokenise` by several processes, each on a run of paragraphs."""
     marks = np.linspace(0, len(text), num_processes + 1).astype(int)[1:-1]
     cuts = [0, *sorted({text.find("\n", mark) + 1 for mark in marks} - {0}), len(text)]
     parts = [(text[begin:end], tokenizer) for begin, end in itertools.pairwise(cuts)]
@@ -105,19 +105,19 @@ def _tokenise_part(text: str, tokenizer: Path) -> tuple[Text, Text]:
 
 
 def chained(texts: Sequence[Text]) -> Text:
-    """Texts end to end."""
+    """Return texts end to end."""
     begins = np.cumsum([0, *(len(text.tokens) for text in texts)])
     ends = [text.ends[1:] + begin for text, begin in zip(texts, begins, strict=False)]
     return Text(np.concatenate([text.tokens for text in texts]), np.concatenate([[0], *ends]))
 
 
 def sentences_of(paragraph: str) -> list[str]:
-    """The sentences of a paragraph; a quotation mark stays with the sentence that it closes."""
+    """Return the sentences of a paragraph; a quotation mark stays with the sentence that it closes."""
     return [part for part in SENTENCE.sub(r"\1\n", " ".join(paragraph.split())).split("\n") if part]
 
 
 def tokenise(text: str, spelling: Spelling) -> tuple[Text, Text]:
-    """The text with paragraphs run together, as documents have it, and with a line for each paragraph."""
+    """Return the text with paragraphs run together, as documents have it, and with a line for each paragraph."""
     paragraphs = [sentences_of(line) for line in text.split("\n") if line.strip()]
     encode = spelling.tokenizer.encode_batch_fast
     spaced: list[np.ndarray] = []
@@ -138,7 +138,9 @@ def tokenise(text: str, spelling: Spelling) -> tuple[Text, Text]:
 
 
 def narrate(num_sentences: int, seed: int, spelling: Spelling) -> Text:
-    """Generated prose, a source of filler beside novels; the evaluations have another text (`evals.chronicle`)."""
+    """Return generated prose, a source of filler beside novels; the evaluations have another text
+    (`evals.chronicle`).
+    """
     narrator = Narrator(seed)
     flat = [f" {narrator.sentence()}" for _ in range(num_sentences)]
     return joined(
@@ -147,7 +149,7 @@ def narrate(num_sentences: int, seed: int, spelling: Spelling) -> Text:
 
 
 def joined(sentences: list[np.ndarray]) -> Text:
-    """Sentences end to end."""
+    """Return sentences end to end."""
     ends = np.zeros(len(sentences) + 1, np.int64)
     np.cumsum([len(sentence) for sentence in sentences], out=ends[1:])
     return Text(np.concatenate(sentences), ends)

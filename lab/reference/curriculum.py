@@ -1,9 +1,8 @@
 """What to train on next: lengths by progress, the level and the share of each kind of task by its accuracy.
 
-It knows names and numbers, no tokens. Small models fail at two-hop facts, chains and counting because the second step
-has no gradient before the first works, so a kind starts easy and dense and hardens as it is answered, always mixed with
-easier rows and some of the hardest (`feed`). The invariant: levels stay in [0, 1], every kind keeps a share, and shares
-of lengths sum to one.
+Small models fail at two-hop facts, chains and counting because the second step has no gradient before the first works,
+so a kind starts easy and dense and hardens as it is answered, always mixed with easier rows and some of the hardest
+(`feed`). The invariant: levels stay in [0, 1], every kind keeps a share, and shares of lengths sum to one.
 """
 
 from collections.abc import Mapping
@@ -66,7 +65,7 @@ INHERITED = 0.8
 
 
 def length_shares(stage: str, progress: float) -> dict[int, float]:
-    """Share of tokens by length at a progress in [0, 1]. Raises KeyError for an unknown stage."""
+    """Return share of tokens by length at a progress in [0, 1]. Raises KeyError for an unknown stage."""
     for until, shares in STAGES[stage]:
         if progress < until:
             return shares
@@ -74,7 +73,7 @@ def length_shares(stage: str, progress: float) -> dict[int, float]:
 
 
 def scored_by(kind: str) -> tuple[str, ...]:
-    """The tasks that say how well a kind is learnt."""
+    """Return the tasks that say how well a kind is learnt."""
     return SCORED_BY.get(kind, (kind,))
 
 
@@ -129,7 +128,7 @@ class Curriculum:
             self.shares[length, kind] = SHARES[ROW_KINDS[kind]] * self.keenness(accuracy, self.levels[length, kind])
 
     def keenness(self, accuracy: float, level: float) -> float:
-        """How much of its usual share a kind gets: more while it is being learnt."""
+        """Return how much of its usual share a kind gets: more while it is being learnt."""
         left = 1 - accuracy * level
         return min(PLATEAU_SHARE, self.learnt_share + LEFT_SHARE * left)
 

@@ -1,7 +1,7 @@
 """How good the model is on text that it has not seen: exact match of each task, perplexity of held-out novels.
 
 Answers are scored under teacher forcing: all of an answer's tokens and its end being the most likely ones is the same
-as greedy decoding giving exactly the answer. The prompts are those of `evals.tasks.reference`. It trains nothing.
+as greedy decoding giving exactly the answer. The prompts are those of `evals.tasks.reference`.
 """
 
 import itertools
@@ -35,7 +35,7 @@ class Target:
 
 
 def place(batch: Batch, device: torch.device) -> Target:
-    """The batch on a device, copied without waiting where it can be."""
+    """Return the batch on a device, copied without waiting where it can be."""
 
     def move(array: np.ndarray, dtype: type) -> Tensor:
         tensor = torch.from_numpy(array.astype(dtype))
@@ -50,13 +50,15 @@ def place(batch: Batch, device: torch.device) -> Target:
 
 
 def exact(right: Tensor, spans: Tensor) -> Tensor:
-    """right: bool `[tokens]`; spans `[answers, 3]`. Whether each answer is right to its end, float32 `[answers]`."""
+    """Return right: bool `[tokens]`; spans `[answers, 3]`. Whether each answer is right to its end, float32
+    `[answers]`.
+    """
     counted = torch.cat([right.new_zeros(1, dtype=torch.int64), right.long().cumsum(0)])
     return (counted[spans[:, 2]] - counted[spans[:, 1]] == spans[:, 2] - spans[:, 1]).float()
 
 
 def common_exercise(task: str, length: int, draw: random.Random) -> Exercise:
-    """The evaluations' list: common words thirty times, as many others twice as fill the length."""
+    """Return the evaluations' list: common words thirty times, as many others twice as fill the length."""
     num_common, question = COUNTED[task]
     words = words_of(draw)
     common = list(itertools.islice(words, num_common))
@@ -79,7 +81,7 @@ def evaluation_row(library: Library, task: str, length: int, draw: random.Random
 
 
 def draw_evaluation(library: Library, length: int, num_prompts: int, seed: int) -> list[Row]:
-    """num_prompts rows of each task; a task that does not fit the length is left out."""
+    """Return num_prompts rows of each task; a task that does not fit the length is left out."""
     rows = []
     for task in EVALUATED:
         draw = random.Random(f"{task}/{length}/{seed}")
@@ -96,7 +98,7 @@ def draw_evaluation(library: Library, length: int, num_prompts: int, seed: int) 
 
 
 def batches_of(rows: list[Row], num_rows: int) -> list[Batch]:
-    """Rows in batches of num_rows, the last one filled up with rows whose answers do not count."""
+    """Return rows in batches of num_rows, the last one filled up with rows whose answers do not count."""
     batches = []
     for begin in range(0, len(rows), num_rows):
         part = rows[begin : begin + num_rows]
@@ -119,7 +121,7 @@ def batches_of(rows: list[Row], num_rows: int) -> list[Batch]:
 
 
 def accuracy(model: Llama, library: Library, length: int, num_prompts: int, batch_tokens: int) -> dict[str, float]:
-    """Exact match in per cent by task over num_prompts prompts each."""
+    """Return exact match in per cent by task over num_prompts prompts each."""
     hits: dict[str, list[float]] = {}
     device = model.embedding.device
     for batch in batches_of(draw_evaluation(library, length, num_prompts, 0), max(1, batch_tokens // length)):
@@ -132,7 +134,7 @@ def accuracy(model: Llama, library: Library, length: int, num_prompts: int, batc
 
 
 def perplexity(model: Llama, library: Library, length: int, batch_tokens: int, num_batches: int) -> float:
-    """Perplexity a token over rows of held-out text, the first token of each row given."""
+    """Return perplexity a token over rows of held-out text, the first token of each row given."""
     device = model.embedding.device
     draw, numbers = random.Random(length), np.random.default_rng(0)
     total, count = 0.0, 0

@@ -1,7 +1,7 @@
 """Worker processes that fill queues with batches of rows, one queue a length, steered through shared numbers.
 
-It knows rows and shares, no model and no torch. The invariant: a batch is `tokens // length` rows of one length, drawn
-from the worker's own seed; workers hold no device and end with their parent.
+The invariant: a batch is `tokens // length` rows of one length, drawn from the worker's own seed; workers hold no
+device and end with their parent.
 """
 
 import multiprocessing
@@ -49,8 +49,9 @@ def draw_batch(
     levels: np.ndarray,
     draw: random.Random,
 ) -> Batch:
-    """Rows of text alone and of each kind. shares, levels: float64 `[kinds]`; a row is at its kind's level, below it or
-    as hard as can be, so that no kind is ever seen at one level only."""
+    """Return rows of text alone and of each kind. shares, levels: float64 `[kinds]`; a row is at its kind's level,
+    below it or as hard as can be, so that no kind is ever seen at one level only.
+    """
     tokens = np.empty((num_rows, length + 1), np.uint16)
     classes = np.empty((num_rows, length), np.uint8)
     spans: list[tuple[int, int, int]] = []
@@ -72,12 +73,12 @@ def draw_batch(
 
 
 def count_hints(num_rows: int, length: int) -> int:
-    """How many hints a batch holds, used and unused."""
+    """Return how many hints a batch holds, used and unused."""
     return num_rows * length // TOKENS_A_HINT
 
 
 def mixed_levels(levels: np.ndarray, draw: random.Random) -> dict[str, float]:
-    """The levels of one row: those of the curriculum, easier ones, or the hardest."""
+    """Return the levels of one row: those of the curriculum, easier ones, or the hardest."""
     at = draw.random()
     scale = 1.0 if at < AT_LEVEL else draw.random()
     mixed = np.ones_like(levels) if at > 1 - AT_HARDEST else scale * levels
@@ -122,7 +123,7 @@ class Feed:
         self._levels[:] = levels.ravel().tolist()
 
     def next(self, length: int) -> Batch:
-        """A batch of rows of a length. Raises RuntimeError where the workers are dead or far too slow."""
+        """Return a batch of rows of a length. Raises RuntimeError where the workers are dead or far too slow."""
         begun = time.monotonic()
         while time.monotonic() - begun < PATIENCE_S:
             try:
@@ -134,7 +135,7 @@ class Feed:
         raise RuntimeError(f"feed: no batch of length {length} in {PATIENCE_S:.0f} s; give more workers")
 
     def waiting(self) -> dict[int, int]:
-        """Batches ready, by length."""
+        """Return batches ready, by length."""
         return {length: queue.qsize() for length, queue in self._queues.items()}
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
 """The model as a Hugging Face folder, written and read back.
 
-It knows names of tensors and files, no training. The invariant: reading what was written gives the weights rounded to
-bf16, and every file of the folder is written whole before it takes its name.
+The invariant: reading what was written gives the weights rounded to bf16, and every file of the folder is written whole
+before it takes its name.
 """
 
 import json
@@ -32,7 +32,7 @@ WEIGHTS = "model.safetensors"
 
 
 def configuration(shape: Shape) -> dict[str, Any]:
-    """The folder's config.json."""
+    """Return the folder's config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -58,7 +58,7 @@ def configuration(shape: Shape) -> dict[str, Any]:
 
 
 def named_tensors(model: Llama) -> dict[str, Tensor]:
-    """Weights by their names in the folder, bf16 on the host."""
+    """Return weights by their names in the folder, bf16 on the host."""
     tensors = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.final_norm}
     for ours, theirs in LAYER_NAMES.items():
         for layer, weight in enumerate(getattr(model, ours)):
@@ -86,7 +86,7 @@ def write_folder(model: Llama, tokenizer_folder: Path, folder: Path, card: str) 
 
 
 def read_shape(folder: Path) -> Shape:
-    """The shape that a folder's config.json states."""
+    """Return the shape that a folder's config.json states."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return Shape(
         config["vocab_size"],

@@ -1,7 +1,7 @@
 """Write the novels that training held out: `python -m lab.reference.held_out --text FILE.xz --out FILE.txt`.
 
-The evaluations take the file as `--text`. It trains nothing and knows no task. The invariant: no novel of the written
-text was trained on, as long as the run had the same text. The last line is JSON.
+The evaluations take the file as `--text`. The invariant: no novel of the written text was trained on, as long as the
+run had the same text. The last line is JSON.
 """
 
 import argparse

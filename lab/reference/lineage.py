@@ -1,7 +1,7 @@
 """The runs that made a folder's weights, kept beside them, so that a run which resumes tells of all.
 
-It knows counts and a file's name, nothing of training. The invariant: the last run of a folder's list wrote its
-weights, and each run but the first began with those of the one before.
+The invariant: the last run of a folder's list wrote its weights, and each run but the first began with those of the one
+before.
 """
 
 import json
@@ -26,7 +26,7 @@ class Run:
 
 
 def read_lineage(folder: Path) -> list[Run]:
-    """The runs of a folder, first one first. Raises ValueError where the folder does not tell them."""
+    """Return the runs of a folder, first one first. Raises ValueError where the folder does not tell them."""
     path = folder / LINEAGE
     if not path.exists():
         raise ValueError(f"{folder}: has no {LINEAGE}; resume from a folder that training wrote")

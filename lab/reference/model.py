@@ -1,9 +1,9 @@
 """The reference model in plain torch: a Llama with weights stacked over layers, and its loss by class of token.
 
-It knows tensors, no tasks and no devices' names but to choose attention. Tokens are flat everywhere but in attention,
-so the compiled pieces see one shape whatever the rows' length. The invariant: exported weights give the same logits in
-any implementation of Llama, but for bf16 rounding. The states after a middle layer can be read through the final norm
-and the embedding, as those of the last layer are; only training looks there.
+Tokens are flat everywhere but in attention, so the compiled pieces see one shape whatever the rows' length. The
+invariant: exported weights give the same logits in any implementation of Llama, but for bf16 rounding. The states after
+a middle layer can be read through the final norm and the embedding, as those of the last layer are; only training looks
+there.
 """
 
 import math
@@ -43,15 +43,16 @@ class Shape:
     positions: int
 
     def count(self) -> int:
-        """Parameters, the tied embedding once."""
+        """Return parameters, the tied embedding once."""
         attention = self.hidden * self.dim * 2 * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
         return self.vocab_size * self.hidden + self.layers * layer + self.hidden
 
     @property
     def middle(self) -> int:
-        """How many layers come before hints are read: a search by a name takes seven of twelve, another the last
-        four."""
+        """Return how many layers come before hints are read: a search by a name takes seven of twelve, another the last
+        four.
+        """
         return 2 * self.layers // 3
 
     def describe(self) -> dict[str, int]:
@@ -94,11 +95,11 @@ class Llama(nn.Module):
         self.attend: Attention = attend_by(None, False)
 
     def matrices(self) -> list[nn.Parameter]:
-        """What Muon trains."""
+        """Return what Muon trains."""
         return [self.query, self.key, self.value, self.output, self.gate, self.up, self.down]
 
     def rest(self) -> list[nn.Parameter]:
-        """What AdamW trains."""
+        """Return what AdamW trains."""
         return [self.embedding, self.attention_norm, self.mlp_norm, self.final_norm]
 
     def restack(self, order: list[int]) -> None:
@@ -117,12 +118,13 @@ class Llama(nn.Module):
         self.score = torch.compile(score, dynamic=False, fullgraph=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: int64 `[rows, length]`. Returns normed final states `[rows * length, hidden]` in `compute`."""
+        """Return tokens: int64 `[rows, length]`. Returns normed final states `[rows * length, hidden]` in `compute`."""
         return self.states(tokens)[0]
 
     def states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens: int64 `[rows, length]`. Returns normed final states and states after the middle layer, both
-        `[rows * length, hidden]` in `compute`."""
+        """Return tokens: int64 `[rows, length]`. Returns normed final states and states after the middle layer, both
+        `[rows * length, hidden]` in `compute`.
+        """
         rows, length = tokens.shape
         shape = self.shape
         cos, sin = self.cos[:length].repeat(rows, 1), self.sin[:length].repeat(rows, 1)  # [tokens, dim / 2]
@@ -141,13 +143,16 @@ class Llama(nn.Module):
         return rms_norm(hidden, self.final_norm.to(self.compute)), middle
 
     def hint_losses(self, middle: Tensor, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """`losses` of the middle states `[tokens, hidden]` at some positions; positions, targets: int64 `[hints]`."""
+        """Return `losses` of the middle states `[tokens, hidden]` at some positions; positions, targets: int64
+        `[hints]`.
+        """
         states = rms_norm(middle[positions], self.final_norm.to(self.compute))
         return self.score(states, self.embedding.to(self.compute), targets)
 
     def losses(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """states `[tokens, hidden]`, targets int64 `[tokens]`. Returns the negative log likelihood of each token,
-        float32, and whether it is the most likely one, bool."""
+        """Return states `[tokens, hidden]`, targets int64 `[tokens]`. Returns the negative log likelihood of each
+        token, float32, and whether it is the most likely one, bool.
+        """
         embedding = self.embedding.to(self.compute)
         pieces = [
             self.score(part, embedding, wanted)
@@ -162,7 +167,7 @@ def rms_norm(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on `[tokens, heads, dim]`, halves against each other; cos, sin `[tokens, dim / 2]`."""
+    """Return RoPE on `[tokens, heads, dim]`, halves against each other; cos, sin `[tokens, dim / 2]`."""
     first, second = rows.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(rows.dtype)
@@ -171,14 +176,14 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def before(
     hidden: Tensor, norm: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer up to attention: rotated queries and keys, and values, `[tokens, heads, dim]`."""
+    """Return a layer up to attention: rotated queries and keys, and values, `[tokens, heads, dim]`."""
     normed = rms_norm(hidden, norm)
     q, k, v = (functional.linear(normed, weight).view(len(hidden), -1, dim) for weight in (query, key, value))
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def after(hidden: Tensor, out: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """A layer from attention's output `[tokens, heads * dim]` on."""
+    """Return a layer from attention's output `[tokens, heads * dim]` on."""
     hidden = hidden + functional.linear(out, output)
     normed = rms_norm(hidden, norm)
     inner = functional.silu(functional.linear(normed, gate)) * functional.linear(normed, up)
@@ -186,13 +191,13 @@ def after(hidden: Tensor, out: Tensor, output: Tensor, norm: Tensor, gate: Tenso
 
 
 def score(states: Tensor, embedding: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log likelihood and correctness of each token."""
+    """Return negative log likelihood and correctness of each token."""
     logits = functional.linear(states, embedding).float()
     return functional.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
 
 
 def attend_by(backend: SDPBackend | None, repeat: bool) -> Attention:
-    """Causal attention by one of torch's kernels; repeat: copy KV heads for those that cannot share them."""
+    """Return causal attention by one of torch's kernels; repeat: copy KV heads for those that cannot share them."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if repeat:
@@ -212,8 +217,9 @@ def attend_by(backend: SDPBackend | None, repeat: bool) -> Attention:
 def choose_attention(
     shape: Shape, device: torch.device, num_tokens: int, lengths: tuple[int, ...]
 ) -> tuple[str, Attention]:
-    """The kernel that is fastest at the longest of the lengths, ascending, of those that run forwards and backwards at
-    all of them and agree with flash attention over repeated heads. Raises RuntimeError where none does."""
+    """Return the kernel that is fastest at the longest of the lengths, ascending, of those that run forwards and
+    backwards at all of them and agree with flash attention over repeated heads. Raises RuntimeError where none does.
+    """
     if device.type != "cuda":
         return "default", attend_by(None, False)
     choices = {
@@ -245,7 +251,7 @@ def choose_attention(
 
 
 def draw_heads(shape: Shape, device: torch.device, num_tokens: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries, keys and values `[rows, heads, length, dim]`, the same for the same length."""
+    """Return random queries, keys and values `[rows, heads, length, dim]`, the same for the same length."""
     torch.manual_seed(length)
     query, key, value = (
         torch.randn(num_tokens // length, length, heads, shape.dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
@@ -255,12 +261,12 @@ def draw_heads(shape: Shape, device: torch.device, num_tokens: int, length: int)
 
 
 def agree(found: Tensor, wanted: Tensor) -> bool:
-    """Whether two results differ by no more than bf16's rounding of sums; NaN never agrees."""
+    """Return whether two results differ by no more than bf16's rounding of sums; NaN never agrees."""
     return bool(((found - wanted).norm() < SAME_RESULT * wanted.norm()).item())
 
 
 def differentiate(attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """The output and the gradients of its mean square."""
+    """Return the output and the gradients of its mean square."""
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     out = attend(*leaves)
     gradients = torch.autograd.grad(out.float().square().sum(), leaves)

@@ -1,7 +1,7 @@
 """Muon for stacks of matrices: momentum, made orthogonal by Newton-Schulz iterations, all layers at once.
 
-Source: Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks". It knows no model. The
-invariant: a matrix moves by at most about `lr * sqrt(max(1, rows / columns))` in any direction.
+Source: Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks". The invariant: a matrix moves by
+at most about `lr * sqrt(max(1, rows / columns))` in any direction.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,9 @@ ITERATIONS = 5
 
 
 def orthogonal(stack: Tensor) -> Tensor:
-    """Nearly the orthogonal factor of each matrix of `[layers, rows, columns]`, computed in bf16."""
+    """Return an approximation of the orthogonal factor of each matrix of `[layers, rows, columns]`, computed
+    in bf16.
+    """
     first, second, third = COEFFICIENTS
     x = stack.bfloat16()
     tall = x.size(-2) > x.size(-1)

@@ -1,7 +1,7 @@
 """What a step minimises, how fast it moves, and what is counted on the way.
 
-It knows classes of tokens, spans of answers and hints, no model and no clock. The invariant: text, answers and hints
-weigh the same whatever their share of the batch, so a long document's few answers are not drowned by its text.
+The invariant: text, answers and hints weigh the same whatever their share of the batch, so a long document's few
+answers are not drowned by its text.
 """
 
 from dataclasses import dataclass, field
@@ -27,8 +27,9 @@ def lr_at(progress: float, step: int, decay: float, final: float) -> float:
 
 
 def weigh(target: Target, answer_weight: float, filler_weight: float) -> Tensor:
-    """The loss weight of each predicted token, float32: text averages to one, answers to `answer_weight`, and a long
-    answer counts as the root of its length."""
+    """Return the loss weight of each predicted token, float32: text averages to one, answers to `answer_weight`, and a
+    long answer counts as the root of its length.
+    """
     classes = target.classes
     table = torch.zeros(8, device=classes.device)
     table[PLAIN_TEXT], table[FILLER], table[LISTED] = 1.0, filler_weight, LISTED_WEIGHT
@@ -43,7 +44,7 @@ def weigh(target: Target, answer_weight: float, filler_weight: float) -> Tensor:
 
 
 def weigh_hints(hints: Tensor) -> Tensor:
-    """The loss weight of each hint `[hints, 3]`, float32, summing to one; an unused one weighs nothing."""
+    """Return the loss weight of each hint `[hints, 3]`, float32, summing to one; an unused one weighs nothing."""
     table = torch.zeros(len(HINT_WEIGHTS) + 1, device=hints.device)
     for about, weight in enumerate(HINT_WEIGHTS):
         table[about] = weight

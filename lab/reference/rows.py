@@ -1,9 +1,8 @@
 """One training row: a conversation about one document of novel text, filled to its length to the token.
 
-It knows tasks as text and novels as tokens, no model. The invariant: a row has exactly `length + 1` tokens, the prompt
-up to the first answer is what `evals.tasks.reference` would write for the same sentences and question, and a span
-covers each whole answer with its end token. A hint says what the middle of the model should know at a position, to be
-taught there on its own: it changes no token.
+The invariant: a row has exactly `length + 1` tokens, the prompt up to the first answer is what `evals.tasks.reference`
+would write for the same sentences and question, and a span covers each whole answer with its end token. A hint says
+what the middle of the model should know at a position, to be taught there on its own: it changes no token.
 """
 
 import random
@@ -71,7 +70,7 @@ class Library:
 def make_library(
     spelling: Spelling, novels: tuple[Text, ...], weights: tuple[float, ...], num_text_rows: int, corrupted: float
 ) -> Library:
-    """A library whose keys are one token a word; the first `num_text_rows` sources serve as text alone."""
+    """Return a library whose keys are one token a word; the first `num_text_rows` sources serve as text alone."""
     return Library(spelling, spelling.single(KEY_WORDS), novels, weights, novels[:num_text_rows], corrupted)
 
 
@@ -92,7 +91,7 @@ class Tape:
         self.counted.append((counts_as, len(tokens)))
 
     def row(self, length: int) -> Row:
-        """The tape cut or padded to length + 1; spans that are cut are dropped."""
+        """Return the tape cut or padded to length + 1; spans that are cut are dropped."""
         missing = length + 1 - len(self.tokens)
         if missing > 0:
             self.add([END_OF_TEXT] * missing, NOTHING)
@@ -117,7 +116,7 @@ def text_row(library: Library, length: int, draw: random.Random, numbers: np.ran
 
 
 def task_row(library: Library, kind: str, levels: dict[str, float], length: int, draw: random.Random) -> Row:
-    """A conversation of a kind. levels: by kind. Raises RowError where what was drawn does not fit."""
+    """Return a conversation of a kind. levels: by kind. Raises RowError where what was drawn does not fit."""
     if kind == CONTINUE:
         return continue_row(library, length, draw)
     if kind == "common_words":
@@ -126,7 +125,7 @@ def task_row(library: Library, kind: str, levels: dict[str, float], length: int,
 
 
 def document_row(library: Library, exercise: Exercise, length: int, draw: random.Random) -> Row:
-    """A conversation about a document of text with the exercise's sentences; as many of its turns as fit."""
+    """Return a conversation about a document of text with the exercise's sentences; as many of its turns as fit."""
     spelling = library.spelling
     sentences = [spelling.ids(f" {sentence}") for sentence in exercise.sentences]
     turns = [spell_turn(spelling, turn, number == 0) for number, turn in enumerate(exercise.turns)]
@@ -169,7 +168,7 @@ def draw_exercise(library: Library, kind: str, levels: dict[str, float], length:
 
 
 def spell_turn(spelling: Spelling, turn: Turn, first: bool) -> tuple[list[int], list[int]]:
-    """Tokens up to where the answer begins, and of the answer with its end."""
+    """Return tokens up to where the answer begins, and of the answer with its end."""
     opened = spelling.ids(f"\n\n{turn.question}") if first else [USER, *spelling.ids(f"\n{turn.question}")]
     return [*opened, END, ASSISTANT, *spelling.ids("\n")], [*spelling.ids(turn.answer), END]
 
@@ -226,13 +225,13 @@ def lay_document(
 
 
 def bare_ids(spelling: Spelling, plain: str, spaced: list[int]) -> list[int]:
-    """A document's first sentence, without its space where that takes as many tokens."""
+    """Return a document's first sentence, without its space where that takes as many tokens."""
     ids = spelling.ids(plain)
     return ids if len(ids) == len(spaced) else spaced
 
 
 def lay_bare_word(tape: Tape, filler: list[int], spelling: Spelling) -> int:
-    """A document's first token without its space, where there is such a token. Returns how many were laid."""
+    """Return a document's first token without its space, where there is such a token. Returns how many were laid."""
     bare = spelling.ids(spelling.text(filler[:1]).lstrip())
     if len(bare) != 1:
         return 0
@@ -241,7 +240,9 @@ def lay_bare_word(tape: Tape, filler: list[int], spelling: Spelling) -> int:
 
 
 def take_filler(text: Text, num_tokens: int, draw: random.Random) -> tuple[list[int], np.ndarray]:
-    """num_tokens tokens that begin with a sentence and end with a full stop, and where its sentences end, 0 too."""
+    """Return num_tokens tokens that begin with a sentence and end with a full stop, and where its sentences
+    end, 0 too.
+    """
     if num_tokens <= 0:
         return [], np.zeros(1, np.int64)
     last = int(np.searchsorted(text.ends, len(text.tokens) - num_tokens - 1, side="right")) - 1
@@ -288,7 +289,7 @@ def lay_list(tape: Tape, words: list[str], spelling: Spelling, draw: random.Rand
 
 
 def list_row(library: Library, exercises: list[Exercise], length: int, draw: random.Random) -> Row:
-    """Lists of words, each a user's turn with its question."""
+    """Return lists of words, each a user's turn with its question."""
     spelling = library.spelling
     tape = Tape()
     tape.add([BEGIN], NOTHING)
@@ -333,7 +334,7 @@ def continue_row(library: Library, length: int, draw: random.Random) -> Row:
 
 
 def draw_row(library: Library, kind: str, levels: dict[str, float], length: int, draw: random.Random) -> Row:
-    """A row of the kind, drawn again until it fits."""
+    """Return a row of the kind, drawn again until it fits."""
     for _ in range(50):
         try:
             return task_row(library, kind, levels, length, draw)

@@ -1,7 +1,7 @@
 """Score a written folder on held-out novels: `python -m lab.reference.score --folder DIR --text FILE.xz`.
 
-It knows the other files' names, and trains nothing. The invariant: the held-out novels are those that the run which
-wrote the folder held out, as long as it had the same text. The last line is JSON.
+The invariant: the held-out novels are those that the run which wrote the folder held out, as long as it had the same
+text. The last line is JSON.
 """
 
 import argparse

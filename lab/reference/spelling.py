@@ -1,7 +1,7 @@
 """Text to token ids, a word at a time from a cache: what a worker needs to write a million tokens a second.
 
-It knows one kind of tokenizer: byte-level BPE over GPT-2's word pattern with single digits. The invariant: for text
-without special tokens the ids are those of the tokenizer itself, since no token crosses a word of the pattern.
+The invariant: for text without special tokens the ids are those of the tokenizer itself, since no token crosses a word
+of the pattern.
 """
 
 import re
@@ -22,7 +22,7 @@ class Spelling:
         self._words: dict[str, list[int]] = {}
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of the text. Plain ASCII goes by the cache, anything else by the tokenizer."""
+        """Return token ids of the text. Plain ASCII goes by the cache, anything else by the tokenizer."""
         if not PLAIN.match(text):
             return self.tokenizer.encode(text, add_special_tokens=False).ids
         found: list[int] = []
@@ -35,9 +35,9 @@ class Spelling:
         return found
 
     def text(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def single(self, words: list[str]) -> list[str]:
-        """Those of the words that are one token after a space."""
+        """Return those of the words that are one token after a space."""
         return [word for word in words if len(self.ids(f" {word}")) == 1]

@@ -1,10 +1,10 @@
 """What stands in a document and what is asked about it: sentences, questions and answers as text, at a level.
 
-The wording is that of `evals.tasks.reference`, so that a model trained here is measured there. It knows no tokens. A
-level in [0, 1] says how hard: few keys, short chains and strong contrasts at 0, beyond the evaluations at 1. What an
-answer passes through (the city of a two-hop fact, the name that a sentence assigns, the word that leads a list so far)
-is told beside the text, so that it can be taught on its own. Invariant: every answer follows from the document alone
-and is unique, and sentences are in the order of their appearance.
+The wording is that of `evals.tasks.reference`, so that a model trained here is measured there. A level in [0, 1] says
+how hard: few keys, short chains and strong contrasts at 0, beyond the evaluations at 1. What an answer passes through
+(the city of a two-hop fact, the name that a sentence assigns, the word that leads a list so far) is told beside the
+text, so that it can be taught on its own. Invariant: every answer follows from the document alone and is unique, and
+sentences are in the order of their appearance.
 """
 
 import itertools
@@ -79,12 +79,12 @@ class Room:
         return max(1, min(MOST_TURNS, int(self.tokens * 0.45) // TURN_TOKENS))
 
     def between(self, easiest: float, hardest: float) -> int:
-        """A whole number between 1 and what the level allows, more often near it."""
+        """Return a whole number between 1 and what the level allows, more often near it."""
         top = easiest + (hardest - easiest) * self.level * self.draw.random() ** 0.5
         return max(1, round(top))
 
     def most_of(self, share: float, tokens: int) -> int:
-        """How many pieces of so many tokens fill a share of the room."""
+        """Return how many pieces of so many tokens fill a share of the room."""
         return int(share * self.tokens) // tokens
 
 
@@ -97,7 +97,7 @@ def turn_through(task: str, question: str, answer: str, through: str) -> Turn:
 
 
 def needles(room: Room) -> Exercise:
-    """Numbers of keys; one question a key."""
+    """Ask for numbers of keys; one question a key."""
     count = min(room.between(1, 28), room.most_sentences)
     pairs = [(room.distinct.key(), room.distinct.number()) for _ in range(count)]
     task = "needle" if count < 4 else "many_needles"
@@ -109,7 +109,7 @@ def needles(room: Room) -> Exercise:
 
 
 def word_needles(room: Room) -> Exercise:
-    """Words of keys; one question a key."""
+    """Ask for words of keys; one question a key."""
     count = min(room.between(1, 10), room.most_sentences)
     pairs = [(room.distinct.key(), room.distinct.word()) for _ in range(count)]
     asked = room.draw.sample(pairs, min(count, room.most_turns))
@@ -147,7 +147,7 @@ def several_values(room: Room) -> Exercise:
 
 
 def several_keys(room: Room) -> Exercise:
-    """Three keys' numbers in the order asked."""
+    """Ask for three keys' numbers in an order."""
     draw, distinct = room.draw, room.distinct
     pairs = [(distinct.key(), distinct.number()) for _ in range(min(max(3, room.between(3, 14)), room.most_sentences))]
     turns = []
@@ -159,7 +159,7 @@ def several_keys(room: Room) -> Exercise:
 
 
 def full_names(draw: random.Random, count: int) -> list[str]:
-    """Names that share neither first nor last name."""
+    """Draw names that share neither first nor last name."""
     pairs = zip(draw.sample(FIRST_NAMES, count), draw.sample(LAST_NAMES, count), strict=True)
     return [f"{first} {last}" for first, last in pairs]
 
@@ -187,7 +187,7 @@ def lives_turn(person: str, city: str) -> Turn:
 
 
 def facts_two_hops(room: Room) -> Exercise:
-    """Who is the mayor of the city that someone lives in; some turns ask for one of the two steps.
+    """Ask who is the mayor of the city that someone lives in; some turns ask for one of the two steps.
 
     No more than two thirds of the people are asked for in two steps, so that earlier answers do not leave one name.
     """
@@ -224,7 +224,7 @@ def shuffled(draw: random.Random, items: list[str]) -> list[str]:
 
 
 def interleaved(draw: random.Random, chains: list[list[str]]) -> list[str]:
-    """All chains' sentences, each chain's in its own order."""
+    """Return all chains' sentences, each chain's in its own order."""
     order = [number for number, chain in enumerate(chains) for _ in chain]
     draw.shuffle(order)
     rest = [iter(chain) for chain in chains]
@@ -232,7 +232,7 @@ def interleaved(draw: random.Random, chains: list[list[str]]) -> list[str]:
 
 
 def variables(room: Room) -> Exercise:
-    """Chains of one to four names that end in a number; each chain's names are asked for by the number.
+    """Make chains of one to four names that end in a number; each chain's names are asked for by the number.
 
     Two names from the start: each further name is found as the first is, from what stands behind it in its sentence.
     """
@@ -256,7 +256,7 @@ def variables(room: Room) -> Exercise:
 
 
 def listing(room: Room) -> Exercise:
-    """Every key and number, a line each, in order of appearance."""
+    """Ask for every key and number, a line each, in order of appearance."""
     draw, distinct = room.draw, room.distinct
     most = max(2, min(24, room.tokens // 40))
     count = max(2, min(most, draw.randint(2, 4 + round(20 * room.level))))
@@ -267,7 +267,7 @@ def listing(room: Room) -> Exercise:
 
 
 def other_words(words: Iterator[str], tokens: float, num_taken: int, times: int) -> list[str]:
-    """Words that fill about so many tokens when each comes `times` times; num_taken came from `words` before."""
+    """Return words that fill about so many tokens when each comes `times` times; num_taken came from `words` before."""
     plain = len(PLAIN_WORDS) - num_taken
     num_plain = min(plain, int(tokens / (times * WORD_TOKENS)))
     num_pairs = int(max(0.0, tokens - plain * times * WORD_TOKENS) / (times * PAIR_TOKENS))
@@ -275,7 +275,7 @@ def other_words(words: Iterator[str], tokens: float, num_taken: int, times: int)
 
 
 def common_words(room: Room) -> Exercise:
-    """A list in which one or three words come many times and the others once or twice; its document is the list.
+    """Return a list in which one or three words come many times and the others once or twice; its document is the list.
 
     At level 0 the common words fill most of the list; at 1 it is the evaluations' list, about thirty times, and
     sometimes fewer, so that a short list may be as thin as a long one.

@@ -1,8 +1,8 @@
 """The reference tokenizer with capital letters one token each, as its digits are.
 
-A name of random capitals is otherwise cut into other pieces at the start of an answer than in the document, and a
-small model must learn to spell before it can copy. It knows byte-level BPE as Hugging Face stores it. The invariant:
-ids and vocabulary stay; only merges that join two capitals go.
+A name of random capitals is otherwise cut into other pieces at the start of an answer than in the document, and a small
+model must learn to spell before it can copy. The invariant: ids and vocabulary stay; only merges that join two capitals
+go.
 """
 
 import json
@@ -16,13 +16,13 @@ TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
 def pair_of(merge: Any) -> tuple[str, str]:
-    """The two sides of a merge, stored as a list of two or as one string."""
+    """Return the two sides of a merge, stored as a list of two or as one string."""
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first, second
 
 
 def split_capitals(stored: dict[str, Any]) -> dict[str, Any]:
-    """The stored tokenizer without merges that yield two capitals side by side."""
+    """Return the stored tokenizer without merges that yield two capitals side by side."""
     model = stored["model"]
     kept = [merge for merge in model["merges"] if not TWO_CAPITALS.search("".join(pair_of(merge)))]
     return {**stored, "model": {**model, "merges": kept}}

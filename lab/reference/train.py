@@ -1,8 +1,8 @@
 """Train the reference model: `python -m lab.reference.train --text FILE.xz --out DIR --minutes M`.
 
 One process a GPU (or one on the CPU), each with its workers; a folder that can be resumed from is written as it goes.
-It knows the other files' names and the clock. The invariant: it ends within `--minutes` of its start, evaluation and
-export included, and text held out is never trained on.
+The invariant: it ends within `--minutes` of its start, evaluation and export included, and text held out is never
+trained on.
 """
 
 import argparse
@@ -54,7 +54,7 @@ TEXT_FILES = ("spaced", "lined", "told", "held_spaced", "held_lined", "held_told
 
 
 def read_arguments(given: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description="Train the reference model.")
     parser.add_argument("--text", type=Path, required=True, help="novels, UTF-8, .xz or plain, a paragraph a line")
     parser.add_argument("--out", type=Path, required=True, help="the Hugging Face folder to write")
@@ -101,7 +101,7 @@ def prepare_texts(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def load_libraries(arguments: argparse.Namespace, folder: Path) -> tuple[Library, Library]:
-    """What to train on, and what is held out."""
+    """Return what to train on, and what is held out."""
     spelling = Spelling(arguments.tokenizer / "tokenizer.json")
     texts = [Text.load(folder / f"{name}.npz") for name in TEXT_FILES]
     training, held_out = (texts[0], texts[1], texts[2]), (texts[3], texts[4])
@@ -151,7 +151,7 @@ class Training:
         self.since_told = np.zeros((2, len(LENGTHS), len(TASKS)))
 
     def make_model(self, lengths: tuple[int, ...]) -> Llama:
-        """The model on its device, the same in every process."""
+        """Return the model on its device, the same in every process."""
         torch.manual_seed(self.arguments.seed)
         on_gpu = self.device.type == "cuda"
         shape = SHAPES[self.arguments.shape]

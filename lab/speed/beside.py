@@ -1,4 +1,5 @@
-"""`python -m lab beside`: short streams, long streams and a long prefill through one engine, each alone and together.
+"""Run `python -m lab beside`: short streams, long streams and a long prefill through one engine, each alone and
+together.
 
 Each number's peer is the same thing alone, in the same run. Short streams are of the profile `exact`; prompts are of
 random tokens, every request its own. Nothing is timed before `bench.long_gate` has held the host path against full
@@ -53,7 +54,7 @@ class Streams:
 
 
 def run_beside_benchmark(benchmark: BesideBenchmark, deployment: Deployment, console: Console) -> list[Row]:
-    """Short streams, long ones, and the prefill of one more long prompt: first alone. Raises GateError."""
+    """Time short streams, long ones, and the prefill of one more long prompt: first alone. Raises GateError."""
     profiles = resolve_profiles(deployment.profiles, deployment.host)
     profile = get_profile(benchmark.long_profile, profiles, "--profile")
     floors = measure_floors(deployment)
@@ -169,7 +170,9 @@ def _first_token(
     client: Client, num_tokens: int, profile: Profile, groups: Sequence[Sequence[str]] = (),
     gaps_ms: Sequence[list[float]] = (),
 ) -> float:  # fmt: skip
-    """Seconds until one more prompt's first token; then it is let go. gaps_ms: of groups that go on meanwhile."""
+    """Return seconds until one more prompt's first token; then it is let go. gaps_ms: of groups that go on
+    meanwhile.
+    """
     request_id = client.submit(client.prompt(num_tokens), 2, profile.name, GREEDY)
     began = time.perf_counter()
     clock = _Clock(groups)
@@ -185,7 +188,7 @@ def _first_token(
 def _watch(
     client: Client, groups: Sequence[Sequence[str]], seconds: float
 ) -> tuple[list[Streams], dict[str, Any]]:  # fmt: skip
-    """Each group's tokens in a window, and what the lanes did, behind a share of it that warms up."""
+    """Return each group's tokens in a window, and what the lanes did, behind a share of it that warms up."""
     _stream(client, groups, _WARM_UP_SHARE * seconds)
     with LaneWatch(client) as watch:
         streams = _stream(client, groups, seconds)
@@ -211,7 +214,7 @@ class _Clock:
         self._times: dict[str, list[float]] = {one: [] for group in groups for one in group}
 
     def advance(self, client: Client, awaited: str | None) -> bool:
-        """Whether a request that is awaited has a token."""
+        """Return whether a request that is awaited has a token."""
         has_come = False
         for delta in client.advance():
             now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Times streams that are held to a JSON schema beside streams that are not: `python -m lab constrained`.
+"""Time streams that are held to a JSON schema beside streams that are not: `python -m lab constrained`.
 
 The same prompts through one engine, in turns: as many streams as twice `streams`, all free, and with one half of them
 held: token by token, and with what must come taken at once. Tokens a second are those of all answers, whether they were
@@ -64,7 +64,7 @@ class ConstrainedBenchmark:
 
 
 def run_constrained_benchmark(benchmark: ConstrainedBenchmark, deployment: Deployment, console: Console) -> list[Row]:
-    """A row of each kind of held streams. Raises GateError where one wrote what its schema does not allow."""
+    """Return a row of each kind of held streams. Raises GateError where one wrote what its schema does not allow."""
     machine = probe_machine()
     scheduler = deployment.scheduler.model_copy(
         update={"prefix_cache": False, "max_running": 4 * benchmark.streams, "max_queue": 2 * benchmark.streams}
@@ -141,13 +141,13 @@ class _Round:
 
 
 def _mean(rounds: list[_Round]) -> _Round:
-    """The median of each number."""
+    """Return the median of each number."""
     names = [name.name for name in fields(_Round) if name.name != "texts"]
     return _Round(**{name: float(np.median([getattr(one, name) for one in rounds])) for name in names}, texts=[])
 
 
 def _run(engine: Engine, benchmark: ConstrainedBenchmark, vocab_size: int, grammar: str, number: int) -> _Round:
-    """Streams that are held have more tokens to write than they come to."""
+    """Return more tokens than streams that are held to a schema come to."""
     draw = np.random.default_rng(number)
     requests = []
     for stream in range(2 * benchmark.streams):
@@ -212,7 +212,7 @@ def _forced_share(grammar: str, vocabulary: LLTokenizer, token_ids: list[int]) -
 
 
 def choose_vocabulary(deployment: Deployment, vocab_size: int) -> LLTokenizer:
-    """The model's, or one made up."""
+    """Return the model's, or one made up."""
     if deployment.model.tokenizer is not None or deployment.model.path is not None:
         return read_tokens(deployment.model, vocab_size)
     return LLTokenizer(TokenizerWrapper(_Words(vocab_size)))

@@ -1,7 +1,5 @@
 """Watch the lanes of an engine in a window: steps of each kind, their times, and what delayed them.
 
-It looks from outside, at each plan and its result, and at the thread that launches both lanes: while that plans,
-launches, or waits for memory or for a collection, neither lane has a next step. It refuses to know streams and tokens.
 Invariant: the engine is left as it was found.
 """
 
@@ -69,8 +67,8 @@ class LaneWatch:
         self._differences = {name: late - self._before[name] for name, late in self._read().items()}
 
     def told(self) -> dict[str, Any]:
-        """`steps` by kind; of the window: asks of a step (two: it went in half batches), rows left out and deposits;
-        what held the thread that launches; of a hop on average, that the host waits and attends.
+        """Return `steps` by kind; of the window: asks of a step (two: it went in half batches), rows left out and
+        deposits; what held the thread that launches; of a hop on average, that the host waits and attends.
         """
         one = self._differences
         asks, asking_steps = max(one["asks"], 1.0), max(one["asking_steps"], 1.0)
@@ -150,7 +148,7 @@ class LaneWatch:
 
 
 def describe(lanes: dict[str, Any]) -> str:
-    """What `LaneWatch.told` says, in words."""
+    """Return what `LaneWatch.told` says, in words."""
     steps = [
         f"{one['steps']} steps of {one['rows']:.1f} {kind} {one['median_ms']:.1f} ms (most {one['most_ms']:.0f}, "
         f"{one['fenced']} fenced)"

@@ -1,9 +1,8 @@
 """Loading a checkpoint: written to disk, read from the page cache, and loaded by a process of its own.
 
-It refuses to know formats beyond the header of a safetensors file. Invariant: what is loaded is what was written,
-looked at before a number is reported. Weights are one stretch of random numbers, over and over: of 16 GB that is no
-less to read, and takes seconds to write. Floor: the checkpoint's bytes over the rate at which one thread reads the same
-files out of the page cache.
+Invariant: what is loaded is what was written, looked at before a number is reported. Weights are one stretch of random
+numbers, over and over: of 16 GB that is no less to read, and takes seconds to write. Floor: the checkpoint's bytes over
+the rate at which one thread reads the same files out of the page cache.
 """
 
 import json
@@ -59,7 +58,7 @@ class Loaded:
 def run_load_weights(
     folder: Path, shape_name: str, shards: int, rounds: int, device: str, console: Console, weights: str | None = None
 ) -> Row:
-    """A row whose `ms` is the load's; weights: as `model.weights`, to what they are rounded on the way. Raises
+    """Return a row whose `ms` is the load's; weights: as `model.weights`, to what they are rounded on the way. Raises
     GateError for weights that are not those of the file, ModelError for an unknown shape, OSError for a disk that is
     full.
     """
@@ -104,7 +103,7 @@ def run_load_weights(
 
 
 def write_checkpoint(folder: Path, shape: Architecture, config: dict[str, object], shards: int) -> list[Path]:
-    """A folder as it is published: `config.json`, safetensors in bfloat16 and their index. Returns the files."""
+    """Return a folder as it is published: `config.json`, safetensors in bfloat16 and their index. Returns the files."""
     (folder / "config.json").write_text(json.dumps(config))
     tensors = [(name, list(tensor.shapes[0])) for name, tensor in wanted_tensors(shape).items()]
     drawn = torch.randn(DRAWN_WEIGHTS, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
@@ -134,7 +133,7 @@ def _write(file: Path, shapes: dict[str, list[int]], numbers: memoryview) -> Non
 
 
 def _read_all(files: list[Path]) -> float:
-    """Seconds."""
+    """Return seconds."""
     buffer, began = bytearray(READ_BYTES), time.perf_counter()
     for file in files:
         with file.open("rb", buffering=0) as opened:
@@ -177,7 +176,7 @@ def _load(folder: Path, device_name: str, rounded_to: str | None, results: Conne
 
 
 def _take_memory(num_bytes: int) -> float:
-    """Seconds until it is there; it is given back."""
+    """Return seconds until it is there; it is given back."""
     began = time.perf_counter()
     map_pages(num_bytes)
     return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Arguments of `python -m lab load-weights`, turned into a benchmark. Measures nothing itself."""
+"""Arguments of `python -m lab load-weights`, turned into a benchmark."""
 
 import sys
 from pathlib import Path

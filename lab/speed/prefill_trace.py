@@ -1,7 +1,7 @@
 """Where the time of a prompt goes: the device's kernels and copies in groups, from a trace of one prefill.
 
-It refuses to know engines: a prefill is a call. Groups are lengths of time in which at least one of their kernels ran;
-streams overlap, so they may add up to more than the whole, and what is idle is what none covers.
+Groups are lengths of time in which at least one of their kernels ran; streams overlap, so they may add up to more than
+the whole, and what is idle is what none covers.
 """
 
 import os
@@ -31,8 +31,8 @@ MOST_KERNELS = 12
 
 
 def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
-    """Milliseconds of a traced call by group, `whole` and `idle` among them; then the kernels that took most: name,
-    milliseconds, launches. On CUDA; both empty where a driver lets nobody trace.
+    """Return milliseconds of a traced call by group, `whole` and `idle` among them; then the kernels that took most:
+    name, milliseconds, launches. On CUDA; both empty where a driver lets nobody trace.
     """
     os.environ.setdefault("TEARDOWN_CUPTI", "0")  # captured graphs are replayed after the trace
     torch.cuda.synchronize()
@@ -46,7 +46,7 @@ def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], list
 
 
 def group_events(events: Sequence[DeviceEvent], span_us: float) -> dict[str, float]:
-    """Milliseconds of each group that ran in `span_us`; `other`: of kernels that no group names."""
+    """Return milliseconds of each group that ran in `span_us`; `other`: of kernels that no group names."""
     groups: dict[str, list[DeviceEvent]] = {}
     for event in events:
         groups.setdefault(_group_of(event.name), []).append(event)
@@ -55,7 +55,7 @@ def group_events(events: Sequence[DeviceEvent], span_us: float) -> dict[str, flo
 
 
 def most_kernels(events: Sequence[DeviceEvent]) -> list[tuple[str, float, int]]:
-    """Those with the most time: name, milliseconds, launches."""
+    """Return those with the most time: name, milliseconds, launches."""
     times: Counter[str] = Counter()
     for event in events:
         times[event.name] += event.duration_us  # type: ignore[assignment]

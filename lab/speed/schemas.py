@@ -1,9 +1,8 @@
 """Random texts that a schema's masks allow, ended as soon as they may be, and what becomes of a suite of schemas:
 `python -m lab schemas`.
 
-Nothing here computes a model: tokens are drawn evenly from a mask, and after some of them those are preferred that
-close what is open. What ended must be valid by `jsonschema`, which shares nothing with the masks. A suite is folders
-of files as JSON Schema publishes them (`draft*/**.json`): lists of groups, each with a schema and its tests.
+What ended must be valid by `jsonschema`, which shares nothing with the masks. A suite is folders of files as JSON
+Schema publishes them (`draft*/**.json`): lists of groups, each with a schema and its tests.
 """
 
 import json
@@ -39,7 +38,7 @@ class Writer:
         self._single = {vocabulary.tokenize_bytes(bytes([byte]))[0] for byte in range(32, 127)}
 
     def write(self, grammar: str, draw: random.Random, free_tokens: int) -> str | None:
-        """A text that the grammar allows, closed where it may be behind `free_tokens`; None: it did not end.
+        """Return a text that the grammar allows, closed where it may be behind `free_tokens`; None: it did not end.
 
         Raises ValueError where the grammar fails on the way.
         """
@@ -61,7 +60,7 @@ class Writer:
         return None
 
     def _choose(self, matcher: LLMatcher, draw: random.Random, closes: bool, is_inside: bool) -> int:
-        """is_inside: a JSON string, in which what else closes is text."""
+        """Return is_inside: a JSON string, in which what else closes is text."""
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
         if closes:
@@ -103,7 +102,7 @@ class Draft:
 
 
 def examine_suite(folder: Path, writer: Writer, num_texts: int) -> Iterator[tuple[str, Draft]]:
-    """Each draft's folder in turn. Raises FileNotFoundError if there is none."""
+    """Yield each draft's folder in turn. Raises FileNotFoundError if there is none."""
     drafts = sorted(path for path in folder.glob("draft*") if path.is_dir())
     if not drafts:
         raise FileNotFoundError(f"{folder}: has no folder draft*; wanted the `tests` folder of JSON Schema's suite")
@@ -136,7 +135,7 @@ def _examine(name: str, group: dict[str, Any], draft: Draft, writer: Writer, num
 
 
 def check_text(schema: Any, writer: Writer, grammar: str, seed: int) -> str:
-    """`valid`, `not ended`, or what is wrong with the text of this seed."""
+    """Return `valid`, `not ended`, or what is wrong with the text of this seed."""
     draw = random.Random(seed)
     try:
         text = writer.write(grammar, draw, draw.choice([0, 8, 40]))
@@ -158,7 +157,7 @@ def validator_of(schema: Any) -> Validator:
 
 
 def accepts(grammar: str, data: Any) -> bool:
-    """Whether an answer may be this value, as the masks have it written."""
+    """Return whether an answer may be this value, as the masks have it written."""
     raw = json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogatepass")
     matcher = LLMatcher(bytes_alone(), grammar, limits=limits(), log_level=0)
     return matcher.try_consume_tokens([byte + 1 for byte in raw]) == len(raw) and matcher.is_accepting()

@@ -1,4 +1,4 @@
-"""`python -m lab schemas`: arguments, and tables of what became of a suite. Measures nothing itself."""
+"""Run `python -m lab schemas`: arguments, and tables of what became of a suite."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,8 +1,8 @@
 """Where the time of a decode step goes: the device's parts from one trace, the CPU's from counters.
 
-It refuses to know engines and requests: a step is a call. Tracing slows what it traces, so parts are compared with one
-another, and a step's time is measured without it. The device's parts are lengths of time in which at least one of
-their events ran: streams overlap, so parts may add up to more than the step, and what is idle is what none covers.
+Tracing slows what it traces, so parts are compared with one another, and a step's time is measured without it. The
+device's parts are lengths of time in which at least one of their events ran: streams overlap, so parts may add up to
+more than the step, and what is idle is what none covers.
 """
 
 import os
@@ -25,8 +25,9 @@ Counters = Callable[[], dict[str, float]]
 
 
 def device_parts(events: Sequence[DeviceEvent], span_us: float, steps: int) -> dict[str, float]:
-    """Milliseconds a step of `steps` in `span_us`: `device_busy_ms` (kernels that compute), `wait_for_cpu_ms` (a kernel
-    that spins until the CPU has answered), `copies_ms` (over the link or within, and deposits' kernels), `idle_ms`.
+    """Return milliseconds a step of `steps` in `span_us`: `device_busy_ms` (kernels that compute), `wait_for_cpu_ms` (a
+    kernel that spins until the CPU has answered), `copies_ms` (over the link or within, and deposits' kernels),
+    `idle_ms`.
     """
     waits = [event for event in events if any(part in event.name for part in WAITS)]
     copies = [event for event in events if any(part in event.name for part in COPIES)]
@@ -44,8 +45,9 @@ def trace_steps(
     step: Callable[[], None], counters: Counters, device: torch.device, path: Path | None,
     spans: Callable[[], Sequence[HostSpan]] = tuple,
 ) -> dict[str, float]:  # fmt: skip
-    """Milliseconds of the parts of a step, of STEPS traced calls of `step`: `step_ms`, on CUDA `device_parts`, and each
-    counter (seconds so far, by name) as `<name>_ms`. A driver that lets nobody trace gives no parts of the device.
+    """Return milliseconds of the parts of a step, of STEPS traced calls of `step`: `step_ms`, on CUDA `device_parts`,
+    and each counter (seconds so far, by name) as `<name>_ms`. A driver that lets nobody trace gives no parts of the
+    device.
 
     path: where a Chrome trace goes, which on the CPU is the only reason to trace; with events of a device, `path` with
     `.lanes` before its suffix has them by what they do, beside `spans` of the CPU's threads (`trace_lanes`), and
@@ -83,7 +85,7 @@ def trace_steps(
 
 
 def tabulate_parts(parts: dict[str, float]) -> Table:
-    """A line to each part, in milliseconds and as a share of the step."""
+    """Return a line to each part, in milliseconds and as a share of the step."""
     table = Table(box=None, pad_edge=False)
     table.add_column("part")
     for column in ("ms a step", "of it"):
@@ -97,7 +99,7 @@ def tabulate_parts(parts: dict[str, float]) -> Table:
 
 
 def device_events(tracer: profile) -> list[DeviceEvent]:
-    """Kernels and copies of a trace that has ended."""
+    """Return kernels and copies of a trace that has ended."""
     events: Iterable[FunctionEvent] = tracer.events() or ()  # type: ignore[no-untyped-call]
     return [
         DeviceEvent(event.name, event.time_range.start, event.time_range.end - event.time_range.start)
@@ -107,7 +109,7 @@ def device_events(tracer: profile) -> list[DeviceEvent]:
 
 
 def _start_ns(tracer: profile) -> int:
-    """Since the epoch: what the events' times are counted from."""
+    """Return the nanoseconds since the epoch that the events' times are counted from."""
     results = tracer.profiler.kineto_results if tracer.profiler is not None else None
     assert results is not None, "trace: it has ended"
     return cast(int, results.trace_start_ns())

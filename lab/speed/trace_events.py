@@ -1,4 +1,4 @@
-"""Kernels and copies of a device's trace, and how long they cover. It refuses to know who traces and what is shown."""
+"""Kernels and copies of a device's trace, and how long they cover."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class DeviceEvent(NamedTuple):
 
 
 def covered_us(events: Iterable[DeviceEvent]) -> float:
-    """Length of the union of the events' intervals."""
+    """Return length of the union of the events' intervals."""
     covered, end = 0.0, float("-inf")
     for _, start, duration in sorted(events, key=lambda event: event.start_us):
         covered += max(0.0, start + duration - max(start, end))

@@ -1,8 +1,8 @@
 """A Chrome trace in which a decode step's overlap can be seen: a lane for each kind of work, whatever stream it is on.
 
 Kernels of a captured graph are traced on the stream that launched it, one over the other, so lanes go by what a kernel
-does. It refuses to know engines. Times are of the device's trace; the CPU's spans are of its wall clock, to which the
-trace converts its own. Invariant: no two events of one row overlap; a lane has as many rows as run side by side in it.
+does. Times are of the device's trace; the CPU's spans are of its wall clock, to which the trace converts its own.
+Invariant: no two events of one row overlap; a lane has as many rows as run side by side in it.
 """
 
 import json
@@ -41,7 +41,7 @@ def lane_of(name: str) -> str:
 def lanes_of(
     events: Sequence[DeviceEvent], spans: Sequence[HostSpan], trace_start_ns: int
 ) -> dict[str, list[DeviceEvent]]:
-    """All of LANES, each in order of time; times in microseconds from the trace's start."""
+    """Return all of LANES, each in order of time; times in microseconds from the trace's start."""
     lanes: dict[str, list[DeviceEvent]] = {lane: [] for lane in LANES}
     for event in events:
         lanes[lane_of(event.name)].append(event)
@@ -60,7 +60,7 @@ def hidden_share(lanes: dict[str, list[DeviceEvent]]) -> float | None:
 
 
 def chrome_trace(lanes: dict[str, list[DeviceEvent]]) -> dict[str, Any]:
-    """The trace-event format: complete events, and names of rows."""
+    """Return the trace-event format: complete events, and names of rows."""
     told: list[dict[str, Any]] = []
     for order, (lane, events) in enumerate(lanes.items()):
         ends: list[float] = []  # of rows

@@ -24,7 +24,7 @@ def layer(tokens: int, seed: int = 0) -> PromptLayer:
 
 
 def last_block(prompt: PromptLayer) -> tuple[QueryBlock, torch.Tensor]:
-    """The last query block, and weights of the last 64 queries."""
+    """Return the last query block, and weights of the last 64 queries."""
     return look_at(prompt, prompt.longest - 32, 32), look_at(prompt, prompt.longest - 64, 64).weights
 
 

@@ -31,7 +31,7 @@ FUNCTION_WORDS = frozenset(
 
 
 def lists_of(module: object) -> set[str]:
-    """The words of a module's lists, lower case."""
+    """Return the words of a module's lists, lower case."""
     return {word.lower() for items in vars(module).values() if isinstance(items, list) for word in items}
 
 
@@ -49,7 +49,7 @@ def narrated(num_sentences: int, seed: int) -> list[str]:
 
 
 def task_wording() -> str:
-    """What training's exercises say, questions and answers included."""
+    """Return what training's exercises say, questions and answers included."""
     said = []
     for kind, make in tasks.KINDS.items():
         for seed in range(20):
@@ -83,7 +83,7 @@ def test_a_word_of_the_training_would_be_noticed() -> None:
 
 
 def skeletons(sentences: list[str]) -> set[str]:
-    """Sentences with all but function words as one blank, so that only their build is left."""
+    """Return sentences with all but function words as one blank, so that only their build is left."""
     shapes = set()
     for sentence in sentences:
         parts = re.findall(r"[A-Za-z]+|[.,;:!?\"]", sentence)
@@ -98,7 +98,7 @@ def test_no_sentence_is_built_as_one_of_the_training() -> None:
 
 
 def templates(grammar: dict[str, str]) -> set[str]:
-    """The builds of a grammar's sentences, slots as blanks."""
+    """Return the builds of a grammar's sentences, slots as blanks."""
     lines = [line for line in grammar["sentence"].splitlines() if line.strip()]
     return skeletons([re.sub(r"\{\w+\}", "blank", line) for line in lines])
 

@@ -1,4 +1,6 @@
-"""`python -m lab kernel mac`: hits as they were drawn, floors counted cell by cell, and no number of a wrong result."""
+"""Run `python -m lab kernel mac`: hits as they were drawn, floors counted cell by cell, and no number of a wrong
+result.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""`python -m lab mac`: a setting is a method and a profile, parts keep what they made, and what is said is counted."""
+"""Run `python -m lab mac`: a setting is a method and a profile, parts keep what they made, and what is said is
+counted.
+"""
 
 import json
 import math
@@ -51,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(folder: Path) -> tuple[Result, dict[str, Any]]:
-    """The command once, and its document."""
+    """Return the command once, and its document."""
     result = CliRunner().invoke(app, [*TINY, "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return result, json.loads((folder / "mac.json").read_text())

@@ -1,4 +1,4 @@
-"""`python -m lab kernel momo`: sums over units, FLOPs counted pair by pair, and no number of a wrong result."""
+"""Run `python -m lab kernel momo`: sums over units, FLOPs counted pair by pair, and no number of a wrong result."""
 
 import json
 

@@ -40,7 +40,9 @@ CHOICES = ("together",)
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network that ranks blocks by what it has seen of them, roughly: random, but of activations above zero."""
+    """Return a network that ranks blocks by what it has seen of them, roughly: random, but of activations
+    above zero.
+    """
     network = PredictorNetwork()
     parameters = predictor_oracle.random_parameters(4)
     network.load_state_dict({name: torch.from_numpy(value).float() for name, value in parameters.items()})
@@ -56,7 +58,7 @@ def label(weights: Path, **settings: object) -> str:
 
 
 def maxima(weights: np.ndarray) -> np.ndarray:
-    """Block maxima in rows long enough for any context of the case."""
+    """Return block maxima in rows long enough for any context of the case."""
     padded = np.zeros(BLOCK * (max(LENGTHS) // BLOCK + 2))
     padded[: len(weights)] = weights
     return padded.reshape(-1, BLOCK).max(1)
@@ -65,8 +67,8 @@ def maxima(weights: np.ndarray) -> np.ndarray:
 def simulate(
     case: Case, group: str, calibrate: int, every: int = 1, unread: str = "zero"
 ) -> dict[tuple[int, int, int], list[int]]:
-    """Keys that each (row, head, step) reads, by Algorithm 1 of the paper on a history of what was read, and of the
-    other blocks nothing or what it had.
+    """Return keys that each (row, head, step) reads, by Algorithm 1 of the paper on a history of what was read, and of
+    the other blocks nothing or what it had.
     """
     parameters, chosen = predictor_oracle.random_parameters(4), {}
     sink_blocks = math.ceil(SINK / BLOCK)

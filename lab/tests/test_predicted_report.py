@@ -1,4 +1,4 @@
-"""Runs about predicted blocks become one document, whose tables are means and counts of its rows."""
+"""Run about predicted blocks become one document, whose tables are means and counts of its rows."""
 
 import json
 from pathlib import Path

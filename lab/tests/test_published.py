@@ -34,7 +34,7 @@ def parse(words: list[str]) -> None:
 
 
 def run(file: Path, folder: Path, *parts: str) -> list[list[str]]:
-    """What the file asks of `tandem`, in turn, where all of it succeeds."""
+    """Return what the file asks of `tandem`, in turn, where all of it succeeds."""
     asked = folder / "asked"
     for name in ("tandem", "python"):  # the scripts run `tandem ..` and `python -m lab ..`
         stub = folder / name

@@ -200,7 +200,7 @@ def test_levels_of_a_row_are_the_curriculums_or_easier_or_the_hardest() -> None:
 
 
 def hints_of(library: Library, kind: str, length: int) -> list[tuple[str, str, str]]:
-    """Subject, text up to the hinted position with it, token, of a row's hints."""
+    """Return subject, text up to the hinted position with it, token, of a row's hints."""
     row = draw_row(library, kind, FULL_LEVEL, length, random.Random(5))
     text = library.spelling.text
     return [

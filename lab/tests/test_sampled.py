@@ -29,12 +29,12 @@ def table_probability(degrees: float, bits: int) -> float:
 
 
 def inclusion(rate: np.ndarray | float, tables: int) -> np.ndarray:
-    """P[two or more of `tables` independent events of this rate]: the regularised incomplete beta function."""
+    """Return p[two or more of `tables` independent events of this rate]: the regularised incomplete beta function."""
     return betainc(2, tables - 1, rate)
 
 
 def pairs_at(degrees: float, count: int, dim: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unit vectors `[count, dim]`, float64, each pair at this angle."""
+    """Return unit vectors `[count, dim]`, float64, each pair at this angle."""
     first, other = torch.randn(2, count, dim, generator=draw, dtype=torch.float64)
     first = first / first.norm(dim=-1, keepdim=True)
     other = other - (other * first).sum(-1, keepdim=True) * first
@@ -44,7 +44,9 @@ def pairs_at(degrees: float, count: int, dim: int, draw: torch.Generator) -> tup
 
 
 def sampled_share(degrees: float, bits: int, columns: int, seed: int) -> tuple[int, np.ndarray]:
-    """Tables to a draw, chosen so that about a quarter is sampled, and the share of 32 pairs sampled in each draw."""
+    """Return tables to a draw, chosen so that about a quarter is sampled, and the share of 32 pairs sampled in each
+    draw.
+    """
     tables = max(2, round(1 / table_probability(degrees, bits)))
     draws = columns // (tables * bits)
     query, key = pairs_at(degrees, 32, 16, torch.Generator().manual_seed(seed))
@@ -145,7 +147,7 @@ def check_head(
 
 
 def layer(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[PromptLayer, Step]:
-    """A prompt of all keys but the last and the step of the last one; query `[requests, heads, dim]`."""
+    """Return a prompt of all keys but the last and the step of the last one; query `[requests, heads, dim]`."""
     context = keys.shape[2]
     lengths = torch.full((len(keys),), context)
     prompt = PromptLayer(0, query[:, :, None], query[:, :, None], keys, values, lengths - 1, context - 1)
@@ -153,7 +155,7 @@ def layer(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tupl
 
 
 def masses(seeds: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numerators `[seeds, dim]` and masses `[seeds]` of one head over projections, and the true ones."""
+    """Return numerators `[seeds, dim]` and masses `[seeds]` of one head over projections, and the true ones."""
     draw = torch.Generator().manual_seed(6)
     query, keys, values = (torch.randn(1, 1, *shape, generator=draw) for shape in ((32,), (200, 32), (200, 32)))
     prompt, step = layer(1.5 * query, keys + 0.3, values)

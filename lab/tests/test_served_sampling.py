@@ -67,7 +67,7 @@ class Attended:
 
 @pytest.fixture(scope="module")
 def case() -> Case:
-    """Some keys are nearly parallel to a query, and all have a common mean."""
+    """Draw keys of which some are nearly parallel to a query, and all have a common mean."""
     draw = np.random.default_rng(8)
     queries = draw.standard_normal((STEPS, HEADS, DIM)) * 1.5
     keys = draw.standard_normal((KV_HEADS, PROMPT + STEPS, DIM))
@@ -106,7 +106,7 @@ def small_tier(device: str) -> Iterator[CpuTier]:
 
 
 def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
-    """The same steps by the parts that serve; before each, what has left the window goes down."""
+    """Return the same steps by the parts that serve; before each, what has left the window goes down."""
     device, attended = torch.device(device_name), []
     codes = Codes(arrange(draw_projections(DIM, BITS, TABLES, SEED, torch.float32, device)))
     with small_tier(device_name) as tier:
@@ -141,7 +141,7 @@ def send(depositor: Depositor, tier: CpuTier, room, case: Case, begin: int, end:
 
 
 def resident(case: Case, query: torch.Tensor, layer: int, length: int, device: torch.device) -> Partial:
-    """Sink and window, exactly."""
+    """Return sink and window, exactly."""
     index = [*range(SINK), *range(length - WINDOW, length)]
     keys, values = (rows[:, index].repeat_interleave(GROUP, 0).double() for rows in (case.keys, case.values[layer]))
     logits = torch.einsum("hd,hnd->hn", query.double(), keys) / DIM**0.5
@@ -155,7 +155,7 @@ def read_step(out: torch.Tensor, lse: torch.Tensor, length: int) -> Attended:
 
 
 def decided(case: Case, tokens: int) -> np.ndarray:
-    """Tokens whose codes are the same in whatever order products are summed: bool `[heads, tokens]`."""
+    """Return tokens whose codes are the same in whatever order products are summed: bool `[heads, tokens]`."""
     planes = draw_projections(DIM, BITS, TABLES, SEED, torch.float32, torch.device("cpu")).matrix.double()
     centre = case.keys[:, SINK : SINK + DEPOSITED].double().mean(1, keepdim=True)
     products = (case.keys[:, :tokens].double() - centre).float().bfloat16().double() @ planes

@@ -293,7 +293,9 @@ def test_a_deployment_whose_device_holds_no_prompt_that_goes_down_gives_no_numbe
     capacity = HostCapacity(16, PageLayout(4, 1, 8), True, 1 << 30, 16, 64, 128, 4096, lambda *_: 0)
     client = SimpleNamespace(longest_tokens={"exact": 4096, "offloaded": 8192})
     offloaded = resolve_profiles({}, HostConfig())["offloaded"]
-    with pytest.raises(GateError, match="goes down from 4,097 tokens on, and exact and offloaded have room for 4,064"):
+    with pytest.raises(
+        GateError, match="is offloaded from 4,097 tokens on, and exact and offloaded have room for 4,064"
+    ):
         check_host_path(client, capacity, "bfloat16", [offloaded], 1, Console(quiet=True))
     exact = resolve_profiles({}, None)["exact"]
     assert check_host_path(client, capacity, "bfloat16", [exact], 1, Console(quiet=True)) == {}

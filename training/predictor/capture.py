@@ -1,9 +1,8 @@
-"""Block maxima of full attention over texts: histories of steps, each followed by what it should predict.
+"""Capture block maxima of full attention over texts: histories of steps, each with what it should predict.
 
-AttentionPredictor, appendix B. It knows the reference decoder and token ids, no network. A track is of a KV head, with
-the most that any query head of its group attended to, which is what the network is given when it serves; or of a query
-head, as in the paper. Invariants: a target is the step right behind its history, over the blocks that were candidates
-then; sink and recent blocks are in neither.
+AttentionPredictor, appendix B. A track is of a KV head, with the most that any query head of its group attended to,
+which is what the network is given when it serves; or of a query head, as in the paper. Invariants: a target is the step
+right behind its history, over the blocks that were candidates then; sink and recent blocks are in neither.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ class Track:
 def capture(
     decoder: ReferenceDecoder, prompt: Sequence[int], cut: Cut, targets: int, of: Tracks, advance: Callable[[], None]
 ) -> list[Track]:
-    """Tracks of the layers that predict: the text's last `targets` queries are what is predicted.
+    """Return tracks of the layers that predict: the text's last `targets` queries are what is predicted.
 
     Raises ValueError for a text that leaves no candidates.
     """

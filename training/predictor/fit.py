@@ -1,9 +1,9 @@
 """Fit the network to tracks: a loss, Adam, and the epoch with the best attention recovery rate kept.
 
-AttentionPredictor, appendix B. It knows tracks and no model. The paper's loss is the mean squared error of the next
-step's maxima, nearly all of which is of a few heavy blocks. The other is the cross entropy of the next step's mass: of
-scores a choice takes only their order, and an order is worth the mass that it puts in front. Invariant: tracks that are
-held out are never fitted to.
+AttentionPredictor, appendix B. The paper's loss is the mean squared error of the next step's maxima, nearly all of
+which is of a few heavy blocks. The other is the cross entropy of the next step's mass: of scores a choice takes only
+their order, and an order is worth the mass that it puts in front. Invariant: tracks that are held out are never fitted
+to.
 """
 
 import copy
@@ -50,7 +50,7 @@ class Epoch:
 def draw_pairs(
     tracks: Sequence[Track], cut: Cut, loss: Loss, count: int, draw: random.Random, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """history `[count, steps, blocks]`, what follows `[count, blocks]` and widths `[count]`, padded with zeros.
+    """Draw histories `[count, steps, blocks]`, what follows `[count, blocks]` and widths `[count]`, padded with zeros.
 
     What follows is maxima or mass, by the loss. On a card that holds the tracks, nothing is waited for but widths.
     """
@@ -84,7 +84,7 @@ def recover(network: nn.Module, tracks: Sequence[Track], cut: Cut, budget_blocks
 
 
 def loss_of(loss: Loss, scores: Tensor, follows: Tensor, widths: Tensor) -> Tensor:
-    """Of scores `[rows, blocks]` and what followed `[rows, blocks]`, over each row's own blocks.
+    """Return the loss of scores `[rows, blocks]` and what followed `[rows, blocks]`, over each row's own blocks.
 
     A row's cross entropy weighs what mass its blocks hold, as the recovery rate does.
     """
@@ -96,7 +96,7 @@ def loss_of(loss: Loss, scores: Tensor, follows: Tensor, widths: Tensor) -> Tens
 
 
 def behind(rows: Tensor, widths: Tensor) -> Tensor:
-    """bool `[rows, blocks]`: no candidates."""
+    """Return bool `[rows, blocks]`: no candidates."""
     return torch.arange(rows.shape[-1], device=rows.device) >= widths[:, None]
 
 
@@ -104,7 +104,9 @@ def fit(
     make: Callable[[], Network], tracks: Sequence[Track], held_out: Sequence[Track], cut: Cut, recipe: Recipe,
     device: torch.device, show: Callable[[Epoch], None], advance: Callable[[], None],
 ) -> tuple[Network, list[Epoch]]:  # fmt: skip
-    """A network of the epoch that recovered most of the held-out attention, and all epochs. Starts from the seed."""
+    """Return a network of the epoch that recovered most of the held-out attention, and all epochs. Starts from the
+    seed.
+    """
     torch.manual_seed(recipe.seed)
     draw = random.Random(recipe.seed)
     network = make().to(device)

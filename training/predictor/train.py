@@ -1,7 +1,6 @@
-"""One training of a predictor from beginning to end: texts, captured attention, the fit, the file and its report.
+"""Train a predictor from texts to its file and report.
 
-It ties the recipe to files and the terminal. Invariant: what is held out are whole texts, and what is written is the
-network of the epoch that the report names.
+Invariant: what is held out are whole texts, and what is written is the network of the epoch that the report names.
 """
 
 import json
@@ -48,14 +47,14 @@ class TextPlan:
 
 
 def narrated(seed: int) -> Iterator[str]:
-    """Endless sentences of the generated prose that training has; the evaluations' text is another."""
+    """Yield endless sentences of the generated prose that training has; the evaluations' text is another."""
     narrator = Narrator(seed)
     while True:
         yield narrator.sentence()
 
 
 def read_prompts(model: Path, plan: TextPlan) -> dict[tuple[int, str], list[list[int]]]:
-    """Token ids by length and task (TEXT: running text, after the tokenizer's first token).
+    """Return token ids by length and task (TEXT: running text, after the tokenizer's first token).
 
     Raises ValueError for an unknown task or too little text, or OSError.
     """
@@ -76,13 +75,13 @@ def read_prompts(model: Path, plan: TextPlan) -> dict[tuple[int, str], list[list
 
 
 def with_answer(tokenizer: Any, sample: Sample) -> list[int]:
-    """Token ids of a prompt and what answers it."""
+    """Return token ids of a prompt and what answers it."""
     parts = sample.prompt, " ".join(sample.answers)
     return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
 
 
 def split(tracks: dict[tuple[int, str], list[list[Track]]]) -> tuple[list[Track], list[Track]]:
-    """Tracks to fit to, and those of the last texts of each length and task, which are held out."""
+    """Return tracks to fit to, and those of the last texts of each length and task, which are held out."""
     fitted: list[Track] = []
     held: list[Track] = []
     for of_texts in tracks.values():
@@ -121,7 +120,7 @@ class Texts:
     some: list[Track]
 
     def report(self, plan: TextPlan, cut: Cut, recipe: Recipe) -> dict[str, Any]:
-        """What was fitted to, and how."""
+        """Return what was fitted to, and how."""
         return {
             "model": self.model, "texts": [path.name for path in plan.files] or "generated prose",
             "tasks": plan.tasks, "lengths": plan.lengths, "texts_a_length": plan.texts, "targets": plan.targets,
@@ -150,7 +149,7 @@ def capture_texts(model: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device:
 def fit_to(
     texts: Texts, make: Callable[[], Network], cut: Cut, recipe: Recipe
 ) -> tuple[Network, list[Epoch]]:  # fmt: skip
-    """`fit`, with progress on stderr."""
+    """Return `fit`, with progress on stderr."""
     console = Console(stderr=True)
 
     def show(epoch: Epoch) -> None:
@@ -161,5 +160,5 @@ def fit_to(
 
 
 def best_of(epochs: Sequence[Epoch]) -> Epoch:
-    """The first of those that recovered most."""
+    """Return the first of those that recovered most."""
     return max(epochs, key=lambda epoch: epoch.recovery)
