@@ -1,13 +1,16 @@
 """Hold the sets of runs and the tables of lab/RESULTS.md to what they are made of."""
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from evals.report.document import describe_run
 from evals.rows import summarize
 from evals.served_method import served_method
 from evals.store import Record
+from lab.cli import app
 from lab.methods import parse_method
 from lab.quality.results import (
     cells_of,
@@ -122,3 +125,47 @@ def test_files_of_two_sets_are_not_put_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="full, quick"):
         read_runs([tmp_path / "quick", tmp_path / "full"])
     assert read_runs([tmp_path / "quick", tmp_path / "quick"])["seconds"] == 2
+
+
+def test_results_wants_one_of_its_ways() -> None:
+    result = CliRunner().invoke(app, ["results"])
+    assert result.exit_code == 1
+    assert "--quick, --full, --served and --from" in result.stderr
+
+
+def test_results_renders_a_run_that_was_made_elsewhere(tmp_path: Path) -> None:
+    page, run = tmp_path / "page.md", tmp_path / "run.json"
+    page.write_text("<!-- full: begin -->\n<!-- full: end -->\n")
+    row = {
+        "method": "full", "settings": {}, "task": "needle", "length": 4096, "metric": "exact_match", "samples": 400,
+        "failures": 0, "score": 99.5, "low": 99.0, "high": 100.0, "difference": 0.0, "difference_low": -0.75,
+        "difference_high": 0.75, "head_fraction": 1.0, "bytes_fraction": 1.0,
+    }  # fmt: skip
+    run.write_text(json.dumps({"set": "full", "command": "c", "machine": "m", "date": "d", "seconds": 60, "seed": 0,
+                               "rows": [row]}))  # fmt: skip
+    result = CliRunner().invoke(app, ["results", "--from", str(run), "--page", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "| `full` | 100.0 % | 100.0 % | 99.5 |" in page.read_text()
+
+
+def test_runs_on_the_users_text_have_tables_of_their_own(tmp_path: Path) -> None:
+    page, run, mixed = tmp_path / "page.md", tmp_path / "run.json", tmp_path / "mixed.json"
+    page.write_text(
+        "<!-- full: begin -->\nkept\n<!-- full: end -->\n<!-- full-text: begin -->\n<!-- full-text: end -->\n"
+    )
+    row = {
+        "method": "full", "settings": {}, "task": "needle", "length": 4096, "metric": "exact_match", "samples": 400,
+        "failures": 0, "score": 99.5, "low": 99.0, "high": 100.0, "difference": None, "difference_low": None,
+        "difference_high": None, "head_fraction": 1.0, "bytes_fraction": 1.0, "text": "heldout.txt",
+    }  # fmt: skip
+    head = {"set": "full", "command": "c", "machine": "m", "date": "d", "seconds": 60, "seed": 0}
+    run.write_text(json.dumps({**head, "rows": [row]}))
+    result = CliRunner().invoke(app, ["results", "--from", str(run), "--page", str(page)])
+    assert result.exit_code == 0, result.output
+    before, after = page.read_text().split("<!-- full-text: begin -->")
+    assert before == "<!-- full: begin -->\nkept\n<!-- full: end -->\n"
+    assert "Text around the needles: heldout.txt." in after
+    mixed.write_text(json.dumps({**head, "rows": [{**row, "text": "chronicle"}]}))
+    result = CliRunner().invoke(app, ["results", "--from", str(run), "--from", str(mixed), "--page", str(page)])
+    assert result.exit_code == 1
+    assert "give files of one text" in result.stderr

@@ -45,50 +45,6 @@ def test_errors_are_one_line(arguments: list[str], words: str) -> None:
     assert words in errors[0]
 
 
-def test_results_wants_one_of_its_ways() -> None:
-    result = CliRunner().invoke(app, ["results"])
-    assert result.exit_code == 1
-    assert "--quick, --full, --served and --from" in result.stderr
-
-
-def test_results_renders_a_run_that_was_made_elsewhere(tmp_path: Path) -> None:
-    page, run = tmp_path / "page.md", tmp_path / "run.json"
-    page.write_text("<!-- full: begin -->\n<!-- full: end -->\n")
-    row = {
-        "method": "full", "settings": {}, "task": "needle", "length": 4096, "metric": "exact_match", "samples": 400,
-        "failures": 0, "score": 99.5, "low": 99.0, "high": 100.0, "difference": 0.0, "difference_low": -0.75,
-        "difference_high": 0.75, "head_fraction": 1.0, "bytes_fraction": 1.0,
-    }  # fmt: skip
-    run.write_text(json.dumps({"set": "full", "command": "c", "machine": "m", "date": "d", "seconds": 60, "seed": 0,
-                               "rows": [row]}))  # fmt: skip
-    result = CliRunner().invoke(app, ["results", "--from", str(run), "--page", str(page)])
-    assert result.exit_code == 0, result.output
-    assert "| `full` | 100.0 % | 100.0 % | 99.5 |" in page.read_text()
-
-
-def test_runs_on_the_users_text_have_tables_of_their_own(tmp_path: Path) -> None:
-    page, run, mixed = tmp_path / "page.md", tmp_path / "run.json", tmp_path / "mixed.json"
-    page.write_text(
-        "<!-- full: begin -->\nkept\n<!-- full: end -->\n<!-- full-text: begin -->\n<!-- full-text: end -->\n"
-    )
-    row = {
-        "method": "full", "settings": {}, "task": "needle", "length": 4096, "metric": "exact_match", "samples": 400,
-        "failures": 0, "score": 99.5, "low": 99.0, "high": 100.0, "difference": None, "difference_low": None,
-        "difference_high": None, "head_fraction": 1.0, "bytes_fraction": 1.0, "text": "heldout.txt",
-    }  # fmt: skip
-    head = {"set": "full", "command": "c", "machine": "m", "date": "d", "seconds": 60, "seed": 0}
-    run.write_text(json.dumps({**head, "rows": [row]}))
-    result = CliRunner().invoke(app, ["results", "--from", str(run), "--page", str(page)])
-    assert result.exit_code == 0, result.output
-    before, after = page.read_text().split("<!-- full-text: begin -->")
-    assert before == "<!-- full: begin -->\nkept\n<!-- full: end -->\n"
-    assert "Text around the needles: heldout.txt." in after
-    mixed.write_text(json.dumps({**head, "rows": [{**row, "text": "chronicle"}]}))
-    result = CliRunner().invoke(app, ["results", "--from", str(run), "--from", str(mixed), "--page", str(page)])
-    assert result.exit_code == 1
-    assert "give files of one text" in result.stderr
-
-
 def test_datasets_run_like_tasks_shortened_and_resumed(tmp_path: Path) -> None:
     rows = [{"context": "word " * 900, "input": f"{n}?", "answers": ["x"], "_id": str(n)} for n in range(3)]
     book = {"id": 0, "context": "word " * 900, "input": "Which?", "answer": ["12345"], "options": []}
