@@ -254,7 +254,8 @@ class Admission:
 
     def _try_down(self, sequence: Sequence, this: _Round) -> Start | None:
         """Likewise, for a prompt of which a part goes down."""
-        start = self._residence.find(sequence)
+        assert self._residence.prompts is not None, "admission: a prompt is offloaded where there is host memory"
+        start = self._residence.prompts.find(sequence)
         this.num_tried_down += 1
         if (
             this.num_tried_down > _MOST_TRIED_DOWN
@@ -291,6 +292,7 @@ class Admission:
             self._documents.count_begun()
 
     def _start_job(self, batch: list[tuple[Sequence, Start]]) -> PrefillJob:
+        offloaded = self._residence.prompts
         prompts = [
             PrefillPrompt(
                 slot=sequence.slot,
@@ -299,7 +301,7 @@ class Admission:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 sampling=sequence.request.sampling,
                 profile=sequence.request.attention_profile,
-                host=self._residence.host_prompt(sequence, start),
+                host=None if offloaded is None else offloaded.host_prompt(sequence, start),
                 pooling=sequence.request.pooling,
                 branch=sequence.branch,
                 fused=None if self._documents is None else self._documents.plan(sequence, start.begin),

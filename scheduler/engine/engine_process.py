@@ -22,7 +22,7 @@ from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
 from scheduler.engine.connection import Connection, Prepared
 from scheduler.engine.engine import Engine
-from scheduler.engine.heartbeat import PulseThread
+from scheduler.engine.heartbeat import Heartbeat
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineStart
 from scheduler.messages import (
@@ -57,7 +57,7 @@ HANDOVER_SECONDS = 0.0005
 class Loop:
     """Steps the engine, and paces what is reported besides tokens."""
 
-    def __init__(self, engine: Engine, connection: Connection, pulse: PulseThread) -> None:
+    def __init__(self, engine: Engine, connection: Connection, pulse: Heartbeat) -> None:
         self._engine = engine
         self._connection = connection
         self._pulse = pulse
@@ -116,7 +116,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     sys.setswitchinterval(HANDOVER_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
     connection = Connection(requests, replies)
-    pulse = PulseThread(replies)
+    pulse = Heartbeat(replies)
     pulse.start()
     try:
         start = _read_start(sys.stdin.read())

@@ -14,7 +14,7 @@ from scheduler.messages import Pulse
 _SECONDS = 0.5
 
 
-class PulseThread:
+class Heartbeat:
     """`start`, `begin_turn` at every turn of the loop, `stop`."""
 
     def __init__(self, replies: str) -> None:

@@ -51,7 +51,7 @@ class _Need:
     size: RunSize
 
 
-class DepositedPrompts:
+class OffloadedPrompts:
     """`profiles`: those that are served, by name."""
 
     def __init__(
@@ -221,8 +221,11 @@ class DepositedPrompts:
 
     # --- its prefill --------------------------------------------------------------------------------------------------
 
-    def host_prompt(self, sequence: Sequence, context: HostContext, start: Start) -> HostPrompt:
-        """What the prefill is told of the part that goes down."""
+    def host_prompt(self, sequence: Sequence, start: Start) -> HostPrompt | None:
+        """Return what the prefill is told of the offloaded part, if there is one."""
+        context = sequence.context
+        if context is None:
+            return None
         return HostPrompt(
             context_id=context.context_id,
             source_id=None if start.source is None else start.source.context_id,

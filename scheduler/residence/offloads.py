@@ -12,7 +12,7 @@ from scheduler.sequences.offloaded_context import HostContext, RunSize
 from scheduler.sequences.sequence import Sequence
 
 
-class Deposits:
+class Offloads:
     """`profiles`: those that are served, by name."""
 
     def __init__(
@@ -59,10 +59,14 @@ class Deposits:
             given = self._frontier.release_to(context, context.num_settled)
             assert given, "room for what is released was made when it was reserved"
 
-    def next_deposit(self, sequence: Sequence) -> Offload | None:
-        """Old tokens are written to the host where the next draw makes it due."""
-        end = self._end(sequence)
-        return self._write(sequence, end) if end else None
+    def take_due(self, stepping: Iterable[Sequence]) -> list[tuple[Sequence, Offload]]:
+        """Return the next plan's offloads: of short contexts, to make room, and those that the next draws make due."""
+        due, self._written_down = self._written_down, []
+        for sequence in stepping:
+            end = self._end(sequence) if sequence.wants_draw else 0
+            if end:
+                due.append((sequence, self._write(sequence, end)))
+        return due
 
     def most_ahead(self, sequence: Sequence, most: int) -> int:
         """How many tokens, at most that many, may follow the next draw's in its step: in none of the steps that these
@@ -92,11 +96,6 @@ class Deposits:
                 self._written_down.append((sequence, self._write(sequence, end)))
                 return True
         return False
-
-    def take_written_down(self) -> list[tuple[Sequence, Offload]]:
-        """Deposits of short ones since the last call, and whose they are."""
-        written_down, self._written_down = self._written_down, []
-        return written_down
 
     def forget(self, sequence: Sequence) -> None:
         """It gives way in the plan that writes it down: the device hears nothing of its context."""

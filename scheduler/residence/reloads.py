@@ -17,7 +17,7 @@ FETCHED_TOKENS = 8192  # at once, at most: a step's time over the link, or a lit
 _FREE_SHARE = 16  # one of so many pages stays free
 
 
-class GrowingBack:
+class Reloads:
     """`num_quiet_steps`: since pages were given up last, or anybody was in need of some."""
 
     def __init__(self, host: HostCapacity, frontier: Frontier, pages: PagePool) -> None:

@@ -6,25 +6,35 @@ dense ones in front; the sequence holds all others.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from gpu.profiles import Profile
-from gpu.step import FinishedReload, HostPrompt, HostRead, Offload, PageEviction, PageWrite, Reload
+from gpu.step import FinishedReload, HostRead, PageEviction, PageWrite, Reload
 from scheduler.cache.page_pool import Memory, PagePool
 from scheduler.cache.prefix_cache import PrefixCache
 from scheduler.cache.window_pool import Windows
 from scheduler.residence.evictions import Frontier
 from scheduler.residence.host_contexts import HostContexts
-from scheduler.residence.offloaded_prompts import DepositedPrompts, Start
-from scheduler.residence.offloads import Deposits
+from scheduler.residence.offloaded_prompts import OffloadedPrompts, Start
+from scheduler.residence.offloads import Offloads
 from scheduler.residence.page_room import PageRoom
-from scheduler.residence.reloads import GrowingBack
+from scheduler.residence.reloads import Reloads
 from scheduler.residence.residence_counts import ResidenceCounts
 from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.offloaded_context import HostContext
 from scheduler.sequences.sequence import Sequence
 
 Shortage = Literal["pages", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Changes of contexts in host memory that the device has yet to hear of."""
+
+    closed_contexts: tuple[int, ...] = ()
+    finished_reloads: tuple[FinishedReload, ...] = ()
+    evictions: tuple[PageEviction, ...] = ()
 
 
 class Residence:
@@ -46,6 +56,8 @@ class Residence:
         self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key, profiles)
         self.contexts: HostContexts | None = None
         self.frontier: Frontier | None = None
+        self.prompts: OffloadedPrompts | None = None
+        self.offloads: Offloads | None = None
         host = capacity.host
         self._num_sink_blocks = 0 if host is None else host.num_sink_blocks
         if host is not None:
@@ -54,11 +66,11 @@ class Residence:
         self.room = PageRoom(capacity, self.pages, self.contexts, self.frontier)
         self.counts = ResidenceCounts(page_tokens, self.contexts, self.frontier)
         if host is not None and self.contexts is not None and self.frontier is not None:
-            self._prompts = DepositedPrompts(
+            self.prompts = OffloadedPrompts(
                 host, self.contexts, self.frontier, self.pages, self.room, self.prefixes, profiles
-            )  # fmt: skip
-            self._deposits = Deposits(host, self.contexts, self.frontier, self.pages, profiles)
-            self._growing_back = GrowingBack(host, self.frontier, self.pages)
+            )
+            self.offloads = Offloads(host, self.contexts, self.frontier, self.pages, profiles)
+            self._reloads = Reloads(host, self.frontier, self.pages)
 
     @property
     def page_tokens(self) -> int:
@@ -77,12 +89,8 @@ class Residence:
     def await_room(self, sequence: Sequence) -> None:
         """The sequence waits from now on: what it will take does not change meanwhile."""
         sequence.num_pages = self._capacity.pages_for(sequence.num_tokens)
-        sequence.run_end = 0 if self.frontier is None else self._prompts.run_end(sequence)
+        sequence.run_end = 0 if self.prompts is None else self.prompts.run_end(sequence)
         self.prefixes.await_blocks(sequence)
-
-    def find(self, sequence: Sequence) -> Start:
-        """The best start there is now of a prompt that goes down."""
-        return self._prompts.find(sequence)
 
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
         """Give the sequence what its prompt needs, if that leaves `num_spare` pages; else nothing.
@@ -90,8 +98,8 @@ class Residence:
         One with a window needs few pages more than it has: room for all of them is left, so that no long prompt is
         computed twice for want of a page. Idle contexts but `kept` give way to it.
         """
-        if start.end:
-            return self._prompts.take(sequence, start, num_spare, kept)
+        if start.end and self.prompts is not None:
+            return self.prompts.take(sequence, start, num_spare, kept)
         front = self.pages.front_of(sequence.hashes, self._blocks(start.begin))
         self.pages.hold(front.array)
         num_new = sequence.num_pages - len(front.page_ids)
@@ -101,18 +109,13 @@ class Residence:
         sequence.pages = front.page_ids + self.pages.allocate(num_new)
         return True
 
-    def host_prompt(self, sequence: Sequence, start: Start) -> HostPrompt | None:
-        """What a prefill is told of the part that goes down, if any does."""
-        context = sequence.context
-        return None if context is None else self._prompts.host_prompt(sequence, context, start)
-
     def finish_prefill(self, sequence: Sequence) -> None:
         """The plan under way ends it: what went down is in host memory behind it."""
         context = sequence.context
-        if context is not None:
-            self._prompts.finish_prefill(sequence, context)
+        if context is not None and self.prompts is not None:
+            self.prompts.finish_prefill(sequence, context)
             if context.parent is not None and context.num_released:
-                self._growing_back.hasten()
+                self._reloads.hasten()
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -122,18 +125,18 @@ class Residence:
         Idle contexts give way, but `kept` no page.
         """
         num_pages = int(self._needs_page(sequence))
-        if self.frontier is not None:
-            if not self._deposits.reserve(sequence):
+        if self.offloads is not None:
+            if not self.offloads.reserve(sequence):
                 return "host"
-            num_pages += self._deposits.num_dense_pages(sequence)
+            num_pages += self.offloads.num_dense_pages(sequence)
         return "pages" if num_pages and not self.room.free_pages(num_pages, kept) else None
 
     def grow(self, sequence: Sequence) -> list[PageWrite]:
         """The page that the next token begins, if it begins one; what settles with it moves. There is room: `reserve`
         has said so, and it is called for nobody else in between.
         """
-        if self.frontier is not None:
-            self._deposits.settle(sequence)
+        if self.offloads is not None:
+            self.offloads.settle(sequence)
         if not self._needs_page(sequence):
             return []
         write = PageWrite(sequence.slot, len(sequence.pages), tuple(self.pages.allocate(1)))
@@ -149,9 +152,9 @@ class Residence:
         most = min(most, num_pages * self._capacity.page_tokens - sequence.next_cell - 1)
         if self.windows.count:
             most = min(most, self._capacity.spare_window_tokens)  # or they take the place of what the first ones see
-        if most <= 0 or self.frontier is None:
+        if most <= 0 or self.offloads is None:
             return max(most, 0)
-        return self._deposits.most_ahead(sequence, most)
+        return self.offloads.most_ahead(sequence, most)
 
     def grow_ahead(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
         """The pages of so many tokens behind the next draw's: no more than `most_ahead` says."""
@@ -169,17 +172,9 @@ class Residence:
             self.pages.release(sequence.pages[first:])
             del sequence.pages[first:]
 
-    def deposit(self, sequence: Sequence) -> Offload | None:
-        """Old tokens are written to the host where the next draw makes it due."""
-        return None if self.frontier is None else self._deposits.next_deposit(sequence)
-
     def write_down(self, running: Iterable[Sequence]) -> bool:
         """Whether one of these that is on the device whole is written to the host, and can give up pages then."""
-        return self.is_adaptive and self._deposits.write_down(running)
-
-    def take_written_down(self) -> list[tuple[Sequence, Offload]]:
-        """Deposits of these since the last call, and whose they are."""
-        return [] if self.frontier is None else self._deposits.take_written_down()
+        return self.offloads is not None and self.is_adaptive and self.offloads.write_down(running)
 
     def ask(self, sequence: Sequence) -> HostRead | None:
         """What a decode step reads of the sequence in host memory: what is released, by this plan as well."""
@@ -230,10 +225,11 @@ class Residence:
         """Give back the pages in front of its run and behind it; those of the run are the context's."""
         assert self.contexts is not None
         assert self.frontier is not None
+        assert self.offloads is not None
         first = self._num_sink_blocks if context.is_open else len(sequence.pages)
         last = first + context.num_blocks
         self.pages.release(sequence.pages[:first] + sequence.pages[last:])
-        self._deposits.forget(sequence)
+        self.offloads.forget(sequence)
         del self.frontier.holders[context]
         self.contexts.let_go(context, is_kept)
 
@@ -248,7 +244,7 @@ class Residence:
         if not self.is_adaptive:
             return []
         num_coming_pages = sum(map(self.room.num_coming_pages, running)) if is_quiet else 0
-        fetch = self._growing_back.next_fetch(is_quiet, num_coming_pages, is_ready)
+        fetch = self._reloads.next_fetch(is_quiet, num_coming_pages, is_ready)
         return [] if fetch is None else [fetch]
 
     def end_fetches(self) -> None:
@@ -258,17 +254,15 @@ class Residence:
 
     # --- what the device is told of -----------------------------------------------------------------------------------
 
-    def take_restores(self) -> list[FinishedReload]:
-        """What came back since the last call."""
-        return [] if self.frontier is None else self.frontier.take_restores()
-
-    def take_releases(self) -> list[PageEviction]:
-        """What was given up since the last call."""
-        return [] if self.frontier is None else self.frontier.take_releases()
-
-    def take_closed(self) -> list[int]:
-        """Contexts closed since the last call."""
-        return [] if self.contexts is None else self.contexts.take_closed()
+    def take_changes(self) -> "Changes":
+        """Return what was closed, reloaded and evicted since the last call."""
+        if self.frontier is None or self.contexts is None:
+            return Changes()
+        return Changes(
+            tuple(self.contexts.take_closed()),
+            tuple(self.frontier.take_restores()),
+            tuple(self.frontier.take_releases()),
+        )
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

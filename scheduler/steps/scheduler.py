@@ -43,12 +43,10 @@ from scheduler.residence.residence import Residence
 from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.lane_fences import Lanes, rows_of
 from scheduler.sequences.sequence import Sequence, State
+from scheduler.steps.drawing_rows import IsReady, KnownTokens, LateRows, Row, TokenGap
 from scheduler.steps.grouping import Grouping, Load
-from scheduler.steps.known_tokens import Jumps
-from scheduler.steps.late_rows import IsReady, LateRows, Row
 from scheduler.steps.launched_plan import LaunchedPlan, OffloadedRun
 from scheduler.steps.results import Results, make_failure, make_progress
-from scheduler.steps.token_gap import TokenGap
 
 NO_MEMORY = "KV pages: the host has no memory left for this request; try again later, or lower gpu.kv_cache_gib"
 
@@ -144,7 +142,7 @@ class Scheduler:
         self._results = Results(self.roster, self.residence, self.constraints, self._costs)
         self.intake = Intake(capacity, profiles, self.prefixes, self.constraints, documents)
         most_rows = config.max_running if device.most_rows is None else device.most_rows
-        self.jumps = Jumps(config, most_rows, self._costs, self.residence, self.constraints)
+        self.jumps = KnownTokens(config, most_rows, self._costs, self.residence, self.constraints)
 
     @property
     def prefill_methods(self) -> list[str]:
@@ -189,13 +187,14 @@ class Scheduler:
         reloads = self._reload(lane, is_ready)
         draft.known, writes = self.jumps.take(draft.taken, lane, len(self.roster.running))
         draft.page_writes += writes
+        changes = self.residence.take_changes()
         plan = StepPlan(
             lane=lane,
             released_slots=tuple(self.roster.take_released()) if lane is Lane.DEVICE else (),  # it hands out slots
-            closed_contexts=tuple(self.residence.take_closed()),
+            closed_contexts=changes.closed_contexts,
             offloads=tuple(draft.offloads),
-            finished_reloads=tuple(self.residence.take_restores()),
-            evictions=tuple(self.residence.take_releases()),
+            finished_reloads=changes.finished_reloads,
+            evictions=changes.evictions,
             reloads=tuple(reloads),
             page_writes=tuple(draft.page_writes),
             ring_writes=tuple(self.rings.take_writes()),
@@ -215,13 +214,9 @@ class Scheduler:
 
     def _offload(self, draft: _Draft) -> None:
         """Offload what short contexts gave to make room, and old tokens of sequences that draw."""
-        for sequence, offload in self.residence.take_written_down():
-            draft.offloads.append(offload)
-            draft.offloaded.append(OffloadedRun.of(sequence))
-        for sequence in draft.stepping:
-            due = self.residence.deposit(sequence) if sequence.wants_draw else None
-            if due is not None:
-                draft.offloads.append(due)
+        if self.residence.offloads is not None:
+            for sequence, offload in self.residence.offloads.take_due(draft.stepping):
+                draft.offloads.append(offload)
                 draft.offloaded.append(OffloadedRun.of(sequence))
 
     def _admit(self, draft: _Draft) -> None:

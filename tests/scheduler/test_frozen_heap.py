@@ -16,7 +16,7 @@ def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeyp
     start = SimpleNamespace(config=None, memory=None)
     for name, instead in {
         "Connection": lambda requests, replies: connection,
-        "PulseThread": lambda replies: SimpleNamespace(start=lambda: None, stop=lambda: None),
+        "Heartbeat": lambda replies: SimpleNamespace(start=lambda: None, stop=lambda: None),
         "_read_start": lambda text: start,
         "load_engine": lambda config, memory, on_progress: (engine, "ready"),
         "Loop": lambda *given: SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count())),

@@ -170,7 +170,7 @@ def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_a_lump() 
     assert (deposits[0].begin, deposits[0].end) == (SINK, RESIDENT + LUMP - WINDOW)
     asks = [group.asks for plan in runner.plans for group in plan.decode]
     assert asks[0] is None
-    assert asks[-1] == [HostRead(deposits[0].context_id, SINK, deposits[-1].end)]
+    assert asks[-1] == (HostRead(deposits[0].context_id, SINK, deposits[-1].end),)
     check_idle(engine, runner)
 
 

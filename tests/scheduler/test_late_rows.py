@@ -3,7 +3,7 @@
 import pytest
 
 from gpu.step import HostRead
-from scheduler.steps import late_rows
+from scheduler.steps import drawing_rows
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import ask, check_idle, make_engine
 from tests.scheduler.test_scheduler import check_output, drain, prompt_of
@@ -75,7 +75,7 @@ def test_of_several_late_rows_the_one_goes_that_has_waited_longest() -> None:
 
 def test_no_row_is_left_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 256
-    monkeypatch.setattr(late_rows, "MOST_STEPS", most)
+    monkeypatch.setattr(drawing_rows, "MOST_STEPS", most)
     engine, runner = make_engine()
     late(runner, 1_000_000)
     short = ask("short", prompt_of(20, salt=1), max_tokens=600, profile="exact")

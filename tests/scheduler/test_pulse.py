@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 
-from scheduler.engine.heartbeat import PulseThread
+from scheduler.engine.heartbeat import Heartbeat
 from scheduler.messages import FromEngine, Pulse
 
 WAIT_MS = 5000
@@ -31,7 +31,7 @@ def next_pulse(replies: zmq.Socket) -> Pulse:
 
 
 def test_it_tells_how_long_the_turn_takes_that_is_under_way(replies: zmq.Socket, tmp_path: Path) -> None:
-    pulse = PulseThread(f"ipc://{tmp_path}/replies")
+    pulse = Heartbeat(f"ipc://{tmp_path}/replies")
     pulse.start()
     assert next_pulse(replies).turn_seconds == 0.0, "while it loads there are no turns"
     pulse.begin_turn()

@@ -371,7 +371,7 @@ def test_sampled_ones_are_written_down_first_and_then_the_longest() -> None:
         engine.step()
     order = []
     while engine.scheduler.residence.write_down(engine.scheduler.roster.running):
-        order.append(engine.scheduler.residence._deposits._written_down[-1][0].request_id)
+        order.append(engine.scheduler.residence.offloads._written_down[-1][0].request_id)
     assert order == ["sample", "long", "whole"]
     drain(engine)
     check_idle(engine, runner)

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from gpu.pooling import Pooling
-from scheduler.engine.heartbeat import PulseThread
+from scheduler.engine.heartbeat import Heartbeat
 from scheduler.messages import (
     Accepted,
     Cancel,
@@ -105,7 +105,7 @@ class FakeEngine:
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.running: dict[str, Running] = {}
         self.stored: set[tuple[str, bytes]] = set()
-        self.pulse = PulseThread(replies)
+        self.pulse = Heartbeat(replies)
         self.num_pages = json.load(sys.stdin)["memory"]["num_pages"] if "planned" in settings else 1024
         self.steps = 0
         self.stats_due_s = 0.0
