@@ -19,7 +19,7 @@ from gpu.methods.kept import Kept, join_kept
 from gpu.methods.method import Method, MethodState, ProfilePart, Slot
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
-from gpu.step import DENSE
+from gpu.step import DENSE, PartId
 from transfer.host_config import HostConfig
 from transfer.nearest_name import nearest_hint
 from transfer.reading import Reading, join_readings
@@ -48,9 +48,9 @@ class Profile:
         return ", ".join(map(str, self.parts))
 
     @property
-    def prefill_method(self) -> str:
+    def prefill_method(self) -> PartId:
         """Names how its prompts are attended to, settings and all; profiles of one name share jobs and learnt times."""
-        return next((str(part) for part in self.parts if part.method.slot == "prefill"), DENSE)
+        return next((part.id for part in self.parts if part.method.slot == "prefill"), DENSE)
 
     @property
     def align_tokens(self) -> int:

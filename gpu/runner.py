@@ -49,6 +49,7 @@ from gpu.step import (
     Offload,
     PageEviction,
     PageWrite,
+    PartId,
     PrefillJob,
     PrefillPrompt,
     PrefillUnit,
@@ -207,12 +208,12 @@ class Runner:
         """Show what prompts attend to, for who measures; None: no more."""
         self._prefill.attention.watch = watch
 
-    def first_own_token(self, prefill_method: str) -> int | None:
+    def first_own_token(self, prefill_method: PartId) -> int | None:
         """Return where the first unit begins that a method does not leave to dense prefill; None of dense prefill."""
         side = self._sides.get(prefill_method)
         return None if side is None else side.first_own_token()
 
-    def method_counts(self) -> dict[str, Counts]:
+    def method_counts(self) -> dict[PartId, Counts]:
         """Return what methods counted in decode steps, by the part that plans name. It waits for nothing."""
         return {part: side.counts() for part, side in self._method_sides.items()}
 
@@ -270,7 +271,7 @@ class Runner:
         return steps
 
     @torch.inference_mode()
-    def time_prefill(self, lengths: Sequence[int], method: str) -> tuple[list[PrefillUnit], float]:
+    def time_prefill(self, lengths: Sequence[int], method: PartId) -> tuple[list[PrefillUnit], float]:
         """Prefill a job of prompts of these lengths, on pages nobody owns yet; return its units, and their seconds
         together.
 
@@ -283,7 +284,7 @@ class Runner:
     def _rehearse(
         self,
         lengths: Sequence[int],
-        method: str,
+        method: PartId,
         deposits: list[Offload],
         releases: list[PageEviction],
         decode: list[DecodeGroup],

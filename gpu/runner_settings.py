@@ -8,6 +8,7 @@ import torch
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.methods.method import ProfilePart
 from gpu.page_layout import KvFormat
+from gpu.step import PartId
 from transfer.chunks.chunk_library import ChunkLibrary
 from transfer.expert_exchange import OpenExperts
 from transfer.host_tier import HostTier
@@ -36,7 +37,7 @@ class RunnerSettings:
     device: torch.device
     tier: HostTier | None = None
     parts: Sequence[ProfilePart] = ()
-    num_rings: Mapping[str, int] = field(default_factory=dict)
+    num_rings: Mapping[PartId, int] = field(default_factory=dict)
     sink_tokens: int = 0
     checks_coverage: bool = False
     library: ChunkLibrary | None = None
@@ -62,7 +63,7 @@ class LoadSettings:
     num_pages: int
     tier: HostTier | None = None
     parts: Sequence[ProfilePart] = ()
-    num_rings: Mapping[str, int] = field(default_factory=dict)
+    num_rings: Mapping[PartId, int] = field(default_factory=dict)
     sink_tokens: int = 0
     library: ChunkLibrary | None = None
     num_windows: int = 0

@@ -19,12 +19,28 @@ from transfer.reading import Reading
 NOT_FINITE = -1
 NOTHING_LEFT = -2
 
-DENSE = "dense"
-"""The prefill method of profiles that name none: all of a query's past is attended to, exactly."""
+
+@dataclass(frozen=True, slots=True)
+class PartId:
+    """Identity of a part of a profile: the slot, the method that fills it, and the method's settings by name.
+
+    Profiles with equal parts share what is kept by part: rings, prefill sides and learnt times.
+    """
+
+    slot: str
+    method: str
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{key} {value}" for key, value in self.settings)
+        return f"{self.slot}: {self.method}" + (f" ({given})" if given else "")
 
 
-FUSED = "fused"
-"""What units are learnt by, of which most of the prompt is not computed: queries at any positions, dense."""
+DENSE = PartId("prefill", "dense")
+"""Prefill of profiles that name no method for it: all of a query's past is attended to, exactly."""
+
+FUSED = PartId("prefill", "fused")
+"""Prefill of units of which most of the prompt is not computed: queries at any positions, dense."""
 
 NO_SLOT = -1
 """Of a chunk that is computed alone: it has no sequence, takes no pages and draws nothing."""
@@ -138,7 +154,7 @@ class RingWrite:
     """
 
     slot: int
-    part: str
+    part: PartId
     ring: int
     reading: Reading
     source: RingCopy | None = None
@@ -270,7 +286,7 @@ class PrefillUnit:
     layer: int
     begin: int
     end: int
-    method: str = DENSE
+    method: PartId = DENSE
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from gpu.model.architecture import Architecture
 from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
 from gpu.page_layout import KvFormat
+from gpu.step import PartId
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
 
@@ -55,7 +56,7 @@ class MemoryPlan:
     `kv`: how pages hold rows. `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense
     (`gpu.page_layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
     and all of it up to `resident_tokens`; `lump_tokens` go down at once. Without one these are 0. `own_windows`: by
-    name, of profiles whose methods need longer windows (`scheduler.planning.engine_memory`). `num_rings`: of the
+    name, of profiles whose methods need longer windows (`scheduler.planning.engine_memory`). `rings`: how many, of the
     methods that keep some, by what profiles name them (`ProfilePart`). `num_windows` of `window_pages`
     pages and `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of
     each are beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and
@@ -80,7 +81,7 @@ class MemoryPlan:
     resident_tokens: int
     lump_tokens: int
     residency: Literal["adaptive", "fixed"]
-    num_rings: dict[str, int]
+    rings: tuple[tuple[PartId, int], ...]
     host_limit_bytes: int
     host_tokens: int
     items: tuple[MemoryItem, ...]
@@ -96,6 +97,10 @@ class MemoryPlan:
     documents_bytes: int = 0
     is_packed: bool = True
     own_windows: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_rings(self) -> dict[PartId, int]:
+        return dict(self.rings)
 
     @property
     def dtype_bytes(self) -> int:
@@ -226,7 +231,7 @@ def plan_memory(
         resident_tokens=tier.least_resident_tokens if tier else 0,
         lump_tokens=LUMP_TOKENS if tier else 0,
         residency=host.residency if host else "fixed",
-        num_rings={str(state.part): state.count or 0 for state in demand.states if state.has_rings},
+        rings=tuple((state.part.id, state.count or 0) for state in demand.states if state.has_rings),
         host_limit_bytes=shares.host_limit_bytes,
         host_tokens=shares.host_tokens,
         items=(*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)),

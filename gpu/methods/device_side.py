@@ -18,7 +18,7 @@ from gpu.attention.step_rows import StepRows
 from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
-from gpu.step import HostRead, RingWrite
+from gpu.step import HostRead, PartId, RingWrite
 from transfer.partial import Owner, Partial
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
@@ -156,18 +156,20 @@ class RingSide(DeviceSide):
         """Follow a step in which it had a part, on the same stream."""
 
 
-def make_device_sides(parts: Sequence[ProfilePart], site: Site, num_rings: Mapping[str, int]) -> dict[str, DeviceSide]:
-    """Return the sides of the parts that do something on the device, by the names that plans have for them.
+def make_device_sides(
+    parts: Sequence[ProfilePart], site: Site, num_rings: Mapping[PartId, int]
+) -> dict[PartId, DeviceSide]:
+    """Return the sides of the parts that do something on the device, by part.
 
-    num_rings: of the parts with rings, by the same names.
+    num_rings: of the parts with rings.
     """
-    sides: dict[str, DeviceSide] = {}
+    sides: dict[PartId, DeviceSide] = {}
     for part in parts:
         if part.method.device_side is None:
             continue
-        module, name = import_module(part.method.device_side), str(part)
+        module = import_module(part.method.device_side)
         if part.method.has_rings:
-            sides[name] = module.make_ring_side(part.settings, site, num_rings[name])
+            sides[part.id] = module.make_ring_side(part.settings, site, num_rings[part.id])
         else:
-            sides[name] = module.make_device_side(part.settings, site)
+            sides[part.id] = module.make_device_side(part.settings, site)
     return sides

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from gpu.methods.counters import Counter, Counts, SavedReads, Share
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
+from gpu.step import PartId
 from transfer.host_config import HostConfig
 from transfer.reading import Reading
 from transfer.settings_model import Settings
@@ -144,9 +145,13 @@ class ProfilePart:
     method: Method
     settings: Settings
 
+    @property
+    def id(self) -> PartId:
+        given = self.settings.model_dump(exclude_none=True)
+        return PartId(self.method.slot, self.method.name, tuple((key, str(value)) for key, value in given.items()))
+
     def __str__(self) -> str:
-        given = ", ".join(f"{key} {value}" for key, value in self.settings.model_dump(exclude_none=True).items())
-        return f"{self.method.slot}: {self.method.name}" + (f" ({given})" if given else "")
+        return str(self.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.device_side import Site
 from gpu.methods.method import ProfilePart
+from gpu.step import PartId
 
 
 class PrefillSide(ABC):
@@ -37,11 +38,11 @@ class PrefillSide(ABC):
         """What the queries get of all keys up to their own positions."""
 
 
-def make_prefill_sides(parts: Sequence[ProfilePart], site: Site, dense: PrefillSide) -> dict[str, PrefillSide]:
+def make_prefill_sides(parts: Sequence[ProfilePart], site: Site, dense: PrefillSide) -> dict[PartId, PrefillSide]:
     """Of the prefill methods among these, by what units name them. dense: what they fall back on."""
     found = [(part, part.method.prefill_side) for part in parts]
     return {
-        str(part): import_module(module).make_prefill_side(part.settings, site, dense)
+        part.id: import_module(module).make_prefill_side(part.settings, site, dense)
         for part, module in found
         if module is not None
     }

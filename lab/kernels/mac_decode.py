@@ -56,7 +56,7 @@ def time_steps(
     """Time steps of `batch` contexts, without MAC and then at each of these rates of hits. On CUDA, in bf16."""
     part = _part(settings)
     num_rings, room = batch, 2 * steps + CALIBRATION_STEPS + 16
-    device, name = torch.device("cuda"), str(part)
+    device, name = torch.device("cuda"), part.id
     capacity = int(part.settings.model_dump()["capacity"])
     longest = context + capacity + (room * (len(rates) + 1))
     pages, sizes = -(-longest // PAGE_TOKENS), served_graph_sizes([batch])

@@ -158,7 +158,7 @@ class Steps:
                 max_hidden_tokens=4096,
                 tier=contexts.tier,
                 parts=(part,),
-                num_rings={str(part): batch},
+                num_rings={part.id: batch},
                 sink_tokens=SINK,
                 dtype=contexts.weights.embedding.dtype,
                 device=contexts.device,
@@ -173,9 +173,9 @@ class Steps:
             down = self.runner.pool.layout.dense_pages(range(first + resident, first + each), 0, dense)
             sink = SINK // PAGE_TOKENS
             writes.append(PageWrite(slot, 0, own[:sink] + down + own[sink:]))
-        held = [RingWrite(slot, str(part), slot, Reading.BLOCKS) for slot in range(batch)]
+        held = [RingWrite(slot, part.id, slot, Reading.BLOCKS) for slot in range(batch)]
         self.runner.launch(StepPlan(page_writes=writes, ring_writes=held)).collect()
-        side = self.runner._reusing[str(part)]
+        side = self.runner._reusing[part.id]
         assert isinstance(side, Predicted)
         self.side, self.cell = side, contexts.context
         assert self.runner.decode_steps.asking is not None

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from gpu.step import DENSE, PageWrite, PrefillJob, PrefillPrompt
+from gpu.step import DENSE, PageWrite, PartId, PrefillJob, PrefillPrompt
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine_config import SchedulerConfig
 from scheduler.prefill.document_chunks import Documents
@@ -34,9 +34,9 @@ class _Batches:
     chunk_tokens: int
     jobs: list[list[tuple[Sequence, Start]]] = field(default_factory=list)
     room: int = 0
-    method: str = DENSE
+    method: PartId = DENSE
 
-    def add(self, sequence: Sequence, start: Start, method: str) -> None:
+    def add(self, sequence: Sequence, start: Start, method: PartId) -> None:
         num_new = sequence.num_tokens - start.begin
         is_alone = bool(start.end or sequence.chunks)
         if not is_alone and num_new <= self.room and method == self.method:

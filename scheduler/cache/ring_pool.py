@@ -7,28 +7,28 @@ from collections.abc import Iterable, Mapping
 
 from gpu.methods.method import ProfilePart
 from gpu.profiles import Profile
-from gpu.step import RingCopy, RingWrite
+from gpu.step import PartId, RingCopy, RingWrite
 from scheduler.sequences.sequence import Sequence
 
 
 class Rings:
     """counts: of each part of a profile that keeps rings. `profiles`: those that are served, by name."""
 
-    def __init__(self, counts: Mapping[str, int], profiles: Mapping[str, Profile], page_tokens: int) -> None:
+    def __init__(self, counts: Mapping[PartId, int], profiles: Mapping[str, Profile], page_tokens: int) -> None:
         self._free = {part: list(range(count - 1, -1, -1)) for part, count in counts.items()}
         self._profiles = profiles
         self._page_tokens = page_tokens
         self._writes: list[RingWrite] = []
 
     @property
-    def num_free(self) -> dict[str, int]:
+    def num_free(self) -> dict[PartId, int]:
         """By part."""
         return {part: len(free) for part, free in self._free.items()}
 
     def lacks(self, sequence: Sequence) -> bool:
         """Whether it needs a ring and none is free."""
         part = self._part_of(sequence)
-        return part is not None and not self._free[str(part)]
+        return part is not None and not self._free[part.id]
 
     def take(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> None:
         """It holds a ring from the next plan on, if it needs one. begin: its prompt is computed from there; what is in
@@ -37,11 +37,11 @@ class Rings:
         part = self._part_of(sequence)
         if part is None:
             return
-        ring = self._free[str(part)].pop()
-        sequence.ring = str(part), ring
+        ring = self._free[part.id].pop()
+        sequence.ring = part.id, ring
         reading = self._profiles[sequence.request.attention_profile].reading
         source = self._find_source(sequence, begin, running)
-        self._writes.append(RingWrite(sequence.slot, str(part), ring, reading, source))
+        self._writes.append(RingWrite(sequence.slot, part.id, ring, reading, source))
 
     def give_back(self, sequence: Sequence) -> None:
         """It leaves its slot."""

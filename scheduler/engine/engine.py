@@ -18,7 +18,7 @@ from gpu.attention.prefill_query import PrefillQuery
 from gpu.in_flight import InFlight
 from gpu.methods.counters import add_counts
 from gpu.runner import Runner
-from gpu.step import Lane, StepPlan
+from gpu.step import Lane, PartId, StepPlan
 from scheduler.engine.decode_reads import DecodeReads
 from scheduler.messages import (
     ChunksStored,
@@ -109,7 +109,7 @@ class Engine:
         """See `Runner.watch_prefill`."""
         self._runner.watch_prefill(watch)
 
-    def first_own_token(self, prefill_method: str) -> int | None:
+    def first_own_token(self, prefill_method: PartId) -> int | None:
         """See `Runner.first_own_token`."""
         return self._runner.first_own_token(prefill_method)
 

@@ -209,7 +209,7 @@ def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int
     """What a chunk's keys and values depend on beside weights and tokens: the type that computes, what attends, and the
     rotation inside the chunk.
     """
-    return f"{dtype}:{DENSE}:{rope_key(architecture, max_context_tokens)}"
+    return f"{dtype}:{DENSE.method}:{rope_key(architecture, max_context_tokens)}"
 
 
 def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:

@@ -108,7 +108,7 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
     for profile in profiles:
         if profile.align_tokens > chunk_tokens:
             raise ProfileError(
-                f"profiles.{profile.name}: units of {profile.prefill_method!r} end at multiples of "
+                f"profiles.{profile.name}: units of '{profile.prefill_method}' end at multiples of "
                 f"{profile.align_tokens} tokens, and one has {chunk_tokens} at most; raise "
                 "scheduler.prefill.chunk_tokens"
             )

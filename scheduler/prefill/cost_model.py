@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from gpu.model.architecture import Architecture
-from gpu.step import DENSE, LogitsUnit, PrefillUnit, Unit
+from gpu.step import DENSE, LogitsUnit, PartId, PrefillUnit, Unit
 from scheduler.sequences.lane_fences import Rows
 
 _FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine
@@ -52,7 +52,7 @@ class CostModel:
         self._logits_flops = 2.0 * architecture.hidden * architecture.vocab_size
         self._layers = {DENSE: _Fit([0.0, 1.0 / _FIRST_RATE, 1.0 / _FIRST_RATE])}
         self._logits = _Fit([])
-        self._largest_tokens: dict[str, int] = {}
+        self._largest_tokens: dict[PartId, int] = {}
         self._largest_rows = 0
         self._architecture = architecture
         self.decode_seconds = dict.fromkeys(Rows, 0.0)  # of a decode step; 0: none has run
@@ -68,7 +68,7 @@ class CostModel:
             return self.logits_seconds(unit.end - unit.begin)
         return self.unit_seconds(unit.end - unit.begin, context, unit.method)
 
-    def unit_seconds(self, num_tokens: int, context: int, method: str) -> float:
+    def unit_seconds(self, num_tokens: int, context: int, method: PartId) -> float:
         """Of one layer over `num_tokens` tokens that end at position `context`."""
         one, projections, attention = self._layers.get(method, self._layers[DENSE]).costs
         terms = self._terms(num_tokens, context)
@@ -83,11 +83,11 @@ class CostModel:
         """The most scored tokens, a power of two times `least` or `most`, whose logprobs fit `seconds`."""
         return _longest(most, least, lambda count: self.logits_seconds(count) <= seconds)
 
-    def tokens_within(self, seconds: float, begin: int, most: int, least: int, method: str) -> int:
+    def tokens_within(self, seconds: float, begin: int, most: int, least: int, method: PartId) -> int:
         """The most tokens, a power of two times `least` or `most`, whose unit from position `begin` fits `seconds`."""
         return _longest(most, least, lambda count: self.unit_seconds(count, begin + count, method) <= seconds)
 
-    def familiar_tokens(self, method: str) -> int:
+    def familiar_tokens(self, method: PartId) -> int:
         """Twice the most tokens that a step has had in its units: what more would cost is not known yet."""
         return 2 * self._largest_tokens.get(method, 0)
 

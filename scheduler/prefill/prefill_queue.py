@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gpu.step import FUSED, LogitsUnit, PrefillJob, PrefillUnit, Unit
+from gpu.step import FUSED, LogitsUnit, PartId, PrefillJob, PrefillUnit, Unit
 from scheduler.engine_config import PrefillConfig
 from scheduler.prefill.cost_model import CostModel
 from scheduler.sequences.sequence import Sequence
@@ -30,7 +30,7 @@ class JobInProgress:
 
     job: PrefillJob
     sequences: list[Sequence]
-    method: str
+    method: PartId
     align_tokens: int
     layer: int = 0
     begin: int = 0
@@ -47,7 +47,7 @@ class JobInProgress:
         return self.job.is_scattered(self.layer)
 
     @property
-    def unit_method(self) -> str:
+    def unit_method(self) -> PartId:
         """By which its next unit is attended to, and learnt."""
         return FUSED if self.is_scattered else self.method
 
@@ -193,7 +193,7 @@ class PrefillQueue:
                 return whole * entry.remaining(self._num_layers) / entry.total(self._num_layers)
         return None
 
-    def prompt_seconds(self, begin: int, end: int, method: str) -> float:
+    def prompt_seconds(self, begin: int, end: int, method: PartId) -> float:
         """Of work for a prompt's tokens `[begin, end)` in all layers."""
         return self._num_layers * self._costs.unit_seconds(end - begin, end, method)
 
@@ -237,7 +237,7 @@ class PrefillQueue:
         length = entry.aligned(length)
         return length, self._costs.unit_seconds(length, begin + length, method)
 
-    def _kind(self, entry: JobInProgress) -> str | None:
+    def _kind(self, entry: JobInProgress) -> PartId | None:
         """What units of a step have in common: the method of their jobs, or None for logits."""
         return None if self._is_scoring(entry) else entry.unit_method
 

@@ -11,6 +11,7 @@ from functools import partial
 from gpu.memory.plan import MemoryPlan
 from gpu.page_layout import PageLayout
 from gpu.profiles import Profile
+from gpu.step import PartId
 from scheduler.messages import EngineRequest
 from transfer.host_memory import TAIL_TOKENS, bytes_of_context, shape_for
 from transfer.reading import Reading
@@ -135,7 +136,7 @@ class Capacity:
     max_context_tokens: int
     max_hidden_tokens: int
     host: HostCapacity | None
-    num_rings: Mapping[str, int] = field(default_factory=dict)
+    num_rings: Mapping[PartId, int] = field(default_factory=dict)
     num_windows: int = 0
     spare_window_tokens: int = 0
 

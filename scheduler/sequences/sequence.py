@@ -6,7 +6,7 @@ from enum import Enum
 
 import numpy as np
 
-from gpu.step import Lane, PlacedChunk, WindowBranch
+from gpu.step import Lane, PartId, PlacedChunk, WindowBranch
 from scheduler.constraints.constraints import Constraint
 from scheduler.messages import EngineRequest
 from scheduler.sequences.offloaded_context import HostContext
@@ -45,7 +45,7 @@ class Sequence:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     lane: Lane = Lane.DEVICE  # that its last step was launched in
-    ring: tuple[str, int] | None = None  # while it holds one: of which part of its profile, and the number
+    ring: tuple[PartId, int] | None = None  # while it holds one: of which part of its profile, and the number
     constraint: Constraint | None = None  # what its draws are held to
     window: int | None = None  # while it holds one: its number
     branch: WindowBranch | None = None  # the window that its prefill leaves further to the front

@@ -21,6 +21,7 @@ from gpu.step import (
     Offload,
     PageEviction,
     PageWrite,
+    PartId,
     PrefillJob,
     PrefillUnit,
     Reload,
@@ -145,7 +146,7 @@ class Scheduler:
         self.jumps = KnownTokens(config, most_rows, self._costs, self.residence, self.constraints)
 
     @property
-    def prefill_methods(self) -> list[str]:
+    def prefill_methods(self) -> list[PartId]:
         """List the prefill methods of the served profiles, each once."""
         return list(dict.fromkeys(profile.prefill_method for profile in self._profiles.values()))
 

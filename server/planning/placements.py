@@ -267,7 +267,7 @@ def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
     in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
     most = min(running, in_pages, in_host)
     if planned.part.method.has_rings:
-        most = min(most, memory.num_rings[str(planned.part)])
+        most = min(most, memory.num_rings[planned.part.id])
     return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
 
 

@@ -13,6 +13,7 @@ from gpu.config import Composition
 from gpu.methods.mac import COUNTERS
 from gpu.model.architecture import named_shape
 from gpu.profiles import resolve_profiles
+from gpu.step import PartId
 from scheduler.engine.decode_reads import DecodeReads
 from tests.gpu.family_checkpoints import checkpoint
 from transfer.host_config import HostConfig
@@ -41,8 +42,8 @@ class Counts:
     def decode_reads(self) -> DecodeReads:
         return self._reads
 
-    def first_own_token(self, prefill_method: str) -> int | None:
-        return 1024 if "momo" in prefill_method else None
+    def first_own_token(self, prefill_method: PartId) -> int | None:
+        return 1024 if prefill_method.method == "momo" else None
 
 
 def engine_of(named: dict[str, Any], host: HostConfig | None, reads: DecodeReads) -> ServingEngine:

@@ -124,7 +124,7 @@ def test_rings_are_planned_as_many_as_are_asked_for_or_an_eighth_of_what_is_left
     (part,) = asked.num_rings
     (item,) = [item for item in asked.items if item.name == "rings of mac"]
     assert (asked.num_rings[part], item.bytes) == (3, 3 * ring_bytes({"rings": 3}))
-    assert part == str(profiles_of({"rings": 3})["mac"].ring_part)
+    assert part == profiles_of({"rings": 3})["mac"].ring_part.id
     derived = plan_of({}, max_running=64)
     (count,) = derived.num_rings.values()
     taken = {item.name: item.bytes for item in derived.items}

@@ -49,12 +49,12 @@ class MacTwins(Twins):
             self.assign(slot, slot)
 
     def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
-        write = RingWrite(slot, str(self.part), ring, self.reading, source)
+        write = RingWrite(slot, self.part.id, ring, self.reading, source)
         self.deposits.launch(StepPlan(ring_writes=[write])).collect()
 
     @property
     def side(self) -> Mac:
-        side = self.deposits._reusing[str(self.part)]
+        side = self.deposits._reusing[self.part.id]
         assert isinstance(side, Mac)
         return side
 
@@ -242,13 +242,13 @@ def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
     part = mac_part(LOOSE)
     twins = Twins(more_parts=[part, other], check_coverage=True)
     for slot, own in ((0, part), (1, other)):
-        twins.deposits.launch(StepPlan(ring_writes=[RingWrite(slot, str(own), 0, Reading.NONE)])).collect()
+        twins.deposits.launch(StepPlan(ring_writes=[RingWrite(slot, own.id, 0, Reading.NONE)])).collect()
     twins.prefill([PROMPT, document_prompt(290, 5), document_prompt(280, 6)])
     for _ in range(8):
         assert not twins.step([0, 1, 2]).failures
         assert furthest(twins, [1, 2]) < HOP_LOGITS_FLOAT32
     counts = twins.deposits.method_counts()
-    assert sum(counts[str(part)]["reuse_hits"]) > 0
+    assert sum(counts[part.id]["reuse_hits"]) > 0
     assert sum(counts[str(other)]["reuse_tries"]) == 8 * NUM_HEADS * (NUM_LAYERS - 1)
 
 
@@ -256,6 +256,6 @@ def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
 def test_on_the_device_a_ring_takes_what_is_planned(summaries: str) -> None:
     part = mac_part(SMALL | {"summaries": summaries})
     twins = Twins(more_parts=[part])
-    store = twins.deposits._reusing[str(part)]._store
+    store = twins.deposits._reusing[part.id]._store
     num_bytes = sum(getattr(store, name)[:, 0].nbytes for name in store.__slots__)
     assert num_bytes == part.method.footprint(part.settings, twins.deposits.architecture, 1).sequence_bytes

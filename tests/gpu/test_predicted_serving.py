@@ -62,12 +62,12 @@ class PredictedTwins(Twins):
             self.assign(slot, slot)
 
     def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
-        write = RingWrite(slot, str(self.part), ring, self.reading, source)
+        write = RingWrite(slot, self.part.id, ring, self.reading, source)
         self.deposits.launch(StepPlan(ring_writes=[write])).collect()
 
     @property
     def side(self) -> Predicted:
-        side = self.deposits._reusing[str(self.part)]
+        side = self.deposits._reusing[self.part.id]
         assert isinstance(side, Predicted)
         return side
 

@@ -9,13 +9,13 @@ import torch
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.dense import Dense
-from gpu.step import DENSE, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, Unit
+from gpu.step import DENSE, PageWrite, PartId, PrefillJob, PrefillPrompt, PrefillUnit, Unit
 from tests.gpu.host_prefill import DOWN, PAGE, SHAPE, Stand, host_prompt
 from tests.gpu.reference_model import GREEDY, units_without
 from tests.gpu.test_prefill_host import units_of
 from tests.tolerances import CHUNKING_LOGPROB_ATOL, HOST_LOGIT_SAME_CHUNKS_ATOL
 
-SPY = "prefill: spy"
+SPY = PartId("prefill", "spy")
 
 
 @dataclass

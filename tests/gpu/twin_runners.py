@@ -98,7 +98,7 @@ def load(
             num_pages=num_resident,
             tier=tier,
             parts=(*(() if tier is None else parts_for(tier.shape)), *more_parts),
-            num_rings={str(part): 3 for part in more_parts if part.method.has_rings},
+            num_rings={part.id: 3 for part in more_parts if part.method.has_rings},
             sink_tokens=page_tokens if tier is not None else 0,
             num_windows=0 if tier is None or not WINDOW_LAYERS else max_running,
             window_pages=WINDOW_PAGES,

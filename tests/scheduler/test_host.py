@@ -34,7 +34,7 @@ COMPOSITIONS = {
 PROFILES = resolve_profiles(
     {name: Composition.model_validate(tree) for name, tree in COMPOSITIONS.items()}, HostConfig()
 )
-RINGS = str(PROFILES["reusing"].ring_part)
+RINGS = PROFILES["reusing"].ring_part.id
 SINK, WINDOW, LUMP, RESIDENT = 16, 32, 64, 128
 BLOCK_BYTES = 1000
 TABLE_BYTES = 300  # of a block, where contexts are sampled

@@ -13,7 +13,7 @@ from gpu.methods.method import Method, NoSettings, ProfilePart
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.profiles import Profile, resolve_profiles
 from gpu.sampling_params import SamplingParams
-from gpu.step import DENSE, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
+from gpu.step import DENSE, PartId, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import PrefillConfig, SchedulerConfig
 from scheduler.prefill.cost_model import CostModel
@@ -26,7 +26,7 @@ from tests.scheduler.test_scheduler import check_output, drain, make_request, pr
 
 SHAPE = NAMED_SHAPES["tiny"]
 PAGE, ALIGN = 16, 32
-BLOCKY = "prefill: blocky"
+BLOCKY = PartId("prefill", "blocky")
 
 
 class Blocky(Method):

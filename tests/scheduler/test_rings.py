@@ -3,11 +3,13 @@
 from random import Random
 
 import pytest
+from pydantic import TypeAdapter
 
-from gpu.step import RingWrite, StepPlan
+from gpu.step import PartId, RingWrite, StepPlan
+from scheduler.cache.ring_pool import Rings
 from scheduler.engine.engine import Engine
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_host import RINGS, ask, check_idle, make_engine
+from tests.scheduler.test_host import PAGE, RINGS, ask, check_idle, make_engine
 from tests.scheduler.test_scheduler import check_output, drain, prompt_of
 from transfer.reading import Reading
 
@@ -162,3 +164,13 @@ def test_a_plan_that_copies_a_ring_is_fenced_while_the_other_lane_is_busy() -> N
     plan = StepPlan(ring_writes=[RingWrite(1, RINGS, 1, Reading.NONE, object())])
     scheduler._launched[next(lane for lane in scheduler.lanes if lane is not plan.lane)].append(object())
     assert scheduler._fence(plan, [])
+
+
+def test_parts_that_print_alike_are_told_apart_and_survive_the_way_to_the_engine() -> None:
+    one = PartId("reuse", "mac", (("tau", "0.5, band 2"),))
+    other = PartId("reuse", "mac", (("tau", "0.5"), ("band", "2")))
+    assert str(one) == str(other)
+    rings = Rings({one: 1, other: 2}, {}, PAGE)
+    assert rings.num_free == {one: 1, other: 2}
+    counts = TypeAdapter(tuple[tuple[PartId, int], ...])
+    assert dict(counts.validate_json(counts.dump_json(((one, 1), (other, 2))))) == {one: 1, other: 2}
