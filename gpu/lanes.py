@@ -18,10 +18,7 @@ _FIRST = -1  # a stream's priority
 
 
 class LaneStreams:
-    """The CUDA streams of one device's lanes.
-
-    Of one device; on the CPU there are none, and work is done when it is launched.
-    """
+    """The CUDA streams of one device's lanes. On the CPU there are none, and work is done when it is launched."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams: dict[Lane, torch.cuda.Stream] = {}
@@ -61,10 +58,7 @@ class LaneStreams:
 
 @dataclass(slots=True)
 class _Use:
-    """Who used the buffers of decode steps last.
-
-    lanes: whose next step is behind it, as things stand.
-    """
+    """Who used the buffers of decode steps last. lanes: whose next step is behind it, as things stand."""
 
     is_over: Callable[[], bool]
     lanes: set[Lane]

@@ -25,9 +25,8 @@ def row_bytes(kv: KvFormat, dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """How an arena of KV memory is cut into pages.
-
-    num_pages: blocks, each of which may be one resident page; num_dense_layers: of `num_layers`, or 0.
+    """How an arena of KV memory is cut into pages. num_pages: blocks, each of which may be one resident page;
+    num_dense_layers: of `num_layers`, or 0.
     """
 
     num_layers: int

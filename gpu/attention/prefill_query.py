@@ -32,10 +32,9 @@ class PrefillQuery:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """The output of a prefill method.
-
-    out: `[tokens, heads, dim]`, float32 or the model's dtype. lse: float32 `[tokens, heads]`, natural log; or None: the
-    method covers the whole past by no softmax over a set, and what it returns is merged with nothing.
+    """The output of a prefill method. out: `[tokens, heads, dim]`, float32 or the model's dtype. lse: float32 `[tokens,
+    heads]`, natural log; or None: the method covers the whole past by no softmax over a set, and what it returns is
+    merged with nothing.
     """
 
     out: Tensor

@@ -17,11 +17,9 @@ _WIDE, _NARROW = 3, 5  # int64 and int32 columns
 
 
 class StepRows:
-    """The rows of a decode step, as views of one buffer.
-
-    positions (of the rotation), token_slots (where the input token stands in `last_tokens`), cells: int64 `[rows]`;
-    slots, context_lens (in cells, this token's with them): int32 `[rows]`; holes: int32 `[3, rows]`, begin, end and end
-    again of what the row asks the host for.
+    """The rows of a decode step, as views of one buffer. positions (of the rotation), token_slots (where the input
+    token stands in `last_tokens`), cells: int64 `[rows]`; slots, context_lens (in cells, this token's with them): int32
+    `[rows]`; holes: int32 `[3, rows]`, begin, end and end again of what the row asks the host for.
 
     A buffer is uint8 `[num_bytes(rows)]`.
     """

@@ -7,9 +7,8 @@ from gpu.batching.halving import FEWEST_ROWS
 
 
 class StepKind(NamedTuple):
-    """A kind of captured decode step.
-
-    num_parts: in which it asks the host, 0 to 2; reuses: whether methods that reuse have their part in it.
+    """A kind of captured decode step. num_parts: in which it asks the host, 0 to 2; reuses: whether methods that reuse
+    have their part in it.
     """
 
     num_parts: int

@@ -28,10 +28,7 @@ def step_seconds(parts: int, device_s: float, again_s: float, host_s: float) -> 
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of steps of one size.
-
-    Seconds of a step; None: not seen.
-    """
+    """What is known of steps of one size. Seconds of a step; None: not seen."""
 
     steps: int = 0
     device_s: float | None = None
@@ -39,9 +36,8 @@ class _Size:
 
 
 class Halving:
-    """Learns for each batch size whether halves are faster.
-
-    Learns for each size of a batch; `always`: one or two parts, whatever the times.
+    """Learns for each batch size whether halves are faster. Learns for each size of a batch; `always`: one or two
+    parts, whatever the times.
     """
 
     def __init__(self, reads: StepReads, always: int | None = None) -> None:

@@ -10,10 +10,8 @@ from gpu.step import HostRead
 
 
 class StepReads:
-    """The bytes that one model's decode steps read.
-
-    Of one model. dtype_bytes: of what computes, and of matrices that are not packed; kv: how pages hold rows;
-    num_asked_layers: offloaded ones.
+    """The bytes that one model's decode steps read. Of one model. dtype_bytes: of what computes, and of matrices that
+    are not packed; kv: how pages hold rows; num_asked_layers: offloaded ones.
     """
 
     def __init__(

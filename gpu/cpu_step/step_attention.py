@@ -27,10 +27,9 @@ _add_one = weighted_sum(1, _COLUMNS)
 
 
 class Parts(NamedTuple):
-    """Partial results of the parts that contexts are cut into.
-
-    Partials of the rows' parts: out float32 `[rows, heads, parts, dim]` (not yet divided by the mass), top and mass
-    `[rows, heads, parts]`; arrivals: int64 `[rows * kv_heads, COUNTER_INT64]`, zero between steps.
+    """Partial results of the parts that contexts are cut into. Partials of the rows' parts: out float32 `[rows, heads,
+    parts, dim]` (not yet divided by the mass), top and mass `[rows, heads, parts]`; arrivals: int64 `[rows * kv_heads,
+    COUNTER_INT64]`, zero between steps.
     """
 
     out: np.ndarray

@@ -27,12 +27,11 @@ KEYS, VALUES = range(2)  # and its pages
 
 
 class Model(NamedTuple):
-    """A model, as the compiled step reads it.
-
-    kind: of embedding and pages, a float32, or a uint16 for bf16, as a type; matrices: int64 `[layers, 4,
-    TABLE_COLUMNS]`; pages: int64 `[layers, 2]`, addresses; norms: float32 `[2 * layers + 1, hidden]`, the attention's
-    and the MLP's of each layer, then the final one; embedding: the address of `[vocab, hidden]`; logits: int64
-    `[TABLE_COLUMNS]`; cos, sin: float32 `[positions, dim // 2]`; page_table: int32 `[slots, pages]`.
+    """A model, as the compiled step reads it. kind: of embedding and pages, a float32, or a uint16 for bf16, as a type;
+    matrices: int64 `[layers, 4, TABLE_COLUMNS]`; pages: int64 `[layers, 2]`, addresses; norms: float32 `[2 * layers +
+    1, hidden]`, the attention's and the MLP's of each layer, then the final one; embedding: the address of `[vocab,
+    hidden]`; logits: int64 `[TABLE_COLUMNS]`; cos, sin: float32 `[positions, dim // 2]`; page_table: int32 `[slots,
+    pages]`.
     """
 
     kind: np.float32 | np.uint16
@@ -51,10 +50,7 @@ class Model(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a step.
-
-    One a token: token_ids, positions int64 `[rows]`; slots, context_lens int32 `[rows]`.
-    """
+    """The rows of a step. One a token: token_ids, positions int64 `[rows]`; slots, context_lens int32 `[rows]`."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -63,12 +59,10 @@ class Rows(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The buffers of a step.
-
-    Float32 `[rows, width]` of a step: hidden, qkv, attended, gated, logits; of each thread: normed `[threads, rows,
-    hidden]`, ordered `[threads, rows, inner]` of a matrix in another order, tiles `[threads, 2, rows, 4]`, gains
-    `[threads, num_gains]`, query `[threads, group, dim]`, scores `[threads, group, PART_TOKENS]`. Widths may exceed
-    what is used. counters: of `team`, zero at the start.
+    """The buffers of a step. Float32 `[rows, width]` of a step: hidden, qkv, attended, gated, logits; of each thread:
+    normed `[threads, rows, hidden]`, ordered `[threads, rows, inner]` of a matrix in another order, tiles `[threads, 2,
+    rows, 4]`, gains `[threads, num_gains]`, query `[threads, group, dim]`, scores `[threads, group, PART_TOKENS]`.
+    Widths may exceed what is used. counters: of `team`, zero at the start.
     """
 
     hidden: np.ndarray

@@ -28,12 +28,11 @@ Step = Generator[None, None, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerLoop:
-    """The layers of a decode step over static buffers.
-
-    asked_layers: offloaded layers, in which a step reads host memory; last_tokens: int64 `[3 * max_rows + 1]`, slots'
-    last ones, tokens that are known to follow these in a step of either lane, and one for padding; workspace,
-    asking_workspace: of steps that ask nothing and of those that do, which may run side by side; methods: what they do
-    on the device, in order; checks_coverage: in a debug run, every layer counts what its partials cover.
+    """The layers of a decode step over static buffers. asked_layers: offloaded layers, in which a step reads host
+    memory; last_tokens: int64 `[3 * max_rows + 1]`, slots' last ones, tokens that are known to follow these in a step
+    of either lane, and one for padding; workspace, asking_workspace: of steps that ask nothing and of those that do,
+    which may run side by side; methods: what they do on the device, in order; checks_coverage: in a debug run, every
+    layer counts what its partials cover.
     """
 
     decoder: Decoder

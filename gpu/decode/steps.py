@@ -126,10 +126,9 @@ class _Captured:
 
 
 class DecodeSteps:
-    """Decode steps: captured, compiled or eager.
-
-    asking: None where nothing is offloaded; asking_stream: of steps with host reads, where they have their own;
-    experts: where the CPU is asked for experts, of steps that ask for no attention first, of those that do last.
+    """Decode steps: captured, compiled or eager. asking: None where nothing is offloaded; asking_stream: of steps with
+    host reads, where they have their own; experts: where the CPU is asked for experts, of steps that ask for no
+    attention first, of those that do last.
     """
 
     def __init__(self, loop: LayerLoop, asking: Asking | None, asking_stream: torch.cuda.Stream | None = None,

@@ -18,10 +18,9 @@ from transfer.host_tier import HostTier
 
 
 class Staging:
-    """Two buffers that layers of offloaded prompts pass through.
-
-    keys, values: `[STAGED_LAYERS, kv_heads, tokens, dim]` in the pool's dtype, of the longest context; allocated once.
-    The layer at `place` among offloaded ones uses buffer `place % STAGED_LAYERS`.
+    """Two buffers that layers of offloaded prompts pass through. keys, values: `[STAGED_LAYERS, kv_heads, tokens, dim]`
+    in the pool's dtype, of the longest context; allocated once. The layer at `place` among offloaded ones uses buffer
+    `place % STAGED_LAYERS`.
     """
 
     def __init__(self, pool: KvPool, tier: HostTier, depositor: Depositor) -> None:

@@ -26,9 +26,8 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 class Commitment:
-    """Arenas whose rows are committed on request.
-
-    arenas: `[layers, rows, ...]`, as `allocate` makes them. available: bytes that may still be taken.
+    """Arenas whose rows are committed on request. arenas: `[layers, rows, ...]`, as `allocate` makes them. available:
+    bytes that may still be taken.
     """
 
     def __init__(self, arenas: Sequence[Tensor], available: Callable[[], int] = available_memory) -> None:

@@ -23,11 +23,10 @@ from gpu.upload import upload
 
 
 class KvPool:
-    """The KV pages of one model and the page tables of its slots.
-
-    arenas: of keys, of values. key_pages, value_pages: a `[pages, kv_heads, page_tokens, dim]` for each layer, in
-    `dtype` or, as `kv` says, of codes (`kv_rows`), views of the arena by page id: `num_pages` resident ones and, in a
-    dense layer, all ids behind them; of a layer whose window is kept by itself, its rows in `windows`.
+    """The KV pages of one model and the page tables of its slots. arenas: of keys, of values. key_pages, value_pages: a
+    `[pages, kv_heads, page_tokens, dim]` for each layer, in `dtype` or, as `kv` says, of codes (`kv_rows`), views of
+    the arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them; of a layer whose window
+    is kept by itself, its rows in `windows`.
 
     page_table: int32 `[max_slots, max_pages]`, by cell, of all layers but those. dense_layers: may name them, too.
     """

@@ -21,9 +21,8 @@ from gpu.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class WindowShape:
-    """How many windows there are, and of which layers.
-
-    `count` windows of `num_pages` pages in each of `layers`; none: all layers are in pages.
+    """How many windows there are, and of which layers. `count` windows of `num_pages` pages in each of `layers`; none:
+    all layers are in pages.
     """
 
     layers: tuple[int, ...]
@@ -35,10 +34,9 @@ NO_WINDOWS = WindowShape((), 0, 1)
 
 
 class Windows:
-    """The windows of all slots.
-
-    arenas: of keys, of values: `[layers, windows, pages, kv_heads, page_tokens, dim]`. page_table: int32 `[max_slots,
-    max_pages]`, by cell: pages of the window that a slot holds, counted through all windows.
+    """The windows of all slots. arenas: of keys, of values: `[layers, windows, pages, kv_heads, page_tokens, dim]`.
+    page_table: int32 `[max_slots, max_pages]`, by cell: pages of the window that a slot holds, counted through all
+    windows.
     """
 
     def __init__(self, shape: WindowShape, page_shape: tuple[int, ...], max_slots: int, max_pages: int,

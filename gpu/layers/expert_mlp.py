@@ -36,9 +36,8 @@ MOST_ALONE = 4
 
 
 class ExpertMlp:
-    """The MLP of one layer with experts.
-
-    Of one layer. staged: brings those in host memory to the card, by the layer's number; None: none lie there.
+    """The MLP of one layer with experts. staged: brings those in host memory to the card, by the layer's number; None:
+    none lie there.
     """
 
     def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation, layer: int = 0,

@@ -23,9 +23,8 @@ from transfer.copies import PASSED, Event, Streams
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A buffer for one layer's experts.
-
-    memory: uint8; layer: whose experts it holds, or None; filled: when they are there.
+    """A buffer for one layer's experts. memory: uint8; layer: whose experts it holds, or None; filled: when they are
+    there.
     """
 
     memory: Tensor
@@ -34,10 +33,8 @@ class _Buffer:
 
 
 class StagedExperts:
-    """The experts in host memory of all layers, and their slots on the card.
-
-    Of all layers, by number; None: it has none in host memory. nums_on_card: of each layer's experts. It belongs to the
-    stream that it is made on.
+    """The experts in host memory of all layers, and their slots on the card, by the layer's number; None: it has none
+    in host memory. nums_on_card: of each layer's experts. It belongs to the stream that it is made on.
     """
 
     def __init__(self, layers: Sequence[HostExperts | None], nums_on_card: Sequence[int], device: torch.device) -> None:

@@ -34,9 +34,8 @@ _MOST_OF = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts
 
 
 class ConfigKeys:
-    """The keys of one configuration.
-
-    defaults: what absent keys of this family mean; source: names the file in errors.
+    """The keys of one configuration. defaults: what absent keys of this family mean; source: names the file in
+    errors.
     """
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], source: str) -> None:

@@ -66,13 +66,11 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder's shape.
-
-    family: names the adapter. layer_pattern: of the first layers, repeated over all. rotary_dim: of a head's leading
-    elements that are rotated, None: all; is_interleaved: a checkpoint's pairs are neighbours, not halves. norm_offset:
-    added to a checkpoint's norm weights; query_gain: what its query norms are multiplied by, so that the logits' scale
-    is always dim**-0.5; embedding_scale: of the input embedding, in the model's dtype. quantisation: which matrices
-    have few bits, None: none (`gpu.model.matrix_formats` says what that weighs).
+    """A decoder's shape. family: names the adapter. layer_pattern: of the first layers, repeated over all. rotary_dim:
+    of a head's leading elements that are rotated, None: all; is_interleaved: a checkpoint's pairs are neighbours, not
+    halves. norm_offset: added to a checkpoint's norm weights; query_gain: what its query norms are multiplied by, so
+    that the logits' scale is always dim**-0.5; embedding_scale: of the input embedding, in the model's dtype.
+    quantisation: which matrices have few bits, None: none (`gpu.model.matrix_formats` says what that weighs).
     """
 
     name: str

@@ -11,10 +11,7 @@ from gpu.operations.rms_norm import rms_norm_reference
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The norms of query and key heads.
-
-    query, key: weights `[dim]`, both of the rows' dtype or both float32.
-    """
+    """The norms of query and key heads. query, key: weights `[dim]`, both of the rows' dtype or both float32."""
 
     query: Tensor
     key: Tensor

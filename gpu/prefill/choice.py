@@ -31,11 +31,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Attended]
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernels that attend to a chunk's past on this machine.
-
-    whole: the faster kernel that takes any past at once. least_past: by padded number of queries, the shortest past
-    from which cuDNN over pieces is faster; none: never. tflop_s: of each candidate, at the most queries and the longest
-    past that were measured; out: why a candidate is none.
+    """The kernels that attend to a chunk's past on this machine. whole: the faster kernel that takes any past at once.
+    least_past: by padded number of queries, the shortest past from which cuDNN over pieces is faster; none: never.
+    tflop_s: of each candidate, at the most queries and the longest past that were measured; out: why a candidate is
+    none.
     """
 
     whole: Whole

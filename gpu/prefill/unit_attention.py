@@ -31,10 +31,8 @@ MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of mor
 
 
 class UnitAttention:
-    """Attention of prefill units.
-
-    sides: what attends to prompts, by what units name it, `DENSE` among them. reusing: what sees the prompts of slots
-    that hold its rings. gathered: where rows of pages are copied to.
+    """Attention of prefill units. sides: what attends to prompts, by what units name it, `DENSE` among them. reusing:
+    what sees the prompts of slots that hold its rings. gathered: where rows of pages are copied to.
     """
 
     def __init__(

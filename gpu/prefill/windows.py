@@ -47,9 +47,8 @@ class Own:
 
 
 class WindowedUnit:
-    """What is the same in each windowed layer of a unit.
-
-    What is the same in each layer of a unit: where its rows go. positions, slots: of its tokens.
+    """What is the same in each windowed layer of a unit. What is the same in each layer of a unit: where its rows go.
+    positions, slots: of its tokens.
     """
 
     def __init__(self, pool: KvPool, parts: Sequence[Own], positions: Tensor, slots: Tensor) -> None:

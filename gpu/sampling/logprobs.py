@@ -16,9 +16,8 @@ _CHUNK_ELEMENTS = 1 << 23  # rows are taken in groups of this many logits: float
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log-probabilities of tokens and of alternatives.
-
-    `token` float32 `[rows]`; `top_ids` int64 and `top` float32 `[rows, num_top]`, on the device of the logits.
+    """Log-probabilities of tokens and of alternatives. `token` float32 `[rows]`; `top_ids` int64 and `top` float32
+    `[rows, num_top]`, on the device of the logits.
     """
 
     token: torch.Tensor

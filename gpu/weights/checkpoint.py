@@ -39,10 +39,8 @@ _KV_SCALE = re.compile(r"\.self_attn\.(([kv]_proj\.)?(k|v|kv)_(scale|zero_point)
 
 
 class Source(Protocol):
-    """The files of a checkpoint.
-
-    files: names of their tensors, as a Hugging Face checkpoint has them; described_by: what says which ones are wanted;
-    listed_by: where one is looked for that is missing.
+    """The files of a checkpoint. files: names of their tensors, as a Hugging Face checkpoint has them; described_by:
+    what says which ones are wanted; listed_by: where one is looked for that is missing.
     """
 
     files: Mapping[Path, list[str]]

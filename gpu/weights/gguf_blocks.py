@@ -18,10 +18,7 @@ _PART_NUMBERS = 2**24  # at once: unpacked, they take several times their memory
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of a GGUF tensor.
-
-    data: uint8 `[rows, bytes]`, as a file has them.
-    """
+    """The blocks of a GGUF tensor. data: uint8 `[rows, bytes]`, as a file has them."""
 
     kind: str
     data: Tensor
@@ -56,9 +53,8 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers of blocks, with their scales and offsets.
-
-    q: uint8 `[rows, inner]`; d, least: float16 `[rows, runs]`; scales, offsets: int8 `[rows, groups]`.
+    """The numbers of blocks, with their scales and offsets. q: uint8 `[rows, inner]`; d, least: float16 `[rows, runs]`;
+    scales, offsets: int8 `[rows, groups]`.
     """
 
     q: Tensor

@@ -24,10 +24,7 @@ _QUERY, _KEY = "self_attn.q_proj", "self_attn.k_proj"
 
 
 class GgufSource:
-    """A GGUF file as a checkpoint.
-
-    See `gpu.weights.checkpoint.Source`.
-    """
+    """A GGUF file as a checkpoint: see `Source`."""
 
     described_by = "its metadata"
 

@@ -68,10 +68,8 @@ def kernel_folder(gpu: str) -> Path:
 
 
 class HummingMatrix:
-    """A matrix that humming-kernels multiplies.
-
-    See `Matrix`. Of a packed matrix on CUDA whose format `why_not_humming` finds nothing in the way of; computes in
-    bf16.
+    """A matrix that humming-kernels multiplies. See `Matrix`. Of a packed matrix on CUDA whose format `why_not_humming`
+    finds nothing in the way of; computes in bf16.
     """
 
     dtype = torch.bfloat16
@@ -139,10 +137,8 @@ class HummingMatrix:
 
 
 class _Kernels:
-    """The compiled kernels of one shape and format on one device.
-
-    Of one shape and format on one device: compiled ones, by the range of token counts that they are for. Several ranges
-    may have the same one.
+    """The compiled kernels of one shape and format on one device, by the range of token counts that they are for.
+    Several ranges may have the same one.
     """
 
     def __init__(self, config: Any, device: torch.device) -> None:

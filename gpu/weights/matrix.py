@@ -23,9 +23,8 @@ from gpu.operations.linear.plain_linear import linear, logits_linear, norm_gate_
 
 
 class Matrix(Protocol):
-    """A matrix that multiplies tokens.
-
-    `[rows, inner]`. Tokens are `[tokens, inner]`; results are new. dtype: of results, and of what computes.
+    """A matrix that multiplies tokens. `[rows, inner]`. Tokens are `[tokens, inner]`; results are new. dtype: of
+    results, and of what computes.
     """
 
     @property

@@ -34,9 +34,8 @@ def placings(
 
 
 class Placing:
-    """A tensor, or some of its rows, on the way to its place.
-
-    source, called: name the file and the tensor in errors; device: of the places.
+    """A tensor, or some of its rows, on the way to its place. source, called: name the file and the tensor in errors;
+    device: of the places.
     """
 
     def __init__(self, tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device) -> None:

@@ -26,11 +26,9 @@ class ReadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A range of a file that is read.
-
-    `num_bytes` of the open file `file` (`name` in errors) from `offset` on. target: host memory, writable and as many
-    bytes, or None: they are staged; done: called by who asked once they are there, with the staged bytes, uint8
-    `[num_bytes]`, or the target.
+    """A range of a file that is read. `num_bytes` of the open file `file` (`name` in errors) from `offset` on. target:
+    host memory, writable and as many bytes, or None: they are staged; done: called by who asked once they are there,
+    with the staged bytes, uint8 `[num_bytes]`, or the target.
     """
 
     file: int

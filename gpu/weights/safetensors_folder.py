@@ -8,10 +8,7 @@ from gpu.weights.safetensors_file import read_header
 
 
 class SafetensorsFolder:
-    """A Hugging Face folder as a checkpoint.
-
-    files: names of their tensors; see `gpu.weights.checkpoint.Source`.
-    """
+    """A Hugging Face folder as a checkpoint. files: names of their tensors; see `gpu.weights.checkpoint.Source`."""
 
     described_by = "config.json"
 

@@ -43,11 +43,9 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of all experts of a layer.
-
-    Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts * 2 * intermediate, hidden]`, one after
-    another, of each its gate first; down `[experts * hidden, intermediate]`. host: the last ones, if they lie in host
-    memory; the two matrices then have the first ones alone.
+    """The weights of all experts of a layer. Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts *
+    2 * intermediate, hidden]`, one after another, of each its gate first; down `[experts * hidden, intermediate]`.
+    host: the last ones, if they lie in host memory; the two matrices then have the first ones alone.
     """
 
     router: Tensor
@@ -58,13 +56,11 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of a layer.
-
-    attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`; output `[hidden, heads * dim]`;
-    gate_up `[2 * intermediate, hidden]`, gate first; down `[hidden, intermediate]`; or, in place of these two, experts.
-    Where the layer's spec has them: qkv_bias, output_bias, gate_up_bias and down_bias, of the matrix's rows;
-    query_norm, key_norm `[dim]`; attention_post_norm, mlp_post_norm `[hidden]`. Norms that a checkpoint stores less one
-    are float32: what they lack of one would be rounded away.
+    """The weights of a layer. attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`; output
+    `[hidden, heads * dim]`; gate_up `[2 * intermediate, hidden]`, gate first; down `[hidden, intermediate]`; or, in
+    place of these two, experts. Where the layer's spec has them: qkv_bias, output_bias, gate_up_bias and down_bias, of
+    the matrix's rows; query_norm, key_norm `[dim]`; attention_post_norm, mlp_post_norm `[hidden]`. Norms that a
+    checkpoint stores less one are float32: what they lack of one would be rounded away.
     """
 
     attention_norm: Tensor
@@ -124,9 +120,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a model.
-
-    embedding, logits `[vocab, hidden]` (one tensor if they are tied); final_norm `[hidden]`.
+    """The weights of a model. embedding, logits `[vocab, hidden]` (one tensor if they are tied); final_norm
+    `[hidden]`.
     """
 
     embedding: Tensor

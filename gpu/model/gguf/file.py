@@ -39,9 +39,8 @@ class GgufTensor(TensorHeader):
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file, or all parts of one.
-
-    paths: one, or those of all parts; metadata: of the first part; tensors: of all, by their names in the file.
+    """A GGUF file, or all parts of one. paths: one, or those of all parts; metadata: of the first part; tensors: of
+    all, by their names in the file.
     """
 
     paths: tuple[Path, ...]

@@ -51,9 +51,8 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What the header says of a tensor.
-
-    kind: ggml's type by name; shape: of numbers, rows first; offset: of its first byte in the file.
+    """What the header says of a tensor. kind: ggml's type by name; shape: of numbers, rows first; offset: of its first
+    byte in the file.
     """
 
     name: str

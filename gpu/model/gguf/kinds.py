@@ -14,10 +14,9 @@ from gpu.model.matrix_format import Kind, MatrixFormat
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """A kind of block.
-
-    block: columns that lie together in a file, in num_bytes; group: to a scale; run: to d. stored: the fewest bits that
-    hold a number here. has_pairs: whether groups have scales and offsets of their own, or d is all.
+    """A kind of block. block: columns that lie together in a file, in num_bytes; group: to a scale; run: to d. stored:
+    the fewest bits that hold a number here. has_pairs: whether groups have scales and offsets of their own, or d is
+    all.
     """
 
     block: int

@@ -50,9 +50,8 @@ DECODED_DIMS = tuple(sorted({dim for _, dim in CONFIGS}))
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch memory of decode attention.
-
-    Scratch: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`, log base 2. On CPU both are empty.
+    """Scratch memory of decode attention. Scratch: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`, log
+    base 2. On CPU both are empty.
 
     Without bounds a launch uses the first requests * splits rows; with bounds it takes all as `[places, group, dim]`.
     parts: 2 where there is room for far beside near.

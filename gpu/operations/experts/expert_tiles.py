@@ -44,11 +44,9 @@ SUM_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Pairs of tokens and experts, cut into tiles.
-
-    experts, takers: of `routing.tile_pairs`; shares: weights, float32 `[tokens, per_token]`, or what those of a token
-    are in proportion to. logits: float32 `[tokens, experts]`, of which gate and up's programs find all of these and
-    write them; None: they are written.
+    """Pairs of tokens and experts, cut into tiles. experts, takers: of `routing.tile_pairs`; shares: weights, float32
+    `[tokens, per_token]`, or what those of a token are in proportion to. logits: float32 `[tokens, experts]`, of which
+    gate and up's programs find all of these and write them; None: they are written.
     """
 
     experts: Tensor

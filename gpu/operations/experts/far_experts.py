@@ -15,10 +15,9 @@ from gpu.operations.linear.packed_matrix import Stored
 
 @dataclass(frozen=True, slots=True)
 class FarExperts:
-    """The experts of a layer that lie apart.
-
-    gate_up, down: as in `weights.ExpertWeights`, of as many experts as there are slots; None: somebody else computes
-    them. places: int32 `[experts]`, of each the number among those in the layer's own matrices, or `~slot`.
+    """The experts of a layer that lie apart. gate_up, down: as in `weights.ExpertWeights`, of as many experts as there
+    are slots; None: somebody else computes them. places: int32 `[experts]`, of each the number among those in the
+    layer's own matrices, or `~slot`.
     """
 
     gate_up: Stored | None

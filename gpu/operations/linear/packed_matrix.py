@@ -16,9 +16,8 @@ from gpu.operations.linear.word_layout import unpack_words
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A matrix of few bits.
-
-    kind, and `dtype`: of products. inner: columns; group: to a scale; row_block: rows that share their scales.
+    """A matrix of few bits. kind, and `dtype`: of products. inner: columns; group: to a scale; row_block: rows that
+    share their scales.
 
     words int32 `[rows, num_words]` (`word_layout`); scales bf16, float16 or float32 `[ceil(rows / row_block),
     ceil(inner / group)]`; zeros uint8 of that shape, None: the middle; order int64 `[inner]`, the column of a token

@@ -50,10 +50,8 @@ _UNIT, _RUN = tl.constexpr(UNIT_WORDS), tl.constexpr(RUN_COLUMNS)
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of a product.
-
-    splits: parts of a row's columns that warps share; 1: tiles have no third axis, which Hopper's widest product asks
-    for. unroll: of the loop over columns.
+    """The tiles of a product. splits: parts of a row's columns that warps share; 1: tiles have no third axis, which
+    Hopper's widest product asks for. unroll: of the loop over columns.
     """
 
     tokens: int

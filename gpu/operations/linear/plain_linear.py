@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gpu.model.spec import Activation
 from gpu.operations.arguments import check, runs_on_triton
-from gpu.operations.rms_norm import check_norm, rms_norm, rms_norm_reference
-from gpu.operations.swiglu import gated, swiglu, swiglu_reference
+from gpu.operations.rms_norm import check_norm, rms_norm
+from gpu.operations.swiglu import gated, swiglu
 
 # Shape class: block_rows, block_inner, num_warps, num_stages, unroll. `gated` programs read two rows for each output.
 CONFIGS = {
@@ -36,20 +36,6 @@ def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) 
     """
     x = x.to(weight.dtype)
     return F.linear(x, weight) if residual is None else torch.mul(residual, 1).addmm_(x, weight.t())
-
-
-def norm_linear_reference(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """Compute `rms_norm(x) @ weight.T (+ bias)` in plain torch."""
-    return F.linear(rms_norm_reference(x, norm_weight, eps), weight, bias)
-
-
-def norm_gate_up_swiglu_reference(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
-) -> Tensor:
-    """Compute `swiglu(rms_norm(x) @ gate_up_weight.T)` in plain torch."""
-    return swiglu_reference(F.linear(rms_norm_reference(x, norm_weight, eps), gate_up_weight), activation)
 
 
 @triton.jit

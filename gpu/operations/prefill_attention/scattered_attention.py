@@ -21,20 +21,6 @@ CONFIGS = {
 NO_WINDOW = 1 << 30
 
 
-def scattered_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Compute `scattered_attention_kernel` in plain torch, in any floating dtype, all at once."""
-    group = query.shape[1] // keys.shape[0]
-    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    logits = torch.einsum("thd,hcd->htc", query, keys) * scale
-    seen = torch.arange(keys.shape[1], device=query.device)
-    hidden = (seen > positions[:, None]) | (seen <= positions[:, None] - (window or NO_WINDOW))
-    logits = logits.masked_fill(hidden, float("-inf"))
-    lse = logits.logsumexp(-1)
-    return torch.einsum("htc,hcd->thd", (logits - lse[..., None]).exp(), values), lse.transpose(0, 1)
-
-
 @triton.jit
 def _pass_keys(
     rows, top, mass, total, keys, values, key_token_stride, value_token_stride, block, position, last, window,

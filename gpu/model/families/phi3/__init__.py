@@ -6,9 +6,9 @@
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
-from gpu.model.families.phi3.gguf_form import GGUF
 from gpu.model.families.phi3.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
+from gpu.model.gguf.keys import GgufForm
 from gpu.model.spec import Architecture, LayerSpec
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -57,6 +57,6 @@ FAMILY = Family(
         "rope_theta": 10_000.0,
     },
     harmless=frozenset({"embd_pdrop", "resid_pdrop"}),
-    gguf=GGUF,
+    gguf=GgufForm("phi3", has_windows=True),
     shapes=SHAPES,
 )

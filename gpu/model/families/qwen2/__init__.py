@@ -2,9 +2,9 @@
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
-from gpu.model.families.qwen2.gguf_form import GGUF
 from gpu.model.families.qwen2.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, QKV_BIASES, Family, find_windows, parse_sizes
+from gpu.model.gguf.keys import GgufForm
 from gpu.model.spec import Architecture, LayerSpec
 
 
@@ -38,6 +38,6 @@ FAMILY = Family(
     parse=parse,
     tensors=lambda shape: LAYER_TENSORS | QKV_BIASES,
     defaults=QWEN_DEFAULTS,
-    gguf=GGUF,
+    gguf=GgufForm("qwen2"),
     shapes=SHAPES,
 )

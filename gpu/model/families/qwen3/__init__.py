@@ -2,9 +2,9 @@
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.families.qwen2 import QWEN_DEFAULTS, qwen_windows
-from gpu.model.families.qwen3.gguf_form import GGUF
 from gpu.model.families.qwen3.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, QK_NORMS, Family, parse_sizes
+from gpu.model.gguf.keys import GgufForm
 from gpu.model.spec import Architecture, LayerSpec
 
 
@@ -19,6 +19,6 @@ FAMILY = Family(
     parse=parse,
     tensors=lambda shape: LAYER_TENSORS | QK_NORMS,
     defaults=QWEN_DEFAULTS | {"head_dim": 128},
-    gguf=GGUF,
+    gguf=GgufForm("qwen3"),
     shapes=SHAPES,
 )

@@ -1,5 +1,0 @@
-"""Qwen2 in GGUF files."""
-
-from gpu.model.gguf.keys import GgufForm
-
-GGUF = GgufForm("qwen2")
