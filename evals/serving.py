@@ -15,7 +15,7 @@ import torch
 
 from evals.meter import Fractions, layer_shares, served_fractions
 from gpu.config import GpuConfig, ModelConfig
-from gpu.memory.host_demand import LUMP_TOKENS
+from gpu.host.footprint import LUMP_TOKENS
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
 from gpu.model.architecture import Architecture, load_architecture, read_architecture

@@ -1,4 +1,4 @@
-"""Tensors of planned arrays."""
+"""Tensors of stated arrays."""
 
 from collections.abc import Mapping
 
@@ -14,4 +14,10 @@ def allocate(spec: ArraySpec, device: torch.device) -> Tensor:
 
 
 def allocate_all(specs: Mapping[str, ArraySpec], device: torch.device) -> dict[str, Tensor]:
+    """Return tensors of zeros by name."""
     return {name: allocate(spec, device) for name, spec in specs.items()}
+
+
+def allocate_empty(spec: ArraySpec, device: torch.device) -> Tensor:
+    """Return a tensor whose numbers mean nothing yet."""
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)

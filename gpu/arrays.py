@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 DTYPE_BYTES = {
-    "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "float64": 8, "float32": 4, "bfloat16": 2, "int64": 8, "int32": 4, "uint16": 2, "int8": 1, "uint8": 1,
 }  # fmt: skip
 
 

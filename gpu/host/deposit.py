@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu.memory.deposit_memory import PIECE_ROWS
+from gpu.allocation import allocate_empty
+from gpu.host.footprint import PIECE_ROWS, piece_arrays
 from gpu.operations.host_rows.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import scatter_runs
@@ -22,7 +23,6 @@ from transfer.host_tier import LayerRows, TierShape
 COPIED_RUN_BYTES = 256 * 1024  # runs from this size on go by the copy engine, shorter ones by a kernel
 CPU_PIECE_TOKENS = 1024  # of all KV heads, widened to float32 at once
 EncodeKeys = Callable[[Tensor, Tensor], None]  # see `gpu.methods.device_side.DeviceSide.encode_keys`
-ROW_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,9 @@ class _Buffers:
     """Device memory of one direction: stored keys, values and codes of a piece."""
 
     def __init__(self, shape: TierShape, num_tables: int, device: torch.device) -> None:
-        self._rows = torch.empty(2, PIECE_ROWS * shape.dim, dtype=ROW_DTYPES[shape.rows], device=device)
-        self._codes = torch.empty(PIECE_ROWS * num_tables, dtype=torch.uint16, device=device)
+        arrays = piece_arrays(shape, num_tables)
+        self._rows = allocate_empty(arrays["rows"], device)
+        self._codes = allocate_empty(arrays["codes"], device)
         self._num_tables = num_tables
 
     def rows(self, shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gpu.allocation import allocate_empty
+from gpu.host.footprint import gathered_array
 from gpu.kv.pool import KvPool
-from gpu.memory.demand import num_gathered_heads
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import read_rows
 
@@ -20,9 +21,11 @@ class GatheredKv:
 
     def __init__(self, pool: KvPool, kv_heads: int, dim: int) -> None:
         self.pool = pool
-        shape = (num_gathered_heads(kv_heads, pool.has_codes), pool.max_pages, pool.page_tokens, dim)
+        num_tokens = pool.max_pages * pool.page_tokens
+        spec = gathered_array(kv_heads, dim, num_tokens, pool.dtype.itemsize, pool.has_codes)
         self._kv_heads = kv_heads
-        self.keys = torch.empty(shape, dtype=pool.dtype, device=pool.device)
+        keys = allocate_empty(spec, pool.device)
+        self.keys = keys.unflatten(1, (pool.max_pages, pool.page_tokens))
         self.values = torch.empty_like(self.keys)
         self._holds: tuple[int, int, int] | None = None  # (job, slot, layer)
         self._tokens = 0

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
+from gpu.allocation import allocate_empty
 from gpu.host.deposit import Depositor, of_heads
+from gpu.host.footprint import LUMP_TOKENS, lump_array
 from gpu.host.gathered import GatheredKv
 from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
-from gpu.memory.host_demand import LUMP_TOKENS
 from gpu.step import FinishedReload, Offload, Reload
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
@@ -40,9 +40,9 @@ class Offloader:
         self._staging = staging
         self._fetched: Event = PASSED
         self._lost: HostMemoryError | None = None  # why the last fetch brought nothing
-        lump = (2, len(tier.shape.layers), pool.num_kv_heads, LUMP_TOKENS, pool.dim)  # keys and values
-        exact = torch.float32 if pool.has_codes else pool.dtype  # what codes mean is rounded once, for the host
-        self._lump = torch.empty(lump, dtype=exact, device=pool.device)
+        layers, itemsize = len(tier.shape.layers), pool.dtype.itemsize
+        lump = lump_array(layers, pool.num_kv_heads, pool.dim, itemsize, pool.has_codes)
+        self._lump = allocate_empty(lump, pool.device)
         self._lump_read: Event = PASSED
 
     def close(self, context_ids: Sequence[int]) -> None:

@@ -8,10 +8,11 @@ slot's resident pages.
 import torch
 from torch import Tensor
 
+from gpu.allocation import allocate
 from gpu.host.deposit import Depositor
+from gpu.host.footprint import STAGED_LAYERS, staged_array
 from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Pages
-from gpu.memory.host_demand import STAGED_LAYERS
 from gpu.step import PrefillPrompt
 from transfer.copies import PASSED, Event
 from transfer.host_tier import HostTier
@@ -27,8 +28,8 @@ class Staging:
         self.pool = pool
         self.tier = tier
         self.depositor = depositor
-        shape = (STAGED_LAYERS, pool.num_kv_heads, pool.max_pages * pool.page_tokens, pool.dim)
-        self.keys = torch.empty(shape, dtype=pool.dtype, device=pool.device).zero_()
+        spec = staged_array(pool.num_kv_heads, pool.dim, pool.max_pages * pool.page_tokens, pool.dtype.itemsize)
+        self.keys = allocate(spec, pool.device)
         self.values = torch.empty_like(self.keys).zero_()
         self.read: list[Event] = [PASSED] * STAGED_LAYERS  # what left each buffer is read
         self.brought: list[Event] = [PASSED] * STAGED_LAYERS  # what came up into each buffer is there

@@ -6,10 +6,10 @@ What the CPU has no code for is refused in one line, before any step is captured
 import torch
 
 from gpu.exchange.device_experts import ExpertExchange
-from gpu.memory.expert_shares import experts_of, why_not_computed
 from gpu.model.spec import Architecture, ModelError
 from gpu.operations.linear.numba_matrix_table import rows_of
 from gpu.operations.linear.packed_matrix import Packed
+from gpu.weights.expert_shares import experts_of, why_not_computed
 from gpu.weights.host_experts import HostExperts
 from gpu.weights.weights import Weights
 from transfer.expert_exchange import LayerExperts, OpenExperts

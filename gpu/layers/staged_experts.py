@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu.memory.expert_shares import STAGED_STACKS
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.fetch_experts import Listed
+from gpu.weights.expert_shares import STAGED_STACKS
 from gpu.weights.host_experts import HostExperts
 from transfer.copies import PASSED, Event, Streams
 

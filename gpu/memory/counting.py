@@ -7,11 +7,12 @@ others theirs.
 from dataclasses import replace
 
 from gpu.config import GpuConfig
+from gpu.host.footprint import LUMP_TOKENS
 from gpu.memory.demand import Demand, PlanError
-from gpu.memory.expert_shares import KV_SHARE, most_experts
-from gpu.memory.host_demand import LUMP_TOKENS, HostDemand
+from gpu.memory.host_demand import HostDemand
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
 from gpu.model.architecture import Architecture
+from gpu.weights.expert_shares import KV_SHARE, most_experts
 from transfer.machine import GIB
 
 RING_SHARE = 1 / 8  # of what weights and workspaces leave, where nobody says how many rings there are

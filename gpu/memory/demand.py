@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpu.batching.captured_steps import steps_to_capture
-from gpu.memory.expert_shares import ExpertShares, most_experts, why_not_computed
-from gpu.memory.host_demand import STAGED_LAYERS, HostDemand
+from gpu.host.footprint import STAGED_LAYERS, gathered_array
+from gpu.memory.host_demand import HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture, LayerSpec
 from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
 from gpu.page_layout import CODE_FORMATS, KvFormat, row_bytes
+from gpu.prefill.piece_sizes import MERGED_PIECES, PIECE_TOKENS
+from gpu.weights.expert_shares import ExpertShares, most_experts, why_not_computed
 from transfer.chunks.chunk_format import ChunkShape
 from transfer.host_config import LEAST_AHEAD_BYTES, DocumentsConfig
 
@@ -33,8 +35,6 @@ DRAW_ENTRY_BYTES = 44  # of a drawn row with all filters, a vocabulary entry: sc
 PENALTY_ENTRY_BYTES = 5  # of a row of the penalty table, a vocabulary entry: count and flag
 SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more than this ...
 SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
-PIECE_TOKENS = 2048  # the shortest piece of a past that is attended to in pieces, each twice as long as the next
-MERGED_PIECES = 7  # whose outputs are kept until they are merged
 RING_OUTPUTS = 8  # of a token, as wide as a query: summaries in two precisions, copies of queries, partials
 CHUNK_TOKEN_IDS_BYTES = 32  # of a token whose rows are placed: cell, position of its rotation, slot, score
 HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
@@ -50,11 +50,6 @@ class MemoryItem:
 
 class PlanError(Exception):
     """A deployment that does not fit its machine: one line with the numbers and the key to change."""
-
-
-def num_gathered_heads(kv_heads: int, has_codes: bool) -> int:
-    """KV heads that a gathered layer has room for: half as many must fit in float32, on their way down."""
-    return kv_heads + kv_heads % 2 * has_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +157,9 @@ class Demand:
         """One layer's keys and values, as they are computed with; on the CPU also a copy of one of the two while it is
         gathered.
         """
-        heads = num_gathered_heads(self.shape.num_kv_heads, self.has_codes)
-        layer = self.layer_token_bytes // self.shape.num_kv_heads * heads
-        return layer if self.device == "cuda" else layer * 3 // 2
+        shape = self.shape
+        keys = gathered_array(shape.num_kv_heads, shape.dim, 1, self.dtype_bytes, self.has_codes).num_bytes
+        return 2 * keys if self.device == "cuda" else 3 * keys
 
     @property
     def rope_token_bytes(self) -> int:

@@ -7,8 +7,9 @@ the staging, the depositor, the exchange or the store.
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from gpu.arrays import sum_bytes
 from gpu.batching.halving import most_rows_of_parts
-from gpu.memory.deposit_memory import deposit_bytes
+from gpu.host.footprint import LUMP_TOKENS, lump_array, piece_arrays, staged_array
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout
@@ -16,11 +17,8 @@ from transfer.host_config import HostConfig
 from transfer.host_memory import bytes_of_context, bytes_per_token, without_tables
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
-LUMP_TOKENS = 128  # what goes down at once from a running sequence's window: whole pages of every size
-STAGED_LAYERS = 2  # of a prompt that goes down: one computes while the other's rows leave
 HYPERPLANE_COLUMN_STEP = 32
 CODE_BYTES, FLAG_BYTES, FLOAT_BYTES, MASK_BYTES = 2, 4, 4, 1
-ROW_BYTES = {"bfloat16": 2, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class HostDemand:
 
     @property
     def staging_token_bytes(self) -> int:
-        return STAGED_LAYERS * self.layer_token_bytes
+        return 2 * staged_array(self.shape.num_kv_heads, self.shape.dim, 1, self.dtype_bytes).num_bytes
 
     @property
     def tier_shape(self) -> TierShape:
@@ -139,12 +137,12 @@ class HostDemand:
 
     def deposit_bytes(self, is_cuda: bool) -> int:
         """What rows pass through on their way down or up, and a lump of all layers as it is gathered from pages."""
-        lump = LUMP_TOKENS * len(self.tier_shape.layers) * self.layer_token_bytes
-        if self.kv in CODE_FORMATS:  # what codes mean, before it is rounded for the host
-            lump = lump // self.dtype_bytes * FLOAT_BYTES
-        if not is_cuda:
-            return lump
-        return lump + deposit_bytes(self.shape.dim, ROW_BYTES[self.config.rows], self.config.sampled.num_tables)
+        tier = self.tier_shape
+        kv_heads, dim, has_codes = tier.num_kv_heads, tier.dim, self.kv in CODE_FORMATS
+        arrays = [lump_array(len(tier.layers), kv_heads, dim, self.dtype_bytes, has_codes)]
+        if is_cuda:
+            arrays += [*piece_arrays(tier, tier.num_tables).values(), *piece_arrays(tier, 0).values()]
+        return sum_bytes(arrays)
 
     @property
     def host_token_bytes(self) -> int:

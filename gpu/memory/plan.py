@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gpu.config import GpuConfig
+from gpu.host.footprint import LUMP_TOKENS
 from gpu.memory.counting import (
     count_experts,
     count_rings,
@@ -18,8 +19,7 @@ from gpu.memory.counting import (
     spare_window_tokens,
 )
 from gpu.memory.demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place, PlanError
-from gpu.memory.expert_shares import PINNED_SHARE
-from gpu.memory.host_demand import LUMP_TOKENS, HostDemand
+from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
 from gpu.memory.machine_limits import (
     HOST_SHARE,
@@ -40,6 +40,7 @@ from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
 from gpu.page_layout import KvFormat
 from gpu.step import PartId
+from gpu.weights.expert_shares import PINNED_SHARE
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from gpu.config import GpuConfig
 from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
-from gpu.memory.expert_shares import PINNED_SHARE, most_experts
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib
+from gpu.weights.expert_shares import PINNED_SHARE, most_experts
 from transfer.machine import GIB, MachineProfile
 
 

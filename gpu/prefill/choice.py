@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu.attention.prefill_attention import Whole, prefill_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended
-from gpu.memory.demand import PIECE_TOKENS
+from gpu.prefill.piece_sizes import PIECE_TOKENS
 from gpu.prefill.pieces import LEAST_QUERIES, Kernel, attend_in_pieces, cudnn_attention, padded_queries
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,6 @@ from gpu.exchange.device_experts import ExpertExchange
 from gpu.layers.computed_experts import open_exchanges
 from gpu.layers.projections import Projections
 from gpu.load import DTYPES, RANDOM_SEED
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, most_experts, why_not_computed
 from gpu.memory.plan import MemoryPlan, plan_memory
 from gpu.model.architecture import Architecture, named_shape
 from gpu.model.gguf.kinds import BLOCK_KINDS
@@ -42,6 +41,7 @@ from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, step_weight_bytes
 from gpu.runner import Runner
 from gpu.runner_settings import RunnerSettings
+from gpu.weights.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, most_experts, why_not_computed
 from gpu.weights.host_experts import joined
 from gpu.weights.weights import LayerWeights, Weights, random_packed_weights
 from scheduler.planning.expert_choice import ExpertTimes

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from bench.rows import GateError
 from cpu.experts import HostExperts
-from gpu.memory.expert_shares import ExpertShares
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import step_weight_bytes
+from gpu.weights.expert_shares import ExpertShares
 from gpu.weights.host_experts import HostExperts as StoredExperts
 from gpu.weights.host_experts import Slots
 from lab.kernels import host_experts

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
-from gpu.memory.expert_shares import ExpertShares, most_experts
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
+from gpu.weights.expert_shares import ExpertShares, most_experts
 from scheduler.engine_config import EngineConfig
 from scheduler.planning.expert_choice import asked_rows, captured_rows, choose
 from transfer.host_config import DocumentsConfig, HostConfig

@@ -9,9 +9,9 @@ from typing import Literal
 
 from gpu.config import GpuConfig
 from gpu.memory.demand import PlanError
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
+from gpu.weights.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
 from transfer.machine_rates import STORED_AS, Rates, core_rate
 
 Way = Literal["auto", "fetch", "compute"] | int  # as `gpu.host_experts` is asked for

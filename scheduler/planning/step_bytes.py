@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from gpu.memory.host_demand import ROW_BYTES
+from gpu.arrays import DTYPE_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import step_weight_bytes
@@ -65,7 +65,7 @@ class StepBytes:
     def host_row(self) -> int:
         """A key and a value of one KV head, as the host keeps them."""
         tier = self._present
-        return 2 * tier.dim * ROW_BYTES[tier.rows]
+        return 2 * tier.dim * DTYPE_BYTES[tier.rows]
 
     @property
     def host_rows_of_token(self) -> int:

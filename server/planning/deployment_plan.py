@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from gpu.config import ModelConfig
 from gpu.memory.demand import Place
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import (
     NAMED_SHAPES,
@@ -23,6 +22,7 @@ from gpu.model.architecture import (
 from gpu.model.humming_formats import describe_own, multiplied
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
+from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
 from scheduler.planning.engine_memory import find_expert_shares, plan_engine
 from scheduler.planning.expert_choice import Way, captured_rows
 from server.deployment import Deployment

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from gpu.config import Profiles
 from gpu.memory.demand import PlanError
-from gpu.memory.expert_shares import most_experts
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.plan import MemoryPlan
 from gpu.methods.method import Method, ProfilePart, ReadCost
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.profiles import ProfileError, resolve_profiles
+from gpu.weights.expert_shares import most_experts
 from scheduler.planning.engine_memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
 from scheduler.planning.expert_choice import ExpertTimes, find_times
 from scheduler.planning.step_bytes import StepBytes

@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.model.architecture import read_architecture
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
+from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
 from transfer.expert_exchange import OpenExperts
 
 PAGE_TOKENS = 16

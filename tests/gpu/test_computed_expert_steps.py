@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 
 from cpu.experts import HostExperts
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import DecodeSteps
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 from gpu.runner_settings import LoadSettings
 from gpu.step import DecodeGroup, StepPlan
+from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
 from tests.gpu import twin_runners
 from tests.gpu.family_checkpoints import draw_prompt, generate
 from tests.gpu.small_runner import load_small

@@ -12,12 +12,12 @@ from cpu.experts import HostExperts
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.layers.computed_experts import open_exchanges
 from gpu.layers.projections import Projections
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS, why_not_computed
 from gpu.model.architecture import Architecture, named_shape
 from gpu.model.matrix_format import MatrixFormat, Quantisation
 from gpu.model.matrix_formats import rounded
 from gpu.model.spec import ModelError
 from gpu.weights.checkpoint import load_packed
+from gpu.weights.expert_shares import MOST_COMPUTED_ROWS, why_not_computed
 from gpu.weights.host_experts import tensors_of
 from gpu.weights.weights import Weights, random_weights
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load

@@ -9,7 +9,7 @@ import torch
 
 from gpu.host import deposit
 from gpu.host.deposit import Depositor, _Buffers
-from gpu.memory.deposit_memory import PIECE_ROWS, deposit_bytes
+from gpu.host.footprint import PIECE_ROWS
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections, encode_reference
@@ -226,4 +226,4 @@ def test_buffers_take_what_the_memory_plan_counts(rows, element_bytes):
         for tables in (TABLES, 0)
     )
     taken = sum(buffer.nbytes for buffers in (down, up) for buffer in (buffers._rows, buffers._codes))
-    assert taken == deposit_bytes(64, element_bytes, TABLES)
+    assert taken == PIECE_ROWS * (4 * 64 * element_bytes + 2 * TABLES)

@@ -9,12 +9,12 @@ import torch
 from pydantic import ValidationError
 
 from gpu.config import GpuConfig
-from gpu.memory.expert_shares import KV_SHARE, PINNED_SHARE, STAGED_STACKS, ExpertShares
 from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
 from gpu.methods.kept import keep_as_set
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, weight_bytes
 from gpu.model.spec import Architecture
+from gpu.weights.expert_shares import KV_SHARE, PINNED_SHARE, STAGED_STACKS, ExpertShares
 from gpu.weights.host_experts import ALIGN_BYTES, HostExperts, tensors_of
 from gpu.weights.weights import allocate_weights
 from transfer.host_config import HostConfig

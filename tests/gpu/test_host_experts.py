@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from gpu.layers.staged_experts import StagedExperts
-from gpu.memory.expert_shares import STAGED_STACKS
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.spec import ModelError
 from gpu.operations.experts.fetch_experts import list_experts
 from gpu.operations.linear.packed_matrix import Packed, Stored, unpack_reference
+from gpu.weights.expert_shares import STAGED_STACKS
 from gpu.weights.host_experts import HostExperts, pinned_like, tensors_of, with_tensors
 from gpu.weights.weights import allocate_packed
 from tests.gpu.kernel_oracles import DEVICES

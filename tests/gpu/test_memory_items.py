@@ -1,26 +1,31 @@
 """What a plan counts for one more token is what is allocated for it, and limits are in the units that they name."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from transfer.config import HostConfig
 
-from gpu.config import GpuConfig
+from gpu.config import Composition, GpuConfig
 from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool
 from gpu.layers.rope import rope_tables
 from gpu.memory.demand import Demand
 from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.methods.device_side import Site, make_device_sides
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import matrix_parts, matrix_shapes, rounded
 from gpu.model.shapes import NAMED_SHAPES
+from gpu.profiles import resolve_profiles
 from gpu.sampling.penalties import PenaltyTable
 from gpu.weights.rounding import BYTES_A_NUMBER, NUMBERS_AT_ONCE
 from gpu.weights.weights import allocate_weights
+from tests.gpu.test_predicted_serving import WEIGHTS
 from transfer.machine import load_machine
+from transfer.tier_shape import TierShape
 
 TINY = named_shape("tiny")
 CPU = torch.device("cpu")
@@ -87,6 +92,54 @@ def test_the_penalty_table_takes_what_is_planned() -> None:
     table = PenaltyTable(SLOTS, TINY.vocab_size, CPU)
     planned = next(item.bytes for item in DEMAND.fixed_items() if item.name == "penalties")
     assert table.counts.nbytes + table.in_prompt.nbytes == planned
+
+
+METHOD_SETTINGS: list[dict[str, Any]] = [
+    {"reuse": {"method": "mac", "capacity": 16}},
+    {"reuse": {"method": "mac", "capacity": 64, "summaries": "float32", "layer_tau": {1: "off"}}},
+    {"host": {"method": "predicted", "weights": WEIGHTS, "budget_tokens": 32}},
+    {"host": {"method": "predicted+sampled", "weights": WEIGHTS, "history": 7, "exempt_layers": 1}},
+]
+BOOKKEEPING_BYTES = 64
+"""Of a ring, which no plan counts: who holds it, and its last cell."""
+
+
+@pytest.mark.parametrize("tree", METHOD_SETTINGS)
+def test_one_ring_more_takes_what_its_method_states(tree: dict[str, Any]) -> None:
+    shape, host = replace(TINY, max_context_tokens=4096), HostConfig(dense_layers=())
+    profile = resolve_profiles({"own": Composition.model_validate(tree)}, host)["own"]
+    part = profile.ring_part
+    assert part is not None
+    layers = tuple(part.settings.layers(shape))  # type: ignore[attr-defined]
+    tier = TierShape(layers, shape.num_heads, shape.num_kv_heads, shape.dim, "bfloat16", 8, 75)
+    site = Site(shape, tier, 16, SLOTS, torch.float32, torch.float32, CPU)
+    taken = [bytes_of(next(iter(make_device_sides([part], site, {str(part): count}).values()))) for count in (2, 3)]
+    planned = part.method.footprint(part.settings, shape, SLOTS)
+    stated = planned.sequence_bytes + planned.sequence_rows * shape.dim * 4
+    assert 0 <= taken[1] - taken[0] - stated <= BOOKKEEPING_BYTES
+
+
+def bytes_of(holder: object) -> int:
+    """Return the bytes of all tensors that an object holds, itself or in what it holds, each storage once."""
+    storages: dict[int, int] = {}
+
+    def add(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            for one in value.values():
+                add(one)
+        elif isinstance(value, list | tuple):
+            for one in value:
+                add(one)
+        elif is_dataclass(value) and not isinstance(value, type):
+            for each in fields(value):
+                add(getattr(value, each.name))
+        elif type(value).__module__.startswith("gpu.methods"):
+            add(vars(value))
+
+    add(holder)
+    return sum(storages.values())
 
 
 def plan_8b(**gpu: float) -> MemoryPlan:

@@ -13,10 +13,10 @@ from torch import Tensor
 import gpu.prefill.pieces
 from gpu.attention.prefill_attention import past_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended, PrefillQuery
-from gpu.memory.demand import MERGED_PIECES, PIECE_TOKENS
 from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.prefill.choice import KernelChoice, decide, why_out
 from gpu.prefill.dense import Dense
+from gpu.prefill.piece_sizes import MERGED_PIECES, PIECE_TOKENS
 from gpu.prefill.pieces import (
     LEAST_QUERIES,
     Kernel,

@@ -9,8 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from gpu.memory.demand import PlanError
-from gpu.memory.expert_shares import ExpertShares
 from gpu.memory.plan import MemoryPlan
+from gpu.weights.expert_shares import ExpertShares
 from scheduler.engine_config import EngineConfig
 from scheduler.planning.engine_memory import find_expert_shares, plan_engine
 from scheduler.planning.expert_choice import FURTHER_ROWS, HOP_MS, READ_SHARE, ExpertTimes

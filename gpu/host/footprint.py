@@ -1,0 +1,41 @@
+"""Arrays that rows pass through between KV pages and host memory, as allocated and as planned. No torch."""
+
+from gpu.arrays import ArraySpec
+from transfer.tier_shape import TierShape
+
+LUMP_TOKENS = 128  # that a running sequence offloads at once: whole pages of every size
+STAGED_LAYERS = 2  # of a prompt that is offloaded: one is computed while the other's rows leave
+PIECE_ROWS = 65_536  # tokens x KV heads of a piece: one head of the longest segment, or more heads of a shorter one
+FLOATS = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+def num_gathered_heads(kv_heads: int, has_codes: bool) -> int:
+    """Return the KV heads that a gathered layer has room for: half as many must fit in float32 when offloaded."""
+    return kv_heads + kv_heads % 2 * has_codes
+
+
+def gathered_array(kv_heads: int, dim: int, num_tokens: int, dtype_bytes: int, has_codes: bool) -> ArraySpec:
+    """Return one layer's gathered keys, `[heads, tokens, dim]`; values are alike."""
+    return ArraySpec((num_gathered_heads(kv_heads, has_codes), num_tokens, dim), FLOATS[dtype_bytes])
+
+
+def staged_array(kv_heads: int, dim: int, num_tokens: int, dtype_bytes: int) -> ArraySpec:
+    """Return the staged keys of an offloaded prompt, `[layers, kv_heads, tokens, dim]`; values are alike."""
+    return ArraySpec((STAGED_LAYERS, kv_heads, num_tokens, dim), FLOATS[dtype_bytes])
+
+
+def lump_array(num_layers: int, kv_heads: int, dim: int, dtype_bytes: int, has_codes: bool) -> ArraySpec:
+    """Return keys and values that leave at once, `[2, layers, kv_heads, tokens, dim]`; of codes what they mean."""
+    dtype = "float32" if has_codes else FLOATS[dtype_bytes]
+    return ArraySpec((2, num_layers, kv_heads, LUMP_TOKENS, dim), dtype)
+
+
+def piece_arrays(shape: TierShape, num_tables: int) -> dict[str, ArraySpec]:
+    """Return the device memory of one direction on CUDA: stored keys and values of a piece, and codes of its keys.
+
+    On the CPU rows are written where they belong.
+    """
+    return {
+        "rows": ArraySpec((2, PIECE_ROWS * shape.dim), shape.rows),
+        "codes": ArraySpec((PIECE_ROWS * num_tables,), "uint16"),
+    }
