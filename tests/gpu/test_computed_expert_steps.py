@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu.memory.expert_shares import MOST_COMPUTED_ROWS
 
 from cpu.experts import HostExperts
 from gpu.config import GpuConfig, ModelConfig
