@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transfer.config import HostConfig
 
 from gpu.config import Composition, GpuConfig
 from gpu.host.gathered import GatheredKv
@@ -24,6 +23,7 @@ from gpu.sampling.penalties import PenaltyTable
 from gpu.weights.rounding import BYTES_A_NUMBER, NUMBERS_AT_ONCE
 from gpu.weights.weights import allocate_weights
 from tests.gpu.test_predicted_serving import WEIGHTS
+from transfer.host_config import HostConfig
 from transfer.machine import load_machine
 from transfer.tier_shape import TierShape
 
