@@ -19,10 +19,10 @@ class UnknownLabelError(ValueError):
 
 
 def parse_fusions(label: str, ratios: Sequence[float]) -> list[Fusion]:
-    """One for each ratio; one alone of a policy without a ratio, or where the label says its own; none of vanilla.
+    """Parse a label: one fusion for each ratio, one alone where the policy has no ratio or the label its own, none of
+    vanilla.
 
-    Raises UnknownLabelError for a policy or a setting that there is not, for what is no value of that setting, and for
-    a setting that the policy has no use for: its numbers would stand under a name that says more than was done.
+    Raises UnknownLabelError for an unknown policy, setting or value, and for a setting that the policy has no use for.
     """
     name, _, text = label.partition(":")
     try:

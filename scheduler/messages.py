@@ -17,7 +17,7 @@ _TOKEN_BYTES = 4
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as a prompt has them: int32, in this host's byte order."""
+    """Pack token ids as a prompt has them: int32, in this host's byte order."""
     return array("i", token_ids).tobytes()
 
 
@@ -78,7 +78,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """A new list."""
+        """Return the prompt as a new list."""
         return array("i", self.prompt).tolist()
 
 
@@ -96,7 +96,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, submit_id: str, requests: list[EngineRequest]) -> Self:
-        """Prompts that are one object are left out but for the first of them in a row."""
+        """Pack requests: prompts that are one object are left out but for the first of them in a row."""
         packed: list[EngineRequest] = []
         before: bytes | None = None
         for request in requests:
@@ -106,7 +106,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         return cls(submit_id, packed)
 
     def requests(self) -> list[EngineRequest]:
-        """Each with its prompt; those that share one share the object."""
+        """Return each request with its prompt; those that share one share the object."""
         whole: list[EngineRequest] = []
         for request in self.packed:
             whole.append(request if request.prompt else msgspec.structs.replace(request, prompt=whole[-1].prompt))

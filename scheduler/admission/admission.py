@@ -94,7 +94,7 @@ class Admission:
         self._refused: Sequence | None = None
 
     def queue(self, sequences: list[Sequence]) -> None:
-        """All of these or none. Raises QueueFullError."""
+        """Queue all of these sequences or none. Raises QueueFullError."""
         if len(self.waiting) + len(sequences) > self._config.max_queue + len(self.free_slots):
             raise QueueFullError(
                 f"queue: {len(self.waiting)} requests wait, asked {len(sequences)} more, room for "
@@ -105,7 +105,7 @@ class Admission:
             self._line_up(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """It has given way, and goes first, but for those of less priority."""
+        """Put a preempted sequence in front, behind those of higher priority."""
         self._residence.await_room(sequence)
         place = 0
         while place < len(self.waiting) and self.waiting[place].goes_before(sequence):
@@ -113,7 +113,7 @@ class Admission:
         self.waiting.insert(place, sequence)
 
     def _line_up(self, sequence: Sequence) -> None:
-        """Behind all but those that it may overtake."""
+        """Put a sequence behind all but those that it may overtake."""
         place = len(self.waiting)
         while place and sequence.goes_before(self.waiting[place - 1]):
             place -= 1
@@ -121,17 +121,21 @@ class Admission:
         self.waiting.insert(place, sequence)
 
     def awaited(self) -> list[HostContext]:
-        """Contexts that those left which gave way: they will begin with them."""
+        """Return the contexts that preempted sequences left and will begin with again."""
         return [sequence.left for sequence in self.waiting if sequence.left is not None]
 
     def take_refused(self) -> Sequence | None:
-        """The one in front, if the last round found that the host refuses it memory though nobody else holds any."""
+        """Return the first sequence, if the last round found that the host refuses it memory though nobody else holds
+        any.
+        """
         refused, self._refused = self._refused, None
         return refused
 
     def admit(self, holding: list[Sequence]) -> tuple[list[PrefillJob], list[PageWrite]]:
-        """Take from the queue, in order, what fits beside those that hold pages; what does not fit may be passed by
-        what does, a bounded number of times. Short prompts admitted together share a job."""
+        """Admit, in order, the sequences that fit beside those that hold pages, and start their prefill jobs.
+
+        A sequence that does not fit may be overtaken by others a bounded number of times. Short prompts share a job.
+        """
         most_jobs = self._config.prefill.max_jobs - len(self._prefill.jobs)
         if not self.waiting or not self.free_slots or most_jobs <= 0:
             return [], []
@@ -183,13 +187,14 @@ class Admission:
         return [self._start_job(batch) for batch in batches], writes
 
     def _refuse(self, sequence: Sequence, this: _Round) -> None:
-        """It waits for who gives memory back, unless there is nobody: then it is the first one that gets none."""
+        """Note the first sequence that the host refuses memory while nobody else could give any back."""
         if not this.has_others and not self._prefill.jobs and self._refused is None:
             self._refused = sequence
 
     def compute_chunks(self) -> list[PrefillJob]:
-        """A job of chunks that those wait for who are in front, or of some to store: where there is nothing to do, or
-        where many requests began before them.
+        """Start a job of document chunks that the first waiting requests need, or that are to be stored.
+
+        The latter where there is nothing else to do, or where many requests began before them.
         """
         if self._documents is None:
             return []
@@ -216,10 +221,10 @@ class Admission:
         )
 
     def _is_worth_waiting(self, sequence: Sequence, other: Sequence, this: _Round) -> bool:
-        """Whether waiting for another one's prefill, which computes what comes next, is less work than it saves.
+        """Tell whether waiting for another prefill, which computes the next blocks, saves more work than it costs.
 
-        What is computed once is saved twice: for the one that waits, and for the one under way, which it would pass,
-        being shorter by now, with the same work. Together they are done earlier by that, and later by the wait.
+        What is computed once is saved twice: for the one that waits, and for the one under way, which it would
+        overtake, being shorter by now. Together they are done earlier by that, and later by the wait.
         """
         prefixes, page_tokens = self._residence.prefixes, self._residence.page_tokens
         method = self._residence.profile_of(sequence).prefill_method  # the other one's, too: they share KV
@@ -253,7 +258,7 @@ class Admission:
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
 
     def _try_down(self, sequence: Sequence, this: _Round) -> Start | None:
-        """Likewise, for a prompt of which a part goes down."""
+        """Give a prompt of which a part is offloaded what it needs, if there is room."""
         assert self._residence.prompts is not None, "admission: a prompt is offloaded where there is host memory"
         start = self._residence.prompts.find(sequence)
         this.num_tried_down += 1
@@ -266,7 +271,7 @@ class Admission:
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
 
     def _kept(self, sequence: Sequence, this: _Round) -> list[HostContext]:
-        """Idle contexts that do not give way to it."""
+        """Return the idle contexts that must not be dropped for it."""
         return [context for context in this.kept if context is not sequence.left] if this.has_others else []
 
     def _enter(self, sequence: Sequence, start: Start, this: _Round, holding: list[Sequence]) -> None:

@@ -32,10 +32,10 @@ class Intake:
         self._documents = documents
 
     def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
-        """What `Roster.queue` takes: each prompt is unpacked and hashed once, for all requests that share it.
+        """Return sequences for `Roster.queue`: each prompt is unpacked and hashed once for all requests that share it.
 
-        Any thread may ask, while others plan. `rest` is called every tenth of a millisecond or so. Raises TooLargeError
-        for a request that can never fit, and GrammarError for one whose grammar cannot be compiled.
+        Any thread may call this while others plan. `rest` is called every tenth of a millisecond or so. Raises
+        TooLargeError for a request that can never fit, and GrammarError for one whose grammar cannot be compiled.
         """
         for request in requests:
             self._capacity.check(request, self._profiles[request.attention_profile])

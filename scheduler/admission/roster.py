@@ -44,7 +44,7 @@ class Roster:
         self._unfinished: dict[str, Sequence] = {}
 
     def queue(self, sequences: list[Sequence]) -> None:
-        """All of these, as `Intake` has prepared them, or none. Raises QueueFullError."""
+        """Queue all of these prepared sequences or none. Raises QueueFullError."""
         self._admission.queue(sequences)
         if self._documents is not None:
             for sequence in sequences:
@@ -52,9 +52,9 @@ class Roster:
         self._unfinished |= {sequence.request_id: sequence for sequence in sequences}
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Forget these requests: pages and slots are free at once, and so is what a prefill has brought to the host.
+        """Forget these requests and free their pages and slots; unknown ids are ignored.
 
-        The context of one that runs stays, idle, for those that begin with its tokens. Unknown ids are ignored.
+        The context of a running one stays, idle, for prompts that begin with its tokens.
         """
         for request_id in request_ids:
             sequence = self._unfinished.get(request_id)
@@ -66,14 +66,14 @@ class Roster:
         return len(self._unfinished)
 
     def holding(self) -> Iterator[Sequence]:
-        """Those that hold slots and pages."""
+        """Iterate over the sequences that hold slots and pages."""
         yield from self.running
         for entry in self._prefill.jobs:
             yield from entry.sequences
 
     @property
     def has_released(self) -> bool:
-        """Whether sequences have left slots, and the runner has not heard of it."""
+        """Tell whether sequences have left slots, and the runner has not heard of it."""
         return bool(self._released_slots)
 
     def take_released(self) -> list[int]:
@@ -82,7 +82,7 @@ class Roster:
         return released
 
     def start(self, entry: JobInProgress) -> dict[int, Sequence]:
-        """A job's last unit is planned: its blocks can be shared, and its prompts' first draws are in flight."""
+        """Start the draws of a job whose last unit is planned: its blocks can be shared from now on."""
         for sequence in entry.sequences:
             self._residence.prefixes.stop(sequence)
             self._residence.finish_prefill(sequence)
@@ -94,8 +94,10 @@ class Roster:
         return {sequence.slot: sequence for sequence in entry.sequences}
 
     def grow(self, stepping: list[Sequence]) -> list[PageWrite]:
-        """What the next token of each of these needs, by priority and then the oldest first. If there is not enough,
-        short ones are written to the host and give up pages; after that the last in this order give way.
+        """Take what the next token of each of these needs, by priority and then the oldest first.
+
+        If there is not enough, short contexts are offloaded to give up pages; after that the last in this order are
+        preempted.
         """
         writes = []
         spared = self._spared_contexts()
@@ -112,7 +114,7 @@ class Roster:
         return [write for write in writes if write.slot in held]
 
     def preempt_youngest(self, candidates: Iterable[Sequence]) -> None:
-        """The last of these by priority and then by age gives way."""
+        """Preempt the last of these by priority and then by age."""
         candidates = list(candidates)
         victim = max(candidates, key=_turn)
         victim.num_overtaken += any(_arrival(one) > _arrival(victim) for one in candidates)
@@ -125,7 +127,7 @@ class Roster:
         self._admission.requeue(victim)
 
     def retire(self, sequence: Sequence) -> None:
-        """It is done with, whatever it was doing."""
+        """Finish a sequence, whatever it was doing."""
         if sequence.state is State.WAITING:
             self._admission.waiting.remove(sequence)
         else:
@@ -135,19 +137,19 @@ class Roster:
         del self._unfinished[sequence.request_id]
 
     def let_go(self, sequence: Sequence) -> None:
-        """Of documents' chunks: they are read, or will not be."""
+        """Release the document chunks of a sequence that has read them, or will not."""
         if self._documents is not None:
             self._documents.let_go(sequence)
 
     def retract(self, sequence: Sequence) -> None:
-        """Its chunks gave no finite logits."""
+        """Withdraw a sequence's document chunks, which gave no finite logits."""
         if self._documents is not None:
             self._documents.retract(sequence)
 
     def _spared_contexts(self) -> list[HostContext]:
-        """Idle contexts that give no pages to one that grows: others gave way and will begin with them.
+        """Return the idle contexts that a growing sequence may not drop: preempted ones will begin with them.
 
-        Where it has the device to itself it gets them, or it would give way to nobody.
+        A sequence that has the device to itself spares none, or it would be preempted for nobody.
         """
         is_alone = len(self.running) <= 1 and not self._prefill.jobs
         return [] if is_alone else self._admission.awaited()

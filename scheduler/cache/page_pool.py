@@ -33,7 +33,7 @@ def extend_hashes(hashes: list[bytes], token_ids: np.ndarray, page_tokens: int, 
 
 
 def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, end: int) -> int:
-    """How many of the first `end` hashes `has` holds for; it holds for those in front of one that it holds for.
+    """Return how many of the first `end` hashes `has` holds for; it holds for those in front of one that it holds for.
 
     Two looks if it is still `near`, at most `end`, and a binary search else.
     """
@@ -142,7 +142,7 @@ class PagePool:
         self.is_refused = self.num_available < count and self._num_there < self.num_pages
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages of unknown content, held once. The caller has checked `num_available`."""
+        """Allocate `count` pages of unknown content, held once. The caller has checked `num_available`."""
         assert count <= self.num_available, f"pages: asked {count}, have {self.num_available}"
         pages = []
         for _ in range(count):
@@ -153,14 +153,14 @@ class PagePool:
         return pages
 
     def hold(self, pages: list[int] | np.ndarray) -> None:
-        """One more holder for each of these pages, which are known or held, and all different."""
+        """Add one holder to each of these pages, which are known or held, and all different."""
         places = np.asarray(pages, np.int64) - self._first_page
         for place in places[self._holders[places] == 0].tolist():
             del self._idle[place + self._first_page]
         self._holders[places] += 1
 
     def release(self, pages: list[int]) -> None:
-        """One holder less. Last blocks become the first to be evicted, so that prefixes outlive their branches."""
+        """Remove one holder of each. Last blocks are evicted first, so that prefixes outlive their branches."""
         places = np.array(pages[::-1], np.int64) - self._first_page
         self._holders[places] -= 1
         for place in places[self._holders[places] == 0].tolist():
@@ -169,7 +169,7 @@ class PagePool:
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def count_known(self, hashes: list[bytes], near: int, end: int) -> int:
-        """How many of the first `end` blocks are published: all in front of one that is.
+        """Return how many of the first `end` blocks are published: all in front of one that is.
 
         Two looks if it is still `near`, the last count.
         """
@@ -179,17 +179,14 @@ class PagePool:
         return count_front(hashes, page_of.__contains__, near, end)
 
     def count_held(self, hashes: list[bytes], near: int, end: int) -> int:
-        """How many of the first `end` blocks, which are published, are in pages that somebody holds.
+        """Return how many of the first `end` blocks, which are published, are in pages that somebody holds.
 
         Whoever holds one holds those in front. It may be short where three sequences have computed the same block.
         """
         return count_front(hashes, self._is_held, near, end)
 
     def front_of(self, hashes: list[bytes], count: int) -> Front:
-        """Of the first `count` blocks, which are published; not held by this call, and not to be changed.
-
-        What was asked last is remembered: a front is as it was for as long as its last block is published.
-        """
+        """Return the pages of the first `count` blocks, which are published; they are not held, and not to be changed."""
         if not count:
             return _NO_FRONT
         front = self._fronts.get(hashes[count - 1])
@@ -202,11 +199,7 @@ class PagePool:
         return front
 
     def publish(self, hashes: list[bytes], pages: list[int], begin: int, end: int) -> None:
-        """A prompt's blocks `[begin, end)` are final and known, if the one before them is; `pages` are those of all.
-
-        The first publisher of a hash wins; the page of the next one takes over when nobody holds the first one's.
-        Where the first block is not known none behind it is, and all go in at once.
-        """
+        """Publish a prompt's final blocks `[begin, end)`, if the one before them is known; `pages` are those of all."""
         before = hashes[begin - 1] if begin else None
         if not self.prefix_cache or begin >= end or (before is not None and before not in self._page_of):
             return
@@ -230,7 +223,7 @@ class PagePool:
                 self._forget(one)
 
     def _publish(self, digest: bytes, before: bytes | None, page: int) -> None:
-        """One block, unless its page has another or the one `before` it is not known."""
+        """Publish one block, unless its page has another or the one `before` it is not known."""
         if page in self._hash_of or (before is not None and before not in self._page_of):
             return
         if digest in self._page_of:
@@ -247,7 +240,7 @@ class PagePool:
         return bool(self._holders[self._page_of[digest] - self._first_page])
 
     def _let_go(self, page: int) -> None:
-        """Nobody holds it any more."""
+        """Free a page that nobody holds any more."""
         digest = self._hash_of.get(page)
         twin = None if digest is None else self._twins.get(digest)
         if digest is None:
@@ -268,7 +261,7 @@ class PagePool:
             del self._twins[digest]
 
     def _all_behind(self, digest: bytes) -> list[bytes]:
-        """A published block and all that are behind it: by a scan, since what is evicted has nothing behind it."""
+        """Return a published block and all that are behind it: by a scan, since what is evicted has nothing behind it."""
         behind: dict[bytes | None, list[bytes]] = {}
         for one, before in self._before.items():
             behind.setdefault(before, []).append(one)

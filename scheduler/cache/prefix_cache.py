@@ -41,7 +41,9 @@ class PrefixCache:
     # --- hashes -------------------------------------------------------------------------------------------------------
 
     def hash_prompt(self, prompt: np.ndarray, profile: str, salt: str, rest: Callable[[], None]) -> list[bytes]:
-        """Of its full blocks; int32 `[tokens]`. `rest` is called every now and then. Any thread may ask."""
+        """Return the hashes of the full blocks of int32 `[tokens]`. `rest` is called every now and then. Any thread may
+        call.
+        """
         hashes: list[bytes] = []
         if self.is_enabled:
             seed = self._seed_of(profile, salt)
@@ -52,7 +54,7 @@ class PrefixCache:
         return hashes
 
     def known_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of all full blocks of the tokens known so far."""
+        """Return the hashes of all full blocks of the tokens known so far."""
         if self.is_enabled and len(sequence.hashes) < sequence.num_tokens // self._page_tokens:
             seed = self._seed_of(sequence.request.attention_profile, sequence.request.cache_salt)
             unhashed = sequence.tokens_from(len(sequence.hashes) * self._page_tokens)
@@ -60,15 +62,12 @@ class PrefixCache:
         return sequence.hashes
 
     def _seed_of(self, profile: str, salt: str) -> bytes:
-        """Requests of different salts find nothing of each other."""
+        """Return the seed of hashes, so that requests of different salts find nothing of each other."""
         seed = self._seeds[profile]
         return blake2b(salt.encode(), key=seed, digest_size=32).digest() if salt else seed
 
     def await_blocks(self, sequence: Sequence) -> None:
-        """The sequence waits from now on: which of its blocks need not be computed if they are known.
-
-        Its last token is always computed, for its logits; all are, when prompt logprobs are asked, or their mean.
-        """
+        """Note which blocks of a waiting sequence need not be computed if they are known."""
         self.known_hashes(sequence)
         is_used = self.is_enabled and not sequence.needs_every_token
         sequence.num_usable_blocks = (sequence.num_tokens - 1) // self._page_tokens if is_used else 0
@@ -102,22 +101,22 @@ class PrefixCache:
         return other if known < self._windows.first_end(other) <= self.count_shared(sequence, other) else None
 
     def align_blocks(self, sequence: Sequence, num_blocks: int) -> int:
-        """The most of these blocks in front that end where a prefill of its profile may begin."""
+        """Return the most of these blocks in front that end where a prefill of its profile may begin."""
         return self._windows.last_end(sequence.hashes, num_blocks, self._step_of(sequence))
 
     def _step_of(self, sequence: Sequence) -> int:
-        """Blocks from one border to the next where a prefill of its profile may begin."""
+        """Return the blocks from one border to the next where a prefill of its profile may begin."""
         align = self._align_tokens[sequence.request.attention_profile]
         return math.lcm(align, self._page_tokens) // self._page_tokens
 
     def count_held(self, sequence: Sequence) -> int:
-        """Of the blocks that `look` has counted, those in front whose pages somebody holds."""
+        """Count, of the blocks that `look` has counted, those in front whose pages somebody holds."""
         near, known = sequence.num_held_blocks, sequence.num_known_blocks
         sequence.num_held_blocks = held = self._pages.count_held(sequence.hashes, min(near, known), known)
         return held
 
     def count_shared(self, sequence: Sequence, other: Sequence) -> int:
-        """Usable blocks in front that the other one's prompt begins with as well."""
+        """Count the usable blocks in front that the other one's prompt begins with as well."""
         if sequence.shares is None or sequence.shares[0] is not other:
             end = min(sequence.num_usable_blocks, len(other.hashes))
             differs = bisect_left(range(end), True, key=lambda block: sequence.hashes[block] != other.hashes[block])
@@ -131,10 +130,7 @@ class PrefixCache:
     # --- what is being computed ---------------------------------------------------------------------------------------
 
     def start(self, sequence: Sequence, num_cached_tokens: int) -> None:
-        """The sequence's prefill begins: it computes the blocks after the first `num_cached_tokens` tokens.
-
-        Nobody waits for a prompt that goes down: its pages do not hold its blocks in all layers.
-        """
+        """Start a prefill that computes the blocks after the first `num_cached_tokens` tokens."""
         sequence.num_published = num_cached_tokens // self._page_tokens
         if sequence.context is not None:
             return
@@ -142,7 +138,7 @@ class PrefixCache:
             self._computing.setdefault(digest, sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """The sequence computes no blocks any more: its prefill is dropped, or done and about to be published."""
+        """Stop a prefill, which is dropped, or done and about to be published."""
         for digest in sequence.hashes[sequence.num_published :]:
             if self._computing.get(digest) is sequence:
                 del self._computing[digest]
@@ -158,12 +154,12 @@ class PrefixCache:
         sequence.num_published = end
 
     def retract(self, sequence: Sequence) -> None:
-        """Its context gave no finite logits: none of its blocks is found any more, whether it holds them or not."""
+        """Withdraw all blocks of a context that gave no finite logits, whether the sequence holds them or not."""
         if sequence.hashes:
             self._pages.retract(sequence.hashes[0])
             self._windows.retract(sequence)
 
 
 def _seed(model_key: bytes, kv_key: str) -> bytes:
-    """A key of a digest: of any length, where a hash's own key is limited to 64 bytes."""
+    """Return the key of a digest: of any length, where a hash's own key is limited to 64 bytes."""
     return blake2b(model_key + kv_key.encode(), digest_size=32).digest()

@@ -22,17 +22,19 @@ class Rings:
 
     @property
     def num_free(self) -> dict[PartId, int]:
-        """By part."""
+        """Count the free rings by part."""
         return {part: len(free) for part, free in self._free.items()}
 
     def lacks(self, sequence: Sequence) -> bool:
-        """Whether it needs a ring and none is free."""
+        """Tell whether it needs a ring and none is free."""
         part = self._part_of(sequence)
         return part is not None and not self._free[part.id]
 
     def take(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> None:
-        """It holds a ring from the next plan on, if it needs one. begin: its prompt is computed from there; what is in
-        front was another's, and if that one runs with a ring of the kind, its entries are copied.
+        """Give a sequence a ring from the next plan on, if it needs one.
+
+        begin: where its prefill starts. If a running sequence computed what is in front with a ring of the kind, its
+        entries are copied.
         """
         part = self._part_of(sequence)
         if part is None:
@@ -44,19 +46,19 @@ class Rings:
         self._writes.append(RingWrite(sequence.slot, part.id, ring, reading, source))
 
     def give_back(self, sequence: Sequence) -> None:
-        """It leaves its slot."""
+        """Take a ring back from a sequence that leaves its slot."""
         if sequence.ring is not None:
             part, ring = sequence.ring
             self._free[part].append(ring)
             sequence.ring = None
 
     def take_writes(self) -> list[RingWrite]:
-        """Rings given since the last call."""
+        """Return the rings given since the last call."""
         writes, self._writes = self._writes, []
         return writes
 
     def _part_of(self, sequence: Sequence) -> ProfilePart | None:
-        """Whose ring it needs, by its prompt and the longest answer: so by what it asks for alone."""
+        """Return the part whose ring a sequence needs, by its prompt and longest answer, or None."""
         part = self._profiles[sequence.request.attention_profile].ring_part
         if part is None:
             return None
@@ -64,7 +66,9 @@ class Rings:
         return part if longest >= part.method.least_ring_tokens(part.settings) else None
 
     def _find_source(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> RingCopy | None:
-        """Of one that runs and has the same tokens before `begin`, by the hash of the block that ends there."""
+        """Find the ring of a running sequence with the same tokens before `begin`, by the hash of the block that ends
+        there.
+        """
         block = begin // self._page_tokens - 1
         if block < 0 or sequence.ring is None:
             return None

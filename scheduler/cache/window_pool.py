@@ -30,7 +30,7 @@ class _Kept:
     hashes: list[bytes]
 
     def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
-        """The last one among the first `num_blocks` of these, a multiple of `step`; 0: there is none."""
+        """Return the last one among the first `num_blocks` of these, a multiple of `step`; 0: there is none."""
         last = min(self.begin + len(self.hashes) - 1, num_blocks) // step * step
         for end in range(last, self.begin - 1, -step):
             if hashes[end - 1] == self.hashes[end - self.begin]:
@@ -61,16 +61,16 @@ class Windows:
 
     @property
     def num_free(self) -> int:
-        """That nobody holds, kept ones among them."""
+        """Count the windows that nobody holds, kept ones among them."""
         return len(self._free) + len(self._kept)
 
     def lacks(self) -> bool:
-        """Whether one that needs a window finds none."""
+        """Tell whether one that needs a window finds none."""
         self._reach()
         return bool(self.count) and not self.num_free
 
     def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
-        """The most of these blocks in front that a prompt may begin behind, a multiple of `step`."""
+        """Return the most of these blocks in front that a prompt may begin behind, a multiple of `step`."""
         if not self.count:
             return num_blocks // step * step
         return max((kept.last_end(hashes, num_blocks, step) for kept in self._kept.values()), default=0)
@@ -83,7 +83,7 @@ class Windows:
         return 0 if kept is None else kept.begin
 
     def take(self, sequence: Sequence, num_blocks: int, num_seen_blocks: int) -> None:
-        """It holds a window from the next plan on, whose first `num_blocks` blocks are known; pages have
+        """Give a sequence a window from the next plan on, whose first `num_blocks` blocks are known; pages have
         `num_seen_blocks` of its front.
         """
         if not self.count:
@@ -121,7 +121,7 @@ class Windows:
         self._coming[sequence.hashes[num_seen_blocks - 1]] = kept
 
     def _end_branch(self, sequence: Sequence, is_kept: bool) -> None:
-        """Its prefill is over, or was dropped."""
+        """End a branch whose prefill is over, or was dropped."""
         if sequence.branch is None:
             return
         branch, sequence.branch = sequence.branch, None
@@ -132,7 +132,7 @@ class Windows:
             self._free.append(branch.window)
 
     def keep_prompt(self, sequence: Sequence) -> None:
-        """Its prompt is computed by the plan under way: a copy is kept behind that, if there is room for one."""
+        """Keep a copy of a window behind the prompt that the plan under way computes, if there is room for one."""
         self._end_branch(sequence, True)
         if sequence.window is None or not self._keeps:
             return
@@ -147,7 +147,7 @@ class Windows:
             self._keep(window, kept)
 
     def give_back(self, sequence: Sequence, is_kept: bool) -> None:
-        """It leaves its slot. is_kept: what it has written is for others to find."""
+        """Take a window back from a sequence that leaves its slot. is_kept: what it has written is for others to find."""
         self._end_branch(sequence, False)
         if sequence.window is None:
             return
@@ -161,7 +161,7 @@ class Windows:
         sequence.window = None
 
     def retract(self, sequence: Sequence) -> None:
-        """Nothing that begins as it does is found any more, nor will what others have begun so and still hold."""
+        """Withdraw every window that begins as the sequence does, kept or still held."""
         if sequence.hashes:
             for window in [window for window, kept in self._kept.items() if kept.root == sequence.hashes[0]]:
                 del self._kept[window]
@@ -174,7 +174,7 @@ class Windows:
                     self._coming[end] = None
 
     def take_writes(self) -> list[WindowWrite]:
-        """What was given and copied since the last call, in order."""
+        """Return what was given and copied since the last call, in order."""
         writes, self._writes = self._writes, []
         return writes
 
@@ -189,20 +189,20 @@ class Windows:
         return self._free.pop() if self._free else self._kept.popitem(last=False)[0]
 
     def _keep(self, window: int, kept: _Kept) -> None:
-        """Another one of the same ends is of no more use."""
+        """Keep a window, and drop another one of the same ends."""
         for other in [other for other, had in self._kept.items() if had == kept]:
             del self._kept[other]
             self._free.append(other)
         self._kept[window] = kept
 
     def _ends_of(self, sequence: Sequence, num_written: int) -> _Kept | None:
-        """Of its window, with the first `num_written` cells of a sequence, those in front of its last token."""
+        """Return the hashes of a sequence's window, of its first `num_written` cells: those in front of its last token."""
         if sequence.window is not None:
             num_written = max(num_written, self._written[sequence.window])
         return self._kept_ends(sequence, num_written, (sequence.num_tokens - 1) // self._page_tokens)
 
     def _kept_ends(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
-        """Of a window that ever had the first `num_written` cells, up to the first `num_blocks` of the sequence."""
+        """Return the ends in a window that ever had the first `num_written` cells, up to the first `num_blocks` blocks."""
         last = min(num_blocks, sequence.num_final_blocks, len(sequence.hashes))
         begin = max(1, -(-(num_written - self._spare_tokens) // self._page_tokens))
         if last < begin:

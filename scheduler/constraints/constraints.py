@@ -56,32 +56,34 @@ class Constraint:
 
     @property
     def needs_output(self) -> bool:
-        """Whether a mask depends on what was drawn before."""
+        """Tell whether a mask depends on what was drawn before."""
         return self.matcher is not None or bool(self._followers)
 
     @property
     def error(self) -> str:
-        """Why nothing more can be drawn as the grammar asks; empty while it can, and while tokens are on their way."""
+        """Return why nothing more can be drawn as the grammar asks; empty while it can, and while tokens are on their
+        way.
+        """
         failed = self.matcher is not None and not self._taken and self.matcher.is_error()
         return grammar.shorten(self.matcher.get_error()) if failed and self.matcher is not None else ""
 
     @property
     def is_over(self) -> bool:
-        """Whether the grammar allows nothing more behind what the request has."""
+        """Tell whether the grammar allows nothing more behind what the request has."""
         return not self._taken and self.has_stopped
 
     @property
     def has_stopped(self) -> bool:
-        """Whether it allows nothing more behind what is taken."""
+        """Tell whether it allows nothing more behind what is taken."""
         return self.matcher is not None and self.matcher.is_stopped()
 
     @property
     def num_taken(self) -> int:
-        """Tokens that must come, and that the request does not have yet."""
+        """Count the tokens that must come, and that the request does not have yet."""
         return len(self._taken)
 
     def consume(self, token_id: int) -> None:
-        """What the request has next; nothing, where the grammar allowed nothing."""
+        """Consume what the request has next; nothing, where the grammar allowed nothing."""
         if self._taken:
             taken = self._taken.popleft()
             assert taken == token_id, "consume: what must come did not"
@@ -89,8 +91,8 @@ class Constraint:
             self._advance(token_id)
 
     def take_next(self, number: int, output: Sequence[int]) -> int | None:
-        """The token that must come as number `number`, which is taken; None: there are several, another rule forbids
-        it, or what comes before it is not known. `output`: what the request has.
+        """Return the token that must come as number `number`, which is taken; None: there are several, another rule
+        forbids it, or what comes before it is not known. `output`: what the request has.
         """
         if self.matcher is None or len(output) + len(self._taken) != number or self.matcher.is_stopped():
             return None
@@ -104,8 +106,8 @@ class Constraint:
         return token_id
 
     def take_run(self, number: int, output: Sequence[int], most: int) -> list[int]:
-        """Tokens from number `number` on that must come, at most so many, which are taken. One that ends a text is
-        drawn.
+        """Return tokens from number `number` on that must come, at most so many, which are taken. One that ends a text
+        is drawn.
         """
         run: list[int] = []
         while len(run) < most and not (self._forced and self._forced[0] in self._stop_token_ids):
@@ -124,7 +126,7 @@ class Constraint:
         self.matcher.consume_token(token_id)  # 5 us, less than it takes to wake a thread
 
     def _allows(self, token_id: int, number: int, output: Sequence[int]) -> bool:
-        """Whether no rule beside the grammar forbids it."""
+        """Tell whether no rule beside the grammar forbids it."""
         words = self._before_end if number < self._min_tokens else self._allowed
         is_in = words[token_id // _WORD_BITS] >> np.uint32(token_id % _WORD_BITS) & 1
         return bool(is_in) and token_id not in self._banned(output)
@@ -138,7 +140,7 @@ class Constraint:
         return [run[-1] for run in runs if behind[-len(run) + 1 :] == run[:-1]]
 
     def narrow(self, words: np.ndarray, number: int, output: Sequence[int]) -> None:
-        """Take what this draw may not be from `words` uint32 `[words]`; it is draw `number`, behind `output`."""
+        """Clear the tokens that draw number `number` behind `output` may not be from `words`, uint32 `[words]`."""
         words &= self._before_end if number < self._min_tokens else self._allowed
         _clear(words, self._banned(output))
 
@@ -163,13 +165,13 @@ class Constraints:
         self._seconds = 0.0
 
     def prepare(self, requests: Iterable[EngineRequest], rest: Callable[[], None]) -> list[Constraint | None]:
-        """What each is held to, or None: one thread asks, any. While a grammar is compiled, `rest` is called. Raises
-        GrammarError.
+        """Return what each is held to, or None: one thread asks, any. While a grammar is compiled, `rest` is called.
+        Raises GrammarError.
         """
         return [self._make(request, rest) if _has_any(request) else None for request in requests]
 
     def consume(self, drawn: Sequence[tuple[Constraint, int]]) -> None:
-        """What requests have next, in order; a constraint whose grammar does not allow it has an `error` then."""
+        """Return what requests have next, in order; a constraint whose grammar does not allow it has an `error` then."""
         began = time.perf_counter()
         for one, token_id in drawn:
             if one.matcher is not None:
@@ -177,7 +179,7 @@ class Constraints:
         self._seconds += time.perf_counter() - began
 
     def take_run(self, one: Constraint, number: int, output: Sequence[int], most: int) -> list[int]:
-        """See `Constraint.take_run`; counted."""
+        """Take and count tokens that must come, as `Constraint.take_run` does."""
         if not most:
             return []
         began = time.perf_counter()
@@ -188,8 +190,8 @@ class Constraints:
         return run
 
     def fill(self, rows: Sequence[tuple[Constraint, int, Sequence[int]]]) -> list[np.ndarray]:
-        """A mask for each constraint, number of the draw, and output so far: uint32 `[ceil(vocab / 32)]`. One that
-        fails, or is over, has all tokens: nobody reads what it draws. The next call writes over them.
+        """Return a mask for each constraint, number of the draw, and output so far: uint32 `[ceil(vocab / 32)]`. One
+        that fails, or is over, has all tokens: nobody reads what it draws. The next call writes over them.
         """
         began = time.perf_counter()
         if len(self._words) < len(rows):
@@ -242,7 +244,7 @@ class Constraints:
         return Constraint(request, self._vocab_size, future.result().deep_copy())
 
     def _compile(self, text: str) -> LLMatcher:
-        """With its first mask, so that the lexer's first states are there."""
+        """Compile a grammar with its first mask, so that the lexer's first states are there."""
         with self._tokens_lock:
             if self._tokens is None:
                 self._tokens = self._read_tokens()
@@ -255,12 +257,12 @@ class Constraints:
 
 
 def refuse_grammars() -> LLTokenizer:
-    """`read_tokens` of an engine without a vocabulary."""
+    """Raise GrammarError, for an engine without a vocabulary."""
     raise GrammarError("grammar: this engine has no tokenizer; set model.tokenizer to a folder that has one")
 
 
 def read_tokens(model: ModelConfig, vocab_size: int) -> LLTokenizer:
-    """A model's vocabulary, of as many ids as its logits have, and what ends its texts. Raises GrammarError."""
+    """Read a model's vocabulary, of as many ids as its logits have, and what ends its texts. Raises GrammarError."""
     folder = model.tokenizer or model.path
     if folder is None:
         return refuse_grammars()
@@ -287,7 +289,7 @@ def _has_any(request: EngineRequest) -> bool:
 
 
 def _words_of(token_ids: Iterable[int] | None, vocab_size: int) -> np.ndarray:
-    """Uint32 `[words]` with their bits; None: all bits."""
+    """Return uint32 `[words]` with the bits of these tokens; None: all bits."""
     num_words = -(-vocab_size // _WORD_BITS)
     if token_ids is None:
         return np.full(num_words, 0xFFFFFFFF, np.uint32)

@@ -20,7 +20,9 @@ _ERROR_CHARS = 300
 
 
 def limits() -> LLParserLimits:
-    """Of one grammar: some tens of MiB, a tenth of a second for its first mask, milliseconds for each other."""
+    """Return the limits of one grammar: some tens of MiB, a tenth of a second for its first mask, milliseconds for
+    others.
+    """
     return limits_of(MOST_STEP_FUEL, MOST_STATES)
 
 
@@ -37,7 +39,7 @@ def limits_of(step_fuel: int, num_states: int) -> LLParserLimits:
 
 
 def check(grammar: str) -> str:
-    """Why a grammar cannot be compiled, as llguidance says it; empty if it can.
+    """Return why a grammar cannot be compiled, as llguidance says it; empty if it can.
 
     It is, for a vocabulary of bytes, and so is the first mask behind what must come: what is too complex shows there.
     """
@@ -53,7 +55,7 @@ def check(grammar: str) -> str:
 
 
 def shorten(message: str) -> str:
-    """A message of llguidance's, for one line."""
+    """Shorten a message of llguidance to one line."""
     line = " ".join(message.partition("\n<state>")[0].replace(_SHORT_OF_STATE, "").split())
     if line == _NOTHING_ALLOWED:
         return "it allows no token"
@@ -76,5 +78,5 @@ class ByteVocabulary:
 
 @cache
 def bytes_alone() -> LLTokenizer:
-    """A vocabulary of 257 tokens: the end token, 0, and byte b is token b + 1."""
+    """Return a vocabulary of 257 tokens: the end token, 0, and byte b is token b + 1."""
     return LLTokenizer(TokenizerWrapper(ByteVocabulary(())))

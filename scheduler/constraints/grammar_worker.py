@@ -22,7 +22,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame; None where the stream has ended, also in the middle of one."""
+    """Read the next frame; None where the stream has ended, also in the middle of one."""
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -44,7 +44,7 @@ def answer(question: bytes) -> str:
 
 
 def bound_memory(more_bytes: int) -> None:
-    """What an allocation beyond that fails by. No core is written of it."""
+    """Bound the memory beyond which an allocation fails, and write no core of it."""
     begun = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (begun + more_bytes, begun + more_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

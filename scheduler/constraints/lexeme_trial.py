@@ -42,7 +42,8 @@ class Lexeme(NamedTuple):
 
 @lru_cache(1024)
 def grows(grammar: str, text: str) -> bool:
-    """Whether a lexeme's automaton gets too large, or a step of it too slow. One that does not compile is not said to.
+    """Tell whether a lexeme's automaton gets too large, or a step of it too slow. One that does not compile is not said
+    to.
 
     grammar, text: as `Lexeme` has them.
     """
@@ -74,8 +75,9 @@ def grows(grammar: str, text: str) -> bool:
 
 
 def _choose(allowed: bytes, pools: Sequence[Sequence[int]], draw: random.Random, is_first: bool) -> int | None:
-    """A token that the mask `allowed` has, of the first pool that has one: its first one, or any. Now and then, and
-    where no pool has one, any byte; None if there is none."""
+    """Return a token that the mask `allowed` has, of the first pool that has one: its first one, or any. Now and then,
+    and where no pool has one, any byte; None if there is none.
+    """
     if is_first or draw.random() > _ANY:
         for pool in pools:
             known = [token_id for token_id in pool if _is_in(allowed, token_id)]
@@ -90,7 +92,7 @@ def _is_in(mask: bytes, token_id: int) -> bool:
 
 
 def _choose_characters(text: str, draw: random.Random) -> list[str]:
-    """Some that the expression names, and others."""
+    """Choose some characters that the expression names, and others."""
     found = [one for one in dict.fromkeys(_COUNTS.sub("", text)) if one.isprintable() and one not in _NOTATION]
     named = found if len(found) <= _NUM_NAMED else draw.sample(found, _NUM_NAMED)
     return list(dict.fromkeys([*named, *_OTHERS]))[:_MOST_CHARACTERS]

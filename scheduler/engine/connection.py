@@ -67,12 +67,14 @@ class Connection:
         self._reader: _Reader | None = None
 
     def listen(self, prepare: Prepare) -> None:
-        """Messages are read from now on; `prepare` makes sequences of requests, in the thread that reads."""
+        """Start to read messages; `prepare` makes sequences of requests, in the thread that reads."""
         self._reader = _Reader(self._requests, self._arrivals, prepare, self._is_closing)
         self._reader.start()
 
     def receive(self, wait_seconds: float) -> list[Arrival]:
-        """All that has come; waits for a first one at most this long. Raises RuntimeError if nothing more can come."""
+        """Return all that has come, waiting for a first one at most this long. Raises RuntimeError if its reader has
+        ended.
+        """
         arrivals: list[Arrival] = []
         try:
             arrival = self._arrivals.get(timeout=wait_seconds) if wait_seconds else self._arrivals.get_nowait()
@@ -126,7 +128,7 @@ class _Reader(threading.Thread):
             self._arrivals.put(None)
 
     def _read(self, wait_ms: int) -> None:
-        """All that has come; waits for a first message at most this long."""
+        """Read all that has come, waiting for a first message at most this long."""
         while self._requests.poll(wait_ms):
             wait_ms = 0
             message = self._decoder.decode(self._requests.recv())
@@ -140,7 +142,9 @@ class _Reader(threading.Thread):
             self._arrivals.put(message)
 
     def _make_ready(self, message: Submit, rest: Callable[[], None]) -> None:
-        """Hand it over, less what is cancelled by then; if that is all of it, there is no answer."""
+        """Prepare a submission and hand it over, less what is cancelled by then; if that is all of it, there is no
+        answer.
+        """
         requests = [request for request in message.requests() if request.request_id in self._unready]
         arrival: Prepared | Refused
         try:
@@ -168,7 +172,7 @@ class _Reader(threading.Thread):
 
 
 def _tokens_to_hash(message: Submit) -> int:
-    """Of all its prompts; one that requests share is hashed, and sent, once."""
+    """Count the tokens of all prompts; one that requests share is hashed, and sent, once."""
     return sum(len(request.prompt) for request in message.packed) // _BYTES_PER_TOKEN
 
 

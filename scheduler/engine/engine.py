@@ -67,14 +67,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Also once all requests are gone: what they held on the device and the host is given back now."""
+        """Tell whether there is work, also once all requests are gone and only their memory is to be given back."""
         scheduler, documents = self.scheduler, self.scheduler.documents
         has_documents = documents is not None and documents.has_work
         return scheduler.roster.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes or has_documents
 
     def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
-        """What `queue` takes, its prompts hashed: the one thing that any thread may ask. `rest` is called every tenth
-        of a millisecond or so. Raises TooLargeError and GrammarError."""
+        """Prepare sequences for `queue`; any thread may call this. `rest` is called every tenth of a millisecond or so.
+
+        Raises TooLargeError and GrammarError.
+        """
         return self.scheduler.intake.prepare(requests, rest)
 
     def queue(self, sequences: list[Sequence]) -> None:
@@ -89,7 +91,7 @@ class Engine:
         self.scheduler.roster.cancel(request_ids)
 
     def store_chunks(self, message: StoreChunks) -> None:
-        """Answered by one of `take_stored`."""
+        """Store document chunks; one of `take_stored` is the answer."""
         if self.scheduler.documents is None:
             self._refused.append(ChunksStored(message.request_id, 0, 0, _NO_STORE))
         else:
@@ -100,17 +102,17 @@ class Engine:
             self.scheduler.documents.drop(message)
 
     def take_stored(self) -> list[ChunksStored]:
-        """Answers to `store_chunks` since the last call."""
+        """Return the answers to `store_chunks` since the last call."""
         documents = self.scheduler.documents
         refused, self._refused = self._refused, []
         return refused if documents is None else documents.take_stored()
 
     def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
-        """See `Runner.watch_prefill`."""
+        """Watch prefill queries; see `Runner.watch_prefill`."""
         self._runner.watch_prefill(watch)
 
     def first_own_token(self, prefill_method: PartId) -> int | None:
-        """See `Runner.first_own_token`."""
+        """Return what `Runner.first_own_token` does."""
         return self._runner.first_own_token(prefill_method)
 
     def step(self) -> list[Delta]:
@@ -146,7 +148,7 @@ class Engine:
         return None if counts is None else ExpertStats(**asdict(counts))
 
     def decode_reads(self) -> DecodeReads:
-        """What decode steps read since the start; all of them are in once there is no work."""
+        """Return what decode steps read since the start; all of them are in once there is no work."""
         host = (0, 0, 0)
         if self._tier is not None:
             counts = self._tier.stats().attention
@@ -157,7 +159,7 @@ class Engine:
 
     @property
     def host_layers(self) -> tuple[int, ...]:
-        """Layers whose KV goes down to host memory; none without a tier."""
+        """Return the layers whose KV is offloaded; none without a tier."""
         return () if self._tier is None else tuple(self._tier.shape.layers)
 
     def shutdown(self) -> None:
@@ -205,7 +207,7 @@ class Engine:
         )
 
     def _launch(self, lane: Lane) -> StepPlan | None:
-        """A lane's next step, if it may have one and there is one."""
+        """Launch a lane's next step, if it may have one and there is one."""
         if self._num_in_flight(lane) >= self.most_in_flight or lane in self._undrawn:
             return None
         plan = self.scheduler.schedule(self._runner.is_ready, lane)
@@ -224,7 +226,7 @@ class Engine:
         return plan
 
     def _count_contexts(self, plan: StepPlan) -> None:
-        """Of the rows of a step: n of a slot, the first behind p tokens, read `n * p + n * (n + 1) / 2`."""
+        """Count what a step's rows read: n rows of a slot, the first behind p tokens, read `n * p + n * (n + 1) / 2`."""
         for group in plan.decode:
             lengths = group.lengths
             for num_rows, place in zip(lengths, group.positions, strict=True):
@@ -234,13 +236,13 @@ class Engine:
                 self._evicted_tokens += sum(num_rows * (place - cell) for num_rows, place, cell in evicted)
 
     def _draw(self, lane: Lane) -> None:
-        """The draws of a lane's newest step, if what its rows are held to is known."""
+        """Draw a lane's newest step, if all of its masks are known."""
         masks = self.scheduler.masks(lane)
         if masks is not None:
             self._runner.draw(self._undrawn.pop(lane), masks)
 
     def _draw_all(self) -> None:
-        """Of every step that is launched, behind the results of those that it takes."""
+        """Draw every launched step, behind the results that its masks depend on."""
         for lane in list(self._undrawn):
             self._draw(lane)
             while lane in self._undrawn:
@@ -251,8 +253,10 @@ class Engine:
         return sum(plan.lane is lane for plan, _, _ in self._in_flight)
 
     def _next_over(self) -> int | None:
-        """Which step in flight is told of next: the only one there may be, or the first that is over; None if that
-        takes long. It waits; for one that takes very long with all that comes, so that whoever watches sees it hang.
+        """Return which step in flight is collected next: the only one there may be, or the first that is over.
+
+        None if that takes long. One that takes very long is waited for with all that comes, so that whoever watches
+        sees it hang.
         """
         firsts = [index for index in range(len(self._in_flight)) if self._may_be_next(index)]
         if len(self.scheduler.lanes) == 1:
@@ -269,7 +273,7 @@ class Engine:
         return None
 
     def _may_be_next(self, index: int) -> bool:
-        """Whether it is drawn, and its lane's first, and of all, if it is fenced."""
+        """Tell whether it is drawn, and its lane's first, and of all, if it is fenced."""
         before, (plan, step, _) = self._in_flight[:index], self._in_flight[index]
         if any(step is undrawn for undrawn in self._undrawn.values()):
             return False

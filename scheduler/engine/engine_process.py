@@ -65,7 +65,7 @@ class Loop:
         self._progress_due = 0.0
 
     def run(self) -> None:
-        """Until Shutdown comes."""
+        """Run until Shutdown comes."""
         while True:
             self._pulse.begin_turn()
             wait = 0.0 if self._engine.has_work else _STATS_SECONDS
@@ -161,7 +161,7 @@ def _read_start(text: str) -> EngineStart:
 
 
 def _loading(connection: Connection) -> Callable[[str, float], None]:
-    """Reports each stage's begin and end, and every step of a tenth between."""
+    """Report each stage's begin and end, and every step of a tenth between."""
     reported: dict[str, float] = {}
 
     def report(stage: str, fraction: float) -> None:

@@ -154,14 +154,14 @@ def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:
 
 
 def block_seconds(scheduler: SchedulerConfig, num_layers: int) -> float:
-    """That a block of prefill's attention may take beside rows that wait for the host; 0: any."""
+    """Return the seconds that a block of prefill attention may take beside rows that wait for the host; 0: any."""
     if scheduler.prefill.block_us is not None:
         return 1e-6 * scheduler.prefill.block_us
     return 1e-3 * _WAITING_SHARE * scheduler.token_gap_target_ms / (_LAUNCHES_A_LAYER * num_layers)
 
 
 def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
-    """Memory and threads for deposited contexts; pinned where a GPU copies into it."""
+    """Open memory and threads for contexts in host memory; pinned where a GPU copies into it."""
     threads = host.threads or plan.threads
     is_pinned = plan.device == "cuda"
     errors, is_adaptive = host.sampled.errors, host.residency == "adaptive"
@@ -169,7 +169,7 @@ def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
 
 
 def find_expert_worker(host: HostConfig | None, plan: MemoryPlan) -> OpenExperts | None:
-    """Threads that compute experts in host memory, as many as attend there; None where these are fetched."""
+    """Return threads that compute experts in host memory, as many as attend there; None where these are fetched."""
     if not plan.computed_rows:
         return None
     if LAUNCHES_BLOCK:
@@ -182,7 +182,7 @@ def find_expert_worker(host: HostConfig | None, plan: MemoryPlan) -> OpenExperts
 def open_library(
     documents: DocumentsConfig, model: ModelConfig, architecture: Architecture, plan: MemoryPlan
 ) -> ChunkLibrary:
-    """Documents' chunks of this model, whatever its folder is called. Raises ModelError."""
+    """Open the document chunks of this model, whatever its folder is called. Raises ModelError."""
     if documents.rows == "int8" and plan.device == "cpu" and find_spec("fbgemm_gpu") is None:
         raise ModelError("documents.rows: int8 on the CPU wants fbgemm; pip install '.[cpu]', or choose bfloat16")
     if model.path is not None:
@@ -198,7 +198,7 @@ def open_library(
 def make_documents(
     library: ChunkLibrary, config: EngineConfig, architecture: Architecture, plan: MemoryPlan, runner: Runner
 ) -> Documents:
-    """Which prompts take chunks is the scheduler's to say. A chunk is no longer than a unit of prefill."""
+    """Make the documents of a library. A chunk is no longer than a unit of prefill."""
     windows = tuple(spec.window_tokens for spec in architecture.layers)
     key = chunk_kv_key(architecture, plan.dtype, plan.max_context_tokens)
     most_tokens = min(config.scheduler.prefill.chunk_tokens, plan.max_hidden_tokens)
@@ -206,13 +206,13 @@ def make_documents(
 
 
 def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int) -> str:
-    """What a chunk's keys and values depend on beside weights and tokens: the type that computes, what attends, and the
-    rotation inside the chunk.
+    """Return what a chunk's keys and values depend on beside weights and tokens: the type that computes, what attends,
+    and the rotation inside the chunk.
     """
     return f"{dtype}:{DENSE.method}:{rope_key(architecture, max_context_tokens)}"
 
 
 def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:
-    """Names the weights, their precision, that of rows in pages, and the rotation (`rope_key`) in prefix hashes."""
+    """Return the seed of prefix hashes: weights, their precision, that of rows in pages, and the rotation (`rope_key`)."""
     source = f"{model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{gpu.kv}:{rope}"
     return hashlib.blake2b(source.encode(), digest_size=16).digest()

@@ -25,7 +25,7 @@ from transfer.tier_shape import TierShape
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
-    """The machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
+    """Return the machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
 
     Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
     again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
@@ -65,7 +65,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
 def _own_windows(
     profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan
 ) -> dict[str, int]:
-    """By name, in whole pages, of profiles whose contexts go down and whose methods need more than `host` says."""
+    """Return the windows, in whole pages by profile, of those whose methods need more than `host` says."""
     asked = {one.name: find_kept([one], host, architecture).window_tokens for one in profiles if one.offloads}
     pages = {name: -(-tokens // plan.page_tokens) for name, tokens in asked.items()}
     whole = {name: count * plan.page_tokens for name, count in pages.items()}
@@ -73,7 +73,7 @@ def _own_windows(
 
 
 def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan) -> list[str]:
-    """What stays on the device of every context though less of it was asked for, and who needs it."""
+    """Return what stays on the device of every context though less of it was asked for, and who needs it."""
     notes = []
     kept = [
         (profile.name, part.method.name, one)
@@ -115,7 +115,7 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
 
 
 def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> None:
-    """A default that is behind a small model's last layer is that one (`gpu.fusion.plan.find_select_layer`)."""
+    """Return a default that is behind a small model's last layer is that one (`gpu.fusion.plan.find_select_layer`)."""
     if documents is None or "select_layer" not in documents.model_fields_set:
         return
     if documents.select_layer >= num_layers:
@@ -126,7 +126,7 @@ def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> N
 
 
 def find_host_demand(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> HostDemand:
-    """What the planned deployment's host tier asks for."""
+    """Return what the planned deployment's host tier asks for."""
     assert config.host is not None
     longest_window = max([plan.window_tokens, *plan.own_windows.values()])
     kept = Kept(plan.sink_tokens, longest_window, plan.dense_layers)
@@ -135,11 +135,11 @@ def find_host_demand(config: EngineConfig, architecture: Architecture, plan: Mem
 
 
 def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:
-    """What of the model goes down."""
+    """Return what of the model goes down."""
     return find_host_demand(config, architecture, plan).tier_shape
 
 
 def find_expert_shares(architecture: Architecture, plan: MemoryPlan) -> ExpertShares:
-    """Where the planned deployment's experts lie."""
+    """Return where the planned deployment's experts lie."""
     most = most_experts(architecture)
     return ExpertShares(architecture, plan.dtype_bytes, most if plan.experts_on_card is None else plan.experts_on_card)

@@ -37,7 +37,7 @@ class ExpertTimes:
         return self.shares.fetched_bytes(num_rows) / self.link_gb_s / 1e6
 
     def compute_ms(self, num_rows: int) -> float:
-        """Bytes from memory or arithmetic, whichever takes longer, and a hop a layer."""
+        """Return the time of bytes from memory or of arithmetic, whichever is longer, and a hop a layer."""
         hops_ms = HOP_MS * self.shares.num_host_layers
         return max(self._read_ms(num_rows), self.arithmetic_ms(num_rows)) + hops_ms
 
@@ -48,7 +48,7 @@ class ExpertTimes:
         return self.shares.fetched_bytes(num_rows) / (READ_SHARE * self.host_gb_s) / 1e6
 
     def arithmetic_ms(self, num_rows: int) -> float:
-        """Of the threads' own rates, which memory bounds where they were measured."""
+        """Return the time of arithmetic at the threads' own rates, which memory bounds where they were measured."""
         numbers = self.shares.computed_numbers(num_rows)
         core_ms = sum(
             2 * (read + max(products - read, 0.0) / FURTHER_ROWS) / self.core_gflop_s[core_rate(kind)] / 1e6
@@ -57,8 +57,8 @@ class ExpertTimes:
         return core_ms / self.threads
 
     def most_computed_rows(self) -> int:
-        """Up to so many the CPU is expected to be no slower than the link: rows that take the same experts cost the CPU
-        arithmetic, and the link nothing.
+        """Return up to so many the CPU is expected to be no slower than the link: rows that take the same experts cost
+        the CPU arithmetic, and the link nothing.
         """
         found = 0
         while found < MOST_COMPUTED_ROWS and self.compute_ms(found + 1) <= self.fetch_ms(found + 1):
@@ -72,15 +72,16 @@ def find_times(shares: ExpertShares, rates: Rates, threads: int) -> ExpertTimes:
 
 
 def asked_rows(asked: Way) -> int | None:
-    """Up to how many rows of a step are to be computed; None: rates decide."""
+    """Return up to how many rows of a step are to be computed; None: rates decide."""
     if asked == "auto":
         return None
     return {"fetch": 0, "compute": MOST_COMPUTED_ROWS}[asked] if isinstance(asked, str) else asked
 
 
 def captured_rows(gpu: GpuConfig, max_running: int, most: int) -> int:
-    """Of the largest captured step of no more than `most`; 0: there is none. Steps of other sizes run in the graph of
-    the next larger one.
+    """Return the rows of the largest captured step of no more than `most`; 0: there is none.
+
+    Steps of other sizes run in the graph of the next larger one.
     """
     return max((size for size in _captured_sizes(gpu, max_running) if size <= most), default=0)
 
@@ -98,8 +99,9 @@ def choose(
     shares: ExpertShares,
     rates: Rates,
 ) -> tuple[int, str | None]:
-    """Of how many rows at most a step has them computed by the CPU, 0: none has, and what to say of it, None where no
-    experts lie in host memory. Raises PlanError where what was asked for cannot be had.
+    """Return up to how many rows of a step the CPU computes experts for (0: none), and what to say of it.
+
+    The text is None where no experts lie in host memory. Raises PlanError where what was asked for cannot be had.
     """
     if plan.device == "cpu" or not shares.host_bytes:
         if asked != "auto":
@@ -141,7 +143,7 @@ def choose(
 
 
 def _tell_assumed(times: ExpertTimes, rates: Rates) -> str:
-    """What of the rates that count nobody has measured."""
+    """Return what of the rates that count nobody has measured."""
     names = {"the host's": ["host_stream_gb_s"], "the link's": ["host_to_device_gb_s"]}
     if times.is_bound_by_cores(1):
         names["the threads'"] = [core_rate(kind) for kind in times.shares.computed_numbers(1)]

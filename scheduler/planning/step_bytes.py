@@ -15,7 +15,7 @@ from transfer.tier_shape import TierShape
 
 
 def prompt_flops(model: Architecture, begin: int, end: int) -> float:
-    """Of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
+    """Count the FLOPs of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
     products = 2 * ((end - begin) * model.num_layers * model.num_layer_weights + model.num_embedding_weights)
     return products + 4 * model.num_heads * model.dim * model.num_pairs(begin, end)
 
@@ -29,33 +29,35 @@ class StepBytes:
     tier: TierShape | None
 
     def weights(self, num_rows: int) -> float:
-        """What a step of so many rows reads of them on the device: without experts all, however many rows it has."""
+        """Return what a step of so many rows reads of them on the device: without experts all, however many rows it
+        has.
+        """
         whole = step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.is_packed, num_rows)
         return whole - (self.fetched(num_rows) if self.computes(num_rows) else 0)
 
     def computes(self, num_rows: int) -> bool:
-        """Whether the CPU computes experts in host memory in such a step, which then do not come to the device."""
+        """Tell whether the CPU computes experts in host memory in such a step, which then do not come to the device."""
         return num_rows <= self.plan.computed_rows
 
     def fetched(self, num_rows: int) -> float:
-        """Experts in host memory that a step of so many rows takes: it brings them over the link before it reads them,
-        or the CPU reads them where they lie.
+        """Return experts in host memory that a step of so many rows takes: it brings them over the link before it reads
+        them, or the CPU reads them where they lie.
         """
         return find_expert_shares(self.architecture, self.plan).fetched_bytes(num_rows)
 
     def beside(self, num_rows: int) -> float:
-        """Of `weights`, the experts that the device reads while the CPU computes those in host memory."""
+        """Return, of `weights`, the experts that the device reads while the CPU computes those in host memory."""
         shares = find_expert_shares(self.architecture, self.plan)
         return shares.near_bytes(num_rows) if self.computes(num_rows) else 0.0
 
     @property
     def layer_token(self) -> int:
-        """A token's keys and values in one layer, on the device."""
+        """Return the bytes of a token's keys and values in one layer, on the device."""
         return 2 * self.architecture.num_kv_heads * row_bytes(self.plan.kv, self.architecture.dim)
 
     def device_kv(self, context: int, down_tokens: int) -> int:
-        """Keys and values that a step reads on the device for one context, of which `down_tokens` are read on the host
-        by the layers that go down.
+        """Return keys and values that a step reads on the device for one context, of which `down_tokens` are read on
+        the host by the layers that go down.
         """
         seen = round(self.architecture.seen_tokens(context) * self.architecture.num_layers)
         down = 0 if self.tier is None else down_tokens * len(self.tier.layers)
@@ -63,17 +65,17 @@ class StepBytes:
 
     @property
     def host_row(self) -> int:
-        """A key and a value of one KV head, as the host keeps them."""
+        """Return the bytes of a key and a value of one KV head, as the host keeps them."""
         tier = self._present
         return 2 * tier.dim * DTYPE_BYTES[tier.rows]
 
     @property
     def host_rows_of_token(self) -> int:
-        """KV heads of all layers that go down."""
+        """Count the KV heads of all offloaded layers."""
         return len(self._present.layers) * self._present.num_kv_heads
 
     def flops(self, begin: int, end: int) -> float:
-        """See `prompt_flops`."""
+        """Count what `prompt_flops` does."""
         return prompt_flops(self.architecture, begin, end)
 
     @property

@@ -59,41 +59,43 @@ class CostModel:
         self._known_seconds = dict.fromkeys(Rows, 0.0)  # that a row of a known token adds to it
 
     def knows(self, unit: Unit) -> bool:
-        """Whether what it takes is more than a guess: of logits, once some have run."""
+        """Tell whether what it takes is more than a guess: of logits, once some have run."""
         return isinstance(unit, PrefillUnit) or self._logits.has_seen
 
     def seconds_of(self, unit: Unit, context: int) -> float:
-        """Of a unit of either kind; one of a layer ends at position `context` of its prompt."""
+        """Return the seconds of a unit of either kind; one of a layer ends at position `context` of its prompt."""
         if isinstance(unit, LogitsUnit):
             return self.logits_seconds(unit.end - unit.begin)
         return self.unit_seconds(unit.end - unit.begin, context, unit.method)
 
     def unit_seconds(self, num_tokens: int, context: int, method: PartId) -> float:
-        """Of one layer over `num_tokens` tokens that end at position `context`."""
+        """Return the seconds of one layer over `num_tokens` tokens that end at position `context`."""
         one, projections, attention = self._layers.get(method, self._layers[DENSE]).costs
         terms = self._terms(num_tokens, context)
         return one * terms[0] + projections * terms[1] + attention * terms[2]
 
     def logits_seconds(self, num_rows: int) -> float:
-        """Of logprobs of so many scored tokens; none take none."""
+        """Return the seconds of logprobs of so many scored tokens; none take none."""
         one, flops = self._logits.costs if self._logits.has_seen else self._layers[DENSE].costs[:2]
         return one + flops * self._logits_flops * num_rows if num_rows else 0.0
 
     def rows_within(self, seconds: float, most: int, least: int) -> int:
-        """The most scored tokens, a power of two times `least` or `most`, whose logprobs fit `seconds`."""
+        """Return the most scored tokens, a power of two times `least` or `most`, whose logprobs fit `seconds`."""
         return _longest(most, least, lambda count: self.logits_seconds(count) <= seconds)
 
     def tokens_within(self, seconds: float, begin: int, most: int, least: int, method: PartId) -> int:
-        """The most tokens, a power of two times `least` or `most`, whose unit from position `begin` fits `seconds`."""
+        """Return the most tokens, a power of two times `least` or `most`, whose unit from position `begin` fits
+        `seconds`.
+        """
         return _longest(most, least, lambda count: self.unit_seconds(count, begin + count, method) <= seconds)
 
     def familiar_tokens(self, method: PartId) -> int:
-        """Twice the most tokens that a step has had in its units: what more would cost is not known yet."""
+        """Return twice the most tokens that a step has had in its units: what more would cost is not known yet."""
         return 2 * self._largest_tokens.get(method, 0)
 
     @property
     def familiar_rows(self) -> int:
-        """Likewise, scored tokens."""
+        """Return twice the most scored tokens that a step has had."""
         return 2 * self._largest_rows
 
     def observe_units(self, units: Sequence[Unit], contexts: Sequence[int], seconds: float) -> None:
@@ -139,12 +141,12 @@ class CostModel:
         self._known_seconds[rows] = row_seconds if num_known else _KEPT_OF_UNSEEN * row_seconds
 
     def _weight_cells(self, num_rows: int) -> float:
-        """Whose keys and values are as many numbers as the weights that a step of so many rows reads."""
+        """Return the cells whose keys and values are as many numbers as the weights that a step of so many rows reads."""
         a = self._architecture
         return a.num_weights_read(num_rows) / (2 * a.num_layers * a.num_kv_heads * a.dim)
 
     def _terms(self, num_tokens: int, context: int) -> tuple[float, float, float]:
-        """1, projection FLOPs, attention FLOPs over what the chunk's mean token sees in the mean layer."""
+        """Return 1, projection FLOPs, and attention FLOPs over what the chunk's mean token sees in the mean layer."""
         mean_context = max(context - num_tokens / 2, 1.0)
         seen = sum(
             count * (mean_context if window is None else min(mean_context, window))
@@ -155,7 +157,7 @@ class CostModel:
 
 
 def _longest(most: int, least: int, fits: Callable[[int], bool]) -> int:
-    """The longest that fits, of a power of two times `least`, or `most`; at least `least`."""
+    """Return the longest that fits, of a power of two times `least`, or `most`; at least `least`."""
     best = count = min(least, most)
     while count < most:
         count = min(count * 2, most)

@@ -98,7 +98,7 @@ class Documents:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def check(self, request: EngineRequest, profile: Profile) -> None:
-        """Raises TooLargeError for what cannot be served, by name."""
+        """Raise TooLargeError for what cannot be served, by name."""
         fusion = request.fusion
         if fusion is None:
             return
@@ -120,7 +120,7 @@ class Documents:
             )
 
     def _why_all_is_kept(self, profile: Profile) -> str | None:
-        """Where cells must be positions."""
+        """Return where cells must be positions."""
         if any(window is not None for window in self._windows):
             return "the model has layers with a window, which is one of positions"
         if profile.offloads:
@@ -130,7 +130,7 @@ class Documents:
         return None
 
     def name_chunks(self, sequence: Sequence) -> None:
-        """Of its prompt. One that is scored is computed whole, and has none."""
+        """Name the chunks of a prompt. One that is scored is computed whole, and has none."""
         request = sequence.request
         fusion = request.fusion
         if fusion is None or fusion.policy == VANILLA or sequence.needs_every_token:
@@ -144,7 +144,7 @@ class Documents:
             sequence.chunks.append(PlacedChunk(span.begin, span.end, key))
 
     def hold(self, sequence: Sequence) -> None:
-        """It will read its chunks."""
+        """Hold the chunks that a sequence will read."""
         if sequence.holds_chunks or not sequence.chunks:
             return
         sequence.holds_chunks = True
@@ -154,19 +154,19 @@ class Documents:
             sequence.num_found_tokens = sum(found)
 
     def let_go(self, sequence: Sequence) -> None:
-        """It has read its chunks, or will not."""
+        """Release the chunks that a sequence has read, or will not."""
         if sequence.holds_chunks:
             sequence.holds_chunks = False
             for chunk in sequence.chunks:
                 self._library.let_go(chunk.key)
 
     def retract(self, sequence: Sequence) -> None:
-        """It gave no finite logits: its chunks are found no more, so that they are computed anew."""
+        """Withdraw the chunks of a sequence that gave no finite logits, so that they are computed anew."""
         for chunk in sequence.chunks:
             self._library.store.delete(chunk.key)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether all of its chunks are there; those that cannot be kept are taken out."""
+        """Tell whether all of its chunks are there; those that cannot be kept are taken out."""
         if not sequence.missing:
             return True
         sequence.missing = [chunk for chunk in sequence.missing if not self._library.is_there(chunk.key)]
@@ -177,7 +177,7 @@ class Documents:
         return not sequence.missing
 
     def plan(self, sequence: Sequence, begin: int) -> FusionPlan | None:
-        """How its prompt is computed from `begin` on, which no chunk begins before."""
+        """Return how its prompt is computed from `begin` on, which no chunk begins before."""
         fusion = sequence.request.fusion
         sequence.num_evicted = 0
         if fusion is None or not sequence.chunks:
@@ -226,7 +226,7 @@ class Documents:
         return entry if prompts else None
 
     def count_begun(self) -> None:
-        """A request begins. A job of chunks to store that stood behind all requests does so no more, in time."""
+        """Count a request that begins: chunks to store wait for a bounded number of them."""
         background = [one.entry for one in self._computing.values() if one.entry.is_background]
         self._num_overtaken += bool(self._to_store or background)
         if self._num_overtaken >= MOST_OVERTAKEN:
@@ -235,22 +235,22 @@ class Documents:
 
     @property
     def is_due(self) -> bool:
-        """Whether no request begins before chunks that are to be stored: there is room for them."""
+        """Tell whether no request begins before chunks that are to be stored: there is room for them."""
         return bool(self._to_store) and self._num_overtaken >= MOST_OVERTAKEN and self._room_bytes > 0
 
     @property
     def _room_bytes(self) -> int:
-        """For chunks that are computed from now on."""
+        """Return the room for chunks that are computed from now on."""
         return self._library.room_bytes - sum(one.num_bytes for one in self._computing.values())
 
     def _add(self, key: ChunkKey, entry: JobInProgress, storing: list[_Storing]) -> int:
-        """The chunk is computed in that job; how many bytes it is."""
+        """Add a chunk that is computed in that job; return how many bytes it is."""
         num_bytes = self._library.store.folder.shape.chunk_bytes(key.num_tokens)
         self._computing[key.name] = _Computing(entry, num_bytes, storing)
         return num_bytes
 
     def _next_to_store(self, most_tokens: int) -> _ToStore | None:
-        """The first that is not known by now, if it is no longer than that; those before it are counted."""
+        """Return the first that is not known by now, if it is no longer than that; those before it are counted."""
         for _ in range(min(_MOST_LOOKED_FOR, len(self._to_store))):
             if self._to_store[0].key.num_tokens > most_tokens:
                 return None
@@ -277,7 +277,7 @@ class Documents:
     # --- chunks to store ----------------------------------------------------------------------------------------------
 
     def store(self, message: StoreChunks) -> None:
-        """Answered by one of `take_stored`."""
+        """Store chunks; one of `take_stored` is the answer."""
         storing = _Storing(message.request_id, len(message.chunks) + 1)
         for packed in message.chunks:
             token_ids = np.frombuffer(packed, np.int32)
@@ -289,7 +289,7 @@ class Documents:
         self._settle(storing)
 
     def drop(self, message: DropChunks) -> None:
-        """No document has these chunks: they are not stored any more, and those that are leave the store."""
+        """Drop chunks that no document has: they are not stored any more, and those that are leave the store."""
         names = set()
         for chunk in message.chunks:
             kv_key = self._salted(chunk.salt)
@@ -305,12 +305,12 @@ class Documents:
             self._settle(one.storing)
 
     def take_stored(self) -> list[ChunksStored]:
-        """Since the last call."""
+        """Return the answers since the last call."""
         stored, self._stored = self._stored, []
         return stored
 
     def look(self) -> None:
-        """What has become of chunks that were computed, and of those that were written."""
+        """See what has become of chunks that were computed, and of those that were written."""
         for key, written in self._library.take_done():
             known = self._computing.pop(key.name, None)
             if known is not None and known.is_dropped:
@@ -329,7 +329,7 @@ class Documents:
 
     @property
     def has_work(self) -> bool:
-        """Whether something is to be computed or written, or told of."""
+        """Tell whether something is to be computed or written, or told of."""
         return bool(self._to_store or self._computing or self._writing or self._stored)
 
     def _settle(self, storing: _Storing) -> None:

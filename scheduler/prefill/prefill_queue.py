@@ -38,33 +38,33 @@ class JobInProgress:
 
     @property
     def priority(self) -> float:
-        """The least of its sequences'; chunks have that of requests that say none."""
+        """Return the least of its sequences' priorities; chunks have that of requests that say none."""
         return min((sequence.priority for sequence in self.sequences), default=0)
 
     @property
     def is_scattered(self) -> bool:
-        """Whether its next unit is of tokens that may be any of its prompt's."""
+        """Tell whether its next unit is of tokens that may be any of its prompt's."""
         return self.job.is_scattered(self.layer)
 
     @property
     def unit_method(self) -> PartId:
-        """By which its next unit is attended to, and learnt."""
+        """Return the method by which its next unit is attended to, and learnt."""
         return FUSED if self.is_scattered else self.method
 
     def remaining(self, num_layers: int) -> int:
-        """Token-layers still to do; the logits of a scored token count as one."""
+        """Count the token-layers still to do; the logits of a scored token count as one."""
         return self._token_layers(self.layer, num_layers) + self.job.num_scored_tokens - self.begin
 
     def total(self, num_layers: int) -> int:
         return self._token_layers(0, num_layers) + self.job.num_scored_tokens
 
     def _token_layers(self, first: int, num_layers: int) -> int:
-        """Of layers from `first` on."""
+        """Count the token-layers of layers from `first` on."""
         stages = pairwise([*self.job.stages, (num_layers, 0)])
         return sum(tokens * max(0, end - max(begin, first)) for (begin, tokens), (end, _) in stages)
 
     def advance(self, length: int, num_layers: int) -> None:
-        """So many more tokens of the layer are planned, or scored tokens behind the last one."""
+        """Advance by so many planned tokens of the layer, or scored tokens behind the last one."""
         self.begin += length
         if self.layer < num_layers and self.begin == self.job.num_tokens_in(self.layer):
             self.layer, self.begin = self.layer + 1, 0
@@ -81,18 +81,18 @@ class JobInProgress:
         self.advance(0, num_layers)
 
     def context_of(self, unit: Unit) -> int:
-        """Where a unit ends in its prompt; logits have no context."""
+        """Return where a unit ends in its prompt; logits have no context."""
         if isinstance(unit, LogitsUnit):
             return 0
         return self.longest if self.job.is_scattered(unit.layer) else self.context_at(unit.end)
 
     @property
     def longest(self) -> int:
-        """Of its first prompt, of which others there are none where tokens are scattered."""
+        """Return the length of its first prompt, which is its only one where tokens are scattered."""
         return len(self.job.prompts[0].token_ids)
 
     def context_at(self, token: int) -> int:
-        """The position in its prompt of packed token `token - 1`, plus one: the context that token attends to."""
+        """Return the position in its prompt of packed token `token - 1`, plus one: the context that token attends to."""
         for prompt in self.job.prompts:
             if token <= prompt.num_computed_tokens:
                 return prompt.begin + token
@@ -100,7 +100,9 @@ class JobInProgress:
         raise AssertionError("token past the end of the job")
 
     def aligned(self, length: int) -> int:
-        """Tokens of the longest unit that may come next, of no more than `length`; of the shortest, if it is longer."""
+        """Return tokens of the longest unit that may come next, of no more than `length`; of the shortest, if it is
+        longer.
+        """
         if self.is_scattered:
             return length
         end = self.begin + length
@@ -127,7 +129,7 @@ class PrefillQueue:
         return sum(entry.job.num_tokens for entry in self.jobs)
 
     def next_units(self, seconds: float | None) -> tuple[list[Unit], list[JobInProgress]]:
-        """Units for one step, and the jobs that they complete (taken off the queue).
+        """Return units for one step, and the jobs that they complete (taken off the queue).
 
         `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
         one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more.
@@ -184,7 +186,7 @@ class PrefillQueue:
         self.jobs.remove(entry)
 
     def seconds_left(self, sequence: Sequence) -> float | None:
-        """Of work until the sequence's job is done, whatever comes between; None if it has none."""
+        """Return the seconds of work until the sequence's job is done, whatever comes between; None if it has none."""
         for entry in self.jobs:
             if sequence in entry.sequences:
                 prompts, method = entry.job.prompts, entry.method
@@ -194,20 +196,20 @@ class PrefillQueue:
         return None
 
     def prompt_seconds(self, begin: int, end: int, method: PartId) -> float:
-        """Of work for a prompt's tokens `[begin, end)` in all layers."""
+        """Return the seconds of work for a prompt's tokens `[begin, end)` in all layers."""
         return self._num_layers * self._costs.unit_seconds(end - begin, end, method)
 
     def _able(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
-        """Jobs that may have the next unit: those of the background only where there are no others; one whose next
-        layer is on its way from the disk only where there is nothing else to do.
+        """Return jobs that may have the next unit: those of the background only where there are no others; one whose
+        next layer is on its way from the disk only where there is nothing else to do.
         """
         jobs = [entry for entry in self.jobs if not entry.is_background] or self.jobs
         loaded = [entry for entry in jobs if entry.begin or self.is_loaded(entry.job.job_id, entry.layer)]
         return loaded if loaded or has_units or seconds is not None else jobs
 
     def _is_oldest_due(self, seconds: float | None) -> bool:
-        """Whether what the oldest is owed pays for its next unit. It is asked once a step, and a step of shorter jobs
-        owes it less than a step: two whole units of it never come in a row while one that is shorter waits.
+        """Tell whether what the oldest is owed pays for its next unit. It is asked once a step, and a step of shorter
+        jobs owes it less than a step: two whole units of it never come in a row while one that is shorter waits.
         """
         if self._owed_seconds <= 0:
             return False
@@ -215,14 +217,14 @@ class PrefillQueue:
         return self._owed_seconds >= self._next_unit(oldest, self._most_tokens(oldest, seconds), seconds)[1]
 
     def _most_tokens(self, entry: JobInProgress, seconds: float | None) -> int:
-        """Of a step of units like the job's next."""
+        """Return the most tokens of a step of units like the job's next."""
         most = self._config.chunk_tokens
         if seconds is None:
             return most
         return min(most, max(self._costs.familiar_tokens(entry.unit_method), LEAST_UNIT_TOKENS))
 
     def _next_unit(self, entry: JobInProgress, left_tokens: int, seconds: float | None) -> tuple[int, float]:
-        """Tokens of a job's next unit, and what it takes, as estimated."""
+        """Return tokens of a job's next unit, and what it takes, as estimated."""
         length = min(left_tokens, self._left(entry))
         if self._is_scoring(entry):
             length = min(length, MOST_SCORED_TOKENS)
@@ -238,14 +240,14 @@ class PrefillQueue:
         return length, self._costs.unit_seconds(length, begin + length, method)
 
     def _kind(self, entry: JobInProgress) -> PartId | None:
-        """What units of a step have in common: the method of their jobs, or None for logits."""
+        """Return what units of a step have in common: the method of their jobs, or None for logits."""
         return None if self._is_scoring(entry) else entry.unit_method
 
     def _is_scoring(self, entry: JobInProgress) -> bool:
         return entry.layer == self._num_layers
 
     def _left(self, entry: JobInProgress) -> int:
-        """Tokens of a layer, or scored tokens, from where the job stands."""
+        """Return tokens of a layer, or scored tokens, from where the job stands."""
         job = entry.job
         return (job.num_scored_tokens if self._is_scoring(entry) else job.num_tokens_in(entry.layer)) - entry.begin
 

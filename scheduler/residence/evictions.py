@@ -29,7 +29,7 @@ class _Span:
 
     @property
     def own(self) -> tuple[int, int]:
-        """Where they are among the owner's own blocks."""
+        """Return where they are among the owner's own blocks."""
         return self.first - self.owner.size.num_shared, self.last - self.owner.size.num_shared
 
 
@@ -52,7 +52,7 @@ class Frontier:
         self.holders: dict[HostContext, Sequence] = {}
 
     def hold(self, sequence: Sequence, context: HostContext) -> None:
-        """The context is the sequence's from now on."""
+        """Give the context to the sequence."""
         sequence.context = context
         self.holders[context] = sequence
 
@@ -60,8 +60,8 @@ class Frontier:
 
     @property
     def num_yielding(self) -> int:
-        """Pages that are free at most once all that the host has is released, and what comes back is not; 0 where that
-        frees none.
+        """Return pages that are free at most once all that the host has is released, and what comes back is not; 0
+        where that frees none.
         """
         if self._host.layout.dense_per_block == 1:
             return 0
@@ -69,9 +69,9 @@ class Frontier:
         return num_coming + self._contexts.num_resident - self._host.layout.blocks_for(self._contexts.num_resident)
 
     def yielding(self) -> list[HostContext]:
-        """Contexts with pages to give up, in the order in which they give way: idle ones, those used longest ago first;
-        then those that run, sampled ones first, since a token of these costs the host least, and of these the one with
-        the most.
+        """Return contexts with pages to give up, in the order in which they give way: idle ones, those used longest ago
+        first; then those that run, sampled ones first, since a token of these costs the host least, and of these the
+        one with the most.
         """
         having = [one for one in self._contexts if one.num_resident]
         idle = sorted((one for one in having if not one.is_held), key=lambda one: one.used)
@@ -81,8 +81,9 @@ class Frontier:
         return idle + held
 
     def yield_pages(self, num_pages: int, contexts: Collection[HostContext]) -> None:
-        """These contexts give up pages in turn until so many are free, or they have no more. Rows that may still be on
-        their way down are the last to be asked for.
+        """Evict pages of these contexts in turn until so many are free, or they have no more.
+
+        Rows that may still be on their way to the host are evicted last.
         """
         for only_settled in (True, False):
             for context in contexts:
@@ -93,7 +94,7 @@ class Frontier:
                         break
 
     def release_to(self, context: HostContext, num_blocks: int) -> bool:
-        """Whether the first `num_blocks` of its run, at least, are released."""
+        """Tell whether the first `num_blocks` of its run, at least, are released."""
         while context.num_released < num_blocks:
             if not self.give_up(context, num_blocks - context.num_released):
                 return False
@@ -131,7 +132,7 @@ class Frontier:
         return True
 
     def take_releases(self) -> list[PageEviction]:
-        """What was given up since the last call."""
+        """Return what was given up since the last call."""
         releases, self._releases = self._releases, []
         return releases
 
@@ -159,9 +160,9 @@ class Frontier:
         return Reload(span.owner.context_id, span.first * page_tokens, span.last * page_tokens, tuple(page_ids))
 
     def end_restore(self) -> None:
-        """What is brought back goes to who has it, in the plan to come; the device awaits rows that are not there.
+        """Give reloaded pages to their readers, in the plan to come; the device awaits rows that are not there.
 
-        Nothing happens where nothing is. Where the context is gone, so are the pages.
+        Nothing happens where nothing is reloaded. If the context is gone, the pages are freed.
         """
         if self._coming is None:
             return
@@ -186,14 +187,14 @@ class Frontier:
         self.num_restored += len(page_ids)
 
     def take_restores(self) -> list[FinishedReload]:
-        """What came back since the last call."""
+        """Return what came back since the last call."""
         restores, self._restores = self._restores, []
         return restores
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _span_from(self, context: HostContext, num_blocks: int) -> _Span:
-        """Blocks of one owner from where those end that are released, as many as all that share them have alike."""
+        """Return blocks of one owner from where those end that are released, as many as all that share them have alike."""
         first = context.num_released
         owner, sharing = owner_of(context, first), self._contexts.sharing(context, first)
         page_ids = owner.pages[first : first + num_blocks]
@@ -201,8 +202,8 @@ class Frontier:
         return _Span(owner, first, first + alike, sharing)
 
     def _span_before(self, context: HostContext, num_blocks: int) -> _Span:
-        """Blocks of one owner up to where those end that are released, all of them had by the same contexts, and by
-        none that has given up more.
+        """Return blocks of one owner up to where those end that are released, all of them had by the same contexts, and
+        by none that has given up more.
         """
         while True:
             last = context.num_released
@@ -215,7 +216,7 @@ class Frontier:
         return _Span(owner, max(owner.size.num_shared, last - num_blocks, *ends, 0), last, sharing)
 
     def _exchange(self, span: _Span, page_ids: list[int]) -> list[TablePlace]:
-        """Other pages for the blocks of a span, in all that have them; where the page tables are told."""
+        """Exchange the pages of a span's blocks in all that have them, and return where page tables change."""
         places = []
         before = self._host.num_sink_blocks
         for one in span.sharing:
@@ -229,7 +230,7 @@ class Frontier:
 
 
 def _count_alike(first: list[int], second: list[int]) -> int:
-    """How many in front are the same."""
+    """Return how many in front are the same."""
     return next(
         (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

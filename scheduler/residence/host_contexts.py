@@ -46,33 +46,33 @@ class HostContexts:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are down, a shared one counted once."""
+        """Count the offloaded blocks, a shared one once."""
         return sum(context.num_own for context in self._contexts.values())
 
     @property
     def num_released(self) -> int:
-        """Of these, those without resident pages."""
+        """Count the offloaded blocks without resident pages."""
         return sum(max(0, one.num_released - one.size.num_shared) for one in self._contexts.values())
 
     @property
     def num_resident(self) -> int:
-        """Blocks whose pages could be given up, a shared one counted once."""
+        """Count the blocks whose pages could be evicted, a shared one once."""
         contexts = (one for one in self._contexts.values() if one.is_written)
         return sum(len(one.pages) - max(one.num_released, one.size.num_shared) for one in contexts)
 
     def find(self, hashes: list[bytes], begin: int, end: int) -> tuple[HostContext | None, int]:
-        """A context with the longest run that begins with these blocks, and how many of them it has."""
+        """Find a context with the longest run that begins with these blocks, and how many of them it has."""
         last = bisect_left(range(begin, end), True, key=lambda block: hashes[block] not in self._owners)
         return (self._owners[hashes[begin + last - 1]][0], last) if last else (None, 0)
 
     # --- holding ------------------------------------------------------------------------------------------------------
 
     def has_room(self, size: RunSize, parent: HostContext | None) -> bool:
-        """Whether `add` would find room, idle ones gone but `parent` and what that stands on."""
+        """Tell whether `add` would find room, idle ones gone but `parent` and what that stands on."""
         return self._can_free(self._bytes_of(size), _some(parent))
 
     def add(self, size: RunSize, parent: HostContext | None) -> HostContext | None:
-        """A context, held, that shares its front with a parent; None if there is no room now."""
+        """Add a held context that shares its front with a parent; None if there is no room now."""
         if not self._make_room(self._bytes_of(size), _some(parent)):
             return None
         num_shared = size.num_shared
@@ -94,12 +94,12 @@ class HostContexts:
         return context
 
     def keep_sink(self, context: HostContext, pages: list[int]) -> None:
-        """The context needs these pages of the device as long as it stands."""
+        """Hold these pages of the device as long as the context stands."""
         context.sink_pages = list(pages)
         self._pages.hold(context.sink_pages)
 
     def grow(self, context: HostContext, num_blocks: int) -> bool:
-        """Whether the context may have `num_blocks`; idle ones give way to it."""
+        """Tell whether the context may have `num_blocks`; idle ones are dropped for it."""
         if num_blocks <= context.size.num_blocks:
             return True
         num_bytes = self._bytes_of(replace(context.size, num_blocks=num_blocks))
@@ -109,12 +109,12 @@ class HostContexts:
         return True
 
     def deposit(self, context: HostContext, page_ids: list[int]) -> None:
-        """The next blocks are written; the context holds these pages, which are theirs, from now on."""
+        """Append offloaded blocks to a context, which holds their pages from now on."""
         assert context.num_blocks + len(page_ids) <= context.size.num_blocks, "a deposit is paid for before it is made"
         context.pages += page_ids
 
     def deposit_released(self, context: HostContext, num_blocks: int) -> None:
-        """The next blocks are written, and have no resident pages: there is room for their dense ones."""
+        """Append offloaded blocks that have no resident pages: there is room for their dense ones."""
         assert context.num_blocks + num_blocks <= context.size.num_blocks, "a deposit is paid for before it is made"
         assert context.num_resident == 0, "what is released is in front"
         begin, end = context.num_own, context.num_own + num_blocks
@@ -123,13 +123,13 @@ class HostContexts:
         context.num_released += num_blocks
 
     def sharing(self, context: HostContext, block: int) -> list[HostContext]:
-        """All that have this block of the context's run: whose own it is, and forks that stand on that one."""
+        """Return all contexts that have this block of the run: its owner, and forks that stand on that one."""
         owner = owner_of(context, block)
         behind = [one for one in self._contexts.values() if block < one.num_blocks]
         return [one for one in behind if owner_of(one, block) is owner]
 
     def publish(self, context: HostContext, hashes: list[bytes]) -> None:
-        """The run's first blocks are final and known by these hashes, those published before among them."""
+        """Publish the run's first blocks, which are final, by these hashes."""
         if context.is_closed or not context.is_findable or not self._keeps_idle:
             return
         for digest in hashes[len(context.hashes) :]:
@@ -137,7 +137,7 @@ class HostContexts:
             context.hashes.append(digest)
 
     def let_go(self, context: HostContext, is_kept: bool) -> None:
-        """Its sequence is done with it; `is_kept`: what is down is good for others."""
+        """Release a context whose sequence is done with it; `is_kept`: its blocks are good for others."""
         context.is_held = False
         context.num_settled = context.num_blocks
         self._charge(context, context.num_blocks)
@@ -149,13 +149,13 @@ class HostContexts:
             self._close_unused(one)
 
     def discard(self, context: HostContext) -> None:
-        """What is down is not what was planned: nobody new may find it."""
+        """Hide a context whose rows are not what was planned."""
         if not context.is_closed:
             for hidden in self._hide(context):
                 self._close_unused(hidden)
 
     def retract(self, hashes: list[bytes]) -> None:
-        """Blocks of these hashes are wrong: no context that has one, or stands on one that has, is found any more."""
+        """Hide every context that has a block of these hashes, or stands on one that has."""
         owners = {context for digest in hashes for context in self._owners.get(digest, [])}
         for root in {root_of(context) for context in owners}:
             self._hide(root)
@@ -163,7 +163,7 @@ class HostContexts:
             self._close_unused(context)
 
     def num_standing(self, context: HostContext) -> int:
-        """Pages of the device that it and what it stands on have at least, once all is released."""
+        """Return pages of the device that it and what it stands on have at least, once all is released."""
         pages, one = len(context.sink_pages), context
         while True:
             pages += self._layout.blocks_for(one.num_own)
@@ -172,12 +172,12 @@ class HostContexts:
             one = one.parent
 
     def idle_pages(self, kept: Collection[HostContext]) -> set[int]:
-        """Pages of the device that are free once idle contexts are gone, all but `kept` and what these stand on."""
+        """Return pages of the device that are free once idle contexts are gone, all but `kept` and what these stand on."""
         num_idle_holders = Counter(page for context in self._idle(kept) for page in _held(context))
         return {page for page, count in num_idle_holders.items() if self._pages.num_holders(page) == count}
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Whether so many pages of the device are free; idle contexts give way to that if it is enough, but never
+        """Tell whether so many pages of the device are free; idle contexts give way to that if it is enough, but never
         `kept`, nor one that would free none.
         """
         if num_pages <= self._pages.num_available:
@@ -196,11 +196,11 @@ class HostContexts:
 
     @property
     def has_closed(self) -> bool:
-        """Whether the device has yet to hear of some."""
+        """Tell whether the device has yet to hear of some."""
         return bool(self._closed)
 
     def take_closed(self) -> list[int]:
-        """Contexts closed since the last call, for the device to hear of."""
+        """Return contexts closed since the last call, for the device to hear of."""
         closed, self._closed = self._closed, []
         return closed
 
@@ -211,7 +211,7 @@ class HostContexts:
         return num_bytes <= spare_bytes
 
     def _idle(self, kept: Collection[HostContext]) -> list[HostContext]:
-        """Contexts that may go: those that are held stay, and `kept`, and what these stand on."""
+        """Return contexts that may go: those that are held stay, and `kept`, and what these stand on."""
         pinned: set[HostContext] = set()
         context: HostContext | None
         for context in [*(one for one in self._contexts.values() if one.is_held), *kept]:
@@ -228,7 +228,7 @@ class HostContexts:
         return bool(leaves)
 
     def _make_room(self, num_bytes: int, kept: Collection[HostContext]) -> bool:
-        """Idle contexts give way, but only if that is enough, and never `kept`."""
+        """Drop idle contexts but `kept`, only if that is enough; tell whether there is room."""
         if not self._can_free(num_bytes, kept):
             return False
         while self.used_bytes + num_bytes > self.limit_bytes:
@@ -237,14 +237,16 @@ class HostContexts:
         return True
 
     def _bytes_of(self, size: RunSize) -> int:
-        """The most that a context's own blocks may take: those that come at once, and those that follow one by one."""
+        """Return the most that a context's own blocks may take: those that come at once, and those that follow one by
+        one.
+        """
         num_bulk = min(size.num_own, size.num_bulk)
         bulk_tokens = num_bulk * self._host.page_tokens
         more_tokens = (size.num_own - num_bulk) * self._host.page_tokens
         return self._host.bytes_of_run(bulk_tokens, more_tokens, size.reading, size.num_shared > 0)
 
     def _charge(self, context: HostContext, num_blocks: int) -> None:
-        """It may have so many blocks, and is charged for its own among them, in place of what it was charged for."""
+        """Charge a context for its own among so many blocks, in place of what it was charged for."""
         context.size = replace(context.size, num_blocks=num_blocks)
         num_bytes = self._bytes_of(context.size)
         self.used_bytes += num_bytes - context.charged_bytes
@@ -257,7 +259,7 @@ class HostContexts:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _hide(self, context: HostContext) -> list[HostContext]:
-        """Let nobody new find it, nor what stands on it. Returns all of these, forks before what they stand on."""
+        """Hide a context and all that stand on it from prompts; return them, forks before what they stand on."""
         forks: dict[HostContext, list[HostContext]] = {}
         for one in self._contexts.values() if context.num_forks else ():
             if one.parent is not None:
@@ -292,7 +294,7 @@ class HostContexts:
 
 
 def _held(context: HostContext) -> list[int]:
-    """Pages of the device that a context holds."""
+    """Return pages of the device that a context holds."""
     return [*context.sink_pages, *context.storage, *context.pages[context.num_released :]]
 
 

@@ -73,7 +73,7 @@ class OffloadedPrompts:
         self._profiles = profiles
 
     def run_end(self, sequence: Sequence) -> int:
-        """Where the run ends that goes down with its prompt; 0: none does."""
+        """Return where the run ends that goes down with its prompt; 0: none does."""
         if not self._profile(sequence).offloads:
             return 0
         if self._frontier.is_adaptive:
@@ -83,13 +83,13 @@ class OffloadedPrompts:
     # --- where one begins ---------------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence) -> Start:
-        """The best start there is now."""
+        """Return the best start there is now."""
         source, num_shared = self._find_source(sequence)
         begin = 0 if source is None else self._host.end_of_blocks(num_shared)
         return Start(begin, sequence.run_end, source)
 
     def _find_source(self, sequence: Sequence) -> tuple[HostContext | None, int]:
-        """The context with the longest front of the sequence's run, and how many blocks of it are shared."""
+        """Return the context with the longest front of the sequence's run, and how many blocks of it are shared."""
         num_sink = self._host.num_sink_blocks
         end = min(self._settled_end(sequence) // self._host.page_tokens, sequence.num_usable_blocks)
         source, num_shared = self._contexts.find(sequence.hashes, num_sink, max(num_sink, end))
@@ -103,7 +103,9 @@ class OffloadedPrompts:
         return source, num_shared
 
     def _fits_beside(self, sequence: Sequence, source: HostContext, num_shared: int) -> bool:
-        """Whether both memories hold the prompt beside its source, all that may go gone. If not, the source must go."""
+        """Tell whether both memories hold the prompt beside its source, all that may go gone. If not, the source must
+        go.
+        """
         need = self._need(sequence, num_shared)
         if not self._contexts.num_held and not self._contexts.has_room(need.size, source):
             return False
@@ -133,7 +135,7 @@ class OffloadedPrompts:
         return True
 
     def _need(self, sequence: Sequence, num_shared: int) -> _Need:
-        """Of a prompt, `num_shared` blocks of whose run are its source's; 0: it has none."""
+        """Return what a prompt takes, `num_shared` blocks of whose run are its source's; 0: it has none."""
         host, is_adaptive = self._host, self._frontier.is_adaptive
         num_run = host.blocks_of_run(sequence.run_end)
         num_own = num_run - num_shared
@@ -149,29 +151,29 @@ class OffloadedPrompts:
         return _Need(num_shared, num_own, num_released, num_new, num_spare, size)
 
     def _admitted_size(self, sequence: Sequence, num_shared: int, num_own: int) -> RunSize:
-        """The run that a sequence is admitted with: its prompt's, and that of some output."""
+        """Return the run that a sequence is admitted with: its prompt's, and that of some output."""
         most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
         num_blocks = self._host_of(sequence).most_run_tokens(most) // self._host.page_tokens
         return RunSize(num_shared, num_own, num_blocks, self._profile(sequence).reading)
 
     def _least_pages(self, need: _Need) -> int:
-        """For a prompt's own blocks, as many of them released as may be."""
+        """Return the pages of a prompt's own blocks, as many of them evicted as may be."""
         num_released = need.num_own if self._frontier.is_adaptive else need.num_released
         return self._own_pages(need, num_released)
 
     def _own_pages(self, need: _Need, num_released: int) -> int:
-        """For a prompt's own blocks, so many of them released, with dense pages alone."""
+        """Return the pages of a prompt's own blocks, so many of them evicted, with dense pages alone."""
         return need.num_own - num_released + self._host.layout.blocks_for(num_released)
 
     # --- step by step -------------------------------------------------------------------------------------------------
 
     def _make_room(self, need: _Need, num_left: int, kept: Collection[HostContext]) -> bool:
-        """Whether the fewest pages that will do are free, and `num_left` more may be; what gives way gives way."""
+        """Tell whether the fewest pages that will do are free, and `num_left` more may be, once others are dropped."""
         num_pages = need.num_new + self._least_pages(need)
         return self._room.has_pages(num_pages + num_left, kept) and self._room.free_pages(num_pages, kept)
 
     def _num_to_release(self, need: _Need, num_other: int, source: HostContext | None) -> int:
-        """How many of a prompt's own blocks begin released, so that `num_other` pages are left: all that must.
+        """Return how many of a prompt's own blocks begin released, so that `num_other` pages are left: all that must.
 
         Idle contexts give up theirs first, the source's last.
         """
@@ -188,7 +190,7 @@ class OffloadedPrompts:
         return min(num_own, -(-fewest // lump) * lump)
 
     def _release_source(self, need: _Need, num_released: int, source: HostContext | None) -> bool:
-        """Whether what is shared is released, which it must be where a block behind it begins released."""
+        """Tell whether what is shared is released, which it must be where a block behind it begins released."""
         if source is None or (self._frontier.is_adaptive and not num_released):
             return True
         return self._frontier.release_to(source, need.num_shared)
@@ -197,7 +199,7 @@ class OffloadedPrompts:
         return need.num_new + self._own_pages(need, num_released) <= self._pages.num_available
 
     def _add_context(self, need: _Need, source: HostContext | None) -> HostContext | None:
-        """A context for the run, with host memory for some output, too; None: there is no room now."""
+        """Add a context for the run, with host memory for some output, too; None: there is no room now."""
         self._frontier.end_restore()  # before its contexts have another to share with
         context = self._contexts.add(need.size, source)
         if context is None and not self._contexts.num_held:  # it has the host to itself: no room to grow, but it fits
@@ -205,7 +207,7 @@ class OffloadedPrompts:
         return context
 
     def _take_pages(self, sequence: Sequence, context: HostContext, need: _Need, num_released: int) -> None:
-        """For sink, run and window, in this order; so many of the run's own blocks have dense ones alone."""
+        """Take pages for sink, run and window, in this order; so many of the run's own blocks have dense ones alone."""
         if context.parent is None:
             sink = self._pages.allocate(self._host.num_sink_blocks)
             self._contexts.keep_sink(context, sink)
@@ -236,7 +238,7 @@ class OffloadedPrompts:
         )
 
     def finish_prefill(self, sequence: Sequence, context: HostContext) -> None:
-        """The plan under way ends it: what went down is in host memory behind it."""
+        """Mark the prompt as written: the plan under way ends its prefill."""
         context.is_written = True
         context.num_settled = self._host.blocks_of_run(self._settled_end(sequence))
 
@@ -249,8 +251,8 @@ class OffloadedPrompts:
         return self._host.of(sequence.request.attention_profile)
 
     def _settled_end(self, sequence: Sequence) -> int:
-        """Of a prompt's run, what is released when its prefill ends, where residence is fixed; and where what it may
-        share ends.
+        """Return where the part of a prompt's run ends that may be shared and, with fixed residence, is evicted behind
+        it.
         """
         if self._frontier.is_adaptive:
             return sequence.run_end

@@ -31,7 +31,7 @@ class Offloads:
         self._written_down: list[tuple[Sequence, Offload]] = []  # by the plan under way
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Whether there is room in host memory for the deposit that the next draw makes due, if it does."""
+        """Tell whether there is room in host memory for the deposit that the next draw makes due, if it does."""
         end = self._end(sequence)
         if not end:
             return True
@@ -41,15 +41,15 @@ class Offloads:
         return self._open(sequence, num_blocks)
 
     def num_dense_pages(self, sequence: Sequence) -> int:
-        """Pages that its dense layers take where what settles at the next draw leaves the device at once."""
+        """Return pages that its dense layers take where what settles at the next draw leaves the device at once."""
         context = sequence.open_context
         if self._frontier.is_adaptive or context is None or not self._settles(sequence, context):
             return 0
         return self._host.layout.blocks_for(context.num_own) - len(context.storage)
 
     def settle(self, sequence: Sequence) -> None:
-        """What was written may settle at the next draw. Fixed residence releases it at once, by token counts alone, so
-        that nobody else takes the pages that were free for its dense layers when this was asked.
+        """Return what was written may settle at the next draw. Fixed residence releases it at once, by token counts
+        alone, so that nobody else takes the pages that were free for its dense layers when this was asked.
         """
         context = sequence.open_context
         if context is None or not self._settles(sequence, context):
@@ -69,8 +69,8 @@ class Offloads:
         return due
 
     def most_ahead(self, sequence: Sequence, most: int) -> int:
-        """How many tokens, at most that many, may follow the next draw's in its step: in none of the steps that these
-        would take is anything written down, or settled.
+        """Return how many tokens, at most that many, may follow the next draw's in its step: in none of the steps that
+        these would take is anything written down, or settled.
         """
         if not self._profile(sequence).offloads:
             return most
@@ -84,8 +84,8 @@ class Offloads:
         return most
 
     def write_down(self, running: Iterable[Sequence]) -> bool:
-        """Whether one that stays on the device whole, being short, is written to host memory, so that it can give up
-        pages: one that is sampled first, and of these the longest. What it writes is whole lumps of its middle.
+        """Tell whether one that stays on the device whole, being short, is written to host memory, so that it can give
+        up pages: one that is sampled first, and of these the longest. What it writes is whole lumps of its middle.
         """
         for sequence in sorted(filter(self._stays, running), key=self._turn):
             end = self._middle_end(sequence)
@@ -98,7 +98,7 @@ class Offloads:
         return False
 
     def forget(self, sequence: Sequence) -> None:
-        """It gives way in the plan that writes it down: the device hears nothing of its context."""
+        """Forget the offload of a sequence that is preempted in the same plan: the device hears nothing of it."""
         left = [entry for entry in self._written_down if entry[0] is not sequence]
         if len(left) < len(self._written_down) and sequence.context is not None:
             sequence.context.is_open = False
@@ -119,7 +119,7 @@ class Offloads:
         return self._host.end_of_blocks(context.num_blocks)
 
     def _end(self, sequence: Sequence) -> int:
-        """Where the run ends after the deposit that the next draw makes due; 0: it makes none."""
+        """Return where the run ends after the deposit that the next draw makes due; 0: it makes none."""
         if not self._profile(sequence).offloads:
             return 0
         context = sequence.open_context
@@ -127,11 +127,11 @@ class Offloads:
         return self._host_of(sequence).deposit_end(sequence.next_position + 1, run_end)
 
     def _settles(self, sequence: Sequence, context: HostContext) -> bool:
-        """Whether all that its context has written is settled at the next draw."""
+        """Tell whether all that its context has written is settled at the next draw."""
         return self._host_of(sequence).is_settled(sequence.next_position + 1, self._run_end(context))
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Whether there is room for a context of so many blocks, which the sequence holds then."""
+        """Tell whether there is room for a context of so many blocks, which the sequence holds then."""
         reading = self._profile(sequence).reading
         context = self._contexts.add(RunSize(0, num_blocks, num_blocks, reading), None)
         if context is not None:
@@ -139,7 +139,7 @@ class Offloads:
         return context is not None
 
     def _write(self, sequence: Sequence, end: int) -> Offload:
-        """The run goes on to `end`, which is paid for."""
+        """Offload the run up to `end`, which is paid for."""
         context, host = sequence.context, self._host
         assert context is not None, "a deposit is planned after its room is reserved"
         opens = not context.is_open
@@ -153,7 +153,7 @@ class Offloads:
         return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), opens, reading)
 
     def _stays(self, sequence: Sequence) -> bool:
-        """Whether it is on the device whole, and long enough to have a middle."""
+        """Tell whether it is on the device whole, and long enough to have a middle."""
         offloads = self._profile(sequence).offloads and sequence.context is None
         return offloads and self._middle_end(sequence) > self._host.sink_tokens
 

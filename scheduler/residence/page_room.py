@@ -27,8 +27,8 @@ class PageRoom:
     # --- who gives way ------------------------------------------------------------------------------------------------
 
     def has_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Whether there may be so many: what the host has given up, and idle contexts gone but `kept`. It is certain
-        where nothing is shared.
+        """Tell whether there may be so many: what the host has given up, and idle contexts gone but `kept`. It is
+        certain where nothing is shared.
         """
         self._pages.reach(num_pages)
         num_short = num_pages - self._pages.num_available
@@ -40,7 +40,9 @@ class PageRoom:
         return num_short <= num_yielding or num_short <= num_yielding + self.num_idle_pages(kept)
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Whether so many are free. What the host has gives way to that, and then idle contexts, but not `kept`."""
+        """Tell whether so many pages are free, once offloaded blocks are evicted and then idle contexts but `kept`
+        dropped.
+        """
         self._pages.reach(num_pages)
         if self._contexts is None or self._frontier is None:
             return num_pages <= self._pages.num_available
@@ -50,14 +52,14 @@ class PageRoom:
         return self._contexts.free_pages(num_pages, kept)
 
     def num_idle_pages(self, kept: Collection[HostContext]) -> int:
-        """Pages that are free once idle contexts are gone, all but `kept`."""
+        """Return pages that are free once idle contexts are gone, all but `kept`."""
         return 0 if self._contexts is None else len(self._contexts.idle_pages(kept))
 
     # --- what those that run may take soon ----------------------------------------------------------------------------
 
     def num_coming_pages(self, sequence: Sequence) -> int:
-        """What one that holds pages may take soon: as much as a window holds and the dense layers of what it will send
-        down, or one page where all of it stays.
+        """Return what one that holds pages may take soon: as much as a window holds and the dense layers of what it
+        will send down, or one page where all of it stays.
         """
         context = sequence.open_context
         if context is None:
@@ -68,8 +70,8 @@ class PageRoom:
         return self.most_window_pages(sequence) - (len(sequence.pages) - num_there) + num_dense
 
     def most_window_pages(self, sequence: Sequence) -> int:
-        """What it keeps in resident pages once it has written all it may: where residence is fixed, also while the last
-        of it settles.
+        """Return what it keeps in resident pages once it has written all it may: where residence is fixed, also while
+        the last of it settles.
         """
         assert self._capacity.host is not None
         assert self._frontier is not None
@@ -78,7 +80,7 @@ class PageRoom:
         return (host.sink_tokens + host.window_tokens + host.lump_tokens) // host.page_tokens + settling
 
     def num_coming_dense(self, size: RunSize, num_own: int) -> int:
-        """Pages that the dense layers take of what is paid for and not written yet, behind `num_own` blocks."""
+        """Return pages that the dense layers take of what is paid for and not written yet, behind `num_own` blocks."""
         assert self._capacity.host is not None
         blocks_for = self._capacity.host.layout.blocks_for
         return max(0, blocks_for(size.num_own) - blocks_for(num_own))

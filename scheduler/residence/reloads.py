@@ -28,12 +28,12 @@ class Reloads:
         self.num_quiet_steps = 0
 
     def hasten(self) -> None:
-        """Somebody has read all of what was given up, as a next turn's prefill does: it may come back at once."""
+        """Allow a reload at once: a next turn's prefill has read all of what was evicted."""
         self.num_quiet_steps = QUIET_STEPS
 
     def next_fetch(self, is_quiet: bool, num_coming_pages: int, is_ready: Callable[[HostRead], bool]) -> Reload | None:
-        """What is brought up beside this step, if anything. `is_quiet`: nobody waits or begins; `num_coming_pages`:
-        what those that run may take soon.
+        """Return what is brought up beside this step, if anything. `is_quiet`: nobody waits or begins;
+        `num_coming_pages`: what those that run may take soon.
         """
         has_released = self._frontier.num_releases != self._num_releases
         self._num_releases = self._frontier.num_releases
@@ -57,5 +57,5 @@ def _may_grow(context: HostContext) -> bool:
 
 
 def _turn(context: HostContext) -> tuple[int, int]:
-    """Those whose tokens cost the host most come first, and of these the one that soonest asks for nothing."""
+    """Order contexts: those whose tokens cost the host most come first, then those with the least to reload."""
     return -context.size.reading.cost_order, context.num_released

@@ -78,7 +78,7 @@ class Residence:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether what is in host memory stays on the device while nobody needs its pages; not so without a host."""
+        """Tell whether what is in host memory stays on the device while nobody needs its pages; not so without a host."""
         return self.frontier is not None and self.frontier.is_adaptive
 
     def profile_of(self, sequence: Sequence) -> Profile:
@@ -87,7 +87,7 @@ class Residence:
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def await_room(self, sequence: Sequence) -> None:
-        """The sequence waits from now on: what it will take does not change meanwhile."""
+        """Note what a waiting sequence will take, which does not change meanwhile."""
         sequence.num_pages = self._capacity.pages_for(sequence.num_tokens)
         sequence.run_end = 0 if self.prompts is None else self.prompts.run_end(sequence)
         self.prefixes.await_blocks(sequence)
@@ -110,7 +110,7 @@ class Residence:
         return True
 
     def finish_prefill(self, sequence: Sequence) -> None:
-        """The plan under way ends it: what went down is in host memory behind it."""
+        """Mark what a prompt offloaded as written: the plan under way ends its prefill."""
         context = sequence.context
         if context is not None and self.prompts is not None:
             self.prompts.finish_prefill(sequence, context)
@@ -132,8 +132,9 @@ class Residence:
         return "pages" if num_pages and not self.room.free_pages(num_pages, kept) else None
 
     def grow(self, sequence: Sequence) -> list[PageWrite]:
-        """The page that the next token begins, if it begins one; what settles with it moves. There is room: `reserve`
-        has said so, and it is called for nobody else in between.
+        """Take the page that the next token begins, if it begins one, and evict what settles with it.
+
+        `reserve` has made room, and is called for nobody else in between.
         """
         if self.offloads is not None:
             self.offloads.settle(sequence)
@@ -144,8 +145,8 @@ class Residence:
         return [write]
 
     def most_ahead(self, sequence: Sequence, most: int, num_spare: int) -> int:
-        """How many tokens, at most that many, may follow the next draw's in its step, with what is free: that leaves
-        `num_spare` pages, and nobody gives way.
+        """Return how many tokens, at most that many, may follow the next draw's in its step, with what is free: that
+        leaves `num_spare` pages, and nobody gives way.
         """
         self.pages.reach(num_spare + most // self._capacity.page_tokens + 1)
         num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
@@ -157,7 +158,7 @@ class Residence:
         return self.offloads.most_ahead(sequence, most)
 
     def grow_ahead(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
-        """The pages of so many tokens behind the next draw's: no more than `most_ahead` says."""
+        """Take the pages of so many tokens behind the next draw's: no more than `most_ahead` says."""
         num_pages = (sequence.next_cell + num_tokens) // self._capacity.page_tokens + 1 - len(sequence.pages)
         if num_pages <= 0:
             return []
@@ -166,18 +167,18 @@ class Residence:
         return [write]
 
     def give_back_evicted(self, sequence: Sequence) -> None:
-        """Its prompt is done, and what is left of it has moved up: pages behind that are free."""
+        """Free the pages behind a prompt's remaining cells, once those that it dropped have moved up."""
         if sequence.num_evicted:
             first = self._blocks(sequence.next_cell) + 1
             self.pages.release(sequence.pages[first:])
             del sequence.pages[first:]
 
     def write_down(self, running: Iterable[Sequence]) -> bool:
-        """Whether one of these that is on the device whole is written to the host, and can give up pages then."""
+        """Tell whether a running sequence that is on the device whole is offloaded, and can give up pages then."""
         return self.offloads is not None and self.is_adaptive and self.offloads.write_down(running)
 
     def ask(self, sequence: Sequence) -> HostRead | None:
-        """What a decode step reads of the sequence in host memory: what is released, by this plan as well."""
+        """Return what a decode step reads of the sequence in host memory: what is released, by this plan as well."""
         context, host = sequence.open_context, self._capacity.host
         if context is None or host is None or not context.num_released:
             return None
@@ -186,12 +187,12 @@ class Residence:
     # --- what others may find -----------------------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Blocks of a context that is on the device wholly are findable once a plan computes them."""
+        """Publish the blocks of a context that is on the device wholly, once a plan computes them."""
         if sequence.open_context is None:
             self.prefixes.publish(sequence, num_tokens)
 
     def publish_run(self, sequence: Sequence, context: HostContext, num_blocks: int) -> None:
-        """The first `num_blocks` of a context's run are down, unless the sequence has failed: then it is of no use."""
+        """Publish the first `num_blocks` of a context's run, unless the sequence has failed: then it is discarded."""
         assert self.contexts is not None
         if sequence.has_failed:
             self.contexts.discard(context)
@@ -204,7 +205,7 @@ class Residence:
             self.contexts.publish(context, hashes[num_sink:end])
 
     def retract(self, sequence: Sequence) -> None:
-        """Its context gave no finite logits: none of its blocks is found any more, wherever it is."""
+        """Withdraw all blocks of a context that gave no finite logits, wherever they are."""
         self.prefixes.retract(sequence)
         if self.contexts is not None:
             self.contexts.retract(sequence.hashes)
@@ -238,8 +239,8 @@ class Residence:
     def grow_back(
         self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostRead], bool]
     ) -> list[Reload]:
-        """What is brought up beside the next step, of what those that run have given up. `is_quiet`: nobody waits for
-        pages or begins. `end_fetches` is to be called once the plan is carried out.
+        """Return what is brought up beside the next step, of what those that run have given up. `is_quiet`: nobody
+        waits for pages or begins. `end_fetches` is to be called once the plan is carried out.
         """
         if not self.is_adaptive:
             return []
@@ -248,7 +249,7 @@ class Residence:
         return [] if fetch is None else [fetch]
 
     def end_fetches(self) -> None:
-        """Rows that were on their way up are there, or will be before the next step reads them."""
+        """Finish a reload: its rows are there, or will be before the next step reads them."""
         if self.frontier is not None:
             self.frontier.end_restore()
 

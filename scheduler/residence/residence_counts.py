@@ -14,28 +14,28 @@ class ResidenceCounts:
 
     @property
     def num_promised_bytes(self) -> int:
-        """Of host memory: what contexts have, and may have before anybody is asked again."""
+        """Return the host memory that contexts have, and may have before anybody is asked again."""
         return 0 if self._contexts is None else self._contexts.used_bytes
 
     @property
     def num_deposited_tokens(self) -> int:
-        """In host memory, what contexts share counted once."""
+        """Count the tokens in host memory, shared ones once."""
         return 0 if self._contexts is None else self._contexts.num_blocks * self._page_tokens
 
     @property
     def num_released_tokens(self) -> int:
-        """Of those in host memory, what the device has of dense layers alone."""
+        """Count the offloaded tokens of which the device has dense layers alone."""
         return 0 if self._contexts is None else self._contexts.num_released * self._page_tokens
 
     @property
     def num_restored_tokens(self) -> int:
-        """That came back to the device, since the start; what contexts share counted once."""
+        """Count the tokens reloaded since the start, shared ones once."""
         return 0 if self._frontier is None else self._frontier.num_restored * self._page_tokens
 
     @property
     def num_resident_tokens(self) -> int:
-        """On the device in all layers, of contexts of which a part is in host memory: sinks and windows as well, and
-        what they share counted once.
+        """Count the tokens on the device in all layers, of contexts of which a part is offloaded: sinks and windows as
+        well, and shared ones once.
         """
         if self._contexts is None or self._frontier is None:
             return 0

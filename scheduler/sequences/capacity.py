@@ -54,14 +54,16 @@ class HostCapacity:
         return self.own.get(profile, self)
 
     def prompt_end(self, num_tokens: int) -> int:
-        """Where the run ends that goes down with a prompt: it leaves a window. 0: the prompt stays on the device."""
+        """Return where the run ends that goes down with a prompt: it leaves a window. 0: the prompt stays on the
+        device.
+        """
         if num_tokens <= self.resident_tokens:
             return 0
         end = (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
         return end if end > self.sink_tokens else 0
 
     def deposit_end(self, num_tokens: int, run_end: int | None) -> int:
-        """Where the run ends after a deposit that is due at a context of `num_tokens`, or 0 if none is.
+        """Return where the run ends after a deposit that is due at a context of `num_tokens`, or 0 if none is.
 
         `run_end`: where it ends now, or None for a context that is on the device wholly.
         """
@@ -73,16 +75,14 @@ class HostCapacity:
         return (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
 
     def run_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Where the run ends of a sequence of so many tokens, prompt and output, or 0: by these counts alone, whether
-        it has given way meanwhile or not.
+        """Return where the run ends of a sequence of so many tokens, prompt and output, or 0: by these counts alone,
+        whether it has given way meanwhile or not.
         """
         end = self.prompt_end(num_prompt_tokens) or self.deposit_end(min(num_tokens, self.most_resident_tokens), None)
         return end + max(0, num_tokens - self.window_tokens - end) // self.lump_tokens * self.lump_tokens if end else 0
 
     def settled_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Likewise, of what was sent down so long ago that its rows have landed: all but what has just been written of
-        a sequence that runs.
-        """
+        """Return where the part of a run ends that was offloaded so long ago that its rows have landed."""
         end = self.run_end(num_prompt_tokens, num_tokens)
         if end == self.prompt_end(num_prompt_tokens) or self.is_settled(num_tokens, end):
             return end
@@ -90,11 +90,11 @@ class HostCapacity:
         return self.sink_tokens if is_first else end - self.lump_tokens
 
     def is_settled(self, num_tokens: int, run_end: int) -> bool:
-        """Whether the last rows of a run that ends there have landed, as far as is known without a look."""
+        """Tell whether the last rows of a run that ends there have landed, as far as is known without a look."""
         return num_tokens - run_end >= self.window_tokens + SETTLING_TOKENS
 
     def most_run_tokens(self, num_tokens: int) -> int:
-        """The longest run of a sequence of so many tokens, prompt and output."""
+        """Return the longest run of a sequence of so many tokens, prompt and output."""
         return max(0, self.prompt_end(num_tokens) - self.sink_tokens)
 
     @property
@@ -102,23 +102,23 @@ class HostCapacity:
         return self.sink_tokens // self.page_tokens
 
     def blocks_of_run(self, run_end: int) -> int:
-        """How many blocks a run has that ends there."""
+        """Return how many blocks a run has that ends there."""
         return (run_end - self.sink_tokens) // self.page_tokens
 
     def end_of_blocks(self, num_blocks: int) -> int:
-        """Where the first so many blocks of a run end."""
+        """Return where the first so many blocks of a run end."""
         return self.sink_tokens + num_blocks * self.page_tokens
 
     @property
     def most_window_tokens(self) -> int:
-        """What a sequence has on the device at most, in all layers, once all that it wrote to host memory is released:
-        a lump is due, and one more is on its way.
+        """Return what a sequence has on the device at most, in all layers, once all that it wrote to host memory is
+        released: a lump is due, and one more is on its way.
         """
         return self.sink_tokens + self.window_tokens + 2 * self.lump_tokens
 
     @property
     def most_resident_tokens(self) -> int:
-        """What a sequence may have on the device, in all layers, before a deposit is due."""
+        """Return what a sequence may have on the device, in all layers, before a deposit is due."""
         return max(self.resident_tokens, self.sink_tokens + self.window_tokens) + self.lump_tokens
 
 
@@ -141,14 +141,14 @@ class Capacity:
     spare_window_tokens: int = 0
 
     def longest_tokens(self, profile: Profile) -> int:
-        """The longest prompt and output that a request can have when nothing else runs."""
+        """Return the longest prompt and output that a request can have when nothing else runs."""
         return min(have for have, _, _ in self._limits(profile))
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
 
     def check(self, request: EngineRequest, profile: Profile) -> None:
-        """Raises TooLargeError for a request that cannot fit even alone."""
+        """Raise TooLargeError for a request that cannot fit even alone."""
         num_prompt = request.num_prompt_tokens
         asked = num_prompt + request.max_tokens
         for have, what, key in self._limits(profile):
@@ -181,7 +181,7 @@ class Capacity:
         return [*limits, (in_host, "host memory holds", "host.memory_limit_gib")]
 
     def _longest_run(self, host: HostCapacity, cost: Callable[[int], int], limit: int) -> int:
-        """The most tokens of a sequence whose run costs no more than `limit`."""
+        """Return the most tokens of a sequence whose run costs no more than `limit`."""
 
         def cost_of(num_tokens: int) -> int:
             run = host.most_run_tokens(num_tokens)
@@ -191,7 +191,9 @@ class Capacity:
 
 
 def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
-    """What a plan leaves for requests. shape: what of the model goes down to host memory, None without a host tier."""
+    """Return what a plan leaves for requests. shape: what of the model goes down to host memory, None without a host
+    tier.
+    """
     return Capacity(
         plan.num_pages,
         plan.page_tokens,
@@ -205,7 +207,7 @@ def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
 
 
 def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
-    """What contexts may take of host memory, by the store's own count of bytes."""
+    """Return what contexts may take of host memory, by the store's own count of bytes."""
     num_dense = sum(layer not in plan.window_layers for layer in plan.dense_layers)
     host = HostCapacity(
         page_tokens=plan.page_tokens,
@@ -226,7 +228,7 @@ def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
 
 
 def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, reading: Reading, is_fork: bool) -> int:
-    """The most that a context takes of its own for tokens that come at once, and then lump by lump.
+    """Return the most that a context takes of its own for tokens that come at once, and then lump by lump.
 
     What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
     may have to copy the open tail that it shares the front of.

@@ -21,7 +21,7 @@ class Rows(Enum):
 
 
 def rows_of(lane: Lane, asks: Collection[HostRead | None]) -> Rows:
-    """asks: of a step's rows."""
+    """Return the kind of a step's rows by what each reads in host memory."""
     if lane is Lane.DEVICE or all(ask is None for ask in asks):
         return Rows.DEVICE
     return Rows.JOINT if None in asks else Rows.ASKING
@@ -37,19 +37,19 @@ class Lanes:
         self._behind: set[Lane] = set()  # whose next step is fenced, whatever it takes
 
     def lane_of(self, asks: bool, joins: bool) -> Lane:
-        """Of a sequence that asks the host, or one that asks nothing and joins those that do, or does not."""
+        """Return the lane of a sequence that reads host memory (`asks`), or steps with those that do (`joins`)."""
         return Lane.HOST if len(self.all) > 1 and (asks or joins) else Lane.DEVICE
 
     def give_back(self, lane: Lane) -> None:
-        """Slots, pages or contexts that steps in this lane use belong to nobody any more."""
+        """Note that slots, pages or contexts that steps in this lane use belong to nobody any more."""
         self._stale |= set(self.all) - {lane}
 
     def move(self) -> None:
-        """A plan changes what steps of any lane read: it must be fenced, and so must the next one of the other lane."""
+        """Note that a plan changes what steps of any lane read: the next step of each lane is fenced."""
         self._behind |= set(self.all)
 
     def fence(self, lane: Lane, *, is_other_busy: bool, takes: bool, comes: bool) -> bool:
-        """Whether a step of this lane, which is launched, is fenced. is_other_busy: steps of the other lane are in
+        """Tell whether a step of this lane, which is launched, is fenced. is_other_busy: steps of the other lane are in
         flight; takes: it takes slots or pages; comes: a row of it stepped in the other lane last.
         """
         is_fenced = is_other_busy and (comes or lane in self._behind or (takes and lane in self._stale))

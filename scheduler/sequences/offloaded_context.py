@@ -54,17 +54,17 @@ class HostContext:
 
     @property
     def num_own(self) -> int:
-        """Blocks that are down for this context and not for its parent."""
+        """Count the blocks that are offloaded for this context and not for its parent."""
         return len(self.pages) - self.size.num_shared
 
     @property
     def num_resident(self) -> int:
-        """Blocks that are down and have resident pages as well."""
+        """Count the offloaded blocks that have resident pages as well."""
         return len(self.pages) - self.num_released
 
 
 def owner_of(context: HostContext, block: int) -> HostContext:
-    """Whose own block of the context's run it is: its own, or one's that it stands on."""
+    """Return the context whose own block of the run it is: this one, or one that it stands on."""
     while block < context.size.num_shared:
         assert context.parent is not None
         context = context.parent
@@ -72,7 +72,7 @@ def owner_of(context: HostContext, block: int) -> HostContext:
 
 
 def end_of_shared(context: HostContext, owner: HostContext) -> int:
-    """Where the owner's blocks end in the context's run; 0: it does not stand on it."""
+    """Return where the owner's blocks end in the context's run; 0: it does not stand on it."""
     end = context.num_blocks
     while context is not owner:
         if context.parent is None:
@@ -82,7 +82,7 @@ def end_of_shared(context: HostContext, owner: HostContext) -> int:
 
 
 def root_of(context: HostContext) -> HostContext:
-    """What it stands on in the end, maybe itself."""
+    """Return the context that it stands on in the end, maybe itself."""
     while context.parent is not None:
         context = context.parent
     return context

@@ -82,11 +82,11 @@ class Sequence:
 
     @property
     def priority(self) -> float:
-        """Less is earlier. One that was overtaken often enough, in waiting or by who took its pages, is before all."""
+        """Return the priority, of which less is earlier; one that was overtaken often enough is before all."""
         return -math.inf if self.num_overtaken >= MOST_OVERTAKEN else self.request.priority
 
     def goes_before(self, other: "Sequence") -> bool:
-        """Whether it may have what the other one came for first."""
+        """Tell whether it may have what the other one came for first."""
         return self.request.priority < other.priority
 
     @property
@@ -99,7 +99,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output."""
+        """Count the tokens of prompt and output."""
         return len(self.prompt) + len(self.output)
 
     @property
@@ -108,32 +108,32 @@ class Sequence:
 
     @property
     def open_context(self) -> HostContext | None:
-        """Its context in host memory, if tokens are down."""
+        """Return its context in host memory, if tokens are offloaded."""
         return self.context if self.context is not None and self.context.is_open else None
 
     @property
     def next_position(self) -> int:
-        """Where the input token of the next draw stands."""
+        """Return where the input token of the next draw stands."""
         return self.num_prompt_tokens + self.num_drawn - 1
 
     @property
     def next_cell(self) -> int:
-        """Where its keys and values are written."""
+        """Return where its keys and values are written."""
         return self.next_position - self.num_evicted
 
     @property
     def wants_draw(self) -> bool:
-        """Whether another token may be drawn without knowing those in flight."""
+        """Tell whether another token may be drawn without knowing those in flight."""
         return self.state is State.RUNNING and self.num_drawn < self.request.max_tokens
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether its whole prompt is computed, whatever is known of it."""
+        """Tell whether its whole prompt is computed, whatever is known of it."""
         pooling = self.request.pooling
         return self.request.sampling.num_prompt_logprobs is not None or (pooling is not None and pooling.reads_all)
 
     def tokens_from(self, begin: int) -> np.ndarray:
-        """Int32, of prompt and output from token `begin` on; the prompt itself is not copied."""
+        """Return prompt and output from token `begin` on, int32; the prompt itself is not copied."""
         first = max(0, begin - len(self.prompt))
         if not self.output:
             return self.prompt[begin:]

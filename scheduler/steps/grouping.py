@@ -68,20 +68,20 @@ class Costs:
 
 
 def expect_joint(load: Load, costs: Costs) -> float:
-    """Seconds of a step of all rows. J of this module."""
+    """Return the seconds of a step of all rows, J of this module."""
     rows, contexts = load.num_asking + load.num_others, load.asking_bytes + load.other_bytes
     return min(seconds for seconds, _ in _ways(rows, contexts, costs, 1.0))
 
 
 def expect_apart(load: Load, costs: Costs) -> Apart:
-    """A and B of this module."""
+    """Return the seconds of steps in lanes of their own, A and B of this module."""
     asking_s, busy_s = min(_ways(load.num_asking, load.asking_bytes, costs, _SHARED))
     others_s = costs.device_s * (costs.reads.weights(load.num_others) + load.other_bytes)
     return Apart(asking_s, others_s / (1.0 - busy_s / asking_s))
 
 
 def joins(load: Load, apart: Apart, joint_s: float, is_joint: bool) -> bool:
-    """Whether all rows step together from now on; `is_joint`: whether they do. Seconds are as expected, or seen."""
+    """Tell whether all rows step together from now on; `is_joint`: whether they do. Seconds are as expected, or seen."""
     if joint_s > (LONGEST_WAIT if is_joint else JOIN_WAIT) * min(apart.asking_s, apart.others_s):
         return False
     together = (load.num_asking + load.num_others) / joint_s
@@ -98,7 +98,7 @@ class _Steady:
         self._load: Load | None = None
 
     def see(self, load: Load) -> bool:
-        """Whether smoothed times are of it."""
+        """Tell whether smoothed times are of this load."""
         if self._load is None or not _are_alike(self._load, load):
             self.num_steps = SETTLED_STEPS if self._load is None else 0
             self._load = load
@@ -123,7 +123,7 @@ class Grouping:
         self._off = {True: (1.0,), False: (1.0, 1.0)}  # seen over expected, joint and apart, when it was so last
 
     def observe_alone(self, load: Load, asking: Load | None) -> None:
-        """A step of rows that ask nothing is over, beside which nothing ran, or steps of rows that ask: `asking`."""
+        """Learn from a step of rows that read nothing on the host, beside which steps of `asking` ran, or none."""
         self._alone = load
         if not self._steady_alone.see(load):
             return
@@ -136,15 +136,16 @@ class Grouping:
         self._device_s = _smooth(self._device_s, 1.0 / per_s, _PACE_SMOOTHING)
 
     def observe_asking(self, host_s: float, num_parts: int) -> None:
-        """A step in which rows ask is over, which went in so many parts; 0.0: the host was not heard."""
+        """Learn from a step of rows that read host memory, in so many parts; 0.0: the host was not heard."""
         if not host_s:
             return
         self._num_parts = num_parts
         self._host_s = _smooth(self._host_s, host_s, _SMOOTHING)
 
     def weigh(self, load: Load, has_others: bool) -> None:
-        """Behind a step in which rows ask, of this load: whether others step with them from now on. has_others: some
-        step in the other lane.
+        """Decide, behind a step of this load, whether other rows step with it from now on.
+
+        has_others: some rows step in the other lane.
         """
         self._num_steps += 1
         if not self.is_joint and has_others and self._alone is not None:
@@ -169,14 +170,14 @@ class Grouping:
             self.is_joint = not self.is_joint
 
     def _asked_bytes(self, asking: Load) -> int:
-        """That the device reads in a step of rows that ask."""
+        """Return the bytes that the device reads in a step of rows that read host memory."""
         weights = self._reads.weights if self._num_parts == 1 else self._reads.weights_of_halves
         return weights(asking.num_asking) + asking.asking_bytes
 
 
 def _ways(rows: int, contexts: int, costs: Costs, shared: float) -> list[tuple[float, float]]:
-    """Seconds of a step of so many rows that read so many bytes beside the weights, and of these the device's, were it
-    alone: in one part, and in two. shared: so many times as long the device takes, since it is not.
+    """Return seconds of a step of so many rows that read so many bytes beside the weights, and of these the device's,
+    were it alone: in one part, and in two. shared: so many times as long the device takes, since it is not.
     """
     reads = costs.reads
     device_s = costs.device_s * (reads.weights(rows) + contexts)

@@ -97,7 +97,9 @@ class Results:
 
 
 def finish_reason(sequence: Sequence, token_id: int) -> str | None:
-    """Why this draw, not yet appended, ends the sequence, or None. The sampler draws no stop token before its time."""
+    """Return why this draw, not yet appended, ends the sequence, or None. The sampler draws no stop token before its
+    time.
+    """
     request = sequence.request
     num_output = sequence.num_output_tokens + 1
     if token_id < 0:
@@ -114,7 +116,7 @@ def make_delta(
     pooled: np.ndarray | None,
     reason: str | None,
 ) -> Delta:
-    """The message for one draw. Cached tokens come with all; prompt logprobs and times with the first."""
+    """Make the message for one draw. Cached tokens come with all; prompt logprobs and times with the first."""
     request = sequence.request
     token_ids = [token.token_id] if token.token_id >= 0 and request.max_tokens else []
     first, sequence.has_reported = not sequence.has_reported, True
@@ -136,7 +138,7 @@ def make_delta(
 
 
 def join_deltas(last: Delta, told: list[Delta]) -> list[Delta]:
-    """`last` and what is told of the same request behind it: one message, where that goes on with tokens."""
+    """Join `last` and what is told of the same request behind it, where that goes on with tokens."""
     more = told[0]
     if not (more.token_ids and last.token_ids):
         return [last, *told]
@@ -162,7 +164,7 @@ def make_failure(sequence: Sequence, why: str, may_retry: bool = False) -> Delta
 
 
 def make_end(sequence: Sequence) -> Delta:
-    """The message for a sequence whose grammar allows nothing behind what was told of it."""
+    """Make the message for a sequence whose grammar allows nothing behind what was told of it."""
     return Delta(
         request_id=sequence.request_id,
         token_ids=[],
@@ -174,7 +176,7 @@ def make_end(sequence: Sequence) -> Delta:
 
 
 def make_progress(entry: JobInProgress, num_layers: int) -> list[Progress]:
-    """How far a prefill job is, for each of its members: they advance together."""
+    """Return how far a prefill job is, for each of its members: they advance together."""
     if not entry.sequences:  # chunks
         return []
     share = 1.0 - entry.remaining(num_layers) / entry.total(num_layers)
