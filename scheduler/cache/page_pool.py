@@ -186,7 +186,9 @@ class PagePool:
         return count_front(hashes, self._is_held, near, end)
 
     def front_of(self, hashes: list[bytes], count: int) -> Front:
-        """Return the pages of the first `count` blocks, which are published; they are not held, and not to be changed."""
+        """Return the pages of the first `count` blocks, which are published; they are not held, and not to be
+        changed.
+        """
         if not count:
             return _NO_FRONT
         front = self._fronts.get(hashes[count - 1])
@@ -261,7 +263,9 @@ class PagePool:
             del self._twins[digest]
 
     def _all_behind(self, digest: bytes) -> list[bytes]:
-        """Return a published block and all that are behind it: by a scan, since what is evicted has nothing behind it."""
+        """Return a published block and all that are behind it: by a scan, since what is evicted has nothing
+        behind it.
+        """
         behind: dict[bytes | None, list[bytes]] = {}
         for one, before in self._before.items():
             behind.setdefault(before, []).append(one)

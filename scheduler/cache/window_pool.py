@@ -147,7 +147,9 @@ class Windows:
             self._keep(window, kept)
 
     def give_back(self, sequence: Sequence, is_kept: bool) -> None:
-        """Take a window back from a sequence that leaves its slot. is_kept: what it has written is for others to find."""
+        """Take a window back from a sequence that leaves its slot. is_kept: what it has written is for others
+        to find.
+        """
         self._end_branch(sequence, False)
         if sequence.window is None:
             return
@@ -196,13 +198,17 @@ class Windows:
         self._kept[window] = kept
 
     def _ends_of(self, sequence: Sequence, num_written: int) -> _Kept | None:
-        """Return the hashes of a sequence's window, of its first `num_written` cells: those in front of its last token."""
+        """Return the hashes of a sequence's window, of its first `num_written` cells: those in front of its
+        last token.
+        """
         if sequence.window is not None:
             num_written = max(num_written, self._written[sequence.window])
         return self._kept_ends(sequence, num_written, (sequence.num_tokens - 1) // self._page_tokens)
 
     def _kept_ends(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
-        """Return the ends in a window that ever had the first `num_written` cells, up to the first `num_blocks` blocks."""
+        """Return the ends in a window that ever had the first `num_written` cells, up to the first
+        `num_blocks` blocks.
+        """
         last = min(num_blocks, sequence.num_final_blocks, len(sequence.hashes))
         begin = max(1, -(-(num_written - self._spare_tokens) // self._page_tokens))
         if last < begin:

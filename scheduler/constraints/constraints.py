@@ -171,7 +171,9 @@ class Constraints:
         return [self._make(request, rest) if _has_any(request) else None for request in requests]
 
     def consume(self, drawn: Sequence[tuple[Constraint, int]]) -> None:
-        """Return what requests have next, in order; a constraint whose grammar does not allow it has an `error` then."""
+        """Return what requests have next, in order; a constraint whose grammar does not allow it has an
+        `error` then.
+        """
         began = time.perf_counter()
         for one, token_id in drawn:
             if one.matcher is not None:

@@ -226,7 +226,9 @@ class Engine:
         return plan
 
     def _count_contexts(self, plan: StepPlan) -> None:
-        """Count what a step's rows read: n rows of a slot, the first behind p tokens, read `n * p + n * (n + 1) / 2`."""
+        """Count what a step's rows read: n rows of a slot, the first behind p tokens, read `n * p + n * (n +
+        1) / 2`.
+        """
         for group in plan.decode:
             lengths = group.lengths
             for num_rows, place in zip(lengths, group.positions, strict=True):

@@ -213,6 +213,8 @@ def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int
 
 
 def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:
-    """Return the seed of prefix hashes: weights, their precision, that of rows in pages, and the rotation (`rope_key`)."""
+    """Return the seed of prefix hashes: weights, their precision, that of rows in pages, and the rotation
+    (`rope_key`).
+    """
     source = f"{model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{gpu.kv}:{rope}"
     return hashlib.blake2b(source.encode(), digest_size=16).digest()

@@ -141,7 +141,9 @@ class CostModel:
         self._known_seconds[rows] = row_seconds if num_known else _KEPT_OF_UNSEEN * row_seconds
 
     def _weight_cells(self, num_rows: int) -> float:
-        """Return the cells whose keys and values are as many numbers as the weights that a step of so many rows reads."""
+        """Return the cells whose keys and values are as many numbers as the weights that a step of so many
+        rows reads.
+        """
         a = self._architecture
         return a.num_weights_read(num_rows) / (2 * a.num_layers * a.num_kv_heads * a.dim)
 

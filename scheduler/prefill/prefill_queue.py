@@ -92,7 +92,9 @@ class JobInProgress:
         return len(self.job.prompts[0].token_ids)
 
     def context_at(self, token: int) -> int:
-        """Return the position in its prompt of packed token `token - 1`, plus one: the context that token attends to."""
+        """Return the position in its prompt of packed token `token - 1`, plus one: the context that token
+        attends to.
+        """
         for prompt in self.job.prompts:
             if token <= prompt.num_computed_tokens:
                 return prompt.begin + token

@@ -194,7 +194,9 @@ class Frontier:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _span_from(self, context: HostContext, num_blocks: int) -> _Span:
-        """Return blocks of one owner from where those end that are released, as many as all that share them have alike."""
+        """Return blocks of one owner from where those end that are released, as many as all that share them
+        have alike.
+        """
         first = context.num_released
         owner, sharing = owner_of(context, first), self._contexts.sharing(context, first)
         page_ids = owner.pages[first : first + num_blocks]

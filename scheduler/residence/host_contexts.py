@@ -172,7 +172,9 @@ class HostContexts:
             one = one.parent
 
     def idle_pages(self, kept: Collection[HostContext]) -> set[int]:
-        """Return pages of the device that are free once idle contexts are gone, all but `kept` and what these stand on."""
+        """Return pages of the device that are free once idle contexts are gone, all but `kept` and what these
+        stand on.
+        """
         num_idle_holders = Counter(page for context in self._idle(kept) for page in _held(context))
         return {page for page, count in num_idle_holders.items() if self._pages.num_holders(page) == count}
 

@@ -78,7 +78,9 @@ class Residence:
 
     @property
     def is_adaptive(self) -> bool:
-        """Tell whether what is in host memory stays on the device while nobody needs its pages; not so without a host."""
+        """Tell whether what is in host memory stays on the device while nobody needs its pages; not so
+        without a host.
+        """
         return self.frontier is not None and self.frontier.is_adaptive
 
     def profile_of(self, sequence: Sequence) -> Profile:

@@ -81,7 +81,9 @@ def expect_apart(load: Load, costs: Costs) -> Apart:
 
 
 def joins(load: Load, apart: Apart, joint_s: float, is_joint: bool) -> bool:
-    """Tell whether all rows step together from now on; `is_joint`: whether they do. Seconds are as expected, or seen."""
+    """Tell whether all rows step together from now on; `is_joint`: whether they do. Seconds are as expected,
+    or seen.
+    """
     if joint_s > (LONGEST_WAIT if is_joint else JOIN_WAIT) * min(apart.asking_s, apart.others_s):
         return False
     together = (load.num_asking + load.num_others) / joint_s
