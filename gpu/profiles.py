@@ -1,8 +1,7 @@
 """Attention profiles: what a request may name in `attention_profile`, each a composition of methods.
 
-It refuses to know what a method does: `gpu.methods` says what each one states, and here names become compositions. No
-torch. Methods of the slot `host` are profiles of their own names, but for those that plan memory for sequences;
-`profiles:` of a deployment names others.
+methods` says what each one states, and here names become compositions. No torch. Methods of the slot `host` are
+profiles of their own names, but for those that plan memory for sequences; `profiles:` of a deployment names others.
 Invariant: two profiles share KV (and cached prefixes) exactly if their `kv_key` is the same.
 """
 

@@ -1,7 +1,7 @@
 """Chunks' way between a device and the library: what is computed goes there, what is read is given back.
 
-It refuses to know jobs and layers. Invariant: memory that a copy reads or writes is neither given back nor kept before
-the device has passed the copy; on a GPU a thread waits for that, not who launches, and what fails there is told.
+Invariant: memory that a copy reads or writes is neither given back nor kept before the device has passed the copy; on a
+GPU a thread waits for that, not who launches, and what fails there is told.
 """
 
 import logging

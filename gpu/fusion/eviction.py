@@ -1,8 +1,8 @@
 """What a fused prompt keeps of a layer that is done: the text around its chunks, and what the question looks at.
 
-A3's extension, section 2.2: SnapKV's choice, a KV head at a time. It refuses to know units and who frees the pages.
-Invariants: the first cells hold the text in front of the chunks, untouched, for others share its pages; behind it, in
-order, what is chosen and all that stands behind the last chunk. Keys are rotated already: cells need not be positions.
+A3's extension, section 2.2: SnapKV's choice, a KV head at a time. Invariants: the first cells hold the text in front of
+the chunks, untouched, for others share its pages; behind it, in order, what is chosen and all that stands behind the
+last chunk. Keys are rotated already: cells need not be positions.
 """
 
 import torch

@@ -2,9 +2,9 @@
 
 A3, section 2.2: position recovery (eq. 2) is a rotation to the place in this prompt as a layer is loaded; attention
 recovery (eq. 3 to 5) chooses tokens in one layer and computes them from there on. Layer l + 1 is copied to the device
-while layer l computes. It refuses to know units, hidden states and pages. Invariants: before the first unit of a layer
-every token of a chunk that is not computed in it stands at its place; a chunk that turns out to be lost is computed
-there and then, so a prompt never fails for want of one.
+while layer l computes. Invariants: before the first unit of a layer every token of a chunk that is not computed in it
+stands at its place; a chunk that turns out to be lost is computed there and then, so a prompt never fails for want of
+one.
 """
 
 import logging

@@ -2,8 +2,8 @@
 
 A3, section 2.2: chunks' keys and values are computed once, alone, and kept before rotation; a prompt takes them at its
 own positions and computes again what matters most. Here stand the policies' names and counts; which tokens they choose
-is known on the device alone (`gpu.fusion.choice`). It refuses to know tensors and stores; no torch. Invariant: the
-numbers of a plan follow from lengths and settings, never from what the tokens are.
+is known on the device alone (`gpu.fusion.choice`). Invariant: the numbers of a plan follow from lengths and settings,
+never from what the tokens are.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Keys and values of a chunk's layer as they are stored, and as they are computed with.
 
-A layer is keys `[tokens, kv_heads, row]`, then values alike (`transfer.chunks.chunk_format`), rows as
-`ChunkShape.rows` says. It refuses to know files and positions: keys are those before rotation. Invariant: bf16 and
-float32 rows of a model of that type come back as they went.
+A layer is keys `[tokens, kv_heads, row]`, then values alike (`transfer.chunks.chunk_format`), rows as `ChunkShape.rows`
+says. Invariant: bf16 and float32 rows of a model of that type come back as they went.
 """
 
 import torch

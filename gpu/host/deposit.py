@@ -1,9 +1,9 @@
 """Rows on their way to the host tier and back: made ready in pieces on side streams, copied, restored.
 
-It refuses to know contexts, pages and schedules. Invariant: what the host gets depends on the rows alone: centre and
-scales are of all tokens of a call, codes are of the stored keys. Kernels and copies of a direction take turns on one
-stream with one buffer: a layer's prefill takes many times what its link does, and kernels take a tenth of the link's
-time, so more buffers would hide nothing. On the CPU rows are written where they belong.
+Invariant: what the host gets depends on the rows alone: centre and scales are of all tokens of a call, codes are of the
+stored keys. Kernels and copies of a direction take turns on one stream with one buffer: a layer's prefill takes many
+times what its link does, and kernels take a tenth of the link's time, so more buffers would hide nothing. On the CPU
+rows are written where they belong.
 """
 
 from collections.abc import Callable, Iterator, Sequence

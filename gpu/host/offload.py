@@ -1,11 +1,10 @@
 """The device's dealings with the host tier for running sequences: their deposits, and their end.
 
-It refuses to know which contexts go down and when: plans say. Invariants: a deposit's rows are copied from their pages
-before the pages are given up, in stream order; rows that come back stand in their pages before a page table has these,
-in stream order; a context is closed when nothing is on its way up. Lumps pass through
-one buffer, however many are due in a step, and rows of more than a lump a layer at a time through another, so that a
-context that grows past the resident limit takes no memory beside it; then the device waits for the link. What comes
-back does so through the staging of prompts, and none that goes down is under way then.
+Invariants: a deposit's rows are copied from their pages before the pages are given up, in stream order; rows that come
+back stand in their pages before a page table has these, in stream order; a context is closed when nothing is on its way
+up. Lumps pass through one buffer, however many are due in a step, and rows of more than a lump a layer at a time
+through another, so that a context that grows past the resident limit takes no memory beside it; then the device waits
+for the link. What comes back does so through the staging of prompts, and none that goes down is under way then.
 """
 
 from collections.abc import Sequence

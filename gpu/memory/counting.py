@@ -1,7 +1,6 @@
 """How many: experts on the card, rings of methods, windows, and pages of a window; where nobody says, by shares.
 
-No torch. It refuses to know where contexts' bytes go. Invariant: a count is what was asked for, or what leaves the
-others theirs.
+No torch. Invariant: a count is what was asked for, or what leaves the others theirs.
 """
 
 from dataclasses import replace

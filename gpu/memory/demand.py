@@ -1,6 +1,5 @@
 """What the parts of a deployment ask for, in bytes: weights, workspaces, KV, and the reserves that nothing can count.
 
-Knows a model's shape and what the runner, its kernels and its sampler allocate; refuses to know machines and limits.
 Each number mirrors an allocation elsewhere in `gpu`, peaks of a step included. No torch.
 """
 

@@ -1,7 +1,6 @@
 """What a host tier asks for: which tokens and layers stay on the device, and bytes of each kind and place. No torch.
 
-Knows a model's shape and the `host` settings; refuses to know machines and limits. Each number mirrors an allocation of
-the staging, the depositor, the exchange or the store.
+Each number mirrors an allocation of the staging, the depositor, the exchange or the store.
 """
 
 from bisect import bisect_left

@@ -1,6 +1,5 @@
 """How a deployment with a host tier shares its memory: KV pages, resident and dense, and deposited KV. No torch.
 
-Knows what is left after weights and workspaces, and what was asked for; refuses to know where limits come from.
 Invariants: beside the dense layers of the longest context, pages hold what keeps a sequence going
 (`HostDemand.floor_tokens`), and that context fits host memory.
 """

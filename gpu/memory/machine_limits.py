@@ -1,6 +1,6 @@
 """What a machine and the settings leave to choose: the device, its dtype, how pages hold rows, how much may be taken.
 
-No torch. It refuses to know models' weights and contexts. Invariant: what is refused is refused by the setting's name.
+No torch. Invariant: what is refused is refused by the setting's name.
 """
 
 from typing import Literal

@@ -1,7 +1,7 @@
 """What a method does on the device: before and after a layer of a decode step is read, and to keys that go down.
 
-It refuses to know the other methods, graphs and how the host attends. Invariant: what a method does is ordered by the
-device's stream alone and takes no decision on the host, so a step with it may be captured.
+Invariant: what a method does is ordered by the device's stream alone and takes no decision on the host, so a step with
+it may be captured.
 """
 
 from collections.abc import Callable, Mapping, Sequence

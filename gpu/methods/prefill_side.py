@@ -1,8 +1,8 @@
 """How prompts are attended to: what a method of the slot `prefill` does in each layer of a unit.
 
-It refuses to know units, pages and jobs. Invariant: what a query gets depends on the keys, values and queries of its
-own prompt up to its own position's aligned block, and on where the prompt ends, never on where units end or on what
-else is computed: so KV that the next layer makes of it can be found again by its tokens.
+Invariant: what a query gets depends on the keys, values and queries of its own prompt up to its own position's aligned
+block, and on where the prompt ends, never on where units end or on what else is computed: so KV that the next layer
+makes of it can be found again by its tokens.
 """
 
 from abc import ABC, abstractmethod

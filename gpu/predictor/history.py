@@ -1,9 +1,8 @@
 """What each query head attended to in its last steps: block maxima of attention, compressed, in a ring.
 
-AttentionPredictor, section 4.2 (block-wise compression) and Algorithm 1. It refuses to know who reads which blocks.
-Invariants: an entry is exp(max - lse) of a block's logits, of exactly read mass or of a calibration, and 0 of a block
-that was not read; the lse of a sampled mass never comes here, since a sample's hits recur from step to step and would
-choose what is excluded from it.
+AttentionPredictor, section 4.2 (block-wise compression) and Algorithm 1. Invariants: an entry is exp(max - lse) of a
+block's logits, of exactly read mass or of a calibration, and 0 of a block that was not read; the lse of a sampled mass
+never comes here, since a sample's hits recur from step to step and would choose what is excluded from it.
 """
 
 from dataclasses import dataclass

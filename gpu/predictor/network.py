@@ -1,9 +1,8 @@
 """The network that predicts a head's next block maxima from those of its last steps, and the files that hold it.
 
 AttentionPredictor, section 4.2: convolution 3x3 (1 to 16), ReLU, 3x3 (16 to 32), ReLU, mean over the history, 1x1 to
-one channel; the names of its parameters are those of the authors' files. It refuses to know where a history comes
-from. Invariants: of a file, tensors are read and nothing else is run; a row of the batch sees its own first `widths`
-blocks alone, as if it had no more.
+one channel; the names of its parameters are those of the authors' files. Invariants: of a file, tensors are read and
+nothing else is run; a row of the batch sees its own first `widths` blocks alone, as if it had no more.
 """
 
 from collections.abc import Mapping

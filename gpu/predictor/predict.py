@@ -1,14 +1,13 @@
 """Next-step scores of all blocks, for many heads and layers at once: the network of `network.py`, fused.
 
-AttentionPredictor, section 4.2. It refuses to know layers, requests and who reads the scores. Invariant: scores of a
-head depend on its own history and width alone.
+AttentionPredictor, section 4.2. Invariant: scores of a head depend on its own history and width alone.
 
 A program takes a tile of one head's blocks through the rows of its window. An activation row of the first convolution
 serves the three output rows that it touches, so it is made once a row: at a block's own column and its neighbours', in
 one product [blocks, 16] x [16, 64], whose inputs are three rows of five columns and a 1 for the bias (a fourth quarter
 of its outputs is none). The second convolution is three products of that, [blocks, 64] x [64, 32], one an output row.
-Nothing but scores is written: H bytes (uint8) or 2H (bf16) are read a block, for 2 * (144 + 4,608) * H operations,
-3.6 TFLOP a token of an 8B model at 96K.
+Nothing but scores is written: H bytes (uint8) or 2H (bf16) are read a block, for 2 * (144 + 4,608) * H operations, 3.6
+TFLOP a token of an 8B model at 96K.
 
 What steps change: a block that was neither read nor looked at has what it had in the row before, and a score depends on
 five columns. So where these hold the same in all rows, of the window and of as many as it has moved by since the last

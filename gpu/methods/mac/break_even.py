@@ -1,8 +1,8 @@
 """Whether a layer's matching pays: what it read to look for matches against what hits did not read, by counts.
 
 MAC-Attention, eq. (9), with the lengths of the contexts that were there. A layer that reads more than it saves over a
-window of steps stops, and tries again some windows later. It refuses to know rings and requests. Invariant: which
-layers match follows from the counts at the ends of windows alone, never from time; nothing waits for the device.
+window of steps stops, and tries again some windows later. Invariant: which layers match follows from the counts at the
+ends of windows alone, never from time; nothing waits for the device.
 """
 
 import torch

@@ -4,9 +4,9 @@
 
 The prefix is at once the summary of this cell, of `[sink, m + 1 - band)`: without subtraction, on hit and miss; it is
 appended to the ring with the query; where it held more than `max_prefix_share` of the whole, as an entry that nobody
-takes. It refuses to know KV and how a match is found. Invariants: an entry is read before
-it is written; a side without mass adds nothing, whatever its output holds. Bytes moved: 4 * dim for each of up to five
-sides of a (row, head), 2 * dim for the query, and the ring's entry, read and written.
+takes. Invariants: an entry is read before it is written; a side without mass adds nothing, whatever its output holds.
+Bytes moved: 4 * dim for each of up to five sides of a (row, head), 2 * dim for the query, and the ring's entry, read
+and written.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """MAC's side on the device: matches before a layer is read, completes it afterwards, and keeps the rings.
 
-It refuses to know requests and placements. Invariants: a slot has the ring that plans gave it last, or none; a ring's
-entries are of its own sequence's cells, each written as the cell is, so none belongs to a cell other than its place
-says; rows without a ring read what they read without MAC.
+Invariants: a slot has the ring that plans gave it last, or none; a ring's entries are of its own sequence's cells, each
+written as the cell is, so none belongs to a cell other than its place says; rows without a ring read what they read
+without MAC.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,9 +2,9 @@
 
 A head whose query is near enough to that of an earlier cell p reuses what `[sink, p + 1 - band)` summed to there, and
 reads the rest; one without a match reads all that the placement leaves on the device, and asks the host for the hole.
-It refuses to know KV and where summaries come from. Invariants: at most one entry a head, of equal distances the
-youngest; nothing is taken whose prefix does not reach what was released. Bytes moved: 2 * dim + 8 for each entry of a
-ring that may be near enough in time, once a head; bounds and sums are small beside.
+Invariants: at most one entry a head, of equal distances the youngest; nothing is taken whose prefix does not reach what
+was released. Bytes moved: 2 * dim + 8 for each entry of a ring that may be near enough in time, once a head; bounds and
+sums are small beside.
 
 On a GPU two kernels: a head's ring is cut over programs, each of which leaves its best candidate as one number, whose
 upper half is the distance and lower half the gap; the second finds the least, writes bounds and adds the counts. A near

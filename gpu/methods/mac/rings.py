@@ -1,8 +1,8 @@
 """One layer's rings: the last queries of each request, and what their prefixes summed to.
 
-It refuses to know requests, slots and thresholds. Invariant: entry i of a request that writes cell m belongs to cell
-m - d, d in [1, capacity] and (m - d) % capacity == i; what is empty or may not be reused has the norm inf; a
-negative one says that the prefix held too much of the entry's own attention to stand for another's.
+Invariant: entry i of a request that writes cell m belongs to cell m - d, d in [1, capacity] and (m - d) % capacity ==
+i; what is empty or may not be reused has the norm inf; a negative one says that the prefix held too much of the entry's
+own attention to stand for another's.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The rings of a prompt: what its last queries would have left, had they been decoded.
 
-It refuses to know units and pages. Invariant: an entry holds what dense attention of its query over the cells
-`[sink, p + 1 - band)` gives, whatever the prompt's own prefill does.
+Invariant: an entry holds what dense attention of its query over the cells `[sink, p + 1 - band)` gives, whatever the
+prompt's own prefill does.
 """
 
 from collections.abc import Callable

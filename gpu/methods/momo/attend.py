@@ -1,8 +1,8 @@
 """MOMO's prefill: query-sparse attention, the union of what it chose, block-sparse attention, and the delta correction.
 
-MOMO, Algorithm 1 and equation 2. It refuses to know pages, jobs and kernels. Grids of windows and query blocks are of
-absolute positions. Invariant: what a query of a sparse query block gets depends on its own query block and on the keys
-and values up to it, never on which query blocks are computed together nor on what comes behind.
+MOMO, Algorithm 1 and equation 2. Grids of windows and query blocks are of absolute positions. Invariant: what a query
+of a sparse query block gets depends on its own query block and on the keys and values up to it, never on which query
+blocks are computed together nor on what comes behind.
 """
 
 from torch import Tensor

@@ -1,9 +1,9 @@
 """Causal attention of query blocks, each over a list of key blocks and its own: out and natural-log lse.
 
-MOMO, Algorithm 1, step 3. It refuses to know who chose the blocks. Invariants: a query block's output does not depend
-on which others are computed with it, bit for bit in the kernel; keys outside a list and behind the last query are never
-read. On a GPU one program attends one head's queries of one query block. Floor: 4 * dim operations for each (query, key
-it reads); keys and values of a block are read once for all queries of a query block, 4 * dim bytes of bf16 a key.
+MOMO, Algorithm 1, step 3. Invariants: a query block's output does not depend on which others are computed with it, bit
+for bit in the kernel; keys outside a list and behind the last query are never read. On a GPU one program attends one
+head's queries of one query block. Floor: 4 * dim operations for each (query, key it reads); keys and values of a block
+are read once for all queries of a query block, 4 * dim bytes of bf16 a key.
 """
 
 import torch

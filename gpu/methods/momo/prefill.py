@@ -1,10 +1,9 @@
 """MOMO's side of prefill: which queries of a unit are dense and which are sparse.
 
-It refuses to know pages, units and jobs. The first `dense_layers` layers are dense. In the others, query blocks that
-begin below `dense_until_tokens`, and the prompt's last one, attend to everything, as dense prefill does; all between go
-through `gpu.methods.momo.attend`. Invariant: whether a query block is dense depends on its layer, its position and
-where the prompt ends. Results do not depend, bit for bit on a GPU, on where units end for sparse query blocks; for
-dense ones, as much as dense prefill's.
+The first `dense_layers` layers are dense. In the others, query blocks that begin below `dense_until_tokens`, and the
+prompt's last one, attend to everything, as dense prefill does; all between go through `gpu.methods.momo.attend`.
+Invariant: whether a query block is dense depends on its layer, its position and where the prompt ends. Results do not
+depend, bit for bit on a GPU, on where units end for sparse query blocks; for dense ones, as much as dense prefill's.
 """
 
 from dataclasses import replace

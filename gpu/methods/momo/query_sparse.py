@@ -1,11 +1,11 @@
 """Attention of every gamma-th query over its whole causal past, and the key blocks that hold most of it.
 
 MOMO, section 3 and Algorithm 1, step 1; a block's score (eq. 3) is the logsumexp of its scaled logits, the partial
-block at the diagonal among them. It refuses to know what blocks are chosen for. Invariants: a row's output, lse, scores
-and blocks do not depend on which other rows are computed with it, bit for bit in the kernel; what stands behind the
-last query is never read. On a GPU one program holds a tile of rows, sparse queries times the heads of a group, and
-passes once over their keys. Floor: 4 * dim operations for each (row, key at or before it), 1 / gamma of dense ones.
-A block whose largest logit is 126 octaves below its row's largest so far counts as 126 octaves below it.
+block at the diagonal among them. Invariants: a row's output, lse, scores and blocks do not depend on which other rows
+are computed with it, bit for bit in the kernel; what stands behind the last query is never read. On a GPU one program
+holds a tile of rows, sparse queries times the heads of a group, and passes once over their keys. Floor: 4 * dim
+operations for each (row, key at or before it), 1 / gamma of dense ones. A block whose largest logit is 126 octaves
+below its row's largest so far counts as 126 octaves below it.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,11 @@
 """A row's best key blocks, kept as blocks pass: exact on chip, a tournament tree, or by an estimated threshold.
 
-MOMO, section 3. It refuses to know attention: a tile of rows is given one score a row for each block, in order.
-Invariant: scores go in once, in ascending blocks, so of equal scores the earlier block stays; a row that meets no more
-blocks than it may keep keeps all of them. Exact: k scores and blocks a row in registers, and their minimum. Tree: 2k
-nodes a row in device memory, leaves last; a node holds the least score below it and the leaf where it stands, and the
-root is in registers; what one thread writes of it another reads at the next block, whose keys all threads wait for.
-Estimated: k_exact exactly; what these do not keep is taken where it exceeds a threshold (eq. 6) of the running mean and
-variance of all scores so far, remaining slots over remaining blocks being the share to take.
+MOMO, section 3. Invariant: scores go in once, in ascending blocks, so of equal scores the earlier block stays; a row
+that meets no more blocks than it may keep keeps all of them. Exact: k scores and blocks a row in registers, and their
+minimum. Tree: 2k nodes a row in device memory, leaves last; a node holds the least score below it and the leaf where it
+stands, and the root is in registers; what one thread writes of it another reads at the next block, whose keys all
+threads wait for. Estimated: k_exact exactly; what these do not keep is taken where it exceeds a threshold (eq. 6) of
+the running mean and variance of all scores so far, remaining slots over remaining blocks being the share to take.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """Which key blocks a query block reads: the union of what its sparse queries chose, trimmed to the heaviest.
 
-MOMO, section 3 (Block Mask Union and Top-k Trimming) and Algorithm 1, step 2. It refuses to know attention. A block's
-weight is its mean mass over the query block's sparse rows, exp(score - row lse), a row that did not choose it adding
-nothing (the paper ranks by the mean score of the rows that did, which keeps less: lab/LAB.md); the first key block is
-always read, and a query block's own are read apart. Invariant: the list depends on its
-query block's rows alone, its blocks are different, below the query block, and the heavier come first.
+MOMO, section 3 (Block Mask Union and Top-k Trimming) and Algorithm 1, step 2. A block's weight is its mean mass over
+the query block's sparse rows, exp(score - row lse), a row that did not choose it adding nothing (the paper ranks by the
+mean score of the rows that did, which keeps less: lab/LAB.md); the first key block is always read, and a query block's
+own are read apart. Invariant: the list depends on its query block's rows alone, its blocks are different, below the
+query block, and the heavier come first.
 """
 
 from dataclasses import dataclass

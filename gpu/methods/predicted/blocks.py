@@ -1,9 +1,8 @@
 """What the sequences of one part of a profile hold: histories, the blocks that are on the device, where others lie.
 
-It refuses to know slots, steps and predictions. A **place** is a KV head of a ring: ring * kv_heads + kv_head. Blocks
-are of BLOCK_TOKENS tokens, counted through the run that goes down, from its first token. Invariants: a slot of a place
-holds the keys and values of the block that `ids` names, restored, and no block stands in two; `bits` are those of
-`ids`.
+A **place** is a KV head of a ring: ring * kv_heads + kv_head. Blocks are of BLOCK_TOKENS tokens, counted through the
+run that goes down, from its first token. Invariants: a slot of a place holds the keys and values of the block that
+`ids` names, restored, and no block stands in two; `bits` are those of `ids`.
 """
 
 from dataclasses import dataclass, fields

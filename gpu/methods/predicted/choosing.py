@@ -1,8 +1,7 @@
 """A place's next blocks: those with the best scores, and the difference to those that it has.
 
-It refuses to know what scores are made of, and what blocks hold. Invariants: of blocks alike the first ones are chosen,
-so a choice follows from its scores alone; a block that is chosen and there keeps its slot; a new one takes a slot whose
-block is not chosen; bits change with ids.
+Invariants: of blocks alike the first ones are chosen, so a choice follows from its scores alone; a block that is chosen
+and there keeps its slot; a new one takes a slot whose block is not chosen; bits change with ids.
 """
 
 import torch

@@ -1,14 +1,14 @@
 """Prediction's side on the device: reads the blocks that are there, notes what was attended to, and fetches the next.
 
-It refuses to know requests and placements. A layer's next blocks are chosen behind its own attention and fetched beside
-the layers that follow, on streams that layers take in turn; the step ends behind the last of them, so that a block that
-is read is there, and a step is one graph. Invariants: what is chosen follows from histories, and these from what was
-read exactly, never from a sample; in which steps a layer's are, from its number and the cell alone; slots change only
-behind their layer's attention; a step that reads more of a context in host memory than was chosen from, or the first of
-a ring, has its blocks chosen and fetched before it begins. Where the settings leave late blocks to the host's sample, a
-step that is computed ends without those whose fetch has not begun, and they stand in no slot: which these are follows
-from time, never from what a table holds. A step of two parts ends with the second: the first one's end waits for
-nothing, or all of its blocks would be there in time.
+A layer's next blocks are chosen behind its own attention and fetched beside the layers that follow, on streams that
+layers take in turn; the step ends behind the last of them, so that a block that is read is there, and a step is one
+graph. Invariants: what is chosen follows from histories, and these from what was read exactly, never from a sample; in
+which steps a layer's are, from its number and the cell alone; slots change only behind their layer's attention; a step
+that reads more of a context in host memory than was chosen from, or the first of a ring, has its blocks chosen and
+fetched before it begins. Where the settings leave late blocks to the host's sample, a step that is computed ends
+without those whose fetch has not begun, and they stand in no slot: which these are follows from time, never from what a
+table holds. A step of two parts ends with the second: the first one's end waits for nothing, or all of its blocks would
+be there in time.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,9 @@
 """Blocks of rows from host memory into their slots, and their keys looked at where they lie: one gather for many.
 
-It refuses to know which blocks are wanted. The device reads pinned memory by address, so a block is a few kilobytes
-over the link and no copy is ordered for it. Invariants: centre and scale are given back, so a slot holds what the pages
-would, stored as there; whoever calls holds a loan of the rows until the device has passed; a block that is left out
-stands in no slot and in no bit. Bytes over the link: of the blocks, once.
+The device reads pinned memory by address, so a block is a few kilobytes over the link and no copy is ordered for it.
+Invariants: centre and scale are given back, so a slot holds what the pages would, stored as there; whoever calls holds
+a loan of the rows until the device has passed; a block that is left out stands in no slot and in no bit. Bytes over the
+link: of the blocks, once.
 
 Programs are few, since one warp of them keeps a matrix product off its SM, whose registers a product's block takes to
 98 in a hundred, and one that waits for the link stays for long: 16 leave 116 of 132 SMs to what is computed meanwhile,

@@ -1,7 +1,7 @@
 """Which blocks on the device each row's KV heads read in this step, as a page table of them.
 
-It refuses to know keys and layers. Invariant: a block is listed exactly if it stands in a slot and lies in the row's
-hole of this step, so nothing is read twice: what has come back to the pages since it was fetched is theirs.
+Invariant: a block is listed exactly if it stands in a slot and lies in the row's hole of this step, so nothing is read
+twice: what has come back to the pages since it was fetched is theirs.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """What a step attended to, put into histories: exp(max - lse) by block, the most of a KV head's query heads.
 
-It refuses to know who reads which blocks. A block that was not read keeps what it had in the row before: one that was
-low stays so until it is looked at, and one that was high is chosen, read and put right. Invariant: lse is of what was
-read exactly, near and fetched; what a sample says of the rest never comes here, since it would choose what the next
-sample leaves out. Bytes: the row before, read once, and the maxima of what is not in a hole.
+A block that was not read keeps what it had in the row before: one that was low stays so until it is looked at, and one
+that was high is chosen, read and put right. Invariant: lse is of what was read exactly, near and fetched; what a sample
+says of the rest never comes here, since it would choose what the next sample leaves out. Bytes: the row before, read
+once, and the maxima of what is not in a hole.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The history that a prompt leaves: what its last queries attended to, had they been decoded.
 
-It refuses to know units and pages. Invariant: a row is of exact attention, whatever the prompt's own prefill does.
+Invariant: a row is of exact attention, whatever the prompt's own prefill does.
 """
 
 import torch

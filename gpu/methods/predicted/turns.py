@@ -1,9 +1,9 @@
 """Whose next blocks are chosen behind a step, and from what: the turns that layers take, by ring and cell.
 
-It refuses to know histories and scores. Invariants: in which steps a layer's blocks are chosen follows from its turn
-and the cell alone; a score is said to hold only if it was made `predict_every` steps before, with no step left out
-since, and of as many blocks, as far as it sees them; other rings' last cells are not written, for one may be assigned
-meanwhile, in the other lane. On a GPU a step's are made in one launch, by ring.
+Invariants: in which steps a layer's blocks are chosen follows from its turn and the cell alone; a score is said to hold
+only if it was made `predict_every` steps before, with no step left out since, and of as many blocks, as far as it sees
+them; other rings' last cells are not written, for one may be assigned meanwhile, in the other lane. On a GPU a step's
+are made in one launch, by ring.
 """
 
 from dataclasses import dataclass

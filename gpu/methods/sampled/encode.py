@@ -1,7 +1,6 @@
 """SimHash codes of keys and queries: products with all hyperplanes, packed to codes without ever being written.
 
-MagicPIG (arXiv 2410.16179), section 4.2; paper: K = bits, L = num_tables. It refuses to know centring: rows are taken
-as they are, and a row's length does not matter, so int8 rows need no scale. Invariant: bit `i` of a code is set exactly
+MagicPIG (arXiv 2410.16179), section 4.2; paper: K = bits, L = num_tables. Invariant: bit `i` of a code is set exactly
 where the product is above zero; keys and queries meet the same numbers of the same hyperplanes, products of bf16
 numbers are exact, and sums are float32, so only a product within their rounding of zero can fall on either side of it,
 and at every run of a kernel on the same one. Bytes moved: rows and codes once each; every program reads its hyperplanes

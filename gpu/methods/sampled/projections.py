@@ -1,9 +1,9 @@
 """SimHash codes: the side of random hyperplanes that a vector lies on, `bits_per_table` of them a code.
 
-MagicPIG (arXiv 2410.16179), sections 4.2 and 4.3; paper: K = bits_per_table, L = num_tables. It refuses to know keys
-from queries, centring, tables and attention. Invariant: bit `i` of table `t` is set exactly where the product with
-column `t * bits_per_table + i` is above zero, so two codes of a table agree with probability p^K, p = 1 - angle / pi.
-One draw serves all layers and heads of a model and never changes: the same prompt falls into the same buckets.
+MagicPIG (arXiv 2410.16179), sections 4.2 and 4.3; paper: K = bits_per_table, L = num_tables. Invariant: bit `i` of
+table `t` is set exactly where the product with column `t * bits_per_table + i` is above zero, so two codes of a table
+agree with probability p^K, p = 1 - angle / pi. One draw serves all layers and heads of a model and never changes: the
+same prompt falls into the same buckets.
 """
 
 from dataclasses import dataclass
