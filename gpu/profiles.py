@@ -43,27 +43,29 @@ class Profile:
 
     @property
     def composition(self) -> str:
-        """In words: slots, methods, settings."""
+        """Describe in words: slots, methods, settings."""
         return ", ".join(map(str, self.parts))
 
     @property
     def prefill_method(self) -> PartId:
-        """Names how its prompts are attended to, settings and all; profiles of one name share jobs and learnt times."""
+        """Return how its prompts are attended to, settings and all; profiles of one name share jobs and learnt times."""
         return next((part.id for part in self.parts if part.method.slot == "prefill"), DENSE)
 
     @property
     def align_tokens(self) -> int:
-        """Of the KV that it writes, see `Method`."""
+        """Return the block of the KV that it writes, see `Method`."""
         return math.lcm(*(part.method.align_tokens(part.settings) for part in self.parts))
 
     @property
     def ring_part(self) -> ProfilePart | None:
-        """The part of whose state a running sequence holds a ring; profiles that have the same part share its rings."""
+        """Return the part of whose state a running sequence holds a ring; profiles that have the same part share its
+        rings.
+        """
         return next((part for part in self.parts if part.method.has_rings), None)
 
     @property
     def host_part(self) -> ProfilePart:
-        """The part that says what becomes of a context that outgrows the device."""
+        """Return the part that says what becomes of a context that outgrows the device."""
         return next(part for part in self.parts if part.method.slot == "host")
 
     @property
@@ -78,7 +80,7 @@ class Profile:
 
 
 def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) -> dict[str, Profile]:
-    """The profiles of a deployment by name, built-in ones first; `host` is its section of that name, or None.
+    """Return the profiles of a deployment by name, built-in ones first; `host` is its section of that name, or None.
 
     Raises ProfileError for a composition that there cannot be.
     """
@@ -96,34 +98,34 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
 
 
 def get_profile(name: str, profiles: Mapping[str, Profile], asked_in: str) -> Profile:
-    """The profile of that name. Raises ProfileError if there is none; `asked_in`: what named it."""
+    """Return the profile of that name. Raises ProfileError if there is none; `asked_in`: what named it."""
     if name not in profiles:
         raise ProfileError(f"{asked_in}: {why_unknown(name, profiles)}")
     return profiles[name]
 
 
 def why_unknown(name: str, known: Iterable[str]) -> str:
-    """Why a deployment whose profiles are `known` has none of this name."""
+    """Return why a deployment whose profiles are `known` has none of this name."""
     if needs_host(name):
         return f"{name!r} keeps KV in host memory; this deployment has no `host` section"
     return f"unknown profile {name!r}; known: {', '.join(known)}"
 
 
 def needs_host(name: str) -> bool:
-    """Whether it is a built-in profile that only a deployment with a `host` section has."""
+    """Tell whether it is a built-in profile that only a deployment with a `host` section has."""
     method = list_methods().get(name)
     return method is not None and method.reading is not Reading.NONE and is_built_in(method)
 
 
 def is_built_in(method: Method) -> bool:
-    """Whether there is a profile of its name without anybody asking: not of one whose sequences hold rings, since these
-    are planned, and it may need settings that have no defaults.
+    """Tell whether there is a profile of its name without anybody asking: not of one whose sequences hold rings, since
+    these are planned, and it may need settings that have no defaults.
     """
     return method.slot == "host" and not method.has_rings
 
 
 def served_parts(profiles: Iterable[Profile]) -> tuple[ProfilePart, ...]:
-    """What these profiles are made of, each part once: one method with two settings is two parts."""
+    """Return what these profiles are made of, each part once: one method with two settings is two parts."""
     parts: list[ProfilePart] = []
     for profile in profiles:
         parts += [part for part in profile.parts if part not in parts]
@@ -200,7 +202,7 @@ def _find_method(where: str, slot: Slot, name: str, methods: Mapping[str, Method
 
 
 def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: HostConfig | None) -> Settings:
-    """The method's settings; what is not given is as the `host` section has it, or as it is by default."""
+    """Return the method's settings; what is not given is as the `host` section has it, or as it is by default."""
     shared = None if host is None or method.shared_key is None else getattr(host, method.shared_key)
     known = list(method.settings.model_fields)
     for key in given:
@@ -231,7 +233,7 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
 
 
 def _kv_key(part: ProfilePart, host: HostConfig | None) -> str:
-    """What a method states to change the KV; empty if nothing does."""
+    """Return what a method states to change the KV; empty if nothing does."""
     method = part.method
     words = [f"{short}={_word(getattr(host, key))}" for short, key in method.kv_host.items()]
     words += [f"{short}={_word(getattr(part.settings, key))}" for short, key in method.kv_settings.items()]

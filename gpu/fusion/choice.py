@@ -23,7 +23,8 @@ _SEAM = 1e30  # above any score; nearer to the seam is higher
 
 
 def question_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Tensor:
-    """A3, eq. 3: the attention that each token gets, summed over question tokens and query heads; float32 `[context]`.
+    """Return the attention (A3, eq. 3) that each token gets, summed over question tokens and query heads; float32
+    `[context]`.
 
     query: `[question, heads, dim]`, rotated, of consecutive tokens from position `begin` on, each of which sees those
     up to itself; keys `[kv_heads, context, dim]`, of which those behind the question may be anything.
@@ -45,8 +46,9 @@ def question_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Te
 
 
 def kept_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Tensor:
-    """SnapKV (arXiv 2404.14469), section 4: the attention that each token gets from each KV head's own query heads,
-    summed over question tokens, the mean of POOLED neighbours; float32 `[kv_heads, context]`. As `question_scores`.
+    """Return the attention (SnapKV, arXiv 2404.14469, section 4) that each token gets from each KV head's own query
+    heads, summed over question tokens, the mean of POOLED neighbours; float32 `[kv_heads, context]`. As
+    `question_scores`.
     """
     heads, (kv_heads, _, _) = query.shape[1] // len(keys), keys.shape
     each = query.unflatten(1, (kv_heads, heads))
@@ -55,25 +57,27 @@ def kept_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Tensor
 
 
 def value_deviations(values: Tensor, stored: Tensor) -> Tensor:
-    """CacheBlend: squared distance of values from the stored ones, `[tokens, kv_heads, dim]`; float32 `[tokens]`."""
+    """Return the squared distance (CacheBlend) of values from the stored ones, `[tokens, kv_heads, dim]`; float32
+    `[tokens]`.
+    """
     return (values.float() - stored.float()).square_().sum((1, 2))
 
 
 def draw_scores(token_ids: np.ndarray) -> np.ndarray:
-    """Of the control: float32 `[tokens]` in [0, 1), the same for the same tokens."""
+    """Return the control's scores, float32 `[tokens]` in [0, 1), the same for the same tokens."""
     generator = np.random.default_rng(zlib.crc32(np.ascontiguousarray(token_ids, "<i4").tobytes()))
     return generator.random(len(token_ids), dtype=np.float32)
 
 
 def end_scores(num_tokens: int, spans: Sequence[tuple[int, int]], num_chosen: int) -> np.ndarray:
-    """LegoLink: 1 at the ends of spans that are chosen, else 0; float32 `[num_tokens]`."""
+    """Return LegoLink's scores: 1 at the ends of spans that are chosen, else 0; float32 `[num_tokens]`."""
     scores = np.zeros(num_tokens, np.float32)
     scores[choose_ends(spans, num_chosen)] = 1.0
     return scores
 
 
 def floors(num_tokens: int, spans: Sequence[tuple[int, int]], seam_tokens: int) -> np.ndarray:
-    """What a token's number is at least, float32 `[num_tokens]`: outside of `spans` COMPUTED; of the first
+    """Return the least score of each token, float32 `[num_tokens]`: outside of `spans` COMPUTED; of the first
     `seam_tokens` of a span more than any score, the first ones most; else -inf.
     """
     least = np.full(num_tokens, COMPUTED, np.float32)
@@ -85,5 +89,5 @@ def floors(num_tokens: int, spans: Sequence[tuple[int, int]], seam_tokens: int) 
 
 
 def choose(scores: Tensor, least: Tensor, count: int) -> Tensor:
-    """Ids of the `count` tokens of the highest numbers, ascending, int64; both float32 `[tokens]`."""
+    """Return the ids of the `count` tokens of the highest numbers, ascending, int64; both float32 `[tokens]`."""
     return torch.maximum(scores, least).topk(count, sorted=False).indices.sort().values

@@ -53,7 +53,7 @@ class ChunkJob:
         return self._begins[-1]
 
     def compute(self, layer: int, begin: int, end: int) -> None:
-        """One layer over packed tokens `[begin, end)`, behind all that were before them in that layer."""
+        """Compute one layer over packed tokens `[begin, end)`, behind all that were before them in that layer."""
         own = slice(begin, end)
         parts = list(self._parts(begin, end))
 
@@ -73,13 +73,13 @@ class ChunkJob:
         )
 
     def compute_all(self, chunk_tokens: int) -> None:
-        """All layers, so many tokens at once."""
+        """Compute all layers, so many tokens at once."""
         for layer in range(self._decoder.architecture.num_layers):
             for begin in range(0, self.num_tokens, chunk_tokens):
                 self.compute(layer, begin, min(begin + chunk_tokens, self.num_tokens))
 
     def finish(self) -> None:
-        """After the last layer: the library has them, or is told why not."""
+        """Give the chunks to the library after the last layer, or tell it why not."""
         for number, (key, layers) in enumerate(zip(self._keys, self._kept, strict=True)):
             if number in self._refused:
                 self._documents.library.refuse(key, self._refused[number])
@@ -87,19 +87,21 @@ class ChunkJob:
                 self._documents.keep(key, layers)
 
     def finish_now(self) -> list[list[np.ndarray]]:
-        """Likewise, and the layers of each. Waits for the device. Raises ValueError for one that cannot be kept."""
+        """Give the chunks to the library and return the layers of each. Waits for the device. Raises ValueError for one
+        that cannot be kept.
+        """
         for reason in self._refused.values():
             raise ValueError(reason)
         return [self._documents.keep_now(key, layers) for key, layers in zip(self._keys, self._kept, strict=True)]
 
     def _parts(self, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """Chunks' numbers, and their packed tokens among `[begin, end)`."""
+        """Return chunks' numbers, and their packed tokens among `[begin, end)`."""
         bounds = enumerate(zip(self._begins, self._begins[1:], strict=False))
         parts = [(number, max(begin, first), min(end, last)) for number, (first, last) in bounds]
         return [part for part in parts if part[1] < part[2]]
 
     def _attend(self, layer: int, number: int, begin: int, end: int, query: Tensor) -> Tensor:
-        """Packed tokens `[begin, end)` of a chunk see it up to themselves."""
+        """Attend packed tokens `[begin, end)` of a chunk to it, up to themselves."""
         chunk = self._begins[number]
         keys, values = (rows[:, chunk:end] for rows in self._rows)
         window = self._decoder.specs[layer].window_tokens
@@ -112,7 +114,7 @@ class ChunkJob:
         return self._attend_to(asked).out
 
     def _keep(self, layer: int, number: int, begin: int, end: int, rows: Tensor) -> None:
-        """Rows `[tokens, 2, kv_heads, dim]` go to host memory as they are stored."""
+        """Copy rows `[tokens, 2, kv_heads, dim]` to host memory as they are stored."""
         own = slice(begin - self._begins[number], end - self._begins[number])
         try:
             for part in range(2):

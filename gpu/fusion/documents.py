@@ -30,7 +30,7 @@ class Documents:
         self._waiting = ThreadPoolExecutor(1, "chunk-copies") if device.type == "cuda" else None
 
     def layers_for(self, num_tokens: int) -> Tensor:
-        """Host memory for a chunk that is computed, uint8 `[layers, 2, tokens, kv_heads * row_bytes]`."""
+        """Return host memory for a chunk that is computed, uint8 `[layers, 2, tokens, kv_heads * row_bytes]`."""
         width = self.shape.num_kv_heads * self.shape.row_bytes
         size = (self.shape.num_layers, 2, num_tokens, width)
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
@@ -42,7 +42,9 @@ class Documents:
         self.streams.keep((rows,), self.streams.down)
 
     def keep(self, key: ChunkKey, layers: Tensor) -> None:
-        """The chunk is computed, once copies down have run. Where that fails, who waits computes it as any text."""
+        """Keep a computed chunk once the copies to the host have run. Where that fails, who waits computes it as any
+        text.
+        """
 
         def refuse(error: BaseException) -> None:
             self.library.refuse(key, f"it was computed and could not be kept: {error!r}")
@@ -50,14 +52,14 @@ class Documents:
         self._after(self._sent(), lambda: self.library.keep(key, pages_of(layers)), refuse)
 
     def keep_now(self, key: ChunkKey, layers: Tensor) -> list[np.ndarray]:
-        """Likewise; waits for the device, and gives the chunk's layers."""
+        """Keep a computed chunk now and return its layers; waits for the device."""
         self._sent().synchronize()
         pages = pages_of(layers)
         self.library.keep(key, pages)
         return pages
 
     def release(self, releases: Sequence[Callable[[], None]]) -> None:
-        """What was copied from is not needed any more, once copies up have run."""
+        """Release what was copied from once the copies to the device have run."""
 
         def release_all() -> None:
             for release in releases:
@@ -68,7 +70,7 @@ class Documents:
         self._after(event, release_all, lambda error: log.error("chunks_not_released error=%r", error))
 
     def shutdown(self) -> None:
-        """What is under way is finished."""
+        """Finish what is under way."""
         if self._waiting is not None:
             self._waiting.shutdown()
         self.library.shutdown()
@@ -78,7 +80,7 @@ class Documents:
             return self.streams.record()
 
     def _after(self, event: Event, call: Callable[[], object], tell: Callable[[BaseException], None]) -> None:
-        """`tell`: of what the thread that waits has raised."""
+        """Call `call` after the event. tell: is told of what the thread that waits has raised."""
         if self._waiting is None:
             call()
             return
@@ -96,5 +98,5 @@ class Documents:
 
 
 def pages_of(layers: Tensor) -> list[np.ndarray]:
-    """A chunk's layers as the store takes them, uint8 `[layer_bytes]` each."""
+    """Return a chunk's layers as the store takes them, uint8 `[layer_bytes]` each."""
     return list(layers.flatten(1).numpy())

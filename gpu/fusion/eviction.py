@@ -24,11 +24,13 @@ class Eviction:
         self._queries: list[Tensor] = []
 
     def note(self, queries: Tensor) -> None:
-        """Rotated, `[tokens, heads, dim]`, of those behind the last chunk, as units compute them, in order."""
+        """Keep the rotated queries `[tokens, heads, dim]` of tokens behind the last chunk, as units compute them, in
+        order.
+        """
         self._queries.append(queries)
 
     def evict(self, layer: int, slot: int, keys: Tensor, values: Tensor, scale: float, pool: KvPool) -> None:
-        """The layer is done: what stays moves up. keys, values: copies, `[kv_heads, num_tokens, dim]`."""
+        """Move up what stays of a layer that is done. keys, values: copies, `[kv_heads, num_tokens, dim]`."""
         device = keys.device
         asking = torch.cat(self._queries)[: self._num_asking]
         self._queries.clear()

@@ -88,11 +88,11 @@ class FusedPrompt:
 
     @property
     def num_tail_tokens(self) -> int:
-        """At the prompt's end, behind all chunks: all of them are computed, in every layer."""
+        """Return the tokens behind all chunks: all of them are computed, in every layer."""
         return self.num_tokens - max(self.begin, self._spans[-1][1])
 
     def make_eviction(self) -> Eviction:
-        """What is given up once the prompt is done."""
+        """Return what is evicted once the prompt is done."""
         plan, tail = self.plan, self._spans[-1][1]
         asking_end = max(plan.question_end, tail + 1)  # a question that is a chunk's last token was computed with it
         return Eviction(plan.chunks[0].begin, tail, asking_end, self.num_tokens, plan.num_evicted)
@@ -101,11 +101,11 @@ class FusedPrompt:
 
     @property
     def looks(self) -> bool:
-        """Whether the policy asks for all tokens in `select_layer`."""
+        """Tell whether the policy asks for all tokens in `select_layer`."""
         return self._policy.looks
 
     def choose_before(self) -> Tensor:
-        """Of a policy that does not look: which tokens are computed, int64, ascending, counted from `begin`."""
+        """Return the tokens that a policy which does not look computes, int64, ascending, counted from `begin`."""
         scores = end_scores(self.num_tokens, self._spans, self.plan.num_chosen)
         return self._choose(upload(scores, self._decoder.pool.device))
 
@@ -113,7 +113,8 @@ class FusedPrompt:
         self, hidden: Tensor, positions: Tensor, slots: Tensor, pages: Pages | None, chunk_tokens: int,
         keys_of: Callable[[], Tensor],
     ) -> Tensor:  # fmt: skip
-        """Likewise, of one that looks: keys and values of all tokens of the layer are computed and stay (eq. 4).
+        """Return the tokens that a policy which looks computes: keys and values of all tokens of the layer are computed
+        and stay (eq. 4).
 
         hidden: the layer's input, `[tokens, hidden]`, of positions from `begin` on; keys_of: gathers the layer's keys
         `[kv_heads, context, dim]`.
@@ -139,13 +140,13 @@ class FusedPrompt:
         return self._choose(scores)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """`scores`: of the prompt's tokens."""
+        """Choose by the scores of the prompt's tokens."""
         self.is_narrow = True
         least = upload(floors(self.num_tokens, self._spans, self.plan.seam_tokens)[self.begin :], scores.device)
         return choose(scores[self.begin :], least, self.plan.num_computed)
 
     def _compare(self, layer: int, first: int, values: Tensor, scores: Tensor) -> None:
-        """CacheBlend's numbers of the tokens from position `first` on, whose values were computed."""
+        """Write CacheBlend's scores of the tokens from position `first` on, whose values were computed."""
         for chunk, (begin, end) in zip(self._chunks, self._spans, strict=True):
             low, high = max(begin, first), min(end, first + len(values))
             if low < high:
@@ -156,11 +157,13 @@ class FusedPrompt:
     # --- what is not --------------------------------------------------------------------------------------------------
 
     def is_loaded(self, layer: int) -> bool:
-        """Whether the layer could begin without a wait for the disk."""
+        """Tell whether the layer could begin without a wait for the disk."""
         return all(read is None or read.done() for _, read in self._reads.get(layer, []))
 
     def begin_layer(self, layer: int, pages: Pages | None) -> None:
-        """Before its first unit: rows of chunks are on the device, and at their place where few tokens are computed."""
+        """Bring rows of chunks to the device before the layer's first unit, and to their place where few tokens are
+        computed.
+        """
         if layer >= self._first_layer:
             self._copy(layer)
             self._documents.streams.wait_for(self._copied.pop(layer))
@@ -171,12 +174,12 @@ class FusedPrompt:
             self._copy(layer + 1)
 
     def close(self) -> None:
-        """Nothing of it runs any more, or will."""
+        """Release what it holds; nothing of it runs any more."""
         releases = [chunk.source.release for chunk in self._chunks if chunk.source is not None]
         self._documents.release([*releases, self._chunks.clear])  # layers of those that were lost stay so long, too
 
     def _find_first_layer(self) -> int:
-        """That needs rows of chunks."""
+        """Return the first layer that needs rows of chunks."""
         if self.plan.num_chosen == self._num_rows:
             return self._documents.shape.num_layers
         if not self.looks:
@@ -232,7 +235,7 @@ class FusedPrompt:
             self._decoder.place(layer, rows, self._positions[own], self._cells[own], self._slots[own], pages)
 
     def _rows(self, layer: int, begin: int, end: int) -> Tensor:
-        """Of the layer on the device, `[rows, 2, kv_heads, dim]`."""
+        """Return rows of the layer on the device, `[rows, 2, kv_heads, dim]`."""
         shape, pool = self._documents.shape, self._decoder.pool
         rows = torch.empty((end - begin, 2, shape.num_kv_heads, shape.dim), dtype=pool.dtype, device=pool.device)
         for part in range(2):

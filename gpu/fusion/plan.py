@@ -67,7 +67,7 @@ def plan_fused(
     num_prompt_tokens: int,
     windows: Sequence[int | None],
 ) -> FusionPlan | None:
-    """The plan of a prompt's tokens `[begin, num_tokens)`, or None where all of them are computed as ever.
+    """Return the plan of a prompt's tokens `[begin, num_tokens)`, or None where all of them are computed as ever.
 
     ratio: of all prompt tokens (the paper's r), so many of chunks are computed again. seam_tokens: at the front of each
     chunk, computed again whatever the ratio is, and counted to it. keep_tokens: that are left once the prompt is done
@@ -99,18 +99,18 @@ def plan_fused(
 
 
 def find_select_layer(asked: int, windows: Sequence[int | None]) -> int:
-    """The first layer from `asked` on that attends to everything; of none, the last one that does, or the last."""
+    """Return the first layer from `asked` on that attends to everything; of none, the last one that does, or the last."""
     whole = [layer for layer, window in enumerate(windows) if window is None]
     return next((layer for layer in whole if layer >= asked), whole[-1] if whole else len(windows) - 1)
 
 
 def kept_spans(chunks: Sequence[PlacedChunk], num_tokens: int) -> list[tuple[int, int]]:
-    """Tokens of chunks that need not be computed: all but the prompt's last one, whose logits are asked for."""
+    """Return the tokens of chunks that need not be computed: all but the prompt's last one, whose logits are asked for."""
     return [(chunk.begin, min(chunk.end, num_tokens - 1)) for chunk in chunks]
 
 
 def choose_ends(spans: Sequence[tuple[int, int]], num_chosen: int) -> list[int]:
-    """LegoLink: positions at the ends of each span, in all `num_chosen`, shared out by length; ascending.
+    """Return LegoLink's positions at the ends of each span, in all `num_chosen`, shared out by length; ascending.
 
     A span's share is cut in two halves, the odd token in front.
     """

@@ -14,7 +14,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def store_rows(rows: Tensor, shape: ChunkShape) -> Tensor:
-    """Rows `[tokens, kv_heads, dim]` (tokens strided) as uint8 `[tokens, kv_heads * row_bytes]`.
+    """Return rows `[tokens, kv_heads, dim]` (tokens strided) as uint8 `[tokens, kv_heads * row_bytes]`.
 
     Raises ValueError for int8 rows that are not finite, on the CPU; on CUDA the library refuses them.
     """
@@ -27,8 +27,8 @@ def store_rows(rows: Tensor, shape: ChunkShape) -> Tensor:
 
 
 def read_rows(stored: Tensor, rows: Tensor, shape: ChunkShape) -> None:
-    """The inverse: fill rows `[tokens, kv_heads, dim]` (strided, of the model's type) from uint8 `[tokens, kv_heads *
-    row_bytes]`, contiguous.
+    """Fill rows `[tokens, kv_heads, dim]` (strided, of the model's type) from uint8 `[tokens, kv_heads * row_bytes]`,
+    contiguous.
     """
     tokens, kv_heads, _ = rows.shape
     if shape.rows == "int8":

@@ -50,12 +50,12 @@ class Depositor:
         self._brought: Event = PASSED
 
     def send(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> Sent:
-        """Keys and values `[kv_heads, tokens, dim]` of one layer to `rows`; see `send_lump`."""
+        """Send keys and values `[kv_heads, tokens, dim]` of one layer to `rows`; see `send_lump`."""
         return self.send_lump(keys[None], values[None], [rows], has_centre)
 
     def send_lump(self, keys: Tensor, values: Tensor, rows: Sequence[LayerRows], has_centre: bool) -> Sent:
-        """Keys and values `[layers, kv_heads, tokens, dim]`, bf16 or float32, each layer to its rows, which are alike
-        in strides and of as many KV heads. Returns at once on CUDA.
+        """Send keys and values `[layers, kv_heads, tokens, dim]`, bf16 or float32, each layer to its rows, which are
+        alike in strides and of as many KV heads. Returns at once on CUDA.
 
         has_centre: centre and scales are read from `rows`, after all copies sent before; else they are made of these
         tokens and written there. Where `rows` have no codes, none are made. At most PIECE_ROWS tokens.
@@ -77,7 +77,8 @@ class Depositor:
             return Sent(read, self.streams.record())
 
     def bring(self, rows: Sequence[LayerRows], into_keys: Tensor, into_values: Tensor) -> Event:
-        """One layer's rows, in order, to keys and values `[kv_heads, tokens, dim]` in the compute dtype (strided).
+        """Bring one layer's rows, in order, to keys and values `[kv_heads, tokens, dim]` in the compute dtype
+        (strided).
 
         On CUDA on the up stream, after what the current stream was given: wait for the event before reading them.
         """
@@ -96,11 +97,11 @@ class Depositor:
         return self._brought
 
     def wait_for_brought(self) -> None:
-        """Until no rows are on their way up; the host waits. Only then may the memory that they are in go."""
+        """Wait on the host until no rows are on their way to the device. Only then may the memory that they are in go."""
         self._brought.synchronize()
 
     def _write(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> None:
-        """One layer on the CPU."""
+        """Write one layer on the CPU."""
         if not has_centre:
             rows.centre.copy_(centre_of(keys))
             if rows.key_scale is not None and rows.value_scale is not None:
@@ -118,7 +119,7 @@ class Depositor:
     def _send_piece(
         self, keys: Tensor, values: Tensor, rows: list[LayerRows], has_centre: bool, buffers: "_Buffers"
     ) -> Event:
-        """Keys `[layers, heads, tokens, dim]` of a piece, on the down stream. Returns when the source is read."""
+        """Send keys `[layers, heads, tokens, dim]` of a piece, on the down stream. Returns when the source is read."""
         shape = keys.shape
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [layers * heads, tokens, dim]
         middles = self._middles(rows) if has_centre else self._new_middles(keys, values, rows)
@@ -134,7 +135,7 @@ class Depositor:
         return read
 
     def _middles(self, rows: list[LayerRows]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Centre and scales `[layers * heads, ...]` from the host, in stream order."""
+        """Return centre and scales `[layers * heads, ...]` from the host, in stream order."""
         if rows[0].key_scale is None:
             return self._gather([layer.centre for layer in rows]), None, None
         return (
@@ -152,7 +153,7 @@ class Depositor:
     def _new_middles(
         self, keys: Tensor, values: Tensor, rows: list[LayerRows]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Centre and scales of keys and values `[layers * heads, tokens, dim]`, and their copies down."""
+        """Return centre and scales of keys and values `[layers * heads, tokens, dim]`, and their copies down."""
         centre = centre_of(keys)
         if rows[0].key_scale is None:
             self._spread(centre, [layer.centre for layer in rows])
@@ -168,7 +169,7 @@ class Depositor:
             part.copy_(source, non_blocking=True)
 
     def _bring_piece(self, rows: LayerRows, into_keys: Tensor, into_values: Tensor) -> None:
-        """Some heads of one segment, on the up stream."""
+        """Bring some heads of one segment, on the up stream."""
         if self._up is None:
             restore_rows(
                 rows.keys, rows.values, rows.centre, rows.key_scale, rows.value_scale, into_keys, into_values
@@ -191,17 +192,17 @@ class _Buffers:
         self._num_tables = num_tables
 
     def rows(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Keys and values `[heads, tokens, dim]`, contiguous."""
+        """Return keys and values `[heads, tokens, dim]`, contiguous."""
         keys, values = self._rows[:, : shape.numel()]
         return keys.view(shape), values.view(shape)
 
     def codes(self, heads: int, tokens: int) -> Tensor:
-        """`[heads, tables, tokens]`, contiguous."""
+        """Return codes `[heads, tables, tokens]`, contiguous."""
         return self._codes[: heads * self._num_tables * tokens].view(heads, self._num_tables, tokens)
 
 
 def _pieces(layers: int, heads: int, tokens: int) -> Iterator[tuple[slice, slice]]:
-    """Layers and KV heads of each piece: as many whole layers as fit, or heads of one layer."""
+    """Yield layers and KV heads of each piece: as many whole layers as fit, or heads of one layer."""
     fit = PIECE_ROWS // tokens
     if fit >= heads:
         step = fit // heads
@@ -214,7 +215,7 @@ def _pieces(layers: int, heads: int, tokens: int) -> Iterator[tuple[slice, slice
 
 
 def of_heads(rows: LayerRows, heads: slice) -> LayerRows:
-    """Those of some KV heads."""
+    """Return the rows of some KV heads."""
     return LayerRows(
         rows.keys[heads],
         rows.values[heads],
@@ -231,7 +232,7 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 
 def _copy_down(source: Tensor, targets: list[Tensor]) -> None:
-    """`source` `[layers, heads, inner, length]` to pinned targets `[heads, inner, length]`: long runs one by one."""
+    """Copy `source` `[layers, heads, inner, length]` to pinned targets `[heads, inner, length]`: long runs one by one."""
     if targets[0][0].is_contiguous():
         source, targets = _runs(source.flatten(0, 1)).view(*source.shape[:2], 1, -1), list(map(_runs, targets))
     if source[0, 0, 0].nbytes < COPIED_RUN_BYTES:
@@ -244,5 +245,5 @@ def _copy_down(source: Tensor, targets: list[Tensor]) -> None:
 
 
 def _runs(rows: Tensor) -> Tensor:
-    """`[heads, ...]` as `[heads, 1, length]`: what a head has is one run, or this raises RuntimeError."""
+    """View `[heads, ...]` as `[heads, 1, length]`: what a head has is one run, or this raises RuntimeError."""
     return rows.view(len(rows), 1, -1)

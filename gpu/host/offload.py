@@ -45,7 +45,7 @@ class Offloader:
         self._lump_read: Event = PASSED
 
     def close(self, context_ids: Sequence[int]) -> None:
-        """Their memory may go at once, so a prefix that a dropped prompt still brings up is waited for."""
+        """Close contexts; waits for a prefix that a dropped prompt still reloads, since memory may go at once."""
         if context_ids:
             self._depositor.wait_for_brought()
             self._fetched.synchronize()
@@ -87,7 +87,7 @@ class Offloader:
                 self._fetched = staging.brought[place % len(staging.brought)] = streams.record()
 
     def restore(self, restore: FinishedReload) -> None:
-        """What was fetched takes its place, behind the rows; asynchronous. Raises HostMemoryError where they could not
+        """Put what was fetched in its place, behind the rows; asynchronous. Raises HostMemoryError where they could not
         come: what stands at `restore.places` means nothing then.
         """
         self._depositor.streams.wait_for(self._fetched)
@@ -122,7 +122,7 @@ class Offloader:
 
 
 def _cut(rows: Sequence[LayerRows], begin: int) -> list[LayerRows]:
-    """Without the first `begin` tokens."""
+    """Return rows without the first `begin` tokens."""
     left = []
     for one in rows:
         num_tokens = one.keys.shape[1]

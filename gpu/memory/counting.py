@@ -21,8 +21,8 @@ WINDOWS_PER_SEQUENCE = 2  # at most: its own, and one that is kept for the next 
 
 
 def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None) -> Demand:
-    """With the number of each layer's experts on the card: as many as were asked for fit, or as many as leave contexts
-    what they want. Raises PlanError where there is nothing to ask for.
+    """Return the demand with the number of each layer's experts on the card: as many as were asked for fit, or as many
+    as leave contexts what they want. Raises PlanError where there is nothing to ask for.
     """
     asked, shape, most = gpu.experts_gib, demand.shape, most_experts(demand.shape)
     if asked is None:
@@ -47,8 +47,8 @@ def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | Non
 def _bytes_of_contexts(
     demand: Demand, bare: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None
 ) -> int:
-    """What experts leave contexts of `bare` bytes: what was asked for, or a share of it; and in any case what one of
-    the longest takes that was asked for. Of one that goes down that is what keeps it going.
+    """Return what experts leave contexts of `bare` bytes: what was asked for, or a share of it; and in any case what
+    one of the longest takes that was asked for. Of one that goes down that is what keeps it going.
     """
     longest, tier = context or min(SMALLEST_CONTEXT_TOKENS, demand.shape.max_context_tokens), demand.host
     if tier is None:
@@ -67,8 +67,8 @@ def _bytes_of_contexts(
 
 
 def count_rings(demand: Demand, limit: int) -> Demand:
-    """With the number of each method's rings: as it is asked for, or an equal part of RING_SHARE; never more than there
-    may be sequences.
+    """Return the demand with the number of each method's rings: as it is asked for, or an equal part of RING_SHARE;
+    never more than there may be sequences.
     """
     uncounted = [state for state in demand.states if state.has_rings and state.count is None]
     left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
@@ -85,14 +85,16 @@ def count_rings(demand: Demand, limit: int) -> Demand:
 
 
 def spare_window_tokens(page_tokens: int, host: HostDemand | None) -> int:
-    """Of a window, beyond what layers see: where a prefix may end behind which a prompt begins. The tokens of a turn's
-    last pages, and, of a context that goes down, all that is not down.
+    """Return the tokens of a window beyond what layers see: where a prefix may end behind which a prompt begins. The
+    tokens of a turn's last pages, and, of a context that goes down, all that is not down.
     """
     return 2 * page_tokens + (host.window_tokens + 2 * LUMP_TOKENS if host is not None else 0)
 
 
 def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, context: int | None) -> int:
-    """Of one window; 0: pages hold all, since there are none, or nobody asked for them and they save less than half."""
+    """Return the pages of one window; 0: pages hold all, since there are none, or nobody asked for them and they save
+    less than half.
+    """
     longest = max((spec.window_tokens for spec in shape.layer_pattern if spec.window_tokens is not None), default=0)
     num_pages = -(-(longest + spare_tokens) // gpu.page_tokens)
     saves = 2 * num_pages * gpu.page_tokens <= (context or shape.max_context_tokens)
@@ -100,8 +102,8 @@ def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, c
 
 
 def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
-    """With the number of windows: as it is asked for, or for each sequence and as many prefixes, if they take no more
-    than their share.
+    """Return the demand with the number of windows: as it is asked for, or for each sequence and as many prefixes, if
+    they take no more than their share.
     """
     if not demand.window_layers:
         return demand

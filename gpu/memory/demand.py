@@ -85,53 +85,53 @@ class Demand:
 
     @property
     def num_lanes(self) -> int:
-        """In which steps run side by side: those that ask the host have one of their own."""
+        """Return the lanes in which steps run side by side: those that ask the host have one of their own."""
         return 2 if self.host is not None and self.device == "cuda" else 1
 
     @property
     def reuses(self) -> bool:
-        """Whether a method leaves its summaries in rings: such steps read what is near and what is far apart."""
+        """Tell whether a method leaves its summaries in rings: such steps read what is near and what is far apart."""
         return any(state.has_rings for state in self.states)
 
     @property
     def expert_shares(self) -> ExpertShares:
-        """Where the experts lie, of a model that has some."""
+        """Return where the experts lie, of a model that has some."""
         on_card = most_experts(self.shape) if self.experts_on_card is None else self.experts_on_card
         return ExpertShares(self.shape, self.dtype_bytes, on_card)
 
     @property
     def window_layers(self) -> tuple[int, ...]:
-        """Those whose windows are kept by themselves."""
+        """Return the layers whose windows are kept by themselves."""
         return self.shape.window_layers if self.window_pages else ()
 
     @property
     def has_codes(self) -> bool:
-        """Whether rows in pages are codes of 8 bits."""
+        """Tell whether rows in pages are codes of 8 bits."""
         return self.kv in CODE_FORMATS
 
     @property
     def row_bytes(self) -> int:
-        """A key or a value of one KV head, as pages hold it."""
+        """Return the bytes of a key or a value of one KV head, as pages hold it."""
         return row_bytes(self.kv, self.shape.dim) if self.kv is not None else self.shape.dim * self.dtype_bytes
 
     @property
     def stored_layer_bytes(self) -> int:
-        """Keys and values of one token in one layer's pages."""
+        """Return the bytes of keys and values of one token in one layer's pages."""
         return 2 * self.shape.num_kv_heads * self.row_bytes
 
     @property
     def layer_token_bytes(self) -> int:
-        """Keys and values of one token in one layer, as they are computed with."""
+        """Return the bytes of keys and values of one token in one layer, as they are computed with."""
         return self.shape.kv_bytes_per_token(self.dtype_bytes) // self.shape.num_layers
 
     @property
     def kv_token_bytes(self) -> int:
-        """Of one token in pages."""
+        """Return the bytes of one token in pages."""
         return self.stored_layer_bytes * (self.shape.num_layers - len(self.window_layers))
 
     @property
     def window_bytes(self) -> int:
-        """Of one window, in all layers that have it."""
+        """Return the bytes of one window, in all layers that have it."""
         return len(self.window_layers) * self.window_pages * self.page_tokens * self.stored_layer_bytes
 
     @property
@@ -144,7 +144,9 @@ class Demand:
 
     @property
     def chunk_token_bytes(self) -> int:
-        """Of a token under prefill that documents' chunks hold: two layers on their way in, or one that is computed."""
+        """Return the bytes of a token under prefill that documents' chunks hold: two layers on their way in, or one
+        that is computed.
+        """
         if self.documents is None:
             return 0
         rows = ChunkShape(1, self.shape.num_kv_heads, self.shape.dim, self.documents.rows)
@@ -153,8 +155,8 @@ class Demand:
 
     @property
     def gathered_token_bytes(self) -> int:
-        """One layer's keys and values, as they are computed with; on the CPU also a copy of one of the two while it is
-        gathered.
+        """Return the bytes of one layer's keys and values, as they are computed with; on the CPU also a copy of one of
+        the two while it is gathered.
         """
         shape = self.shape
         keys = gathered_array(shape.num_kv_heads, shape.dim, 1, self.dtype_bytes, self.has_codes).num_bytes
@@ -170,30 +172,30 @@ class Demand:
 
     @property
     def split_rows(self) -> int:
-        """Most partials of a decode step's split contexts, summed over its sequences."""
+        """Return the most partials of a decode step's split contexts, summed over its sequences."""
         bound = self.max_running * -(-self.shape.max_context_tokens // SPLIT_TOKENS)
         return bound + self.max_running + SPLIT_PROGRAMS // self.shape.num_kv_heads
 
     def context_token_bytes(self, hidden_tokens_per_token: int) -> float:
-        """What one more token of the longest context costs: its KV, its hidden state, its share of workspaces."""
+        """Return what one more token of the longest context costs: its KV, its hidden state, its share of workspaces."""
         hidden = self.hidden_token_bytes * hidden_tokens_per_token
         work = self.gathered_token_bytes + self.rope_token_bytes + self.page_table_token_bytes
         return self.kv_token_bytes + hidden + work
 
     def default_hidden_tokens(self, context: int, left: int) -> int:
-        """One prompt of the longest kind, and up to four chunks beside it for an eighth of what that one leaves."""
+        """Return one prompt of the longest kind, and up to four chunks beside it for an eighth of what that one leaves."""
         rest = max(0, left - int(context * self.context_token_bytes(1)))
         return context + min(4 * self.chunk_tokens, rest // 8 // self.hidden_token_bytes)
 
     def fixed_items(self) -> tuple[MemoryItem, ...]:
-        """What does not depend on the context; weights first."""
+        """Return what does not depend on the context; weights first."""
         items = (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
         return (*items, *self._documents(), *self._windows(), *self.fetching_items())
 
     def fetching_items(self) -> tuple[MemoryItem, ...]:
-        """Of experts in host memory: they themselves, and what they are fetched to. A captured step has slots, unless
-        the CPU computes what it takes; and so has a step that asks the host and has no graph, since it runs beside
-        prefill.
+        """Return the items of experts in host memory: they themselves, and what they are fetched to. A captured step
+        has slots, unless the CPU computes what it takes; and so has a step that asks the host and has no graph, since
+        it runs beside prefill.
         """
         shares = self.expert_shares
         if not shares.host_bytes:
@@ -214,7 +216,7 @@ class Demand:
         )
 
     def _asking_items(self) -> tuple[MemoryItem, ...]:
-        """Where the CPU is asked for experts, and what it computes in."""
+        """Return where the CPU is asked for experts, and what it computes in."""
         if not self.computed_rows or why_not_computed(self.shape) is not None:
             return ()
         num_rows = min(self.max_running, self.computed_rows)
@@ -239,9 +241,9 @@ class Demand:
         return (*items, self.item("KV staging", staging, f"{STAGED_LAYERS} layers' KV of a prompt that goes down"))
 
     def activation_bytes(self, num_tokens: int) -> int:
-        """One layer over `num_tokens`: input, norms and outputs, QKV, the rotated query, attention's output in both
-        precisions and its merge, on CUDA its outputs over pieces of the past, gate and up, their product; where methods
-        reuse, summaries and queries on their way to rings.
+        """Return the bytes of one layer over `num_tokens`: input, norms and outputs, QKV, the rotated query,
+        attention's output in both precisions and its merge, on CUDA its outputs over pieces of the past, gate and up,
+        their product; where methods reuse, summaries and queries on their way to rings.
         """
         shape = self.shape
         query = shape.num_heads * shape.dim
@@ -254,8 +256,9 @@ class Demand:
 
     @property
     def _num_piece_outputs(self) -> int:
-        """Of a past's pieces, as wide as a query, until they are merged; what they are merged to, and to what others
-        were before, has the place of attention's output. Where there are two lanes all may be of the shortest kind.
+        """Return the outputs of a past's pieces, as wide as a query, until they are merged; what they are merged to,
+        and to what others were before, has the place of attention's output. Where there are two lanes all may be of the
+        shortest kind.
         """
         if self.device != "cuda":
             return 0
@@ -263,8 +266,8 @@ class Demand:
         return min(MERGED_PIECES, most if self.num_lanes > 1 else most.bit_length())
 
     def _mlp_columns(self, spec: LayerSpec) -> int:
-        """Of a token's gate and up and their product; of experts, of each one's product and what it makes of it, and
-        of routing: logits, twice as long as other numbers, and who takes whom.
+        """Return the columns of a token's gate and up and their product; of experts, of each one's product and what it
+        makes of it, and of routing: logits, twice as long as other numbers, and who takes whom.
         """
         experts = spec.experts
         if experts is None:
@@ -283,7 +286,7 @@ class Demand:
         return (self.item("weights", num_bytes, note),)
 
     def _decode_partials(self) -> int:
-        """Bytes of the partials of split contexts, and of the compiled step's float32 logits."""
+        """Return the bytes of the partials of split contexts, and of the compiled step's float32 logits."""
         shape = self.shape
         if self.device == "cuda":
             return (1 + self.reuses) * self.split_rows * shape.num_heads * (shape.dim + 1) * 4
@@ -318,8 +321,8 @@ class Demand:
         )
 
     def _widening(self) -> tuple[MemoryItem, ...]:
-        """Of matrices of few bits, for prefill and, on a GPU by themselves, for larger batches than their own products
-        take.
+        """Return the items of matrices of few bits, for prefill and, on a GPU by themselves, for larger batches than
+        their own products take.
         """
         laid_out_bytes = laying_out_bytes(self.shape)
         laid_out = (self.item("laying out", laid_out_bytes, "a matrix as it is loaded"),) if laid_out_bytes else ()
@@ -330,8 +333,8 @@ class Demand:
         return (self.item("widened matrices", count * num_bytes, "of a layer, for prefill"), *laid_out)
 
     def _method_states(self) -> tuple[MemoryItem, ...]:
-        """Of methods that keep a state for what runs; any of the sequences that run may be of any profile. Rings whose
-        number is not known take nothing.
+        """Return the items of methods that keep a state for what runs; any of the sequences that run may be of any
+        profile. Rings whose number is not known take nothing.
         """
         items = []
         for state in self.states:
@@ -358,7 +361,7 @@ class Demand:
         )
 
     def _exchange(self) -> tuple[MemoryItem, ...]:
-        """Rings and slots between device and host memory, with what they are filled from."""
+        """Return rings and slots between device and host memory, with what they are filled from."""
         if self.host is None:
             return ()
         slots, is_cuda = self.host.exchange_bytes, self.device == "cuda"
@@ -369,7 +372,7 @@ class Demand:
         return (deposit, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))
 
     def _windows(self) -> tuple[MemoryItem, ...]:
-        """The windows, and what a prefill unit writes before its last rows go there, with what it reads of one."""
+        """Return the windows, and what a prefill unit writes before its last rows go there, with what it reads of one."""
         if not self.window_layers:
             return ()
         tokens, layers = self.window_pages * self.page_tokens, len(self.window_layers)

@@ -52,17 +52,19 @@ class HostDemand:
 
     @property
     def least_window_tokens(self) -> int:
-        """Of profiles whose methods need no more than the `host` section says."""
+        """Return the window of profiles whose methods need no more than the `host` section says."""
         return self._whole_pages(self.config.window_tokens)
 
     @property
     def resident_tokens(self) -> int:
-        """A context up to this stays on the device, whole; a longer one has at least a lump to send down."""
+        """Return the tokens up to which a context stays on the device, whole; a longer one has at least a lump to send
+        down.
+        """
         return self._resident_beside(self.window_tokens)
 
     @property
     def least_resident_tokens(self) -> int:
-        """Likewise, of those profiles."""
+        """Return `resident_tokens` of those profiles."""
         return self._resident_beside(self.least_window_tokens)
 
     def _resident_beside(self, window_tokens: int) -> int:
@@ -71,20 +73,22 @@ class HostDemand:
 
     @property
     def layer_token_bytes(self) -> int:
-        """Keys and values of one token in one layer, as the device computes with them."""
+        """Return the bytes of keys and values of one token in one layer, as the device computes with them."""
         return self.shape.kv_bytes_per_token(self.dtype_bytes) // self.shape.num_layers
 
     @property
     def dense_per_block(self) -> int:
-        """Pages of the dense layers that take as much memory as a page of all layers; 0: they take none."""
+        """Return the pages of the dense layers that take as much memory as a page of all layers; 0: they take none."""
         return self._layout.dense_per_block
 
     def dense_blocks(self, num_tokens: int) -> int:
-        """Pages' worth of memory that so many released tokens of a context keep on the device, in dense layers."""
+        """Return the pages' worth of memory that so many released tokens of a context keep on the device, in dense
+        layers.
+        """
         return self._layout.blocks_for(-(-num_tokens // self.page_tokens))
 
     def resident_tokens_of(self, context: int, num_pages: int) -> int:
-        """How many tokens of a context of this length stay on the device, where nothing else is on its pages."""
+        """Return how many tokens of a context of this length stay on the device, where nothing else is on its pages."""
         down, page = self.deposited_tokens(context), self.page_tokens
         whole = -(-context // page)
         if down == 0 or (self.config.residency == "adaptive" and whole <= num_pages):
@@ -111,13 +115,13 @@ class HostDemand:
 
     @property
     def exchange_bytes(self) -> int:
-        """What is on its way at once, in host memory."""
+        """Return the bytes of what is on its way at once, in host memory."""
         return sum(most_rows_of_parts(self.max_running)) * self.asked_row_bytes
 
     @property
     def asked_row_bytes(self) -> int:
-        """Queries, codes, masks and exclusions of a row's heads on their way to the CPU, out and lse on their way back;
-        a layer.
+        """Return the bytes of queries, codes, masks and exclusions of a row's heads on their way to the CPU, out and
+        lse on their way back; a layer.
         """
         heads, dim, tables = self.shape.num_heads, self.shape.dim, self.config.sampled.num_tables
         head = dim * (self.dtype_bytes + FLOAT_BYTES) + FLOAT_BYTES + tables * CODE_BYTES + MASK_BYTES
@@ -125,7 +129,9 @@ class HostDemand:
 
     @property
     def exclusion_blocks(self) -> int:
-        """Bits of a row's KV head in an ask: one for each block of the longest context, in whole words; 0: none."""
+        """Return the bits of a row's KV head in an ask: one for each block of the longest context, in whole words; 0:
+        none.
+        """
         blocks = -(-self.shape.max_context_tokens // BLOCK_TOKENS) if self.excludes else 0
         return -(-blocks // WORD_BITS) * WORD_BITS
 
@@ -135,7 +141,9 @@ class HostDemand:
         return self.shape.dim * columns * self.config.sampled.bits_per_table * self.dtype_bytes
 
     def deposit_bytes(self, is_cuda: bool) -> int:
-        """What rows pass through on their way down or up, and a lump of all layers as it is gathered from pages."""
+        """Return the bytes of what rows pass through on their way down or up, and a lump of all layers as it is
+        gathered from pages.
+        """
         tier = self.tier_shape
         kv_heads, dim, has_codes = tier.num_kv_heads, tier.dim, self.kv in CODE_FORMATS
         arrays = [lump_array(len(tier.layers), kv_heads, dim, self.dtype_bytes, has_codes)]
@@ -145,31 +153,34 @@ class HostDemand:
 
     @property
     def host_token_bytes(self) -> int:
-        """A deposited token in host memory: rows, codes, tables, all layers."""
+        """Return the bytes of an offloaded token in host memory: rows, codes, tables, all layers."""
         return bytes_per_token(self.tier_shape)
 
     def host_context_bytes(self, context: int) -> int:
-        """Of one context of this length that is down, and of open segments for what goes down later."""
+        """Return the bytes of one context of this length that is down, and of open segments for what goes down later."""
         num_tokens, shape = self.deposited_tokens(context), self.tier_shape
         return bytes_of_context(shape, num_tokens) + 2 * bytes_of_context(shape, LUMP_TOKENS) if num_tokens else 0
 
     @property
     def host_row_bytes(self) -> int:
-        """Of these, keys and values."""
+        """Return the bytes of its keys and values."""
         return bytes_per_token(without_tables(self.tier_shape))
 
     def running_tokens(self, context: int) -> int:
-        """What a sequence keeps in resident pages once it is down: sink, window, a lump that is due, one that grows."""
+        """Return what a sequence keeps in resident pages once it is down: sink, window, a lump that is due, one that
+        grows.
+        """
         return min(self.sink_tokens + self.window_tokens + 2 * LUMP_TOKENS, self._whole_pages(context))
 
     def floor_tokens(self, context: int, num_sequences: int) -> int:
-        """What resident pages must hold: one sequence that stays on the device, until its first lump is due, or so many
-        that are down."""
+        """Return what resident pages must hold: one sequence that stays on the device, until its first lump is due, or
+        so many that are down.
+        """
         one = min(self.resident_tokens + LUMP_TOKENS, self._whole_pages(context))
         return max(one, num_sequences * self.running_tokens(context))
 
     def deposited_tokens(self, context: int) -> int:
-        """How many tokens of a context of this length are down, at most: of profiles with the shortest window."""
+        """Return how many tokens of a context of this length are down, at most: of profiles with the shortest window."""
         if context <= self.least_resident_tokens:
             return 0
         return self._whole_pages(context) - self.sink_tokens - self.least_window_tokens

@@ -47,8 +47,9 @@ def resolve_host(
     host: HostConfig, kept: Kept, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int,
     kv: KvFormat | None = None, excludes: bool = False,
 ) -> HostDemand:  # fmt: skip
-    """kept: what stays on the device of contexts that go down (`gpu.profiles.find_kept`). Raises PlanError for
-    heads that the host does not read, for a layer that the model has not, and for all of them.
+    """Return what a host tier asks for. kept: what stays on the device of contexts that go down
+    (`gpu.profiles.find_kept`). Raises PlanError for heads that the host does not read, for a layer that the model has
+    not, and for all of them.
     """
     if shape.dim not in HOST_DIMS or shape.group > MAX_HOST_GROUP:
         dims = ", ".join(map(str, HOST_DIMS))
@@ -71,7 +72,8 @@ def resolve_host(
 
 
 def share_memory(demand: Demand, budget: Budget, context: int | None, longest: int, smallest: int) -> HostShares:
-    """The shares for the `context` that was asked for, or else for the longest that fits, `smallest` to `longest`.
+    """Return the shares for the `context` that was asked for, or else for the longest that fits, `smallest` to
+    `longest`.
 
     Resident pages hold the windows of all sequences that may run or, where that is too much, of one: the others then
     wait for pages. Raises PlanError where not even that fits.
@@ -105,7 +107,7 @@ def _fit(
 def _divide(
     demand: Demand, budget: Budget, context: int, num_sequences: int, dense_share: float
 ) -> HostShares | PlanError:
-    """The shares for one context, whose dense layers may take `dense_share` of the KV pages; or what is short."""
+    """Return the shares for one context, whose dense layers may take `dense_share` of the KV pages; or what is short."""
     host, page = demand.host, demand.page_tokens
     assert host is not None, "host plan: no host tier to plan for"
     down_tokens = host.deposited_tokens(context)

@@ -52,7 +52,7 @@ def resolve_dtype(gpu: GpuConfig, device: str) -> Literal["bfloat16", "float32"]
 
 
 def resolve_kv(gpu: GpuConfig, dtype: Literal["bfloat16", "float32"], shape: Architecture) -> KvFormat:
-    """How pages hold rows. Raises PlanError."""
+    """Return how pages hold rows. Raises PlanError."""
     if gpu.kv == "auto":
         return dtype
     if gpu.kv == "bfloat16" and dtype != "bfloat16":

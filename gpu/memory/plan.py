@@ -108,7 +108,7 @@ class MemoryPlan:
         return DTYPE_BYTES[self.dtype]
 
     def resident_tokens_of(self, profile: str) -> int:
-        """A context of that profile up to this stays on the device, whole."""
+        """Return the tokens up to which a context of that profile stays on the device, whole."""
         window = self.own_windows.get(profile, self.window_tokens)
         return max(self.resident_tokens, self.sink_tokens + window + self.lump_tokens)
 
@@ -260,7 +260,7 @@ def require_device(plan: MemoryPlan, gpu: GpuProfile | None, machine_name: str) 
 def _share_pages(
     demand: Demand, gpu: GpuConfig, left: int, max_context_tokens: int | None, max_hidden_tokens: int | None
 ) -> tuple[HostShares, tuple[str, ...]]:
-    """Without a host tier: pages hold all of every context."""
+    """Share memory out without a host tier: pages hold all of every context."""
     budget = left
     if gpu.kv_cache_gib is not None:
         budget = int(gpu.kv_cache_gib * GIB) - demand.num_windows * demand.window_bytes
@@ -309,7 +309,9 @@ def _host_budget(
     gpu: GpuConfig, host: HostConfig, fixed: tuple[MemoryItem, ...], demand: Demand, left: int, hidden: int | None,
     machine: MachineProfile, window_bytes: int,
 ) -> Budget:  # fmt: skip
-    """What host memory may be taken: of the machine's where a GPU is the device, else of what is left of its limit."""
+    """Return what host memory may be taken: of the machine's where a GPU is the device, else of what is left of its
+    limit.
+    """
     planned = sum(item.bytes for item in fixed if item.place == "host")
     have = left if demand.place == "host" else machine.memory_bytes - planned
     asked = None if host.memory_limit_gib is None else int(host.memory_limit_gib * GIB)
@@ -358,7 +360,7 @@ def _kv_items(demand: Demand, shares: HostShares) -> tuple[MemoryItem, ...]:
 def _resolve_context(
     demand: Demand, left: int, budget: int, asked: int | None, hidden_tokens: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """The longest context to serve, and what to say of it where it is not the model's."""
+    """Return the longest context to serve, and what to say of it where it is not the model's."""
     if asked is not None:
         return asked, ()
     longest = demand.shape.max_context_tokens

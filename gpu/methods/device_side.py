@@ -92,23 +92,25 @@ class DeviceSide:
     makes_codes: ClassVar[bool] = False
 
     def before(self, reads: LayerReads) -> None:
-        """Keys and values of the step's tokens are written, and nothing is read yet."""
+        """Change what a layer reads. Keys and values of the step's tokens are written, and nothing is read yet."""
 
     def read(self, reads: LayerReads, on_device: DevicePartials) -> None:
-        """The host is asked, if it is, and near and far are read: what a method reads itself goes to `fetched`."""
+        """Read what the method reads itself, into `fetched`; the host is asked, if it is, and near and far are read."""
 
     def after(self, reads: LayerReads, on_device: DevicePartials, filled: Sequence[Partial]) -> None:
-        """What others filled the holes with is there as well, `fetched` and the host's; nothing is merged yet."""
+        """Look at what was read, or merge it. What others filled the holes with is there as well, `fetched` and the
+        host's; nothing is merged yet.
+        """
 
     def finish(self, rows: StepRows) -> None:
-        """The step's last layer is computed: what it has set going aside is waited for, in stream order."""
+        """Wait, in stream order, for what it has begun aside; the step's last layer is computed."""
 
     def counts(self) -> Mapping[str, Sequence[int]]:
         """Return the method's counters without waiting, of steps that are over at least: one number, or one a layer."""
         return {}
 
     def encode_keys(self, keys: Tensor, codes: Tensor) -> None:
-        """Codes of keys as they are stored, `[kv_heads, tokens, dim]`, to uint16 `[kv_heads, tables, tokens]`."""
+        """Encode keys as they are stored, `[kv_heads, tokens, dim]`, to uint16 `[kv_heads, tables, tokens]`."""
 
 
 class RingSide(DeviceSide):

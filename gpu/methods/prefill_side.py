@@ -24,22 +24,22 @@ class PrefillSide(ABC):
     """
 
     def make_state(self, layer: int, begin: int, num_prompt_tokens: int) -> object | None:
-        """What it keeps from unit to unit of one prompt's layer, of which positions `[begin, num_prompt_tokens)` are
-        computed: it comes with each query, and goes when the layer is done.
+        """Return what it keeps from unit to unit of one prompt's layer, of which positions `[begin, num_prompt_tokens)`
+        are computed: it comes with each query, and goes when the layer is done.
         """
         return None
 
     def first_own_token(self) -> int:
-        """Where the first unit begins that it does not leave to dense prefill; a multiple of `align_tokens`."""
+        """Return where the first unit begins that it does not leave to dense prefill; a multiple of `align_tokens`."""
         return 0
 
     @abstractmethod
     def attend(self, query: PrefillQuery) -> Attended:
-        """What the queries get of all keys up to their own positions."""
+        """Return what the queries get of all keys up to their own positions."""
 
 
 def make_prefill_sides(parts: Sequence[ProfilePart], site: Site, dense: PrefillSide) -> dict[PartId, PrefillSide]:
-    """Of the prefill methods among these, by what units name them. dense: what they fall back on."""
+    """Return the sides of the prefill methods among these, by what units name them. dense: what they fall back on."""
     found = [(part, part.method.prefill_side) for part in parts]
     return {
         part.id: import_module(module).make_prefill_side(part.settings, site, dense)

@@ -17,19 +17,19 @@ STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.u
 
 
 def block_maxima(values: Tensor, block: int, fill: float) -> Tensor:
-    """Maxima over blocks of the last axis, `[..., tokens]` -> `[..., blocks]`; `fill` behind its end."""
+    """Return the maxima over blocks of the last axis, `[..., tokens]` -> `[..., blocks]`; `fill` behind its end."""
     tokens = values.shape[-1]
     padded = functional.pad(values, (0, -tokens % block), value=fill)
     return padded.unflatten(-1, (-1, block)).amax(-1)
 
 
 def attended_maxima(logit_maxima: Tensor, lse: Tensor) -> Tensor:
-    """exp(max - lse) of logit maxima `[..., blocks]`, -inf for a block that was not read, and lse `[...]`."""
+    """Return exp(max - lse) of logit maxima `[..., blocks]`, -inf for a block that was not read, and lse `[...]`."""
     return (logit_maxima - lse[..., None]).exp().masked_fill(logit_maxima == -torch.inf, 0)
 
 
 def compress(values: Tensor, stored: torch.dtype) -> Tensor:
-    """Attention in [0, 1] as it is stored: in uint8 by its logarithm, eight codes an octave, 0 below 2**-31.75."""
+    """Return attention in [0, 1] as it is stored: in uint8 by its logarithm, eight codes an octave, 0 below 2**-31.75."""
     if stored != torch.uint8:
         return values.to(stored)
     codes = (TOP_CODE + STEPS_PER_OCTAVE * values.float().log2()).round()
@@ -37,7 +37,7 @@ def compress(values: Tensor, stored: torch.dtype) -> Tensor:
 
 
 def restore(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `compress` stored, in a float dtype."""
+    """Return what `compress` stored, in a float dtype."""
     if codes.dtype != torch.uint8:
         return codes.to(dtype)
     values = torch.exp2((codes.to(dtype) - TOP_CODE) / STEPS_PER_OCTAVE)
@@ -63,7 +63,7 @@ class History:
 
     @property
     def oldest(self) -> int:
-        """The slot of the window's first row; rows of the window follow it around the ring."""
+        """Return the slot of the window's first row; rows of the window follow it around the ring."""
         return (self.newest + 1 + self.spare) % self.ring.shape[2]
 
     def advance(self) -> None:
@@ -72,11 +72,13 @@ class History:
         self.ring[:, :, self.newest] = 0
 
     def put(self, layer: int, attended: Tensor) -> None:
-        """The newest step of a layer: attention maxima `[heads, blocks]`, fewer blocks than there is room for."""
+        """Write the newest step of a layer: attention maxima `[heads, blocks]`, fewer blocks than there is room for."""
         self.ring[layer, :, self.newest, : attended.shape[1]] = compress(attended, self.ring.dtype)
 
     def window(self, layer: int, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """`[heads, steps, end - begin]` of blocks [begin, end), oldest step first: sink and recent blocks cut off."""
+        """Return `[heads, steps, end - begin]` of blocks [begin, end), oldest step first: sink and recent blocks cut
+        off.
+        """
         rows = (self.oldest + torch.arange(self.steps, device=self.ring.device)) % self.ring.shape[2]
         return restore(self.ring[layer][:, rows, begin:end], dtype)
 
@@ -84,13 +86,13 @@ class History:
 def new_history(
     layers: int, heads: int, steps: int, spare: int, blocks: int, stored: torch.dtype, device: torch.device
 ) -> History:
-    """Zeros: what a head without steps has. Bytes: layers * heads * (steps + spare) * blocks, times the dtype's."""
+    """Return zeros: what a head without steps has. Bytes: layers * heads * (steps + spare) * blocks, times the dtype's."""
     ring = torch.zeros(layers, heads, steps + spare, blocks, dtype=stored, device=device)
     return History(ring, steps - 1, spare)
 
 
 def prompt_maxima(queries: Tensor, keys: Tensor, context: int, block: int) -> Tensor:
-    """Block maxima of the exact attention of a prompt's last queries: what a history begins with.
+    """Return block maxima of the exact attention of a prompt's last queries: what a history begins with.
 
     queries: `[heads, tokens, dim]`, of the last positions below `context`; keys: `[kv_heads, context or more, dim]`.
     Returns float32 `[heads, tokens, blocks]`, a row a query, 0 behind it. Plain torch: a layer at a time.

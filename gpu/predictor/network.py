@@ -40,7 +40,7 @@ class PredictorNetwork(nn.Module):
         self.conv3 = nn.Conv1d(WIDE_CHANNELS, 1, 1)
 
     def forward(self, history: Tensor, widths: Tensor | None) -> Tensor:
-        """Scores `[heads, blocks]` of the next step; history `[heads, rows, blocks]`, oldest row first.
+        """Return scores `[heads, blocks]` of the next step; history `[heads, rows, blocks]`, oldest row first.
 
         widths: int `[heads]`, blocks of each head; scores behind them mean nothing. None: all have all.
         """
@@ -59,7 +59,7 @@ def _within(values: Tensor, inside: Tensor | None) -> Tensor:
 
 
 def load_network(path: Path) -> PredictorNetwork:
-    """A predictor in float32 on the CPU, of our `.safetensors` or the authors' `.pth`.
+    """Load a predictor in float32 on the CPU, of our `.safetensors` or the authors' `.pth`.
 
     A pickle is read as weights only. Raises PredictorError for another suffix, names, shapes or numbers, and OSError.
     """
@@ -79,7 +79,7 @@ def load_network(path: Path) -> PredictorNetwork:
 
 
 def check_tensors(name: str, tensors: object) -> dict[str, Tensor]:
-    """The named tensors in float32. Raises PredictorError unless they are those of the network, and finite."""
+    """Return the named tensors in float32. Raises PredictorError unless they are those of the network, and finite."""
     if not isinstance(tensors, Mapping):
         raise PredictorError(f"predictor {name}: holds a {type(tensors).__name__}; wanted tensors by name")
     missing, unknown = sorted(set(SHAPES) - set(tensors)), sorted(map(str, set(tensors) - set(SHAPES)))

@@ -53,7 +53,7 @@ class PackedNetwork:
 
 
 def pack(network: PredictorNetwork, dtype: torch.dtype, device: torch.device) -> PackedNetwork:
-    """The network's parameters as the kernel takes them."""
+    """Return the network's parameters as the kernel takes them."""
     first = torch.zeros(INPUTS, SIDED_CHANNELS)
     taps = first[:-1].view(3, SIDES + 2, SIDED_CHANNELS)
     second = torch.zeros(3, SIDED_CHANNELS, WIDE_CHANNELS)
@@ -70,7 +70,7 @@ def pack(network: PredictorNetwork, dtype: torch.dtype, device: torch.device) ->
 def predict_reference(
     history: Tensor, oldest: Tensor, widths: Tensor, network: PackedNetwork, moved: int, dtype: torch.dtype
 ) -> Tensor:
-    """Plain torch in `dtype`: see `predict_blocks`; always whole."""
+    """Compute `predict_blocks` in plain torch; always whole."""
     steps, blocks = history.shape[1] - moved, history.shape[2]
     slots = (oldest[:, None] + torch.arange(steps, device=history.device)) % history.shape[1]
     rows = restore(history.gather(1, slots[..., None].long().expand(-1, -1, blocks)), dtype)
@@ -88,7 +88,7 @@ def predict_reference(
 
 @triton.jit
 def _has_changed(history, row_stride, slots, column, width, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Of columns, whether rows of it or of those beside it differ, as far as they are inside, `[columns]`."""
+    """Tell of columns whether rows of it or of those beside it differ, as far as they are inside, `[columns]`."""
     differing = tl.zeros([CHUNK], tl.int32)
     for side in tl.static_range(2 * _REACH + 1):
         at = column + (side - _REACH)
@@ -104,7 +104,7 @@ def _has_changed(history, row_stride, slots, column, width, CHUNK: tl.constexpr,
 
 @triton.jit
 def _read(history, row_stride, slots, oldest, row, column, width, STEPS: tl.constexpr):
-    """What the first convolution takes of one row and those beside it, as stored, `[columns, 16]`."""
+    """Return what the first convolution takes of one row and those beside it, as stored, `[columns, 16]`."""
     tap = tl.arange(0, 16)
     from_row, from_column = row + tap // 5 - 1, column[:, None] + (tap % 5 - 2)[None, :]
     is_there = ((tap < 15) & (from_row >= 0) & (from_row < STEPS))[None, :]
@@ -115,8 +115,9 @@ def _read(history, row_stride, slots, oldest, row, column, width, STEPS: tl.cons
 
 @triton.jit
 def _activate(stored, column, width, first, CODED: tl.constexpr, PRODUCT: tl.constexpr):
-    """The first convolution of one row at the columns and those beside them, `[columns, 64]`; 0 outside the head's
-    blocks."""
+    """Return the first convolution of one row at the columns and those beside them, `[columns, 64]`; 0 outside the
+    head's blocks.
+    """
     value = stored.to(tl.float32)
     if CODED:
         value = tl.where(value > 0, tl.exp2((value - CODE_TOP) * CODE_SCALE), 0.0)
@@ -133,8 +134,9 @@ def _predict_kernel(
     STEPS: tl.constexpr, MOVED: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
     CODED: tl.constexpr,
 ):  # fmt: skip
-    """lists: int32 `[heads, blocks]`, written here: of each chunk the blocks that are made, which other threads
-    read."""
+    """Predict a chunk of a head's blocks. lists: int32 `[heads, blocks]`, written here: of each chunk the blocks that
+    are made, which other threads read.
+    """
     head, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHUNK
     width = tl.load(widths + head)
     if width < 0:

@@ -38,7 +38,7 @@ class BreakEven:
         self._num_steps = 0
 
     def end_step(self) -> None:
-        """A step is launched; the last one of a window is judged with those before it."""
+        """Count a launched step; the last one of a window judges it with those before it."""
         self._num_steps += 1
         if self._stops and self._num_steps % WINDOW_STEPS == 0:
             self._judge()

@@ -33,7 +33,7 @@ def complete_reference(
     limits: Limits,
     is_estimate_row: Tensor,
 ) -> Partial:
-    """Plain torch; see `complete`. Partials may be float64."""
+    """Compute `complete` in plain torch. Partials may be float64."""
     wide, capacity = near.out.dtype, ring.norms.shape[-1]
     is_hit, heads = matched.entries >= 0, torch.arange(query.shape[1], device=query.device)
     entries = rings.clamp_min(0).long()[:, None], heads, matched.entries.clamp_min(0).long()  # [rows, heads]
@@ -66,7 +66,7 @@ _LEAST_NORM = tl.constexpr(LEAST_NORM)
 
 @triton.jit
 def _add(out_a, lse_a, out_b, lse_b):
-    """The partial of both sets of cells; out `[dim]`."""
+    """Return the partial of both sets of cells; out `[dim]`."""
     top = tl.maximum(lse_a, lse_b)
     base = tl.where(top == float("-inf"), 0.0, top)
     mass_a, mass_b = tl.exp(lse_a - base), tl.exp(lse_b - base)
@@ -138,7 +138,8 @@ def complete(
     limits: Limits,
     is_estimate_row: Tensor,
 ) -> Partial:
-    """The whole attention of each (row, head), float32; and a new entry of each row's ring, at `cells % capacity`.
+    """Return the whole attention of each (row, head), float32; and a new entry of each row's ring, at `cells %
+    capacity`.
 
     near, far: read with `matched.bounds`; filled: what the host filled holes with, or None where it was not asked; it
     may lie in pinned host memory, and what it says of hits is not looked at. query: before RoPE, `[rows, heads, dim]`,

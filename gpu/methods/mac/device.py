@@ -155,7 +155,7 @@ class Mac(RingSide):
         )  # fmt: skip
 
     def _rows_of(self, reads: LayerReads) -> _RingRows:
-        """Looked up in a step's first layer that matches: a captured step's rows change from replay to replay."""
+        """Look the rows up in a step's first layer that matches: a captured step's rows change from replay to replay."""
         rows = reads.rows
         if reads.layer == self.layers[0] and self not in reads.kept:
             self._of_rows[rows] = _RingRows(rows.of_slots(self.ring_of_slot), rows.of_slots(self._is_estimate))
@@ -171,7 +171,7 @@ def _map(ring: Ring, change: Callable[[Tensor], Tensor]) -> Ring:
 
 
 def _wrap(begin: int, end: int, capacity: int) -> list[slice]:
-    """The places of cells `[begin, end)` in a ring."""
+    """Return the places of cells `[begin, end)` in a ring."""
     if end - begin >= capacity:
         return [slice(0, capacity)]
     first, last = begin % capacity, end % capacity

@@ -69,7 +69,7 @@ class Limits:
 
     @property
     def max_log_share(self) -> float:
-        """The bound of an entry's lse(prefix) - lse(whole), natural log; inf where every share is taken."""
+        """Return the bound of an entry's lse(prefix) - lse(whole), natural log; inf where every share is taken."""
         return log(self.max_prefix_share) if self.max_prefix_share < 1 else inf
 
 
@@ -98,7 +98,7 @@ def match_reference(
     counts: Tensor,
     kv_heads: int,
 ) -> Matched:
-    """Plain torch; see `match`. Distances are of the dtype of `ring.norms`."""
+    """Compute `match` in plain torch. Distances are of the dtype of `ring.norms`."""
     capacity, wide = ring.norms.shape[-1], ring.norms.dtype
     cut = cells + 1 - limits.band
     is_tried = (rings >= 0) & (is_matching != 0) & (cells + 1 >= limits.min_cells) & (cut > limits.sink)
@@ -130,7 +130,8 @@ def match_reference(
 
 
 def _bounds_of(matched: Tensor, is_hit: Tensor, rings: Tensor, cells: Tensor, holes: Tensor, limits: Limits) -> Tensor:
-    """int64 `[3, rows, heads]`: of hits at the cells `matched` `[rows, heads]`, of misses, and of rows without a ring.
+    """Return int64 `[3, rows, heads]`: of hits at the cells `matched` `[rows, heads]`, of misses, and of rows without a
+    ring.
 
     Where a row's prefix is empty, nothing is far.
     """

@@ -39,7 +39,7 @@ class MacSettings(Settings):
     @field_validator("layer_tau", mode="before")
     @classmethod
     def _read_off(cls, given: Any) -> Any:
-        """YAML reads `off` as false."""
+        """Read `off`, which YAML reads as false."""
         return {key: "off" if tau is False else tau for key, tau in given.items()} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
@@ -61,16 +61,18 @@ class MacSettings(Settings):
 
     @property
     def num_seeds(self) -> int:
-        """Positions at a prompt's end that are seeded."""
+        """Return the positions at a prompt's end that are seeded."""
         return self.capacity if self.seed_tokens is None else self.seed_tokens
 
     def layers(self, architecture: Architecture) -> list[int]:
-        """Those that match: all but the ones that are off, and those with a window, which read little as it is."""
+        """Return the layers that match: all but the ones that are off, and those with a window, which read little as it
+        is.
+        """
         off = {layer for layer, tau in self.layer_tau.items() if tau == "off"} | set(architecture.window_layers)
         return [layer for layer in range(architecture.num_layers) if layer not in off]
 
     def tau_of(self, layer: int) -> float:
-        """Of a layer that is not off."""
+        """Return tau of a layer that is not off."""
         tau = self.layer_tau.get(layer, self.tau)
         assert tau != "off", f"mac: layer {layer} is off"
         return tau

@@ -16,8 +16,8 @@ from gpu.methods.momo.union import unite
 def sparse_attention(
     query: Tensor, keys: Tensor, values: Tensor, begin: int, settings: MomoSettings, scale: float
 ) -> Tensor:
-    """Whole query blocks: `query [tokens, heads, dim]` at positions from `begin`, a multiple of the query block, on;
-    keys, values `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens.
+    """Attend whole query blocks: `query [tokens, heads, dim]` at positions from `begin`, a multiple of the query block,
+    on; keys, values `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens.
 
     float32 `[tokens, heads, dim]` (on the CPU float64 of float64): no softmax over a set, so no lse comes with it.
     """

@@ -22,7 +22,7 @@ def block_sparse_reference(
     query: Tensor, keys: Tensor, values: Tensor, begin: int, query_block: int, key_block: int, lists: KeyLists,
     scale: float,
 ) -> Partial:  # fmt: skip
-    """Plain torch, in float32, or float64 for such: see `block_sparse_attention`."""
+    """Compute `block_sparse_attention` in plain torch."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     (tokens, heads, dim), kv_heads = query.shape, keys.shape[0]
     own = torch.arange(query_block, device=query.device)
@@ -118,7 +118,8 @@ def block_sparse_attention(
     query: Tensor, keys: Tensor, values: Tensor, begin: int, query_block: int, key_block: int, lists: KeyLists,
     scale: float,
 ) -> Partial:  # fmt: skip
-    """Whole query blocks: `query [tokens, heads, dim]` at positions from `begin`, a multiple of `query_block`, on.
+    """Attend whole query blocks: `query [tokens, heads, dim]` at positions from `begin`, a multiple of `query_block`,
+    on.
 
     keys, values: `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens; of one
     dtype. lists: of `gpu.methods.momo.union`. out float32 `[tokens, heads, dim]`, lse float32 `[tokens, heads]`.

@@ -43,8 +43,8 @@ class Momo(PrefillSide):
         return -(-self.settings.dense_until_tokens // self.settings.query_block) * self.settings.query_block
 
     def attend(self, query: PrefillQuery) -> Attended:
-        """No lse: the whole past is covered, and by no softmax over a set (eq. 2). Raises ValueError where positions
-        are not consecutive: windows and query blocks are of consecutive queries.
+        """Attend a unit. There is no lse: the output is no softmax over a set (eq. 2). Raises ValueError where
+        positions are not consecutive: windows and query blocks are of consecutive queries.
         """
         size, begin = self.settings.query_block, query.begin
         if begin is None:

@@ -41,7 +41,7 @@ class SparseRows:
 
 
 def count_rows(tokens: int, gamma: int) -> int:
-    """Sparse queries among `tokens` whose first is one."""
+    """Return the sparse queries among `tokens` whose first is one."""
     return -(-tokens // gamma)
 
 
@@ -49,7 +49,7 @@ def query_sparse_reference(
     query: Tensor, keys: Tensor, values: Tensor, begin: int, gamma: int, key_block: int, selection: Selection,
     scale: float,
 ) -> SparseRows:  # fmt: skip
-    """Plain torch, in float32, or float64 for such: see `query_sparse_attention`."""
+    """Compute `query_sparse_attention` in plain torch."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     chosen, keys, values = query[::gamma].to(wide), keys.to(wide), values.to(wide)
     (rows, heads, dim), kv_heads = chosen.shape, keys.shape[0]
@@ -76,7 +76,7 @@ def _pass_block(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr,
     LOG_K: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One key block: softmax goes on, and its score is offered. MASKED: not all rows see all of it."""
+    """Go on with the softmax over one key block, and offer its score. MASKED: not all rows see all of it."""
     LN2: tl.constexpr = 0.6931471805599453
     token = block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
     column = tl.arange(0, BLOCK_DIM)
@@ -174,7 +174,7 @@ def query_sparse_attention(
     query: Tensor, keys: Tensor, values: Tensor, begin: int, gamma: int, key_block: int, selection: Selection,
     scale: float,
 ) -> SparseRows:  # fmt: skip
-    """Queries 0, gamma, 2 gamma, ... of `query [tokens, heads, dim]`, at positions `begin`, `begin + gamma`, ...
+    """Attend queries 0, gamma, 2 gamma, ... of `query [tokens, heads, dim]`, at positions `begin`, `begin + gamma`, ...
 
     keys, values: `[kv_heads, context, dim]` (heads and tokens strided), of tokens from 0 on, at least to the last
     sparse query; of one dtype. Raises ValueError for another shape, dtype or device.

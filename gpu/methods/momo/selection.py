@@ -21,8 +21,8 @@ ESTIMATED = tl.constexpr(KINDS["estimated"])
 
 
 def select_reference(scores: Tensor, num_blocks: Tensor, selection: Selection) -> Tensor:
-    """Blocks that rows keep, int32 `[rows, heads, k]`, -1 in free slots; `scores [rows, heads, blocks]`, any float,
-    of which a row sees its first `num_blocks`, int64 `[rows]`.
+    """Return the blocks that rows keep, int32 `[rows, heads, k]`, -1 in free slots; `scores [rows, heads, blocks]`, any
+    float, of which a row sees its first `num_blocks`, int64 `[rows]`.
     """
     rows, heads, most = scores.shape
     if selection.name != "estimated":
@@ -60,7 +60,7 @@ def select_reference(scores: Tensor, num_blocks: Tensor, selection: Selection) -
 
 @triton.jit
 def plant_trees(to_scores, to_leaves, is_row, K: tl.constexpr, LOG_K: tl.constexpr):
-    """Rows' trees without a score: node 1 is the root, nodes from K on are the leaves, and every node names one."""
+    """Write rows' trees without a score: node 1 is the root, nodes from K on are the leaves, and every node names one."""
     node = tl.arange(0, 2 * K)
     leaf = node
     for _ in tl.static_range(LOG_K):
@@ -72,7 +72,9 @@ def plant_trees(to_scores, to_leaves, is_row, K: tl.constexpr, LOG_K: tl.constex
 
 @triton.jit
 def erfinv_of_share(share):
-    """erf^-1(1 - 2 * share) for shares in (0, 1), float32 (Giles 2010), without the cancellation in 1 - 2 * share."""
+    """Return erf^-1(1 - 2 * share) for shares in (0, 1), float32 (Giles 2010), without the cancellation in 1 - 2 *
+    share.
+    """
     far = -tl.log(4.0 * share * (1.0 - share))
     near = far - 2.5
     a = 2.81022636e-08
@@ -99,8 +101,8 @@ def erfinv_of_share(share):
 
 @triton.jit
 def begin_selection(ROWS: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr, KIND: tl.constexpr):
-    """State of a tile of rows: best, held `[rows, K_CHIP]`; the lowest of them and its slot; count, mean and sum of
-    squares of the estimate, each `[rows]`.
+    """Return the state of a tile of rows: best, held `[rows, K_CHIP]`; the lowest of them and its slot; count, mean and
+    sum of squares of the estimate, each `[rows]`.
     """
     best = tl.full([ROWS, K_CHIP], float("-inf"), tl.float32)
     held = tl.full([ROWS, K_CHIP], -1, tl.int32)
@@ -119,8 +121,8 @@ def offer_block(
     best, held, lowest, slot, count, mean, squares, score, block, sees, num_blocks, to_blocks, to_scores, to_leaves,
     K: tl.constexpr, K_CHIP: tl.constexpr, LOG_K: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """One block's score for every row that sees it. to_blocks: each row's k slots in device memory; to_scores: its k
-    slots, of a tree 2k nodes; to_leaves: of a tree its 2k nodes.
+    """Offer one block's score for every row that sees it. to_blocks: each row's k slots in device memory; to_scores:
+    its k slots, of a tree 2k nodes; to_leaves: of a tree its 2k nodes.
     """
     wins = sees & (score > lowest)
     if KIND == TREE:

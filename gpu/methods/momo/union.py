@@ -33,7 +33,7 @@ class KeyLists:
 
 
 def unite_reference(rows: SparseRows, begin: int, rows_per_block: int, own_blocks: int, k_trim: int) -> KeyLists:
-    """Plain torch: see `unite`."""
+    """Compute `unite` in plain torch."""
     num_rows, heads, _ = rows.blocks.shape
     most, count = k_trim - own_blocks, num_rows // rows_per_block
     below = (begin + own_blocks * torch.arange(count, device=rows.lse.device))[:, None]  # a query block's own first
@@ -85,7 +85,7 @@ def _unite_kernel(
 
 
 def unite(rows: SparseRows, begin: int, rows_per_block: int, own_blocks: int, k_trim: int) -> KeyLists:
-    """Lists for query blocks of `rows_per_block` sparse rows each, as many as there are rows.
+    """Return the lists for query blocks of `rows_per_block` sparse rows each, as many as there are rows.
 
     begin: the key block where the first query block begins; own_blocks: key blocks of a query block, which are read
     besides the list and count in `k_trim`. Raises ValueError where rows are not whole query blocks, or are strided.

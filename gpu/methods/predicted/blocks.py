@@ -44,7 +44,7 @@ class Blocks:
 def new_blocks(
     settings: PredictedSettings, shape: Architecture, layers: int, rings: int, stored: torch.dtype, device: torch.device
 ) -> Blocks:
-    """Of so many layers, empty."""
+    """Return empty blocks of so many layers."""
     rows = (layers, rings * shape.num_kv_heads * settings.num_slots, 1, BLOCK_TOKENS, width_of(stored, shape.dim))
     blocks = Blocks(
         **allocate_all(ring_arrays(settings, shape, layers, rings), device),

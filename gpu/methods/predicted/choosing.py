@@ -20,7 +20,7 @@ _WORD, _FETCHED = tl.constexpr(WORD_BITS), tl.constexpr(FETCHED)
 def choose_blocks_reference(
     scores: Tensor, limits: Tensor, ids: Tensor, bits: Tensor, is_in: Tensor, counts: Tensor
 ) -> Tensor:
-    """Plain torch; see `choose_blocks`."""
+    """Compute `choose_blocks` in plain torch."""
     fresh = torch.zeros_like(ids, dtype=torch.uint8)
     for place in is_in.nonzero().flatten().tolist():
         own, wished = ids[place], scores[place, : int(limits[place])]
@@ -37,7 +37,7 @@ def choose_blocks_reference(
 
 
 def pack_bits(blocks: Tensor, words: int) -> Tensor:
-    """int32 `[words]` with the bits of these blocks."""
+    """Return int32 `[words]` with the bits of these blocks."""
     flags = torch.zeros(words * WORD_BITS, dtype=torch.int64, device=blocks.device)
     flags[blocks.long()] = 1
     sums = (flags.view(words, WORD_BITS) << torch.arange(WORD_BITS, device=blocks.device)).sum(1)
@@ -46,7 +46,7 @@ def pack_bits(blocks: Tensor, words: int) -> Tensor:
 
 @triton.jit
 def _ranks(flags):
-    """How many before it are set."""
+    """Return how many before it are set."""
     ones = flags.to(tl.int32)
     return tl.cumsum(ones, 0) - ones
 
@@ -56,8 +56,9 @@ def _choose_blocks_kernel(
     scores, limits, ids, bits, is_in, fresh, counts, coming, blocks, slots, words,
     BLOCKS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """A place. coming: int32 `[places, slots]`, written here: what is new, in order. It and the bits of what is chosen
-    are read by other threads than wrote them."""
+    """Choose the blocks of a place. coming: int32 `[places, slots]`, written here: what is new, in order. It and the
+    bits of what is chosen are read by other threads than wrote them.
+    """
     WORDS: tl.constexpr = BLOCKS // _WORD
     place = tl.program_id(0).to(tl.int64)
     slot, word, block = tl.arange(0, SLOTS), tl.arange(0, WORDS), tl.arange(0, BLOCKS)

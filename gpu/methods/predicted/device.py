@@ -264,7 +264,7 @@ class Predicted(RingSide):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """What was set going aside is waited for, in stream order. A capture may wait for what is in it alone."""
+        """Wait, in stream order, for what was begun aside. A capture may wait for what is in it alone."""
         for begun in self._begun:
             chain = self._chains[begun]
             if chain is not None:
@@ -273,7 +273,7 @@ class Predicted(RingSide):
         self._used.clear()
 
     def _aside(self, place: int) -> AbstractContextManager[None]:
-        """Of a layer, by its place: on its chain, behind all that the current stream was given so far."""
+        """Run what follows for the layer at a place, on its chain, behind all that the current stream was given so far."""
         self._begun.add(place % CHAINS)
         return self._streams.aside(self._chains[place % CHAINS])
 
@@ -297,7 +297,7 @@ class Predicted(RingSide):
         fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, self._kv_heads, self._is_int8, late)
 
     def _score(self, layer: Blocks, choice: Choice) -> Tensor:
-        """Float32 `[places, blocks]`."""
+        """Return scores, float32 `[places, blocks]`."""
         every, scores = self.settings.predict_every, layer.scores
         if runs_on_triton(layer.history):
             predict_blocks(
@@ -315,7 +315,9 @@ class Predicted(RingSide):
         return scores
 
     def _choose_now(self, behind: dict[int, tuple[int, int]]) -> None:
-        """Before a step: by ring, the cell that was the last one, and how many blocks are in host memory alone."""
+        """Choose before a step. behind: by ring, the cell that was the last one, and how many blocks are in host memory
+        alone.
+        """
         numbers = np.zeros((2, self._num_rings), np.int64)
         numbers[0] = -1
         for ring, own in behind.items():
@@ -326,7 +328,7 @@ class Predicted(RingSide):
             self._choose(layer, choice, counts, None)
 
     def _place(self, ring: int, places: np.ndarray) -> None:
-        """Where a ring's run lies, in stream order, if it has moved or grown."""
+        """Write where a ring's run lies, in stream order, if it has moved or grown."""
         known = self._known_places.get(ring)
         if known is not None and np.array_equal(known, places):
             return

@@ -67,8 +67,8 @@ class Lateness:
 
 
 def read_block(lies: Tensor, block: int, kv_head: int, dim: int, is_int8: bool) -> tuple[Tensor, Tensor]:
-    """Keys and values of one block of a run, float32 `[BLOCK_TOKENS, dim]`, restored; lies: int64 `[COLUMNS, pieces]`.
-    On the CPU.
+    """Return the keys and values of one block of a run, float32 `[BLOCK_TOKENS, dim]`, restored; lies: int64 `[COLUMNS,
+    pieces]`. On the CPU.
     """
     token = block * BLOCK_TOKENS
     inside = (lies[places.RUN_BEGIN] <= token) & (token < lies[places.RUN_END])
@@ -97,7 +97,7 @@ def fetch_blocks_reference(
     ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool,
     late: Lateness | None,
 ) -> None:  # fmt: skip
-    """Plain torch on the CPU; see `fetch_blocks`."""
+    """Compute `fetch_blocks` in plain torch."""
     slots = ids.shape[1]
     if late is not None and int(late.open_parts) <= 0:
         for place, slot in fresh.nonzero().tolist():
@@ -123,7 +123,7 @@ def look_at_blocks_reference(
     history: Tensor, query: Tensor, lse: Tensor, bits: Tensor, lies: Tensor, rings: Tensor, cells: Tensor,
     holes: Tensor, every: int, scale: float, is_int8: bool, counts: Tensor,
 ) -> None:  # fmt: skip
-    """Plain torch on the CPU; see `look_at_blocks`."""
+    """Compute `look_at_blocks` in plain torch."""
     kv_heads = len(history) // len(lies)
     group, dim = query.shape[1] // kv_heads, query.shape[2]
     for row in (rings >= 0).nonzero().flatten().tolist():
@@ -142,8 +142,9 @@ def look_at_blocks_reference(
 
 @triton.jit
 def _list_mine(mine, is_listed, item, before):
-    """Of a chunk's items those that are listed fall to the programs in turn, behind `before` of earlier chunks; what is
-    this one's is written behind what is `mine`. How many they are now."""
+    """Share the listed items of a chunk out to the programs in turn, behind `before` of earlier chunks; what is this
+    one's is written behind what is `mine`. How many they are now.
+    """
     flag = is_listed.to(tl.int32)
     rank = before + tl.cumsum(flag, 0) - flag
     num_programs = tl.num_programs(0)
@@ -153,13 +154,13 @@ def _list_mine(mine, is_listed, item, before):
 
 @triton.jit
 def _number_of_mine(listed):
-    """Of so many that were listed."""
+    """Return a program's part of so many that were listed."""
     return (listed - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
 
 
 @triton.jit
 def _pieces_of(lies, token, PIECES: tl.constexpr):
-    """Where the pieces with tokens of runs stand in their tables, `[items]`, -1: nowhere."""
+    """Return where the pieces with tokens of runs stand in their tables, `[items]`, -1: nowhere."""
     piece = tl.arange(0, PIECES)[None, :]
     begin, end = tl.load(lies[:, None] + piece), tl.load(lies[:, None] + _END * PIECES + piece)
     inside = (begin <= token[:, None]) & (token[:, None] < end)
@@ -168,13 +169,13 @@ def _pieces_of(lies, token, PIECES: tl.constexpr):
 
 @triton.jit
 def _number_at(lies, piece, is_there, COLUMN: tl.constexpr, PIECES: tl.constexpr):
-    """Of a piece in its table, `[items]`."""
+    """Return a number of a piece in its table, `[items]`."""
     return tl.load(lies + COLUMN * PIECES + piece, mask=is_there, other=0)
 
 
 @triton.jit
 def _first_row(lies, piece, is_there, token, kv_head, AT: tl.constexpr, PIECES: tl.constexpr):
-    """Address of a token's row, and bytes to the next one, `[items]`."""
+    """Return the address of a token's row, and bytes to the next one, `[items]`."""
     address = _number_at(lies, piece, is_there, AT, PIECES)
     address += kv_head * _number_at(lies, piece, is_there, AT + 1, PIECES)
     row_bytes = _number_at(lies, piece, is_there, AT + 2, PIECES)
@@ -183,7 +184,7 @@ def _first_row(lies, piece, is_there, token, kv_head, AT: tl.constexpr, PIECES: 
 
 @triton.jit
 def _rows_at(address, row_bytes, is_there, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr):
-    """Stored rows `[items, BLOCK_TOKENS, WIDE]` from addresses on; 0 behind DIM."""
+    """Return stored rows `[items, BLOCK_TOKENS, WIDE]` from addresses on; 0 behind DIM."""
     row = address[:, None] + tl.arange(0, _BLOCK)[None, :] * row_bytes[:, None]  # [items, tokens]
     column = tl.arange(0, WIDE)[None, None, :]
     inside = is_there[:, None, None] & (column < DIM)
@@ -198,7 +199,7 @@ def _rows_at(address, row_bytes, is_there, DIM: tl.constexpr, WIDE: tl.constexpr
 
 @triton.jit
 def _floats_at(address, is_there, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """`[items, WIDE]`, 0 behind DIM."""
+    """Return floats `[items, WIDE]`, 0 behind DIM."""
     column = tl.arange(0, WIDE)[None, :]
     at = tl.multiple_of(address.to(tl.pointer_type(tl.float32))[:, None], [1, 16]) + column
     return tl.load(at, mask=is_there[:, None] & (column < DIM), other=0.0)
@@ -208,7 +209,7 @@ def _floats_at(address, is_there, DIM: tl.constexpr, WIDE: tl.constexpr):
 def _centre_and_scale(
     lies, piece, is_there, kv_head, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr
 ):
-    """Of keys: float32 `[items, WIDE]` and `[items]`, which is 1 for rows without scales."""
+    """Return centre and scale of keys, float32 `[items, WIDE]` and `[items]`, which is 1 for rows without scales."""
     centre = _number_at(lies, piece, is_there, _CENTRE, PIECES) + 4 * DIM * kv_head
     scale = tl.full([is_there.shape[0]], 1.0, tl.float32)
     if INT8:
@@ -219,7 +220,7 @@ def _centre_and_scale(
 
 @triton.jit
 def _find_blocks(mine, item, count, ids, lies, slots, KV_HEADS: tl.constexpr, PIECES: tl.constexpr):
-    """Of a program's slots: which they are, their blocks, and the pieces that these lie in, -1: nowhere, `[items]`."""
+    """Return a program's slots: which they are, their blocks, and the pieces that these lie in, -1: nowhere, `[items]`."""
     page = tl.load(mine + item, mask=item < count, other=0).to(tl.int64)
     block = tl.load(ids + page, mask=item < count, other=0)
     table = lies + page // slots // KV_HEADS * (_COLUMNS * PIECES)
@@ -232,8 +233,9 @@ def _fetch_kernel(
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
     KIND: tl.constexpr, LEAVES: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """lists: int32 `[programs, cdiv(all_slots, programs)]`, written here: a program's slots, which other threads
-    read."""
+    """Fetch blocks from host memory. lists: int32 `[programs, cdiv(all_slots, programs)]`, written here: a program's
+    slots, which other threads read.
+    """
     mine = lists + tl.program_id(0) * tl.cdiv(all_slots, tl.num_programs(0))
     listed = 0
     for begin in range(0, all_slots, CHUNK):
@@ -279,7 +281,7 @@ def _fetch_kernel(
 
 @triton.jit
 def _store_blocks(pages, page, rows, is_there, DIM: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr):
-    """Restored rows of blocks, `[items, BLOCK_TOKENS, WIDE]`, to pages of one KV head."""
+    """Store restored rows of blocks, `[items, BLOCK_TOKENS, WIDE]`, to pages of one KV head."""
     WIDTH: tl.constexpr = DIM if KIND == _PLAIN else DIM + 4
     row, column = tl.arange(0, _BLOCK), tl.arange(0, WIDE)[None, None, :]
     to = pages + page[:, None, None] * (_BLOCK * WIDTH) + row[None, :, None] * DIM + column
@@ -301,7 +303,9 @@ def _look_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     INT8: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """most: looks of a KV head in a step. lists: of all looks, as in `_fetch_kernel`."""
+    """Look at keys of blocks in host memory. most: looks of a KV head in a step. lists: of all looks, as in
+    `_fetch_kernel`.
+    """
     every_row = tl.arange(0, ROWS)
     if tl.max(tl.load(rings + every_row, mask=every_row < num_rows, other=-1), 0) < 0:
         return

@@ -38,7 +38,7 @@ class Listed:
 def list_blocks_reference(
     ids: Tensor, bits: Tensor, rings: Tensor, holes: Tensor, kv_heads: int, counts: Tensor
 ) -> Listed:
-    """Plain torch; see `list_blocks`."""
+    """Compute `list_blocks` in plain torch."""
     slots, device = ids.shape[1], ids.device
     has_ring = (rings >= 0).repeat_interleave(kv_heads)
     place = (rings.clamp(min=0)[:, None] * kv_heads + torch.arange(kv_heads, device=device)).flatten()
@@ -91,8 +91,9 @@ def _list_kernel(
 
 
 def list_blocks(ids: Tensor, bits: Tensor, rings: Tensor, holes: Tensor, kv_heads: int, counts: Tensor) -> Listed:
-    """Of one layer. ids, bits: see `Blocks`; rings: int32 `[rows]`, -1: none; holes: int32 `[3, rows]`, of cells, as in
-    `StepRows`; counts: int64 `[NUM_COUNTS]`, HOLE and READ are added to. Raises ValueError for another shape or dtype.
+    """List the blocks that rows read of one layer. ids, bits: see `Blocks`; rings: int32 `[rows]`, -1: none; holes:
+    int32 `[3, rows]`, of cells, as in `StepRows`; counts: int64 `[NUM_COUNTS]`, HOLE and READ are added to. Raises
+    ValueError for another shape or dtype.
     """
     op, (places, slots), rows, device = "list_blocks", ids.shape, len(rings), ids.device
     words = bits.shape[1]

@@ -38,7 +38,7 @@ def note_step_reference(
     history: Tensor, maxima: Tensor, near_lse: Tensor, fetched: Fetched | None, rings: Tensor, cells: Tensor,
     first_block: int, kv_heads: int,
 ) -> Tensor:  # fmt: skip
-    """Plain torch; see `note_step`."""
+    """Compute `note_step` in plain torch."""
     group, blocks = maxima.shape[1] // kv_heads, history.shape[2]
     lse = near_lse if fetched is None else torch.logaddexp(near_lse, fetched.lse)
     for row in (rings >= 0).nonzero().flatten().tolist():
@@ -61,14 +61,14 @@ def note_step_reference(
 
 @triton.jit
 def code_of(attended):
-    """See `gpu.predictor.history.compress`."""
+    """Compress as `gpu.predictor.history.compress` does."""
     code = _TOP + _STEPS * tl.log2(tl.maximum(attended, 1e-30))
     return (tl.minimum(tl.maximum(code, 0.0), 255.0) + 0.5).to(tl.int32).to(tl.uint8)
 
 
 @triton.jit
 def _exact_lse(near_lse, fetched_lse, head, FETCHED: tl.constexpr):
-    """Of what a head read exactly."""
+    """Return the lse of what a head read exactly."""
     lse = tl.load(near_lse + head)
     if FETCHED:
         other = tl.load(fetched_lse + head)

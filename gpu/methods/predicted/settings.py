@@ -36,21 +36,21 @@ class PredictedSettings(Settings):
 
     @property
     def num_rows(self) -> int:
-        """Of a history: what a prediction sees, and what has left since the last one."""
+        """Return the rows of a history: what a prediction sees, and what has left since the last one."""
         return self.history + self.predict_every
 
     @property
     def leaves_late(self) -> bool:
-        """Whether a step does not wait for blocks that have not come when it is computed."""
+        """Tell whether a step does not wait for blocks that have not come when it is computed."""
         return False
 
     @property
     def num_slots(self) -> int:
-        """Blocks that a KV head reads."""
+        """Return the blocks that a KV head reads."""
         return self.budget_tokens // BLOCK_TOKENS
 
     def layers(self, architecture: Architecture) -> list[int]:
-        """Those that may predict: without the exempt ones, and those with a window, which go nowhere."""
+        """Return the layers that may predict: without the exempt ones, and those with a window, which go nowhere."""
         windows = set(architecture.window_layers)
         return [layer for layer in range(self.exempt_layers, architecture.num_layers) if layer not in windows]
 

@@ -51,7 +51,7 @@ def _turns_kernel(
     num_rows, num_slots, num_rings, heads, kv_heads, every, history, local_tokens, first_block, blocks,
     ROWS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Of one ring; the program behind the last one is the rows'."""
+    """Find the turns of one ring; the program behind the last one is the rows'."""
     ring, row = tl.program_id(0), tl.arange(0, ROWS)
     inside = row < num_rows
     slot = tl.load(slots + row, mask=inside, other=-1)
@@ -113,7 +113,7 @@ class Turns:
     def of_rows(
         self, rows: StepRows, ring_of_slot: Tensor, samples: Tensor, heads: int
     ) -> tuple[RingRows, list[Choice]]:  # fmt: skip
-        """For the steps behind the rows' cells, a choice for each turn that layers take. ring_of_slot: int32
+        """Return, for the steps behind the rows' cells, a choice for each turn that layers take. ring_of_slot: int32
         `[max_running + 1]`, -1: none; samples: bool `[1]`, whether the host is asked beside a ring. Asynchronous.
         Raises ValueError for another shape or dtype.
         """
@@ -142,7 +142,7 @@ class Turns:
         return own, [Choice(one, stale, width, oldest, limits) for one, width in in_turn]
 
     def _by_ring(self, rows: StepRows, rings: Tensor) -> tuple[Tensor, Tensor]:
-        """Cells, -1: none, and blocks in host memory, int64 `[rings]`."""
+        """Return cells, -1: none, and blocks in host memory, int64 `[rings]`."""
         num_rings = self._num_rings
         to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
         cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
@@ -152,8 +152,8 @@ class Turns:
         return cells[:num_rings], limits[:num_rings]
 
     def choices(self, cells: Tensor, limits: Tensor) -> list[Choice]:
-        """Plain torch; see `of_rows`. cells: int64 `[rings]`, -1: none; limits: int64 `[rings]`, blocks that are in
-        host memory alone.
+        """Compute `of_rows` in plain torch. cells: int64 `[rings]`, -1: none; limits: int64 `[rings]`, blocks that are
+        in host memory alone.
         """
         every = self._settings.predict_every
         begins = torch.where(self.last_cells[:-1] == cells - 1, self.begins[:-1], cells)
@@ -163,7 +163,7 @@ class Turns:
         return self._of_turns((cells >= 0) & ((cells + turns) % every == 0), is_kept, cells, limits)
 
     def choice_now(self, cells: Tensor, limits: Tensor) -> Choice:
-        """Of all rings with a cell, whosever turn it is, before the step behind it."""
+        """Return the choice of all rings with a cell, whosever turn it is, before the step behind it."""
         self._note_cells(cells, cells + 1)  # of what is made now, no turn's scores are
         (choice,) = self._of_turns((cells >= 0)[None], torch.zeros_like(cells, dtype=torch.bool), cells, limits)
         return choice
@@ -174,7 +174,9 @@ class Turns:
         self.begins.index_copy_(0, to, begins)
 
     def _of_turns(self, is_in: Tensor, is_kept: Tensor, cells: Tensor, limits: Tensor) -> list[Choice]:
-        """is_in: bool `[turns, rings]`; is_kept: bool `[rings]`, whose scores are of `predict_every` steps ago."""
+        """Return a choice for each turn. is_in: bool `[turns, rings]`; is_kept: bool `[rings]`, whose scores are of
+        `predict_every` steps ago.
+        """
         history, blocks = self._settings.history, self._blocks
         every, local = self._settings.predict_every, self._settings.local_tokens
         before, widths = ((cells + 2 - less - local) // BLOCK_TOKENS for less in (every, 0))
@@ -192,6 +194,6 @@ class Turns:
 
 
 def find_rings(rows: StepRows, ring_of_slot: Tensor, samples: Tensor, heads: int) -> RingRows:
-    """Plain torch; see `Turns.of_rows`."""
+    """Compute `Turns.of_rows` in plain torch."""
     rings = rows.of_slots(ring_of_slot)
     return RingRows(rings, ((rings < 0) | samples).to(torch.uint8)[:, None].expand(-1, heads).contiguous())

@@ -10,7 +10,7 @@ from transfer.host_config import SampledConfig
 
 
 def make_device_side(settings: SampledConfig, site: Site) -> DeviceSide:
-    """One draw of hyperplanes serves all layers and heads, and every run."""
+    """Draw hyperplanes once: one draw of hyperplanes serves all layers and heads, and every run."""
     assert site.tier_shape is not None, "sampled: nothing goes down here"
     return Codes(draw_hyperplanes(settings, site.tier_shape.dim, site.dtype, site.device))
 
@@ -25,7 +25,7 @@ class Codes(DeviceSide):
         self.hyperplanes = hyperplanes
 
     def before(self, reads: LayerReads) -> None:
-        """Codes of the rotated query as it is, not centred (MagicPIG section 4.2)."""
+        """Make codes of the rotated query as it is, not centred (MagicPIG section 4.2)."""
         if reads.asks:
             reads.codes = encode_queries(reads.query, self.hyperplanes)
 

@@ -47,7 +47,9 @@ class Hyperplanes:
 
 
 def arrange(projections: Projections) -> Hyperplanes:
-    """Done once, where the projections are; give them in bf16 where rows are bf16 on CUDA, and everywhere the same."""
+    """Arrange hyperplanes for the kernel, once, where the projections are; give them in bf16 where rows are bf16 on
+    CUDA, and everywhere the same.
+    """
     bits, tables, matrix = projections.bits_per_table, projections.num_tables, projections.matrix
     columns = -(-tables // COLUMN_STEP) * COLUMN_STEP
     planes = torch.zeros(bits, projections.dim, columns, dtype=matrix.dtype, device=matrix.device)
@@ -56,13 +58,13 @@ def arrange(projections: Projections) -> Hyperplanes:
 
 
 def draw_hyperplanes(settings: SampledConfig, dim: int, dtype: torch.dtype, device: torch.device) -> Hyperplanes:
-    """Those of every run."""
+    """Draw the hyperplanes of every run."""
     bits, tables = settings.bits_per_table, settings.num_tables
     return arrange(draw_projections(dim, bits, tables, PROJECTION_SEED, dtype, device))
 
 
 def encode_rows_reference(rows: Tensor, hyperplanes: Hyperplanes, codes: Tensor) -> None:
-    """Plain torch: rows `[tokens, dim]`, any float or int8; codes uint16 `[tokens, tables]`, any strides."""
+    """Encode in plain torch: rows `[tokens, dim]`, any float or int8; codes uint16 `[tokens, tables]`, any strides."""
     wide = torch.float64 if torch.float64 in (rows.dtype, hyperplanes.planes.dtype) else torch.float32
     planes = hyperplanes.planes.to(wide)
     signed = codes.view(torch.int16)
@@ -104,8 +106,8 @@ def _encode_kernel(
 
 
 def encode_keys(keys: Tensor, hyperplanes: Hyperplanes, codes: Tensor) -> None:
-    """Codes of keys `[kv_heads, tokens, dim]` (bf16, float32 or int8, heads and tokens strided), as the CPU's tables
-    want them: uint16 `[kv_heads, tables, tokens]`, written to `codes` (heads and tables strided).
+    """Write the codes of keys `[kv_heads, tokens, dim]` (bf16, float32 or int8, heads and tokens strided), as the CPU's
+    tables want them: uint16 `[kv_heads, tables, tokens]`, written to `codes` (heads and tables strided).
 
     On CUDA `codes` may be pinned host memory. Raises ValueError for another shape, dtype or device.
     """
@@ -120,7 +122,7 @@ def encode_keys(keys: Tensor, hyperplanes: Hyperplanes, codes: Tensor) -> None:
 
 
 def encode_queries(queries: Tensor, hyperplanes: Hyperplanes) -> Tensor:
-    """Codes of queries `[requests, heads, dim]` (bf16 or float32): uint16 `[requests, heads, tables]`, new.
+    """Return the codes of queries `[requests, heads, dim]` (bf16 or float32): uint16 `[requests, heads, tables]`, new.
 
     Raises ValueError for another dim or device.
     """
@@ -137,7 +139,7 @@ def encode_queries(queries: Tensor, hyperplanes: Hyperplanes) -> Tensor:
 
 
 def _launch(rows: Tensor, hyperplanes: Hyperplanes, codes: Tensor, config: tuple[int, int, int, int]) -> None:
-    """rows `[heads, tokens, dim]`, codes `[heads, tokens, tables]` of any strides."""
+    """Launch the kernel for rows `[heads, tokens, dim]`, codes `[heads, tokens, tables]` of any strides."""
     planes = hyperplanes.planes
     bits, dim, columns = planes.shape
     heads, num_rows, _ = rows.shape

@@ -35,14 +35,14 @@ class Projections:
         return self.matrix.shape[0]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Projections":
-        """The same hyperplanes elsewhere; a narrower dtype tilts them by its rounding."""
+        """Return the same hyperplanes elsewhere; a narrower dtype tilts them by its rounding."""
         return Projections(self.matrix.to(device, dtype), self.bits_per_table, self.num_tables)
 
 
 def draw_projections(
     dim: int, bits_per_table: int, num_tables: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Projections:
-    """Independent standard normal entries, drawn in float32 on the CPU so that every device has the same.
+    """Draw independent standard normal entries, drawn in float32 on the CPU so that every device has the same.
 
     Tables are drawn one after another: where `dim` is a multiple of 16, a draw with more tables begins with those of a
     draw with fewer. Raises ValueError for bits outside 1 to 16, or for no table.
@@ -59,7 +59,7 @@ def draw_projections(
 
 
 def encode_reference(rows: Tensor, projections: Projections) -> Tensor:
-    """Codes of rows `[..., dim]` of any float dtype: uint16 `[..., num_tables]`.
+    """Return the codes of rows `[..., dim]` of any float dtype: uint16 `[..., num_tables]`.
 
     Rows and hyperplanes are widened as they are, never rounded: to float64 where either is, else to float32. Raises
     ValueError for rows of another dim or device than the projections'.
