@@ -113,7 +113,7 @@ def load(
 
 def lose_pages(pages: torch.Tensor, page_ids: list[int]) -> None:
     """They are NaN from now on."""
-    pages[page_ids] = torch.nan if pages.dtype.is_floating_point else torch.tensor(-1).to(pages.dtype)
+    pages[list(page_ids)] = torch.nan if pages.dtype.is_floating_point else torch.tensor(-1).to(pages.dtype)
 
 
 def round_what_is_written(runner: Runner, stored: torch.dtype) -> None:
