@@ -95,7 +95,7 @@ class Supervisor:
         self._context = zmq.Context()
         self.failure = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive())
-        self._task.add_done_callback(self._end_with_keeper)
+        self._task.add_done_callback(self._end_with_supervisor)
 
     async def stop(self) -> None:
         """Ask the engine to exit, wait a little, and make sure."""
@@ -139,7 +139,7 @@ class Supervisor:
         """Return whether the engine serves, or will be started again."""
         return self.state != "failed" and (self.state != "dead" or self._settings.restart_engine)
 
-    def _end_with_keeper(self, keeper: asyncio.Task[None]) -> None:
+    def _end_with_supervisor(self, keeper: asyncio.Task[None]) -> None:
         """End the program when the supervisor itself failed, since nobody would notice the next dead engine."""
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
             logs.failure("keeper_failed", error)

@@ -72,7 +72,7 @@ class Generation:
         jobs: list[Job],
         limits: Ready,
         cache_salt: str,
-        most_seconds: float | None,
+        limit_seconds: float | None,
     ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -94,7 +94,7 @@ class Generation:
         self._index = {f"{self.id}-{i}": i for i in range(num_choices)}
         self._open = set(self._index)
         self._arrival_s = time.monotonic()
-        self._most_seconds = most_seconds
+        self._limit_seconds = limit_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._last_token_s: list[float | None] = [None] * num_choices
         self._first_token_s: float | None = None
@@ -107,9 +107,9 @@ class Generation:
     async def submit(self, num_logprobs: int | None, num_prompt_logprobs: int | None, param: str) -> None:
         """Send the requests, and return once the engine has accepted. Raises ApiError; then nothing is left behind."""
         requests = self._requests(num_logprobs, num_prompt_logprobs)
-        if self._most_seconds is not None:
+        if self._limit_seconds is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._most_seconds, self.mailbox.put, TimeUp())
+            self._timer = loop.call_later(self._limit_seconds, self.mailbox.put, TimeUp())
         try:
             grammar_param = form_param(self._body.response_format, self._body.structured_outputs) or "tools"
             await self._service.supervisor.submit(requests, self.mailbox, param, grammar_param)
@@ -243,8 +243,8 @@ class Generation:
         """End what is open where it is, because the time is up. Raises ApiError if nothing was generated."""
         if not self.num_generated_tokens:
             self._drop(TIME_LIMIT)
-            assert self._most_seconds is not None
-            raise time_up(self._most_seconds)
+            assert self._limit_seconds is not None
+            raise time_up(self._limit_seconds)
         last = [
             Delta(request_id=name, token_ids=[], finish_reason=TIME_LIMIT) for name in self._index if name in self._open
         ]

@@ -39,7 +39,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Truncation:
     """Truncate a prompt to `keep` tokens: the last ones, or with `is_right` the first ones."""
 
     keep: int
@@ -53,7 +53,7 @@ class Cut:
         return Prompt(token_ids, text, 0, end="" if self.is_right else prompt.end)
 
 
-def choose_cut(body: GenerationBody, context: int, num_answer: int) -> Cut | None:
+def choose_truncation(body: GenerationBody, context: int, num_answer: int) -> Truncation | None:
     """Return how a body has long prompts truncated, None if they are refused.
 
     `num_answer`: tokens that -1 leaves free.
@@ -61,10 +61,10 @@ def choose_cut(body: GenerationBody, context: int, num_answer: int) -> Cut | Non
     keep = body.truncate_prompt_tokens
     if keep is None:
         return None
-    return Cut(max(1, context - num_answer) if keep == WHOLE_CONTEXT else keep, body.truncation_side == "right")
+    return Truncation(max(1, context - num_answer) if keep == WHOLE_CONTEXT else keep, body.truncation_side == "right")
 
 
-def most_to_read(service: Service, cut: Cut | None, context: int) -> int:
+def max_tokens_to_read(service: Service, cut: Truncation | None, context: int) -> int:
     """Return the most tokens of a text that is tokenised; a text to truncate may have as many as /tokenize takes."""
     return context if cut is None else max(context, service.max_tokenize_items)
 
@@ -75,10 +75,10 @@ async def completion_prompts(
     """Return a Prompt for each of the body's; `field` is what errors call it. Raises ApiError 400."""
     context = context_of(body, limits)
     asked = body.max_tokens
-    cut = choose_cut(
+    cut = choose_truncation(
         body, context, service.settings.default_max_tokens or _DEFAULT_COMPLETION_TOKENS if asked is None else asked
     )
-    most = most_to_read(service, cut, context)
+    most = max_tokens_to_read(service, cut, context)
     prompts: list[Prompt] = []
     size = 0  # of all so far: many short ones take as long as a long one
     for name, given in _split(field, body.prompt):
@@ -102,8 +102,8 @@ async def completion_prompts(
 
 async def cut_chat_prompt(service: Service, body: ChatBody, conversation: Conversation, context: int) -> Prompt:
     """Return the prompt of a chat's messages, truncated if the body says so. Raises ApiError 400."""
-    cut = choose_cut(body, context, body.max_completion_tokens or body.max_tokens or 1)
-    prompt = await chat_prompt(service, conversation, most_to_read(service, cut, context))
+    cut = choose_truncation(body, context, body.max_completion_tokens or body.max_tokens or 1)
+    prompt = await chat_prompt(service, conversation, max_tokens_to_read(service, cut, context))
     return prompt if cut is None else cut.cut(prompt, service.tokenizer)
 
 
@@ -246,7 +246,7 @@ def profile_of(body: GenerationBody, limits: Ready) -> str:
     return profile
 
 
-async def hold_to_form(service: Service, body: GenerationBody) -> str:
+async def form_grammar_of(service: Service, body: GenerationBody) -> str:
     """Return the grammar of the form that a body asks for, "" without one. Raises ApiError 400."""
     if not asks_form(body):
         return ""

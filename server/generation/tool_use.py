@@ -1,6 +1,6 @@
 """Choose how a chat's answer is read and constrained: its tools, and how the model marks calls and reasoning.
 
-`read_with` gives `Job.read`, `hold_answer` its grammar. Raises ApiError 400 for tools and forms that cannot be
+`make_reader` gives `Job.read`, `constrain_answer` its grammar. Raises ApiError 400 for tools and forms that cannot be
 enforced.
 """
 
@@ -12,16 +12,16 @@ from typing import Any
 from server.api_error import UNSUPPORTED_GRAMMAR, invalid
 from server.bodies.chat_tools import ChosenTool
 from server.bodies.generation_bodies import ChatBody
-from server.generation.prompt_tokens import Prompt, hold_to_form
+from server.generation.prompt_tokens import Prompt, form_grammar_of
 from server.grammar.schema_fault import LEAVE_OUT
 from server.grammar.schema_rewrite import allows_nothing, rewrite_schema
 from server.grammar.structured import asks_form, grammar_with_form, own_grammar, schema_grammar, schema_in_lark
-from server.parsing.answer_formats import AnswerFormat, HeldForm, Marked, Tags, hold_format
+from server.parsing.answer_formats import AnswerFormat, CallSyntax, Marked, Tags, constrainable_format
 from server.parsing.call_grammar import (
     MARKED_TEXT,
-    HeldArguments,
-    HeldCalls,
-    HeldValue,
+    ConstrainedArguments,
+    ConstrainedCalls,
+    ConstrainedValue,
     speller,
     write_answer,
     write_free_answer,
@@ -44,7 +44,7 @@ class ToolUse:
 
     conversation: Conversation
     names: tuple[str, ...]
-    most_calls: int | None
+    max_calls: int | None
     strict: frozenset[str]
     has_form: bool
     places: dict[str, int]
@@ -52,7 +52,7 @@ class ToolUse:
     @property
     def tools(self) -> Tools | None:
         offered = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.conversation.tools}
-        return Tools(offered, self.most_calls) if offered else None
+        return Tools(offered, self.max_calls) if offered else None
 
 
 def choose_tools(body: ChatBody, conversation: Conversation) -> ToolUse:
@@ -69,7 +69,7 @@ def choose_tools(body: ChatBody, conversation: Conversation) -> ToolUse:
     return ToolUse(conversation, names, 1 if is_one else None, strict, asks_form(body), places)
 
 
-def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], MessageReader | None]:
+def make_reader(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], MessageReader | None]:
     """Return what makes a reader for each answer to the prompt."""
     answer_format = _format_of(service, use)
     if answer_format is None or not (use.tools or answer_format.reasoning or answer_format.is_own):
@@ -78,25 +78,25 @@ def read_with(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], Me
     return lambda: MessageReader(answer_format, opening, tools, use.has_form and not use.names)
 
 
-async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Prompt) -> str:
+async def constrain_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Prompt) -> str:
     """Return the grammar of an answer that must call, has a form, or may call a strict tool; "" without one.
 
     A form holds for what follows the reasoning; an answer that may call instead is calls, or has the form. With
     neither, content is free, and a call in it is constrained where a schema can be enforced in the model's syntax of
     calls.
     """
-    form = "" if use.names else await hold_to_form(service, body)  # a call that must come is no answer in a form
+    form = "" if use.names else await form_grammar_of(service, body)  # a call that must come is no answer in a form
     is_free = not use.names and not form
     if is_free and not (use.strict and use.tools):
         return ""
     answer_format = _format_of(service, use)
-    reader = read_with(service, use, prompt)()
+    reader = make_reader(service, use, prompt)()
     if answer_format is None or reader is None:
         return form
     reader.feed("x", False)  # until something follows it, a mark at the prompt's end may be a longer one
     reasoning, is_reasoning = answer_format.reasoning, reader.is_reasoning
-    held = answer_format.held
-    if is_free and (held is None or held.arguments == "text" or (is_reasoning and reasoning is None)):
+    syntax = answer_format.syntax
+    if is_free and (syntax is None or syntax.arguments == "text" or (is_reasoning and reasoning is None)):
         return ""
     param = (
         "tools"
@@ -109,15 +109,15 @@ async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Pr
         raise invalid(param, "this model's reasoning ends with no text that a grammar can write", UNSUPPORTED_GRAMMAR)
     if use.tools is None and reasoning is None:
         return form
-    if use.tools is not None and held is None:
+    if use.tools is not None and syntax is None:
         why = "this model's calls have no marks that a grammar can write; send tool_choice 'none' or 'required'"
         raise invalid(param, f"beside tools: {why}", UNSUPPORTED_GRAMMAR)
 
     def compile_grammar() -> str:
         calls = None
         if use.tools is not None:
-            assert held is not None
-            calls = HeldCalls(_held_tools(use, held, service.tokenizer), held, use.most_calls != 1)
+            assert syntax is not None
+            calls = ConstrainedCalls(_constrain_tools(use, syntax, service.tokenizer), syntax, use.max_calls != 1)
             if is_free:
                 return own_grammar(param, write_free_answer(calls, reasoning, is_reasoning, service.tokenizer))
         text = write_answer(calls, bool(form), reasoning, is_reasoning, service.tokenizer)
@@ -127,7 +127,7 @@ async def hold_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Pr
     return await service.texts.check(compile_grammar)
 
 
-def _held_tools(use: ToolUse, held: HeldForm, tokenizer: Tokenizer) -> list[tuple[str, HeldArguments]]:
+def _constrain_tools(use: ToolUse, syntax: CallSyntax, tokenizer: Tokenizer) -> list[tuple[str, ConstrainedArguments]]:
     """Return the tools that may be called, and the grammar of their arguments. Raises ApiError 400.
 
     Arguments follow their schemas where a call must come, or where the tool is strict; others are any object.
@@ -141,22 +141,29 @@ def _held_tools(use: ToolUse, held: HeldForm, tokenizer: Tokenizer) -> list[tupl
         place = use.places[name]
         param = f"tools[{place}].function.parameters"
         is_kept = use.names or name in use.strict
-        if held.arguments == "json":
+        if syntax.arguments == "json":
             term = schema_in_lark(param, parameters) if is_kept else any_object
-            tools.append((name, HeldArguments(term, (), ())))
-        elif isinstance(held.arguments, Tags):
+            tools.append((name, ConstrainedArguments(term, (), ())))
+        elif isinstance(syntax.arguments, Tags):
             keys = tuple(parameters.get("properties") or ())
-            tools.append((name, HeldArguments("", keys, _held_values(param, name, use.tools, keys) if is_kept else ())))
-        elif isinstance(held.arguments, Marked) and is_kept:
-            tools.append((name, _held_members(param, f"gemma_{place}", parameters, held.arguments.mark, tokenizer)))
+            tools.append(
+                (
+                    name,
+                    ConstrainedArguments("", keys, _constrain_values(param, name, use.tools, keys) if is_kept else ()),
+                )
+            )
+        elif isinstance(syntax.arguments, Marked) and is_kept:
+            tools.append(
+                (name, _constrain_members(param, f"gemma_{place}", parameters, syntax.arguments.mark, tokenizer))
+            )
         else:
-            tools.append((name, HeldArguments("", (), ())))
+            tools.append((name, ConstrainedArguments("", (), ())))
     return tools
 
 
-def _held_members(
+def _constrain_members(
     param: str, prefix: str, parameters: dict[str, Any], mark: str, tokenizer: Tokenizer
-) -> HeldArguments:
+) -> ConstrainedArguments:
     """Return the grammar of arguments in Gemma's syntax. Raises ApiError 400 for a schema that cannot be enforced."""
     schema_grammar(param, parameters)
     writer = GemmaWriter(rewrite_schema(parameters), prefix, speller(tokenizer), mark, MARKED_TEXT)
@@ -165,10 +172,12 @@ def _held_members(
     except UnwrittenSchema as error:
         why = f"{error.place}: it cannot be kept in this model's form of calls; {LEAVE_OUT}"
         raise invalid(param, why, UNSUPPORTED_GRAMMAR) from None
-    return HeldArguments(term, (), (), tuple(writer.rules))
+    return ConstrainedArguments(term, (), (), tuple(writer.rules))
 
 
-def _held_values(param: str, name: str, tools: Tools | None, keys: tuple[str, ...]) -> tuple[HeldValue, ...]:
+def _constrain_values(
+    param: str, name: str, tools: Tools | None, keys: tuple[str, ...]
+) -> tuple[ConstrainedValue, ...]:
     """Return the grammar of a strict tool's values between tags: JSON of each one's schema, one of its texts, or any
     text.
 
@@ -187,12 +196,12 @@ def _held_values(param: str, name: str, tools: Tools | None, keys: tuple[str, ..
             term = schema_in_lark(f"{param}.properties.{key}", above | schema)
         elif kinds.types == {"string"} and kinds.texts:
             term = "(" + " | ".join(map(json.dumps, sorted(kinds.texts))) + ")"
-        values.append(HeldValue(key, term, key in required))
+        values.append(ConstrainedValue(key, term, key in required))
     return tuple(values)
 
 
 def _format_of(service: Service, use: ToolUse) -> AnswerFormat | None:
     """Return the deployment's answer format; where a call must come, one in which a grammar can enforce its schema."""
     if use.names:
-        return hold_format(service.answer_format)
+        return constrainable_format(service.answer_format)
     return service.answer_format

@@ -154,7 +154,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 _CHECKS = GrammarChecks(_PROCESSES, MOST_SECONDS, MOST_MEMORY_BYTES)
 
 
-def check_aside(grammar: str, lexemes: Sequence[Lexeme]) -> str:
+def check_in_process(grammar: str, lexemes: Sequence[Lexeme]) -> str:
     """Check a grammar in the processes that all requests share."""
     return _CHECKS.check(grammar, lexemes)
 

@@ -20,7 +20,7 @@ from server.bodies.answer_form import StructuredOutputs, form_param
 from server.bodies.generation_bodies import GenerationBody
 from server.bodies.json_fault import describe_fault
 from server.bodies.json_size import MOST_LEVELS, count_levels
-from server.grammar.grammar_checks import check_aside
+from server.grammar.grammar_checks import check_in_process
 from server.grammar.lexemes import lark_lexemes, regex_lexemes, schema_lexemes
 from server.grammar.schema_fault import LEAVE_OUT, describe_pattern_fault, describe_schema_fault, name_place
 from server.grammar.schema_places import show
@@ -232,6 +232,6 @@ def _require_size(param: str, text: str) -> None:
 
 def _require(param: str, grammar: str, lexemes: Sequence[Lexeme], describe: Callable[[str], str]) -> None:
     """Check that a grammar compiles. `lexemes` are tried alone; `describe` says why it does not compile."""
-    why = check_aside(grammar, lexemes)
+    why = check_in_process(grammar, lexemes)
     if why:
         raise invalid(param, describe(why), UNSUPPORTED_GRAMMAR)

@@ -36,7 +36,7 @@ class Marked:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldForm:
+class CallSyntax:
     """Say how a grammar writes calls.
 
     `begin`, `between`, `end`: around all calls. `head`, `tail`: before and behind the arguments of one, with `{name}`
@@ -67,14 +67,14 @@ class Marks:
 class AnswerFormat:
     """Say how a model marks its answer.
 
-    `known_only`: calls have no marks of their own, so one of an unknown tool is content. `held`: how a grammar writes
+    `known_only`: calls have no marks of their own, so one of an unknown tool is content. `syntax`: how a grammar writes
     calls, None where it cannot. `reasoning`: its marks, where they are plain texts. `is_own`: the template came with
     the tokenizer.
     """
 
     template: ResponseTemplate
     known_only: bool
-    held: HeldForm | None
+    syntax: CallSyntax | None
     reasoning: Marks | None
     is_own: bool
 
@@ -83,10 +83,10 @@ class AnswerFormat:
         text of the turn that the answer continues, which counts as far as it leaves reasoning open."""
         if continued is None:
             return self.template.opening(prompt_end)
-        return next(filter(None, (_left_open(field, continued) for field in self.template.fields.values())), "")
+        return next(filter(None, (_unclosed_part(field, continued) for field in self.template.fields.values())), "")
 
 
-def _left_open(field: Field, text: str) -> str:
+def _unclosed_part(field: Field, text: str) -> str:
     """Return the end of a text from where it opens this kind of reasoning and does not close it; "" if it does not."""
     at = 0
     while field.name in REASONING_FIELDS and field.opens is not None:
@@ -120,7 +120,7 @@ def choose_format(
         reasoning = _first(template_source, _REASONING_SIGNS, "none")
     made = make_format(tools, reasoning)
     if made is not None and tools == "gemma" and _OLDER_GEMMA in template_source:
-        return replace(made, held=_HELD["older_gemma"])
+        return replace(made, syntax=_CALL_SYNTAX["older_gemma"])
     return made
 
 
@@ -135,18 +135,18 @@ def make_format(tools: str, reasoning: str) -> AnswerFormat | None:
         return None
     template = load_response_template({"fields": fields} | _anchor(reasoning), "model.tool_parser")
     marks = _MARKS.get(reasoning)
-    return AnswerFormat(template, tools in _KNOWN_ONLY, _HELD.get(tools), marks, is_own=False)
+    return AnswerFormat(template, tools in _KNOWN_ONLY, _CALL_SYNTAX.get(tools), marks, is_own=False)
 
 
-def hold_format(answer_format: AnswerFormat | None) -> AnswerFormat:
+def constrainable_format(answer_format: AnswerFormat | None) -> AnswerFormat:
     """Return a format whose calls schemas can constrain: the model's own, or JSON objects without marks."""
     if answer_format is None:
         answer_format = AnswerFormat(ResponseTemplate(_plain_fields(), None), False, None, None, is_own=False)
-    if answer_format.held is not None and answer_format.held.arguments == "json":
+    if answer_format.syntax is not None and answer_format.syntax.arguments == "json":
         return answer_format
     fields = {**answer_format.template.fields, _CALLS: _plain_fields()[_CALLS]}
     template = ResponseTemplate(fields, answer_format.template.anchor)
-    return replace(answer_format, template=template, known_only=True, held=_HELD[_BARE])
+    return replace(answer_format, template=template, known_only=True, syntax=_CALL_SYNTAX[_BARE])
 
 
 def _plain_fields() -> Mapping[str, Field]:
@@ -158,7 +158,7 @@ def _read_own(spec: object) -> AnswerFormat:
     """Return the format of the response template that came with the tokenizer. Raises ConfigError."""
     template = load_response_template(spec, "tokenizer_config.json: response_template")
     assert isinstance(spec, dict)
-    return AnswerFormat(template, False, _held_as(spec["fields"].get(_CALLS, {})), _marks_of(spec), is_own=True)
+    return AnswerFormat(template, False, _call_syntax_of(spec["fields"].get(_CALLS, {})), _marks_of(spec), is_own=True)
 
 
 def _marks_of(spec: Tree) -> Marks | None:
@@ -170,13 +170,13 @@ def _marks_of(spec: Tree) -> Marks | None:
     return None
 
 
-def _held_as(calls: Tree) -> HeldForm | None:
+def _call_syntax_of(calls: Tree) -> CallSyntax | None:
     """Return how a grammar writes calls of a field: as a known format, or as any text between two marks."""
     if all(calls.get(key) == value for key, value in _TOOLS["hermes"].items()):
-        return _HELD["hermes"]
+        return _CALL_SYNTAX["hermes"]
     begin, end = calls.get("open"), calls.get("close")
     if isinstance(begin, str) and isinstance(end, str):
-        return HeldForm("", "\n", "", (begin,), "text", end, "", "", "")
+        return CallSyntax("", "\n", "", (begin,), "text", end, "", "", "")
     return None
 
 
@@ -275,36 +275,36 @@ _MARKS = {
 }
 
 _GEMMA_OPENS = r"(<\|tool_call>|<start_function_call>)"
-_HELD = {
-    "hermes": HeldForm(
+_CALL_SYNTAX = {
+    "hermes": CallSyntax(
         "", "\n", "", ("<tool_call>\n", *_json_head("arguments")), "json", "}\n</tool_call>",
         "<tool_call>", "<tool_call>", "",
     ),
-    "llama3_json": HeldForm(
+    "llama3_json": CallSyntax(
         "", "; ", "", _json_head("parameters"), "json", "}",
         r'\{\s{0,16}("type"\s*:\s*"function"\s*,\s*)?("function"\s*:\s*\{\s*)?"name"\s*:\s*"({names})"', "", "",
     ),
-    "qwen3_xml": HeldForm(
+    "qwen3_xml": CallSyntax(
         "", "\n", "", ("<tool_call>\n<function={name}>\n",),
         Tags("<parameter=", ">\n", "\n</parameter>\n"), "</function>\n</tool_call>",
         "(<tool_call>|<function=)", "<tool_call>", "",
     ),
-    "mistral": HeldForm(
+    "mistral": CallSyntax(
         "", "", "", ("[TOOL_CALLS]{name}[ARGS]",), "json", "", r"\[TOOL_CALLS\]", "[TOOL_CALLS]", ""
     ),
-    "mistral_json": HeldForm(
+    "mistral_json": CallSyntax(
         "[TOOL_CALLS][", ", ", "]", _json_head("arguments"), "json", "}", r"\[TOOL_CALLS\]", "[TOOL_CALLS]", ""
     ),
-    "glm": HeldForm(
+    "glm": CallSyntax(
         "", "\n", "", ("<tool_call>{name}\n",),
         Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"), "</tool_call>",
         "<tool_call>", "<tool_call>", "",
     ),
-    "glm4": HeldForm("", "\n", "", ("{name}\n",), "json", "", r"\n({names})[ \t]{0,16}\n", "", "\n"),
-    "gemma": HeldForm(
+    "glm4": CallSyntax("", "\n", "", ("{name}\n",), "json", "", r"\n({names})[ \t]{0,16}\n", "", "\n"),
+    "gemma": CallSyntax(
         "", "", "", ("<|tool_call>call:{name}{",), Marked('<|"|>'), "}<tool_call|>", _GEMMA_OPENS, "<|tool_call>", "",
     ),
-    "older_gemma": HeldForm(
+    "older_gemma": CallSyntax(
         "", "", "", ("<start_function_call>call:{name}{",), Marked("<escape>"), "}<end_function_call>",
         _GEMMA_OPENS, "<start_function_call>", "",
     ),

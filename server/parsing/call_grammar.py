@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import regex
 
-from server.parsing.answer_formats import HeldForm, Marked, Marks, Tags
+from server.parsing.answer_formats import CallSyntax, Marked, Marks, Tags
 from server.text.model_tokenizer import Tokenizer
 
 _SPACE = "WS: /[ \\n]{0,3}/"
@@ -21,7 +21,7 @@ _ANY_KEY = "/[^<>\\n]+/"
 
 
 @dataclass(frozen=True, slots=True)
-class HeldValue:
+class ConstrainedValue:
     """Constrain an argument between tags. `term`: in Lark; "" for any text."""
 
     key: str
@@ -30,7 +30,7 @@ class HeldValue:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldArguments:
+class ConstrainedArguments:
     """Constrain the arguments of a tool.
 
     `term`: in Lark, for JSON or Gemma's syntax; "" for any text. `rules`: those that the term names. `keys`: of
@@ -39,21 +39,21 @@ class HeldArguments:
 
     term: str
     keys: tuple[str, ...]
-    values: tuple[HeldValue, ...]
+    values: tuple[ConstrainedValue, ...]
     rules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class HeldCalls:
+class ConstrainedCalls:
     """Constrain calls. `tools`: names, and the arguments of each."""
 
-    tools: Sequence[tuple[str, HeldArguments]]
-    held: HeldForm
+    tools: Sequence[tuple[str, ConstrainedArguments]]
+    syntax: CallSyntax
     is_many: bool
 
 
 def write_answer(
-    calls: HeldCalls | None, has_form: bool, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer
+    calls: ConstrainedCalls | None, has_form: bool, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer
 ) -> str:
     """Return the grammar of an answer that is calls or a form. `is_reasoning`: the prompt has begun reasoning."""
     spell = speller(tokenizer)
@@ -65,28 +65,30 @@ def write_answer(
     return "\n".join([f"start: {begun} ({answer})", _SPACE, _any_until("thought", reasoning.end, spell), *rules])
 
 
-def write_free_answer(calls: HeldCalls, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer) -> str:
+def write_free_answer(
+    calls: ConstrainedCalls, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer
+) -> str:
     """Return the grammar of content with calls and reasoning wherever one begins. The last reasoning may stay open."""
     spell = speller(tokenizer)
-    held, names = calls.held, _group_names(calls)
-    opens = held.opens.replace("{names}", "|".join(regex.escape(name) for name, _ in calls.tools))
+    syntax, names = calls.syntax, _group_names(calls)
+    opens = syntax.opens.replace("{names}", "|".join(regex.escape(name) for name, _ in calls.tools))
     if reasoning is not None:
         opens += "|" + regex.escape(reasoning.begin)
     rules = [_terminal("WORDS", f"({opens})")]
-    if held.mark:
-        rest = replace(held, begin=held.begin.removeprefix(held.mark))
-        if not held.begin:
-            rest = replace(held, head=(held.head[0].removeprefix(held.mark), *held.head[1:]))
-        more = f" ({spell(rest.between)} call)*" if held.begin else ""
+    if syntax.mark:
+        rest = replace(syntax, begin=syntax.begin.removeprefix(syntax.mark))
+        if not syntax.begin:
+            rest = replace(syntax, head=(syntax.head[0].removeprefix(syntax.mark), *syntax.head[1:]))
+        more = f" ({spell(rest.between)} call)*" if syntax.begin else ""
         among = [f"lead {spell(rest.begin)} call{more} {spell(rest.end)}"]
-        rules += [_words_until("lead", held.mark, spell), *_write_each(replace(calls, held=rest), names, spell)]
+        rules += [_words_until("lead", syntax.mark, spell), *_write_each(replace(calls, syntax=rest), names, spell)]
     else:  # its head is what a call begins with
         among = [f"lead_{i} called_{i}" for i in range(len(names))]
         for i, (arguments, some) in enumerate(names.items()):
             either = "|".join(map(regex.escape, some))
-            head = "".join(f"({either})".join(map(regex.escape, text.split("{name}"))) for text in held.head)
-            rules.append(f"lead_{i}[lazy]: WORDS /{_in_slashes(held.before + head)}/")
-            rules.append(f"called_{i}: {arguments.term} {spell(held.tail)}")
+            head = "".join(f"({either})".join(map(regex.escape, text.split("{name}"))) for text in syntax.head)
+            rules.append(f"lead_{i}[lazy]: WORDS /{_in_slashes(syntax.before + head)}/")
+            rules.append(f"called_{i}: {arguments.term} {spell(syntax.tail)}")
     if reasoning is None:
         return "\n".join([f"start: ({' | '.join(among)})* WORDS", *rules])
     rules += [
@@ -108,52 +110,54 @@ def _words_until(rule: str, mark: str, spell: Callable[[str], str]) -> str:
     return f"{rule}: WORDS {spelled}" if spelled.startswith("<[") else f"{rule}[lazy]: WORDS {spelled}"
 
 
-def _group_names(calls: HeldCalls) -> dict[HeldArguments, list[str]]:
+def _group_names(calls: ConstrainedCalls) -> dict[ConstrainedArguments, list[str]]:
     """Return the names of tools by their arguments, so that equal ones share a rule."""
-    names: dict[HeldArguments, list[str]] = {}
+    names: dict[ConstrainedArguments, list[str]] = {}
     for name, arguments in calls.tools:
         names.setdefault(arguments, []).append(name)
     return names
 
 
-def _write_calls(calls: HeldCalls, spell: Callable[[str], str]) -> list[str]:
-    held = calls.held
-    more = f" ({spell(held.between)} call)*" if calls.is_many else ""
-    begun = f"calls: {spell(held.begin)} call{more} {spell(held.end)}"
+def _write_calls(calls: ConstrainedCalls, spell: Callable[[str], str]) -> list[str]:
+    syntax = calls.syntax
+    more = f" ({spell(syntax.between)} call)*" if calls.is_many else ""
+    begun = f"calls: {spell(syntax.begin)} call{more} {spell(syntax.end)}"
     return [begun, *_write_each(calls, _group_names(calls), spell)]
 
 
-def _write_each(calls: HeldCalls, names: dict[HeldArguments, list[str]], spell: Callable[[str], str]) -> list[str]:
+def _write_each(
+    calls: ConstrainedCalls, names: dict[ConstrainedArguments, list[str]], spell: Callable[[str], str]
+) -> list[str]:
     """Return the rule `call`, and those that it needs."""
-    held = calls.held
+    syntax = calls.syntax
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(names)))]
-    takes_text = held.arguments == "text" or isinstance(held.arguments, Marked)
+    takes_text = syntax.arguments == "text" or isinstance(syntax.arguments, Marked)
     for i, arguments in enumerate(names):
         is_text = takes_text and not arguments.term
-        head = " ".join(_name(text, names[arguments], spell) for text in held.head)
-        rules.append(f"call_{i}: {head} " + ("rest" if is_text else f"arguments_{i} {spell(held.tail)}"))
-        if isinstance(held.arguments, Tags):
-            rules += _write_tags(i, held.arguments, arguments, spell)
+        head = " ".join(_name(text, names[arguments], spell) for text in syntax.head)
+        rules.append(f"call_{i}: {head} " + ("rest" if is_text else f"arguments_{i} {spell(syntax.tail)}"))
+        if isinstance(syntax.arguments, Tags):
+            rules += _write_tags(i, syntax.arguments, arguments, spell)
         elif not is_text:
             rules += [f"arguments_{i}: {arguments.term}", *arguments.rules]
-    if isinstance(held.arguments, Tags):
-        rules.append(_any_until("value", held.arguments.end, spell))
+    if isinstance(syntax.arguments, Tags):
+        rules.append(_any_until("value", syntax.arguments.end, spell))
     elif takes_text:
-        rules.append(_any_until("rest", held.tail, spell))
-    if isinstance(held.arguments, Marked):
-        rules.append(_any_until(MARKED_TEXT, held.arguments.mark, spell))
+        rules.append(_any_until("rest", syntax.tail, spell))
+    if isinstance(syntax.arguments, Marked):
+        rules.append(_any_until(MARKED_TEXT, syntax.arguments.mark, spell))
     return rules
 
 
-def _write_tags(i: int, tags: Tags, arguments: HeldArguments, spell: Callable[[str], str]) -> list[str]:
+def _write_tags(i: int, tags: Tags, arguments: ConstrainedArguments, spell: Callable[[str], str]) -> list[str]:
     begin, between, end = spell(tags.begin), spell(tags.between), spell(tags.end)
     if not arguments.values:
         key = " | ".join(map(json.dumps, arguments.keys)) or _ANY_KEY
         return [f"arguments_{i}: ({begin} ({key}) {between} value)*"]
     rules, every = [], []
     for j, value in enumerate(arguments.values):
-        held = f"value_{i}_{j} {end}" if value.term else "value"
-        every.append(f"({begin} {json.dumps(value.key)} {between} {held})" + ("" if value.is_required else "?"))
+        syntax = f"value_{i}_{j} {end}" if value.term else "value"
+        every.append(f"({begin} {json.dumps(value.key)} {between} {syntax})" + ("" if value.is_required else "?"))
         rules += [f"value_{i}_{j}: {value.term}"] if value.term else []
     return [f"arguments_{i}: {' '.join(every)}", *rules]
 

@@ -5,8 +5,6 @@ call but is none is content. White space around regions goes with them. If a lim
 beginning of a mark is not told, nor a call without a name. However the text is cut, the parts joined are the same.
 """
 
-from collections.abc import Iterable
-
 from server.parsing.answer_formats import REASONING_FIELDS, AnswerFormat
 from server.parsing.answer_parts import CallArguments, CallBegun, Content, Part, Reasoning, new_call_id
 from server.parsing.call_readers import Call, CallReader, Ended, choose_reader
@@ -156,7 +154,7 @@ class MessageReader:
         """Add calls to the parts. Return False if the request wants no more of them."""
         for name, text in calls:
             if name:
-                if self.num_calls == self._tools.most_calls:
+                if self.num_calls == self._tools.max_calls:
                     self.is_done = True
                     return False
                 self._has_calls = True
@@ -225,8 +223,3 @@ class _Words:
     def end(self, parts: list[Part]) -> None:
         if self._held and not self._is_fresh:
             parts.append(self._kind(self._held))
-
-
-def read_whole(reader: MessageReader, texts: Iterable[tuple[str, bool]]) -> list[Part]:
-    """Return all parts of a complete answer. `texts`: each with whether it is a special token's."""
-    return [part for text, is_special in texts for part in reader.feed(text, is_special)] + reader.finish()

@@ -20,10 +20,10 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Hold the JSON Schema of each tool's arguments by name. `most_calls`: None for any number."""
+    """Hold the JSON Schema of each tool's arguments by name. `max_calls`: None for any number."""
 
     parameters: Mapping[str, Mapping[str, Any]]
-    most_calls: int | None = None
+    max_calls: int | None = None
 
     def argument(self, name: str, key: str, value: Any) -> Any:
         """Return a value that came as text, as the type in the tool's schema; others as they are."""

@@ -18,7 +18,7 @@ from server.generation.prompt_tokens import (
     document_prompt,
 )
 from server.generation.time_limit import choose_limit
-from server.generation.tool_use import choose_tools, hold_answer, read_with
+from server.generation.tool_use import choose_tools, constrain_answer, make_reader
 from server.prompting.conversation import read_conversation
 from server.routes.route import Call
 from server.service.service import Service
@@ -49,8 +49,8 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
         fusion = choose_fusion(documents.config, body.fusion, limits.num_layers)
     use = choose_tools(body, conversation)
     max_tokens = chat_max_tokens(service, body, prompt, limits)
-    grammar = await hold_answer(service, body, use, prompt)
-    return Job(prompt, max_tokens, fusion, grammar, read_with(service, use, prompt))
+    grammar = await constrain_answer(service, body, use, prompt)
+    return Job(prompt, max_tokens, fusion, grammar, make_reader(service, use, prompt))
 
 
 def start_generation(
@@ -59,10 +59,10 @@ def start_generation(
     """Return the generation of a call, `elapsed_seconds` of whose time are gone. Raises ApiError 400 for a header that
     cannot be read.
     """
-    most_seconds = choose_limit(call.request.headers, body.max_seconds, call.service.settings.max_request_seconds)
-    if most_seconds is not None:
-        most_seconds = max(0.0, most_seconds - elapsed_seconds)
-    return Generation(call.service, kind, body, jobs, limits, call.cache_salt, most_seconds)
+    limit_seconds = choose_limit(call.request.headers, body.max_seconds, call.service.settings.max_request_seconds)
+    if limit_seconds is not None:
+        limit_seconds = max(0.0, limit_seconds - elapsed_seconds)
+    return Generation(call.service, kind, body, jobs, limits, call.cache_salt, limit_seconds)
 
 
 async def respond(call: Call[Any], body: CompletionBody | ChatBody, generation: Generation, shape: Shape) -> Response:

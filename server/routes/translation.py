@@ -55,7 +55,7 @@ class Translation:
     tells_anthropic: bool = False
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
+    def renaming_errors(self) -> Iterator[None]:
         """Make errors of the chat name the fields that were sent."""
         try:
             yield
@@ -103,7 +103,7 @@ def choose_function(name: str) -> ChosenTool:
 
 async def generate_chat(call: Call[Any], translated: Translation, kind: str, param: str) -> Generation:
     """Return the chat's one answer, accepted by the engine. Raises ApiError that names what was sent."""
-    with translated.naming():
+    with translated.renaming_errors():
         check_chat(translated.chat)
         limits = call.service.supervisor.ready()
         jobs = [await chat_job(call.service, translated.chat, limits, call.owner)]

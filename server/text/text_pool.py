@@ -29,7 +29,7 @@ class TextPool:
         self._long = ThreadPoolExecutor(_THREADS, "long-text")
         self._grammars = ThreadPoolExecutor(_THREADS, "grammar")
         self._templates = ThreadPoolExecutor(_TEMPLATE_THREADS, "template")
-        self._aside = asyncio.Lock()
+        self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._retry_after_seconds = retry_after_seconds
 
@@ -52,17 +52,17 @@ class TextPool:
             return await asyncio.get_running_loop().run_in_executor(self._templates, lambda: function(*args, **kwargs))
 
     @asynccontextmanager
-    async def aside(self, size: int) -> AsyncIterator[None]:
+    async def one_at_a_time(self, size: int) -> AsyncIterator[None]:
         """Call `run` in here for a text from which nothing is generated: alone, if it is long. Raises ApiError 429."""
         if size <= _SHORT_CHARS:
             yield
             return
         with self._wait():
-            await self._aside.acquire()
+            await self._turn.acquire()
         try:
             yield
         finally:
-            self._aside.release()
+            self._turn.release()
 
     @contextmanager
     def _wait(self) -> Iterator[None]:

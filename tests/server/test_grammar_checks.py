@@ -54,7 +54,7 @@ async def test_a_prompt_does_not_wait_for_grammars(live: Running, monkeypatch: p
         begun.release()
         return "" if goes_on.wait(20) else "late"
 
-    monkeypatch.setattr(structured, "check_aside", check_late)
+    monkeypatch.setattr(structured, "check_in_process", check_late)
     url, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 3000}], "max_tokens": 1}
     forms = [body | {"structured_outputs": {"regex": f"a{i}"}} for i in range(8)]
     held = [asyncio.create_task(live.http.post(url, json=form)) for form in forms]
@@ -155,7 +155,7 @@ def test_half_a_frame_and_no_more_ends_a_worker() -> None:
 
 def test_a_request_is_told_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     with checks(0.05) as made:
-        monkeypatch.setattr(structured, "check_aside", made.check)
+        monkeypatch.setattr(structured, "check_in_process", made.check)
         with pytest.raises(ApiError) as caught:
             structured.schema_grammar("response_format.json_schema.schema", SLOW_SCHEMA)
     assert caught.value.status == 400

@@ -12,7 +12,7 @@ from gpu.config import ModelConfig
 from server.api_error import ApiError
 from server.bodies.generation_bodies import ChatBody
 from server.generation.prompt_tokens import Prompt
-from server.generation.tool_use import choose_tools, hold_answer, read_with
+from server.generation.tool_use import choose_tools, constrain_answer, make_reader
 from server.parsing.answer_formats import choose_format
 from server.parsing.answer_parts import join_parts
 from server.prompting.conversation import read_conversation
@@ -59,7 +59,7 @@ async def hold(service: Any, prompt: str = "", **fields: Any) -> tuple[str, Any]
     body = msgspec.convert(tree, ChatBody)
     use = choose_tools(body, read_conversation(body))
     given = Prompt([1], "", 0, end=prompt)
-    return await hold_answer(service, body, use, given), read_with(service, use, given)
+    return await constrain_answer(service, body, use, given), make_reader(service, use, given)
 
 
 async def test_a_call_must_come_in_the_models_own_form() -> None:

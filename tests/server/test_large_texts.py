@@ -158,7 +158,7 @@ async def test_long_texts_that_wait_are_bounded_wherever_they_wait(monkeypatch):
         assert goes_on.wait(10)
 
     async def ask() -> None:
-        async with texts.aside(100_000):
+        async with texts.one_at_a_time(100_000):
             await texts.run(100_000, work)
 
     asked = [asyncio.create_task(ask()) for _ in range(3)]

@@ -30,7 +30,7 @@ def checks() -> Iterator[GrammarChecks]:
 
 @pytest.fixture(autouse=True)
 def checked(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "check_aside", checks.check)
+    monkeypatch.setattr(structured, "check_in_process", checks.check)
 
 
 def of(text: Any) -> dict[str, Any]:

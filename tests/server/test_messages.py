@@ -13,7 +13,7 @@ from anthropic import AsyncAnthropic
 from server.bodies.generation_bodies import ChatBody
 from server.routes.messages.message_bodies import MessagesBody
 from server.routes.messages.message_translation import translate_messages
-from tests.server.live_server import Running, fake_command, make_deployment, running_server
+from tests.server.live_server import Running, each_case, fake_command, make_deployment, running_server
 from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
 
 PROMPT = "The café on the 5th street, 東京, is open."
@@ -232,7 +232,7 @@ async def test_a_key_may_come_as_anthropics_clients_send_it_and_there_alone():
         assert chats.status_code == 401
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "named"),
     [
         ({"max_tokens": None}, "max_tokens"),

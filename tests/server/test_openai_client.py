@@ -6,7 +6,7 @@ import openai
 import pytest
 from openai import NOT_GIVEN, OpenAI
 
-from tests.server.live_server import Running
+from tests.server.live_server import Running, each_case
 
 PROMPT = "The café on the 5th street, 東京, is open — naïve €."
 CHAT = [{"role": "user", "content": PROMPT}]
@@ -95,7 +95,7 @@ async def test_echo_without_logprobs_is_the_prompt_and_the_answer(live, tokenize
     assert len(whole.top_logprobs[1]) == 1, "the drawn token is always there"
 
 
-@pytest.mark.parametrize("stop", ["street", ["zzz", "5th st"], "東京", "é on", ["t, ", "street"]])
+@each_case("stop", ["street", ["zzz", "5th st"], "東京", "é on", ["t, ", "street"]])
 async def test_stop_strings_cut_the_text_and_never_show(live, stop):
     done = (await complete(live, max_tokens=200, stop=stop)).choices[0]
     ends = {s: PROMPT.index(s) + len(s) for s in ([stop] if isinstance(stop, str) else stop) if s in PROMPT}

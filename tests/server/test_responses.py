@@ -10,7 +10,7 @@ import pytest
 from server.bodies.chat_message import Message
 from server.stores import response_store
 from server.stores.response_store import ResponseStore
-from tests.server.live_server import Running, fake_command, make_deployment, running_server
+from tests.server.live_server import Running, each_case, fake_command, make_deployment, running_server
 from tests.server.scripted_model import Script
 
 PROMPT = "The café on the 5th street, 東京, is open."
@@ -252,7 +252,7 @@ async def test_another_key_neither_sees_nor_deletes_a_response():
         assert (await live.openai.responses.retrieve(mine.id)).output_text == mine.output_text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("query", "param"),
     [
         ("/input_items?limit=0", "limit"),
@@ -300,7 +300,7 @@ def test_the_oldest_goes_when_there_is_no_room_and_the_bytes_are_counted(monkeyp
     assert never.find("owner", "a") is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param"),
     [
         ({"input": []}, "input"),

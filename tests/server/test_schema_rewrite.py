@@ -19,7 +19,7 @@ INTEGER = {"type": "integer"}
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "check_aside", lambda written, _: grammar.check(written))
+    monkeypatch.setattr(structured, "check_in_process", lambda written, _: grammar.check(written))
 
 
 def allowed(schema: Any, *texts: str) -> list[str]:

@@ -16,7 +16,7 @@ from server.routes.responses.response_bodies import InputItem
 from server.routes.responses.response_routes import resolve_references
 from server.stores.response_store import KeptResponse
 from server.text.model_tokenizer import Tokenizer
-from tests.server.live_server import Running
+from tests.server.live_server import Running, each_case
 from tests.server.scripted_model import Script
 
 PAGE = Path(__file__).parents[2] / "docs" / "API.md"
@@ -71,7 +71,7 @@ async def test_a_seed_of_minus_one_draws_anew_and_any_other_repeats(live: Runnin
     assert len({await draw(-1) for _ in range(4)}) > 1
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "body", "field", "least"),
     [
         (CHAT, {"messages": HI}, "max_tokens", 1),
@@ -106,7 +106,7 @@ async def test_special_tokens_are_shown_by_completions_alone(live: Running, toke
     assert (status, told.partition(":")[0]) == (400, "skip_special_tokens")
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@each_case("path", [CHAT, COMPLETION])
 async def test_token_ids_are_told_whole_and_streamed(live: Running, tokenizer: Tokenizer, path: str) -> None:
     asked: dict[str, Any] = {"temperature": 0, "return_token_ids": True, "n": 2, "stop": ["open"]}
     asked |= {"messages": [{"role": "user", "content": "It is open."}]} if path == CHAT else {"prompt": "It is open."}

@@ -113,7 +113,7 @@ async def test_the_request_of_the_last_line_is_answered(live: Running, clock: Cl
 
 
 def test_every_stage_that_loading_tells_of_has_a_name_for_people() -> None:
-    sources = [(ROOT / package / "load.py").read_text() for package in ("scheduler", "gpu")]
+    sources = [path.read_text() for package in ("scheduler", "gpu") for path in (ROOT / package).rglob("load*.py")]
     told = set(re.findall(r'on_progress[(,] ?"(\w+)"', "\n".join(sources)))
     assert {"weights", "kernels", "graphs", "host_attention"} <= told
     assert told | {"starting"} == set(STAGES)

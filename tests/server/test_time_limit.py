@@ -5,7 +5,7 @@ from starlette.datastructures import Headers
 
 from server.api_error import ApiError
 from server.generation.time_limit import choose_limit
-from tests.server.live_server import Running, fake_command, make_deployment, running_server
+from tests.server.live_server import Running, each_case, fake_command, make_deployment, running_server
 
 LONG = {"prompt": "one two three", "temperature": 0, "max_tokens": 8000, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "one two three"}], "temperature": 0, "max_tokens": 8000}
@@ -85,7 +85,7 @@ def test_the_least_of_the_limits_counts_and_a_header_that_is_no_number_of_second
 WORDS = "one two three four five six seven eight"
 
 
-@pytest.mark.parametrize("side", [None, "left", "right"])
+@each_case("side", [None, "left", "right"])
 async def test_of_a_prompt_that_is_cut_the_last_tokens_are_read_or_the_first(live, tokenizer, side):
     ids = tokenizer.encode(WORDS, True)
     kept = ids[:3] if side == "right" else ids[-3:]
@@ -115,7 +115,7 @@ async def test_minus_one_keeps_what_the_context_leaves_beside_the_answer(live):
     assert (await live.http.post("/v1/completions", json=short[1])).json()["choices"][0]["text"] == WORDS
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "value"),
     [
         ("truncate_prompt_tokens", 0),
@@ -139,7 +139,7 @@ async def test_a_limit_that_means_nothing_is_refused_by_name(live, field, value)
 # --- what ended it ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", ["three", ["five", "ee fo"], " four"])
+@each_case("stop", ["three", ["five", "ee fo"], " four"])
 async def test_the_stop_string_ends_the_text_where_it_is_asked_for(live, stop):
     body = {"prompt": WORDS, "temperature": 0, "max_tokens": 50, "stop": stop, "logprobs": 0}
     cut = (await live.http.post("/v1/completions", json=body)).json()["choices"][0]

@@ -6,9 +6,8 @@ from typing import Any
 
 import openai
 import pydantic
-import pytest
 
-from tests.server.live_server import REFERENCE, Running
+from tests.server.live_server import REFERENCE, Running, each_case
 from tests.server.scripted_model import MISTRAL, Script, make_model, scripted_server
 
 HI = [{"role": "user", "content": "What is the weather?"}]
@@ -125,7 +124,7 @@ async def test_the_result_of_a_call_goes_back_through_the_template(hermes: Serve
     assert "<tools>" not in text, "what must not be called is not offered"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "says",
     [
         '{"city": "Rome"}',

@@ -11,7 +11,7 @@ import pytest
 from gpu.config import ModelConfig
 from server.deployment import ConfigError
 from server.service.vector_settings import load_vectors
-from tests.server.live_server import REFERENCE, Running, fake_command, make_deployment, running_server
+from tests.server.live_server import REFERENCE, Running, each_case, fake_command, make_deployment, running_server
 
 TEXTS = ["one two three", "four", "one two three four five six seven eight nine"]
 
@@ -93,7 +93,7 @@ async def test_a_text_that_is_too_long_is_refused_by_its_place_or_cut_behind_wha
     np.testing.assert_allclose(three["data"][0]["embedding"], counts / np.linalg.norm(counts), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param"),
     [
         ({}, "input"),
@@ -137,7 +137,7 @@ async def test_keys_time_and_a_client_that_leaves_are_those_of_all_requests(mean
 # --- ranking ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+@each_case("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_documents_are_ranked_by_the_cosine_of_their_embeddings(mean, tokenizer, path):
     documents = [TEXTS[1], {"text": TEXTS[0]}, TEXTS[2]]
     answer = (await posted(mean, path, query=TEXTS[0], documents=documents)).json()
@@ -167,7 +167,7 @@ async def test_documents_are_ranked_by_yes_against_no_after_the_chat_template(to
         assert long.json()["error"]["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param"),
     [
         ({"documents": ["a"]}, "query"),

@@ -9,7 +9,7 @@ from server.generation.prompt_tokens import (
     check_num_sequences,
     completion_max_tokens,
     completion_prompts,
-    hold_to_form,
+    form_grammar_of,
 )
 from server.routes.chat.chat_answers import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from server.routes.chat.chat_shapes import ChatShape, CompletionShape
@@ -26,7 +26,7 @@ async def complete(call: Call[CompletionBody]) -> Response:
     is_many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
     check_num_sequences(service, len(body.prompt) if is_many else 1, body.n or 1)
     prompts = await completion_prompts(service, body, limits)
-    grammar = await hold_to_form(service, body)
+    grammar = await form_grammar_of(service, body)
     skips = body.skip_special_tokens is not False
     jobs = [
         Job(prompt, completion_max_tokens(service, body, prompt, limits), grammar=grammar, skip_special_tokens=skips)

@@ -40,7 +40,7 @@ async def add_document(call: Call[DocumentBody]) -> Tree:
     service, body, documents = call.service, call.body, _documents_of(call.service)
     limits = service.supervisor.ready()
     text = _text_of(body)
-    async with service.texts.aside(INLINE_CHARS + len(text)):
+    async with service.texts.one_at_a_time(INLINE_CHARS + len(text)):
         chunks = await _cut(service, documents, text, limits)
     if not chunks:
         raise invalid("text", "empty; wanted at least one token")

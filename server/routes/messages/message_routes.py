@@ -23,11 +23,11 @@ async def create_message(call: Call[MessagesBody]) -> Response:
 
 async def count_tokens(call: Call[CountTokensBody]) -> Tree:
     service, translated = call.service, translate_messages(call.body)
-    with translated.naming():
+    with translated.renaming_errors():
         check_chat(translated.chat)
         conversation, limits = read_conversation(translated.chat), service.supervisor.ready()
         context = limits.profiles[profile_of(translated.chat, limits)]
-        async with service.texts.aside(conversation.num_chars):
+        async with service.texts.one_at_a_time(conversation.num_chars):
             prompt = await chat_prompt(service, conversation, context)
     return {"input_tokens": len(prompt.token_ids)}
 

@@ -28,7 +28,7 @@ async def tokenize(call: Call[TokenizeBody]) -> Tree:
         check_variables(service, body.chat_template_kwargs or {})
         conversation = replace(read_conversation(body.as_chat()), begins_answer=body.add_generation_prompt is not False)
         size = INLINE_CHARS + conversation.num_chars  # never inline, as in chats
-        async with service.texts.aside(size):
+        async with service.texts.one_at_a_time(size):
             token_ids = (await chat_prompt(service, conversation, limits.max_context_tokens)).token_ids
     else:
         asked = {
@@ -45,7 +45,7 @@ async def tokenize(call: Call[TokenizeBody]) -> Tree:
             most = service.settings.max_tokenize_kib
             raise invalid("prompt", f"{len(text)} characters, at most {most} Ki (server.max_tokenize_kib)")
         with_special = body.add_special_tokens is not False
-        async with service.texts.aside(len(text)):
+        async with service.texts.one_at_a_time(len(text)):
             token_ids = await service.texts.run(len(text), service.tokenizer.encode, text, with_special)
     return {"tokens": token_ids, "count": len(token_ids), "max_model_len": limits.max_context_tokens}
 
@@ -57,7 +57,7 @@ async def detokenize(call: Call[DetokenizeBody]) -> Tree:
     if len(body.tokens) > service.max_tokenize_items:
         raise invalid("tokens", f"{len(body.tokens)} ids, at most {most} Ki (server.max_tokenize_kib)")
     check_token_ids("tokens", body.tokens, limits.vocab_size)
-    async with service.texts.aside(len(body.tokens)):
+    async with service.texts.one_at_a_time(len(body.tokens)):
         text = await service.texts.run(len(body.tokens), service.tokenizer.decode, body.tokens, False)
     return {"prompt": text}
 
