@@ -48,7 +48,7 @@ class Profile:
 
     @property
     def prefill_method(self) -> PartId:
-        """Return how its prompts are attended to, settings and all; profiles of one name share jobs and learnt times."""
+        """Return how its prompts are attended to, settings and all; the same ones share jobs and learnt times."""
         return next((part.id for part in self.parts if part.method.slot == "prefill"), DENSE)
 
     @property

@@ -99,13 +99,13 @@ def plan_fused(
 
 
 def find_select_layer(asked: int, windows: Sequence[int | None]) -> int:
-    """Return the first layer from `asked` on that attends to everything; of none, the last one that does, or the last."""
+    """Return the first layer from `asked` on that attends to everything; else the last that does, or the last."""
     whole = [layer for layer, window in enumerate(windows) if window is None]
     return next((layer for layer in whole if layer >= asked), whole[-1] if whole else len(windows) - 1)
 
 
 def kept_spans(chunks: Sequence[PlacedChunk], num_tokens: int) -> list[tuple[int, int]]:
-    """Return the tokens of chunks that need not be computed: all but the prompt's last one, whose logits are asked for."""
+    """Return the spans that need not be computed: all but the prompt's last token, whose logits are asked for."""
     return [(chunk.begin, min(chunk.end, num_tokens - 1)) for chunk in chunks]
 
 

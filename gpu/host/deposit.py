@@ -97,7 +97,7 @@ class Depositor:
         return self._brought
 
     def wait_for_brought(self) -> None:
-        """Wait on the host until no rows are on their way to the device. Only then may the memory that they are in go."""
+        """Wait on the host until no rows are on their way to the device. Only then may their memory go."""
         self._brought.synchronize()
 
     def _write(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> None:
@@ -232,7 +232,7 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 
 def _copy_down(source: Tensor, targets: list[Tensor]) -> None:
-    """Copy `source` `[layers, heads, inner, length]` to pinned targets `[heads, inner, length]`: long runs one by one."""
+    """Copy `source` `[layers, heads, inner, length]` to pinned `[heads, inner, length]`: long runs one by one."""
     if targets[0][0].is_contiguous():
         source, targets = _runs(source.flatten(0, 1)).view(*source.shape[:2], 1, -1), list(map(_runs, targets))
     if source[0, 0, 0].nbytes < COPIED_RUN_BYTES:

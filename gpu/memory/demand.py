@@ -177,13 +177,13 @@ class Demand:
         return bound + self.max_running + SPLIT_PROGRAMS // self.shape.num_kv_heads
 
     def context_token_bytes(self, hidden_tokens_per_token: int) -> float:
-        """Return what one more token of the longest context costs: its KV, its hidden state, its share of workspaces."""
+        """Return what one more token of the longest context costs: KV, hidden state, its share of workspaces."""
         hidden = self.hidden_token_bytes * hidden_tokens_per_token
         work = self.gathered_token_bytes + self.rope_token_bytes + self.page_table_token_bytes
         return self.kv_token_bytes + hidden + work
 
     def default_hidden_tokens(self, context: int, left: int) -> int:
-        """Return one prompt of the longest kind, and up to four chunks beside it for an eighth of what that one leaves."""
+        """Return the tokens of one longest prompt, and of up to four chunks in an eighth of what it leaves."""
         rest = max(0, left - int(context * self.context_token_bytes(1)))
         return context + min(4 * self.chunk_tokens, rest // 8 // self.hidden_token_bytes)
 
@@ -372,7 +372,7 @@ class Demand:
         return (deposit, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))
 
     def _windows(self) -> tuple[MemoryItem, ...]:
-        """Return the windows, and what a prefill unit writes before its last rows go there, with what it reads of one."""
+        """Return the windows, what a prefill unit writes before its last rows go there, and what it reads of one."""
         if not self.window_layers:
             return ()
         tokens, layers = self.window_pages * self.page_tokens, len(self.window_layers)

@@ -157,7 +157,7 @@ class HostDemand:
         return bytes_per_token(self.tier_shape)
 
     def host_context_bytes(self, context: int) -> int:
-        """Return the bytes of one context of this length that is down, and of open segments for what goes down later."""
+        """Return the host bytes of one context of this length, with open segments for what is offloaded later."""
         num_tokens, shape = self.deposited_tokens(context), self.tier_shape
         return bytes_of_context(shape, num_tokens) + 2 * bytes_of_context(shape, LUMP_TOKENS) if num_tokens else 0
 
@@ -180,7 +180,7 @@ class HostDemand:
         return max(one, num_sequences * self.running_tokens(context))
 
     def deposited_tokens(self, context: int) -> int:
-        """Return how many tokens of a context of this length are down, at most: of profiles with the shortest window."""
+        """Return the most offloaded tokens of a context of this length: of profiles with the shortest window."""
         if context <= self.least_resident_tokens:
             return 0
         return self._whole_pages(context) - self.sink_tokens - self.least_window_tokens

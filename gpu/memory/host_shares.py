@@ -107,7 +107,7 @@ def _fit(
 def _divide(
     demand: Demand, budget: Budget, context: int, num_sequences: int, dense_share: float
 ) -> HostShares | PlanError:
-    """Return the shares for one context, whose dense layers may take `dense_share` of the KV pages; or what is short."""
+    """Return the shares for one context, or what is short. dense_share: of KV pages, for its dense layers."""
     host, page = demand.host, demand.page_tokens
     assert host is not None, "host plan: no host tier to plan for"
     down_tokens = host.deposited_tokens(context)

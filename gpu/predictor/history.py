@@ -29,7 +29,7 @@ def attended_maxima(logit_maxima: Tensor, lse: Tensor) -> Tensor:
 
 
 def compress(values: Tensor, stored: torch.dtype) -> Tensor:
-    """Return attention in [0, 1] as it is stored: in uint8 by its logarithm, eight codes an octave, 0 below 2**-31.75."""
+    """Return attention in [0, 1] as stored: in uint8 by its logarithm, eight codes an octave, 0 below 2**-31.75."""
     if stored != torch.uint8:
         return values.to(stored)
     codes = (TOP_CODE + STEPS_PER_OCTAVE * values.float().log2()).round()
@@ -86,7 +86,7 @@ class History:
 def new_history(
     layers: int, heads: int, steps: int, spare: int, blocks: int, stored: torch.dtype, device: torch.device
 ) -> History:
-    """Return zeros: what a head without steps has. Bytes: layers * heads * (steps + spare) * blocks, times the dtype's."""
+    """Return zeros: what a head without steps has; layers * heads * (steps + spare) * blocks numbers."""
     ring = torch.zeros(layers, heads, steps + spare, blocks, dtype=stored, device=device)
     return History(ring, steps - 1, spare)
 

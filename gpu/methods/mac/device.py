@@ -155,7 +155,7 @@ class Mac(RingSide):
         )  # fmt: skip
 
     def _rows_of(self, reads: LayerReads) -> _RingRows:
-        """Look the rows up in a step's first layer that matches: a captured step's rows change from replay to replay."""
+        """Look the rows up in the first layer that matches: a captured step's rows change from replay to replay."""
         rows = reads.rows
         if reads.layer == self.layers[0] and self not in reads.kept:
             self._of_rows[rows] = _RingRows(rows.of_slots(self.ring_of_slot), rows.of_slots(self._is_estimate))

@@ -60,7 +60,7 @@ def select_reference(scores: Tensor, num_blocks: Tensor, selection: Selection) -
 
 @triton.jit
 def plant_trees(to_scores, to_leaves, is_row, K: tl.constexpr, LOG_K: tl.constexpr):
-    """Write rows' trees without a score: node 1 is the root, nodes from K on are the leaves, and every node names one."""
+    """Write rows' trees without a score: node 1 is the root, nodes from K on are leaves, and each names a leaf."""
     node = tl.arange(0, 2 * K)
     leaf = node
     for _ in tl.static_range(LOG_K):

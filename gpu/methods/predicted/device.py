@@ -273,7 +273,7 @@ class Predicted(RingSide):
         self._used.clear()
 
     def _aside(self, place: int) -> AbstractContextManager[None]:
-        """Run what follows for the layer at a place, on its chain, behind all that the current stream was given so far."""
+        """Run what follows for the layer at a place on its chain, behind what the current stream was given."""
         self._begun.add(place % CHAINS)
         return self._streams.aside(self._chains[place % CHAINS])
 

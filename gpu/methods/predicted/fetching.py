@@ -220,7 +220,7 @@ def _centre_and_scale(
 
 @triton.jit
 def _find_blocks(mine, item, count, ids, lies, slots, KV_HEADS: tl.constexpr, PIECES: tl.constexpr):
-    """Return a program's slots: which they are, their blocks, and the pieces that these lie in, -1: nowhere, `[items]`."""
+    """Return a program's slots, their blocks, and the pieces that these lie in, -1: nowhere; `[items]`."""
     page = tl.load(mine + item, mask=item < count, other=0).to(tl.int64)
     block = tl.load(ids + page, mask=item < count, other=0)
     table = lies + page // slots // KV_HEADS * (_COLUMNS * PIECES)
