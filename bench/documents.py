@@ -24,8 +24,8 @@ from rich.console import Console
 from bench.documents_floors import drop_from_page_cache, fused_cost, plan_bench_prompt
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from bench.rows import Row, Timing, announce, measure, require, summarise
-from gpu.fusion.choice import choose, question_scores
-from gpu.fusion.plan import VANILLA
+from gpu.fusion.fusion_plan import VANILLA
+from gpu.fusion.token_choice import choose, question_scores
 from gpu.model.architecture import Architecture, load_architecture
 from gpu.profiles import get_profile, resolve_profiles
 from gpu.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpu.fusion.plan import get_policy, plan_fused
+from gpu.fusion.fusion_plan import get_policy, plan_fused
 from gpu.model.architecture import Architecture
 from gpu.step import FusionPlan, PlacedChunk
 from scheduler.messages import Fusion

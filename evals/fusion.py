@@ -28,7 +28,7 @@ from evals.serving import make_deployment
 from evals.stopping import RunCut, Stop
 from evals.tokenizer import load_tokenizer
 from gpu.attention.prefill_query import PrefillQuery
-from gpu.fusion.plan import VANILLA, get_policy
+from gpu.fusion.fusion_plan import VANILLA, get_policy
 from gpu.model.architecture import read_architecture
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine

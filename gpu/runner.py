@@ -19,7 +19,7 @@ from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
-from gpu.fusion.documents import Documents
+from gpu.fusion.chunk_copies import Documents
 from gpu.host.deposit import Depositor
 from gpu.host.offload import Offloader
 from gpu.in_flight import Awaited, InFlight, Timer, is_decoded

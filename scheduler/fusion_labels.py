@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gpu.fusion.plan import VANILLA, UnknownPolicyError, get_policy
+from gpu.fusion.fusion_plan import VANILLA, UnknownPolicyError, get_policy
 from scheduler.messages import Fusion
 
 SETTINGS: dict[str, type[int] | type[float]] = {

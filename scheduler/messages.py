@@ -34,7 +34,7 @@ class ChunkSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fusion(msgspec.Struct, frozen=True, kw_only=True):
-    """How a prompt with chunks is computed. policy: a name of `gpu.fusion.plan`; ratio: of all prompt tokens,
+    """How a prompt with chunks is computed. policy: a name of `gpu.fusion.fusion_plan`; ratio: of all prompt tokens,
     recomputed, in [0, 1]; select_layer, seam_tokens: of policies that look; keep_tokens: after the first token, of the
     context, a layer and head (0: all).
     """

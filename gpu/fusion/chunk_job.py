@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gpu.attention.prefill_attention import windowed_attention
 from gpu.attention.prefill_query import Attended, PrefillQuery
-from gpu.fusion.documents import Documents
-from gpu.fusion.rows import store_rows
+from gpu.fusion.chunk_copies import Documents
+from gpu.fusion.chunk_rows import store_rows
 from gpu.layers.decoder import Decoder
 from gpu.upload import upload
 from transfer.chunks.chunk_format import ChunkKey

@@ -8,7 +8,7 @@ last chunk. Keys are rotated already: cells need not be positions.
 import torch
 from torch import Tensor
 
-from gpu.fusion.choice import kept_scores
+from gpu.fusion.token_choice import kept_scores
 from gpu.kv.pool import KvPool
 
 

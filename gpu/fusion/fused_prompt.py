@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.fusion.choice import choose, draw_scores, end_scores, floors, question_scores, value_deviations
-from gpu.fusion.documents import Documents
+from gpu.fusion.chunk_copies import Documents
+from gpu.fusion.chunk_rows import read_rows
 from gpu.fusion.eviction import Eviction
-from gpu.fusion.plan import get_policy, kept_spans
-from gpu.fusion.rows import read_rows
+from gpu.fusion.fusion_plan import get_policy, kept_spans
+from gpu.fusion.token_choice import choose, draw_scores, end_scores, floors, question_scores, value_deviations
 from gpu.layers.decoder import Decoder, Pages
 from gpu.step import PrefillPrompt
 from gpu.upload import upload

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gpu.attention.prefill_attention import scattered_attention
+from gpu.fusion.chunk_copies import Documents
 from gpu.fusion.chunk_job import ChunkJob
-from gpu.fusion.documents import Documents
+from gpu.fusion.chunk_rows import read_rows, store_rows
 from gpu.fusion.fused_prompt import FusedPrompt
-from gpu.fusion.rows import read_rows, store_rows
 from gpu.host.deposit import Depositor
 from gpu.host.gathered import GatheredKv
 from gpu.host.staging import StagedPrompt, Staging

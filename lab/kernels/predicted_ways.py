@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.methods.device_side import LayerReads
-from gpu.methods.predicted.blocks import Blocks
 from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
+from gpu.methods.predicted.held_blocks import Blocks
 from gpu.methods.predicted.turns import Choice
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS

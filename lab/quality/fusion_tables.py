@@ -5,7 +5,7 @@ from typing import Any
 
 from evals.fusion_report import render_policies
 from evals.rows import Row
-from gpu.fusion.plan import get_policy
+from gpu.fusion.fusion_plan import get_policy
 from scheduler.fusion_labels import parse_fusions
 
 RATIO = 0.15

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from gpu.methods.predicted import device
-from gpu.methods.predicted.blocks import Blocks, new_blocks
 from gpu.methods.predicted.choosing import pack_bits
+from gpu.methods.predicted.held_blocks import Blocks, new_blocks
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import named_shape
 from gpu.weights.weights import random_weights

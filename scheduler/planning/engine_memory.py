@@ -115,7 +115,7 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
 
 
 def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> None:
-    """Return a default that is behind a small model's last layer is that one (`gpu.fusion.plan.find_select_layer`)."""
+    """Return a default behind a small model's last layer is that one (`fusion_plan.find_select_layer`)."""
     if documents is None or "select_layer" not in documents.model_fields_set:
         return
     if documents.select_layer >= num_layers:

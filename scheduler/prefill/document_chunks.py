@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpu.fusion.plan import VANILLA, UnknownPolicyError, get_policy, plan_fused
+from gpu.fusion.fusion_plan import VANILLA, UnknownPolicyError, get_policy, plan_fused
 from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusionPlan, PlacedChunk, PrefillJob, PrefillPrompt

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpu.fusion.documents import Documents
-from gpu.fusion.plan import plan_fused
+from gpu.fusion.chunk_copies import Documents
+from gpu.fusion.fusion_plan import plan_fused
 from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Decoder
 from gpu.layers.rope import rope_tables

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from gpu.attention.prefill_query import PrefillQuery
-from gpu.fusion.choice import question_scores
-from gpu.fusion.plan import POLICIES
+from gpu.fusion.fusion_plan import POLICIES
+from gpu.fusion.token_choice import question_scores
 from tests.gpu.fusion_stand import PAGE, FusionStand, Oracle, draw
 from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL, METHOD_FLOAT32
 from transfer.chunks.chunk_format import ChunkKey
@@ -82,7 +82,7 @@ def test_chunks_anywhere_give_the_oracles_logits_by_every_policy(edge: str, rati
 @pytest.mark.parametrize("rows", [1, 3, 7, 99])
 def test_scores_are_the_questions_attention_however_it_is_cut(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     count, context, begin = 7, 30, 20
-    monkeypatch.setattr("gpu.fusion.choice.LOGIT_ENTRIES", rows * 4 * context)
+    monkeypatch.setattr("gpu.fusion.token_choice.LOGIT_ENTRIES", rows * 4 * context)
     numbers = np.random.default_rng(3)
     query, keys = numbers.normal(size=(count, 4, 16)), numbers.normal(size=(2, context, 16))
     keys[:, begin + count :] = np.nan  # not written yet

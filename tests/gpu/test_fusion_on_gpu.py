@@ -10,8 +10,8 @@ from evals.cells import PromptSettings
 from evals.fusion import fusion_engine, judge, parse_policies
 from evals.fusion_prompts import PromptPlan, fusion_prompts
 from evals.stopping import Stop
-from gpu.fusion.documents import Documents
-from gpu.fusion.rows import store_rows
+from gpu.fusion.chunk_copies import Documents
+from gpu.fusion.chunk_rows import store_rows
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import FUSED_BFLOAT16_KL
 from transfer.chunks.chunk_format import ChunkShape, name_chunk

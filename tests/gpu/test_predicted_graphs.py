@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.methods.predicted.blocks import Blocks
+from gpu.methods.predicted.held_blocks import Blocks
 from lab.speed.step_trace import trace_steps
 from lab.speed.trace_lanes import COMPUTE, EXCHANGE, FETCH, PREDICTION
 from tests.gpu.method_counts import counts_of

@@ -18,10 +18,10 @@ from gpu.config import Composition
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
 from gpu.methods.method import ProfilePart
-from gpu.methods.predicted.blocks import EMPTY
 from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
+from gpu.methods.predicted.held_blocks import EMPTY
 from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.turns import NEVER
 from gpu.methods.registry import list_methods

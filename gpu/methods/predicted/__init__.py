@@ -52,7 +52,7 @@ def most_pieces(architecture: Architecture) -> int:
 def ring_arrays(
     settings: PredictedSettings, architecture: Architecture, num_layers: int, num_rings: int
 ) -> dict[str, ArraySpec]:
-    """Return rings of so many layers without their keys and values, by the fields of `gpu.methods.predicted.blocks`."""
+    """Return rings of so many layers without keys and values, by the fields of `predicted.held_blocks.Blocks`."""
     blocks, heads = most_blocks(architecture), num_rings * architecture.num_kv_heads
     return {
         "history": ArraySpec((num_layers, heads, settings.num_rows, blocks), "uint8"),

@@ -24,9 +24,9 @@ from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
 from gpu.methods.predicted import COUNTERS
-from gpu.methods.predicted.blocks import EMPTY, Blocks, new_blocks
 from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
+from gpu.methods.predicted.held_blocks import EMPTY, Blocks, new_blocks
 from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, WHOLE, list_blocks
 from gpu.methods.predicted.noting import Fetched, note_step
 from gpu.methods.predicted.prompt import note_prompt

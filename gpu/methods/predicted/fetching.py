@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.methods.predicted.blocks import EMPTY
+from gpu.methods.predicted.held_blocks import EMPTY
 from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS
 from gpu.methods.predicted.noting import code_of
 from gpu.operations.arguments import check, check_dtype, runs_on_triton

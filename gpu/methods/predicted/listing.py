@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.methods.predicted.blocks import EMPTY
+from gpu.methods.predicted.held_blocks import EMPTY
 from gpu.operations.arguments import check, runs_on_triton
 from transfer.tier_shape import BLOCK_TOKENS
 

@@ -2,7 +2,7 @@
 
 A3, section 2.2: chunks' keys and values are computed once, alone, and kept before rotation; a prompt takes them at its
 own positions and computes again what matters most. Here stand the policies' names and counts; which tokens they choose
-is known on the device alone (`gpu.fusion.choice`). Invariant: the numbers of a plan follow from lengths and settings,
+is known on the device alone (`gpu.fusion.token_choice`). Invariant: a plan's numbers follow from lengths and settings,
 never from what the tokens are.
 """
 

@@ -1,8 +1,8 @@
 """Which tokens of chunks are computed again: each policy gives every token a number, and the highest are taken.
 
 A3, eq. 3; CacheBlend (arXiv 2405.16444), section 4.3; EPIC's LegoLink (arXiv 2410.15332). All that a policy looks at is
-handed in. Invariant: nothing here waits for the device, and how many are taken is known before (`gpu.fusion.plan`): ids
-never come to the host.
+handed in. Invariant: nothing here waits for the device, and how many are taken is known before
+(`gpu.fusion.fusion_plan`): ids never come to the host.
 """
 
 import zlib
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from gpu.fusion.plan import choose_ends
+from gpu.fusion.fusion_plan import choose_ends
 
 LOGIT_ENTRIES = 2**25  # of float32 logits of the question at once
 POOLED = 7  # tokens that are kept or given up nearly together
