@@ -116,7 +116,8 @@ class PlacedChunk:
 @dataclass(frozen=True, slots=True)
 class FusionPlan:
     """How a prompt with chunks is computed (`gpu.fusion.fusion_plan`): all of its tokens below layer `select_layer`,
-    and from there on what is in no chunk, its last token, and `num_chosen` others, which the policy chooses on the device.
+    and from there on what is in no chunk, its last token, and `num_chosen` others, which the policy chooses on the
+    device.
 
     chunks: ascending, disjoint, behind the prompt's `begin`. select_layer: 0 for a policy that looks at nothing.
     seam_tokens: at the front of each chunk, chosen before all others. `[question_begin, question_end)`: who is asked
