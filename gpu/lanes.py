@@ -74,9 +74,7 @@ class StepBuffers:
         self._uses: dict[bool, _Use] = {}  # the last one, by whether rows asked
 
     def check(self, plan: StepPlan) -> None:
-        """Check that a plan about to be launched writes nothing that the other lane's step reads. Raises
-        AssertionError.
-        """
+        """Raise AssertionError if a plan would write what the other lane's step reads."""
         for asks in _kinds(plan):
             use = self._uses.get(asks)
             is_free = use is None or plan.is_fenced or plan.lane in use.lanes or use.is_over()

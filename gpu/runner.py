@@ -197,9 +197,7 @@ class Runner:
         return self._offload.tier.is_ready(Ask(ask.context_id, ask.end - ask.begin))
 
     def is_loaded(self, job_id: int, layer: int) -> bool:
-        """Return whether a unit that begins this layer of the job waits for no disk, as far as plans have been
-        launched.
-        """
+        """Return whether a unit that begins this layer of the job waits for no disk, by the plans launched."""
         return self._prefill.is_loaded(job_id, layer)
 
     def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:

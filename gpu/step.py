@@ -217,16 +217,12 @@ class PrefillPrompt:
 
     @property
     def is_scored(self) -> bool:
-        """Return whether this prefill reports prompt logprobs: a resumed one (output drawn before) did so the first
-        time.
-        """
+        """Return whether this prefill reports prompt logprobs; a resumed one did so the first time."""
         return self.sampling.num_prompt_logprobs is not None and self.samples == 0
 
     @property
     def num_scored_tokens(self) -> int:
-        """Return how many of prompt tokens `[1, num_prompt_tokens)` are scored, each from the hidden state in front of
-        it.
-        """
+        """Return how many of prompt tokens `[1, num_prompt_tokens)` are scored."""
         return self.num_prompt_tokens - 1 if self.is_scored else 0
 
 

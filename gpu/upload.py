@@ -9,8 +9,6 @@ from torch import Tensor
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return `array` as a tensor of its own dtype and shape on `device`, in stream order. On the CPU it shares
-    memory.
-    """
+    """Return `array` as a tensor on `device`, in stream order. On the CPU it shares memory."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

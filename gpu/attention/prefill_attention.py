@@ -59,9 +59,7 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, k
 
 
 def past_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
-    """Attend to keys that every query sees, none of them its own; any number of either. Otherwise as
-    `prefill_attention`.
-    """
+    """Attend to keys that every query sees, none of them its own; otherwise as `prefill_attention`."""
     if kernel == "flash" and query.is_cuda:
         return _flash(query, key, value, False, scale)
     return _two_sided(query, key, value, False, scale)

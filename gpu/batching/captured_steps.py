@@ -7,9 +7,7 @@ from gpu.batching.halving import FEWEST_ROWS
 
 
 class StepKind(NamedTuple):
-    """A kind of captured decode step. num_parts: in which it asks the host, 0 to 2; reuses: whether methods that reuse
-    have their part in it.
-    """
+    """A kind of captured step. num_parts: of its host read, 0 to 2; reuses: whether methods that reuse take part."""
 
     num_parts: int
     reuses: bool

@@ -20,9 +20,7 @@ _RETRY_STEPS = 128  # after so many steps of a size in two halves one goes whole
 
 
 def step_seconds(parts: int, device_s: float, again_s: float, host_s: float) -> float:
-    """Return the seconds of a step in so many parts. again_s: of the device, beside `device_s`, to read weights for the
-    second one.
-    """
+    """Return the seconds of a step in so many parts. again_s: of the device, to read weights a second time."""
     return device_s + host_s if parts == 1 else max(device_s + again_s, host_s)
 
 
@@ -36,9 +34,7 @@ class _Size:
 
 
 class Halving:
-    """Learns for each batch size whether halves are faster. Learns for each size of a batch; `always`: one or two
-    parts, whatever the times.
-    """
+    """Learns for each batch size whether halves are faster; `always`: one or two parts, whatever the times."""
 
     def __init__(self, reads: StepReads, always: int | None = None) -> None:
         self.always = always
@@ -46,9 +42,7 @@ class Halving:
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, cells: Sequence[int], asks: Sequence[HostRead | None]) -> int:
-        """Return how many parts the next step has, 1 or 2. `cells[i]`: the last of row i's context; `asks[i]`: what of
-        it the host reads.
-        """
+        """Return how many parts the next step has, 1 or 2. `cells[i]`: row i's last cell; `asks[i]`: its host read."""
         rows = len(cells)
         if rows < FEWEST_ROWS:
             return 1

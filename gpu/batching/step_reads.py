@@ -26,9 +26,7 @@ class StepReads:
         self._weights: dict[int, int] = {}  # bytes, by rows
 
     def weights(self, num_rows: int) -> int:
-        """Return the bytes of weights that a step of so many rows reads; of experts, those that are taken in
-        expectation.
-        """
+        """Return the bytes of weights that a step of so many rows reads, experts in expectation."""
         if num_rows not in self._weights:
             shape, packed = self._architecture, self._is_packed
             self._weights[num_rows] = step_weight_bytes(shape, self._dtype_bytes, packed, num_rows) if num_rows else 0
@@ -47,9 +45,7 @@ class StepReads:
         return max(seen - asked, 0) * self._layer_token_bytes
 
     def again_share(self, cells: Sequence[int], asks: Sequence[HostRead | None]) -> float:
-        """Return the bytes that two half batches read twice, as a share of what one batch reads. `cells[i]`: the last
-        of row i.
-        """
+        """Return the share of bytes that two half batches read twice. `cells[i]`: row i's last cell."""
         contexts = sum(self.context(cell + 1, ask) for cell, ask in zip(cells, asks, strict=True))
         whole = self.weights(len(cells))
         return (self.weights_of_halves(len(cells)) - whole) / (whole + contexts)

@@ -111,9 +111,7 @@ def _model(decoder: Decoder) -> Model:
 
 
 def _scratch(decoder: Decoder) -> tuple[int, int]:
-    """Return how many float32 a thread needs for columns of the widest matrix in an order of its own, and for gains of
-    rows that are taken together.
-    """
+    """Return a thread's float32 for reordered columns and for gains of rows that are taken together."""
     held = decoder.weights.matrices
     ordered = [m.inner for m in held if isinstance(m, Packed) and m.order is not None]
     return max(ordered, default=0), max(gains_room(m) for m in held)

@@ -127,9 +127,7 @@ def _page_at(pages, kind, shape, table, token, kv_head):
 @numba.njit(nogil=True)
 def _attend_part(kind, shape, key_pages, value_pages, table, row, kv_head, part, begin, end, query, scores,
                  parts):  # fmt: skip
-    """Attend to tokens `[begin, end)`, whole pages from `begin` on; scores of a page's unwritten rows are computed and
-    unused.
-    """
+    """Attend to tokens `[begin, end)`, whole pages from `begin` on; scores of unwritten rows are unused."""
     group, dim = query.shape
     scores_at = address_of(scores)
     for token in range(begin, end, shape.page_tokens):

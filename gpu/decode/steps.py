@@ -173,9 +173,7 @@ class DecodeSteps:
 
     @property
     def most_rows(self) -> int:
-        """Return the most rows of a step that costs no more a row than smaller ones: compiled, or captured, where any
-        are.
-        """
+        """Return the most rows of a step that is compiled or captured, where any are."""
         if self._compiled is not None:
             return min(MAX_ROWS, self.loop.max_rows)
         return max((size for _, size in self._captured), default=self.loop.max_rows)
@@ -366,9 +364,7 @@ class DecodeSteps:
         return experts if num_rows <= experts.max_rows else None
 
     def _eager_experts(self, num_rows: int) -> ExpertExchange | None:
-        """Return the exchange for experts of an eager step on the CPU, which answers at once; on a GPU it would wait
-        for the launching thread.
-        """
+        """Return the exchange for experts of an eager step on the CPU; on a GPU it would wait for the launch."""
         experts = self._experts_of(num_rows, asks=False)
         return experts if experts is not None and experts.is_at_once else None
 
@@ -406,9 +402,7 @@ class DecodeSteps:
 
 
 def _place(asks: bool) -> int:
-    """Return the place of a step's exchange for experts among those of all lanes: steps with host reads have the
-    last.
-    """
+    """Return the place of a step's exchange for experts: steps with host reads have the last."""
     return -1 if asks else 0
 
 

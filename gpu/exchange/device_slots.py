@@ -35,9 +35,7 @@ class SlotExchange:
         exchange_pack(query, codes, self._counters, self.slot, wanted, excluded)
 
     def answer(self, num_rows: int) -> Partial:
-        """Return the answer to the last request, which the device awaits: in host memory, to be read before the next
-        request.
-        """
+        """Return the answer to the last request, which the device awaits; in host memory until the next request."""
         await_answer(self._counters, self.slot)
         slot = self.slot
         covered = None if slot.covered is None else slot.covered[:num_rows].to(self._counters.device, copy=True)

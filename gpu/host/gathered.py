@@ -63,9 +63,7 @@ class GatheredKv:
         self.forget()
 
     def pack(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[tokens, kv_heads, dim]` of any tokens, valid until the next gather; `rows` of
-        `rows_of`.
-        """
+        """Return keys and values `[tokens, kv_heads, dim]` of `rows` of `rows_of`, valid until the next gather."""
         self.forget()
         kv_heads, dim = self._kv_heads, self.keys.shape[-1]
         packed = []
@@ -79,9 +77,7 @@ class GatheredKv:
         return packed[0], packed[1]
 
     def rows_of(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return where the KV heads of tokens lie in a layer's pages, int64 `[tokens * kv_heads]`; both arguments int64
-        `[tokens]`.
-        """
+        """Return where tokens' KV heads lie in a layer's pages, int64 `[tokens * kv_heads]`; arguments `[tokens]`."""
         kv_heads, page_tokens = self._kv_heads, self.pool.page_tokens
         pages = self.pool.page_table[slots, positions // page_tokens].long()
         first = pages * (kv_heads * page_tokens) + positions % page_tokens

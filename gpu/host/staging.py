@@ -127,15 +127,11 @@ class StagedPrompt:
         self.staging.pool.read(*self._pages(place, 0, end))
 
     def _give_to_pages(self, place: int, begin: int, end: int) -> None:
-        """Write tokens `[begin, end)` from a page border on; the last page is filled up with what stands behind
-        them.
-        """
+        """Write tokens `[begin, end)` from a page border on; the last page is filled up."""
         self.staging.pool.scatter_rows(*self._pages(place, begin, end))
 
     def _pages(self, place: int, begin: int, end: int) -> tuple[int, Tensor, Tensor, Tensor]:
-        """Return the layer, ids of the pages with these tokens, and where these pages' keys and values are staged,
-        `[kv_heads, tokens, dim]`.
-        """
+        """Return the layer, ids of these tokens' pages, and their staged keys and values, `[kv_heads, tokens, dim]`."""
         pool, layer = self.staging.pool, self.staging.tier.shape.layers[place]
         first, last = begin // pool.page_tokens, -(-end // pool.page_tokens)
         page_ids = pool.page_table[self.slot, first:last].long()

@@ -95,22 +95,18 @@ class KvPool:
         self._move(reload.dense_page_ids, reload.page_ids, reload.places)
 
     def scatter_rows(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values `[kv_heads, tokens, dim]` of a layer, tokens of whole pages, to pages, int64
-        `[pages]`.
-        """
+        """Write keys and values `[kv_heads, tokens, dim]`, tokens of whole pages, to a layer's `page_ids`, int64."""
         self.write(layer, page_ids, None, keys, values)
 
     def write(self, layer: int, page_ids: Tensor, offsets: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values to pages as `scatter_rows`; with offsets, int64 `[tokens]` as `page_ids` then are, each
-        token to a cell of its own.
+        """Write as `scatter_rows`; with offsets, int64 `[tokens]` as `page_ids` then are, each token to its own
+        cell.
         """
         write_rows(keys, page_ids, offsets, self.key_pages[layer])
         write_rows(values, page_ids, offsets, self.value_pages[layer])
 
     def read(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Read whole pages of a layer, int64 `[pages]`, to keys and values `[kv_heads, tokens, dim]`, of which heads
-        may lie apart.
-        """
+        """Read a layer's whole pages, int64 `[pages]`, to keys and values `[kv_heads, tokens, dim]`, heads strided."""
         by_page = [rows.unflatten(1, (-1, self.page_tokens)) for rows in (keys, values)]
         gather_pages(self.key_pages[layer], self.value_pages[layer], page_ids, *by_page)
 

@@ -50,9 +50,7 @@ class Decoder:
 
     @property
     def cos(self) -> Tensor:
-        """Return the cosines of the first layer, and of a plain model's all: float32 `[max_context_tokens, dim //
-        2]`.
-        """
+        """Return the first layer's cosines, float32 `[max_context_tokens, dim // 2]`; a plain model has no others."""
         return self._rope_tables[0][0]
 
     @property

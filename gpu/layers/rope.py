@@ -123,9 +123,7 @@ def _yarn(rope: RopeScaling, dim: int, factor: float, original_tokens: float) ->
 
 
 def _longrope(rope: RopeScaling, dim: int, is_long: bool) -> Tensor:
-    """Compute LongRoPE (arXiv 2402.13753): a factor for each frequency, of one set up to the original length, one
-    beyond.
-    """
+    """Compute LongRoPE (arXiv 2402.13753): a factor for each frequency, by the text's length."""
     key = "long_factor" if is_long else "short_factor"
     factors = rope.settings.get(key)
     if not isinstance(factors, list) or len(factors) != dim // 2:

@@ -88,7 +88,5 @@ def parse_architecture(
     config: dict[str, Any], name: str, source: str, rope: Mapping[str, Any] | None = None,
     ignored_keys: Sequence[str] = (),
 ) -> Architecture:  # fmt: skip
-    """Return an Architecture from the keys of a Hugging Face config; `source` names it in errors. See
-    `read_architecture`.
-    """
+    """Return an Architecture of a Hugging Face config; `source` names it in errors. See `read_architecture`."""
     return parse_config(config, name, source, ignored_keys, rope)

@@ -34,9 +34,7 @@ _MOST_OF = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts
 
 
 class ConfigKeys:
-    """The keys of one configuration. defaults: what absent keys of this family mean; source: names the file in
-    errors.
-    """
+    """The keys of one configuration. defaults: what absent keys mean; source: names the file in errors."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], source: str) -> None:
         self._config, self._defaults, self.source = config, defaults, source
@@ -72,9 +70,7 @@ class ConfigKeys:
         return bool(value)
 
     def only(self, key: str, *served: Any) -> Any:
-        """Return its value, which must be one of these. Absent and null mean the family's default, or else the first.
-        Raises ModelError.
-        """
+        """Return its value, one of these; absent and null mean the family's default or the first. Raises ModelError."""
         value = self.get(key)
         if value is None:
             value = self._defaults.get(key, served[0])

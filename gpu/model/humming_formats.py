@@ -36,9 +36,7 @@ def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture
 
 
 def why_not_here(device: str, dtype: str) -> str | None:
-    """Return what keeps a device from multiplying by that library; None: nothing. Whether it is installed is not
-    checked.
-    """
+    """Return what keeps a device from multiplying by that library; None: nothing. It may not be installed."""
     if device != "cuda":
         return "model.products: asked humming, the device is the CPU; wanted a CUDA device, or own"
     if dtype != "bfloat16":
@@ -60,9 +58,7 @@ def require_installed() -> None:
 
 
 def describe_own(architecture: Architecture) -> str:
-    """Return which matrices of few bits our own kernels multiply in a model that humming multiplies, and why; "" for
-    none.
-    """
+    """Return which matrices of few bits humming does not multiply in a model, and why; "" for none."""
     found: Counter[str] = Counter()
     for layer, spec in enumerate(architecture.layers):
         for name, stored in layer_formats(architecture, layer).items():
@@ -76,9 +72,7 @@ def describe_own(architecture: Architecture) -> str:
 
 
 def laying_out_bytes(architecture: Architecture) -> int:
-    """Return the bytes needed at load beside the matrices: the largest one's words in order, and as they become. 0:
-    humming multiplies none.
-    """
+    """Return the bytes that laying out takes at load beside the matrices: twice the largest; 0: none."""
     return max(
         (
             2 * stored.num_bytes(*matrix_shapes(architecture, spec)[name])

@@ -8,9 +8,7 @@ from gpu.model.spec import ModelError
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object of a JSON file, or None where there is no such file. Raises ModelError for one that holds
-    anything else.
-    """
+    """Return the object of a JSON file; None: there is no file. Raises ModelError for anything else."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -83,9 +83,7 @@ def output_format(architecture: Architecture) -> MatrixFormat | None:
 
 
 def module_names(architecture: Architecture, layer: int, matrix: str) -> dict[str, str]:
-    """Return the canonical names of a matrix's modules in a checkpoint, by the part that each is, or by the matrix
-    whole.
-    """
+    """Return the canonical names of a matrix's modules, by the part that each is, or by the matrix."""
     spec, found = architecture.layers[layer], {}
     wanted = {matrix, *(what for what, _ in matrix_parts(architecture, spec, matrix))}
     for name, what in layer_tensors(architecture, spec).items():
@@ -95,9 +93,7 @@ def module_names(architecture: Architecture, layer: int, matrix: str) -> dict[st
 
 
 def weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool) -> int:
-    """Return the bytes of all weights. is_packed: whether matrices stay as they are stored, as they do on a GPU
-    (`why_unpacked`).
-    """
+    """Return the bytes of all weights. is_packed: whether matrices stay as they are stored (`why_unpacked`)."""
     saved = sum(_saved(architecture, dtype_bytes, lambda experts: 1.0)) if is_packed else 0
     return architecture.num_weights * dtype_bytes - round(saved)
 

@@ -29,9 +29,7 @@ def build_vocabulary(pieces: SentencepieceFile, folder: Path, settings: Mapping[
 def assemble_vocabulary(
     pieces: SentencepieceFile, added: dict[int, AddedToken], source: str, settings: Mapping[str, Any]
 ) -> Vocabulary:
-    """Return a vocabulary as `build_vocabulary`. added: by id, beside the pieces or in place of them; source: names
-    them in errors.
-    """
+    """Return a vocabulary as `build_vocabulary`. added: tokens by id; source: names them in errors."""
     added = dict(added)
     texts = [added[place].content if place in added else text for place, text in enumerate(pieces.texts)]
     vocabulary = Vocabulary(_model(pieces, texts))
@@ -82,9 +80,7 @@ def _merges(pieces: SentencepieceFile, texts: list[str]) -> list[tuple[str, str]
 def _spelling(
     pieces: SentencepieceFile, settings: Mapping[str, Any]
 ) -> tuple[normalizers.Normalizer, pre_tokenizers.PreTokenizer | None]:
-    """Return what spells spaces as pieces do. `legacy: false` in the settings: only the text's own begin has one put
-    before it.
-    """
+    """Return what spells spaces as pieces do. `legacy: false`: only a text's begin has one put before it."""
     steps: list[normalizers.Normalizer] = []
     if pieces.charsmap:
         steps.append(normalizers.Precompiled(pieces.charsmap))

@@ -36,9 +36,7 @@ class Experts:
     is_normalised: bool
 
     def taken(self, num_tokens: int) -> float:
-        """Return how many experts a step of so many tokens reads, in expectation, if each token draws its own at
-        random.
-        """
+        """Return how many experts a step of so many tokens reads, in expectation, if tokens draw at random."""
         return self.num_experts * (1 - (1 - self.per_token / self.num_experts) ** num_tokens)
 
 
@@ -122,9 +120,7 @@ class Architecture:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether every layer is one of a Llama: nothing beyond norms, projections, one rotation, attention to
-        all.
-        """
+        """Return whether every layer is a Llama's: norms, projections, one rotation, attention to all tokens."""
         return self.layer_pattern == (LayerSpec(),) and self.embedding_scale == 1.0
 
     @property
@@ -173,9 +169,7 @@ class Architecture:
         return seen / self.num_layers
 
     def num_pairs(self, begin: int, end: int) -> int:
-        """Return how many pairs there are of tokens `[begin, end)` and those that each of them sees, itself counted,
-        summed over layers.
-        """
+        """Return the pairs of tokens `[begin, end)` and those that they see, summed over layers."""
         return sum(_pairs(end, spec.window_tokens) - _pairs(begin, spec.window_tokens) for spec in self.layers)
 
 

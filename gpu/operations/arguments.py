@@ -15,16 +15,12 @@ def runs_on_numba(tensor: Tensor) -> bool:
 
 
 def runs_on_triton(tensor: Tensor) -> bool:
-    """Return whether Triton runs for this tensor: on CUDA, and everywhere under its interpreter
-    (TRITON_INTERPRET=1).
-    """
+    """Return whether Triton runs for this tensor: on CUDA, and under its interpreter anywhere."""
     return tensor.is_cuda or INTERPRETED
 
 
 def multiplies_on_tensor_cores(tensor: Tensor) -> bool:
-    """Return whether a kernel of large products runs for this tensor: in bf16 on CUDA, and on all that the interpreter
-    gets.
-    """
+    """Return whether kernels of large products run for this tensor: bf16 on CUDA, or interpreted."""
     return (tensor.is_cuda and tensor.dtype == torch.bfloat16) or INTERPRETED
 
 

@@ -27,9 +27,7 @@ _GAMMA, _MIX_A, _MIX_B = tl.constexpr(GAMMA), tl.constexpr(MIX_A), tl.constexpr(
 
 
 def hash_bits_reference(keys: Tensor, num_tokens: int) -> Tensor:
-    """Return 64 random bits for each (key, token): int64 `[rows, tokens]` of `keys` int64 `[rows]`; wraparound
-    arithmetic.
-    """
+    """Return 64 random bits for each (key, token): int64 `[rows, tokens]` of `keys` int64 `[rows]`."""
     tokens = torch.arange(1, num_tokens + 1, device=keys.device)
     z = keys[:, None] + tokens * _signed(GAMMA)
     z = (z ^ _shifted(z, 30)) * _signed(MIX_A)

@@ -14,9 +14,7 @@ from gpu.operations.arguments import check, check_contiguous, check_dtype, runs_
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise in plain torch: x `[tokens, hidden]`, weight `[hidden]` -> `[tokens, hidden]`. float64 stays
-    float64.
-    """
+    """Normalise in plain torch: x `[tokens, hidden]`, weight `[hidden]`; float64 stays float64."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     if weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):

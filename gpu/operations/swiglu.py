@@ -28,9 +28,7 @@ def swiglu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor
 
 @triton.jit
 def gated(gate, up, GELU: tl.constexpr):
-    """Return activation(gate) * up in float32. tanh(z) is 2 * sigmoid(2 z) - 1, so gelu by its tanh is x * sigmoid of a
-    cubic.
-    """
+    """Return activation(gate) * up in float32; tanh(z) is 2 * sigmoid(2 z) - 1."""
     inner = gate
     if GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)

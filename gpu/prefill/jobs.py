@@ -157,9 +157,7 @@ class Prefill:
         return finished
 
     def _compute(self, state: JobState, unit: PrefillUnit) -> None:
-        """Compute a unit. Raises HostMemoryError where the host has no room for a layer, or cannot return the prefix's
-        rows.
-        """
+        """Compute a unit. Raises HostMemoryError where the host has no room, or cannot return rows."""
         if state.hidden is None:
             state.hidden = self.decoder.embed(state.token_ids)
         staged = state.staged

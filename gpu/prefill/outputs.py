@@ -76,9 +76,7 @@ def finish_job(decoder: Decoder, state: JobState) -> FinishedJob:
 
 
 def _pool(decoder: Decoder, state: JobState, hidden: Tensor, logits: Tensor) -> dict[int, Tensor]:
-    """Return vectors by slot, of prompts that ask: `hidden` is of all tokens of the job, `logits` of the prompts' last
-    ones.
-    """
+    """Return vectors by slot. hidden: of all tokens of the job; logits: of the prompts' last ones."""
     pooled = {}
     for row, prompt in enumerate(state.job.prompts):
         begin, end = state.offsets[row], state.offsets[row + 1]

@@ -46,9 +46,7 @@ def longest_piece(block_seconds: float, key_seconds: float) -> int:
 
 
 def key_seconds(flop_s: float, dim: int, num_sms: int) -> float:
-    """Return the seconds of a block for a key of its launch, at so many FLOP/s of the whole device: a tile on each SM
-    at once.
-    """
+    """Return a block's seconds for a key of its launch, at so many FLOP/s of the device: a tile on each SM."""
     return 4.0 * TILE_QUERIES * dim * num_sms / flop_s
 
 

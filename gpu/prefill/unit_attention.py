@@ -48,9 +48,7 @@ class UnitAttention:
         self._most_packed_tokens = min(MOST_PACKED_TOKENS, gathered.pool.max_pages * gathered.pool.page_tokens)
 
     def attend(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
-        """Attend for a unit whose keys and values are written; all `[tokens, heads, dim]`, both queries the unit's:
-        rotated, and not.
-        """
+        """Attend for a unit whose keys and values are written; all `[tokens, heads, dim]`."""
         if state.job.is_scattered(unit.layer):
             return self._attend_scattered(state, unit, query, pre_rope_query)
         return self._attend_packed(state, unit, query, pre_rope_query)
@@ -76,9 +74,7 @@ class UnitAttention:
         return scattered_attention(query, keys, values, positions, scale, window).out
 
     def _show_tail(self, state: JobState, unit: PrefillUnit, asked: PrefillQuery) -> None:
-        """Show a prompt's last queries in order to the methods that want them: all tokens behind the last chunk are
-        computed.
-        """
+        """Show a prompt's last queries, in order, to the methods that want them."""
         num_own, slot = state.num_of_tail(unit), state.job.prompts[0].slot
         if not num_own or not any(method.has_ring(slot) for method in self.reusing):
             return

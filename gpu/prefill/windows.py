@@ -124,9 +124,7 @@ class WindowPrefill:
         self._values.fill_(float("nan"))
 
     def _before(self, layer: int, part: Own, window: int, own: list[Tensor]) -> list[Tensor]:
-        """Return keys and values of a prompt's own tokens, `[kv_heads, tokens, dim]`, behind those in front that they
-        see.
-        """
+        """Return keys and values `[kv_heads, tokens, dim]` of a prompt's tokens and those in front that they see."""
         first = max(0, part.first - window + 1)
         if first == part.first:
             return own

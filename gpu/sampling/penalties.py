@@ -12,9 +12,7 @@ from gpu.upload import upload
 
 
 class PenaltyTable:
-    """Counts of the tokens of all sequences. `in_prompt` bool and `counts` int32 (of the output), both `[rows,
-    vocab]`.
-    """
+    """Counts of all sequences' tokens: `in_prompt` bool, `counts` int32 of the output, both `[rows, vocab]`."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size

@@ -151,9 +151,7 @@ def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
 
 
 def _check_size(source: Source, architecture: Architecture) -> None:
-    """Raise ModelError where the files cannot hold what the configuration asks for, before anything is made for each of
-    its heads and tensors.
-    """
+    """Raise ModelError where the files are too small for the weights that the configuration asks for."""
     num_bytes = sum(path.stat().st_size for path in source.files)
     if architecture.num_weights > _MOST_WEIGHTS_PER_BYTE * num_bytes:
         raise ModelError(

@@ -53,9 +53,7 @@ class GgufSource:
         return FileTensor(name, tensor.kind, tensor.shape, tensor.offset, tensor.num_bytes, change)
 
     def _change(self, name: str) -> Callable[[Tensor], Tensor | Blocks] | None:
-        """Return what makes the checkpoint's tensor of one whose bytes are as they stand in the file; None: it is the
-        same.
-        """
+        """Return what makes the checkpoint's tensor of the file's bytes; None: they are the same."""
         tensor, a = self._tensors[name], self._architecture
         module = name.split(".", 3)[-1].rsplit(".", 1)[0]  # its bias is in the same order
         heads = {_QUERY: a.num_heads, _KEY: a.num_kv_heads}.get(module) if self._is_permuted else None

@@ -121,9 +121,7 @@ class HostExperts:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Room for experts on the card. Experts on the card, one behind another: as words, int32 `[slots, words]` each, and
-    as what products read.
-    """
+    """Experts on the card: as words, int32 `[slots, words]` each, and as what products read."""
 
     words: list[Tensor]
     gate_up: Stored

@@ -48,9 +48,7 @@ Progress = Callable[[float], None]
 
 
 def require_products(asked: str, device: str, dtype: str) -> None:
-    """Raise ModelError, one line, where the library that is asked for cannot multiply on this device: "own" always
-    can.
-    """
+    """Raise ModelError where the library asked for cannot multiply on this device; "own" always can."""
     if asked == "own":
         return
     reason = why_not_here(device, dtype)
@@ -60,9 +58,7 @@ def require_products(asked: str, device: str, dtype: str) -> None:
 
 
 def kernel_folder(gpu: str) -> Path:
-    """Return where kernels for a GPU of this name are kept: in the user's cache folder, beside what was measured of
-    it.
-    """
+    """Return where kernels for a GPU of this name are kept: in the user's cache folder."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return user / "tandem" / "humming" / f"{VERSION}-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}"
 
@@ -100,9 +96,7 @@ class HummingMatrix:
         return swiglu(self._product(rms_norm(x, norm, eps)), activation)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits of sums that are rounded to bf16: for an output matrix too coarse, so none is laid out for
-        this.
-        """
+        """Return logits of sums rounded to bf16: too coarse for an output matrix, so none is laid out."""
         return self._product(x).float()
 
     def unpack(self) -> Tensor:

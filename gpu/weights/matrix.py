@@ -23,9 +23,7 @@ from gpu.operations.linear.plain_linear import linear, logits_linear, norm_gate_
 
 
 class Matrix(Protocol):
-    """A matrix that multiplies tokens. `[rows, inner]`. Tokens are `[tokens, inner]`; results are new. dtype: of
-    results, and of what computes.
-    """
+    """A matrix `[rows, inner]` that multiplies tokens `[tokens, inner]`; dtype: of results, which are new."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -112,9 +110,7 @@ class PackedMatrix:
 
 
 def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen) -> Matrix:
-    """Return what multiplies by weights in place: the weights themselves, if they do. widened: what widens packed ones
-    for prefill.
-    """
+    """Return what multiplies by weights in place. widened: what widens packed ones for prefill."""
     if isinstance(held, Packed):
         return PackedMatrix(held, widened)
     return PlainMatrix(held) if isinstance(held, Tensor) else held

@@ -21,9 +21,7 @@ from gpu.weights.stored import StoredError, StoredTensor
 def placings(
     tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device
 ) -> Iterator["Placing"]:
-    """Yield placings of a tensor, or of so many of its rows each as its place takes at once; arguments are those of
-    `Placing`.
-    """
+    """Yield placings of a tensor, or of as many of its rows as its place takes at once; see `Placing`."""
     step, fill_rows = place.rows_at_once, place.fill_rows
     if step is None or fill_rows is None or tensor.change is not None:
         yield Placing(tensor, place, source, called, device)
@@ -34,9 +32,7 @@ def placings(
 
 
 class Placing:
-    """A tensor, or some of its rows, on the way to its place. source, called: name the file and the tensor in errors;
-    device: of the places.
-    """
+    """A tensor, or some rows, on the way to its place. source, called: name it in errors; device: of places."""
 
     def __init__(self, tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device) -> None:
         self._tensor, self._place, self._device = tensor, place, device

@@ -76,9 +76,7 @@ class ModuleRows:
             place.copy_(pack_words(part, self.packed.bits))
 
     def put_scales(self, scales: Tensor, row_block: int) -> None:
-        """Place scales `[rows / row_block, groups]`, or one for all. Raises StoredError for those that are not
-        finite.
-        """
+        """Place scales `[rows / row_block, groups]`, or one for all. Raises StoredError for infinity and NaN."""
         if not bool(scales.isfinite().all()):
             raise StoredError("holds scales that are not finite")
         self._put(self.packed.scales, scales, row_block)
@@ -89,9 +87,7 @@ class ModuleRows:
         self._put(self.packed.zeros, zeros, 1)
 
     def put_runs(self, numbers: Numbers) -> None:
-        """Place scales and offsets of groups, and what they are multiples of; finer ones than the file's are
-        repeated.
-        """
+        """Place scales and offsets of groups, and what they are multiples of, repeated for finer groups."""
         assert self.packed.runs is not None, "they have a place"
         for name, values in (("d", numbers.d), ("least", numbers.least)):
             if not bool(values.isfinite().all()):
@@ -112,9 +108,7 @@ class ModuleRows:
         return ModuleRows(self.packed, self.begin + begin, self.begin + end, None)
 
     def put_order(self, groups: Tensor, is_moved: bool) -> None:
-        """Place int32 `[inner]`, each column's group. is_moved: whether groups need not be of neighbours. Raises
-        StoredError.
-        """
+        """Place int32 `[inner]`, each column's group. is_moved: groups may be scattered. Raises StoredError."""
         group = self.packed.group
         order = torch.argsort(groups, stable=True)
         if not torch.equal(groups.index_select(0, order), torch.arange(len(groups), device=groups.device) // group):

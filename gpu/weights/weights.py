@@ -120,9 +120,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a model. embedding, logits `[vocab, hidden]` (one tensor if they are tied); final_norm
-    `[hidden]`.
-    """
+    """The weights of a model. embedding, logits `[vocab, hidden]`, one if tied; final_norm `[hidden]`."""
 
     embedding: Tensor
     layers: list[LayerWeights]
@@ -141,9 +139,7 @@ class Weights:
 
 
 def unpacked(weights: Weights) -> Weights:
-    """Return all matrices as tensors. Takes the layers out of `weights` as it goes: two copies are of one layer
-    alone.
-    """
+    """Return all matrices as tensors. Layers leave `weights` on the way, so one layer is held twice."""
     layers = [weights.layers.pop(0).changed(_unpacked) for _ in range(len(weights.layers))]
     return Weights(weights.embedding, layers, weights.final_norm, _unpacked(weights.logits))
 
@@ -254,9 +250,7 @@ def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> No
 
 
 def _fill_runs(matrix: Packed, step: float) -> None:
-    """Fill in the same scale for all groups, and the offset that puts the middle number at 0, of at most a signed
-    byte.
-    """
+    """Fill in one scale for all groups, and the offset that puts the middle number at 0."""
     assert matrix.runs is not None, "the caller has seen them"
     sign = 1 if matrix.middle < 128 else -1
     pair = torch.tensor([1, sign * matrix.middle], dtype=torch.int8)

@@ -61,9 +61,7 @@ def digest_random(shape: str, seed: int, dtype: str, device: str) -> str:
 
 
 def digest_rounded(digest: str, asked: str | None) -> str:
-    """Return the digest of the same weights, rounded as they are loaded to `asked`; None and "bfloat16": as they
-    are.
-    """
+    """Return the digest of weights that are rounded at load to `asked`; None and "bfloat16": as they are."""
     if asked in (None, "bfloat16"):
         return digest
     return hashlib.blake2b(json.dumps([digest, asked]).encode(), digest_size=16).hexdigest()

@@ -122,13 +122,13 @@ def test_a_shared_prefix_page_is_read_and_not_written() -> None:
     own = pages.take(1, len(other) + NUM_TOKENS, first_page=4)
     result = launch_whole(runner, PrefillPrompt(0, ids, 0, len(ids), GREEDY, "exact"), [first], 1)
     tokens = [[result.tokens[0].token_id]]
-    before = runner.pool.key_pages[3][first.page_ids[:4]].clone()
+    before = runner.pool.key_pages[3][list(first.page_ids[:4])].clone()
     second = launch_whole(runner, PrefillPrompt(1, other, 64, len(other), GREEDY, "exact"), [shared, own], 2)
     tokens.append([second.tokens[0].token_id])
     generated = Generated(tokens, {})
     decode(runner, generated, [len(ids), len(other)], NUM_TOKENS)
     assert generated.tokens == wanted
-    assert torch.equal(before, runner.pool.key_pages[3][first.page_ids[:4]])
+    assert torch.equal(before, runner.pool.key_pages[3][list(first.page_ids[:4])])
 
 
 def test_a_resumed_sequence_goes_on_with_the_same_text() -> None:

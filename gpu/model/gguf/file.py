@@ -86,9 +86,7 @@ def part_number(path: Path) -> int:
 
 
 def part_paths(path: Path) -> tuple[Path, ...]:
-    """Return all parts of a split file, by the name of its first. Raises ModelError for another one, and if one is
-    missing.
-    """
+    """Return all parts of a split file, by its first. Raises ModelError for another one, and if one is missing."""
     named = _PART.fullmatch(path.name)
     if named is None:
         return (path,)

@@ -33,9 +33,7 @@ class GgufKeys:
     """The keys of one architecture, each of which is taken once. Errors name the file and the key."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
-        """Take an architecture's keys. Raises ModelError where the metadata and the tensors differ in the number of
-        layers.
-        """
+        """Take an architecture's keys. Raises ModelError if metadata and tensors differ in the number of layers."""
         self.file, self.path, self.prefix = file, file.path, architecture + "."
         self.num_layers = _count_layers(file, self.prefix + "block_count")
         self._left = {

@@ -24,9 +24,7 @@ _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 
 def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
-    """Return tensors by canonical names of `gpu.model.family`, in the file's order, without those that say how tokens
-    are rotated.
-    """
+    """Return tensors by canonical names, in the file's order, without those of the rotation."""
     names = {theirs: ours for ours, theirs in stored_names(architecture).items()}
     found: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():

@@ -49,9 +49,7 @@ def read_gguf_vocabulary(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
 
 
 def gguf_end_token_ids(path: Path) -> tuple[int, ...]:
-    """Return the end tokens that the file names, and its control tokens that end turns by what they say; sorted. Raises
-    ModelError.
-    """
+    """Return the end tokens that the file names, and control tokens that end turns, sorted. Raises ModelError."""
     file = read_gguf(path)
     if not file.metadata.get(_GGML + "tokens"):
         return ()

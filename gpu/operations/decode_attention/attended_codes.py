@@ -22,9 +22,7 @@ _RUN = tl.constexpr(RUN_CELLS)
 
 @triton.jit
 def order_query(rows, WARPS: tl.constexpr):
-    """Turn `[group, dim]` into the second operand of logits, `[warps, dim, group]`, its dim in the order of
-    `_load_keys`.
-    """
+    """Turn `[group, dim]` into logits' second operand, `[warps, dim, group]`, in the order of `_load_keys`."""
     GROUP: tl.constexpr = rows.shape[0]
     DIM: tl.constexpr = rows.shape[1]
     turned = tl.permute(tl.reshape(rows, [GROUP, DIM // 64, 4, 4, 4]), [0, 1, 3, 2, 4])

@@ -103,9 +103,7 @@ def num_rows(requests: int, kv_heads: int, max_context_tokens: int, parts: int, 
 
 
 def num_splits(requests: int, kv_heads: int, max_context_tokens: int, num_sms: int) -> int:
-    """Return the splits of one context: enough programs to fill the device, and no split so long that it ends last
-    alone.
-    """
+    """Return the splits of one context: enough programs to fill the device, none so long that it ends last."""
     to_fill = -(-PROGRAMS_PER_SM * num_sms // (requests * kv_heads))
     to_bound = -(-max_context_tokens // MAX_SPLIT_TOKENS)
     return max(1, min(MAX_SPLITS, max(to_fill, to_bound)))

@@ -95,9 +95,7 @@ def _attend(
     contexts: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of requests with contexts of one token or more, padded to the longest with tokens of their
-    own.
-    """
+    """Return (out, lse) of requests with contexts of one token or more, padded to the longest."""
     query = query.to(_wide(query)) if has_codes(key_pages) else query  # what codes mean is not rounded
     requests, heads, dim = query.shape
     kv_heads, page_tokens = key_pages.shape[1:3]

@@ -67,9 +67,7 @@ def exchange_pack_reference(
 
 @triton.jit
 def store_release(pointer, value):
-    """Store an int32 so that a reader of it, on the device or the host, sees all that the program stored before its
-    last barrier.
-    """
+    """Store an int32 so that its readers see all that the program stored before its last barrier."""
     if _INTERPRETED:  # which knows no assembly, and one thread
         tl.store(pointer, value)
     else:

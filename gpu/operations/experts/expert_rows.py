@@ -234,9 +234,7 @@ def _refuse_packed(op: str, name: str, near: Stored, there: Stored | None) -> No
 
 
 def _sized(config: tuple[int, int, int, int], experts: Experts) -> tuple[int, int, int, int, int]:
-    """Return a configuration with as many rows together where fewer experts are taken than it is for, or more; and
-    places.
-    """
+    """Return a configuration adapted to how many experts are taken, and places."""
     rows, block, num_warps, unroll = config
     slots = triton.next_power_of_2(experts.per_token)
     return max(1, rows * MIXED_PLACES // slots), block, num_warps, unroll, slots

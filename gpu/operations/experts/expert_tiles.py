@@ -292,9 +292,7 @@ def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool) -> 
 
 
 def pair_few(logits: Tensor, experts: Experts) -> Tiles:
-    """Return tiles of up to LEAST_PAIRS tokens, which gate and up's programs fill. logits: of
-    `routing.router_logits`.
-    """
+    """Return tiles of up to LEAST_PAIRS tokens, which gate and up's programs fill from the router's logits."""
     tokens = len(logits)
     check("pair_few", "logits", logits, (tokens, experts.num_experts), torch.float32, logits.device)
     if not 0 < tokens <= LEAST_PAIRS:

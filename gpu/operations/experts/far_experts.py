@@ -36,9 +36,7 @@ class FarExperts:
 
 @triton.jit
 def find_place(places, expert, HAS_FAR: tl.constexpr):
-    """Return for experts, integers of any shape, the number of each in its matrix, int64, and whether that is the far
-    one.
-    """
+    """Return each expert's number in its matrix, int64, and whether that is the far one; experts: integers."""
     number = expert.to(tl.int64)
     is_far = number < 0
     if HAS_FAR:

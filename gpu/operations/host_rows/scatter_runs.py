@@ -62,9 +62,7 @@ def scatter_runs(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def launch(source: Tensor, addresses: Tensor, strides: tuple[int, ...], is_aligned: bool) -> None:
-    """Launch the copy. `addresses`: int64 `[layers]`, where each layer's target begins; `strides`: of heads and inner,
-    in elements.
-    """
+    """Launch the copy. addresses: int64 `[layers]`, of targets; strides: of heads and inner, in elements."""
     layers, heads, inners, length = source.shape
     _scatter_kernel[(layers * heads * inners, triton.cdiv(length, BLOCK))](
         source, addresses, heads, inners, length, strides[0], strides[1],

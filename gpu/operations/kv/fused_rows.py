@@ -23,9 +23,7 @@ BLOCK_ROWS = 16
 
 
 def fuse_rows_reference(rows: Tensor) -> Tensor:
-    """Run fbgemm's operator: float32 rows `[..., dim]` on the CPU to uint8 `[..., dim + 8]`. It turns NaN into
-    numbers.
-    """
+    """Run fbgemm's operator: float32 `[..., dim]` on the CPU to uint8 `[..., dim + 8]`. NaN becomes numbers."""
     return _fbgemm().FloatOrHalfToFused8BitRowwiseQuantized(rows.contiguous())
 
 
@@ -35,9 +33,7 @@ def widen_rows_reference(fused: Tensor) -> Tensor:
 
 
 def _fbgemm() -> Any:
-    """Return the operators, which importing the library registers with torch. Where CUDA does the work, it is not
-    needed.
-    """
+    """Return fbgemm's operators, which its import registers with torch; CUDA does without."""
     try:
         importlib.import_module("fbgemm_gpu")
     except ImportError as error:
@@ -118,9 +114,7 @@ def _widen_kernel(
 
 
 def widen_rows(fused: Tensor, rows: Tensor) -> None:
-    """Fill rows `[tokens, heads, dim]`, bf16 or float32, strided, with the inverse of `fuse_rows`, within half a
-    scale.
-    """
+    """Fill rows `[tokens, heads, dim]`, bf16 or float32, strided, with `fuse_rows` undone, within half a scale."""
     _check("widen_rows", rows, fused)
     if not runs_on_triton(rows) or rows.numel() == 0:
         rows.copy_(widen_rows_reference(fused))

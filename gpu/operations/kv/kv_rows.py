@@ -109,9 +109,7 @@ def check_pages(op: str, name: str, pages: Tensor, shape: tuple[int, ...], dtype
 
 
 def codes_of(pages: Tensor) -> Tensor:
-    """Return a view of `[.., page_tokens, dim + 4]`, contiguous in its last two axes: codes `[.., page_tokens,
-    dim]`.
-    """
+    """Return codes `[.., page_tokens, dim]`, a view of `[.., page_tokens, dim + 4]`, contiguous in two axes."""
     tokens, dim = pages.shape[-2], dim_of(pages)
     return pages.flatten(-2)[..., : tokens * dim].unflatten(-1, (tokens, dim))
 

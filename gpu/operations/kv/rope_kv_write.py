@@ -43,9 +43,7 @@ def rope_kv_write_reference(
     value_pages: Tensor,
     num_heads: int,
 ) -> Tensor:
-    """Compute `rope_kv_write` in plain torch, behind the norms. The rotation is in the wider of qkv's and cos'
-    dtypes.
-    """
+    """Compute `rope_kv_write` in plain torch, behind the norms, in the wider of qkv's and cos' dtypes."""
     (kv_heads, page_tokens), dim = key_pages.shape[1:3], dim_of(key_pages)
     valid = slots >= 0
     all_valid = bool(valid.all())

@@ -58,9 +58,7 @@ def packed_product(x: Tensor, packed: Packed) -> Tensor:
 
 
 def widen_packed(packed: Packed) -> Tensor:
-    """Return `[rows, inner]` of packed.dtype, columns in the matrix's order. The matrix is one that `multiplies`
-    serves.
-    """
+    """Return `[rows, inner]` of packed.dtype, in the matrix's order; `multiplies` serves the matrix."""
     out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype)
     ask_huge_pages(out.data_ptr(), out.nbytes)
     kinds = Kind(kind_of(rows_of(packed))), Kind(KINDS[packed.dtype](0))

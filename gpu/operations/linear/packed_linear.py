@@ -70,9 +70,7 @@ def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, wid
 
 
 def packed_logits(x: Tensor, packed: Packed) -> Tensor:
-    """Return `x @ packed.T` in float32, by kernels never rounded to bf16. Raises ValueError for another shape or
-    device.
-    """
+    """Return `x @ packed.T` in float32, by kernels never rounded to bf16. Raises ValueError."""
     x = _ordered("packed_logits", x, packed)
     most = MOST_PACKED_TOKENS if runs_on_triton(x) else most_multiplied(packed) or len(x)
     if len(x) <= most:

@@ -36,9 +36,7 @@ _FLOAT = tl.constexpr(
 
 
 def layout(packed: Packed) -> dict[str, object]:
-    """Return what kernels must know of a matrix while they are compiled. COLUMNS: of a unit, which has several groups
-    if IS_FINE.
-    """
+    """Return a matrix's constants for kernels. COLUMNS: of a unit, which has several groups if IS_FINE."""
     columns, groups = unit_columns(packed.bits), packed.scales.shape[1]
     return {
         "INNER": packed.inner, "COLUMNS": columns, "NUM_WORDS": packed.num_words, "GROUP": packed.group,

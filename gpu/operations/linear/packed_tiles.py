@@ -251,9 +251,7 @@ def tile_layout(packed: Packed) -> dict[str, object]:
 
 
 def groups_ahead(packed: Packed) -> int:
-    """Return how many of a unit's groups have their scales loaded at once (`packed_numbers.beside`): 0 where they are
-    not.
-    """
+    """Return how many of a unit's groups have their scales loaded at once; 0: none."""
     columns, groups = unit_columns(packed.bits), packed.scales.shape[1]
     if groups == 1 and packed.runs is None:
         return 1
