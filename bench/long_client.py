@@ -179,13 +179,13 @@ class Client:
     @contextmanager
     def fixed_residence(self) -> Iterator[None]:
         """Evict offloaded tokens from the device at once meanwhile, so that the host is asked for all of them."""
-        frontier = self.engine.scheduler.residence.frontier
-        assert frontier is not None, "fixed residence: of an engine with a host tier"
-        was, frontier.is_adaptive = frontier.is_adaptive, False
+        evictor = self.engine.scheduler.residence.evictor
+        assert evictor is not None, "fixed residence: of an engine with a host tier"
+        was, evictor.is_adaptive = evictor.is_adaptive, False
         try:
             yield
         finally:
-            frontier.is_adaptive = was
+            evictor.is_adaptive = was
 
     @contextmanager
     def one_in_flight(self) -> Iterator[None]:

@@ -22,7 +22,9 @@ from scheduler.sequences.sequence import Sequence, State
 
 _MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
 _MANY_PAGES = 1 << 62
-_MOST_TRIED_DOWN = 4  # in a round, of those that go down: it is the host's room that they do not find, and one goes
+_MOST_TRIED_OFFLOADED = (
+    4  # in a round, of those that go down: it is the host's room that they do not find, and one goes
+)
 
 
 @dataclass(slots=True)
@@ -59,11 +61,11 @@ class _Round:
     batches: _Batches
     num_hidden: int
     num_coming_pages: int
-    is_depositing: bool
+    is_offloading: bool
     kept: list[HostContext]
     has_others: bool
     num_admitted: int = 0
-    num_tried_down: int = 0
+    num_tried_offloaded: int = 0
     fewest_refused: int = _MANY_PAGES
     seconds_left: dict[Sequence, float] = field(default_factory=dict)
 
@@ -145,7 +147,7 @@ class Admission:
         prefixes = self._residence.prefixes
         passed: list[tuple[Sequence, int]] = []
         for sequence in list(self.waiting):
-            if sequence.num_in_flight or (sequence.run_end and this.is_depositing):
+            if sequence.num_in_flight or (sequence.run_end and this.is_offloading):
                 continue
             if self._documents is not None and not self._documents.is_ready(sequence):  # its chunks are computed first
                 passed.append((sequence, this.num_admitted))
@@ -160,7 +162,7 @@ class Admission:
             start, is_waiting = None, False
             self._residence.pages.is_refused = False
             if sequence.run_end:
-                start = self._try_down(sequence, this)
+                start = self._try_offloaded(sequence, this)
             else:
                 other = prefixes.look(sequence)
                 is_waiting = other is not None and self._is_worth_waiting(sequence, other, this)
@@ -215,7 +217,7 @@ class Admission:
             batches=_Batches(self._config.prefill.chunk_tokens),
             num_hidden=self._prefill.num_hidden_tokens,
             num_coming_pages=sum(map(self._residence.room.num_coming_pages, holding)),
-            is_depositing=any(prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts),
+            is_offloading=any(prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts),
             kept=self.awaited(),
             has_others=bool(holding),
         )
@@ -257,13 +259,13 @@ class Admission:
         start = Start(begin, 0, None)
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
 
-    def _try_down(self, sequence: Sequence, this: _Round) -> Start | None:
+    def _try_offloaded(self, sequence: Sequence, this: _Round) -> Start | None:
         """Give a prompt of which a part is offloaded what it needs, if there is room."""
         assert self._residence.prompts is not None, "admission: a prompt is offloaded where there is host memory"
         start = self._residence.prompts.find(sequence)
-        this.num_tried_down += 1
+        this.num_tried_offloaded += 1
         if (
-            this.num_tried_down > _MOST_TRIED_DOWN
+            this.num_tried_offloaded > _MOST_TRIED_OFFLOADED
             or this.num_hidden + sequence.num_tokens - start.begin > self._max_hidden_tokens
         ):
             return None
@@ -290,7 +292,7 @@ class Admission:
         this.batches.add(sequence, start, self._residence.profile_of(sequence).prefill_method)
         this.num_hidden += sequence.num_tokens - start.begin
         this.num_coming_pages += self._residence.room.num_coming_pages(sequence)
-        this.is_depositing |= start.end > 0
+        this.is_offloading |= start.end > 0
         this.num_admitted += 1
         this.has_others = True
         if self._documents is not None:

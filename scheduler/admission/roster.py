@@ -103,7 +103,7 @@ class Roster:
         spared = self._spared_contexts()
         for sequence in sorted(stepping, key=_turn):
             while sequence.wants_draw and (short := self._residence.reserve(sequence, spared)) is not None:
-                if short == "pages" and self._residence.write_down(self.running):
+                if short == "pages" and self._residence.offload_short(self.running):
                     continue
                 others = [other for other in self.holding() if short == "pages" or other.context is not None]
                 self.preempt_youngest([sequence, *others])

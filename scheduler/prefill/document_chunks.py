@@ -179,7 +179,7 @@ class Documents:
     def plan(self, sequence: Sequence, begin: int) -> FusionPlan | None:
         """Return how its prompt is computed from `begin` on, which no chunk begins before."""
         fusion = sequence.request.fusion
-        sequence.num_evicted = 0
+        sequence.num_dropped = 0
         if fusion is None or not sequence.chunks:
             return None
         plan = plan_fused(
@@ -187,7 +187,7 @@ class Documents:
             begin, sequence.num_tokens, sequence.num_prompt_tokens, self._windows,
         )  # fmt: skip
         if plan is not None:
-            sequence.num_evicted = plan.num_evicted
+            sequence.num_dropped = plan.num_evicted
         if plan is not None and not sequence.output:  # one that gave way has been told of
             num_left = len(sequence.prompt) - begin - plan.num_computed  # of chunks, as they were computed alone
             num_found = sequence.num_found_tokens or 0

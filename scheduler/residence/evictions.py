@@ -33,7 +33,7 @@ class _Span:
         return self.first - self.owner.size.num_shared, self.last - self.owner.size.num_shared
 
 
-class Frontier:
+class Evictor:
     """`holders`: the sequences that hold contexts. `is_adaptive`: what is down stays on the device while nobody needs
     its pages; else it leaves by token counts alone. A benchmark changes it, with nothing under way.
     """
@@ -44,11 +44,11 @@ class Frontier:
         self._contexts = contexts
         self._pages = pages
         self._lump = host.lump_tokens // host.page_tokens
-        self._releases: list[PageEviction] = []
-        self._restores: list[FinishedReload] = []
+        self._evictions: list[PageEviction] = []
+        self._reloads: list[FinishedReload] = []
         self._coming: tuple[_Span, list[int]] | None = None  # blocks that are brought back, and the pages to be theirs
-        self.num_releases = 0
-        self.num_restored = 0  # blocks, since the start
+        self.num_evictions = 0
+        self.num_reloaded = 0  # blocks, since the start
         self.holders: dict[HostContext, Sequence] = {}
 
     def hold(self, sequence: Sequence, context: HostContext) -> None:
@@ -59,7 +59,7 @@ class Frontier:
     # --- up -----------------------------------------------------------------------------------------------------------
 
     @property
-    def num_yielding(self) -> int:
+    def num_evictable(self) -> int:
         """Return pages that are free at most once all that the host has is released, and what comes back is not; 0
         where that frees none.
         """
@@ -68,7 +68,7 @@ class Frontier:
         num_coming = 0 if self._coming is None else len(self._coming[1])
         return num_coming + self._contexts.num_resident - self._host.layout.blocks_for(self._contexts.num_resident)
 
-    def yielding(self) -> list[HostContext]:
+    def evictable(self) -> list[HostContext]:
         """Return contexts with pages to give up, in the order in which they give way: idle ones, those used longest ago
         first; then those that run, sampled ones first, since a token of these costs the host least, and of these the
         one with the most.
@@ -80,27 +80,27 @@ class Frontier:
         )
         return idle + held
 
-    def yield_pages(self, num_pages: int, contexts: Collection[HostContext]) -> None:
+    def evict_pages(self, num_pages: int, contexts: Collection[HostContext]) -> None:
         """Evict pages of these contexts in turn until so many are free, or they have no more.
 
         Rows that may still be on their way to the host are evicted last.
         """
-        for only_settled in (True, False):
+        for only_landed in (True, False):
             for context in contexts:
                 while (num_short := num_pages - self._pages.num_available) > 0:
-                    end = context.num_settled if only_settled else context.num_blocks
-                    num_blocks = min(end - context.num_released, -(-2 * num_short // self._lump) * self._lump)
-                    if num_blocks <= 0 or not self.give_up(context, num_blocks):
+                    end = context.num_landed if only_landed else context.num_blocks
+                    num_blocks = min(end - context.num_evicted, -(-2 * num_short // self._lump) * self._lump)
+                    if num_blocks <= 0 or not self.evict(context, num_blocks):
                         break
 
-    def release_to(self, context: HostContext, num_blocks: int) -> bool:
+    def evict_to(self, context: HostContext, num_blocks: int) -> bool:
         """Tell whether the first `num_blocks` of its run, at least, are released."""
-        while context.num_released < num_blocks:
-            if not self.give_up(context, num_blocks - context.num_released):
+        while context.num_evicted < num_blocks:
+            if not self.evict(context, num_blocks - context.num_evicted):
                 return False
         return True
 
-    def give_up(self, context: HostContext, num_blocks: int) -> bool:
+    def evict(self, context: HostContext, num_blocks: int) -> bool:
         """Evict up to so many blocks more, the first ones that are not, for all contexts that share them: the device
         hears of it, and all that read them.
 
@@ -108,8 +108,8 @@ class Frontier:
         its way back comes back first. False, and nothing else has changed, where all are released or a prefill still
         writes them, and where there is no room for their dense pages.
         """
-        self.end_restore()
-        first = context.num_released
+        self.finish_reload()
+        first = context.num_evicted
         if first == context.num_blocks:
             return False
         span = self._span_from(context, min(num_blocks, _RELEASED_LUMPS * self._lump))
@@ -126,23 +126,23 @@ class Frontier:
         dense_page_ids = self._host.layout.dense_pages(owner.storage, *span.own)
         places = self._exchange(span, dense_page_ids)
         for one in span.sharing:
-            one.num_released = span.last
-        self._releases.append(PageEviction(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
-        self.num_releases += 1
+            one.num_evicted = span.last
+        self._evictions.append(PageEviction(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
+        self.num_evictions += 1
         return True
 
-    def take_releases(self) -> list[PageEviction]:
+    def take_evictions(self) -> list[PageEviction]:
         """Return what was given up since the last call."""
-        releases, self._releases = self._releases, []
+        releases, self._evictions = self._evictions, []
         return releases
 
     # --- down ---------------------------------------------------------------------------------------------------------
 
     @property
-    def is_restoring(self) -> bool:
+    def is_reloading(self) -> bool:
         return self._coming is not None
 
-    def begin_restore(
+    def begin_reload(
         self, context: HostContext, num_blocks: int, is_ready: Callable[[HostRead], bool]
     ) -> Reload | None:
         """Bring back up to so many blocks of those that are released, the last ones, for all that share them; one that
@@ -159,7 +159,7 @@ class Frontier:
         self._coming = span, page_ids
         return Reload(span.owner.context_id, span.first * page_tokens, span.last * page_tokens, tuple(page_ids))
 
-    def end_restore(self) -> None:
+    def finish_reload(self) -> None:
         """Give reloaded pages to their readers, in the plan to come; the device awaits rows that are not there.
 
         Nothing happens where nothing is reloaded. If the context is gone, the pages are freed.
@@ -172,23 +172,23 @@ class Frontier:
             self._pages.release(page_ids)
             return
         sharing = self._contexts.sharing(owner, span.first)
-        assert all(one.num_released == span.last for one in sharing), "what comes back is still released, for all"
+        assert all(one.num_evicted == span.last for one in sharing), "what comes back is still released, for all"
         span = _Span(owner, span.first, span.last, sharing)
         for _ in sharing[1:]:
             self._pages.hold(page_ids)
         dense_page_ids = owner.pages[span.first : span.last]
         places = self._exchange(span, page_ids)
         for one in sharing:
-            one.num_released = span.first
+            one.num_evicted = span.first
         kept = self._host.layout.blocks_for(span.own[0])
         self._pages.release(owner.storage[kept:])
         del owner.storage[kept:]
-        self._restores.append(FinishedReload(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
-        self.num_restored += len(page_ids)
+        self._reloads.append(FinishedReload(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
+        self.num_reloaded += len(page_ids)
 
-    def take_restores(self) -> list[FinishedReload]:
+    def take_reloads(self) -> list[FinishedReload]:
         """Return what came back since the last call."""
-        restores, self._restores = self._restores, []
+        restores, self._reloads = self._reloads, []
         return restores
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Frontier:
         """Return blocks of one owner from where those end that are released, as many as all that share them
         have alike.
         """
-        first = context.num_released
+        first = context.num_evicted
         owner, sharing = owner_of(context, first), self._contexts.sharing(context, first)
         page_ids = owner.pages[first : first + num_blocks]
         alike = min(_count_alike(one.pages[first : first + len(page_ids)], page_ids) for one in sharing)
@@ -208,10 +208,10 @@ class Frontier:
         by none that has given up more.
         """
         while True:
-            last = context.num_released
+            last = context.num_evicted
             owner, sharing = owner_of(context, last - 1), self._contexts.sharing(context, last - 1)
-            further = max(sharing, key=lambda one: one.num_released)
-            if further.num_released == last:
+            further = max(sharing, key=lambda one: one.num_evicted)
+            if further.num_evicted == last:
                 break
             context = further
         ends = [end_of_shared(one, owner) for one in self._contexts if one not in sharing]

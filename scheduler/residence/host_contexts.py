@@ -50,15 +50,15 @@ class HostContexts:
         return sum(context.num_own for context in self._contexts.values())
 
     @property
-    def num_released(self) -> int:
+    def num_evicted(self) -> int:
         """Count the offloaded blocks without resident pages."""
-        return sum(max(0, one.num_released - one.size.num_shared) for one in self._contexts.values())
+        return sum(max(0, one.num_evicted - one.size.num_shared) for one in self._contexts.values())
 
     @property
     def num_resident(self) -> int:
         """Count the blocks whose pages could be evicted, a shared one once."""
         contexts = (one for one in self._contexts.values() if one.is_written)
-        return sum(len(one.pages) - max(one.num_released, one.size.num_shared) for one in contexts)
+        return sum(len(one.pages) - max(one.num_evicted, one.size.num_shared) for one in contexts)
 
     def find(self, hashes: list[bytes], begin: int, end: int) -> tuple[HostContext | None, int]:
         """Find a context with the longest run that begins with these blocks, and how many of them it has."""
@@ -78,13 +78,13 @@ class HostContexts:
         num_shared = size.num_shared
         shared = [] if parent is None else parent.pages[:num_shared]
         hashes = [] if parent is None else parent.hashes[:num_shared]
-        num_released = 0 if parent is None else min(parent.num_released, num_shared)
+        num_evicted = 0 if parent is None else min(parent.num_evicted, num_shared)
         context = HostContext(
-            self._next_id, parent, replace(size, num_blocks=num_shared), shared, num_released, num_shared, hashes
+            self._next_id, parent, replace(size, num_blocks=num_shared), shared, num_evicted, num_shared, hashes
         )
         self._next_id += 1
         self._contexts[context.context_id] = context
-        self._pages.hold(shared[num_released:])
+        self._pages.hold(shared[num_evicted:])
         self._charge(context, size.num_blocks)
         self._use(context)
         if parent is not None:
@@ -108,19 +108,19 @@ class HostContexts:
         self._charge(context, num_blocks)
         return True
 
-    def deposit(self, context: HostContext, page_ids: list[int]) -> None:
+    def append(self, context: HostContext, page_ids: list[int]) -> None:
         """Append offloaded blocks to a context, which holds their pages from now on."""
         assert context.num_blocks + len(page_ids) <= context.size.num_blocks, "a deposit is paid for before it is made"
         context.pages += page_ids
 
-    def deposit_released(self, context: HostContext, num_blocks: int) -> None:
+    def append_evicted(self, context: HostContext, num_blocks: int) -> None:
         """Append offloaded blocks that have no resident pages: there is room for their dense ones."""
         assert context.num_blocks + num_blocks <= context.size.num_blocks, "a deposit is paid for before it is made"
         assert context.num_resident == 0, "what is released is in front"
         begin, end = context.num_own, context.num_own + num_blocks
         context.storage += self._pages.allocate(self._layout.blocks_for(end) - len(context.storage))
         context.pages += self._layout.dense_pages(context.storage, begin, end)
-        context.num_released += num_blocks
+        context.num_evicted += num_blocks
 
     def sharing(self, context: HostContext, block: int) -> list[HostContext]:
         """Return all contexts that have this block of the run: its owner, and forks that stand on that one."""
@@ -139,7 +139,7 @@ class HostContexts:
     def let_go(self, context: HostContext, is_kept: bool) -> None:
         """Release a context whose sequence is done with it; `is_kept`: its blocks are good for others."""
         context.is_held = False
-        context.num_settled = context.num_blocks
+        context.num_landed = context.num_blocks
         self._charge(context, context.num_blocks)
         self._use(context)
         hidden = [context]
@@ -297,7 +297,7 @@ class HostContexts:
 
 def _held(context: HostContext) -> list[int]:
     """Return pages of the device that a context holds."""
-    return [*context.sink_pages, *context.storage, *context.pages[context.num_released :]]
+    return [*context.sink_pages, *context.storage, *context.pages[context.num_evicted :]]
 
 
 def _some(context: HostContext | None) -> list[HostContext]:

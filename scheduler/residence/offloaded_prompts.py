@@ -14,7 +14,7 @@ from gpu.profiles import Profile
 from gpu.step import HostPrompt
 from scheduler.cache.page_pool import PagePool
 from scheduler.cache.prefix_cache import PrefixCache
-from scheduler.residence.evictions import Frontier
+from scheduler.residence.evictions import Evictor
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.residence.page_room import PageRoom
 from scheduler.sequences.capacity import HostCapacity
@@ -39,13 +39,13 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class _Need:
     """What a prompt takes. Of its run, in blocks: `num_shared` are its source's, `num_own` its own, of which at least
-    `num_released` begin released. In pages of all layers: `num_new` for its window, and its sink unless its source has
+    `num_evicted` begin released. In pages of all layers: `num_new` for its window, and its sink unless its source has
     that; `num_spare` that it may take soon. `size`: of the context that it is admitted with.
     """
 
     num_shared: int
     num_own: int
-    num_released: int
+    num_evicted: int
     num_new: int
     num_spare: int
     size: RunSize
@@ -58,7 +58,7 @@ class OffloadedPrompts:
         self,
         host: HostCapacity,
         contexts: HostContexts,
-        frontier: Frontier,
+        evictor: Evictor,
         pages: PagePool,
         room: PageRoom,
         prefixes: PrefixCache,
@@ -66,7 +66,7 @@ class OffloadedPrompts:
     ) -> None:
         self._host = host
         self._contexts = contexts
-        self._frontier = frontier
+        self._evictor = evictor
         self._pages = pages
         self._room = room
         self._prefixes = prefixes
@@ -76,7 +76,7 @@ class OffloadedPrompts:
         """Return where the run ends that goes down with its prompt; 0: none does."""
         if not self._profile(sequence).offloads:
             return 0
-        if self._frontier.is_adaptive:
+        if self._evictor.is_adaptive:
             return self._host_of(sequence).prompt_end(sequence.num_tokens)
         return self._host_of(sequence).run_end(sequence.num_prompt_tokens, sequence.num_tokens)
 
@@ -91,12 +91,12 @@ class OffloadedPrompts:
     def _find_source(self, sequence: Sequence) -> tuple[HostContext | None, int]:
         """Return the context with the longest front of the sequence's run, and how many blocks of it are shared."""
         num_sink = self._host.num_sink_blocks
-        end = min(self._settled_end(sequence) // self._host.page_tokens, sequence.num_usable_blocks)
+        end = min(self._landed_end(sequence) // self._host.page_tokens, sequence.num_usable_blocks)
         source, num_shared = self._contexts.find(sequence.hashes, num_sink, max(num_sink, end))
         if source is None:
             return None, 0
-        if not self._frontier.is_adaptive:
-            num_shared = min(num_shared, source.num_settled)
+        if not self._evictor.is_adaptive:
+            num_shared = min(num_shared, source.num_landed)
         num_shared = max(0, self._prefixes.align_blocks(sequence, num_sink + num_shared) - num_sink)
         if num_shared == 0 or not self._fits_beside(sequence, source, num_shared):
             return None, 0
@@ -124,31 +124,31 @@ class OffloadedPrompts:
         num_left = need.num_spare + num_spare
         if not self._make_room(need, num_left, kept if source is None else [*kept, source]):
             return False
-        num_released = self._num_to_release(need, need.num_new + num_left, source)
-        if not self._release_source(need, num_released, source) or not self._has_pages(need, num_released):
+        num_evicted = self._num_to_evict(need, need.num_new + num_left, source)
+        if not self._evict_source(need, num_evicted, source) or not self._has_pages(need, num_evicted):
             return False
         context = self._add_context(need, source)
         if context is None:
             return False
-        self._take_pages(sequence, context, need, num_released)
-        self._frontier.hold(sequence, context)
+        self._take_pages(sequence, context, need, num_evicted)
+        self._evictor.hold(sequence, context)
         return True
 
     def _need(self, sequence: Sequence, num_shared: int) -> _Need:
         """Return what a prompt takes, `num_shared` blocks of whose run are its source's; 0: it has none."""
-        host, is_adaptive = self._host, self._frontier.is_adaptive
+        host, is_adaptive = self._host, self._evictor.is_adaptive
         num_run = host.blocks_of_run(sequence.run_end)
         num_own = num_run - num_shared
         num_window = sequence.num_pages - self._host.num_sink_blocks - num_run
-        num_released = 0
+        num_evicted = 0
         if not is_adaptive:
-            num_released = max(0, host.blocks_of_run(self._settled_end(sequence)) - num_shared)
+            num_evicted = max(0, host.blocks_of_run(self._landed_end(sequence)) - num_shared)
         size = self._admitted_size(sequence, num_shared, num_own)
-        num_there = num_own if is_adaptive else num_released
+        num_there = num_own if is_adaptive else num_evicted
         num_resident = self._host.num_sink_blocks + num_window + num_own - num_there
         num_spare = self._room.most_window_pages(sequence) - num_resident + self._room.num_coming_dense(size, num_there)
         num_new = num_window if num_shared else num_window + self._host.num_sink_blocks
-        return _Need(num_shared, num_own, num_released, num_new, num_spare, size)
+        return _Need(num_shared, num_own, num_evicted, num_new, num_spare, size)
 
     def _admitted_size(self, sequence: Sequence, num_shared: int, num_own: int) -> RunSize:
         """Return the run that a sequence is admitted with: its prompt's, and that of some output."""
@@ -158,12 +158,12 @@ class OffloadedPrompts:
 
     def _least_pages(self, need: _Need) -> int:
         """Return the pages of a prompt's own blocks, as many of them evicted as may be."""
-        num_released = need.num_own if self._frontier.is_adaptive else need.num_released
-        return self._own_pages(need, num_released)
+        num_evicted = need.num_own if self._evictor.is_adaptive else need.num_evicted
+        return self._own_pages(need, num_evicted)
 
-    def _own_pages(self, need: _Need, num_released: int) -> int:
+    def _own_pages(self, need: _Need, num_evicted: int) -> int:
         """Return the pages of a prompt's own blocks, so many of them evicted, with dense pages alone."""
-        return need.num_own - num_released + self._host.layout.blocks_for(num_released)
+        return need.num_own - num_evicted + self._host.layout.blocks_for(num_evicted)
 
     # --- step by step -------------------------------------------------------------------------------------------------
 
@@ -172,41 +172,41 @@ class OffloadedPrompts:
         num_pages = need.num_new + self._least_pages(need)
         return self._room.has_pages(num_pages + num_left, kept) and self._room.free_pages(num_pages, kept)
 
-    def _num_to_release(self, need: _Need, num_other: int, source: HostContext | None) -> int:
+    def _num_to_evict(self, need: _Need, num_other: int, source: HostContext | None) -> int:
         """Return how many of a prompt's own blocks begin released, so that `num_other` pages are left: all that must.
 
         Idle contexts give up theirs first, the source's last.
         """
-        if not self._frontier.is_adaptive:
-            return need.num_released
-        num_own, frontier = need.num_own, self._frontier
+        if not self._evictor.is_adaptive:
+            return need.num_evicted
+        num_own, evictor = need.num_own, self._evictor
         self._pages.reach(num_own + num_other)
-        idle = [one for one in frontier.yielding() if not one.is_held]
-        frontier.yield_pages(num_own + num_other, [one for one in idle if one is not source])
+        idle = [one for one in evictor.evictable() if not one.is_held]
+        evictor.evict_pages(num_own + num_other, [one for one in idle if one is not source])
         if source is not None and num_own + num_other > self._pages.num_available:
-            frontier.yield_pages(num_own + num_other, [source])
+            evictor.evict_pages(num_own + num_other, [source])
         num_free, lump = self._pages.num_available - num_other, self._host.lump_tokens // self._host.page_tokens
         fewest = bisect_left(range(num_own), True, key=lambda num: self._own_pages(need, num) <= num_free)
         return min(num_own, -(-fewest // lump) * lump)
 
-    def _release_source(self, need: _Need, num_released: int, source: HostContext | None) -> bool:
+    def _evict_source(self, need: _Need, num_evicted: int, source: HostContext | None) -> bool:
         """Tell whether what is shared is released, which it must be where a block behind it begins released."""
-        if source is None or (self._frontier.is_adaptive and not num_released):
+        if source is None or (self._evictor.is_adaptive and not num_evicted):
             return True
-        return self._frontier.release_to(source, need.num_shared)
+        return self._evictor.evict_to(source, need.num_shared)
 
-    def _has_pages(self, need: _Need, num_released: int) -> bool:
-        return need.num_new + self._own_pages(need, num_released) <= self._pages.num_available
+    def _has_pages(self, need: _Need, num_evicted: int) -> bool:
+        return need.num_new + self._own_pages(need, num_evicted) <= self._pages.num_available
 
     def _add_context(self, need: _Need, source: HostContext | None) -> HostContext | None:
         """Add a context for the run, with host memory for some output, too; None: there is no room now."""
-        self._frontier.end_restore()  # before its contexts have another to share with
+        self._evictor.finish_reload()  # before its contexts have another to share with
         context = self._contexts.add(need.size, source)
         if context is None and not self._contexts.num_held:  # it has the host to itself: no room to grow, but it fits
             context = self._contexts.add(replace(need.size, num_blocks=need.num_shared + need.num_own), source)
         return context
 
-    def _take_pages(self, sequence: Sequence, context: HostContext, need: _Need, num_released: int) -> None:
+    def _take_pages(self, sequence: Sequence, context: HostContext, need: _Need, num_evicted: int) -> None:
         """Take pages for sink, run and window, in this order; so many of the run's own blocks have dense ones alone."""
         if context.parent is None:
             sink = self._pages.allocate(self._host.num_sink_blocks)
@@ -214,9 +214,9 @@ class OffloadedPrompts:
         else:
             sink = context.sink_pages
             self._pages.hold(sink)
-        if num_released:
-            self._contexts.deposit_released(context, num_released)
-        self._contexts.deposit(context, self._pages.allocate(need.num_own - num_released))
+        if num_evicted:
+            self._contexts.append_evicted(context, num_evicted)
+        self._contexts.append(context, self._pages.allocate(need.num_own - num_evicted))
         context.is_open, context.is_written = True, False
         sequence.pages = sink + context.pages
         sequence.pages += self._pages.allocate(sequence.num_pages - len(sequence.pages))
@@ -232,7 +232,7 @@ class OffloadedPrompts:
             context_id=context.context_id,
             source_id=None if start.source is None else start.source.context_id,
             sink=self._host.sink_tokens,
-            released=self._host.end_of_blocks(context.num_released),
+            released=self._host.end_of_blocks(context.num_evicted),
             end=start.end,
             reading=self._profile(sequence).reading,
         )
@@ -240,7 +240,7 @@ class OffloadedPrompts:
     def finish_prefill(self, sequence: Sequence, context: HostContext) -> None:
         """Mark the prompt as written: the plan under way ends its prefill."""
         context.is_written = True
-        context.num_settled = self._host.blocks_of_run(self._settled_end(sequence))
+        context.num_landed = self._host.blocks_of_run(self._landed_end(sequence))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -250,10 +250,10 @@ class OffloadedPrompts:
     def _host_of(self, sequence: Sequence) -> HostCapacity:
         return self._host.of(sequence.request.attention_profile)
 
-    def _settled_end(self, sequence: Sequence) -> int:
+    def _landed_end(self, sequence: Sequence) -> int:
         """Return where the part of a prompt's run ends that may be shared and, with fixed residence, is evicted behind
         it.
         """
-        if self._frontier.is_adaptive:
+        if self._evictor.is_adaptive:
             return sequence.run_end
-        return self._host_of(sequence).settled_end(sequence.num_prompt_tokens, sequence.num_tokens)
+        return self._host_of(sequence).landed_end(sequence.num_prompt_tokens, sequence.num_tokens)

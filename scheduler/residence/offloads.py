@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from gpu.profiles import Profile
 from gpu.step import Offload
 from scheduler.cache.page_pool import PagePool
-from scheduler.residence.evictions import Frontier
+from scheduler.residence.evictions import Evictor
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.sequences.capacity import HostCapacity
 from scheduler.sequences.offloaded_context import HostContext, RunSize
@@ -19,16 +19,16 @@ class Offloads:
         self,
         host: HostCapacity,
         contexts: HostContexts,
-        frontier: Frontier,
+        evictor: Evictor,
         pages: PagePool,
         profiles: Mapping[str, Profile],
     ) -> None:
         self._host = host
         self._contexts = contexts
-        self._frontier = frontier
+        self._evictor = evictor
         self._pages = pages
         self._profiles = profiles
-        self._written_down: list[tuple[Sequence, Offload]] = []  # by the plan under way
+        self._offloaded_short: list[tuple[Sequence, Offload]] = []  # by the plan under way
 
     def reserve(self, sequence: Sequence) -> bool:
         """Tell whether there is room in host memory for the deposit that the next draw makes due, if it does."""
@@ -43,32 +43,32 @@ class Offloads:
     def num_dense_pages(self, sequence: Sequence) -> int:
         """Return pages that its dense layers take where what settles at the next draw leaves the device at once."""
         context = sequence.open_context
-        if self._frontier.is_adaptive or context is None or not self._settles(sequence, context):
+        if self._evictor.is_adaptive or context is None or not self._lands(sequence, context):
             return 0
         return self._host.layout.blocks_for(context.num_own) - len(context.storage)
 
-    def settle(self, sequence: Sequence) -> None:
+    def land(self, sequence: Sequence) -> None:
         """Return what was written may settle at the next draw. Fixed residence releases it at once, by token counts
         alone, so that nobody else takes the pages that were free for its dense layers when this was asked.
         """
         context = sequence.open_context
-        if context is None or not self._settles(sequence, context):
+        if context is None or not self._lands(sequence, context):
             return
-        context.num_settled = context.num_blocks
-        if not self._frontier.is_adaptive:
-            given = self._frontier.release_to(context, context.num_settled)
+        context.num_landed = context.num_blocks
+        if not self._evictor.is_adaptive:
+            given = self._evictor.evict_to(context, context.num_landed)
             assert given, "room for what is released was made when it was reserved"
 
     def take_due(self, stepping: Iterable[Sequence]) -> list[tuple[Sequence, Offload]]:
         """Return the next plan's offloads: of short contexts, to make room, and those that the next draws make due."""
-        due, self._written_down = self._written_down, []
+        due, self._offloaded_short = self._offloaded_short, []
         for sequence in stepping:
             end = self._end(sequence) if sequence.wants_draw else 0
             if end:
                 due.append((sequence, self._write(sequence, end)))
         return due
 
-    def most_ahead(self, sequence: Sequence, most: int) -> int:
+    def most_known(self, sequence: Sequence, most: int) -> int:
         """Return how many tokens, at most that many, may follow the next draw's in its step: in none of the steps that
         these would take is anything written down, or settled.
         """
@@ -78,12 +78,12 @@ class Offloads:
         run_end = None if context is None else self._run_end(context)
         for ahead in range(1, most + 1):
             num_tokens = sequence.next_position + 1 + ahead
-            settles = context is not None and context.num_settled < context.num_blocks
-            if host.deposit_end(num_tokens, run_end) or (settles and host.is_settled(num_tokens, run_end or 0)):
+            settles = context is not None and context.num_landed < context.num_blocks
+            if host.offload_end(num_tokens, run_end) or (settles and host.has_landed(num_tokens, run_end or 0)):
                 return ahead - 1
         return most
 
-    def write_down(self, running: Iterable[Sequence]) -> bool:
+    def offload_short(self, running: Iterable[Sequence]) -> bool:
         """Tell whether one that stays on the device whole, being short, is written to host memory, so that it can give
         up pages: one that is sampled first, and of these the longest. What it writes is whole lumps of its middle.
         """
@@ -93,16 +93,16 @@ class Offloads:
             own = sequence.pages[self._host.num_sink_blocks :][:num_blocks]
             num_freed = sum(self._pages.num_holders(page) == 1 for page in own)
             if num_freed > self._host.layout.blocks_for(num_blocks) and self._open(sequence, num_blocks):
-                self._written_down.append((sequence, self._write(sequence, end)))
+                self._offloaded_short.append((sequence, self._write(sequence, end)))
                 return True
         return False
 
     def forget(self, sequence: Sequence) -> None:
         """Forget the offload of a sequence that is preempted in the same plan: the device hears nothing of it."""
-        left = [entry for entry in self._written_down if entry[0] is not sequence]
-        if len(left) < len(self._written_down) and sequence.context is not None:
+        left = [entry for entry in self._offloaded_short if entry[0] is not sequence]
+        if len(left) < len(self._offloaded_short) and sequence.context is not None:
             sequence.context.is_open = False
-        self._written_down = left
+        self._offloaded_short = left
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -124,18 +124,18 @@ class Offloads:
             return 0
         context = sequence.open_context
         run_end = None if context is None else self._run_end(context)
-        return self._host_of(sequence).deposit_end(sequence.next_position + 1, run_end)
+        return self._host_of(sequence).offload_end(sequence.next_position + 1, run_end)
 
-    def _settles(self, sequence: Sequence, context: HostContext) -> bool:
+    def _lands(self, sequence: Sequence, context: HostContext) -> bool:
         """Tell whether all that its context has written is settled at the next draw."""
-        return self._host_of(sequence).is_settled(sequence.next_position + 1, self._run_end(context))
+        return self._host_of(sequence).has_landed(sequence.next_position + 1, self._run_end(context))
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
         """Tell whether there is room for a context of so many blocks, which the sequence holds then."""
         reading = self._profile(sequence).reading
         context = self._contexts.add(RunSize(0, num_blocks, num_blocks, reading), None)
         if context is not None:
-            self._frontier.hold(sequence, context)
+            self._evictor.hold(sequence, context)
         return context is not None
 
     def _write(self, sequence: Sequence, end: int) -> Offload:
@@ -148,7 +148,7 @@ class Offloads:
             context.is_open = True
         begin = self._run_end(context)
         page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
-        self._contexts.deposit(context, page_ids)
+        self._contexts.append(context, page_ids)
         reading = self._profile(sequence).reading
         return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), opens, reading)
 

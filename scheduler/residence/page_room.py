@@ -6,23 +6,23 @@ Invariant: an idle context is dropped only if enough pages are free then.
 from collections.abc import Collection
 
 from scheduler.cache.page_pool import PagePool
-from scheduler.residence.evictions import Frontier
+from scheduler.residence.evictions import Evictor
 from scheduler.residence.host_contexts import HostContexts
-from scheduler.sequences.capacity import SETTLING_TOKENS, Capacity
+from scheduler.sequences.capacity import LANDING_TOKENS, Capacity
 from scheduler.sequences.offloaded_context import HostContext, RunSize
 from scheduler.sequences.sequence import Sequence
 
 
 class PageRoom:
-    """`contexts`, `frontier`: None where every context stays on the device, so that nobody has pages to give."""
+    """`contexts`, `evictor`: None where every context stays on the device, so that nobody has pages to give."""
 
     def __init__(
-        self, capacity: Capacity, pages: PagePool, contexts: HostContexts | None, frontier: Frontier | None
+        self, capacity: Capacity, pages: PagePool, contexts: HostContexts | None, evictor: Evictor | None
     ) -> None:
         self._capacity = capacity
         self._pages = pages
         self._contexts = contexts
-        self._frontier = frontier
+        self._evictor = evictor
 
     # --- who gives way ------------------------------------------------------------------------------------------------
 
@@ -34,21 +34,21 @@ class PageRoom:
         num_short = num_pages - self._pages.num_available
         if num_short <= 0:
             return True
-        if self._frontier is None:
+        if self._evictor is None:
             return False
-        num_yielding = self._frontier.num_yielding
-        return num_short <= num_yielding or num_short <= num_yielding + self.num_idle_pages(kept)
+        num_evictable = self._evictor.num_evictable
+        return num_short <= num_evictable or num_short <= num_evictable + self.num_idle_pages(kept)
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
         """Tell whether so many pages are free, once offloaded blocks are evicted and then idle contexts but `kept`
         dropped.
         """
         self._pages.reach(num_pages)
-        if self._contexts is None or self._frontier is None:
+        if self._contexts is None or self._evictor is None:
             return num_pages <= self._pages.num_available
-        if self._frontier.is_adaptive and num_pages > self._pages.num_available and self._frontier.num_yielding:
-            self._frontier.end_restore()
-            self._frontier.yield_pages(num_pages, self._frontier.yielding())
+        if self._evictor.is_adaptive and num_pages > self._pages.num_available and self._evictor.num_evictable:
+            self._evictor.finish_reload()
+            self._evictor.evict_pages(num_pages, self._evictor.evictable())
         return self._contexts.free_pages(num_pages, kept)
 
     def num_idle_pages(self, kept: Collection[HostContext]) -> int:
@@ -64,8 +64,8 @@ class PageRoom:
         context = sequence.open_context
         if context is None:
             return 1
-        assert self._frontier is not None
-        num_there = context.num_blocks if self._frontier.is_adaptive else context.num_released
+        assert self._evictor is not None
+        num_there = context.num_blocks if self._evictor.is_adaptive else context.num_evicted
         num_dense = self.num_coming_dense(context.size, num_there - context.size.num_shared)
         return self.most_window_pages(sequence) - (len(sequence.pages) - num_there) + num_dense
 
@@ -74,9 +74,9 @@ class PageRoom:
         the last of it settles.
         """
         assert self._capacity.host is not None
-        assert self._frontier is not None
+        assert self._evictor is not None
         host = self._capacity.host.of(sequence.request.attention_profile)
-        settling = 0 if self._frontier.is_adaptive else self._capacity.pages_for(SETTLING_TOKENS)
+        settling = 0 if self._evictor.is_adaptive else self._capacity.pages_for(LANDING_TOKENS)
         return (host.sink_tokens + host.window_tokens + host.lump_tokens) // host.page_tokens + settling
 
     def num_coming_dense(self, size: RunSize, num_own: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from gpu.step import HostRead, Reload
 from scheduler.cache.page_pool import PagePool
-from scheduler.residence.evictions import Frontier
+from scheduler.residence.evictions import Evictor
 from scheduler.sequences.capacity import HostCapacity
 from scheduler.sequences.offloaded_context import HostContext
 
@@ -20,9 +20,9 @@ _FREE_SHARE = 16  # one of so many pages stays free
 class Reloads:
     """`num_quiet_steps`: since pages were given up last, or anybody was in need of some."""
 
-    def __init__(self, host: HostCapacity, frontier: Frontier, pages: PagePool) -> None:
+    def __init__(self, host: HostCapacity, evictor: Evictor, pages: PagePool) -> None:
         self._host = host
-        self._frontier = frontier
+        self._evictor = evictor
         self._pages = pages
         self._num_releases = 0
         self.num_quiet_steps = 0
@@ -31,31 +31,31 @@ class Reloads:
         """Allow a reload at once: a next turn's prefill has read all of what was evicted."""
         self.num_quiet_steps = QUIET_STEPS
 
-    def next_fetch(self, is_quiet: bool, num_coming_pages: int, is_ready: Callable[[HostRead], bool]) -> Reload | None:
+    def next_reload(self, is_quiet: bool, num_coming_pages: int, is_ready: Callable[[HostRead], bool]) -> Reload | None:
         """Return what is brought up beside this step, if anything. `is_quiet`: nobody waits or begins;
         `num_coming_pages`: what those that run may take soon.
         """
-        has_released = self._frontier.num_releases != self._num_releases
-        self._num_releases = self._frontier.num_releases
+        has_released = self._evictor.num_evictions != self._num_releases
+        self._num_releases = self._evictor.num_evictions
         self.num_quiet_steps = self.num_quiet_steps + 1 if is_quiet and not has_released else 0
-        if self.num_quiet_steps < QUIET_STEPS or self._frontier.is_restoring:
+        if self.num_quiet_steps < QUIET_STEPS or self._evictor.is_reloading:
             return None
         num_free = self._pages.num_available - num_coming_pages - self._pages.num_pages // _FREE_SHARE
         lump = self._host.lump_tokens // self._host.page_tokens
         num_blocks = min(num_free, FETCHED_TOKENS // self._host.page_tokens) // lump * lump
         if num_blocks <= 0:
             return None
-        for context in sorted(filter(_may_grow, self._frontier.holders), key=_turn):
-            fetch = self._frontier.begin_restore(context, num_blocks, is_ready)
+        for context in sorted(filter(_may_reload, self._evictor.holders), key=_turn):
+            fetch = self._evictor.begin_reload(context, num_blocks, is_ready)
             if fetch is not None:
                 return fetch
         return None
 
 
-def _may_grow(context: HostContext) -> bool:
-    return context.num_released > 0 and context.is_written
+def _may_reload(context: HostContext) -> bool:
+    return context.num_evicted > 0 and context.is_written
 
 
 def _turn(context: HostContext) -> tuple[int, int]:
     """Order contexts: those whose tokens cost the host most come first, then those with the least to reload."""
-    return -context.size.reading.cost_order, context.num_released
+    return -context.size.reading.cost_order, context.num_evicted

@@ -14,7 +14,7 @@ from gpu.step import FinishedReload, HostRead, PageEviction, PageWrite, Reload
 from scheduler.cache.page_pool import Memory, PagePool
 from scheduler.cache.prefix_cache import PrefixCache
 from scheduler.cache.window_pool import Windows
-from scheduler.residence.evictions import Frontier
+from scheduler.residence.evictions import Evictor
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.residence.offloaded_prompts import OffloadedPrompts, Start
 from scheduler.residence.offloads import Offloads
@@ -38,7 +38,7 @@ class Changes:
 
 
 class Residence:
-    """`profiles`: those that are served, by name; `model_key` names the model in prefix hashes. `contexts`, `frontier`:
+    """`profiles`: those that are served, by name; `model_key` names the model in prefix hashes. `contexts`, `evictor`:
     None where every context stays on the device. page_memory, window_memory: how these come to be there; None: all are.
     """
 
@@ -55,22 +55,22 @@ class Residence:
         )
         self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key, profiles)
         self.contexts: HostContexts | None = None
-        self.frontier: Frontier | None = None
+        self.evictor: Evictor | None = None
         self.prompts: OffloadedPrompts | None = None
         self.offloads: Offloads | None = None
         host = capacity.host
         self._num_sink_blocks = 0 if host is None else host.num_sink_blocks
         if host is not None:
             self.contexts = HostContexts(host, self.pages, prefix_cache)
-            self.frontier = Frontier(host, self.contexts, self.pages)
-        self.room = PageRoom(capacity, self.pages, self.contexts, self.frontier)
-        self.counts = ResidenceCounts(page_tokens, self.contexts, self.frontier)
-        if host is not None and self.contexts is not None and self.frontier is not None:
+            self.evictor = Evictor(host, self.contexts, self.pages)
+        self.room = PageRoom(capacity, self.pages, self.contexts, self.evictor)
+        self.counts = ResidenceCounts(page_tokens, self.contexts, self.evictor)
+        if host is not None and self.contexts is not None and self.evictor is not None:
             self.prompts = OffloadedPrompts(
-                host, self.contexts, self.frontier, self.pages, self.room, self.prefixes, profiles
+                host, self.contexts, self.evictor, self.pages, self.room, self.prefixes, profiles
             )
-            self.offloads = Offloads(host, self.contexts, self.frontier, self.pages, profiles)
-            self._reloads = Reloads(host, self.frontier, self.pages)
+            self.offloads = Offloads(host, self.contexts, self.evictor, self.pages, profiles)
+            self._reloads = Reloads(host, self.evictor, self.pages)
 
     @property
     def page_tokens(self) -> int:
@@ -81,7 +81,7 @@ class Residence:
         """Tell whether what is in host memory stays on the device while nobody needs its pages; not so
         without a host.
         """
-        return self.frontier is not None and self.frontier.is_adaptive
+        return self.evictor is not None and self.evictor.is_adaptive
 
     def profile_of(self, sequence: Sequence) -> Profile:
         return self._profiles[sequence.request.attention_profile]
@@ -116,7 +116,7 @@ class Residence:
         context = sequence.context
         if context is not None and self.prompts is not None:
             self.prompts.finish_prefill(sequence, context)
-            if context.parent is not None and context.num_released:
+            if context.parent is not None and context.num_evicted:
                 self._reloads.hasten()
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -139,14 +139,14 @@ class Residence:
         `reserve` has made room, and is called for nobody else in between.
         """
         if self.offloads is not None:
-            self.offloads.settle(sequence)
+            self.offloads.land(sequence)
         if not self._needs_page(sequence):
             return []
         write = PageWrite(sequence.slot, len(sequence.pages), tuple(self.pages.allocate(1)))
         sequence.pages += write.page_ids
         return [write]
 
-    def most_ahead(self, sequence: Sequence, most: int, num_spare: int) -> int:
+    def most_known(self, sequence: Sequence, most: int, num_spare: int) -> int:
         """Return how many tokens, at most that many, may follow the next draw's in its step, with what is free: that
         leaves `num_spare` pages, and nobody gives way.
         """
@@ -157,10 +157,10 @@ class Residence:
             most = min(most, self._capacity.spare_window_tokens)  # or they take the place of what the first ones see
         if most <= 0 or self.offloads is None:
             return max(most, 0)
-        return self.offloads.most_ahead(sequence, most)
+        return self.offloads.most_known(sequence, most)
 
-    def grow_ahead(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
-        """Take the pages of so many tokens behind the next draw's: no more than `most_ahead` says."""
+    def grow_known(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
+        """Take the pages of so many tokens behind the next draw's: no more than `most_known` says."""
         num_pages = (sequence.next_cell + num_tokens) // self._capacity.page_tokens + 1 - len(sequence.pages)
         if num_pages <= 0:
             return []
@@ -170,21 +170,21 @@ class Residence:
 
     def give_back_evicted(self, sequence: Sequence) -> None:
         """Free the pages behind a prompt's remaining cells, once those that it dropped have moved up."""
-        if sequence.num_evicted:
+        if sequence.num_dropped:
             first = self._blocks(sequence.next_cell) + 1
             self.pages.release(sequence.pages[first:])
             del sequence.pages[first:]
 
-    def write_down(self, running: Iterable[Sequence]) -> bool:
+    def offload_short(self, running: Iterable[Sequence]) -> bool:
         """Tell whether a running sequence that is on the device whole is offloaded, and can give up pages then."""
-        return self.offloads is not None and self.is_adaptive and self.offloads.write_down(running)
+        return self.offloads is not None and self.is_adaptive and self.offloads.offload_short(running)
 
     def ask(self, sequence: Sequence) -> HostRead | None:
         """Return what a decode step reads of the sequence in host memory: what is released, by this plan as well."""
         context, host = sequence.open_context, self._capacity.host
-        if context is None or host is None or not context.num_released:
+        if context is None or host is None or not context.num_evicted:
             return None
-        return HostRead(context.context_id, host.sink_tokens, host.end_of_blocks(context.num_released))
+        return HostRead(context.context_id, host.sink_tokens, host.end_of_blocks(context.num_evicted))
 
     # --- what others may find -----------------------------------------------------------------------------------------
 
@@ -227,44 +227,44 @@ class Residence:
     def _leave_context(self, sequence: Sequence, context: HostContext, is_kept: bool) -> None:
         """Give back the pages in front of its run and behind it; those of the run are the context's."""
         assert self.contexts is not None
-        assert self.frontier is not None
+        assert self.evictor is not None
         assert self.offloads is not None
         first = self._num_sink_blocks if context.is_open else len(sequence.pages)
         last = first + context.num_blocks
         self.pages.release(sequence.pages[:first] + sequence.pages[last:])
         self.offloads.forget(sequence)
-        del self.frontier.holders[context]
+        del self.evictor.holders[context]
         self.contexts.let_go(context, is_kept)
 
     # --- growing back -------------------------------------------------------------------------------------------------
 
-    def grow_back(
+    def next_reload(
         self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostRead], bool]
     ) -> list[Reload]:
         """Return what is brought up beside the next step, of what those that run have given up. `is_quiet`: nobody
-        waits for pages or begins. `end_fetches` is to be called once the plan is carried out.
+        waits for pages or begins. `finish_reload` is to be called once the plan is carried out.
         """
         if not self.is_adaptive:
             return []
         num_coming_pages = sum(map(self.room.num_coming_pages, running)) if is_quiet else 0
-        fetch = self._reloads.next_fetch(is_quiet, num_coming_pages, is_ready)
+        fetch = self._reloads.next_reload(is_quiet, num_coming_pages, is_ready)
         return [] if fetch is None else [fetch]
 
-    def end_fetches(self) -> None:
+    def finish_reload(self) -> None:
         """Finish a reload: its rows are there, or will be before the next step reads them."""
-        if self.frontier is not None:
-            self.frontier.end_restore()
+        if self.evictor is not None:
+            self.evictor.finish_reload()
 
     # --- what the device is told of -----------------------------------------------------------------------------------
 
     def take_changes(self) -> "Changes":
         """Return what was closed, reloaded and evicted since the last call."""
-        if self.frontier is None or self.contexts is None:
+        if self.evictor is None or self.contexts is None:
             return Changes()
         return Changes(
             tuple(self.contexts.take_closed()),
-            tuple(self.frontier.take_restores()),
-            tuple(self.frontier.take_releases()),
+            tuple(self.evictor.take_reloads()),
+            tuple(self.evictor.take_evictions()),
         )
 
     # --- inside -------------------------------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
 """Counts of tokens on the device and in host memory, for statistics."""
 
-from scheduler.residence.evictions import Frontier
+from scheduler.residence.evictions import Evictor
 from scheduler.residence.host_contexts import HostContexts
 
 
 class ResidenceCounts:
-    """`contexts`, `frontier`: None where every context stays on the device, and then all counts are 0."""
+    """`contexts`, `evictor`: None where every context stays on the device, and then all counts are 0."""
 
-    def __init__(self, page_tokens: int, contexts: HostContexts | None, frontier: Frontier | None) -> None:
+    def __init__(self, page_tokens: int, contexts: HostContexts | None, evictor: Evictor | None) -> None:
         self._page_tokens = page_tokens
         self._contexts = contexts
-        self._frontier = frontier
+        self._evictor = evictor
 
     @property
     def num_promised_bytes(self) -> int:
@@ -18,31 +18,31 @@ class ResidenceCounts:
         return 0 if self._contexts is None else self._contexts.used_bytes
 
     @property
-    def num_deposited_tokens(self) -> int:
+    def num_offloaded_tokens(self) -> int:
         """Count the tokens in host memory, shared ones once."""
         return 0 if self._contexts is None else self._contexts.num_blocks * self._page_tokens
 
     @property
-    def num_released_tokens(self) -> int:
+    def num_evicted_tokens(self) -> int:
         """Count the offloaded tokens of which the device has dense layers alone."""
-        return 0 if self._contexts is None else self._contexts.num_released * self._page_tokens
+        return 0 if self._contexts is None else self._contexts.num_evicted * self._page_tokens
 
     @property
-    def num_restored_tokens(self) -> int:
+    def num_reloaded_tokens(self) -> int:
         """Count the tokens reloaded since the start, shared ones once."""
-        return 0 if self._frontier is None else self._frontier.num_restored * self._page_tokens
+        return 0 if self._evictor is None else self._evictor.num_reloaded * self._page_tokens
 
     @property
     def num_resident_tokens(self) -> int:
         """Count the tokens on the device in all layers, of contexts of which a part is offloaded: sinks and windows as
         well, and shared ones once.
         """
-        if self._contexts is None or self._frontier is None:
+        if self._contexts is None or self._evictor is None:
             return 0
         down = [context for context in self._contexts if context.num_blocks]
         pages = {page for context in down for page in context.sink_pages}
         for context in down:
-            if (sequence := self._frontier.holders.get(context)) is not None:
+            if (sequence := self._evictor.holders.get(context)) is not None:
                 pages.update(sequence.pages[len(context.sink_pages) + context.num_blocks :])
-        num_blocks = self._contexts.num_blocks - self._contexts.num_released
+        num_blocks = self._contexts.num_blocks - self._contexts.num_evicted
         return (len(pages) + num_blocks) * self._page_tokens

@@ -17,7 +17,7 @@ from transfer.host_memory import TAIL_TOKENS, bytes_of_context, shape_for
 from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
-SETTLING_TOKENS = 8  # of output behind a deposit, until its rows are taken to have landed: some 0.1 s at the least
+LANDING_TOKENS = 8  # of output behind a deposit, until its rows are taken to have landed: some 0.1 s at the least
 
 
 class QueueFullError(Exception):
@@ -62,7 +62,7 @@ class HostCapacity:
         end = (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
         return end if end > self.sink_tokens else 0
 
-    def deposit_end(self, num_tokens: int, run_end: int | None) -> int:
+    def offload_end(self, num_tokens: int, run_end: int | None) -> int:
         """Return where the run ends after a deposit that is due at a context of `num_tokens`, or 0 if none is.
 
         `run_end`: where it ends now, or None for a context that is on the device wholly.
@@ -78,20 +78,20 @@ class HostCapacity:
         """Return where the run ends of a sequence of so many tokens, prompt and output, or 0: by these counts alone,
         whether it has given way meanwhile or not.
         """
-        end = self.prompt_end(num_prompt_tokens) or self.deposit_end(min(num_tokens, self.most_resident_tokens), None)
+        end = self.prompt_end(num_prompt_tokens) or self.offload_end(min(num_tokens, self.most_resident_tokens), None)
         return end + max(0, num_tokens - self.window_tokens - end) // self.lump_tokens * self.lump_tokens if end else 0
 
-    def settled_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
+    def landed_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
         """Return where the part of a run ends that was offloaded so long ago that its rows have landed."""
         end = self.run_end(num_prompt_tokens, num_tokens)
-        if end == self.prompt_end(num_prompt_tokens) or self.is_settled(num_tokens, end):
+        if end == self.prompt_end(num_prompt_tokens) or self.has_landed(num_tokens, end):
             return end
         is_first = num_tokens - self.lump_tokens < self.most_resident_tokens and not self.prompt_end(num_prompt_tokens)
         return self.sink_tokens if is_first else end - self.lump_tokens
 
-    def is_settled(self, num_tokens: int, run_end: int) -> bool:
+    def has_landed(self, num_tokens: int, run_end: int) -> bool:
         """Tell whether the last rows of a run that ends there have landed, as far as is known without a look."""
-        return num_tokens - run_end >= self.window_tokens + SETTLING_TOKENS
+        return num_tokens - run_end >= self.window_tokens + LANDING_TOKENS
 
     def most_run_tokens(self, num_tokens: int) -> int:
         """Return the longest run of a sequence of so many tokens, prompt and output."""

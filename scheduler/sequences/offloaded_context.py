@@ -21,11 +21,11 @@ class RunSize:
 
 @dataclass(eq=False, slots=True)
 class HostContext:
-    """`size`: what is paid for; `pages`: of what is written, the parent's in front; those of the first `num_released`
+    """`size`: what is paid for; `pages`: of what is written, the parent's in front; those of the first `num_evicted`
     blocks are dense, in `storage` if they are this context's own.
 
     `is_written`: whether all of it is in host memory once the plans so far are carried out; else a prefill is at it.
-    `num_settled`: of its first blocks, which were sent down so long ago that their rows have landed by now, or soon.
+    `num_landed`: of its first blocks, which were sent down so long ago that their rows have landed by now, or soon.
     `hashes`: of the first blocks, those that others may find and those in front of them.
     `is_open`: the device has been told of it. `used`: the time of its last use, counted in uses.
     """
@@ -34,8 +34,8 @@ class HostContext:
     parent: "HostContext | None"
     size: RunSize
     pages: list[int]
-    num_released: int
-    num_settled: int
+    num_evicted: int
+    num_landed: int
     hashes: list[bytes]
     storage: list[int] = field(default_factory=list)
     sink_pages: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class HostContext:
     @property
     def num_resident(self) -> int:
         """Count the offloaded blocks that have resident pages as well."""
-        return len(self.pages) - self.num_released
+        return len(self.pages) - self.num_evicted
 
 
 def owner_of(context: HostContext, block: int) -> HostContext:

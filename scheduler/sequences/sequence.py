@@ -67,7 +67,7 @@ class Sequence:
     missing: list[PlacedChunk] = field(default_factory=list)
     holds_chunks: bool = False
     num_found_tokens: int | None = None
-    num_evicted: int = 0  # of its prompt's tokens, once that is done: so many cells before its positions it goes on
+    num_dropped: int = 0  # of its prompt's tokens, once that is done: so many cells before its positions it goes on
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
     started_s: float | None = None
@@ -119,7 +119,7 @@ class Sequence:
     @property
     def next_cell(self) -> int:
         """Return where its keys and values are written."""
-        return self.next_position - self.num_evicted
+        return self.next_position - self.num_dropped
 
     @property
     def wants_draw(self) -> bool:

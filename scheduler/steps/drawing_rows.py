@@ -117,9 +117,9 @@ class KnownTokens:
             constraint, context = sequence.constraint, sequence.next_cell + 1
             if constraint is not None and constraint.matcher is not None and sequence.ring is None:
                 most = min(left_rows, left_cells // context, sequence.request.max_tokens - sequence.num_drawn - 1)
-                most = self._residence.most_ahead(sequence, most, num_running)
+                most = self._residence.most_known(sequence, most, num_running)
                 run = self._constraints.take_run(constraint, sequence.num_drawn, sequence.output, most)
-                writes += self._residence.grow_ahead(sequence, len(run)) if run else []
+                writes += self._residence.grow_known(sequence, len(run)) if run else []
                 left_rows -= len(run)
                 left_cells -= len(run) * context
             runs.append(run)

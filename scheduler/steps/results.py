@@ -40,7 +40,7 @@ class Results:
     def tell(self, result: StepResult, launched: LaunchedPlan) -> list[Delta]:
         """Return the messages of one result; a lane's results must come in the order of its launches."""
         if launched.fetches:
-            self._residence.end_fetches()
+            self._residence.finish_reload()
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
         self._costs.observe_decode(launched.rows, result.decode_seconds, launched.num_known)
         deltas = []

@@ -251,7 +251,7 @@ class Scheduler:
         if lane is not self._lanes.lane_of(asks=True, joins=False):
             return []
         is_quiet = not (self._admission.waiting or self._prefill.jobs)
-        return self.residence.grow_back(self.roster.running, is_quiet, is_ready)
+        return self.residence.next_reload(self.roster.running, is_quiet, is_ready)
 
     def _note_launch(self, plan: StepPlan, draft: _Draft) -> None:
         """Keep what the plan's result is read by: whom it is for, and as which of their draws."""
@@ -399,7 +399,7 @@ def _group(rows: list[Row], runs: list[list[int]] | None) -> tuple[DecodeGroup, 
             positions=tuple(one.next_position for one in sequences),
             samples=tuple(one.num_drawn + len(run) for one, run in zip(sequences, runs or repeat(()), strict=False)),
             asks=asks if any(ask is not None for ask in asks) else None,
-            cells=tuple(one.next_cell for one in sequences) if any(one.num_evicted for one in sequences) else None,
+            cells=tuple(one.next_cell for one in sequences) if any(one.num_dropped for one in sequences) else None,
             runs=None if runs is None else tuple(map(tuple, runs)),
         ),
     )

@@ -760,7 +760,7 @@ def test_a_prompt_that_is_done_keeps_what_the_question_looks_at_and_frees_the_re
     while len(tokens) < 20:
         tokens += [token for delta in engine.step() for token in delta.token_ids]
     (sequence,) = engine.scheduler.roster.running
-    assert sequence.num_evicted == num_tokens - 100
+    assert sequence.num_dropped == num_tokens - 100
     assert pages.num_held == -(-(100 + len(tokens)) // 16), "pages of what went are free"
     run(engine)
     assert pages.num_held == 0

@@ -30,7 +30,7 @@ def press(engine: Engine, *names: str) -> None:
     """All that these have written is given up."""
     for name in names:
         context = context_of(engine, name)
-        assert engine.scheduler.residence.frontier.release_to(context, context.num_blocks)
+        assert engine.scheduler.residence.evictor.evict_to(context, context.num_blocks)
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])
@@ -43,7 +43,7 @@ def test_a_context_that_gave_all_up_is_asked_for_less_and_less_and_then_for_noth
     request = ask("a", prompt_of(600), max_tokens=120)
     deltas = start(engine, request)
     press(engine, "a")
-    num_blocks = context_of(engine, "a").num_released
+    num_blocks = context_of(engine, "a").num_evicted
     num_before = len(runner.plans)
     deltas += drain(engine)["a"]
     check_output(request, deltas)
@@ -54,8 +54,8 @@ def test_a_context_that_gave_all_up_is_asked_for_less_and_less_and_then_for_noth
     assert len(set(ends)) > 4, "a few lumps at a time"
     assert max(len(fetch.page_ids) for fetch in fetches_of(runner)) == 2 * LUMP // PAGE
     assert sum(len(restore.page_ids) for restore in restores_of(runner)) == num_blocks
-    assert engine.scheduler.residence.counts.num_restored_tokens == num_blocks * PAGE
-    assert engine.scheduler.residence.counts.num_released_tokens == 0
+    assert engine.scheduler.residence.counts.num_reloaded_tokens == num_blocks * PAGE
+    assert engine.scheduler.residence.counts.num_evicted_tokens == 0
     check_idle(engine, runner)
 
 
@@ -112,23 +112,23 @@ def test_forks_get_back_what_they_share_together() -> None:
     contexts = [context_of(engine, name) for name in ("first", "b", "c")]
     assert contexts[0] is contexts[1].parent is contexts[2].parent
     press(engine, "b", "first")
-    frontier = engine.scheduler.residence.frontier
-    assert [one.num_released for one in contexts][2] == contexts[2].size.num_shared
+    evictor = engine.scheduler.residence.evictor
+    assert [one.num_evicted for one in contexts][2] == contexts[2].size.num_shared
     num_free = engine.scheduler.pages.num_available
-    fetched = frontier.begin_restore(contexts[0], 1000, lambda _: True)
+    fetched = evictor.begin_reload(contexts[0], 1000, lambda _: True)
     assert fetched.context_id == contexts[1].context_id, "what a fork has behind what they share comes first"
     assert fetched.begin == contexts[1].size.num_shared * PAGE
     assert fetched.end == contexts[1].num_blocks * PAGE
-    frontier.end_restore()
-    fetched = frontier.begin_restore(contexts[2], 1000, lambda _: True)
+    evictor.finish_reload()
+    fetched = evictor.begin_reload(contexts[2], 1000, lambda _: True)
     assert (fetched.context_id, fetched.begin) == (contexts[0].context_id, 0)
-    frontier.end_restore()
-    assert [one.num_released for one in contexts] == [0, 0, 0]
+    evictor.finish_reload()
+    assert [one.num_evicted for one in contexts] == [0, 0, 0]
     assert contexts[0].pages[:10] == contexts[1].pages[:10] == contexts[2].pages[:10]
     assert engine.scheduler.pages.num_available < num_free
     assert [len(one.storage) for one in contexts] == [0, 0, 0]
-    frontier._restores.clear()
-    frontier._releases.clear()
+    evictor._reloads.clear()
+    evictor._evictions.clear()
 
 
 def test_a_next_turn_gets_its_prefix_back() -> None:
@@ -172,8 +172,8 @@ def test_what_is_on_its_way_back_is_settled_whatever_becomes_of_its_context(how:
     engine, runner = make_engine(is_adaptive=True, num_pages=120)
     start(engine, ask("a", prompt_of(600), max_tokens=120))
     press(engine, "a")
-    frontier = engine.scheduler.residence.frontier
-    while not frontier.is_restoring:
+    evictor = engine.scheduler.residence.evictor
+    while not evictor.is_reloading:
         engine.step()
     if how == "cancel":
         engine.cancel(["a"])
@@ -182,11 +182,11 @@ def test_what_is_on_its_way_back_is_settled_whatever_becomes_of_its_context(how:
             pass
     elif how == "need":
         assert engine.scheduler.residence.room.free_pages(engine.scheduler.pages.num_available + 30, [])
-        assert not frontier.is_restoring
+        assert not evictor.is_reloading
     else:
         engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
     drain(engine)
-    assert not frontier.is_restoring
+    assert not evictor.is_reloading
     check_idle(engine, runner)
 
 

@@ -103,7 +103,7 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert contexts.num_held == 0
     assert contexts.used_bytes == sum(context.charged_bytes for context in contexts._contexts.values())
     assert contexts.used_bytes <= contexts.limit_bytes
-    assert residence.frontier.holders == {}
+    assert residence.evictor.holders == {}
     assert engine.scheduler.rings.num_free == {RINGS: engine.scheduler.residence._capacity.num_rings[RINGS]}
     assert runner.ring_of == {}
     assert residence.windows.num_free == residence.windows.count
@@ -129,7 +129,7 @@ def test_a_conversation_of_thousands_of_turns_is_let_go_at_once(way: str) -> Non
         turn = contexts.add(RunSize(num_shared, 1, num_shared + 1, Reading.WHOLE), turn)
         assert turn is not None
         turn.is_open = True
-        contexts.deposit(turn, pages.allocate(1))
+        contexts.append(turn, pages.allocate(1))
         contexts.publish(turn, [b"first", b"%d" % number][: num_shared + 1])
         contexts.let_go(turn, is_kept=True)
     assert len(contexts) == num_turns

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gpu.step import Offload, PageEviction
 from scheduler.engine.engine import Engine
 from scheduler.messages import EngineRequest
-from scheduler.sequences.capacity import SETTLING_TOKENS
+from scheduler.sequences.capacity import LANDING_TOKENS
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_host import LUMP, PROFILES, RESIDENT, SINK, ask, check_idle, make_engine
 from tests.scheduler.test_scheduler import PAGE, check_output, drain, prompt_of
@@ -52,8 +52,8 @@ def test_a_prompt_that_does_not_fit_keeps_its_last_tokens() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=40)
     start(engine, ask("a", prompt_of(800), max_tokens=60))
     context = context_of(engine, "a")
-    assert 0 < context.num_released < context.num_blocks
-    assert engine.scheduler.residence.counts.num_released_tokens == context.num_released * PAGE
+    assert 0 < context.num_evicted < context.num_blocks
+    assert engine.scheduler.residence.counts.num_evicted_tokens == context.num_evicted * PAGE
     assert engine.stats().pages_used >= 30, "what is left is for its window to grow"
     (table,), (dense,) = runner.tables.values(), runner.dense.values()
     assert engine.scheduler.residence.counts.num_resident_tokens == (len(table) - len(dense)) * PAGE
@@ -66,7 +66,7 @@ def test_pages_are_given_up_where_another_request_needs_them_and_nobody_gives_wa
     long = ask("long", prompt_of(700), max_tokens=200)
     others = [ask(f"r{salt}", prompt_of(150, salt=salt), max_tokens=60, profile="exact") for salt in (1, 2, 3)]
     start(engine, long)
-    assert context_of(engine, "long").num_released == 0
+    assert context_of(engine, "long").num_evicted == 0
     engine.submit(others)
     deltas = drain(engine)
     for request in others:
@@ -85,15 +85,15 @@ def test_idle_contexts_give_up_theirs_first_then_sampled_ones() -> None:
     (idle,) = residence.contexts._contexts.values()
     start(engine, ask("whole", prompt_of(300, salt=1), 90), ask("sample", prompt_of(200, salt=2), 90, "sampled"))
     whole, sample = context_of(engine, "whole"), context_of(engine, "sample")
-    assert (idle.num_released, whole.num_released, sample.num_released) == (0, 0, 0)
-    order = residence.frontier.yielding()
+    assert (idle.num_evicted, whole.num_evicted, sample.num_evicted) == (0, 0, 0)
+    order = residence.evictor.evictable()
     assert order == [idle, sample, whole]
     assert residence.room.free_pages(residence.pages.num_available + 2, [])
-    assert idle.num_released > 0 == sample.num_released
-    residence.frontier.yield_pages(100, [idle])
+    assert idle.num_evicted > 0 == sample.num_evicted
+    residence.evictor.evict_pages(100, [idle])
     assert idle.num_resident == 0
     assert residence.room.free_pages(residence.pages.num_available + 2, [])
-    assert sample.num_released > 0 == whole.num_released
+    assert sample.num_evicted > 0 == whole.num_evicted
     drain(engine)
     check_idle(engine, runner)
 
@@ -112,9 +112,9 @@ def test_a_fork_and_what_it_stands_on_give_up_shared_pages_together() -> None:
     shared = parent.pages[: context.size.num_shared]
     assert shared == context.pages[: len(shared)]
     available = residence.pages.num_available
-    residence.frontier.give_up(parent, 8)
+    residence.evictor.evict(parent, 8)
     assert residence.pages.num_available == available + 8 - residence.contexts._layout.blocks_for(8)
-    assert parent.num_released == context.num_released == 8
+    assert parent.num_evicted == context.num_evicted == 8
     assert parent.pages[:8] == context.pages[:8] != shared[:8]
     deltas = drain(engine)
     assert releases_of(runner)[0].places, "the fork's table is told"
@@ -127,7 +127,7 @@ def test_a_release_is_of_a_few_lumps_at_most() -> None:
     start(engine, ask("a", prompt_of(1200), max_tokens=60))
     residence = engine.scheduler.residence
     context = context_of(engine, "a")
-    residence.frontier.yield_pages(residence.pages.num_pages, [context])
+    residence.evictor.evict_pages(residence.pages.num_pages, [context])
     assert context.num_resident == 0
     drain(engine)
     sizes = [len(release.page_ids) for release in releases_of(runner)]
@@ -146,7 +146,7 @@ def test_a_prefill_keeps_the_pages_that_it_writes() -> None:
     (context,) = residence.contexts._contexts.values()
     assert engine.stats().num_prefilling == 1
     assert residence.contexts.num_resident == 0
-    assert not residence.frontier.give_up(context, 8)
+    assert not residence.evictor.evict(context, 8)
     check_output(request, drain(engine)["a"])
     check_idle(engine, runner)
 
@@ -159,19 +159,19 @@ def test_fixed_residence_releases_what_it_writes_and_nothing_else() -> None:
     deposits = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.offloads]
     releases = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.evictions]
     assert len(releases) > 2
-    assert releases == [(position + SETTLING_TOKENS, page_ids) for position, page_ids in deposits][: len(releases)]
+    assert releases == [(position + LANDING_TOKENS, page_ids) for position, page_ids in deposits][: len(releases)]
     assert len(deposits) - len(releases) <= 1
     check_idle(engine, runner)
 
 
 def test_residence_that_is_fixed_for_a_while_is_so_for_all_of_it() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=110)
-    engine.scheduler.residence.frontier.is_adaptive = False
+    engine.scheduler.residence.evictor.is_adaptive = False
     request = ask("a", prompt_of(300), max_tokens=300)
     engine.submit([request])
     check_output(request, drain(engine)["a"])
     assert len(releases_of(runner)) > 2
-    engine.scheduler.residence.frontier.is_adaptive = True
+    engine.scheduler.residence.evictor.is_adaptive = True
     check_idle(engine, runner)
 
 
@@ -181,7 +181,7 @@ def test_what_contexts_share_on_the_device_is_counted_once() -> None:
     drain(engine)
     residence = engine.scheduler.residence
     idle = residence.counts.num_resident_tokens
-    assert idle == residence.counts.num_deposited_tokens + SINK, "its window went with its sequence"
+    assert idle == residence.counts.num_offloaded_tokens + SINK, "its window went with its sequence"
     start(engine, ask("fork", prompt_of(400), max_tokens=40))
     table = next(iter(runner.tables.values()))
     assert residence.counts.num_resident_tokens == len(table) * PAGE
@@ -267,16 +267,16 @@ def test_rows_that_were_just_written_are_the_last_to_be_asked_for() -> None:
     num_before = first.num_blocks
     while first.num_blocks == num_before:
         engine.step()
-    frontier = engine.scheduler.residence.frontier
-    assert (first.num_settled, first.num_released) == (num_before, 0)
+    evictor = engine.scheduler.residence.evictor
+    assert (first.num_landed, first.num_evicted) == (num_before, 0)
     free = engine.scheduler.pages.num_available
     dense = engine.scheduler.residence.contexts._layout.blocks_for(num_before)
-    frontier.yield_pages(free + num_before - dense + 2, [first, second])
-    assert first.num_released == num_before
-    assert second.num_released > 0
-    frontier.yield_pages(1000, [first, second])
+    evictor.evict_pages(free + num_before - dense + 2, [first, second])
+    assert first.num_evicted == num_before
+    assert second.num_evicted > 0
+    evictor.evict_pages(1000, [first, second])
     assert (first.num_resident, second.num_resident) == (0, 0)
-    while first.num_settled != first.num_blocks:
+    while first.num_landed != first.num_blocks:
         engine.step()
     drain(engine)
     check_idle(engine, runner)
@@ -370,8 +370,8 @@ def test_sampled_ones_are_written_down_first_and_then_the_longest() -> None:
     for _ in range(20):
         engine.step()
     order = []
-    while engine.scheduler.residence.write_down(engine.scheduler.roster.running):
-        order.append(engine.scheduler.residence.offloads._written_down[-1][0].request_id)
+    while engine.scheduler.residence.offload_short(engine.scheduler.roster.running):
+        order.append(engine.scheduler.residence.offloads._offloaded_short[-1][0].request_id)
     assert order == ["sample", "long", "whole"]
     drain(engine)
     check_idle(engine, runner)
@@ -384,7 +384,7 @@ def test_one_that_gives_way_in_the_plan_that_writes_it_down_leaves_nothing() -> 
     for _ in range(20):
         deltas += engine.step()
     scheduler = engine.scheduler
-    assert scheduler.residence.write_down(scheduler.roster.running)
+    assert scheduler.residence.offload_short(scheduler.roster.running)
     assert scheduler.residence.room.free_pages(scheduler.pages.num_available + 2, [])
     scheduler.roster.preempt_youngest(scheduler.roster.running)
     assert len(scheduler.residence.contexts) == 0
