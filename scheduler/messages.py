@@ -254,7 +254,7 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes_promised: int  # what admission counts: what contexts have, and may still take
     bytes_limit: int
     contexts: int  # held by requests and idle
-    tokens: int  # that are down, shared ones once
+    tokens: int  # that are offloaded, shared ones once
     tokens_released: int  # of these, without pages of all layers on the device
     tokens_resident: int  # with pages of all layers, of contexts that have a part here: not only what is down
     tokens_restored: int  # that came back there
@@ -264,7 +264,7 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens_covered: int  # in decode, counted for each layer and head
     rows_read: int  # of those, to answer for all
     rows_left_out: int  # of decode steps that did not wait for their contexts
-    ready_seconds: float  # decode waited for deposits to land and tables to stand
+    ready_seconds: float  # decode waited for offloads to land and tables to stand
     wait_seconds: float  # the CPU waited for queries
     attend_seconds: float  # the CPU attended
     answers_estimated: int  # of a head in a layer, whose error was; none of these six where none is

@@ -22,14 +22,12 @@ from scheduler.sequences.sequence import Sequence, State
 
 _MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
 _MANY_PAGES = 1 << 62
-_MOST_TRIED_OFFLOADED = (
-    4  # in a round, of those that go down: it is the host's room that they do not find, and one goes
-)
+_MOST_TRIED_OFFLOADED = 4  # of a round: where the host has no room for these, others will not fit either
 
 
 @dataclass(slots=True)
 class _Batches:
-    """Prompts that share a job: in order, up to one chunk of tokens together, of one prefill method; one that goes down
+    """Prompts that share a job: in order, up to one chunk of tokens together, of one prefill method; an offloaded one
     is alone, and so is one that takes documents' chunks.
     """
 

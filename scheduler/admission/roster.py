@@ -96,8 +96,8 @@ class Roster:
     def grow(self, stepping: list[Sequence]) -> list[PageWrite]:
         """Take what the next token of each of these needs, by priority and then the oldest first.
 
-        If there is not enough, short contexts are offloaded to give up pages; after that the last in this order are
-        preempted.
+        If there is not enough, short contexts are offloaded so that their pages can be evicted; after that the last in
+        this order are preempted.
         """
         writes = []
         spared = self._spared_contexts()

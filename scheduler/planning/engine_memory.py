@@ -73,7 +73,7 @@ def _own_windows(
 
 
 def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan) -> list[str]:
-    """Return what stays on the device of every context though less of it was asked for, and who needs it."""
+    """Say what stays on the device of every context though less was configured, and which method needs it."""
     notes = []
     kept = [
         (profile.name, part.method.name, one)
@@ -126,7 +126,7 @@ def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> N
 
 
 def find_host_demand(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> HostDemand:
-    """Return what the planned deployment's host tier asks for."""
+    """Return what the planned deployment's host tier needs."""
     assert config.host is not None
     longest_window = max([plan.window_tokens, *plan.own_windows.values()])
     kept = Kept(plan.sink_tokens, longest_window, plan.dense_layers)
@@ -135,7 +135,7 @@ def find_host_demand(config: EngineConfig, architecture: Architecture, plan: Mem
 
 
 def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:
-    """Return what of the model goes down."""
+    """Return the shape of what the model offloads."""
     return find_host_demand(config, architecture, plan).tier_shape
 
 

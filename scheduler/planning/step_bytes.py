@@ -22,7 +22,7 @@ def prompt_flops(model: Architecture, begin: int, end: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Of one deployment. tier: what of the model goes down, None without a host tier."""
+    """Of one deployment. tier: what the model offloads; None: there is no host tier."""
 
     architecture: Architecture
     plan: MemoryPlan
@@ -56,8 +56,9 @@ class StepBytes:
         return 2 * self.architecture.num_kv_heads * row_bytes(self.plan.kv, self.architecture.dim)
 
     def device_kv(self, context: int, down_tokens: int) -> int:
-        """Return keys and values that a step reads on the device for one context, of which `down_tokens` are read on
-        the host by the layers that go down.
+        """Return the bytes of keys and values that a step reads on the device for one context.
+
+        down_tokens: of the context, read on the host by the offloaded layers.
         """
         seen = round(self.architecture.seen_tokens(context) * self.architecture.num_layers)
         down = 0 if self.tier is None else down_tokens * len(self.tier.layers)

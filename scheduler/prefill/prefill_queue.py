@@ -210,8 +210,10 @@ class PrefillQueue:
         return loaded if loaded or has_units or seconds is not None else jobs
 
     def _is_oldest_due(self, seconds: float | None) -> bool:
-        """Tell whether what the oldest is owed pays for its next unit. It is asked once a step, and a step of shorter
-        jobs owes it less than a step: two whole units of it never come in a row while one that is shorter waits.
+        """Tell whether what the oldest job is owed pays for its next unit.
+
+        This is asked once a step, and a step of shorter jobs owes it less than a step, so two whole units of it never
+        come in a row while a shorter one waits.
         """
         if self._owed_seconds <= 0:
             return False

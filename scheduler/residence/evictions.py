@@ -56,12 +56,13 @@ class Evictor:
         sequence.context = context
         self.holders[context] = sequence
 
-    # --- up -----------------------------------------------------------------------------------------------------------
+    # --- evict --------------------------------------------------------------------------------------------------------
 
     @property
     def num_evictable(self) -> int:
-        """Return pages that are free at most once all that the host has is released, and what comes back is not; 0
-        where that frees none.
+        """Return the most pages that are free once all offloaded blocks are evicted and no reload goes on.
+
+        0 where that frees none.
         """
         if self._host.layout.dense_per_block == 1:
             return 0
@@ -69,9 +70,10 @@ class Evictor:
         return num_coming + self._contexts.num_resident - self._host.layout.blocks_for(self._contexts.num_resident)
 
     def evictable(self) -> list[HostContext]:
-        """Return contexts with pages to give up, in the order in which they give way: idle ones, those used longest ago
-        first; then those that run, sampled ones first, since a token of these costs the host least, and of these the
-        one with the most.
+        """Return the contexts with pages to evict, in the order of their eviction.
+
+        First idle ones, least recently used first; then held ones, those whose tokens cost the host least first, and of
+        these the one with the most.
         """
         having = [one for one in self._contexts if one.num_resident]
         idle = sorted((one for one in having if not one.is_held), key=lambda one: one.used)
@@ -94,19 +96,18 @@ class Evictor:
                         break
 
     def evict_to(self, context: HostContext, num_blocks: int) -> bool:
-        """Tell whether the first `num_blocks` of its run, at least, are released."""
+        """Evict at least the first `num_blocks` of the run; tell whether that was possible."""
         while context.num_evicted < num_blocks:
             if not self.evict(context, num_blocks - context.num_evicted):
                 return False
         return True
 
     def evict(self, context: HostContext, num_blocks: int) -> bool:
-        """Evict up to so many blocks more, the first ones that are not, for all contexts that share them: the device
-        hears of it, and all that read them.
+        """Evict up to so many more of the first resident blocks, for all contexts that share them.
 
-        Of no more than a few lumps: the device holds the dense layers' rows of a release twice for a moment. What is on
-        its way back comes back first. False, and nothing else has changed, where all are released or a prefill still
-        writes them, and where there is no room for their dense pages.
+        At most `_RELEASED_LUMPS` at once, since the device holds the dense layers' rows twice for a moment. A reload
+        under way is finished first. False, and nothing else has changed, where all are evicted, a prefill still writes
+        them, or there is no room for their dense pages.
         """
         self.finish_reload()
         first = context.num_evicted
@@ -132,11 +133,11 @@ class Evictor:
         return True
 
     def take_evictions(self) -> list[PageEviction]:
-        """Return what was given up since the last call."""
+        """Return what was evicted since the last call."""
         releases, self._evictions = self._evictions, []
         return releases
 
-    # --- down ---------------------------------------------------------------------------------------------------------
+    # --- reload -------------------------------------------------------------------------------------------------------
 
     @property
     def is_reloading(self) -> bool:
@@ -145,10 +146,10 @@ class Evictor:
     def begin_reload(
         self, context: HostContext, num_blocks: int, is_ready: Callable[[HostRead], bool]
     ) -> Reload | None:
-        """Bring back up to so many blocks of those that are released, the last ones, for all that share them; one that
-        shares them and has given up more gets its own back first. There are as many pages.
+        """Begin to reload up to so many of the last evicted blocks, for all contexts that share them.
 
-        None, and nothing has changed, where rows are on their way down still, and beside a prefill that reads them.
+        A context that shares them and has more evicted gets its own back first. There are as many free pages. None, and
+        nothing has changed, where rows are still on their way to the host, and beside a prefill that reads them.
         """
         span = self._span_before(context, num_blocks)
         host, page_tokens = self._host, self._host.page_tokens
@@ -187,16 +188,14 @@ class Evictor:
         self.num_reloaded += len(page_ids)
 
     def take_reloads(self) -> list[FinishedReload]:
-        """Return what came back since the last call."""
+        """Return what was reloaded since the last call."""
         restores, self._reloads = self._reloads, []
         return restores
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _span_from(self, context: HostContext, num_blocks: int) -> _Span:
-        """Return blocks of one owner from where those end that are released, as many as all that share them
-        have alike.
-        """
+        """Return the first resident blocks of one owner, as many as all contexts that share them have alike."""
         first = context.num_evicted
         owner, sharing = owner_of(context, first), self._contexts.sharing(context, first)
         page_ids = owner.pages[first : first + num_blocks]
@@ -204,9 +203,7 @@ class Evictor:
         return _Span(owner, first, first + alike, sharing)
 
     def _span_before(self, context: HostContext, num_blocks: int) -> _Span:
-        """Return blocks of one owner up to where those end that are released, all of them had by the same contexts, and
-        by none that has given up more.
-        """
+        """Return the last evicted blocks of one owner that the same contexts share, none of which has more evicted."""
         while True:
             last = context.num_evicted
             owner, sharing = owner_of(context, last - 1), self._contexts.sharing(context, last - 1)

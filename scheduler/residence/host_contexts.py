@@ -110,13 +110,13 @@ class HostContexts:
 
     def append(self, context: HostContext, page_ids: list[int]) -> None:
         """Append offloaded blocks to a context, which holds their pages from now on."""
-        assert context.num_blocks + len(page_ids) <= context.size.num_blocks, "a deposit is paid for before it is made"
+        assert context.num_blocks + len(page_ids) <= context.size.num_blocks, "an offload is paid for before it is made"
         context.pages += page_ids
 
     def append_evicted(self, context: HostContext, num_blocks: int) -> None:
         """Append offloaded blocks that have no resident pages: there is room for their dense ones."""
-        assert context.num_blocks + num_blocks <= context.size.num_blocks, "a deposit is paid for before it is made"
-        assert context.num_resident == 0, "what is released is in front"
+        assert context.num_blocks + num_blocks <= context.size.num_blocks, "an offload is paid for before it is made"
+        assert context.num_resident == 0, "evicted blocks are in front"
         begin, end = context.num_own, context.num_own + num_blocks
         context.storage += self._pages.allocate(self._layout.blocks_for(end) - len(context.storage))
         context.pages += self._layout.dense_pages(context.storage, begin, end)
@@ -163,7 +163,7 @@ class HostContexts:
             self._close_unused(context)
 
     def num_standing(self, context: HostContext) -> int:
-        """Return pages of the device that it and what it stands on have at least, once all is released."""
+        """Return the pages that the context and those it stands on have at least, once all is evicted."""
         pages, one = len(context.sink_pages), context
         while True:
             pages += self._layout.blocks_for(one.num_own)

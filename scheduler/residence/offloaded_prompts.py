@@ -28,7 +28,7 @@ _AHEAD_TOKENS = 2048  # of a long context's output, paid for when it is admitted
 class Start:
     """Where a prompt's prefill begins: behind blocks that are known, or behind the front of a `source` context.
 
-    `end`: where the run ends that goes down; 0: all of it stays on the device.
+    `end`: where the offloaded run ends; 0: all of it stays on the device.
     """
 
     begin: int
@@ -39,7 +39,7 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class _Need:
     """What a prompt takes. Of its run, in blocks: `num_shared` are its source's, `num_own` its own, of which at least
-    `num_evicted` begin released. In pages of all layers: `num_new` for its window, and its sink unless its source has
+    `num_evicted` begin evicted. In pages of all layers: `num_new` for its window, and its sink unless its source has
     that; `num_spare` that it may take soon. `size`: of the context that it is admitted with.
     """
 
@@ -73,7 +73,7 @@ class OffloadedPrompts:
         self._profiles = profiles
 
     def run_end(self, sequence: Sequence) -> int:
-        """Return where the run ends that goes down with its prompt; 0: none does."""
+        """Return where the offloaded run of its prompt ends; 0: it has none."""
         if not self._profile(sequence).offloads:
             return 0
         if self._evictor.is_adaptive:
@@ -117,7 +117,7 @@ class OffloadedPrompts:
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
         """Give the sequence what its prompt needs of both memories, if that leaves `num_spare` pages; else nothing.
 
-        Idle contexts but `kept` give way to it, and pages that the host has copies of.
+        Offloaded blocks are evicted for it, and idle contexts but `kept` dropped.
         """
         source = start.source
         need = self._need(sequence, 0 if source is None else self._host.blocks_of_run(start.begin))
@@ -173,9 +173,9 @@ class OffloadedPrompts:
         return self._room.has_pages(num_pages + num_left, kept) and self._room.free_pages(num_pages, kept)
 
     def _num_to_evict(self, need: _Need, num_other: int, source: HostContext | None) -> int:
-        """Return how many of a prompt's own blocks begin released, so that `num_other` pages are left: all that must.
+        """Return how many of a prompt's own blocks must begin evicted, so that `num_other` pages are left.
 
-        Idle contexts give up theirs first, the source's last.
+        Idle contexts are evicted first, the source last.
         """
         if not self._evictor.is_adaptive:
             return need.num_evicted
@@ -190,7 +190,9 @@ class OffloadedPrompts:
         return min(num_own, -(-fewest // lump) * lump)
 
     def _evict_source(self, need: _Need, num_evicted: int, source: HostContext | None) -> bool:
-        """Tell whether what is shared is released, which it must be where a block behind it begins released."""
+        """Evict what is shared, which must be where a block behind it begins evicted; tell whether that was
+        possible.
+        """
         if source is None or (self._evictor.is_adaptive and not num_evicted):
             return True
         return self._evictor.evict_to(source, need.num_shared)

@@ -31,7 +31,7 @@ class Offloads:
         self._offloaded_short: list[tuple[Sequence, Offload]] = []  # by the plan under way
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Tell whether there is room in host memory for the deposit that the next draw makes due, if it does."""
+        """Tell whether host memory has room for the offload that the next draw makes due, if it does."""
         end = self._end(sequence)
         if not end:
             return True
@@ -41,15 +41,17 @@ class Offloads:
         return self._open(sequence, num_blocks)
 
     def num_dense_pages(self, sequence: Sequence) -> int:
-        """Return pages that its dense layers take where what settles at the next draw leaves the device at once."""
+        """Return the pages that its dense layers take if blocks that land at the next draw are evicted at once."""
         context = sequence.open_context
         if self._evictor.is_adaptive or context is None or not self._lands(sequence, context):
             return 0
         return self._host.layout.blocks_for(context.num_own) - len(context.storage)
 
     def land(self, sequence: Sequence) -> None:
-        """Return what was written may settle at the next draw. Fixed residence releases it at once, by token counts
-        alone, so that nobody else takes the pages that were free for its dense layers when this was asked.
+        """Note that offloaded rows have landed by the next draw.
+
+        Fixed residence evicts them at once, by token counts alone, so that nobody else takes the pages that were free
+        for the dense layers.
         """
         context = sequence.open_context
         if context is None or not self._lands(sequence, context):
@@ -57,7 +59,7 @@ class Offloads:
         context.num_landed = context.num_blocks
         if not self._evictor.is_adaptive:
             given = self._evictor.evict_to(context, context.num_landed)
-            assert given, "room for what is released was made when it was reserved"
+            assert given, "room for dense pages was made when the offload was reserved"
 
     def take_due(self, stepping: Iterable[Sequence]) -> list[tuple[Sequence, Offload]]:
         """Return the next plan's offloads: of short contexts, to make room, and those that the next draws make due."""
@@ -69,8 +71,8 @@ class Offloads:
         return due
 
     def most_known(self, sequence: Sequence, most: int) -> int:
-        """Return how many tokens, at most that many, may follow the next draw's in its step: in none of the steps that
-        these would take is anything written down, or settled.
+        """Return how many tokens may follow the next draw's in its step, at most `most`: none of them makes an offload
+        due.
         """
         if not self._profile(sequence).offloads:
             return most
@@ -84,8 +86,11 @@ class Offloads:
         return most
 
     def offload_short(self, running: Iterable[Sequence]) -> bool:
-        """Tell whether one that stays on the device whole, being short, is written to host memory, so that it can give
-        up pages: one that is sampled first, and of these the longest. What it writes is whole lumps of its middle.
+        """Offload a short context that is on the device whole, so that its pages can be evicted; tell whether there was
+        one.
+
+        The one whose tokens cost the host least comes first, and of these the longest. Whole lumps of its middle are
+        offloaded.
         """
         for sequence in sorted(filter(self._stays, running), key=self._turn):
             end = self._middle_end(sequence)
@@ -119,7 +124,7 @@ class Offloads:
         return self._host.end_of_blocks(context.num_blocks)
 
     def _end(self, sequence: Sequence) -> int:
-        """Return where the run ends after the deposit that the next draw makes due; 0: it makes none."""
+        """Return where the run ends after the offload that the next draw makes due; 0: it makes none."""
         if not self._profile(sequence).offloads:
             return 0
         context = sequence.open_context
@@ -127,7 +132,7 @@ class Offloads:
         return self._host_of(sequence).offload_end(sequence.next_position + 1, run_end)
 
     def _lands(self, sequence: Sequence, context: HostContext) -> bool:
-        """Tell whether all that its context has written is settled at the next draw."""
+        """Tell whether all offloaded rows of its context have landed at the next draw."""
         return self._host_of(sequence).has_landed(sequence.next_position + 1, self._run_end(context))
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
@@ -141,7 +146,7 @@ class Offloads:
     def _write(self, sequence: Sequence, end: int) -> Offload:
         """Offload the run up to `end`, which is paid for."""
         context, host = sequence.context, self._host
-        assert context is not None, "a deposit is planned after its room is reserved"
+        assert context is not None, "an offload is planned after its room is reserved"
         opens = not context.is_open
         if opens:
             self._contexts.keep_sink(context, sequence.pages[: host.num_sink_blocks])

@@ -24,11 +24,13 @@ class PageRoom:
         self._contexts = contexts
         self._evictor = evictor
 
-    # --- who gives way ------------------------------------------------------------------------------------------------
+    # --- free pages ---------------------------------------------------------------------------------------------------
 
     def has_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Tell whether there may be so many: what the host has given up, and idle contexts gone but `kept`. It is
-        certain where nothing is shared.
+        """Tell whether so many pages may be free once offloaded blocks are evicted and idle contexts but `kept`
+        dropped.
+
+        It is certain where nothing is shared.
         """
         self._pages.reach(num_pages)
         num_short = num_pages - self._pages.num_available
@@ -58,8 +60,9 @@ class PageRoom:
     # --- what those that run may take soon ----------------------------------------------------------------------------
 
     def num_coming_pages(self, sequence: Sequence) -> int:
-        """Return what one that holds pages may take soon: as much as a window holds and the dense layers of what it
-        will send down, or one page where all of it stays.
+        """Return the pages that a sequence may take soon.
+
+        That is a window and the dense layers of what it will offload, or one page where all of it stays on the device.
         """
         context = sequence.open_context
         if context is None:
@@ -70,8 +73,9 @@ class PageRoom:
         return self.most_window_pages(sequence) - (len(sequence.pages) - num_there) + num_dense
 
     def most_window_pages(self, sequence: Sequence) -> int:
-        """Return what it keeps in resident pages once it has written all it may: where residence is fixed, also while
-        the last of it settles.
+        """Return the resident pages of a sequence once it has written all it may.
+
+        With fixed residence, those too whose rows have not landed yet.
         """
         assert self._capacity.host is not None
         assert self._evictor is not None

@@ -12,13 +12,13 @@ from scheduler.residence.evictions import Evictor
 from scheduler.sequences.capacity import HostCapacity
 from scheduler.sequences.offloaded_context import HostContext
 
-QUIET_STEPS = 32  # since pages were given up last
+QUIET_STEPS = 32  # since pages were evicted last
 FETCHED_TOKENS = 8192  # at once, at most: a step's time over the link, or a little more
 _FREE_SHARE = 16  # one of so many pages stays free
 
 
 class Reloads:
-    """`num_quiet_steps`: since pages were given up last, or anybody was in need of some."""
+    """`num_quiet_steps`: since pages were evicted last, or anybody was in need of some."""
 
     def __init__(self, host: HostCapacity, evictor: Evictor, pages: PagePool) -> None:
         self._host = host
@@ -32,8 +32,9 @@ class Reloads:
         self.num_quiet_steps = QUIET_STEPS
 
     def next_reload(self, is_quiet: bool, num_coming_pages: int, is_ready: Callable[[HostRead], bool]) -> Reload | None:
-        """Return what is brought up beside this step, if anything. `is_quiet`: nobody waits or begins;
-        `num_coming_pages`: what those that run may take soon.
+        """Return what is reloaded beside this step, if anything.
+
+        is_quiet: nobody waits or begins. num_coming_pages: what running sequences may take soon.
         """
         has_released = self._evictor.num_evictions != self._num_releases
         self._num_releases = self._evictor.num_evictions

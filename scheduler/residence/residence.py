@@ -97,8 +97,8 @@ class Residence:
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
         """Give the sequence what its prompt needs, if that leaves `num_spare` pages; else nothing.
 
-        One with a window needs few pages more than it has: room for all of them is left, so that no long prompt is
-        computed twice for want of a page. Idle contexts but `kept` give way to it.
+        A prompt with a window needs few pages more than it has. Room for all of them is left, so that no long prompt is
+        computed twice for want of a page. Idle contexts but `kept` are dropped for it.
         """
         if start.end and self.prompts is not None:
             return self.prompts.take(sequence, start, num_spare, kept)
@@ -122,9 +122,9 @@ class Residence:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def reserve(self, sequence: Sequence, kept: Collection[HostContext]) -> Shortage | None:
-        """Make room for the next draw, and for the deposit that it makes due; what is short if there is none.
+        """Make room for the next draw and the offload that it makes due; return what is short, or None.
 
-        Idle contexts give way, but `kept` no page.
+        Idle contexts but `kept` are dropped for it.
         """
         num_pages = int(self._needs_page(sequence))
         if self.offloads is not None:
@@ -147,8 +147,9 @@ class Residence:
         return [write]
 
     def most_known(self, sequence: Sequence, most: int, num_spare: int) -> int:
-        """Return how many tokens, at most that many, may follow the next draw's in its step, with what is free: that
-        leaves `num_spare` pages, and nobody gives way.
+        """Return how many tokens may follow the next draw's in its step, at most `most`.
+
+        That leaves `num_spare` pages, and nobody is preempted or evicted for it.
         """
         self.pages.reach(num_spare + most // self._capacity.page_tokens + 1)
         num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
@@ -176,11 +177,13 @@ class Residence:
             del sequence.pages[first:]
 
     def offload_short(self, running: Iterable[Sequence]) -> bool:
-        """Tell whether a running sequence that is on the device whole is offloaded, and can give up pages then."""
+        """Tell whether a running sequence that is on the device whole is offloaded, so that its pages can be
+        evicted.
+        """
         return self.offloads is not None and self.is_adaptive and self.offloads.offload_short(running)
 
     def ask(self, sequence: Sequence) -> HostRead | None:
-        """Return what a decode step reads of the sequence in host memory: what is released, by this plan as well."""
+        """Return what a decode step reads of the sequence in host memory: what is evicted, by this plan as well."""
         context, host = sequence.open_context, self._capacity.host
         if context is None or host is None or not context.num_evicted:
             return None
@@ -215,7 +218,7 @@ class Residence:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def leave(self, sequence: Sequence, is_kept: bool) -> None:
-        """Give all back; `is_kept`: a deposited context stays, idle, for those that begin with its tokens."""
+        """Give all back; `is_kept`: an offloaded context stays, idle, for prompts that begin with its tokens."""
         context = sequence.left = sequence.context
         if context is None:
             self.pages.release(sequence.pages)
@@ -241,8 +244,9 @@ class Residence:
     def next_reload(
         self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostRead], bool]
     ) -> list[Reload]:
-        """Return what is brought up beside the next step, of what those that run have given up. `is_quiet`: nobody
-        waits for pages or begins. `finish_reload` is to be called once the plan is carried out.
+        """Return what is reloaded beside the next step, of what running sequences had evicted.
+
+        is_quiet: nobody waits for pages or begins. `finish_reload` is to be called once the plan is carried out.
         """
         if not self.is_adaptive:
             return []

@@ -14,7 +14,7 @@ class ResidenceCounts:
 
     @property
     def num_promised_bytes(self) -> int:
-        """Return the host memory that contexts have, and may have before anybody is asked again."""
+        """Return the host memory that contexts have, and may grow to."""
         return 0 if self._contexts is None else self._contexts.used_bytes
 
     @property

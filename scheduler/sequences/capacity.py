@@ -34,7 +34,7 @@ class HostCapacity:
 
     Lengths but `resident_tokens` are whole pages. `is_adaptive`: what is in host memory stays in pages of the device as
     well, while nobody needs them. `bytes_of_run(bulk, more, reading, is_fork)`: what tokens take
-    there at most that go down at once, and those that follow lump by lump; a fork's, behind those that it shares.
+    there at most that are offloaded at once, and those that follow lump by lump; a fork's, behind those that it shares.
     `own`: by name, of profiles whose methods need longer windows; all else in it is the same.
     """
 
@@ -54,19 +54,14 @@ class HostCapacity:
         return self.own.get(profile, self)
 
     def prompt_end(self, num_tokens: int) -> int:
-        """Return where the run ends that goes down with a prompt: it leaves a window. 0: the prompt stays on the
-        device.
-        """
+        """Return where the offloaded run of a prompt ends: it leaves a window. 0: the prompt stays on the device."""
         if num_tokens <= self.resident_tokens:
             return 0
         end = (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
         return end if end > self.sink_tokens else 0
 
     def offload_end(self, num_tokens: int, run_end: int | None) -> int:
-        """Return where the run ends after a deposit that is due at a context of `num_tokens`, or 0 if none is.
-
-        `run_end`: where it ends now, or None for a context that is on the device wholly.
-        """
+        """Return where the run ends after an offload that is due at a context of `num_tokens`, or 0 if none is."""
         if run_end is not None:
             is_due = num_tokens - run_end >= self.window_tokens + self.lump_tokens
             return run_end + self.lump_tokens if is_due else 0
@@ -118,7 +113,7 @@ class HostCapacity:
 
     @property
     def most_resident_tokens(self) -> int:
-        """Return what a sequence may have on the device, in all layers, before a deposit is due."""
+        """Return what a sequence may have on the device, in all layers, before an offload is due."""
         return max(self.resident_tokens, self.sink_tokens + self.window_tokens) + self.lump_tokens
 
 
@@ -126,7 +121,7 @@ class HostCapacity:
 class Capacity:
     """KV pages, the longest context, and the tokens whose hidden states fit at once in all prefills together.
 
-    `host`: what deposited contexts may take, or None where every context stays on the device. `num_rings`: of the parts
+    `host`: what offloaded contexts may take, or None where every context stays on the device. `num_rings`: of the parts
     of profiles that keep some. `num_windows`: of layers that keep no more, or 0: pages hold all; `spare_window_tokens`:
     that each has beyond the longest window.
     """
@@ -191,9 +186,7 @@ class Capacity:
 
 
 def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
-    """Return what a plan leaves for requests. shape: what of the model goes down to host memory, None without a host
-    tier.
-    """
+    """Return what a plan leaves for requests. shape: of what the model offloads; None: there is no host tier."""
     return Capacity(
         plan.num_pages,
         plan.page_tokens,

@@ -25,7 +25,7 @@ class HostContext:
     blocks are dense, in `storage` if they are this context's own.
 
     `is_written`: whether all of it is in host memory once the plans so far are carried out; else a prefill is at it.
-    `num_landed`: of its first blocks, which were sent down so long ago that their rows have landed by now, or soon.
+    `num_landed`: of its first blocks, whose rows have landed by now, or will soon.
     `hashes`: of the first blocks, those that others may find and those in front of them.
     `is_open`: the device has been told of it. `used`: the time of its last use, counted in uses.
     """

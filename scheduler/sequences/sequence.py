@@ -28,7 +28,7 @@ class Sequence:
     `prompt` is int32 `[tokens]`, shared with those of the same prompt; `hashes` are of the full blocks of prompt and
     output known so far. While it waits, `num_pages` is what its tokens take, `num_usable_blocks` need no computing
     where they are known, the first `num_final_blocks` do not depend on where the tokens end (others may find these, and
-    what is drawn behind them), and the run that goes down with it ends at `run_end`, or 0. At the last look
+    what is drawn behind them), and its offloaded run ends at `run_end`, or 0. At the last look
     `num_known_blocks` were in the prefix cache, `num_held_blocks` of these in pages that somebody held: there the next
     look begins; `num_seen_blocks` were there in pages, if not with the window that ends them. `shares`: a sequence that
     computes blocks of this one, and how many they have in common. `num_in_flight` counts tokens launched and not
