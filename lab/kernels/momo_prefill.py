@@ -7,6 +7,7 @@ compared with float64 before anything is timed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from rich.console import Console
@@ -19,7 +20,7 @@ from gpu.methods.momo.attend import correct, sparse_attention
 from gpu.methods.momo.block_sparse import block_sparse_attention
 from gpu.methods.momo.prefill import Momo
 from gpu.methods.momo.query_sparse import query_sparse_attention
-from gpu.methods.momo.settings import MomoSettings, Selection
+from gpu.methods.momo.settings import MomoSettings, Selection, SelectionName
 from gpu.methods.momo.union import unite
 from gpu.prefill.dense import Dense
 from transfer.partial import Partial, merge
@@ -117,7 +118,7 @@ def selection_rows(
     floor_ms, floor = flops / rate / 1e9, f"{flops / 1e12:.2f} TFLOP at {rate:.0f} TFLOP/s"
     announce(console, f"query-sparse pass of the last {len(last.query):,} of {tokens:,} tokens", floor, floor_ms)
     for k in ks:
-        for name in ("exact", "tree", "estimated"):
+        for name in get_args(SelectionName):
             if (name == "exact" and k > 128) or (name == "estimated" and k <= settings.k_exact):
                 continue
             how = Selection(name, k, settings.k_exact)

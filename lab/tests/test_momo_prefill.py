@@ -1,6 +1,7 @@
 """Run `python -m lab kernel momo`: sums over units, FLOPs counted pair by pair, and no number of a wrong result."""
 
 import json
+from typing import get_args
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.rows import GateError
-from gpu.methods.momo.settings import MomoSettings
+from gpu.methods.momo.settings import MomoSettings, SelectionName
 from lab.cli import app
 from lab.kernels import momo_prefill
 
@@ -57,10 +58,8 @@ def test_the_command_reports_prompts_and_selections_last() -> None:
     )
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout.strip().splitlines()[-1])
-    assert [row["name"] for row in rows] == [
-        "momo prefill of a layer", "query-sparse pass, exact", "query-sparse pass, tree",
-        "query-sparse pass, estimated",
-    ]  # fmt: skip
+    passes = [f"query-sparse pass, {name}" for name in get_args(SelectionName)]
+    assert [row["name"] for row in rows] == ["momo prefill of a layer", *passes]
     first = rows[0]
     assert first["peer_ms"] == first["extras"]["dense_ms"] > 0
     assert all(first["extras"][f"{part}_ms"] > 0 for part in momo_prefill.PARTS)
