@@ -168,8 +168,7 @@ def test_tables_are_kept_while_the_cut_and_the_context_stay(witness: Witness) ->
 def test_only_what_is_asked_for_must_have_landed(reading: Reading) -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 2) as device, ThreadPoolExecutor(1) as aside:
-        device.open(1, reading)
-        device.deposit(1, 2100)
+        device.open(1, reading, 2100)
         lates = device.deposit_late(1, 2100)
         out, lse, queries = device.attend([1], cuts=[1500])
         wanted_out, wanted_lse = device.expect([1], queries, cuts=[1500])
@@ -189,8 +188,7 @@ def test_a_slot_that_does_not_count_is_answered_alike() -> None:
     """And one whose bits are all clear, or that has none."""
     tier = new_tier(tier_shape(bits=6, tables=20))
     with Device(tier, 3) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 2500)
+        device.open(1, Reading.SAMPLE, 2500)
         answers = []
         for more in ({}, {"counted": True}, {"kv_heads": 1, "exclusion_blocks": 200}):
             slot = new_slot(2, MODEL_HEADS, DIM, 20, torch.float32, torch.device("cpu"), **more)

@@ -181,10 +181,8 @@ def test_a_tier_reads_in_full_what_its_first_turns_find_beyond_epsilon() -> None
     shape = tier_shape(bits=5, tables=40)
     pages = PageSource(poisoned_pages, None, None)
     with Device(CpuTier(shape, torch.float32, 2**30, 1, pages, errors), 3) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 2100)
-        device.open(2, Reading.WHOLE)
-        device.deposit(2, 300)
+        device.open(1, Reading.SAMPLE, 2100)
+        device.open(2, Reading.WHOLE, 300)
         for step in range(4):
             _, lse, queries = device.attend([1, 2])
             _, exact = device.expect([1, 2], queries)
@@ -195,8 +193,7 @@ def test_a_tier_reads_in_full_what_its_first_turns_find_beyond_epsilon() -> None
         assert counts.estimated == counts.beyond + counts.heavy_beyond == LAYERS * TIER_HEADS // 2
         assert counts.steps_beyond == 1
     with Device(new_tier(shape), 3) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 2100)
+        device.open(1, Reading.SAMPLE, 2100)
         device.attend([1])
         assert device.tier.stats().errors.estimated == 0
 
@@ -208,8 +205,7 @@ def test_a_fork_goes_on_with_the_readings_of_the_context_it_stands_on() -> None:
     errors = ErrorsConfig(bound=1e-6, epsilon=1e-6, audit_steps=steps, full_share=1.0)
     pages = PageSource(poisoned_pages, None, None)
     with Device(CpuTier(tier_shape(bits=5, tables=40), torch.float32, 2**30, 1, pages, errors), 3) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 2100)
+        device.open(1, Reading.SAMPLE, 2100)
         for _ in range(steps):
             device.attend([1])
         device.fork(1, 2, 1500, Reading.SAMPLE)

@@ -56,8 +56,7 @@ def test_the_tier_counts_keys_by_head_and_bytes_by_row(make_tier, rows, row_byte
     """What is read exactly: each key by all heads, each row once for the heads of a group, and no index."""
     tier = make_tier(tier_shape(rows))
     with Device(tier, 0) as device:
-        device.open(1, Reading.WHOLE)
-        device.deposit(1, 700)
+        device.open(1, Reading.WHOLE, 700)
         device.attend([1])
     counts, shape = tier.stats().attention, tier.shape
     assert counts.keys_scored == counts.tokens_covered == 700 * LAYERS * shape.num_heads
@@ -69,8 +68,7 @@ def test_the_bytes_of_a_lookup_are_counted_with_the_rows_that_it_finds(make_tier
     """Each head looks at a bucket of every table: its two borders at least, and an entry for each key that is found."""
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 3000)
+        device.open(1, Reading.SAMPLE, 3000)
         device.attend([1])
     counts, shape = tier.stats().attention, tier.shape
     index_bytes = counts.bytes_read - counts.rows_read * 2 * shape.dim * 2
@@ -94,8 +92,7 @@ def test_a_reservation_takes_what_was_promised(make_tier, tokens, reading):
 def test_small_reservations_share_a_tail_and_its_centre(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 3000)
+        device.open(1, Reading.SAMPLE, 3000)
         in_use = tier.stats().bytes_in_use
         tail = tier.reserve(1, 1500)
         grown = tier.stats().bytes_in_use
@@ -122,8 +119,7 @@ def test_a_full_tail_is_sampled_from_the_next_reservation_on(make_tier):
 def test_an_open_tail_is_sealed_by_a_reservation_that_needs_segments_of_its_own(make_tier):
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 1500)
+        device.open(1, Reading.SAMPLE, 1500)
         device.fork(1, 2, 1200, Reading.SAMPLE)
         for context_id in (1, 2):
             device.deposit(context_id, 2100)
@@ -135,12 +131,10 @@ def test_an_open_tail_is_sealed_by_a_reservation_that_needs_segments_of_its_own(
 def test_an_offloaded_context_reads_every_row_and_has_no_tables(make_tier):
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
-        device.open(1, Reading.WHOLE)
-        device.deposit(1, 4000)
+        device.open(1, Reading.WHOLE, 4000)
         assert tier.stats().bytes_in_use == bytes_of_context(without_tables(tier.shape), 4000)
         assert_dense(device, [1])
-        device.open(2, Reading.SAMPLE)
-        device.deposit(2, 4000)
+        device.open(2, Reading.SAMPLE, 4000)
         device.fork(2, 3, 3000, Reading.WHOLE)
         assert_dense(device, [1, 3])
 
@@ -241,8 +235,7 @@ def test_with_adaptive_residence_no_merge_begins_of_what_nobody_reads_and_is_bei
 def test_a_lone_heir_of_a_closed_context_goes_on_in_its_tail(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 1000)
+        device.open(1, Reading.SAMPLE, 1000)
         device.fork(1, 2, 1000, Reading.SAMPLE)
         in_use = tier.stats().bytes_in_use
         device.close(1)
@@ -254,9 +247,7 @@ def test_a_lone_heir_of_a_closed_context_goes_on_in_its_tail(make_tier):
 def test_rows_come_back_as_they_were_stored(make_tier):
     tier = make_tier(tier_shape("int8"))
     with Device(tier, 0) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 2500)
-        device.deposit(1, 700)
+        device.open(1, Reading.SAMPLE, 2500, 700)
         for layer in range(LAYERS):
             parts = tier.rows(1, layer, 3000)
             keys = [
@@ -273,8 +264,7 @@ def test_a_reservation_that_fails_changes_nothing(make_tier):
     shape = tier_shape()
     tier = make_tier(shape, bytes_of_context(shape, 3000) + bytes_of_context(shape, 100))
     with Device(tier, 0) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 3000)
+        device.open(1, Reading.SAMPLE, 3000)
         out, lse, _ = device.attend([1])
         before = tier.stats()
         with pytest.raises(HostMemoryError, match=r"asked .* in use; raise host.memory_limit_gib"):
@@ -293,8 +283,7 @@ def test_memory_that_is_closing_is_waited_for_before_a_reservation_fails(make_ti
     tier = make_tier(shape, bytes_of_context(shape, 3000))
     with Device(tier, 0) as device:
         for context_id in range(5):
-            device.open(context_id, Reading.SAMPLE)
-            device.deposit(context_id, 3000)
+            device.open(context_id, Reading.SAMPLE, 3000)
             device.close(context_id)
 
 
@@ -307,8 +296,7 @@ def test_a_host_that_refuses_to_pin_is_told_of_and_the_rest_goes_on(make_tier):
 
     tier = make_tier(tier_shape(), source=PageSource(poisoned_pages, pin, lambda pages: None))
     with Device(tier, 0) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 3000)
+        device.open(1, Reading.SAMPLE, 3000)
         refuses.append(True)
         device.open(2, Reading.SAMPLE)
         with pytest.raises(HostMemoryError, match=r"cudaHostRegister failed .*ulimit -l"):
@@ -318,8 +306,7 @@ def test_a_host_that_refuses_to_pin_is_told_of_and_the_rest_goes_on(make_tier):
         assert tier.stats().bytes_in_use == bytes_of_context(tier.shape, 3000)
         assert_dense(device, [1])
         refuses.clear()
-        device.open(3, Reading.SAMPLE)
-        device.deposit(3, 4000)
+        device.open(3, Reading.SAMPLE, 4000)
         assert_dense(device, [1, 3])
 
 
@@ -332,9 +319,7 @@ def test_a_host_that_refuses_room_for_a_copied_tail_leaves_the_fork_as_it_was(ma
 
     tier = make_tier(tier_shape(), source=PageSource(poisoned_pages, pin, lambda pages: None))
     with Device(tier, 0) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 6000)
-        device.deposit(1, 1000)
+        device.open(1, Reading.SAMPLE, 6000, 1000)
         device.fork(1, 2, 6600, Reading.SAMPLE)
         before = tier.stats()
         refused_bytes.append(slab_bytes(lay_out_layer(tier.shape, 600).num_bytes))
@@ -358,8 +343,7 @@ def test_a_failed_build_leaves_its_layer_exact_and_is_counted(make_tier, monkeyp
     monkeypatch.setattr(cpu.segment_jobs, "build_tables", fail_once)
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 3000)
+        device.open(1, Reading.SAMPLE, 3000)
         out, _, queries = device.attend([1])
         wanted, _ = device.expect([1], queries)
         assert np.allclose(out[0], wanted[0], atol=1e-4)
@@ -417,8 +401,7 @@ def script(tier):
     """The same calls each time, with forks, merges and closes among them; all answers on the way."""
     answers = []
     with Device(tier, 3) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 2600)
+        device.open(1, Reading.SAMPLE, 2600)
         for lump in range(5 * TAIL_TOKENS // LUMP):
             device.deposit(1, LUMP)
             if lump % 20 == 7:
@@ -459,8 +442,7 @@ def test_memory_for_the_next_tail_of_every_context_is_there_before_it_is_due(mak
     tail_bytes = slab_bytes(lay_out_layer(SELECTIVE, TAIL_TOKENS).num_bytes)
     with Device(tier, 0) as device:
         for context_id, reading in ((3, Reading.WHOLE), (1, Reading.SAMPLE), (2, Reading.SAMPLE)):
-            device.open(context_id, reading)
-            device.deposit(context_id, 3 * TAIL_TOKENS)
+            device.open(context_id, reading, 3 * TAIL_TOKENS)
         await_idle(tier)
         assert made.count(tail_bytes) == 2 * LAYERS
         for context_id in (1, 2, 3):
@@ -474,8 +456,7 @@ def test_contexts_that_are_kept_have_little_memory_ready(make_tier, monkeypatch)
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
         for context_id in range(4):
-            device.open(context_id, Reading.SAMPLE)
-            device.deposit(context_id, 3 * TAIL_TOKENS)
+            device.open(context_id, Reading.SAMPLE, 3 * TAIL_TOKENS)
         await_idle(tier)
         stats = tier.stats()
         assert stats.bytes_held - stats.bytes_in_use == 2 * bytes_of_segment(SELECTIVE, TAIL_TOKENS)

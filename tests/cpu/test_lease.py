@@ -33,9 +33,7 @@ def test_closed_contexts_are_read_until_the_last_answer_and_count_as_used_until_
     """Two steps in flight read the same, and one reads more; memory that was given back would be poisoned anew."""
     tier = new_tier(tier_shape())
     with Device(tier, 1) as device:
-        device.open(1, reading)
-        device.deposit(1, 3000)
-        device.deposit(1, 200)
+        device.open(1, reading, 3000, 200)
         wanted, _, _ = device.attend([1])
         attentions = [tier.attention([Ask(1, 3200)]), tier.attention([Ask(1, 3200)]), tier.attention([Ask(1, 3100)])]
         used = tier.stats().bytes_in_use
@@ -56,8 +54,7 @@ def test_closed_contexts_are_read_until_the_last_answer_and_count_as_used_until_
 def test_a_deposit_waits_for_memory_that_a_step_in_flight_still_reads() -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 2) as device, ThreadPoolExecutor(1) as launches:
-        device.open(1, Reading.WHOLE)
-        device.deposit(1, 3000)
+        device.open(1, Reading.WHOLE, 3000)
         wanted, _, _ = device.attend([1])
         attention = tier.attention([Ask(1, 3000)])
         tier._pool.limit_bytes = tier.stats().bytes_in_use * 3 // 2
@@ -76,9 +73,7 @@ def test_a_deposit_waits_for_memory_that_a_step_in_flight_still_reads() -> None:
 def test_a_tail_that_grows_is_forked_and_merged_is_read_as_it_was() -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 3) as device:
-        device.open(1, Reading.SAMPLE)
-        device.deposit(1, 3000)
-        device.deposit(1, 100)
+        device.open(1, Reading.SAMPLE, 3000, 100)
         wanted, _, _ = device.attend([1])
         attention = tier.attention([Ask(1, 3100)])
         merges = tier._growth.merges
@@ -112,8 +107,7 @@ class Passing:
 def test_what_is_lent_to_the_device_stays_until_it_has_passed_whoever_has_answered_and_closed() -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 1) as device:
-        device.open(1, Reading.WHOLE)
-        device.deposit(1, 3000)
+        device.open(1, Reading.WHOLE, 3000)
         device.attend([1])
         first, second = (tier.attention([Ask(1, 3000)]) for _ in range(2))
         loans, points = [first.lend(), second.lend()], [Passing(), Passing()]

@@ -24,8 +24,7 @@ def test_rows_are_asked_for_without_a_wait_once_they_have_landed() -> None:
     with Device(tier, 0) as device:
         assert not tier.is_ready(Ask(1, 5)), "there is no such context yet"
         assert tier.is_ready(Ask(None, 0))
-        device.open(1, Reading.WHOLE)
-        device.deposit(1, 2300)
+        device.open(1, Reading.WHOLE, 2300)
         lates = device.deposit_late(1, 100)
         settle(tier, 2300)  # what lies behind is not waited for
         assert not tier.is_ready(Ask(1, 2301))
@@ -44,8 +43,7 @@ def test_sampled_rows_wait_for_their_tables(reading: Reading) -> None:
     tier = new_tier(tier_shape(bits=7, tables=20))
     with Device(tier, 0) as device:
         tier._builder.pause()
-        device.open(1, reading)
-        device.deposit(1, 2400)
+        device.open(1, reading, 2400)
         (segment,) = tier._store._alive()
         with tier._store.changed:
             assert tier._store.changed.wait_for(lambda: not any(segment.fills), PATIENCE_S)

@@ -47,16 +47,19 @@ def test_constants_of_the_store_are_the_kernels():
         assert num_offsets(10, tokens) == host_memory.num_offsets(10, tokens)
 
 
+def draw_reading(random):
+    return Reading.SAMPLE if random.random() < 0.7 else Reading.WHOLE
+
+
 def take_step(device, kind, random, tokens):
     """One call, on a context that is chosen at random."""
     if kind == "open" or not device.keys:
         context_id = next(_ids)
-        device.open(context_id, random.random() < 0.7)
-        device.deposit(context_id, tokens)
+        device.open(context_id, draw_reading(random), tokens)
         return
     chosen = random.choice(list(device.keys))
     if kind == "fork":
-        device.fork(chosen, next(_ids), random.randint(0, device.tokens(chosen)), random.random() < 0.7)
+        device.fork(chosen, next(_ids), random.randint(0, device.tokens(chosen)), draw_reading(random))
     elif kind == "grow":
         device.deposit(chosen, tokens)
     else:
@@ -93,8 +96,7 @@ def test_an_ask_that_comes_late_is_answered_in_the_same_call(tier):
     """The call waits for the flags of every layer; one that did not would answer the ask before."""
     with Device(tier, 1) as device:
         context_id = next(_ids)
-        device.open(context_id, Reading.SAMPLE)
-        device.deposit(context_id, 700)
+        device.open(context_id, Reading.SAMPLE, 700)
         wanted, _, _ = device.attend([context_id])
         waited = tier.stats().attention.wait_s
         got, _, _ = device.attend([context_id], late_s=0.03)
@@ -108,8 +110,7 @@ def test_a_step_in_one_call_gives_what_its_layers_give_one_by_one(reading):
     tier = new_tier(tier_shape(bits=7, tables=20), threads=2)
     with Device(tier, 0) as device:
         for context_id, tokens in enumerate((300, 5000, 2500)):
-            device.open(context_id, reading)
-            device.deposit(context_id, tokens)
+            device.open(context_id, reading, tokens)
         parts = [[0], [1, 2]]
         got = device.attend_by_itself(parts)
         counts = tier.stats().attention
@@ -133,8 +134,7 @@ def test_a_step_whose_device_stops_asking_names_the_layer_and_ends(tier, asked, 
     with Device(tier, 1) as device:
         first, second = next(_ids), next(_ids)
         for context_id in (first, second):
-            device.open(context_id, Reading.SAMPLE)
-            device.deposit(context_id, 700)
+            device.open(context_id, Reading.SAMPLE, 700)
         with pytest.raises(ExchangeError, match=f"layer {asked}: row 0 of 2"):
             device.attend_by_itself([[first], [first, second]], asks=asked)
         assert tier._builder.gate[0] == 0
@@ -146,8 +146,7 @@ def test_an_ask_that_never_comes_is_named_and_the_builder_goes_on(tier, asked, m
     monkeypatch.setattr(decode_step, "ASK_LIMIT_S", 0.1)
     with Device(tier, 1) as device:
         context_id = next(_ids)
-        device.open(context_id, Reading.SAMPLE)
-        device.deposit(context_id, 700)
+        device.open(context_id, Reading.SAMPLE, 700)
         with pytest.raises(ExchangeError, match=f"layer {asked}: row 0 of 1"):
             device.attend([context_id], asks=asked)
         assert tier._builder.gate[0] == 0

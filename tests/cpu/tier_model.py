@@ -60,9 +60,12 @@ class Device:
         self.normals = np.random.default_rng(5).standard_normal((DIM, max(shape.num_tables, 1) * shape.bits_per_table))
         self.keys, self.values = {}, {}  # id -> [layers, kv_heads, tokens, dim]
 
-    def open(self, context_id, reading):
+    def open(self, context_id, reading, *deposits):
+        """Open a context, and deposit these numbers of tokens one after another."""
         self.tier.open(context_id, reading)
         self.keys[context_id] = self.values[context_id] = np.zeros((LAYERS, KV_HEADS, 0, DIM))
+        for num_tokens in deposits:
+            self.deposit(context_id, num_tokens)
 
     def fork(self, source_id, context_id, num_tokens, reading):
         self.tier.fork(source_id, context_id, num_tokens, reading)

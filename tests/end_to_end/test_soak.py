@@ -24,8 +24,8 @@ from tests.tolerances import (
 
 SOAK_SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "6"))
 NUM_STREAMS = 64
-NUM_PROMPTS = 12
-NUM_TOKENS = 40
+NUM_PROMPTS = 8
+NUM_TOKENS = 24
 STATS_SECONDS = 1.0  # the engine reports its gauges four times a second
 
 OPENINGS = (

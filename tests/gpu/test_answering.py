@@ -210,8 +210,7 @@ def tier_with_a_context(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(decode_step, "ASK_LIMIT_S", limit_s)
     tier = new_tier(tier_shape())
     with Device(tier, 1) as device:
-        device.open(1, Reading.WHOLE)
-        device.deposit(1, 300)
+        device.open(1, Reading.WHOLE, 300)
         yield device, device._new_slot()
     tier.shutdown()
     assert tier.stats().bytes_held == 0

@@ -69,8 +69,7 @@ def test_that_comparison_sees_one_token_that_is_not_asked_for() -> None:
     assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32
 
 
-@pytest.mark.parametrize("page_tokens", [16, 32, 64])
-@pytest.mark.parametrize("window_tokens", [64, 65])
+@pytest.mark.parametrize(("page_tokens", "window_tokens"), [(16, 64), (32, 65), (64, 64)])
 def test_borders_of_sink_and_window_fall_right_for_every_page_size(page_tokens: int, window_tokens: int) -> None:
     twins = Twins(page_tokens=page_tokens, window_tokens=window_tokens)
     twins.prefill(PROMPTS[:1])

@@ -1,6 +1,5 @@
 """Chunks out of memory and from the disk: the same bytes, the last used ones fastest, and a lost one is told."""
 
-import logging
 import os
 import random
 import threading
@@ -123,20 +122,6 @@ def test_memory_that_is_leased_is_not_given_to_others(tmp_path: Path) -> None:
     assert fetch(store, 3) == layers_of(3)
     assert fetch(store, 3) == layers_of(3)
     assert store.counts()["found_in_memory"] == 2
-    store.shutdown()
-
-
-def test_memory_keeps_what_was_read_last(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 2)
-    for number in (1, 2):
-        put(store, number)
-    fetch(store, 1)
-    put(store, 3)
-    held = [store.find(key_of(number)) for number in (1, 3)]
-    assert all(lease.is_in_memory for lease in held)
-    assert store.counts()["found_in_memory"] == 3
-    for lease in held:
-        lease.release()
     store.shutdown()
 
 
@@ -548,15 +533,3 @@ def test_the_folder_is_in_the_users_cache_unless_it_is_named(monkeypatch: pytest
     assert DocumentsConfig(folder=tmp_path).resolved_folder == tmp_path
     with pytest.raises(ValueError, match="rows"):
         DocumentsConfig(rows="int4")
-
-
-def test_a_missing_chunk_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = open_store(tmp_path, 1)
-    with caplog.at_level(logging.DEBUG):
-        assert store.find(key_of(1)) is None
-    assert caplog.text == ""
-    store.shutdown()
-
-
-def test_a_small_shape_is_what_the_cases_say() -> None:
-    assert SMALL.layer_bytes(3) == LAYER_BYTES
