@@ -113,7 +113,7 @@ def test_one_ring_more_takes_what_its_method_states(tree: dict[str, Any]) -> Non
     layers = tuple(part.settings.layers(shape))  # type: ignore[attr-defined]
     tier = TierShape(layers, shape.num_heads, shape.num_kv_heads, shape.dim, "bfloat16", 8, 75)
     site = Site(shape, tier, 16, SLOTS, torch.float32, torch.float32, CPU)
-    taken = [bytes_of(next(iter(make_device_sides([part], site, {str(part): count}).values()))) for count in (2, 3)]
+    taken = [bytes_of(next(iter(make_device_sides([part], site, {part.id: count}).values()))) for count in (2, 3)]
     planned = part.method.footprint(part.settings, shape, SLOTS)
     stated = planned.sequence_bytes + planned.sequence_rows * shape.dim * 4
     assert 0 <= taken[1] - taken[0] - stated <= BOOKKEEPING_BYTES
