@@ -249,7 +249,7 @@ def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
         assert furthest(twins, [1, 2]) < HOP_LOGITS_FLOAT32
     counts = twins.deposits.method_counts()
     assert sum(counts[part.id]["reuse_hits"]) > 0
-    assert sum(counts[str(other)]["reuse_tries"]) == 8 * NUM_HEADS * (NUM_LAYERS - 1)
+    assert sum(counts[other.id]["reuse_tries"]) == 8 * NUM_HEADS * (NUM_LAYERS - 1)
 
 
 @pytest.mark.parametrize("summaries", ["float32", "bfloat16"])
