@@ -57,7 +57,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def counts_of(engine: Engine, tau: float) -> Mapping[str, Sequence[int]]:
-    (found,) = [one for part, one in engine._runner.method_counts().items() if f"tau {tau}" in part]
+    (found,) = [one for part, one in engine._runner.method_counts().items() if ("tau", str(tau)) in part.settings]
     return found
 
 

@@ -86,7 +86,7 @@ def test_every_token_is_read_sampled_or_dropped_whoever_else_runs(engine: Engine
     assert engine.scheduler.roster.num_preemptions > 0
     counts = {part: one for part, one in engine._runner.method_counts().items() if one}
     assert sum(one["fetch_read_tokens"][0] for one in counts.values()) > 0
-    assert sum(one["fetch_dropped_tokens"][0] for part, one in counts.items() if "sampled" in part.split(" ")[1]) == 0
+    assert sum(one["fetch_dropped_tokens"][0] for part, one in counts.items() if "sampled" in part.method) == 0
     check_rings(engine)
     check_idle(engine)
 
