@@ -71,7 +71,7 @@ lint: $(VENV)/installed-$(EXTRA)-test
 
 docs: install
 	$(BIN)/python -m server.commands.configuration_page > docs/CONFIGURATION.md
-	$(BIN)/python -m server.commands.fields_page docs/API.md
+	$(BIN)/python -m server.commands.api_page docs/API.md
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build

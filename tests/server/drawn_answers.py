@@ -16,7 +16,7 @@ _ENDING = b'"}<'
 
 
 class Drawer:
-    """Draws by one grammar for one tokenizer."""
+    """Draw answers by one grammar for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, grammar: str, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -27,7 +27,7 @@ class Drawer:
         self._is_ending = np.array([bool(set(raw) & set(_ENDING)) for raw in spelled])
 
     def read_answer(self, reader: Any, begin: str) -> ReadAnswer | None:
-        """What a reader makes of an answer that begins so; None, if it does not end."""
+        """Return what a reader makes of an answer that begins so, None if it does not end."""
         matcher = LLMatcher(self._tokens, self._grammar, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         assert matcher.consume_tokens(self._tokenizer.encode(begin, False))
@@ -52,13 +52,13 @@ class Drawer:
 
 
 def allowed_ids(matcher: LLMatcher) -> np.ndarray:
-    """Of the tokens that may come next."""
+    """Return the tokens that may come next."""
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
 
 
 class _Spelled:
-    """A tokenizer as llguidance asks one."""
+    """Wrap a tokenizer as llguidance asks one."""
 
     bos_token_id = None
 

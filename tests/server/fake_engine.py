@@ -88,7 +88,7 @@ def digest(chunk: bytes) -> str:
 
 
 def pool(prompt: list[int], pooling: Pooling) -> bytes:
-    """How often tokens of each remainder come, of all or of the last three; of logits: how long the prompt is."""
+    """Count how often tokens of each remainder come, of all or of the last three; of logits: how long the prompt is."""
     if pooling.kind == "logits":
         return array("f", [len(prompt) / 100, *([0.0] * (len(pooling.token_ids) - 1))]).tobytes()
     counted = prompt if pooling.kind == "mean" else prompt[-3:]
@@ -172,7 +172,7 @@ class FakeEngine:
         self.say(Accepted(message.submit_id))
 
     def next_line(self) -> list[int] | None:
-        """What the script has for a request, if there is anything left."""
+        """Return what the script has for a request, if there is anything left."""
         path = self.settings.get("script")
         lines = Path(str(path)).read_text().splitlines() if path else []
         if not lines:
@@ -192,7 +192,7 @@ class FakeEngine:
         self.say(ChunksStored(message.request_id, len(kept), num_known, reason))
 
     def reuse(self, request: EngineRequest) -> dict[str, int]:
-        """What is stored is reused but for the request's share of it; what is not is stored by this."""
+        """Report as reused what is stored, except the request's share of it; store what is not."""
         if request.fusion is None:
             assert not request.chunks, "vanilla needs no chunks"
             return {}

@@ -21,7 +21,7 @@ def spell_bytes() -> LLTokenizer:
 
 
 def allows(grammar: str, text: str, is_whole: bool = True) -> bool:
-    """Whether the text may be all of an answer, or at least its beginning."""
+    """Return whether the text may be all of an answer, or at least its beginning."""
     matcher = LLMatcher(spell_bytes(), grammar)
     assert not matcher.is_error(), matcher.get_error()
     raw = text.encode()

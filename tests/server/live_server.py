@@ -57,7 +57,7 @@ def each_case(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[C
 
 
 class Running:
-    """A live server: its address, its application, and clients for it."""
+    """Hold a live server: its address, its application, and clients for it."""
 
     def __init__(self, app: FastAPI, url: str) -> None:
         self.app = app
@@ -83,7 +83,7 @@ class Running:
 
 
 def plan_of(deployment: Deployment) -> MemoryPlan:
-    """On a machine like any other: the fake engine allocates nothing."""
+    """Plan the memory of any machine; the fake engine allocates nothing."""
     return resolve_plan(deployment, load_machine(LAPTOP)).memory
 
 

@@ -15,7 +15,7 @@ from tests.server.live_server import FAKE_ENGINE, LAPTOP, REFERENCE, ROOT, fake_
 
 
 class Program:
-    """`url` once it listens, `ready` once its engine serves, `end` when it was told to."""
+    """Run the program: `url` once it listens, `ready` once its engine serves, `end` when it was told to."""
 
     def __init__(self, engine: dict[str, float], documents: dict[str, object] | None = None,
                  model: dict[str, object] | None = None, **server: object) -> None:  # fmt: skip

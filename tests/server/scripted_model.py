@@ -34,7 +34,7 @@ call.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}
 
 
 class Script:
-    """`add` an answer; the next request says the oldest."""
+    """Hold the next answers: `add` one; the next request says the oldest."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class Script:
 
 
 def make_model(folder: Path, template: str, special: Iterable[str] = ()) -> Path:
-    """The reference's tokenizer with this template, and more special tokens."""
+    """Write the reference's tokenizer with this template, and more special tokens."""
     folder.mkdir()
     tree = json.loads((REFERENCE / "tokenizer.json").read_text())
     num_tokens = max(len(tree["model"]["vocab"]), 1 + max(token["id"] for token in tree["added_tokens"]))

@@ -16,7 +16,7 @@ from tests.server.live_server import fake_command, make_deployment, running_serv
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Refuses texts that say `no`, and drops the connection at those that say `gone`."""
+    """Refuse texts that say `no`, and drop the connection at those that say `gone`."""
 
     def log_message(self, *_: Any) -> None:
         return None

@@ -89,7 +89,7 @@ def mutate(draw: random.Random, route: str, body: Tree) -> None:
 
 
 def find_objects(tree: Any, fields: Fields | None) -> Iterator[tuple[Tree, Fields | None]]:
-    """Every object inside another one, with its table where it has one."""
+    """Yield every object inside another one, with its table where it has one."""
     for name, value in list(tree.items()):
         rule = fields.rules.get(name) if fields is not None else None
         inside = rule.item if isinstance(rule, Each) else rule if isinstance(rule, Fields) else None

@@ -27,7 +27,7 @@ from server.commands.tandem import main
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Answers each chat request with the next script: a list of events, or `(status, body)`."""
+    """Answer each chat request with the next script: a list of events, or `(status, body)`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -211,7 +211,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> list[str | type[BaseException]]:
-    """Have these lines typed, one a prompt, and Ctrl-D; what is left of them is returned."""
+    """Have these lines typed, one a prompt, and Ctrl-D; return what is left of them."""
     typed: list[str | type[BaseException]] = [*lines, EOFError]
 
     def read(prompt: str) -> str:

@@ -42,7 +42,7 @@ RunTandem = Callable[..., Ended]
 
 @pytest.fixture
 def tandem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunTandem:
-    """The program in this process, and what it would start another one for: starting one takes seconds."""
+    """Run the program in this process, with what it would start another one for: starting one takes seconds."""
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr("server.commands.servable.require_tensors", check_model)
@@ -143,7 +143,7 @@ def test_a_folder_that_is_no_model_is_one_line(tmp_path: Path, tandem: RunTandem
 
 
 def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
-    """Deployments that can be planned but not served, and words of the refusal."""
+    """Return deployments that can be planned but not served, and words of the refusal."""
     reference = {"path": DEPLOY / "models" / "reference"}
 
     def made(tree: dict[str, object]) -> Deployment:

@@ -37,7 +37,7 @@ STRICT = (
 
 
 def read_requests() -> Iterator[tuple[str, str, str, Any]]:
-    """What each request is, its method, path and body."""
+    """Return the name, method, path and body of each request."""
     for path in CAPTURED:
         for i, request in enumerate(json.loads(path.read_text())["requests"]):
             yield f"{path.stem}[{i}]", request["method"], request["path"], request["body"]

@@ -36,7 +36,7 @@ MALFORMED = [
 
 
 class Wire:
-    """A bare connection."""
+    """Hold a bare connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -46,7 +46,7 @@ class Wire:
         return cls(*await asyncio.open_connection("127.0.0.1", int(live.url.rsplit(":", 1)[1])))
 
     async def send(self, data: bytes) -> None:
-        """As much as is taken: a server that refuses stops reading."""
+        """Send as much as is taken: a server that refuses stops reading."""
         try:
             self.writer.write(data)
             await self.writer.drain()
@@ -54,7 +54,7 @@ class Wire:
             pass
 
     async def read(self) -> bytes:
-        """All that comes until the end."""
+        """Return all that comes until the end."""
         parts = []
         try:
             async with asyncio.timeout(10):

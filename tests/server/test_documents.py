@@ -28,7 +28,7 @@ async def docs(tmp_path: Path):
 
 
 def note_requests(live: Running) -> list[EngineRequest]:
-    """What goes to the engine from now on."""
+    """Note what goes to the engine from now on."""
     submit, noted = live.service.supervisor.submit, []
 
     async def note(requests, *rest) -> None:

@@ -58,7 +58,7 @@ def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subp
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory) -> dict[str, object]:
-    """Of servers that have a store in common, one after another or at once."""
+    """Return the settings of servers that share a store, one after another or at once."""
     folder = tmp_path_factory.mktemp("documents")
     return {"folder": str(folder), "memory_limit_gib": 0.25, "disk_limit_gib": 1.0, "rows": "float32"}
 
@@ -77,7 +77,7 @@ def client(server) -> OpenAI:
 
 
 def ask(client: OpenAI, question: str = QUESTION, before: tuple[str, ...] = (), **extra: object) -> ChatCompletion:
-    """A chat of turns, ours and the model's by turns, and this question."""
+    """Return a chat of turns, ours and the model's by turns, and this question."""
     roles = ("user", "assistant")
     turns = [{"role": roles[number % 2], "content": text} for number, text in enumerate((*before, question))]
     return client.chat.completions.create(

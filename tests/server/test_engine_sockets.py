@@ -30,7 +30,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 class Failing:
-    """Counts the steps of a constructor, and fails at one of them."""
+    """Count the steps of a constructor, and fail at one of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         self.steps, self.fails_at, self.sockets, self._error = 0, 0, [], error

@@ -406,8 +406,3 @@ def test_numbers_that_are_far_too_large_are_not_repeated_digit_by_digit() -> Non
         error = refusal(COMPLETION, tree)
         assert error.param.partition("[")[0] == next(iter(tree))
         assert len(error.message) < 100
-
-
-def test_no_watermark_is_taken_and_one_is_refused() -> None:
-    decode(CHAT, {"watermarking": False})
-    assert refusal(CHAT, {"watermarking": True}).param == "watermarking"

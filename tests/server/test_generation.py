@@ -30,7 +30,7 @@ LIMITS = Ready(
 
 
 class Engine:
-    """Takes requests, and remembers what it was told."""
+    """Take requests, and remember what it was told."""
 
     def __init__(self) -> None:
         self.requests: list[EngineRequest] = []
@@ -46,7 +46,7 @@ class Engine:
 
 
 class Call:
-    """One API call on that engine, its body given as it comes over the wire."""
+    """Run one API call on that engine, its body given as it comes over the wire."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], max_tokens: int = 16, **body: Any) -> None:
         self.engine, self.metrics = Engine(), Metrics()

@@ -52,12 +52,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(reference: Path) -> tuple[Tokenizer, ...]:
-    """Of the file, and of the folder that it was made of."""
+    """Return the file, and the folder that it was made of."""
     return Tokenizer(reference, reference), Tokenizer(REFERENCE, REFERENCE)
 
 
 def small(folder: Path, **changes: Any) -> Path:
-    """A file of a tiny Llama with a vocabulary of its size."""
+    """Write a file of a tiny Llama with a vocabulary of its size."""
     known = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.tokens": ["<|a|>", "b", "<|end|>", "bc", "c", *(f"{i}x" for i in range(315))],
@@ -121,7 +121,7 @@ def test_begin_and_end_tokens_stand_where_the_file_says(piece_files: dict[str, P
 
 @pytest.fixture(scope="module")
 def piece_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """As a converter writes them: user-defined runs of spaces as such."""
+    """Write files as a converter does: user-defined runs of spaces as such."""
     return {name: _write_pieces(tmp_path_factory.mktemp(name), *model(name)) for name in ("llama", "gemma")}
 
 

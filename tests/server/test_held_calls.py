@@ -45,7 +45,7 @@ BARE = CALL.replace("arguments", "parameters")
 
 
 class Service:
-    """What holding and reading need of one."""
+    """Hold what constraining and reading need of a service."""
 
     def __init__(self, source: str, tokenizer: Tokenizer | None = None) -> None:
         self.answer_format = choose_format(ModelConfig(random_weights="x"), source, True, {})
@@ -54,7 +54,7 @@ class Service:
 
 
 async def hold(service: Any, prompt: str = "", **fields: Any) -> tuple[str, Any]:
-    """The grammar, and what makes a reader."""
+    """Return the grammar, and what makes a reader."""
     tree = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "tool_choice": "required"} | fields
     body = msgspec.convert(tree, ChatBody)
     use = choose_tools(body, read_conversation(body))

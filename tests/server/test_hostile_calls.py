@@ -66,7 +66,7 @@ def in_gemma(value: Any) -> str:
 
 
 def write(name: str, calls: Calls) -> str:
-    """Calls as a model writes them in a format."""
+    """Write calls as a model writes them in a format."""
     match name:
         case "hermes":
             return "\n".join(
@@ -202,7 +202,7 @@ def words_of_names() -> list[str]:
 
 
 def squeeze(arguments: str, name: str) -> str:
-    """Gemma's are JSON of another look, white space aside, until they are whole."""
+    """Return JSON without white space; Gemma's is JSON of another look until it is whole."""
     return "".join(arguments.split()).rstrip(",") if name == "gemma" else arguments
 
 

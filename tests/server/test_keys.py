@@ -74,7 +74,7 @@ def test_an_error_in_a_configuration_never_repeats_a_key(tmp_path):
 
 
 async def salts_of(deployment: Deployment) -> list[set[str]]:
-    """Of the engine's requests: two calls with the key `one`, one with the key `two`."""
+    """Return the salts of the engine's requests: two calls with the key `one`, one with the key `two`."""
     salts = []
     async with running_server(deployment, fake_command()) as live:
         submit = live.service.supervisor.submit

@@ -102,7 +102,7 @@ async def test_tokenize_and_detokenize_have_a_limit():
 
 
 class Held:
-    """A method that stays where it is, while others run, until it is let go. Counts how many are in it at once."""
+    """Hold a method where it is, while others run, until it is released; count how many are in it at once."""
 
     def __init__(self, method: Callable[..., object], is_held: Callable[..., bool]) -> None:
         self.goes_on = threading.Event()
@@ -204,9 +204,9 @@ def listed(begin: str, item: str, number: int, end: str) -> bytes:
 
 
 async def stall_beside(live: Running, path: str, body: bytes) -> tuple[float, httpx.Response]:
-    """Seconds that the event loop stood still, at the longest, while a body was refused.
+    """Return the longest time, in seconds, that the event loop stood still while a body was refused.
 
-    Those in which other programs had the processor do not count: no more than this process worked meanwhile.
+    Times in which other programs had the processor do not count: no more than this process worked meanwhile.
     """
     worst = 0.0
     answer = asyncio.create_task(live.http.post(path, content=body, headers={"content-type": "application/json"}))
@@ -219,7 +219,7 @@ async def stall_beside(live: Running, path: str, body: bytes) -> tuple[float, ht
 
 @pytest.fixture
 def frozen_heap():
-    """A collection looks at what the test makes, and not at what thousands of tests before it have left."""
+    """Have a collection look at what the test makes, and not at what the tests before it have left."""
     gc.collect()
     gc.freeze()
     yield
@@ -270,7 +270,7 @@ async def test_biases_have_a_limit(live):
 
 
 def size_of(tree: object) -> tuple[int, int, int]:
-    """Objects and lists, names in objects, and values in either: by looking at every one."""
+    """Count objects and lists, names in objects, and values in either, by looking at every one."""
     if not isinstance(tree, dict | list):
         return 0, 0, 0
     inside = [size_of(value) for value in (tree.values() if isinstance(tree, dict) else tree)]
@@ -321,12 +321,12 @@ def test_levels_of_a_json_text_are_counted_behind_any_number_of_others(tree):
 
 
 def nest(levels: int) -> dict[str, object]:
-    """A schema of so many objects in one another."""
+    """Return a schema of so many objects in one another."""
     return {"items": nest(levels - 1)} if levels > 1 else {"type": "string"}
 
 
 def nested_bodies(tree: dict[str, object]) -> list[tuple[str, dict[str, object]]]:
-    """What clients send a tree of their own in."""
+    """Return bodies in which clients send a tree of their own."""
     hi = {"role": "user", "content": "Hi"}
     tools = [{"type": "function", "function": {"name": "f", "parameters": tree}}]
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps(tree)}}

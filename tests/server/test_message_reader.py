@@ -490,7 +490,7 @@ LONG_CALLS = {
 
 
 def read_in_time(name: str, text: str) -> ReadAnswer:
-    """In pieces as small as tokens, within a hundred times what it takes on a slow machine."""
+    """Read in pieces as small as tokens, within a hundred times what it takes on a slow machine."""
     reader = MessageReader(make_format(name, "think"), "", Tools({"write": {"type": "object"}}), False)  # type: ignore[arg-type]
     parts: list[Part] = []
     began = time.process_time()

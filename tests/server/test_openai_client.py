@@ -37,13 +37,6 @@ async def test_a_completion_repeats_the_prompt_and_counts_its_tokens(live, token
     assert done.usage.prompt_tokens_details.cached_tokens == 7
 
 
-async def test_max_tokens_is_16_unless_said_otherwise(live):
-    assert (await complete(live)).usage.completion_tokens == 16
-    short = await complete(live, max_tokens=3)
-    assert short.usage.completion_tokens == 3
-    assert short.choices[0].finish_reason == "length"
-
-
 async def test_prompts_may_be_strings_lists_and_token_ids(live, tokenizer):
     ids = tokenizer.encode("one two", True)
     texts = {"one two": ["one two"], "list": ["one two", "three"]}

@@ -103,7 +103,7 @@ GETS = (
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Answers end early: a context of 8,192 tokens."""
+    """Serve answers that end early, in a context of 8,192 tokens."""
     folder = str(tmp_path_factory.mktemp("documents"))
     vectors = {"ranking": "cosine", "nested_embeddings": True}
     documents = {"folder": folder, "memory_limit_gib": 0.25, "disk_limit_gib": 1.0}
@@ -116,7 +116,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def fuzz_operation(url: str, operation: APIOperation, mode: GenerationMode, num: int, is_sample: bool) -> Counter[int]:
-    """So many cases of one operation, each checked. Returns how often each status came."""
+    """Check so many cases of one operation. Return how often each status came."""
     statuses: Counter[int] = Counter()
 
     @settings(
@@ -142,7 +142,10 @@ def fuzz_operation(url: str, operation: APIOperation, mode: GenerationMode, num:
 
 
 def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
-    """Every operation, with bodies that its schema allows and ones that it does not. Returns the number of cases."""
+    """Check every operation, with bodies that its schema allows and ones that it does not.
+
+    Return the number of cases.
+    """
     document = httpx.get(f"{url}/openapi.json").json()
     assert set(document["paths"]) == {*POSTS, *GETS}
     del document["security"]  # or half of the bodies that are not allowed would be good ones without a key
@@ -171,7 +174,7 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
 
 
 def name_what_is_there(url: str, document: dict[str, Any]) -> None:
-    """A document and a response of the key, and a tool: no other id could be drawn that something has."""
+    """Store a document and a response, and name them and a tool: drawn ids would be nobody's."""
     body = {"text": "The magic number is 7264510."}
     known = httpx.post(f"{url}/v1/documents", json=body, headers={"authorization": f"Bearer {KEY}"}).json()["id"]
     chat = document["components"]["schemas"]["ChatBody"]["properties"]["documents"]
@@ -207,7 +210,7 @@ def name_what_is_there(url: str, document: dict[str, Any]) -> None:
 
 
 def give_time(document: dict[str, Any]) -> None:
-    """Or what is answered would depend on how fast that is."""
+    """Give requests time, so that answers do not depend on speed."""
     for schema in document["components"]["schemas"].values():
         schema["properties"].get("max_seconds", {}).update(minimum=30)
     for path in POSTS:

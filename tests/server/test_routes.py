@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from server import routes as routes_package
-from server.commands.fields_page import write_tables
+from server.commands.api_page import write_tables
 from server.routes.catalogue import find_routes
 from server.routes.route import BODY_ERRORS
 from tests.server.live_server import fake_command, make_app, make_deployment
@@ -27,7 +27,7 @@ GUARDED = {"/v1/documents", "/v1/documents/{document_id}",
 
 
 def list_routes(routes: Iterable[Any]) -> list[tuple[str, str]]:
-    """Method and path of each, those of included routers too."""
+    """Return method and path of each, those of included routers too."""
     found = []
     for route in routes:
         included = getattr(route, "original_router", None)
@@ -36,7 +36,7 @@ def list_routes(routes: Iterable[Any]) -> list[tuple[str, str]]:
 
 
 def kind_of(answer: httpx.Response) -> str:
-    """Of an error, in OpenAI's shape, or in Anthropic's where its client asks."""
+    """Return the kind of an error, in OpenAI's shape, or in Anthropic's where its client asks."""
     error = answer.json()["error"]
     return error["type"] if answer.request.url.path.startswith("/v1/messages") else error["code"]
 

@@ -34,7 +34,7 @@ ANY_TEXT = st.text(
 
 @cache
 def model(name: str) -> tuple[bytes, SentencePieceProcessor]:
-    """Trained on this project's own pages."""
+    """Return a model trained on this project's own pages."""
     pages = Path(__file__).parents[2].joinpath("docs").glob("*.md")
     lines = [line for page in sorted(pages) for line in page.read_text().splitlines() if line][:1500]
     file = io.BytesIO()

@@ -10,7 +10,7 @@ import pytest
 from server.api_error import ApiError
 from server.bodies.chat_message import Message
 from server.bodies.fields import NoEffect, Refused
-from server.commands.fields_page import BEGIN, END, replace_tables, write_tables
+from server.commands.api_page import BEGIN, END, replace_tables, write_tables
 from server.routes.catalogue import find_routes, tables_by_path
 from server.routes.responses.response_bodies import InputItem
 from server.routes.responses.response_routes import resolve_references

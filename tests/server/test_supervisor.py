@@ -17,7 +17,7 @@ from tests.server.test_generation import LIMITS
 
 
 class Sent:
-    """An engine that is told things and says nothing."""
+    """Stand for an engine that is told things and says nothing."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -42,7 +42,7 @@ FORM = "structured_outputs.grammar"
 
 @pytest.fixture
 def supervisor() -> Supervisor:
-    """With an engine that is ready."""
+    """Return a supervisor with an engine that is ready."""
     deployment = make_deployment(retry_after_seconds=7)
     made = Supervisor(deployment, plan_of(deployment), [], Metrics(), lambda _: None)
     made.state, made.limits = "ready", LIMITS
@@ -51,7 +51,7 @@ def supervisor() -> Supervisor:
 
 
 async def submit(supervisor: Supervisor, *names: str) -> tuple["asyncio.Task[None]", Mailbox, str]:
-    """A submission that waits for its answer: its task, its mailbox and its id."""
+    """Submit requests, and return what waits for the answer: its task, its mailbox and its id."""
     mailbox = Mailbox()
     task = asyncio.create_task(supervisor.submit([make_request(name) for name in names], mailbox, "prompt", FORM))
     await asyncio.sleep(0)
@@ -134,7 +134,9 @@ async def test_everyone_is_told_once_that_the_engine_is_lost(supervisor: Supervi
 
 
 class Lives:
-    """What `_one_life` would go through, on a clock of its own. A life: seconds of loading and of service, its end."""
+    """Replay the lives of engines for `_one_life`, on a clock of its own: seconds of loading and of service, and the
+    end.
+    """
 
     def __init__(self, supervisor: Supervisor, lives: list[tuple[float, float, str]]) -> None:
         self.left = lives
@@ -212,7 +214,7 @@ async def test_a_life_that_served_begins_a_new_row_of_failures(
 
 
 class Silence:
-    """Looks for a sign of life, on a clock of its own: `events` happen at their second, and a day is the end."""
+    """Look for a sign of life on a clock of its own: `events` happen at their second, and a day is the end."""
 
     def __init__(self, supervisor: Supervisor, events: dict[float, Callable[[], object]]) -> None:
         self.now = 0.0

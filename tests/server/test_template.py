@@ -140,7 +140,7 @@ def test_what_a_template_refuses_is_refused():
 
 
 class Folder:
-    """What finding the template needs of a tokenizer."""
+    """Hold what finding the template needs of a tokenizer."""
 
     special_tokens: dict[str, str] = {}
 

@@ -28,7 +28,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 def before_first_stop(text: str, stops: list[str]) -> str:
-    """By brute force: the shortest prefix that ends with a stop string, less the longest stop string it ends with."""
+    """Find by brute force the shortest prefix that ends with a stop string, less the longest one it ends with."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -116,7 +116,7 @@ def test_an_unfinished_character_ends_as_one_replacement_character():
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """A small SentencePiece-like vocabulary: words with ▁, single bytes as <0xNN>."""
+    """Return a small SentencePiece-like vocabulary: words with ▁, single bytes as <0xNN>."""
     words = ["<unk>", "▁hello", "▁world", "!"] + [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = Vocabulary(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -157,7 +157,7 @@ def test_token_bytes_join_to_the_text_of_special_and_unknown_tokens_too():
 
 
 def told(choice, token_ids, at_once):
-    """The text of tokens that come so many at once, and their entries: of the first tokens, and of no more than it."""
+    """Return the text of tokens that come so many at once, and their entries: of the first tokens, and no more."""
     pieces = []
     for begin in range(0, len(token_ids), at_once):
         some = token_ids[begin : begin + at_once]

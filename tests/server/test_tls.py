@@ -14,7 +14,7 @@ from tests.server.live_server import fake_command, make_app, make_deployment, ru
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate of 127.0.0.1 that has signed itself."""
+    """Return a certificate of 127.0.0.1 that has signed itself."""
     folder = tmp_path_factory.mktemp("tls")
     make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=tandem"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "certificate.pem"]

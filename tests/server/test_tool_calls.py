@@ -34,7 +34,7 @@ async def chat(served: Served, says: str, **options: Any) -> Any:
 
 
 async def prompt_of(running: Running, **options: Any) -> str:
-    """A chat's prompt, but for special tokens, as the engine got it: it repeats it."""
+    """Return a chat's prompt, without special tokens, as the engine got it: it repeats it."""
     asked = {"model": "scripted", "temperature": 0} | options
     usage = (await running.openai.chat.completions.create(**asked, max_tokens=1)).usage
     asked |= {"max_tokens": usage.prompt_tokens, "extra_body": {"ignore_eos": True}}
@@ -52,7 +52,7 @@ def read(message: Any) -> dict[str, Any]:
 
 
 async def stream(served: Served, says: str, **options: Any) -> tuple[dict[str, Any], list[Any], str]:
-    """What the deltas sum to, the deltas, and how it ended."""
+    """Return what the deltas sum to, the deltas, and how the answer ended."""
     chunks = [chunk async for chunk in await chat(served, says, stream=True, **options)]
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     summed: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}

@@ -23,14 +23,14 @@ def deployment_of(**model):
 
 @pytest.fixture
 async def mean():
-    """A model of nested mean embeddings that ranks by them."""
+    """Serve a model of nested mean embeddings that ranks by them."""
     deployment = deployment_of(pooling="mean", nested_embeddings=True, ranking="cosine")
     async with running_server(deployment, fake_command()) as running:
         yield running
 
 
 def expected(tokenizer, text: str, kind: str) -> np.ndarray:
-    """As the fake engine counts, of length 1."""
+    """Return what the fake engine counts, of length 1."""
     ids = tokenizer.encode(text, True)
     counts = np.bincount([i % 8 for i in (ids if kind == "mean" else ids[-3:])], minlength=8)
     return counts / np.linalg.norm(counts)

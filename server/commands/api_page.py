@@ -1,4 +1,4 @@
-"""Write the tables of `docs/API.md` from the declared routes: `python -m server.commands.fields_page docs/API.md`.
+"""Write the tables of `docs/API.md` from the declared routes: `python -m server.commands.api_page docs/API.md`.
 
 The tables stand between two marks; a test compares them with the page.
 """
