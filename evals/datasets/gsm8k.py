@@ -6,7 +6,7 @@ Source: GSM8K (Cobbe et al., 2021). The worked examples before the question are 
 from collections.abc import Iterator
 from pathlib import Path
 
-from evals.datasets.rows import field, read_rows
+from evals.datasets.jsonl import field, read_rows
 from evals.samples import Sample
 
 MAX_NEW_TOKENS = 400

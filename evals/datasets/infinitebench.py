@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evals.datasets.rows import field, read_rows
+from evals.datasets.jsonl import field, read_rows
 from evals.samples import Sample
 
 LETTERS = "ABCD"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from evals.datasets.rows import field, read_rows, texts
+from evals.datasets.jsonl import field, read_rows, texts
 from evals.samples import Sample
 
 SHORT = "Reply with the answer alone, in as few words as you can."

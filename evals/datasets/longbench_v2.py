@@ -6,7 +6,7 @@ Source: LongBench v2 (Bai et al., 2024): the fields and the reply's form `The co
 from collections.abc import Iterator
 from pathlib import Path
 
-from evals.datasets.rows import field, read_rows
+from evals.datasets.jsonl import field, read_rows
 from evals.samples import Sample
 
 LETTERS = "ABCD"

@@ -67,7 +67,7 @@ def _draw_sweep(panel: Any, rows: Sequence[Row], swept: str, name: str) -> None:
 def errors_figure(errors: Sequence[Row], length: int) -> str | None:
     """Figure 4: relative error of a head's output by how far back the match lies and by the band, a map a layer.
 
-    errors: of `lab.mac.errors.measure_errors`. None where none is of this length.
+    errors: of `lab.mac.reuse_errors.measure_errors`. None where none is of this length.
     """
     own = [row for row in errors if row["length"] == length]
     if not own:

@@ -29,9 +29,9 @@ from evals.tasks.text import text_source
 from evals.tokenizer import load_tokenizer
 from evals.tuning.mac_method import Mac
 from gpu.model.architecture import read_architecture
-from lab.mac.errors import BANDS, measure_errors
 from lab.mac.forced import run_forced
 from lab.mac.grid import Setting
+from lab.mac.reuse_errors import BANDS, measure_errors
 from server.deployment import Deployment
 from transfer.host_config import HostConfig
 

@@ -40,8 +40,8 @@ def errors(
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
         from evals.session import progress_bar, resolve_device
-        from lab.quality.errors import Draws, measure_errors, pool_errors
         from lab.quality.recovery_prompts import recovery_prompts
+        from lab.quality.sample_errors import Draws, measure_errors, pool_errors
 
         on, sizes, tasks = resolve_device(device), parse_lengths(lengths), parse_tasks(names) or ["text"]
         left_out = [int(number) for number in exclude.split(",")]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lab.reference.rows import ROW_KINDS
+from lab.reference.conversation_rows import ROW_KINDS
 from lab.reference.tasks import TASKS
 
 LENGTHS = (256, 512, 1024, 4096, 16384)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from evals.tasks.reference import COMMON_TIMES, COUNTED, OTHER_TIMES, PLANS
 from evals.tasks.words import words_of
+from lab.reference.conversation_rows import CONTINUE, Library, Row, RowError, document_row, draw_row, list_row, text_row
 from lab.reference.feed import NO_HINT, Batch
 from lab.reference.model import Llama
-from lab.reference.rows import CONTINUE, Library, Row, RowError, document_row, draw_row, list_row, text_row
 from lab.reference.tasks import TASKS, WORD_TOKENS, Exercise, other_words, shuffled, turn
 
 EVALUATED = (*PLANS, *COUNTED, CONTINUE)

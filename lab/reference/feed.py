@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from lab.reference.conversation_rows import ROW_KINDS, Library, draw_row, text_row
 from lab.reference.curriculum import LENGTHS, TEXT_SHARE
-from lab.reference.rows import ROW_KINDS, Library, draw_row, text_row
 
 BATCHES_KEPT = 8
 PATIENCE_S = 120.0

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lab.reference.conversation_rows import ANSWER, FILLER, HINTS, LISTED, PLAIN_TEXT
 from lab.reference.curriculum import LENGTHS
 from lab.reference.evaluation import Target, exact
-from lab.reference.rows import ANSWER, FILLER, HINTS, LISTED, PLAIN_TEXT
 from lab.reference.tasks import TASKS
 
 LISTED_WEIGHT = 0.02

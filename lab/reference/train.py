@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lab.reference.card import write_card
+from lab.reference.conversation_rows import HINTS, Library, make_library
 from lab.reference.corpus import Text, narrate, read_text, split_novels, tokenise, tokenise_with
 from lab.reference.curriculum import (
     LENGTHS,
@@ -36,7 +37,6 @@ from lab.reference.lineage import Run, read_lineage, write_lineage
 from lab.reference.model import SHAPES, Llama, choose_attention
 from lab.reference.muon import Muon
 from lab.reference.objective import Counts, lr_at, weigh, weigh_hints
-from lab.reference.rows import HINTS, Library, make_library
 from lab.reference.spelling import Spelling
 from lab.reference.tasks import TASKS
 from lab.reference.tokenizer import write_tokenizer

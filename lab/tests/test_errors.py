@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from cpu.audits import HEAVY_WEIGHT
 from evals.forward import load_decoder
 from lab.cli import app
-from lab.quality.errors import HEADS, Answers, Draws, measure_errors, pool_errors
+from lab.quality.sample_errors import HEADS, Answers, Draws, measure_errors, pool_errors
 from tests.gpu.reference_model import FOLDER
 
 SETTINGS = Draws(bits_per_table=4, num_tables=24, steps=6, sink=16, window=16, exclude=0, draws=3, threads=1)

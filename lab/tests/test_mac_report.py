@@ -24,12 +24,12 @@ from gpu.methods.counters import subtract_counts
 from gpu.methods.mac import METHOD as MAC
 from gpu.profiles import resolve_profiles
 from lab.cli import app
-from lab.mac.errors import measure_errors
 from lab.mac.figures import errors_figure, layers_figure
 from lab.mac.forced import share_alike
 from lab.mac.grid import BESIDE, OVERS, Setting, by_label, spread
 from lab.mac.parts import Asked, Done, parts_of
 from lab.mac.report import render_errors, render_layers
+from lab.mac.reuse_errors import measure_errors
 from lab.mac.run import complete, pool_layers
 from lab.methods import parse_method
 from lab.quality.results import render_table

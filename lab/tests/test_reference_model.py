@@ -14,6 +14,7 @@ from evals.forward import load_decoder
 from gpu.model.architecture import read_architecture
 from gpu.weights.checkpoint import load_weights
 from lab.reference.card import table_of_runs
+from lab.reference.conversation_rows import ROW_KINDS, Library, make_library
 from lab.reference.corpus import narrate
 from lab.reference.evaluation import accuracy, exact, perplexity, place
 from lab.reference.feed import Batch, draw_batch
@@ -22,7 +23,6 @@ from lab.reference.lineage import read_lineage
 from lab.reference.model import REFERENCE, TINY, Llama, Shape, attend_by
 from lab.reference.muon import Muon, orthogonal
 from lab.reference.objective import lr_at, weigh, weigh_hints
-from lab.reference.rows import ROW_KINDS, Library, make_library
 from lab.reference.score import main as score
 from lab.reference.spelling import Spelling
 from lab.reference.tokenizer import write_tokenizer

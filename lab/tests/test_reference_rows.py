@@ -10,6 +10,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from evals.tasks.reference import PLANS, TURN_BEGIN, TURN_END
+from lab.reference.conversation_rows import (
+    ANSWER,
+    HINTS,
+    LEADER_LEAD,
+    LEADER_TIMES,
+    NOTHING,
+    ROW_KINDS,
+    Library,
+    draw_row,
+    make_library,
+    text_row,
+)
 from lab.reference.corpus import Text, narrate, split_novels, tokenise, tokenise_with
 from lab.reference.curriculum import (
     FEWEST_ANSWERS,
@@ -23,18 +35,6 @@ from lab.reference.curriculum import (
 )
 from lab.reference.evaluation import draw_evaluation
 from lab.reference.feed import count_hints, draw_batch, mixed_levels
-from lab.reference.rows import (
-    ANSWER,
-    HINTS,
-    LEADER_LEAD,
-    LEADER_TIMES,
-    NOTHING,
-    ROW_KINDS,
-    Library,
-    draw_row,
-    make_library,
-    text_row,
-)
 from lab.reference.spelling import BEGIN, END, Spelling
 from lab.reference.tasks import TASKS
 from lab.reference.tokenizer import split_capitals, write_tokenizer
