@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,9 @@ def test_the_kubernetes_objects_refer_to_each_other_and_hold_a_valid_configurati
 def test_the_image_copies_every_package_and_nothing_that_is_missing() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     copied = {word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]}
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
-    assert packages <= copied
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert {pattern.rstrip("*") for pattern in settings["include"]} <= copied
+    assert not {"lab", "tests"} & copied
     assert all((ROOT / name).exists() for name in copied)
     assert "[cuda]" in text
 
