@@ -158,12 +158,11 @@ def test_a_settings_method_and_profile_agree_in_all_that_decides_an_answer() -> 
     for setting in spread((0.45, 0.9), 0.2, ((256, 64), (1024, 256)), OVERS):
         method = parse_method(setting.method)
         assert isinstance(method, Mac)
-        assert method.over == setting.over
         named = {setting.profile: setting.composition(rings=3)}
         part = resolve_profiles(named, HostConfig())[setting.profile].ring_part
         assert part is not None
         assert part.settings.model_dump() | {"rings": None} == method.served.model_dump()
-    assert len(by_label(spread((0.3, 0.6), 1.0, ((256, 64),), OVERS))) == 8
+    assert len(by_label(spread((0.3, 0.6), 1.0, ((256, 64),), OVERS))) == 6
     assert all(isinstance(parse_method(label), DecodeMethod) for label in BESIDE)
 
 
@@ -183,7 +182,7 @@ def test_every_setting_is_in_one_part_of_each_way_and_long_contexts_come_first()
     free = [label for part in parts for label in (part.cells[0].methods if part.cells else ())]
     counts = {label: free.count(label) for label in free if label != "full"}
     wanted = [one.served for one in asked().settings] + ["profile:exact", "profile:sampled", *BESIDE]
-    wanted += [one.method for one in asked().settings if one.over == "exact" or one.tau == 0.45]
+    wanted += [one.method for one in asked().settings if one.over == "exact"]
     assert counts == dict.fromkeys(wanted, 1)
     fed = [label for part in parts for cell in part.forced[:1] for label in cell.methods]
     assert sorted(fed) == sorted(["full", *(label for label in wanted if not label.startswith("profile:"))])
@@ -283,7 +282,7 @@ def test_tokens_are_alike_at_their_places() -> None:
 def test_full_attention_runs_once_beside_any_number_of_groups_of_methods() -> None:
     asked = Asked(SETTINGS, "cpu", tuple(spread([0.3, 0.45, 0.6], 1.0, [(64, 16), (32, 16)], ["exact", "sampled"])),
                   ("topk:budget=0.1", *(f"quest:budget={budget}" for budget in range(64, 84))), (256, 512),
-                  ("needle", "word_needle"), ("list",), 16, 2, 2, 2, (0.3, 0.45), 0, 0, 1)  # fmt: skip
+                  ("needle", "word_needle"), ("list",), 16, 2, 2, 2, 0, 0, 1)  # fmt: skip
     parts = [part for part in parts_of(asked) if part.kind == "decoder"]
     assert len(parts) > 2
     for cells in ([cell for part in parts for cell in part.cells], [cell for part in parts for cell in part.forced]):
