@@ -302,7 +302,7 @@ def test_who_waits_for_chunks_is_passed_a_bounded_number_of_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others' prompts take every job as it becomes free, which the chunks need as well."""
-    monkeypatch.setattr("scheduler.admission._MOST_BYPASSES", 5)
+    monkeypatch.setattr("scheduler.admission.admission._MOST_BYPASSES", 5)
     engine = make_engine(tmp_path, max_jobs=1)
     engine.submit([ask("documents", A3, max_tokens=1)])
     told: list[str] = []
