@@ -8,11 +8,13 @@ with `error: ...` on stderr, 2 for wrong arguments.
 import json
 import sys
 import time
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from server.release import release
 
 SUMMARY = "Serve long-context language models from one GPU and the memory of its host."
 app = typer.Typer(
@@ -57,7 +59,7 @@ def world_errors() -> tuple[type[Exception], ...]:
 
 def print_version(wanted: bool) -> None:
     if wanted:
-        print(f"tandem {version('tandem')}")
+        print(f"tandem {release()}")
         raise typer.Exit
 
 
@@ -103,7 +105,7 @@ def serve(
         print_configuration(config, host, port)
         return
     began_s = time.monotonic()
-    print(f"tandem {version('tandem')}: {config}", flush=True)  # before the imports, which take a second
+    print(f"tandem {release()}: {config}", flush=True)  # before the imports, which take a second
     from rich.console import Console
 
     from server.commands.start_page import StartPage

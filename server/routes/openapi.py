@@ -1,12 +1,12 @@
 """Write `/openapi.json` from the declared routes, the tables of their bodies and the types of their answers."""
 
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 
 import msgspec
 
 from server.bodies.body_schemas import complete_schemas
 from server.bodies.schema_limits import BodyLimits, Tree, refer_to
+from server.release import release
 from server.routes.answer import Error
 from server.routes.catalogue import nested_tables
 from server.routes.route import ENGINE_ERRORS, TIME_PARAMETER, Route
@@ -45,7 +45,7 @@ def build_document(routes: Sequence[Route], limits: BodyLimits, has_keys: bool) 
             paths.setdefault(route.path.replace(":path}", "}"), {})[route.method] = operation
     document: Tree = {
         "openapi": "3.1.0",
-        "info": {"title": "Tandem", "version": version("tandem"), "description": _DESCRIPTION},
+        "info": {"title": "Tandem", "version": release(), "description": _DESCRIPTION},
         "paths": paths,
         "components": {"schemas": components},
     }

@@ -26,6 +26,7 @@ from tests.reference_tier import ReferenceAttention
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.exchange import ExchangeError
 from transfer.host_tier import Answered, ContextLostError
+from transfer.reading import Reading
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 SHORT = document_prompt(20, 3)
@@ -271,7 +272,7 @@ def collect_both(step: InFlight, exact: InFlight) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_on_cuda_steps_launched_ahead_equal_the_exact_profile_deposits_and_merges_included(num_rows: int) -> None:
-    with twins_on_cpu_tier("cuda", False, ALL, (1, 4, 5)) as twins:
+    with twins_on_cpu_tier("cuda", Reading.WHOLE, ALL, (1, 4, 5)) as twins:
         twins.prefill([document_prompt(length, length) for length in (2600, 300, 2300, 190, 2450)[:num_rows]])
         kept = [keep_on_the_device(runner) for runner in (twins.deposits, twins.exact)]
         step_ahead(twins, list(range(num_rows)), 70)

@@ -63,7 +63,7 @@ def test_logits_are_those_of_the_exact_profile(device: str, num_rows: int, readi
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_that_comparison_sees_a_few_keys_left_out(device: str) -> None:
-    with twins_on_cpu_tier(device, True, FEW) as twins:
+    with twins_on_cpu_tier(device, Reading.SAMPLE, FEW) as twins:
         twins.prefill(PROMPTS[:1])
         twins.step([0])
         assert furthest(twins, [0]) > HOP_LOGITS_ALL_SAMPLED
@@ -85,7 +85,7 @@ def test_on_cuda_graphs_give_the_bits_of_eager_segments(reading: Reading) -> Non
 
 @pytest.mark.gpu
 def test_prompts_that_went_down_as_they_were_computed_decode_the_same_on_cuda_graphs() -> None:
-    with twins_on_cpu_tier("cuda", False, ALL, (1, 2)) as twins:
+    with twins_on_cpu_tier("cuda", Reading.WHOLE, ALL, (1, 2)) as twins:
         twins.prefill_down(0, PROMPTS[0])
         twins.prefill_down(1, PROMPTS[2])
         for _ in range(NUM_STEPS):

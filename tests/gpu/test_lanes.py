@@ -22,6 +22,7 @@ from tests.gpu.test_asking_ahead import PATIENCE_S, PROMPTS, SHORT, keep_on_the_
 from tests.gpu.test_asking_steps_on_cpu_tier import ALL, twins_on_cpu_tier
 from tests.gpu.twin_runners import NUM_LAYERS, Twins, check_steps
 from tests.tolerances import HOP_LOGITS_FLOAT32
+from transfer.reading import Reading
 
 NUM_STEPS = 24
 LATE_S, LATE_CYCLES = 0.01, 20_000_000  # seconds, and cycles of the device, that take about as long
@@ -238,7 +239,7 @@ def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile(how: str
     """Rows that ask beside some that do not, of which one joins them behind a fence and leaves them behind one. Those
     that ask may step long after they are launched, or get answers late, so that the others step before or meanwhile.
     """
-    with twins_on_cpu_tier("cuda", False, ALL, (1, 2, 3)) as twins:
+    with twins_on_cpu_tier("cuda", Reading.WHOLE, ALL, (1, 2, 3)) as twins:
         twins.prefill([document_prompt(length, length) for length in (2600, 2300, 90, 75)])
         for slots in ([0, 1], [2, 3]):
             check_steps(twins, slots, 2)

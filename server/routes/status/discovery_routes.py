@@ -3,12 +3,12 @@
 The router `smg` asks as it asks SGLang's servers, and lm_eval's remote tokenizer as it asks vLLM's.
 """
 
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
 from server.bodies.schema_limits import Tree
+from server.release import release
 from server.routes.route import Call, Route
 from server.routes.status.status_answers import Loads, ServerInfo, TokenizerInfo
 
@@ -22,7 +22,7 @@ async def server_info(call: Call[Any]) -> Tree:
         "model_id": service.model_name,
         "served_model_name": service.model_name,
         "model_path": str(path) if path is not None else service.model_name,
-        "version": version("tandem"),
+        "version": release(),
         "tp_size": 1,
         "dp_size": 1,
         "max_total_tokens": limits.num_pages * limits.page_tokens,

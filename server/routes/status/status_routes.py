@@ -1,11 +1,11 @@
 """What a server says about itself: its model, its health, its version, its metrics."""
 
-from importlib.metadata import version
 from typing import Any
 
 from starlette.responses import Response
 
 from server.bodies.schema_limits import Tree
+from server.release import release
 from server.routes.route import Call, Route, json_response, path_parameter
 from server.routes.status.status_answers import Health, Live, Model, Models, Version
 from server.service.service import Service
@@ -38,7 +38,7 @@ async def live(call: Call[Any]) -> Response:
 
 
 async def show_version(_: Call[Any]) -> Tree:
-    return {"version": version("tandem")}
+    return {"version": release()}
 
 
 async def metrics(call: Call[Any]) -> Response:
