@@ -18,6 +18,7 @@ from evals.rows import FRACTIONS, summarize
 from evals.serving import Ask, load_serving_engine, make_deployment
 from evals.session import InProcess, run
 from gpu.config import Composition
+from gpu.methods.registry import list_shares
 from gpu.profiles import ProfileError
 from server.deployment import load_deployment
 from tests.end_to_end.server_process import running_server
@@ -35,7 +36,7 @@ def test_the_exact_profile_answers_as_full_attention_does(tmp_path: Path) -> Non
     rows = summarize(records)
     assert [row["method"] for row in rows] == ["full", "profile:exact"]
     assert rows[1]["difference"] == 0
-    assert [rows[1][name] for name in FRACTIONS] == [1.0] * 4 + [None] * 2  # nothing is reused
+    assert [rows[1][name] for name in (*FRACTIONS, *list_shares())] == [1.0] * 4 + [None] * 2  # nothing is reused
     assert {one.key for one in run(cells, SETTINGS, InProcess("cpu", 4, 0, tmp_path), None)} == {
         one.key for one in records
     }
