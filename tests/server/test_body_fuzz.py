@@ -19,7 +19,7 @@ from server.routes.catalogue import find_routes, tables_by_path
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 
 Tree = dict[str, Any]
-NUM_BODIES = 500
+NUM_BODIES = 2_000
 SEED = 20260
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
