@@ -323,7 +323,7 @@ class LateRow:
 
     def stats(self):
         zeros = dict.fromkeys(HostStats.__struct_fields__, 0)
-        return SimpleNamespace(host=HostStats(**zeros), reuse=None)
+        return SimpleNamespace(host=HostStats(**zeros), methods={})
 
 
 def test_nothing_is_timed_before_the_tables_of_all_rows_stand():

@@ -52,7 +52,7 @@ def test_a_long_context_is_measured_within_its_plans_limit(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(long_context, "cap_memory", lambda *told: capped.append(told))
     monkeypatch.setattr(long_context, "load_engine", load)
-    benchmark = LongContextBenchmark(98_304, 1, (1,), 16, 5.0, ("exact",), 0, None, False, False)
+    benchmark = LongContextBenchmark(98_304, 1, (1,), 16, 5.0, ("exact",), 0, False, False)
     with pytest.raises(LoadedError):
         next(run_long_context_benchmark(benchmark, SimpleNamespace(profiles={}, host=None), None))
     assert capped == [(23 * GIB, torch.device("cuda"))]

@@ -52,7 +52,7 @@ def scored(sample: Sample, prediction: str) -> float:
     long = replace(sample, max_new_tokens=len(ids) + 1)
     cell, read = Cell(sample.task, 512, 1, ("full",), 0), Fractions(0.5, 0.5, 0.5, 0.5)
     keys, prompt = evals.run._Keys(cell, SETTINGS, "model"), Prompt(long, np.zeros(1, np.int32))
-    (decoded,) = evals.run._score(Texts(), keys, "full", [prompt], Decoded([ids], [read], []), [read], None, None)
+    (decoded,) = evals.run._score(Texts(), keys, "full", [prompt], Decoded([ids], [read], []), None, None)
     served = Entry("profile:x", {}, cell, SETTINGS, "model").record(long, prediction, None)
     assert decoded.score == served.score == value
     assert decoded.prediction == served.prediction == prediction

@@ -67,11 +67,8 @@ class FakeEngine:
         assert longest_tokens == 1
         return self.applied
 
-    def reuse(self) -> str:
-        return "reused before"
-
-    def layers(self, before: str) -> dict[str, list[float]]:
-        return LAYERS if before == "reused before" else {}
+    def layers(self, before: str, profile: str) -> dict[str, list[float]]:
+        return LAYERS if before == "before" else {}
 
     def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
         for ask in asks:

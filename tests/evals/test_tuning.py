@@ -8,16 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from evals.forward import load_decoder
-from evals.methods.full import Full
-from evals.methods.method import PromptLayer, Step
-from evals.methods.registry import parse_method
-from evals.tuning import grid as grids
+from evals.methods.method import PromptLayer
 from evals.tuning.command import app, deployment_of, warnings_of
 from evals.tuning.grid import LayerSamples, Resident, Setting, table_memory_bytes
 from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
 from evals.tuning.prefill import choose_dense_until
 from server.deployment import load_deployment
-from tests.tolerances import METHOD_FLOAT32
 
 MODEL = Path("deploy/models/reference")
 GRID = [Setting(bits, tables) for bits in (3, 5) for tables in (8, 20)]
@@ -28,37 +24,6 @@ def prompt_of(count: int, seed: int) -> PromptLayer:
     draw = torch.Generator().manual_seed(seed)
     queries, keys, values = (torch.randn(1, heads, count, 16, generator=draw) for heads in (4, 2, 2))
     return PromptLayer(0, queries, queries, keys + 0.5, values, torch.tensor([count]), count)
-
-
-def step_at(prompt: PromptLayer, position: int) -> Step:
-    query, length = prompt.queries[:, :, position], position + 1
-    keys, values = prompt.keys[:, :, :length], prompt.values[:, :, :length]
-    return Step(0, query, query, keys, values, torch.tensor([length]), length)
-
-
-@pytest.mark.parametrize("at_once", [1 << 28, 1])
-def test_a_grid_measures_what_the_method_itself_reads_and_errs(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside `sampled`, position by position, deposited at the first one; whatever goes together."""
-    monkeypatch.setattr(grids, "MAX_COMPARED", at_once)
-    prompt, positions = prompt_of(80, 1), torch.tensor([60, 66, 79])
-    tallies = LayerSamples(prompt, positions, RESIDENT).measure(GRID, seed=3)
-    for setting, tally in tallies.items():
-        method = parse_method(
-            f"sampled:bits_per_table={setting.bits_per_table},num_tables={setting.num_tables},seed=3,sink=2,window=6"
-        )
-        first = int(positions[0])
-        state = method.begin(PromptLayer(0, prompt.queries[:, :, :first], prompt.queries[:, :, :first], prompt.keys,
-                                         prompt.values, torch.tensor([first]), first))  # fmt: skip
-        read = error = 0.0
-        for position in range(first, 80):
-            step = step_at(prompt, position)
-            result, exact = method.step(step, state), Full().step(step, None)
-            if position in positions:
-                read += ((result.keys_scored - 8) / (position + 1 - 8)).sum().item()
-                error += ((result.out - exact.out).norm(dim=-1) / exact.out.norm(dim=-1)).sum().item()
-        assert tally.terms == 12
-        assert tally.read == pytest.approx(read, rel=METHOD_FLOAT32)
-        assert tally.error == pytest.approx(error, rel=METHOD_FLOAT32)
 
 
 def test_more_tables_read_more_and_err_less() -> None:

@@ -1,6 +1,7 @@
 """What was released comes back: the same rows, in other pages, read on the device as they were before."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def test_a_page_that_is_not_where_it_was_brought_back_to_shows() -> None:
     sequence = twins.sequences[0]
     twins.give_up(sequence, 560)
     restore = twins.fetch(sequence, 304)
-    restore.page_ids[2] = restore.page_ids[5]
-    twins.restore(restore)
+    pages = restore.page_ids
+    twins.restore(replace(restore, page_ids=(*pages[:2], pages[5], *pages[3:])))
     twins.step([0])
     assert not furthest(twins, [0]) < HOP_LOGITS_FLOAT32
 

@@ -62,11 +62,11 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
         request = ask(f"r{index}", prompt, int(draw.integers(40, 220)), profile)
         requests.append(structs.replace(request, sampling=SamplingParams(temperature=0.0, num_logprobs=2)))
     released: list[int] = []
-    release = KvPool.release
-    monkeypatch.setattr(KvPool, "release", lambda pool, one: (released.append(len(one.page_ids)), release(pool, one)))
+    release = KvPool.evict
+    monkeypatch.setattr(KvPool, "evict", lambda pool, one: (released.append(len(one.page_ids)), release(pool, one)))
     restored: list[int] = []
-    restore = KvPool.restore
-    monkeypatch.setattr(KvPool, "restore", lambda pool, one: (restored.append(len(one.page_ids)), restore(pool, one)))
+    restore = KvPool.reload
+    monkeypatch.setattr(KvPool, "reload", lambda pool, one: (restored.append(len(one.page_ids)), restore(pool, one)))
     monkeypatch.setattr(reloads, "QUIET_STEPS", 2)
     left = [f"r{index}" for index in (2, 5, 9)]
     pushed = [f"r{index}" for index in (0, 1, 3)]
