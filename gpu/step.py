@@ -47,7 +47,7 @@ NO_SLOT = -1
 
 
 class Frozen:
-    """A part of a plan, frozen in deed: lists that it is made with become tuples, and so do lists in these."""
+    """Turn lists that a plan or its part is made with into tuples, also lists in lists: nothing is added later."""
 
     __slots__ = ()
 
@@ -421,13 +421,6 @@ class StepPlan(Frozen):
     decode: tuple[DecodeGroup, ...] = ()
     masked_slots: tuple[int, ...] = ()
     gives_way: bool = False
-
-    def __post_init__(self) -> None:
-        """Keep lists as tuples: nothing is added to a plan once it is made."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, list):
-                object.__setattr__(self, each.name, tuple(value))
 
     @property
     def is_empty(self) -> bool:
