@@ -1,7 +1,6 @@
 """Load a serving engine in this process, and answer prompts through an attention profile, as a server would.
 
-It drives the engine's own loop and knows no task; what was read are the engine's own counts. Invariant: each prompt
-comes back exactly once, finished or as a failure with its reason.
+What was read is taken from the engine's own counts. Invariant: each prompt comes back exactly once, finished or as a failure with its reason.
 """
 
 import gc

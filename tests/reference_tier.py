@@ -1,6 +1,6 @@
-"""A host tier for tests of the device side: stored rows in plain tensors, exact attention over them in float64.
+"""Stand in for the host tier in tests of the device side: rows in plain tensors, exact attention over them in float64.
 
-It refuses to know tables and threads: a sampled context is read whole as well. Invariants: fresh rows are NaN (codes
+There are no hash tables and no threads: a sampled context is read whole as well. Invariants: fresh rows are NaN (codes
 65535, int8 rows -128) until the device writes them, and rows that nobody filled are never read: that is an error.
 """
 

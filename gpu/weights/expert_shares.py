@@ -1,8 +1,7 @@
-"""Which of a model's experts lie on the card and which in host memory, and what bringing these up takes. No torch.
+"""Share a model's experts between the card and host memory, and tell what it takes to bring some up. No torch.
 
-Knows a model's shape; refuses to know limits and rates. Experts of a layer are alike before anything is known of texts,
-so the first ones stay on the card, as many in each layer: then each layer of a step waits for the link about as long.
-Invariant: the parts add up to all experts, and these bytes are what `gpu.weights.host_experts` allocates.
+The first experts stay on the card, equally many in each layer, so that each layer of a step waits equally long for the
+link. Which experts a text takes is not known beforehand. Invariant: the parts add up to all experts, and these bytes are what `gpu.weights.host_experts` allocates.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""An OpenAI-like server that does what a test tells it: known delays, known tokens, known failures.
+"""Serve OpenAI-like routes as a test tells it: known delays, known tokens, known failures.
 
-It knows nothing of the client. A script is a list of behaviours, taken in turn by requests as they arrive; the last one
+A script is a list of behaviours, taken in turn by requests as they arrive; the last one
 repeats. What arrived is kept in `bodies`, the most requests open at once in `peak`, the clients' addresses in `peers`.
 """
 

@@ -1,6 +1,6 @@
-"""A third party's harness, `lm_eval`, as its user runs it: a folder of tasks, its command line, its result files.
+"""Run a third party's harness, `lm_eval`, as its user does: a folder of tasks, its command line, its result files.
 
-It knows the harness's files and options, and no server but a URL. The tasks are the reference model's own forms over
+The tasks are the reference model's own forms over
 generated text, so nothing is fetched: the hub and data sets are offline, the tokenizer is the model's folder.
 """
 

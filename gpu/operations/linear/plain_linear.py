@@ -1,7 +1,7 @@
 """Projections of a decode step, with RMSNorm, SwiGLU and the residual fused in where one token is decoded.
 
 For one token of a bf16 weight on CUDA the weight's bytes are the whole cost, and one Triton kernel streams them; more
-tokens go to the vendor's matrix product, which is faster from two on (docs/LAB.md). A program owns whole output rows,
+tokens go to the vendor's matrix product, which is faster from two on (lab/LAB.md). A program owns whole output rows,
 so a result does not depend on how programs are scheduled. Bytes moved: the weight once; each program reads the token
 (and the norm's weight) again, from L1 and L2.
 """
