@@ -1,6 +1,7 @@
 """Load a serving engine in this process, and answer prompts through an attention profile, as a server would.
 
-What was read is taken from the engine's own counts. Invariant: each prompt comes back exactly once, finished or as a failure with its reason.
+What was read is taken from the engine's own counts. Invariant: each prompt comes back exactly once, finished or as a
+failure with its reason.
 """
 
 import gc

@@ -1,7 +1,8 @@
 """Share a model's experts between the card and host memory, and tell what it takes to bring some up. No torch.
 
 The first experts stay on the card, equally many in each layer, so that each layer of a step waits equally long for the
-link. Which experts a text takes is not known beforehand. Invariant: the parts add up to all experts, and these bytes are what `gpu.weights.host_experts` allocates.
+link. Which experts a text takes is not known beforehand. Invariant: the parts add up to all experts, and these
+bytes are what `gpu.weights.host_experts` allocates.
 """
 
 from collections.abc import Iterator
