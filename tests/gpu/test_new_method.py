@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -46,6 +47,12 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("gpu.methods.alternate", "gpu.methods.alternate.device"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return folder
+
+
+def read_counters(url: str) -> dict[str, float]:
+    """Return the numbers of /metrics that the method counts, by name."""
+    lines = [line.split() for line in httpx.get(f"{url}/metrics").text.splitlines()]
+    return {line[0]: float(line[1]) for line in lines if line[0].startswith("tandem_alternate")}
 
 
 def deployment() -> Deployment:
@@ -103,8 +110,9 @@ def test_a_methods_folder_is_served_and_its_counter_is_on_the_metrics_page(added
         body = {"prompt": [7 + i % 400 for i in range(900)], "max_tokens": 8, "attention_profile": "half"}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
         assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
-        lines = [line.split() for line in httpx.get(f"{url}/metrics").text.splitlines()]
-        told = {line[0]: float(line[1]) for line in lines if line[0].startswith("tandem_alternate")}
+        until = time.monotonic() + 20  # the engine tells its counts four times a second
+        while not (told := read_counters(url))["tandem_alternate_blocks_total"] and time.monotonic() < until:
+            time.sleep(0.1)
         assert 0 < told["tandem_alternate_skipped_blocks_total"] < told["tandem_alternate_blocks_total"]
     finally:
         process.send_signal(signal.SIGTERM)
