@@ -13,8 +13,9 @@ import torch
 from cpu.decode_step import QUERY_TYPES
 from cpu.host_attention import HostAttention
 from cpu.memory_rates import GIB
-from cpu.pieces import EXACT, SEGMENT_TOKENS, new_pieces
+from cpu.pieces import EXACT, new_pieces
 from cpu.segment import ROW_TYPES
+from transfer.host_memory import SEGMENT_TOKENS
 from transfer.tier_shape import TierShape
 
 _REPEATS = 7

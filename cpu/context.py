@@ -9,10 +9,10 @@ import numpy as np
 
 from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import COLUMNS as PIECE_COLUMNS
-from cpu.pieces import STRIPE_TOKENS
 from cpu.row_products import BLOCK_ROWS
 from cpu.sample_errors import COLUMNS as SUM_COLUMNS
 from cpu.workspace import SCORE_BLOCKS, STATE, TOTALS, Batch, Buffers, Plan, Shape
+from transfer.host_memory import STRIPE_TOKENS
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
 

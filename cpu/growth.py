@@ -13,7 +13,7 @@ from cpu.host_context import MERGE_DUE_SHARE, Context, ContextPiece, Merge
 from cpu.segment import Centre, Segment
 from cpu.segment_jobs import Source
 from cpu.segment_store import SegmentStore
-from transfer.host_memory import TAIL_TOKENS, shape_for, split_tokens
+from transfer.host_memory import TAIL_TOKENS, is_bulk, shape_for, split_tokens
 from transfer.host_tier import HostMemoryError, LayerRows, TierShape
 from transfer.reading import Reading
 
@@ -68,9 +68,9 @@ class Growth:
         plan = self._plan(context, num_tokens, shape)
         last = context.pieces[-1] if context.pieces else None
         continued = last.segment.centre if last else None
-        is_bulk = num_tokens >= TAIL_TOKENS
+        bulk = is_bulk(num_tokens)
         rooms: list[tuple[int, Centre | None]] = [(plan.copied_tail, continued)] if plan.copied_tail else []
-        rooms += [(capacity, None if is_bulk else continued) for _, capacity in plan.opened]
+        rooms += [(capacity, None if bulk else continued) for _, capacity in plan.opened]
         segments = self._new_segments(shape, rooms, [context, *others])
         if plan.copied_tail:
             self._require_memory(segments)
@@ -86,8 +86,8 @@ class Growth:
             reservations.append(self._append(context, tail, plan.appended, begin, has_centre=True))
         for (tokens, _), segment in zip(plan.opened, segments, strict=True):
             begin = context.tokens
-            context.pieces.append(ContextPiece(segment, 0, context.reading if is_bulk else Reading.WHOLE))
-            has_centre = not is_bulk and continued is not None
+            context.pieces.append(ContextPiece(segment, 0, context.reading if bulk else Reading.WHOLE))
+            has_centre = not bulk and continued is not None
             reservations.append(self._append(context, context.pieces[-1], tokens, begin, has_centre))
         context.touch()
         if _is_nearly_full(context):
@@ -104,13 +104,13 @@ class Growth:
 
     def _plan(self, context: Context, num_tokens: int, shape: TierShape) -> _Plan:
         last = context.pieces[-1] if context.pieces else None
-        is_bulk = num_tokens >= TAIL_TOKENS
+        bulk = is_bulk(num_tokens)
         goes_on = last is not None and last.segment.is_open and last.segment.has_codes == (shape.num_tables > 0)
         filled = last.tokens if last is not None and goes_on else TAIL_TOKENS
         copied = 0
         if last is not None and goes_on and not last.segment.may_append(context.context_id, last.tokens):
-            copied = last.tokens if is_bulk else TAIL_TOKENS
-        if is_bulk:
+            copied = last.tokens if bulk else TAIL_TOKENS
+        if bulk:
             seals = goes_on and shape.num_tables > 0
             return _Plan(0, copied if seals else 0, seals, [(size, size) for size in split_tokens(num_tokens)])
         appended = min(num_tokens, TAIL_TOKENS - filled)

@@ -75,7 +75,7 @@ from cpu.context import (
 )
 from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.piece_plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
-from cpu.pieces import BEGIN, END, PIECE, REQUEST, STRIPE_TOKENS, TOKENS
+from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS
 from cpu.row_products import BLOCK_ROWS, COLUMNS
 from cpu.sample_errors import COLUMNS as SUM_COLUMNS
 from cpu.sample_errors import ERRORS, draw_direction
@@ -95,6 +95,7 @@ from cpu.workspace import (
 )
 from transfer import exchange
 from transfer.exchange import LAST_STAMP, ExchangeSlot
+from transfer.host_memory import STRIPE_TOKENS
 from transfer.simd import emission, memory, region, team, values, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.region import start, version

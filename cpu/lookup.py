@@ -20,9 +20,9 @@ from cpu.pieces import (
     OFFSET_TABLE,
     OFFSETS,
     RUN_BEGIN,
-    STRIPE_TOKENS,
     TOKENS,
 )
+from transfer.host_memory import STRIPE_TOKENS
 from transfer.simd.memory import (
     COUNTERS,
     cap_pairs,

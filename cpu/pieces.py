@@ -9,8 +9,6 @@ gets the empty partial. Rows may begin anywhere, but those that fill whole lines
 import numpy as np
 
 EXACT, SAMPLED = 0, 1  # modes
-SEGMENT_TOKENS = 65_536  # at most: entries of tables are uint16
-STRIPE_TOKENS = 32_768  # tokens that one part of a bucket spans: their counters stay in the first cache
 
 # All int64. `*_bytes` are strides; an address of 0 means none.
 PIECE = np.dtype(

@@ -16,8 +16,9 @@ import numba
 import numpy as np
 
 from cpu.lookup import SPANS, stripes_of
-from cpu.pieces import STRIPE_TOKENS, TOKENS
+from cpu.pieces import TOKENS
 from cpu.row_products import BLOCK_ROWS
+from transfer.host_memory import STRIPE_TOKENS
 from transfer.simd.memory import clear_bytes, load_float32, load_uint16, store_float32, store_int16
 
 GROUPS = 15  # of tables; a group is a digit 1 to 15 of a mark

@@ -9,21 +9,12 @@ and its offsets once; the scatter goes to a private tile that stays in the cache
 import numba
 import numpy as np
 
-from cpu.pieces import SEGMENT_TOKENS, STRIPE_TOKENS
+from transfer.host_memory import SEGMENT_TOKENS, STRIPE_TOKENS, num_offsets
 from transfer.simd.memory import copy_bytes, load_int32, load_uint16, store_int16, store_int32
 from transfer.simd.team import Team, claim, new_counters
 from transfer.simd.vectors import address_of
 
 _STREAMS = 4  # histograms counted side by side: runs of equal codes do not wait for one another
-
-
-def num_stripes(tokens: int) -> int:
-    return -(-tokens // STRIPE_TOKENS)
-
-
-def num_offsets(bits: int, tokens: int) -> int:
-    """Return the number of int32 offsets of one table: one for each bucket and stripe, and the end."""
-    return (num_stripes(tokens) << bits) + 1
 
 
 def check_tables(entries: np.ndarray, offsets: np.ndarray, bits: int) -> None:

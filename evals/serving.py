@@ -27,9 +27,10 @@ from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
-from scheduler.sequences.capacity import QueueFullError, TooLargeError, bytes_of_run
+from scheduler.sequences.capacity import QueueFullError, TooLargeError
 from server.deployment import Deployment
 from transfer.host_config import HostConfig
+from transfer.host_memory import bytes_of_run
 from transfer.machine import GIB, probe_machine
 from transfer.reading import Reading
 

@@ -172,7 +172,7 @@ def test_compiled_code_that_a_fault_reaches_is_not_used(toy: Path, tmp_path: Pat
 
 def test_imports_are_followed_through_the_project() -> None:
     importers = find_importers(ROOT)
-    assert "cpu/tables.py" in importers["cpu/pieces.py"]
+    assert "cpu/lookup.py" in importers["cpu/pieces.py"]
     assert "cpu/host_attention.py" in importers["transfer/simd/vectors.py"]
     assert "transfer/simd/vectors.py" not in importers["cpu/host_attention.py"]
 

@@ -11,7 +11,7 @@ from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
 SEGMENT_TOKENS = 65_536  # at most in a segment: entries of tables are uint16
-STRIPE_TOKENS = 32_768  # a bucket is listed by stripes of so many tokens, each with an offset of its own
+STRIPE_TOKENS = 32_768  # a bucket is listed by stripes of so many tokens, whose counters stay in the first cache
 TAIL_TOKENS = 2_048  # of an open segment; a reservation of as many or more gets segments of its own
 SPLIT_TOKENS = 32  # borders of evenly split segments: tables of whole cache lines
 ALIGN_BYTES = 64
@@ -19,7 +19,6 @@ HUGE_PAGE_BYTES = 2**21
 SMALL_PAGE_BYTES = 2**16  # granule of slabs below a huge page
 _CLASS_BITS = 5  # sizes of 16 classes an octave: freed slabs are found again, 3 % is lost on average
 _CODE_BYTES, _OFFSET_BYTES, _FLOAT_BYTES = 2, 4, 4
-_ROW_BYTES = {"bfloat16": 2, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,16 @@ def num_offsets(bits_per_table: int, tokens: int) -> int:
     return (-(-tokens // STRIPE_TOKENS) << bits_per_table) + 1
 
 
+def is_bulk(num_tokens: int) -> bool:
+    """Tell whether so many tokens that come at once get segments of their own, and not the open tail."""
+    return num_tokens >= TAIL_TOKENS
+
+
 def split_tokens(num_tokens: int) -> list[int]:
     """Return capacities of the segments for so many tokens of an empty context: even, on borders of SPLIT_TOKENS."""
     if num_tokens <= 0:
         return []
-    if num_tokens < TAIL_TOKENS:
+    if not is_bulk(num_tokens):
         return [TAIL_TOKENS]
     count = -(-num_tokens // SEGMENT_TOKENS)
     blocks = -(-num_tokens // SPLIT_TOKENS)
@@ -72,7 +76,7 @@ def lay_out_layer(shape: TierShape, capacity_tokens: int) -> LayerLayout:
     """Lay out keys and values `[kv_heads, capacity, dim]`, codes `[kv_heads, tables, capacity]`, and offsets of their
     tables.
     """
-    rows = _aligned(shape.num_kv_heads * capacity_tokens * shape.dim * _ROW_BYTES[shape.rows])
+    rows = _aligned(shape.num_kv_heads * capacity_tokens * shape.row_bytes)
     tables = shape.num_kv_heads * shape.num_tables
     codes = _aligned(tables * capacity_tokens * _CODE_BYTES)
     offsets = _aligned(tables * num_offsets(shape.bits_per_table, capacity_tokens) * _OFFSET_BYTES)
@@ -109,6 +113,20 @@ def bytes_of_centre(shape: TierShape) -> int:
 def bytes_of_context(shape: TierShape, num_tokens: int) -> int:
     """Return the bytes of an empty context that reserves so many tokens at once."""
     return sum(bytes_of_segment(shape, capacity) + bytes_of_centre(shape) for capacity in split_tokens(num_tokens))
+
+
+def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, reading: Reading, is_fork: bool) -> int:
+    """Return the most that a context takes of its own for tokens that come at once, and then lump by lump.
+
+    What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
+    may have to copy the open tail that it shares the front of.
+    """
+    rows = shape_for(shape, reading)
+    num_bytes, in_tails = 0, bulk_tokens + more_tokens
+    if is_bulk(bulk_tokens):
+        num_bytes, in_tails = bytes_of_context(rows, bulk_tokens), more_tokens
+    num_tails = -(-in_tails // TAIL_TOKENS) + (is_fork and bulk_tokens + more_tokens > 0)
+    return num_bytes + num_tails * bytes_of_context(rows, 1)
 
 
 def bytes_per_token(shape: TierShape) -> int:

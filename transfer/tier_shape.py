@@ -25,3 +25,8 @@ class TierShape:
     rows: Literal["bfloat16", "int8"]
     bits_per_table: int
     num_tables: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a key or a value of one KV head."""
+        return self.dim * (2 if self.rows == "bfloat16" else 1)

@@ -13,7 +13,8 @@ from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout
 from transfer.host_config import HostConfig
-from transfer.host_memory import bytes_of_context, bytes_per_token, without_tables
+from transfer.host_memory import bytes_of_run, bytes_per_token, without_tables
+from transfer.reading import Reading
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
 HYPERPLANE_COLUMN_STEP = 32
@@ -158,8 +159,8 @@ class HostDemand:
 
     def host_context_bytes(self, context: int) -> int:
         """Return the host bytes of one context of this length, with open segments for what is offloaded later."""
-        num_tokens, shape = self.deposited_tokens(context), self.tier_shape
-        return bytes_of_context(shape, num_tokens) + 2 * bytes_of_context(shape, LUMP_TOKENS) if num_tokens else 0
+        num_tokens = self.deposited_tokens(context)
+        return bytes_of_run(self.tier_shape, num_tokens, LUMP_TOKENS, Reading.SAMPLE, True) if num_tokens else 0
 
     @property
     def host_row_bytes(self) -> int:

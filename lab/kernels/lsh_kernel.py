@@ -20,12 +20,13 @@ from bench.rows import Row, Timing, require, summarise
 from cpu.collision import fraction_read, sample_probability
 from cpu.host_attention import HostAttention
 from cpu.memory_rates import measure_host_rates, read_stream
-from cpu.pieces import EXACT, SAMPLED, SEGMENT_TOKENS, new_pieces
+from cpu.pieces import EXACT, SAMPLED, new_pieces
 from cpu.quantise import quantise_keys, quantise_values
 from cpu.sample_errors import ERRORS
-from cpu.tables import build_tables, num_offsets
+from cpu.tables import build_tables
 from lab.kernels.lsh_layer import DIM, HEADS, KV_HEADS, Layer, make_layer
 from transfer.exchange import ExchangeSlot, new_slot
+from transfer.host_memory import SEGMENT_TOKENS, num_offsets
 from transfer.simd.features import SIMD
 
 SCALE = DIM**-0.5

@@ -16,11 +16,12 @@ from cpu.audits import HEAVY_WEIGHT
 from cpu.host_attention import HostAttention, HostPartial
 from cpu.pieces import SAMPLED, new_pieces
 from cpu.sample_errors import LARGEST, LOG_MASS, OUTPUT, draw_direction
-from cpu.tables import build_tables, num_offsets
+from cpu.tables import build_tables
 from evals.forward import ReferenceDecoder
 from evals.methods.method import PromptLayer
 from evals.rows import Row
 from gpu.methods.sampled.projections import Projections, draw_projections, encode_reference
+from transfer.host_memory import num_offsets
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
 WITHIN = 2.0  # standard errors

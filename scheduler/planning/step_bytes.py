@@ -5,7 +5,6 @@
 
 from dataclasses import dataclass
 
-from gpu.arrays import DTYPE_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import step_weight_bytes
@@ -67,8 +66,7 @@ class StepBytes:
     @property
     def host_row(self) -> int:
         """Return the bytes of a key and a value of one KV head, as the host keeps them."""
-        tier = self._present
-        return 2 * tier.dim * DTYPE_BYTES[tier.rows]
+        return 2 * self._present.row_bytes
 
     @property
     def host_rows_of_token(self) -> int:

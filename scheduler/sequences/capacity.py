@@ -13,7 +13,7 @@ from gpu.page_layout import PageLayout
 from gpu.profiles import Profile
 from gpu.step import PartId
 from scheduler.messages import EngineRequest
-from transfer.host_memory import TAIL_TOKENS, bytes_of_context, shape_for
+from transfer.host_memory import bytes_of_run
 from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
@@ -218,17 +218,3 @@ def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
         for name, window in plan.own_windows.items()
     }
     return replace(host, own=own)
-
-
-def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, reading: Reading, is_fork: bool) -> int:
-    """Return the most that a context takes of its own for tokens that come at once, and then lump by lump.
-
-    What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
-    may have to copy the open tail that it shares the front of.
-    """
-    rows = shape_for(shape, reading)
-    is_bulk = bulk_tokens >= TAIL_TOKENS
-    num_bytes = bytes_of_context(rows, bulk_tokens) if is_bulk else 0
-    num_tails = -(-(more_tokens if is_bulk else bulk_tokens + more_tokens) // TAIL_TOKENS)
-    copies_tail = is_fork and bulk_tokens + more_tokens > 0
-    return num_bytes + (num_tails + copies_tail) * bytes_of_context(rows, 1)

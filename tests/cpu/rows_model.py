@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cpu.pieces import EXACT, SAMPLED, STRIPE_TOKENS, new_pieces
-from cpu.tables import build_tables, num_offsets
+from cpu.pieces import EXACT, SAMPLED, new_pieces
+from cpu.tables import build_tables
+from transfer.host_memory import STRIPE_TOKENS, num_offsets
 
 ROW_TYPES = {"bf16": np.uint16, "int8": np.int8, "float32": np.float32}
 

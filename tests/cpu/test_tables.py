@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cpu.pieces import STRIPE_TOKENS
-from cpu.tables import build_tables, codes_from_tables, num_offsets
+from cpu.tables import build_tables, codes_from_tables
+from transfer.host_memory import STRIPE_TOKENS, num_offsets
 
 
 def tables_of(

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu import decode_step, pieces
-from cpu.tables import num_offsets
+from cpu import decode_step
 from tests.cpu.tier_model import MAX_ROWS, Device, new_tier, tier_shape
 from tests.tolerances import TIER_FLOAT32, TIER_INT8
-from transfer import host_memory
 from transfer.exchange import ExchangeError
 from transfer.host_memory import TAIL_TOKENS
 from transfer.reading import Reading
@@ -38,13 +36,6 @@ def assert_dense(device, context_ids):
     tolerance = TIER_INT8 if device.tier.shape.rows == "int8" else TIER_FLOAT32
     np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=tolerance)
     np.testing.assert_allclose(out, wanted_out, rtol=0, atol=tolerance)
-
-
-def test_constants_of_the_store_are_the_kernels():
-    assert pieces.SEGMENT_TOKENS == host_memory.SEGMENT_TOKENS
-    assert pieces.STRIPE_TOKENS == host_memory.STRIPE_TOKENS
-    for tokens in (1, 2048, 32_768, 32_769, 65_536):
-        assert num_offsets(10, tokens) == host_memory.num_offsets(10, tokens)
 
 
 def draw_reading(random):

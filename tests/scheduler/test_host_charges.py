@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from cpu.cpu_tier import CpuTier
-from scheduler.sequences.capacity import bytes_of_run
+from gpu.memory.host_shares import resolve_host
+from gpu.methods.kept import keep_as_set
+from gpu.model.architecture import named_shape
 from transfer.copies import PASSED
-from transfer.host_memory import TAIL_TOKENS
+from transfer.host_config import HostConfig
+from transfer.host_memory import TAIL_TOKENS, bytes_of_centre, bytes_of_run
 from transfer.host_tier import TierShape
 from transfer.reading import Reading
 from transfer.slabs import PageSource
@@ -26,9 +29,9 @@ def tier() -> Iterator[CpuTier]:
     opened.shutdown()
 
 
-def deposit(tier: CpuTier, context_id: int, num_tokens: int) -> None:
+def deposit(tier: CpuTier, context_id: int, num_tokens: int, shape: TierShape = SHAPE) -> None:
     for reservation in tier.reserve(context_id, num_tokens):
-        tier.fill(reservation, range(len(SHAPE.layers)), PASSED)
+        tier.fill(reservation, range(len(shape.layers)), PASSED)
 
 
 def taken_bytes(tier: CpuTier) -> int:
@@ -66,3 +69,25 @@ def test_a_fork_takes_no_more_than_its_charge(tier: CpuTier, bulk: int, shared: 
     for more in range(LUMP, 2 * TAIL_TOKENS, LUMP):
         deposit(tier, 2, LUMP)
         assert taken_bytes(tier) - before <= bytes_of_run(SHAPE, bulk, more, reading, is_fork=True)
+
+
+@pytest.mark.parametrize("context", [3000, 9000])
+def test_the_plan_has_room_for_its_longest_context_and_the_lumps_behind_it(context: int) -> None:
+    """As it is offloaded whole and then goes on in a fork."""
+    shape, host = named_shape("tiny"), HostConfig(resident_tokens=256)
+    demand = resolve_host(host, keep_as_set(host, shape), shape, 16, 4, 2)
+    source = PageSource(lambda size: np.zeros(size, np.uint8), None, None)
+    stated = demand.host_context_bytes(context)
+    tier = CpuTier(demand.tier_shape, torch.float32, stated, 1, source)
+    try:
+        tier.open(1, Reading.SAMPLE)
+        num_tokens = demand.deposited_tokens(context)
+        deposit(tier, 1, num_tokens, demand.tier_shape)
+        deposit(tier, 1, LUMP, demand.tier_shape)
+        tier.fork(1, 2, num_tokens + LUMP // 2, Reading.SAMPLE)
+        deposit(tier, 2, LUMP, demand.tier_shape)
+        assert stated - taken_bytes(tier) == 2 * bytes_of_centre(demand.tier_shape), (
+            "tails go on with the bulk's centre"
+        )
+    finally:
+        tier.shutdown()
