@@ -53,11 +53,6 @@ SELECTED = " or ".join(
         "(test_kernels_expert_ask and not cuda and not bfloat16)",
         "(test_kernels_fused and cpu and float32 and not shape3)",
         "(test_kernels_merge and cpu and float32 and not shape2)",
-    )
-)
-
-EXPERTS = " or ".join(
-    (
         "(test_kernels_experts and cpu-float32 and weighed and (odd-rows-3 or odd-tiles-40 or many-tiles-2))",
         "(test_kernels_experts and cpu-float32 and weighed and all-rows-1)",
         "(test_kernels_experts and cpu-float32 and weighed and (odd-few-3 or many-few-16))",
@@ -94,9 +89,9 @@ BENCHED = "(test_predicted_decode and cpu and (one_share or recorded))"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs the suite under the interpreter, and this is the interpreter")
-@pytest.mark.parametrize("names", [SELECTED, EXPERTS, pytest.param(BENCHED, marks=pytest.mark.long),
+@pytest.mark.parametrize("names", [SELECTED, pytest.param(BENCHED, marks=pytest.mark.long),
                                    pytest.param(LARGER, marks=pytest.mark.long)],
-                         ids=["small", "experts", "benched", "larger"])  # fmt: skip
+                         ids=["small", "benched", "larger"])  # fmt: skip
 @pytest.mark.timeout(900)  # of some 300 tests in a program of its own, each of which has its limit there
 def test_kernels_pass_their_tests_under_the_interpreter(names: str) -> None:
     files = [name for name in FILES if Path(name).stem in names]  # to collect all takes seconds
