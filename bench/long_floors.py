@@ -14,7 +14,6 @@ from bench.attend_rate import measure_attend_rate
 from bench.rates import measure_device_rates, measure_host_matmul
 from cpu.memory_rates import GIB, default_gib, measure_host_rates, measure_read_rate
 from gpu.load import DTYPES
-from gpu.memory.host_demand import CODE_BYTES
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture, load_architecture
 from gpu.model.matrix_formats import step_weight_bytes
@@ -23,6 +22,7 @@ from scheduler.engine_config import EngineConfig
 from scheduler.planning.engine_memory import find_tier_shape, plan_engine
 from scheduler.planning.step_bytes import StepBytes
 from scheduler.sequences.capacity import HostCapacity, host_capacity
+from transfer.host_memory import CODE_BYTES
 from transfer.machine import count_physical_cores, probe_machine
 from transfer.tier_shape import TierShape
 

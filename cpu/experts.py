@@ -58,6 +58,7 @@ from transfer.simd.features import require_vectors
 from transfer.simd.memory import load_int64, store_int64, store_release_int32
 from transfer.simd.region import start, version
 from transfer.simd.team import new_counters, now_ns
+from transfer.slot_shape import expert_work_arrays
 
 _MODULES = (emission, exchange, exp, expert_products, memory, packed_gains, packed_rows, region, team, vectors)
 
@@ -144,6 +145,7 @@ class HostExperts:
         self._table = np.array([line or [0, *any_line[1:]] for line in lines], np.int64)
         gains = max(max(2 * num_gains(one.gate_up), num_gains(one.down)) for one in layers if one is not None)
         tile_floats = -(-(TILE_FLOATS + 2 * GAIN_ROWS * gains) // TILE_FLOATS) * TILE_FLOATS
+        work = expert_work_arrays(max_rows, per_token, width, hidden)
         self._arrays = {
             LAYERS: self._table,
             TAKEN: np.zeros(most_pairs, np.int32),
@@ -151,8 +153,8 @@ class HostExperts:
             ROW_OF_PAIR: np.zeros(most_pairs, np.int32),
             PAIR_OF_PLACE: np.zeros(most_pairs, np.int32),
             FOUND: np.zeros(max(most, 1), np.int32),
-            GATED: np.full((most_pairs, width), np.nan, np.float32),
-            MADE: np.full((most_pairs, hidden), np.nan, np.float32),
+            GATED: np.full(work["gated"].shape, np.nan, np.float32),
+            MADE: np.full(work["made"].shape, np.nan, np.float32),
             TILES: np.full((self._threads, tile_floats), np.nan, np.float32),
             COUNTERS: new_counters(STAGES, self._threads),
         }

@@ -21,6 +21,7 @@ from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.fusion.chunk_copies import Documents
 from gpu.host.deposit import Depositor
+from gpu.host.footprint import slot_shape
 from gpu.host.offload import Offloader
 from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.kv.commitment import Commitment
@@ -60,12 +61,12 @@ from gpu.step import (
 )
 from gpu.upload import upload
 from gpu.weights.weights import Progress, Weights
+from transfer.allocation import dtype_name
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
 from transfer.expert_exchange import ExpertCounts
 from transfer.host_tier import Ask, ContextLostError, HostMemoryError
 from transfer.reading import Reading
-from transfer.tier_shape import BLOCK_TOKENS
 
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
 
@@ -151,12 +152,10 @@ class Runner:
             assert self._prefill.staging is not None
             self._offload = Offloader(tier, depositor, self.pool, self._prefill.gathered, self._prefill.staging)
             excludes = any(part.method.excludes_blocks for part in parts)
-            exclusion_blocks = -(-architecture.max_context_tokens // BLOCK_TOKENS) if excludes else 0
-            exchanges = [
-                SlotExchange(rows, architecture.num_heads, architecture.dim, tier.shape.num_tables, dtype, device,
-                             settings.checks_coverage, architecture.num_kv_heads, exclusion_blocks)
-                for rows in most_rows_of_parts(max_running)
-            ]  # fmt: skip
+            slot = slot_shape(
+                architecture, tier.shape.num_tables, dtype_name(dtype), excludes, settings.checks_coverage
+            )
+            exchanges = [SlotExchange(rows, slot, device) for rows in most_rows_of_parts(max_running)]
             always = 1 if device.type == "cpu" else None  # the CPU computes both sides
             halving = Halving(self.reads, always)
             asking = Asking(tier, exchanges, halving, self.ask_times)

@@ -8,14 +8,16 @@ so a device that is launched ahead of the answer waits for it by itself.
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import torch
 from torch import Tensor
 
+from transfer.allocation import allocate_on_host
 from transfer.simd.memory import load_acquire_int32
 from transfer.simd.team import pause
-from transfer.tier_shape import WORD_BITS
+from transfer.slot_shape import ANSWERED, SlotShape
 
 LAST_STAMP = 2**31 - 1  # stamps are int32 and begin anew at 0 after this one
 RELEASED = -1  # in place of the stamp of an answer: the device does not wait for any
@@ -75,40 +77,22 @@ class ExchangeSlot(Handshake):
     """
 
     queries: Tensor
-    codes: Tensor | None
+    codes: Tensor | None = None
     wanted: Tensor
-    excluded: Tensor | None
+    excluded: Tensor | None = None
     out: Tensor
     lse: Tensor
-    covered: Tensor | None
+    covered: Tensor | None = None
 
 
-def new_slot(
-    max_rows: int, heads: int, dim: int, tables: int, dtype: torch.dtype, device: torch.device, *,
-    kv_heads: int = 0, exclusion_blocks: int = 0, counted: bool = False,
-) -> ExchangeSlot:  # fmt: skip
-    """Return a slot for asks of `device`, queries in `dtype`; `tables` 0: without codes. Its first ask has stamp 1.
-
-    Every head is wanted until the device changes the mask. exclusion_blocks: blocks of a context that a row may exclude
-    for each of `kv_heads`; 0: without such bits. counted: with `covered`.
+def new_slot(max_rows: int, shape: SlotShape, device: torch.device) -> ExchangeSlot:
+    """Return a slot for asks of `device`. Its first ask has stamp 1. Every head is wanted until the device changes the
+    mask.
     """
-    assert kv_heads > 0 or exclusion_blocks == 0, "exchange slot: exclusions are by KV head"
-    is_pinned, words = device.type == "cuda", -(-exclusion_blocks // WORD_BITS)
-
-    def zeros(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=of, pin_memory=is_pinned)
-
-    return ExchangeSlot(
-        queries=zeros((max_rows, heads, dim), dtype),
-        codes=zeros((max_rows, heads, tables), torch.uint16) if tables else None,
-        wanted=zeros((max_rows, heads), torch.uint8).fill_(1),
-        excluded=zeros((max_rows, kv_heads, words), torch.int32) if words else None,
-        flags=zeros((max_rows,), torch.int32),
-        out=zeros((max_rows, heads, dim), torch.float32),
-        lse=zeros((max_rows, heads), torch.float32),
-        covered=zeros((max_rows, heads), torch.int32) if counted else None,
-        answered=zeros((1,), torch.int32),
-    )
+    arrays = {name: array.times(max_rows) for name, array in shape.row_arrays().items()}
+    made: dict[str, Any] = allocate_on_host({**arrays, "answered": ANSWERED}, is_pinned=device.type == "cuda")
+    made["wanted"].fill_(1)
+    return ExchangeSlot(**made)
 
 
 def wait(slot: Handshake, layer: int, limit_s: float) -> None:

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from transfer.allocation import allocate_on_host
 from transfer.exchange import Handshake
 from transfer.host_tier import Answered
+from transfer.slot_shape import ANSWERED, expert_row_arrays
 
 NOT_HERE = -1  # in place of an expert's number
 LAYER, ROWS, ASK_COLUMNS = 0, 1, 2  # of a table of asks
@@ -37,18 +39,10 @@ class ExpertSlot(Handshake):
 
 def new_expert_slot(max_rows: int, hidden: int, per_token: int, device: torch.device) -> ExpertSlot:
     """Return a slot for asks of `device`. Its first ask has stamp 1."""
-
-    def zeros(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=of, pin_memory=device.type == "cuda")
-
-    return ExpertSlot(
-        hidden=zeros((max_rows, hidden), torch.float32),
-        experts=zeros((max_rows, per_token), torch.int32).fill_(NOT_HERE),
-        shares=zeros((max_rows, per_token), torch.float32),
-        out=zeros((max_rows, hidden), torch.float32),
-        flags=zeros((max_rows,), torch.int32),
-        answered=zeros((1,), torch.int32),
-    )
+    arrays = {name: array.times(max_rows) for name, array in expert_row_arrays(hidden, per_token).items()}
+    made: dict[str, Any] = allocate_on_host({**arrays, "answered": ANSWERED}, is_pinned=device.type == "cuda")
+    made["experts"].fill_(NOT_HERE)
+    return ExpertSlot(**made)
 
 
 @dataclass(frozen=True, slots=True)

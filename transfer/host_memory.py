@@ -18,7 +18,7 @@ ALIGN_BYTES = 64
 HUGE_PAGE_BYTES = 2**21
 SMALL_PAGE_BYTES = 2**16  # granule of slabs below a huge page
 _CLASS_BITS = 5  # sizes of 16 classes an octave: freed slabs are found again, 3 % is lost on average
-_CODE_BYTES, _OFFSET_BYTES, _FLOAT_BYTES = 2, 4, 4
+CODE_BYTES, _OFFSET_BYTES, _FLOAT_BYTES = 2, 4, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def lay_out_layer(shape: TierShape, capacity_tokens: int) -> LayerLayout:
     """
     rows = _aligned(shape.num_kv_heads * capacity_tokens * shape.row_bytes)
     tables = shape.num_kv_heads * shape.num_tables
-    codes = _aligned(tables * capacity_tokens * _CODE_BYTES)
+    codes = _aligned(tables * capacity_tokens * CODE_BYTES)
     offsets = _aligned(tables * num_offsets(shape.bits_per_table, capacity_tokens) * _OFFSET_BYTES)
     return LayerLayout(rows, 2 * rows, 2 * rows + codes, 2 * rows + codes + offsets)
 

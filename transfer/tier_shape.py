@@ -5,8 +5,11 @@ its bytes.
 from dataclasses import dataclass
 from typing import Literal
 
+from transfer.arrays import ArraySpec
+
 BLOCK_TOKENS = 16  # of a context's run, that one bit of an ask's exclusions stands for
 WORD_BITS = 32
+HYPERPLANE_COLUMNS = 32  # that a kernel takes at once
 HOST_DIMS = (64, 96, 128, 256)  # of a head, that rows in host memory are read for
 MAX_HOST_GROUP = 16  # query heads to a KV head, likewise
 
@@ -30,3 +33,9 @@ class TierShape:
     def row_bytes(self) -> int:
         """Return the bytes of a key or a value of one KV head."""
         return self.dim * (2 if self.rows == "bfloat16" else 1)
+
+
+def hyperplane_array(dim: int, bits_per_table: int, num_tables: int, dtype: str) -> ArraySpec:
+    """Return the hyperplanes that codes are made with, `[bits, dim, columns]`; columns past the tables are zeros."""
+    columns = -(-num_tables // HYPERPLANE_COLUMNS) * HYPERPLANE_COLUMNS
+    return ArraySpec((bits_per_table, dim, columns), dtype)

@@ -15,9 +15,11 @@ from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.exchange.device_slots import SlotExchange
 from gpu.methods.sampled.encode import arrange, encode_queries
 from gpu.methods.sampled.projections import draw_projections
+from transfer.allocation import dtype_name
 from transfer.exchange import wait
 from transfer.merge import merge_outputs
 from transfer.partial import Partial, merge
+from transfer.slot_shape import SlotShape
 
 HEADS, DIM, BITS, TABLES = 32, 128, 10, 150
 HOPS = 32  # of a step
@@ -34,7 +36,7 @@ class Hops:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.rows, self.device = rows, device
         self.hyperplanes = arrange(draw_projections(DIM, BITS, TABLES, 0, dtype, device))
-        self.exchange = SlotExchange(rows, HEADS, DIM, TABLES, dtype, device)
+        self.exchange = SlotExchange(rows, SlotShape(HEADS, DIM, TABLES, dtype_name(dtype)), device)
         self.slot = self.exchange.slot
         self.query = torch.zeros(rows, HEADS, DIM, dtype=dtype, device=device)
         self.resident = Partial(torch.zeros(rows, HEADS, DIM, device=device), torch.zeros(rows, HEADS, device=device))

@@ -11,19 +11,14 @@ from gpu.operations.exchange.await_answer import await_answer
 from gpu.operations.exchange.exchange_pack import catch_up, exchange_pack, new_counters
 from transfer.exchange import ExchangeSlot, new_slot
 from transfer.partial import Partial
+from transfer.slot_shape import SlotShape
 
 
 class SlotExchange:
-    """A new slot of `max_rows` rows; `num_tables` 0: without codes; `is_counted`: answers say what they cover;
-    exclusion_blocks: of a run, that a row may take off the host for each of `kv_heads`, 0: none.
-    """
+    """A new slot of `max_rows` rows."""
 
-    def __init__(self, max_rows: int, heads: int, dim: int, num_tables: int, dtype: torch.dtype, device: torch.device,
-                 is_counted: bool = False, kv_heads: int = 0, exclusion_blocks: int = 0) -> None:  # fmt: skip
-        self.slot: ExchangeSlot = new_slot(
-            max_rows, heads, dim, num_tables, dtype, device, kv_heads=kv_heads, exclusion_blocks=exclusion_blocks,
-            counted=is_counted,
-        )  # fmt: skip
+    def __init__(self, max_rows: int, shape: SlotShape, device: torch.device) -> None:
+        self.slot: ExchangeSlot = new_slot(max_rows, shape, device)
         self._counters = new_counters(self.slot, device)
 
     def ask(

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu.allocation import allocate_empty
 from gpu.host.footprint import PIECE_ROWS, piece_arrays
 from gpu.operations.host_rows.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import scatter_runs
+from transfer.allocation import allocate_empty
 from transfer.copies import PASSED, Event, Streams
 from transfer.host_tier import LayerRows, TierShape
 

@@ -1,12 +1,13 @@
-"""Arrays that rows pass through between KV pages and host memory, as allocated and as planned. No torch."""
+"""Arrays between KV pages and host memory, of rows and of what is asked, as allocated and as planned. No torch."""
 
-from gpu.arrays import ArraySpec
-from transfer.tier_shape import TierShape
+from gpu.model.architecture import Architecture
+from transfer.arrays import FLOATS, ArraySpec
+from transfer.slot_shape import SlotShape
+from transfer.tier_shape import BLOCK_TOKENS, TierShape
 
 LUMP_TOKENS = 128  # that a running sequence offloads at once: whole pages of every size
 STAGED_LAYERS = 2  # of a prompt that is offloaded: one is computed while the other's rows leave
 PIECE_ROWS = 65_536  # tokens x KV heads of a piece: one head of the longest segment, or more heads of a shorter one
-FLOATS = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 
 def num_gathered_heads(kv_heads: int, has_codes: bool) -> int:
@@ -39,3 +40,12 @@ def piece_arrays(shape: TierShape, num_tables: int) -> dict[str, ArraySpec]:
         "rows": ArraySpec((2, PIECE_ROWS * shape.dim), shape.rows),
         "codes": ArraySpec((PIECE_ROWS * num_tables,), "uint16"),
     }
+
+
+def slot_shape(
+    architecture: Architecture, num_tables: int, dtype: str, excludes: bool, is_counted: bool = False
+) -> SlotShape:
+    """Return what a row of a decode step asks of the host in a layer. excludes: a row may take blocks off it."""
+    blocks = -(-architecture.max_context_tokens // BLOCK_TOKENS) if excludes else 0
+    a = architecture
+    return SlotShape(a.num_heads, a.dim, num_tables, dtype, a.num_kv_heads, blocks, is_counted)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gpu.allocation import allocate_empty
 from gpu.host.footprint import gathered_array
 from gpu.kv.pool import KvPool
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import read_rows
+from transfer.allocation import allocate_empty
 
 
 class GatheredKv:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpu.allocation import allocate_empty
 from gpu.host.deposit import Depositor, of_heads
 from gpu.host.footprint import LUMP_TOKENS, lump_array
 from gpu.host.gathered import GatheredKv
@@ -20,6 +19,7 @@ from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
 from gpu.step import FinishedReload, Offload, Reload
 from gpu.upload import upload
+from transfer.allocation import allocate_empty
 from transfer.copies import PASSED, Event
 from transfer.host_tier import HostMemoryError, HostTier, LayerRows, Reservation
 

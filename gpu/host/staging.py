@@ -8,12 +8,12 @@ slot's resident pages.
 import torch
 from torch import Tensor
 
-from gpu.allocation import allocate
 from gpu.host.deposit import Depositor
 from gpu.host.footprint import STAGED_LAYERS, staged_array
 from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Pages
 from gpu.step import PrefillPrompt
+from transfer.allocation import allocate
 from transfer.copies import PASSED, Event
 from transfer.host_tier import HostTier
 

@@ -6,19 +6,16 @@ Each number mirrors an allocation of the staging, the depositor, the exchange or
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from gpu.arrays import sum_bytes
 from gpu.batching.halving import most_rows_of_parts
-from gpu.host.footprint import LUMP_TOKENS, lump_array, piece_arrays, staged_array
+from gpu.host.footprint import LUMP_TOKENS, lump_array, piece_arrays, slot_shape, staged_array
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout
+from transfer.arrays import FLOATS, sum_bytes
 from transfer.host_config import HostConfig
 from transfer.host_memory import bytes_of_run, bytes_per_token, without_tables
 from transfer.reading import Reading
-from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
-
-HYPERPLANE_COLUMN_STEP = 32
-CODE_BYTES, FLAG_BYTES, FLOAT_BYTES, MASK_BYTES = 2, 4, 4, 1
+from transfer.tier_shape import TierShape, hyperplane_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +118,15 @@ class HostDemand:
 
     @property
     def asked_row_bytes(self) -> int:
-        """Return the bytes of queries, codes, masks and exclusions of a row's heads on their way to the CPU, out and
-        lse on their way back; a layer.
-        """
-        heads, dim, tables = self.shape.num_heads, self.shape.dim, self.config.sampled.num_tables
-        head = dim * (self.dtype_bytes + FLOAT_BYTES) + FLOAT_BYTES + tables * CODE_BYTES + MASK_BYTES
-        return heads * head + FLAG_BYTES + self.shape.num_kv_heads * self.exclusion_blocks // 8
-
-    @property
-    def exclusion_blocks(self) -> int:
-        """Return the bits of a row's KV head in an ask: one for each block of the longest context, in whole words; 0:
-        none.
-        """
-        blocks = -(-self.shape.max_context_tokens // BLOCK_TOKENS) if self.excludes else 0
-        return -(-blocks // WORD_BITS) * WORD_BITS
+        """Return the bytes of a row's asks on their way to the CPU, and of the answer; a layer."""
+        tables, dtype = self.config.sampled.num_tables, FLOATS[self.dtype_bytes]
+        return sum_bytes(slot_shape(self.shape, tables, dtype, self.excludes).row_arrays().values())
 
     @property
     def hyperplane_bytes(self) -> int:
-        columns = -(-self.config.sampled.num_tables // HYPERPLANE_COLUMN_STEP) * HYPERPLANE_COLUMN_STEP
-        return self.shape.dim * columns * self.config.sampled.bits_per_table * self.dtype_bytes
+        sampled = self.config.sampled
+        dtype = FLOATS[self.dtype_bytes]
+        return hyperplane_array(self.shape.dim, sampled.bits_per_table, sampled.num_tables, dtype).num_bytes
 
     def deposit_bytes(self, is_cuda: bool) -> int:
         """Return the bytes of what rows pass through on their way down or up, and a lump of all layers as it is

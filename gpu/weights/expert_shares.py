@@ -12,6 +12,8 @@ from functools import lru_cache
 from gpu.model.matrix_format import Kind
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes
 from gpu.model.spec import Architecture, Experts
+from transfer.arrays import sum_bytes
+from transfer.slot_shape import ANSWERED, expert_row_arrays, expert_work_arrays
 
 STAGED_STACKS = 2  # of a layer's experts in host memory, whole, for prefill: those it reads, and the next layer's
 KV_SHARE = 1 / 4  # of what is left without experts, kept for contexts where experts take what they can get
@@ -142,8 +144,9 @@ class ExpertShares:
         (`transfer.expert_exchange`), and what it computes in (`cpu.experts`), all float32 or int32.
         """
         experts, hidden = experts_of(self.shape), self.shape.hidden
-        slot = num_rows * (2 * hidden + 2 * experts.per_token + 1) + 1
-        return 4 * (slot + num_rows * experts.per_token * (experts.intermediate + hidden))
+        row = expert_row_arrays(hidden, experts.per_token)
+        work = expert_work_arrays(num_rows, experts.per_token, experts.intermediate, hidden)
+        return num_rows * sum_bytes(row.values()) + ANSWERED.num_bytes + sum_bytes(work.values())
 
     def _numbers_of_layers(self) -> Iterator[int]:
         """Of those with experts."""

@@ -28,6 +28,7 @@ from lab.kernels.lsh_layer import DIM, HEADS, KV_HEADS, Layer, make_layer
 from transfer.exchange import ExchangeSlot, new_slot
 from transfer.host_memory import SEGMENT_TOKENS, num_offsets
 from transfer.simd.features import SIMD
+from transfer.slot_shape import SlotShape
 
 SCALE = DIM**-0.5
 STEPS = 4  # queries of as many tokens, in turn
@@ -208,7 +209,7 @@ def _measure(
         times.setdefault(f"lookup {kind}", []).append(got.lookup_ns / 1e6)
         times.setdefault(f"attend {kind}", []).append(got.sampled_ns / 1e6)
 
-    slot = new_slot(1, HEADS, DIM, benchmark.tables, torch.bfloat16, torch.device("cpu"))
+    slot = new_slot(1, SlotShape(HEADS, DIM, benchmark.tables, "bfloat16"), torch.device("cpu"))
     errors = np.empty((1, 1, HEADS, ERRORS), np.float32)
     queries, _ = _step(layer, 0)
     peer = [_as_tensor(rows)[None] for rows in (queries.reshape(KV_HEADS, -1, DIM), layer.keys, layer.values)]

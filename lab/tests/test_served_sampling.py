@@ -32,6 +32,7 @@ from transfer.copies import Streams
 from transfer.host_tier import Ask, TierShape
 from transfer.partial import Partial, merge
 from transfer.reading import Reading
+from transfer.slot_shape import SlotShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64
 HEADS = KV_HEADS * GROUP
@@ -111,7 +112,7 @@ def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
     codes = Codes(arrange(draw_projections(DIM, BITS, TABLES, SEED, torch.float32, device)))
     with small_tier(device_name) as tier:
         depositor = Depositor(tier.shape, codes.encode_keys, device, Streams(device))
-        exchange = SlotExchange(1, HEADS, DIM, TABLES, torch.float32, device)
+        exchange = SlotExchange(1, SlotShape(HEADS, DIM, TABLES, "float32"), device)
         tier.open(1, Reading.SAMPLE)
         begin = SINK
         for number, query in enumerate(case.queries[:steps]):

@@ -21,6 +21,7 @@ from transfer.exchange import ExchangeSlot, new_slot
 from transfer.host_tier import Ask, LayerRows, Reservation, TierShape
 from transfer.reading import Reading
 from transfer.slabs import PageSource
+from transfer.slot_shape import SlotShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64  # where a test says nothing else
 HEADS = KV_HEADS * GROUP
@@ -207,10 +208,8 @@ class Witness:
     def _new_slot(self, rows: Sequence[Row]) -> ExchangeSlot:
         """With room for the longest row's bits, if there are any."""
         blocks = max((row.excluded.shape[1] for row in rows if row.excluded is not None), default=0)
-        slot = new_slot(
-            MAX_ROWS, self.heads, self.dim, len(self.planes), torch.float32, torch.device("cpu"),
-            kv_heads=self.kv_heads, exclusion_blocks=blocks, counted=True,
-        )  # fmt: skip
+        shape = SlotShape(self.heads, self.dim, len(self.planes), "float32", self.kv_heads, blocks, is_counted=True)
+        slot = new_slot(MAX_ROWS, shape, torch.device("cpu"))
         for place, row in enumerate(rows):
             if row.wanted is not None:
                 slot.wanted[place] = torch.tensor(row.wanted)

@@ -20,6 +20,7 @@ from transfer.copies import PASSED
 from transfer.exchange import new_slot
 from transfer.host_tier import Ask
 from transfer.reading import Reading
+from transfer.slot_shape import SlotShape
 
 FEW, MORE = ("bfloat16", 6, 20), ("int8", 8, 60)
 LONG, SHORT = 1, 2  # contexts: segments that begin at 0, 2,050 and 4,200, the last of them open; one segment
@@ -190,8 +191,8 @@ def test_a_slot_that_does_not_count_is_answered_alike() -> None:
     with Device(tier, 3) as device:
         device.open(1, Reading.SAMPLE, 2500)
         answers = []
-        for more in ({}, {"counted": True}, {"kv_heads": 1, "exclusion_blocks": 200}):
-            slot = new_slot(2, MODEL_HEADS, DIM, 20, torch.float32, torch.device("cpu"), **more)
+        for more in ({}, {"is_counted": True}, {"kv_heads": 1, "exclusion_blocks": 200}):
+            slot = new_slot(2, SlotShape(MODEL_HEADS, DIM, 20, "float32", **more), torch.device("cpu"))
             out, lse, _ = device.attend([1], slot=slot)
             answers.append((out, lse))
         for out, lse in answers[1:]:
@@ -209,7 +210,9 @@ def test_the_tests_own_tier_answers_the_same() -> None:
     tier = new_tier(shape)
     for one in (tier, ReferenceTier(shape, 1000, 2048, 2048)):
         slot = new_slot(
-            rows, MODEL_HEADS, DIM, 0, torch.float32, torch.device("cpu"), kv_heads=1, exclusion_blocks=19, counted=True
+            rows,
+            SlotShape(MODEL_HEADS, DIM, 0, "float32", kv_heads=1, exclusion_blocks=19, is_counted=True),
+            torch.device("cpu"),
         )
         one.open(1, Reading.WHOLE)
         for reservation in one.reserve(1, tokens):

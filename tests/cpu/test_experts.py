@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu.experts import HostExperts
+from cpu.experts import GATED, MADE, HostExperts
+from gpu.model.architecture import named_shape
+from gpu.weights.expert_shares import ExpertShares, experts_of
 from tests.tolerances import HOST_EXPERTS_FLOAT32, HOST_EXPERTS_SHARE
 from transfer.exchange import LAST_STAMP, ExchangeError
 from transfer.expert_exchange import NOT_HERE, ExpertAsks, ExpertSlot, LayerExperts, new_expert_slot
@@ -251,3 +254,14 @@ def test_layers_that_differ_and_matrices_of_another_size_are_refused_by_name() -
         HostExperts([None], 1, 1, 1)
     with pytest.raises(ValueError, match=r"down is \(1056, 64\) on cpu.*; wanted \(1152, 64\) in host memory"):
         HostExperts([LayerExperts(COUNT + 1, draw_layer(0, torch.bfloat16, COUNT + 1).gate_up, one.down)], 1, 1, 1)
+
+
+def test_a_lane_that_asks_the_cpu_takes_what_is_planned() -> None:
+    model = named_shape("tiny-mixtral")
+    experts, hidden = experts_of(model), model.hidden
+    slot = new_expert_slot(MOST_ROWS, hidden, experts.per_token, CPU)
+    layer = draw_layer(3, torch.float32, experts.num_experts, hidden, experts.intermediate)
+    worker = HostExperts([layer], MOST_ROWS, experts.per_token, 1)
+    taken = sum(tensor.nbytes for tensor in asdict(slot).values() if isinstance(tensor, torch.Tensor))
+    taken += worker._arrays[GATED].nbytes + worker._arrays[MADE].nbytes
+    assert taken == ExpertShares(model, 4, 0).asking_bytes(MOST_ROWS)

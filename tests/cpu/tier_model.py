@@ -16,6 +16,7 @@ from transfer.copies import PASSED
 from transfer.exchange import RELEASED, new_slot
 from transfer.host_tier import Ask, LayerRows, TierShape
 from transfer.slabs import PageSource
+from transfer.slot_shape import SlotShape
 
 LAYERS, KV_HEADS, GROUP, DIM = 2, 1, 2, 64
 HEADS = KV_HEADS * GROUP
@@ -174,7 +175,7 @@ class Device:
         return [Ask(*ask) for ask in zip(context_ids, cuts, strict=True)]
 
     def _new_slot(self):
-        slot = new_slot(MAX_ROWS, HEADS, DIM, self.tier.shape.num_tables, torch.float32, torch.device("cpu"))
+        slot = new_slot(MAX_ROWS, SlotShape(HEADS, DIM, self.tier.shape.num_tables, "float32"), torch.device("cpu"))
         slot.out.fill_(torch.nan)
         slot.lse.fill_(torch.nan)
         return slot

@@ -23,6 +23,7 @@ from transfer.host_tier import Answered, Ask
 from transfer.reading import Reading
 from transfer.simd.memory import load_acquire_int32, store_release_int32
 from transfer.simd.team import look_again, now_ns
+from transfer.slot_shape import SlotShape
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20
@@ -34,7 +35,7 @@ class FakeExchange:
     """A slot, and what the device's side is told."""
 
     def __init__(self, slot: ExchangeSlot | None = None) -> None:
-        self.slot = slot or new_slot(2, HEADS, DIM, 0, torch.float32, CPU)
+        self.slot = slot or new_slot(2, SlotShape(HEADS, DIM, 0, "float32"), CPU)
         self.forgotten = 0
 
     def forget_asks(self) -> None:

@@ -75,9 +75,11 @@ from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
 from gpu.predictor.predict import PackedNetwork, predict_blocks
 from gpu.weights.weights import ExpertWeights, allocate_packed
+from transfer.allocation import dtype_name
 from transfer.exchange import new_slot
 from transfer.expert_exchange import new_expert_slot
 from transfer.partial import Partial
+from transfer.slot_shape import SlotShape
 
 SHARED_KIB = {80: 163, 89: 99}
 TRITON_TYPES = {
@@ -298,12 +300,16 @@ def _codes(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _pack(shape: Architecture, dtype: torch.dtype) -> None:
-    slot = new_slot(4, shape.num_heads, shape.dim, 150, dtype, torch.device("cpu"))
+    slot = new_slot(4, SlotShape(shape.num_heads, shape.dim, 150, dtype_name(dtype)), torch.device("cpu"))
     query = empty(2, shape.num_heads, shape.dim, dtype=dtype)
     codes = empty(2, shape.num_heads, 150, dtype=torch.uint16)
     counters = new_counters(slot, torch.device("cuda"))
     exchange_pack(query, codes, counters, slot)
-    slot = new_slot(4, shape.num_heads, shape.dim, 0, dtype, torch.device("cpu"), kv_heads=2, exclusion_blocks=64)
+    slot = new_slot(
+        4,
+        SlotShape(shape.num_heads, shape.dim, 0, dtype_name(dtype), kv_heads=2, exclusion_blocks=64),
+        torch.device("cpu"),
+    )
     excluded = empty(2, 2, 2, dtype=torch.int32)
     exchange_pack(query, None, counters, slot, empty(2, shape.num_heads, dtype=torch.uint8), excluded)
     await_answer(counters, slot)

@@ -10,8 +10,10 @@ import torch
 from gpu.operations.exchange.await_answer import await_answer
 from gpu.operations.exchange.exchange_pack import catch_up, exchange_pack, new_counters
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, random
+from transfer.allocation import dtype_name
 from transfer.exchange import LAST_STAMP, ExchangeSlot, new_slot, wait
 from transfer.merge import NO_MASS, merge_outputs
+from transfer.slot_shape import SlotShape
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]
 WAIT_S = 5.0
@@ -19,7 +21,7 @@ HOPS = 1000
 
 
 def poisoned_slot(max_rows: int, heads: int, dim: int, tables: int, dtype: torch.dtype, device: str) -> ExchangeSlot:
-    slot = new_slot(max_rows, heads, dim, tables, dtype, torch.device(device))
+    slot = new_slot(max_rows, SlotShape(heads, dim, tables, dtype_name(dtype)), torch.device(device))
     for tensor in (slot.queries, slot.out, slot.lse):
         tensor.fill_(float("nan"))
     if slot.codes is not None:
@@ -84,7 +86,7 @@ def test_no_flag_of_a_warm_up_is_taken_for_an_asks(dtype, device):
 
 
 def test_an_ask_that_does_not_fit_the_slot_is_named(dtype, device):
-    slot = new_slot(2, 4, 64, 5, dtype, torch.device(device))
+    slot = new_slot(2, SlotShape(4, 64, 5, dtype_name(dtype)), torch.device(device))
     counters = new_counters(slot, torch.device(device))
     queries = torch.zeros(3, 4, 64, dtype=dtype, device=device)
     codes = torch.zeros(3, 4, 5, dtype=torch.uint16, device=device)
@@ -99,7 +101,7 @@ def test_an_ask_that_does_not_fit_the_slot_is_named(dtype, device):
 def test_an_ask_says_which_heads_and_blocks_it_wants(dtype, device):
     """Those of the ask before it are not kept: without a mask all heads are wanted, and nothing is excluded."""
     generator = np.random.default_rng(4)
-    slot = new_slot(5, 6, 64, 0, dtype, torch.device(device), kv_heads=2, exclusion_blocks=320)
+    slot = new_slot(5, SlotShape(6, 64, 0, dtype_name(dtype), kv_heads=2, exclusion_blocks=320), torch.device(device))
     counters = new_counters(slot, torch.device(device))
     queries = torch.zeros(3, 6, 64, dtype=dtype, device=device)
     masks = torch.from_numpy(generator.integers(0, 2, (3, 6)).astype(np.uint8))

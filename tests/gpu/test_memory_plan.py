@@ -1,6 +1,6 @@
 """The memory plan: items fit their limits, what was asked for holds, and what does not fit says so in one line."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from gpu.config import Composition, GpuConfig
 from gpu.cpu_step.cpu_step import MAX_ROWS, CpuStep
 from gpu.cpu_step.step_attention import PART_TOKENS
 from gpu.host.deposit import Depositor
+from gpu.host.footprint import slot_shape
 from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
@@ -40,7 +41,6 @@ from transfer.copies import Streams
 from transfer.exchange import new_slot
 from transfer.host_config import DocumentsConfig, HostConfig, SampledConfig
 from transfer.machine import GIB, MachineProfile, load_machine
-from transfer.tier_shape import BLOCK_TOKENS
 
 MACHINES = {
     path.stem: load_machine(path) for path in (Path(__file__).parents[2] / "deploy" / "machines").glob("*.json")
@@ -542,16 +542,14 @@ def test_staging_takes_what_is_planned() -> None:
 def test_exchange_slots_and_hyperplanes_take_what_is_planned(running: int, excludes: bool) -> None:
     sampled = SampledConfig(bits_per_table=10, num_tables=75)
     demand, cpu = host_demand(SHAPE_TINY, 16, running, HostConfig(sampled=sampled), excludes), torch.device("cpu")
-    blocks = -(-SHAPE_TINY.max_context_tokens // BLOCK_TOKENS) if excludes else 0
     planes = arrange(draw_projections(SHAPE_TINY.dim, 10, 75, 0, torch.float32, cpu))
     assert planes.planes.nbytes == demand.hyperplane_bytes
     taken = 0
     for rows in most_rows_of_parts(running):
-        slot = new_slot(rows, SHAPE_TINY.num_heads, SHAPE_TINY.dim, 75, torch.float32, cpu,
-                        kv_heads=SHAPE_TINY.num_kv_heads, exclusion_blocks=blocks)  # fmt: skip
+        slot = new_slot(rows, slot_shape(SHAPE_TINY, 75, "float32", excludes), cpu)
         assert (slot.excluded is not None) == excludes
-        tensors = (slot.queries, slot.codes, slot.wanted, slot.excluded, slot.flags, slot.out, slot.lse)
-        taken += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        taken += sum(value.nbytes for value in asdict(slot).values() if isinstance(value, torch.Tensor))
+        taken -= slot.answered.nbytes
     assert taken == demand.exchange_bytes
 
 

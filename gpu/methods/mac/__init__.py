@@ -7,12 +7,12 @@ everything, and both leave a summary for those that follow.
 
 from typing import Any
 
-from gpu.arrays import ArraySpec, sum_bytes
 from gpu.methods.counters import Counter, Counts, SavedReads, Share
 from gpu.methods.kept import Kept
 from gpu.methods.mac.settings import MacSettings
 from gpu.methods.method import Footprint, RingMethod
 from gpu.model.architecture import Architecture
+from transfer.arrays import ArraySpec, sum_bytes
 from transfer.host_config import HostConfig
 
 COUNTERS = {

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gpu.allocation import allocate_all
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import LayerReads, RingSide, Site
@@ -26,6 +25,7 @@ from gpu.methods.mac.settings import MacSettings
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.operations.kv.kv_rows import width_of
 from gpu.step import RingWrite
+from transfer.allocation import allocate_all
 from transfer.partial import Owner, Partial, merge_all
 
 

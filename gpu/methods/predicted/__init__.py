@@ -9,12 +9,12 @@ read.
 
 from typing import Any
 
-from gpu.arrays import ArraySpec, sum_bytes
 from gpu.methods.counters import Counter, Counts, SavedReads
 from gpu.methods.kept import OFFLOAD_KEYS, Kept, join_kept, keep_as_set
 from gpu.methods.method import Footprint, ReadCost, RingMethod
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
+from transfer.arrays import ArraySpec, sum_bytes
 from transfer.host_config import HostConfig
 from transfer.places import COLUMNS
 from transfer.reading import Reading

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from gpu.allocation import allocate_all
 from gpu.methods.predicted import ring_arrays
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
 from gpu.operations.kv.kv_rows import width_of
+from transfer.allocation import allocate_all
 from transfer.tier_shape import BLOCK_TOKENS
 
 EMPTY = -1

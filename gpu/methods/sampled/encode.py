@@ -16,10 +16,9 @@ from torch import Tensor
 
 from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections
 from gpu.operations.arguments import check, runs_on_triton
+from transfer.allocation import allocate, dtype_name
 from transfer.host_config import SampledConfig
-
-COLUMN_STEP = 32
-"""Columns of a plane are a multiple of this."""
+from transfer.tier_shape import hyperplane_array
 
 KEY_CONFIG = (128, 32, 4, 3)  # block_rows, block_tables, num_warps, num_stages
 QUERY_CONFIG = (32, 16, 4, 4)
@@ -51,8 +50,7 @@ def arrange(projections: Projections) -> Hyperplanes:
     CUDA, and everywhere the same.
     """
     bits, tables, matrix = projections.bits_per_table, projections.num_tables, projections.matrix
-    columns = -(-tables // COLUMN_STEP) * COLUMN_STEP
-    planes = torch.zeros(bits, projections.dim, columns, dtype=matrix.dtype, device=matrix.device)
+    planes = allocate(hyperplane_array(projections.dim, bits, tables, dtype_name(matrix.dtype)), matrix.device)
     planes[:, :, :tables] = matrix.view(projections.dim, tables, bits).permute(2, 0, 1)
     return Hyperplanes(planes, tables)
 
