@@ -1,13 +1,11 @@
 """Servers for tests: the application in this process's event loop, over a real socket, with the fake engine."""
 
 import asyncio
-import inspect
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import httpx
 import uvicorn
@@ -33,27 +31,6 @@ def fake_command(**settings: float | str) -> list[str]:
     start = f"runpy.run_path({str(FAKE_ENGINE)!r}, run_name='__main__')"
     code = f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); {start}"
     return [sys.executable, "-c", code, json.dumps(settings)]
-
-
-def each_case(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Parametrise a test over cases that share one server, which starts once; a failure names its case."""
-    named = (names,) if isinstance(names, str) else names
-
-    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
-        async def run(**fixtures: Any) -> None:
-            for case in cases:
-                try:
-                    await test(**fixtures, **dict(zip(named, (case,) if isinstance(names, str) else case, strict=True)))
-                except AssertionError as error:
-                    raise AssertionError(f"case {case!r}: {error}") from error
-
-        signature = inspect.signature(test)
-        kept = [parameter for name, parameter in signature.parameters.items() if name not in named]
-        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
-        run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-        return run
-
-    return decorate
 
 
 class Running:

@@ -13,7 +13,7 @@ from anthropic import AsyncAnthropic
 from server.bodies.generation_bodies import ChatBody
 from server.routes.messages.message_bodies import MessagesBody
 from server.routes.messages.message_translation import translate_messages
-from tests.server.live_server import Running, each_case, fake_command, make_deployment, running_server
+from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
 
 PROMPT = "The café on the 5th street, 東京, is open."
@@ -232,9 +232,8 @@ async def test_a_key_may_come_as_anthropics_clients_send_it_and_there_alone():
         assert chats.status_code == 401
 
 
-@each_case(
-    ("body", "named"),
-    [
+async def test_what_is_wrong_with_a_body_is_named(live, subtests):
+    for body, named in [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -261,13 +260,12 @@ async def test_a_key_may_come_as_anthropics_clients_send_it_and_there_alone():
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
-    ],
-)
-async def test_what_is_wrong_with_a_body_is_named(live, body, named):
-    answer = await live.http.post("/v1/messages", json={"messages": HI, "max_tokens": 5} | body)
-    assert answer.status_code == 400
-    assert answer.json()["type"] == "error"
-    assert answer.json()["error"]["message"].startswith(f"{named}: ")
+    ]:
+        with subtests.test(body=body, named=named):
+            answer = await live.http.post("/v1/messages", json={"messages": HI, "max_tokens": 5} | body)
+            assert answer.status_code == 400
+            assert answer.json()["type"] == "error"
+            assert answer.json()["error"]["message"].startswith(f"{named}: ")
 
 
 async def test_tokens_are_counted_for_a_profile_that_is_served(live):

@@ -6,7 +6,7 @@ import openai
 import pytest
 from openai import NOT_GIVEN, OpenAI
 
-from tests.server.live_server import Running, each_case
+from tests.server.live_server import Running
 
 PROMPT = "The café on the 5th street, 東京, is open — naïve €."
 CHAT = [{"role": "user", "content": PROMPT}]
@@ -88,18 +88,19 @@ async def test_echo_without_logprobs_is_the_prompt_and_the_answer(live, tokenize
     assert len(whole.top_logprobs[1]) == 1, "the drawn token is always there"
 
 
-@each_case("stop", ["street", ["zzz", "5th st"], "東京", "é on", ["t, ", "street"]])
-async def test_stop_strings_cut_the_text_and_never_show(live, stop):
-    done = (await complete(live, max_tokens=200, stop=stop)).choices[0]
-    ends = {s: PROMPT.index(s) + len(s) for s in ([stop] if isinstance(stop, str) else stop) if s in PROMPT}
-    first = min(ends, key=ends.get)
-    assert done.text == PROMPT[: PROMPT.index(first)]
-    assert done.finish_reason == "stop"
-    chunks = await all_of(complete(live, max_tokens=200, stop=stop, stream=True, logprobs=1))
-    assert "".join(c.choices[0].text for c in chunks) == done.text
-    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["stop"]
-    offsets = [offset for c in chunks for offset in c.choices[0].logprobs.text_offset]
-    assert all(offset < len(done.text) for offset in offsets), "no token behind the text is reported"
+async def test_stop_strings_cut_the_text_and_never_show(live, subtests):
+    for stop in ["street", ["zzz", "5th st"], "東京", "é on", ["t, ", "street"]]:
+        with subtests.test(stop=stop):
+            done = (await complete(live, max_tokens=200, stop=stop)).choices[0]
+            ends = {s: PROMPT.index(s) + len(s) for s in ([stop] if isinstance(stop, str) else stop) if s in PROMPT}
+            first = min(ends, key=ends.get)
+            assert done.text == PROMPT[: PROMPT.index(first)]
+            assert done.finish_reason == "stop"
+            chunks = await all_of(complete(live, max_tokens=200, stop=stop, stream=True, logprobs=1))
+            assert "".join(c.choices[0].text for c in chunks) == done.text
+            assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["stop"]
+            offsets = [offset for c in chunks for offset in c.choices[0].logprobs.text_offset]
+            assert all(offset < len(done.text) for offset in offsets), "no token behind the text is reported"
 
 
 async def test_a_stop_string_ends_the_request_in_the_engine(live):

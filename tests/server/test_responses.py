@@ -10,7 +10,7 @@ import pytest
 from server.bodies.chat_message import Message
 from server.stores import response_store
 from server.stores.response_store import ResponseStore
-from tests.server.live_server import Running, each_case, fake_command, make_deployment, running_server
+from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import Script
 
 PROMPT = "The café on the 5th street, 東京, is open."
@@ -252,22 +252,20 @@ async def test_another_key_neither_sees_nor_deletes_a_response():
         assert (await live.openai.responses.retrieve(mine.id)).output_text == mine.output_text
 
 
-@each_case(
-    ("query", "param"),
-    [
+async def test_what_is_wrong_with_a_query_is_named(live, subtests):
+    for query, param in [
         ("/input_items?limit=0", "limit"),
         ("/input_items?limit=101", "limit"),
         ("/input_items?limit=ten", "limit"),
         ("/input_items?order=up", "order"),
         ("/input_items?after=msg_none", "after"),
         ("?stream=true", "stream"),
-    ],
-)
-async def test_what_is_wrong_with_a_query_is_named(live, query, param):
-    given = await respond(live)
-    answer = await live.http.get(f"/v1/responses/{given.id}{query}")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    ]:
+        with subtests.test(query=query, param=param):
+            given = await respond(live)
+            answer = await live.http.get(f"/v1/responses/{given.id}{query}")
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == param
 
 
 def test_the_oldest_goes_when_there_is_no_room_and_the_bytes_are_counted(monkeypatch):
@@ -300,9 +298,8 @@ def test_the_oldest_goes_when_there_is_no_room_and_the_bytes_are_counted(monkeyp
     assert never.find("owner", "a") is None
 
 
-@each_case(
-    ("body", "param"),
-    [
+async def test_what_is_wrong_with_a_body_is_named(live, subtests):
+    for body, param in [
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "a"}]}, "input[0].role"),
@@ -317,13 +314,12 @@ def test_the_oldest_goes_when_there_is_no_room_and_the_bytes_are_counted(monkeyp
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "previous_response_id": "resp_none"}, "previous_response_id"),
         ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
-    ],
-)
-async def test_what_is_wrong_with_a_body_is_named(live, body, param):
-    answer = await live.http.post("/v1/responses", json=body)
-    assert 400 <= answer.status_code < 500
-    assert answer.json()["error"]["param"] == param
-    assert answer.json()["error"]["message"].startswith(param.partition("[")[0])
+    ]:
+        with subtests.test(body=body, param=param):
+            answer = await live.http.post("/v1/responses", json=body)
+            assert 400 <= answer.status_code < 500
+            assert answer.json()["error"]["param"] == param
+            assert answer.json()["error"]["message"].startswith(param.partition("[")[0])
 
 
 def test_every_field_of_the_official_client_is_known():

@@ -16,7 +16,7 @@ from server.routes.responses.response_bodies import InputItem
 from server.routes.responses.response_routes import resolve_references
 from server.stores.response_store import KeptResponse
 from server.text.model_tokenizer import Tokenizer
-from tests.server.live_server import Running, each_case
+from tests.server.live_server import Running
 from tests.server.scripted_model import Script
 
 PAGE = Path(__file__).parents[2] / "docs" / "API.md"
@@ -71,22 +71,18 @@ async def test_a_seed_of_minus_one_draws_anew_and_any_other_repeats(live: Runnin
     assert len({await draw(-1) for _ in range(4)}) > 1
 
 
-@each_case(
-    ("path", "body", "field", "least"),
-    [
+async def test_a_number_of_tokens_out_of_range_is_told_in_one_wording(live: Running, subtests: pytest.Subtests) -> None:
+    for path, body, field, least in [
         (CHAT, {"messages": HI}, "max_tokens", 1),
         (CHAT, {"messages": HI}, "max_completion_tokens", 1),
         (COMPLETION, {"prompt": "a"}, "max_tokens", 0),
         (RESPONSES, {"input": "a"}, "max_output_tokens", 1),
         (MESSAGES, {"messages": HI}, "max_tokens", 1),
-    ],
-)
-async def test_a_number_of_tokens_out_of_range_is_told_in_one_wording(
-    live: Running, path: str, body: Any, field: str, least: int
-) -> None:
-    for value in (-1, least - 1, 2**31, 2**70):
-        told = await refusal(live, path, **body, **{field: value})
-        assert told == (400, f"{field}: got {value}, wanted from {least} to 2147483647")
+    ]:
+        with subtests.test(path=path, body=body, field=field, least=least):
+            for value in (-1, least - 1, 2**31, 2**70):
+                told = await refusal(live, path, **body, **{field: value})
+                assert told == (400, f"{field}: got {value}, wanted from {least} to 2147483647")
 
 
 async def test_storing_a_chat_has_no_effect(live: Running) -> None:
@@ -106,7 +102,7 @@ async def test_special_tokens_are_shown_by_completions_alone(live: Running, toke
     assert (status, told.partition(":")[0]) == (400, "skip_special_tokens")
 
 
-@each_case("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
 async def test_token_ids_are_told_whole_and_streamed(live: Running, tokenizer: Tokenizer, path: str) -> None:
     asked: dict[str, Any] = {"temperature": 0, "return_token_ids": True, "n": 2, "stop": ["open"]}
     asked |= {"messages": [{"role": "user", "content": "It is open."}]} if path == CHAT else {"prompt": "It is open."}

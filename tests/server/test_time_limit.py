@@ -5,7 +5,7 @@ from starlette.datastructures import Headers
 
 from server.api_error import ApiError
 from server.generation.time_limit import choose_limit
-from tests.server.live_server import Running, each_case, fake_command, make_deployment, running_server
+from tests.server.live_server import Running, fake_command, make_deployment, running_server
 
 LONG = {"prompt": "one two three", "temperature": 0, "max_tokens": 8000, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "one two three"}], "temperature": 0, "max_tokens": 8000}
@@ -85,19 +85,20 @@ def test_the_least_of_the_limits_counts_and_a_header_that_is_no_number_of_second
 WORDS = "one two three four five six seven eight"
 
 
-@each_case("side", [None, "left", "right"])
-async def test_of_a_prompt_that_is_cut_the_last_tokens_are_read_or_the_first(live, tokenizer, side):
-    ids = tokenizer.encode(WORDS, True)
-    kept = ids[:3] if side == "right" else ids[-3:]
-    for prompt in (WORDS, ids):
-        body = {"prompt": prompt, "temperature": 0, "max_tokens": 50, "truncate_prompt_tokens": 3}
-        body |= {} if side is None else {"truncation_side": side}
-        answer = (await live.http.post("/v1/completions", json=body)).json()
-        assert answer["usage"]["prompt_tokens"] == 3
-        assert answer["choices"][0]["text"] == tokenizer.decode(kept, True)
-        echoed = (await live.http.post("/v1/completions", json=body | {"echo": True})).json()
-        spelled = b"".join(map(tokenizer.token_bytes, kept)).decode()
-        assert echoed["choices"][0]["text"] == spelled + tokenizer.decode(kept, True)
+async def test_of_a_prompt_that_is_cut_the_last_tokens_are_read_or_the_first(live, tokenizer, subtests):
+    for side in [None, "left", "right"]:
+        with subtests.test(side=side):
+            ids = tokenizer.encode(WORDS, True)
+            kept = ids[:3] if side == "right" else ids[-3:]
+            for prompt in (WORDS, ids):
+                body = {"prompt": prompt, "temperature": 0, "max_tokens": 50, "truncate_prompt_tokens": 3}
+                body |= {} if side is None else {"truncation_side": side}
+                answer = (await live.http.post("/v1/completions", json=body)).json()
+                assert answer["usage"]["prompt_tokens"] == 3
+                assert answer["choices"][0]["text"] == tokenizer.decode(kept, True)
+                echoed = (await live.http.post("/v1/completions", json=body | {"echo": True})).json()
+                spelled = b"".join(map(tokenizer.token_bytes, kept)).decode()
+                assert echoed["choices"][0]["text"] == spelled + tokenizer.decode(kept, True)
 
 
 async def test_minus_one_keeps_what_the_context_leaves_beside_the_answer(live):
@@ -115,9 +116,8 @@ async def test_minus_one_keeps_what_the_context_leaves_beside_the_answer(live):
     assert (await live.http.post("/v1/completions", json=short[1])).json()["choices"][0]["text"] == WORDS
 
 
-@each_case(
-    ("field", "value"),
-    [
+async def test_a_limit_that_means_nothing_is_refused_by_name(live, subtests):
+    for field, value in [
         ("truncate_prompt_tokens", 0),
         ("truncate_prompt_tokens", -2),
         ("truncate_prompt_tokens", 2**31),
@@ -129,30 +129,32 @@ async def test_minus_one_keeps_what_the_context_leaves_beside_the_answer(live):
         ("max_seconds", -1),
         ("max_seconds", 1e7),
         ("include_stop_str_in_output", 1),
-    ],
-)
-async def test_a_limit_that_means_nothing_is_refused_by_name(live, field, value):
-    answer = await live.http.post("/v1/completions", json={"prompt": "a", field: value})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    ]:
+        with subtests.test(field=field, value=value):
+            answer = await live.http.post("/v1/completions", json={"prompt": "a", field: value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 # --- what ended it ----------------------------------------------------------------------------------------------------
 
 
-@each_case("stop", ["three", ["five", "ee fo"], " four"])
-async def test_the_stop_string_ends_the_text_where_it_is_asked_for(live, stop):
-    body = {"prompt": WORDS, "temperature": 0, "max_tokens": 50, "stop": stop, "logprobs": 0}
-    cut = (await live.http.post("/v1/completions", json=body)).json()["choices"][0]
-    kept = (await live.http.post("/v1/completions", json=body | {"include_stop_str_in_output": True})).json()
-    kept = kept["choices"][0]
-    found = min(([stop] if isinstance(stop, str) else stop), key=lambda one: WORDS.index(one) + len(one))
-    assert cut["text"] + found == kept["text"] == WORDS[: WORDS.index(found) + len(found)]
-    assert kept["finish_reason"] == "stop"
-    assert kept["logprobs"]["text_offset"][-1] < len(kept["text"])
-    events = (
-        await live.http.post("/v1/completions", json=body | {"include_stop_str_in_output": True, "stream": True})
-    ).text
-    assert events.count('"finish_reason":"stop"') == 1
+async def test_the_stop_string_ends_the_text_where_it_is_asked_for(live, subtests):
+    for stop in ["three", ["five", "ee fo"], " four"]:
+        with subtests.test(stop=stop):
+            body = {"prompt": WORDS, "temperature": 0, "max_tokens": 50, "stop": stop, "logprobs": 0}
+            cut = (await live.http.post("/v1/completions", json=body)).json()["choices"][0]
+            kept = (await live.http.post("/v1/completions", json=body | {"include_stop_str_in_output": True})).json()
+            kept = kept["choices"][0]
+            found = min(([stop] if isinstance(stop, str) else stop), key=lambda one: WORDS.index(one) + len(one))
+            assert cut["text"] + found == kept["text"] == WORDS[: WORDS.index(found) + len(found)]
+            assert kept["finish_reason"] == "stop"
+            assert kept["logprobs"]["text_offset"][-1] < len(kept["text"])
+            events = (
+                await live.http.post(
+                    "/v1/completions", json=body | {"include_stop_str_in_output": True, "stream": True}
+                )
+            ).text
+            assert events.count('"finish_reason":"stop"') == 1
 
 
 async def test_the_stop_token_is_text_where_it_is_asked_for_unless_it_is_special(live, tokenizer):

@@ -6,8 +6,9 @@ from typing import Any
 
 import openai
 import pydantic
+import pytest
 
-from tests.server.live_server import REFERENCE, Running, each_case
+from tests.server.live_server import REFERENCE, Running
 from tests.server.scripted_model import MISTRAL, Script, make_model, scripted_server
 
 HI = [{"role": "user", "content": "What is the weather?"}]
@@ -124,22 +125,24 @@ async def test_the_result_of_a_call_goes_back_through_the_template(hermes: Serve
     assert "<tools>" not in text, "what must not be called is not offered"
 
 
-@each_case(
-    "says",
-    [
+async def test_what_is_no_call_is_text(hermes: Served, subtests: pytest.Subtests) -> None:
+    for says in [
         '{"city": "Rome"}',
         '{"name": "weather"}',
         "<tool_call>weather(Rome)</tool_call>",
         '<tool_call>{"name": "weather", "arguments": 5}</tool_call> said',
         "<tool_call>",
         "before <tool_call>{} after",
-    ],
-)
-async def test_what_is_no_call_is_text(hermes: Served, says: str) -> None:
-    assert read((await chat(hermes, says)).choices[0].message) == {"content": says, "reasoning": "", "calls": []}
-    summed, _, reason = await stream(hermes, says)
-    assert summed == {"content": says, "reasoning": "", "calls": []}
-    assert reason == "stop"
+    ]:
+        with subtests.test(says=says):
+            assert read((await chat(hermes, says)).choices[0].message) == {
+                "content": says,
+                "reasoning": "",
+                "calls": [],
+            }
+            summed, _, reason = await stream(hermes, says)
+            assert summed == {"content": says, "reasoning": "", "calls": []}
+            assert reason == "stop"
 
 
 async def test_without_tools_and_with_none_calls_are_text(hermes: Served) -> None:

@@ -11,7 +11,7 @@ import pytest
 from gpu.config import ModelConfig
 from server.deployment import ConfigError
 from server.service.vector_settings import load_vectors
-from tests.server.live_server import REFERENCE, Running, each_case, fake_command, make_deployment, running_server
+from tests.server.live_server import REFERENCE, Running, fake_command, make_deployment, running_server
 
 TEXTS = ["one two three", "four", "one two three four five six seven eight nine"]
 
@@ -93,9 +93,8 @@ async def test_a_text_that_is_too_long_is_refused_by_its_place_or_cut_behind_wha
     np.testing.assert_allclose(three["data"][0]["embedding"], counts / np.linalg.norm(counts), rtol=1e-6)
 
 
-@each_case(
-    ("body", "param"),
-    [
+async def test_what_is_wrong_with_a_body_is_named(mean, subtests):
+    for body, param in [
         ({}, "input"),
         ({"input": ""}, "input"),
         ({"input": []}, "input"),
@@ -112,12 +111,11 @@ async def test_a_text_that_is_too_long_is_refused_by_its_place_or_cut_behind_wha
         ({"input": "a", "max_seconds": 0}, "max_seconds"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "attention_profile": "none"}, "attention_profile"),
-    ],
-)
-async def test_what_is_wrong_with_a_body_is_named(mean, body, param):
-    answer = await posted(mean, "/v1/embeddings", **body)
-    assert 400 <= answer.status_code < 500
-    assert answer.json()["error"]["param"] == param
+    ]:
+        with subtests.test(body=body, param=param):
+            answer = await posted(mean, "/v1/embeddings", **body)
+            assert 400 <= answer.status_code < 500
+            assert answer.json()["error"]["param"] == param
 
 
 async def test_keys_time_and_a_client_that_leaves_are_those_of_all_requests(mean):
@@ -137,19 +135,22 @@ async def test_keys_time_and_a_client_that_leaves_are_those_of_all_requests(mean
 # --- ranking ----------------------------------------------------------------------------------------------------------
 
 
-@each_case("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-async def test_documents_are_ranked_by_the_cosine_of_their_embeddings(mean, tokenizer, path):
-    documents = [TEXTS[1], {"text": TEXTS[0]}, TEXTS[2]]
-    answer = (await posted(mean, path, query=TEXTS[0], documents=documents)).json()
-    vectors = [expected(tokenizer, text, "mean") for text in (TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[2])]
-    scores = [float(vector @ vectors[0]) for vector in vectors[1:]]
-    order = sorted(range(3), key=lambda i: -scores[i])
-    assert [result["index"] for result in answer["results"]] == order
-    assert [result["relevance_score"] for result in answer["results"]] == pytest.approx([scores[i] for i in order])
-    assert answer["results"][0]["document"] == {"text": TEXTS[0]}
-    first = (await posted(mean, path, query="one", documents=documents, top_n=1, return_documents=False)).json()
-    assert len(first["results"]) == 1
-    assert "document" not in first["results"][0]
+async def test_documents_are_ranked_by_the_cosine_of_their_embeddings(mean, tokenizer, subtests):
+    for path in ["/rerank", "/v1/rerank", "/v2/rerank"]:
+        with subtests.test(path=path):
+            documents = [TEXTS[1], {"text": TEXTS[0]}, TEXTS[2]]
+            answer = (await posted(mean, path, query=TEXTS[0], documents=documents)).json()
+            vectors = [expected(tokenizer, text, "mean") for text in (TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[2])]
+            scores = [float(vector @ vectors[0]) for vector in vectors[1:]]
+            order = sorted(range(3), key=lambda i: -scores[i])
+            assert [result["index"] for result in answer["results"]] == order
+            assert [result["relevance_score"] for result in answer["results"]] == pytest.approx(
+                [scores[i] for i in order]
+            )
+            assert answer["results"][0]["document"] == {"text": TEXTS[0]}
+            first = (await posted(mean, path, query="one", documents=documents, top_n=1, return_documents=False)).json()
+            assert len(first["results"]) == 1
+            assert "document" not in first["results"][0]
 
 
 async def test_documents_are_ranked_by_yes_against_no_after_the_chat_template(tokenizer):
@@ -167,9 +168,8 @@ async def test_documents_are_ranked_by_yes_against_no_after_the_chat_template(to
         assert long.json()["error"]["code"] == "context_length_exceeded"
 
 
-@each_case(
-    ("body", "param"),
-    [
+async def test_what_is_wrong_with_a_ranking_is_named(mean, subtests):
+    for body, param in [
         ({"documents": ["a"]}, "query"),
         ({"query": "q"}, "documents"),
         ({"query": "q", "documents": []}, "documents"),
@@ -179,11 +179,10 @@ async def test_documents_are_ranked_by_yes_against_no_after_the_chat_template(to
         ({"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
         ({"query": "q", "documents": ["a"], "instruction": "x"}, "instruction"),
         ({"query": "q", "documents": ["a"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
-    ],
-)
-async def test_what_is_wrong_with_a_ranking_is_named(mean, body, param):
-    answer = await posted(mean, "/v1/rerank", **body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    ]:
+        with subtests.test(body=body, param=param):
+            answer = await posted(mean, "/v1/rerank", **body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def test_a_model_that_is_not_said_to_rank_does_not(live):
