@@ -3,13 +3,14 @@
 import asyncio
 import json
 import resource
+import socket
 from contextvars import Context
 
 import httpx
 import psutil
 import pytest
 
-from server.http.app import http_config, most_connections
+from server.http.app import _bind, http_config, most_connections
 from server.http.client_connection import MOST_HEADER_BYTES, MOST_HEADERS, MOST_PIPELINED, Connection, Limits
 from tests.server.live_server import Running, fake_command, make_app, make_deployment, running_server
 from tests.tolerances import CANCEL_S, DEADLINE_LATE_S, HEADER_FLOOD_BYTES
@@ -343,3 +344,9 @@ async def test_pipelined_requests_are_answered_in_order_up_to_a_number(live, wir
     assert b"HTTP/1.1 200 OK" not in answers.split(b"HTTP/1.1 400 Bad Request")[1], "the last one says why it ends"
     assert b"requests sent ahead of their answers" in answers
     assert await is_well(live)
+
+
+def test_small_answers_are_sent_at_once() -> None:
+    """asyncio turns Nagle's delay off for sockets whose protocol is named, and accepted ones have the listener's."""
+    with _bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
