@@ -4,9 +4,7 @@ those beside it say what they say alone, and nothing is left behind.
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,110 +16,46 @@ from cpu.decode_step import StepAttention
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LaunchedStep
 from gpu.layers.decoder import Decoder
-from gpu.memory.plan import MemoryPlan
-from gpu.model.architecture import load_architecture
-from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, Lane
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import Delta, EngineRequest, pack_tokens
-from scheduler.planning.engine_memory import plan_engine
+from scheduler.messages import EngineRequest
 from scheduler.sequences.capacity import TooLargeError
-from tests.gpu.reference_model import shallow_model
+from tests.scheduler.tiered_engine import (
+    RESIDENT,
+    VOCAB,
+    ask,
+    check_idle,
+    plan_here,
+    prompt_of,
+    run,
+    running_engine,
+    text,
+    tiered_config,
+)
 from transfer.exchange import ExchangeError, ExchangeSlot
-from transfer.host_config import HostConfig, SampledConfig
+from transfer.host_config import HostConfig
 from transfer.host_pages import map_pages
 from transfer.host_tier import HostMemoryError
-from transfer.machine import probe_machine
 from transfer.slabs import PageSource
 
-RESIDENT = 128
 LONG = 600
 BULK = 2_150  # its tables are built at once
-VOCAB = 8192
-STEPS = 20_000
-
-
-def plan_here(config: EngineConfig) -> MemoryPlan:
-    return plan_engine(config, load_architecture(config.model), probe_machine())
 
 
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Engine]:
-    config = EngineConfig(
-        model=ModelConfig(path=Path(shallow_model(4).name)),
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.25, threads=1),
-        host=HostConfig(
-            memory_limit_gib=0.011,
-            threads=1,
-            resident_tokens=RESIDENT,
-            residency="fixed",
-            sampled=SampledConfig(bits_per_table=6, num_tables=20),
-        ),
-        scheduler=SchedulerConfig(max_running=5, max_context_tokens=2600),
-    )
-    engine, _ = load_engine(config, plan_here(config), lambda *_: None)
-    yield engine
-    engine.shutdown()
+    host = {"memory_limit_gib": 0.011, "residency": "fixed"}
+    scheduler = SchedulerConfig(max_running=5, max_context_tokens=2600)
+    with running_engine(tiered_config(0.25, host, scheduler, check_coverage=False)) as engine:
+        yield engine
 
 
 @pytest.fixture
 def engine(loaded: Engine) -> Iterator[Engine]:
     yield loaded
     check_idle(loaded)
-
-
-def check_idle(engine: Engine) -> None:
-    """Idle contexts go; then nothing is held."""
-    residence = engine.scheduler.residence
-    while residence.contexts.evict_idle([]):
-        pass
-    for _ in range(STEPS):
-        if not engine.has_work:
-            break
-        engine.step()
-    assert not engine.has_work, "the engine does not come to an end"
-    engine._tier._store.wait_for_doomed()
-    stats = engine._tier.stats()
-    assert (stats.contexts, stats.tokens, stats.bytes_in_use) == (0, 0, 0)
-    assert residence.counts.num_promised_bytes == 0
-    assert residence.pages.num_held == 0
-    assert engine._runner.num_prefill_jobs == 0
-
-
-def prompt_of(num_tokens: int, salt: int) -> list[int]:
-    return np.random.default_rng(salt).integers(10, VOCAB, num_tokens).tolist()
-
-
-def ask(name: str, prompt: list[int], max_tokens: int = 6, profile: str = "sampled") -> EngineRequest:
-    return EngineRequest(
-        request_id=name,
-        prompt=pack_tokens(prompt),
-        sampling=SamplingParams(temperature=0.0),
-        max_tokens=max_tokens,
-        stop_token_ids=[],
-        attention_profile=profile,
-        arrival_s=time.monotonic(),
-    )
-
-
-def run(engine: Engine, requests: list[EngineRequest], before_step: Callable[[], None] = lambda: None) -> dict:
-    """All deltas of requests that come together, by name."""
-    deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
-    engine.submit(requests)
-    for _ in range(STEPS):
-        if not engine.has_work:
-            return deltas
-        before_step()
-        for delta in engine.step():
-            deltas[delta.request_id].append(delta)
-    raise AssertionError("the engine does not come to an end")
-
-
-def text(deltas: list[Delta]) -> list[int]:
-    assert deltas[-1].finish_reason == "length", deltas[-1]
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 def alone(engine: Engine, request: EngineRequest) -> list[int]:

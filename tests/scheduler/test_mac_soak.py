@@ -4,18 +4,23 @@ ring is left behind.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gpu.config import Composition, GpuConfig, ModelConfig
 from scheduler.engine.engine import Engine
-from scheduler.engine.load_engine import load_engine
-from scheduler.engine_config import EngineConfig, SchedulerConfig
-from tests.gpu.reference_model import shallow_model
-from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
-from transfer.host_config import HostConfig, SampledConfig
+from scheduler.engine_config import SchedulerConfig
+from tests.scheduler.tiered_engine import (
+    ask,
+    check_idle,
+    check_rings,
+    leave_and_preempt,
+    prompt_of,
+    run,
+    running_engine,
+    text,
+    tiered_config,
+)
 
 MAC = {
     "method": "mac", "max_prefix_share": 1.0, "capacity": 48, "band": 16, "min_context_tokens": 0, "rings": 2,
@@ -38,32 +43,15 @@ DOCUMENT_TOKENS = 420
 @pytest.fixture(scope="module", params=["adaptive", "fixed"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Pages for two contexts and a half of the longest kind; two rings of either settings."""
-    config = EngineConfig(
-        model=ModelConfig(path=Path(shallow_model(4).name)),
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.0042, threads=1, check_coverage=True),
-        host=HostConfig(
-            memory_limit_gib=0.02,
-            threads=1,
-            resident_tokens=128,
-            residency=request.param,
-            sampled=SampledConfig(bits_per_table=6, num_tables=20),
-        ),
-        profiles={name: Composition.model_validate(tree) for name, tree in PROFILES.items()},
-        scheduler=SchedulerConfig(max_running=5, max_context_tokens=800),
-    )
-    engine, _ = load_engine(config, plan_here(config), lambda *_: None)
-    yield engine
-    engine.shutdown()
+    host = {"memory_limit_gib": 0.02, "residency": request.param}
+    scheduler = SchedulerConfig(max_running=5, max_context_tokens=800)
+    with running_engine(tiered_config(0.0042, host, scheduler, PROFILES)) as engine:
+        yield engine
 
 
 def counts_of(engine: Engine, tau: float) -> Mapping[str, Sequence[int]]:
     (found,) = [one for part, one in engine._runner.method_counts().items() if ("tau", str(tau)) in part.settings]
     return found
-
-
-def check_rings(engine: Engine) -> None:
-    assert set(engine.scheduler.rings.num_free.values()) == {2}
-    assert all(not side.held for side in engine._runner._reusing.values())
 
 
 def test_every_token_is_read_or_taken_over_whoever_else_runs(engine: Engine) -> None:
@@ -77,15 +65,7 @@ def test_every_token_is_read_or_taken_over_whoever_else_runs(engine: Engine) -> 
         requests.append(ask(f"r{index}", prompt, int(draw.integers(25, 60)), names[index % len(names)]))
     left = ["r2", "r7"]
 
-    def leave() -> None:
-        running = {sequence.request_id: sequence for sequence in engine.scheduler.roster.running}
-        for name in [name for name in left if name in running and running[name].num_drawn > 5]:
-            engine.cancel([name])
-            left.remove(name)
-        if "r3" in running and running["r3"].num_drawn == 12:
-            engine.scheduler.roster.preempt_youngest([running["r3"]])
-
-    deltas = run(engine, requests, leave)
+    deltas = run(engine, requests, leave_and_preempt(engine, left, ["r3"]))
     ended = [request.request_id for request in requests if request.request_id not in ("r2", "r7")]
     assert not left
     assert {deltas[name][-1].finish_reason for name in ended} == {"length"}

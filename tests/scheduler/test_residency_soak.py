@@ -5,25 +5,29 @@ behind. Where residence is adaptive, sampled texts may depend on load.
 
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec import structs
 
 from cpu.cpu_tier import CpuTier
-from gpu.config import GpuConfig, ModelConfig
 from gpu.kv.pool import KvPool
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
-from scheduler.engine.load_engine import load_engine
-from scheduler.engine_config import EngineConfig, SchedulerConfig
+from scheduler.engine_config import SchedulerConfig
 from scheduler.messages import Delta, EngineRequest
 from scheduler.residence import reloads
-from tests.gpu.reference_model import shallow_model
-from tests.scheduler.test_host_failures import ask, check_idle, plan_here, prompt_of, run, text
+from tests.scheduler.tiered_engine import (
+    ask,
+    check_idle,
+    leave_and_preempt,
+    prompt_of,
+    run,
+    running_engine,
+    text,
+    tiered_config,
+)
 from tests.tolerances import FLIP_LOGIT_GAP, PLACED_LOGPROB_ATOL
-from transfer.host_config import HostConfig, SampledConfig
 
 NUM_REQUESTS = 12
 AT_ONCE = 4  # so that sometimes nobody waits, and pages come back
@@ -34,21 +38,10 @@ LONE_TOKENS = 20  # of a text, that are held against its lone run
 @pytest.fixture(scope="module", params=["adaptive", "fixed"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Pages for a context and a half of the longest kind, and host memory for a few."""
-    config = EngineConfig(
-        model=ModelConfig(path=Path(shallow_model(4).name)),
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.0052, threads=1, check_coverage=True),
-        host=HostConfig(
-            memory_limit_gib=0.02,
-            threads=1,
-            resident_tokens=128,
-            residency=request.param,
-            sampled=SampledConfig(bits_per_table=6, num_tables=20),
-        ),
-        scheduler=SchedulerConfig(max_running=5, max_context_tokens=1100),
-    )
-    engine, _ = load_engine(config, plan_here(config), lambda *_: None)
-    yield engine
-    engine.shutdown()
+    host = {"memory_limit_gib": 0.02, "residency": request.param}
+    scheduler = SchedulerConfig(max_running=5, max_context_tokens=1100)
+    with running_engine(tiered_config(0.0052, host, scheduler)) as engine:
+        yield engine
 
 
 def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +62,6 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
     monkeypatch.setattr(KvPool, "reload", lambda pool, one: (restored.append(len(one.page_ids)), restore(pool, one)))
     monkeypatch.setattr(reloads, "QUIET_STEPS", 2)
     left = [f"r{index}" for index in (2, 5, 9)]
-    pushed = [f"r{index}" for index in (0, 1, 3)]
 
     residence = engine.scheduler.residence
     assert engine._tier._growth._is_adaptive == residence.is_adaptive
@@ -79,17 +71,12 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
     fork = CpuTier.fork
     monkeypatch.setattr(CpuTier, "fork", lambda tier, *rest: (forks.append(rest[1]), fork(tier, *rest)))
 
+    before_step = leave_and_preempt(engine, left, [f"r{index}" for index in (0, 1, 3)])
+
     def leave() -> None:
         if next(steps) % 5 == 0:  # somebody needs pages, for a moment
             residence.room.free_pages(residence.pages.num_available + 12, [])
-        running = {sequence.request_id: sequence for sequence in engine.scheduler.roster.running}
-        for name in list(left):
-            if name in running and running[name].num_drawn > 5:
-                engine.cancel([name])
-                left.remove(name)
-        for name in pushed:
-            if name in running and running[name].num_drawn == 12:
-                engine.scheduler.roster.preempt_youngest([running[name]])
+        before_step()
 
     deltas: dict[str, list] = {}
     for begin in range(0, NUM_REQUESTS, AT_ONCE):
