@@ -33,7 +33,6 @@ def test_every_shipped_configuration_is_looked_at() -> None:
 
 def test_the_reference_configuration_carries_its_model() -> None:
     path = load_deployment(DEPLOY / "reference.yaml").model.path
-    assert path is not None
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {item.name for item in path.iterdir()}
 
 
@@ -64,7 +63,6 @@ def test_compose_serves_a_configuration_that_exists_and_mounts_its_model() -> No
     service = read_compose()["services"]["tandem"]
     config = next(Path(word) for word in service["command"] if word.endswith(".yaml"))
     model = load_deployment(DEPLOY / config.name).model.path
-    assert model is not None
     wanted = f"/deploy/{model.relative_to(DEPLOY)}"
     assert any(f":{wanted}:" in volume for volume in service["volumes"])
 
@@ -110,7 +108,6 @@ def test_the_image_copies_every_package_and_nothing_that_is_missing() -> None:
 def test_the_image_takes_the_packages_that_have_no_wheel_as_the_makefile_does() -> None:
     files = ((ROOT / "Makefile").read_text(), (DEPLOY / "Dockerfile").read_text())
     made, image = (re.search(r"--only-binary :all: (?:\\\n *)?--no-binary (\S+)", text) for text in files)
-    assert made is not None
     assert image is not None, "pip finds no wheel of jieba or rouge-score, so the image cannot be built"
     assert made.group(1) == image.group(1)
 

@@ -94,7 +94,6 @@ class ScriptedServer:
 
     async def _break(self, request: web.Request, response: web.StreamResponse, kind: str) -> None:
         if kind == "disconnect":
-            assert request.transport is not None
             request.transport.abort()
         elif kind == "malformed":
             await response.write(b'data: {"choices": [{"text": \n\n')

@@ -91,7 +91,7 @@ def test_prompts_are_timed_by_an_engine_that_is_loaded_as_a_server_loads_its_own
 
     def load(config: EngineConfig, *rest: object) -> object:
         loaded.append(config)
-        return real_load(config, *rest)  # type: ignore[arg-type]
+        return real_load(config, *rest)
 
     def launch(runner: Runner, plan: StepPlan) -> object:
         units.append([unit.end - unit.begin for unit in plan.units])
@@ -135,9 +135,9 @@ def test_a_wrong_step_yields_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     real = bench.engine.random_weights
 
     def damaged(*arguments: object) -> object:
-        weights = real(*arguments)  # type: ignore[arg-type]
-        bench.engine.PlainDecode = lambda a, w, b, c, d: PlainDecode(a, undamaged, b, c, d)  # type: ignore[misc,assignment]
-        undamaged = real(*arguments)  # type: ignore[arg-type]
+        weights = real(*arguments)
+        bench.engine.PlainDecode = lambda a, w, b, c, d: PlainDecode(a, undamaged, b, c, d)
+        undamaged = real(*arguments)
         weights.layers[0].qkv.neg_()
         return weights
 

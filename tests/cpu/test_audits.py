@@ -32,7 +32,6 @@ def test_heads_take_turns_and_those_beyond_epsilon_stay_within_the_share() -> No
     read = np.zeros((layers, heads), int)
     for step in range(8):
         full = audits.full([context, None], 2, 0, layers)
-        assert full is not None
         assert (full[:, 1] == 0).all()
         turn = (np.arange(layers * heads).reshape(layers, heads) + step) % 4 == 0
         assert (full[:, 0][turn] == 1).all()
@@ -67,13 +66,11 @@ Rule = Callable[[Audits, HostContext, HostPartial, np.ndarray], None]
 
 
 def by_full_readings(audits: Audits, context: HostContext, got: HostPartial, full: np.ndarray) -> None:
-    assert got.errors is not None
     audits.note([context], got.errors[None], full, 0)
 
 
 def by_estimates(audits: Audits, context: HostContext, got: HostPartial, full: np.ndarray) -> None:
     """What is not done: a sample says that it is a bad one, and from the next step on the head reads in full."""
-    assert got.errors is not None
     beyond = got.errors[..., LOG_MASS] > ESTIMATED_EPSILON
     context.in_full = beyond if context.in_full is None else beyond | context.in_full
     context.steps += 1
@@ -112,7 +109,6 @@ def masses(rule: Rule, draws: int, num_excluded: int = 0) -> np.ndarray:
         codes = draw_tables(generator, rows, queries.reshape(-1, query.shape[1]), BITS, TABLES)
         for step, asked in enumerate(codes.reshape(STEPS, 1, HEADS, TABLES)):
             full = audits.full([context], 1, 0, 1)
-            assert full is not None
             asking = queries[step, None].astype(np.float32)
             got = estimating.attend(table, asking, asked, 1, excluded=excluded[step], full=full[0])
             shares[draw, step] = np.exp(got.lse[0]) / truth[step]
@@ -159,19 +155,16 @@ def test_a_head_that_reads_nothing_in_a_step_keeps_its_last_reading(missing: str
     in_full = []
     for step in range(4):
         full = audits.full([context], 1, 0, 1)
-        assert full is not None
         in_full.append(full[0, 0].astype(bool))
         if step == 2 and missing == "not wanted":
             wanted[0, away] = 0
         elif step == 2:
             excluded[0, 0] = -1
         got = estimating.attend(table, query[None].astype(np.float32), codes, 1, wanted, excluded, full[0])
-        assert got.errors is not None
         assert ((got.errors[0] == 0).all(1) == (away & (step > 1))).all()
         audits.note([context], got.errors[None], full, 0)
     assert not in_full[0].all(), "each has its turn in one of two steps"
     assert np.all(in_full[1:]), "and goes on"
-    assert context.in_full is not None
     assert context.in_full.all()
 
 
@@ -226,7 +219,6 @@ def test_what_a_fork_reads_later_is_its_own() -> None:
     everything = np.ones((1, 1, 4), np.uint8)
     audits.note([first], errors, everything, 0)
     fork.take_readings(first)
-    assert fork.in_full is not None
     assert fork.in_full.all()
     turns = [audits.full([context], 1, 0, 1) for context in (first, fork)]
     assert np.array_equal(*turns)
@@ -234,6 +226,5 @@ def test_what_a_fork_reads_later_is_its_own() -> None:
     audits.note([fork], errors, everything, 0)
     assert not fork.in_full.any()
     audits.note([first], errors, np.zeros_like(everything), 0)
-    assert first.in_full is not None
     assert first.in_full.all()
     assert (first.steps, fork.steps) == (2, 2)

@@ -167,7 +167,7 @@ class Clients:
                 await reader.readline()
 
     async def never_read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.transport.pause_reading()
         await self._post(writer, num_words=20, max_tokens=300)
         await asyncio.sleep(5)
 

@@ -68,7 +68,6 @@ def test_mean_interval_and_number_of_pairs_decide(losses: int, gains: int, num: 
 def test_tasks_are_pooled_prompt_by_prompt() -> None:
     """One task alone loses 4 points: the other, of nine times as many prompts, nothing."""
     found = judged([*pair("vt", 10, 0, 250), *pair("needle", 0, 0, 2250)])
-    assert found.pooled is not None
     assert (found.verdict, found.pooled.num_prompts, found.pooled.mean) == (HOLDS, 2500, pytest.approx(-0.4))
     assert set(found.tasks) == {"vt", "needle"}
 
@@ -97,7 +96,6 @@ def test_cells_in_which_the_method_did_nothing_count_for_nothing() -> None:
     nothing, something = pair("needle", 0, 0, 2000), pair("needle", 10, 0, 1000, length=8192)
     nothing[1]["applied"] = False
     found = judged([*nothing, *something])
-    assert found.pooled is not None
     assert (found.verdict, found.pooled.num_prompts) == (UNDECIDED, 1000)
     assert found.left_out == {"needle at 4,096, seed 1": "did not apply"}
 
@@ -152,7 +150,6 @@ def test_a_verdict_is_the_rule_written_out(cells: Sequence[Any]) -> None:
     mean_holds = len(points) >= 2000 and np.mean(points) >= -1
     if found.verdict == HOLDS:
         assert mean_holds
-        assert found.pooled is not None
         assert found.pooled.low > -2
         assert all(kl is not None and kl <= 0.01 for kl in weak)
     else:
@@ -210,7 +207,6 @@ def test_fractional_scores_are_pooled_by_bootstrap() -> None:
     wide = [[-75.0, 60], [0.0, 1880], [75.0, 60]]
     rows = [row("full", "vt", 60.0), row(METHOD, "vt", 60.0, differences=wide)]
     found = judged(rows)
-    assert found.pooled is not None
     spread = 75 * math.sqrt(120 / 2000) / math.sqrt(2000)
     assert found.pooled.low == pytest.approx(-1.96 * spread, rel=0.1)
     assert found.verdict == HOLDS
@@ -222,7 +218,6 @@ def test_rows_of_before_differences_were_kept_count_where_scores_are_whole() -> 
     assert judged(rows).verdict == UNDECIDED
     old = rows[1] | {"losses": 5, "gains": 1, "samples": 2400}
     found = judged([rows[0], old])
-    assert found.pooled is not None
     assert (found.verdict, found.pooled.losses, found.pooled.gains) == (HOLDS, 5, 1)
 
 

@@ -73,7 +73,6 @@ def check(sample: Sample, sheet: Sheet) -> None:
 def needles_of(prompt: str) -> list[str]:
     """Values of the keys that are asked for, in the order in which they stand."""
     found = re.search(r"What (?:are all|is) the special magic \w+ for (.+?) mentioned in", prompt)
-    assert found is not None
     asked = re.split(r", and |, ", found[1])
     held = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+?)\.", prompt)
     return [value for key, value in held if key in asked]

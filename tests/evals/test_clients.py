@@ -22,7 +22,7 @@ def endpoint(mode: str = "completions", **changes: object) -> Endpoint:
         "url": "http://server/v1/", "model": "m", "mode": mode, "api_key": "k", "concurrency": 3, "max_retries": 2,
         "timeout_s": 5.0, "extra": {"profile": "exact"},
     }  # fmt: skip
-    return Endpoint(**(settings | changes))  # type: ignore[arg-type]
+    return Endpoint(**(settings | changes))
 
 
 def make_samples(count: int) -> list[Sample]:
@@ -32,7 +32,7 @@ def make_samples(count: int) -> list[Sample]:
 
 
 async def collect(where: Endpoint, samples: list[Sample], serve: Callable[..., object]) -> list[Reply]:
-    return [reply async for reply in ask_all(where, samples, httpx.MockTransport(serve))]  # type: ignore[arg-type]
+    return [reply async for reply in ask_all(where, samples, httpx.MockTransport(serve))]
 
 
 def completion(text: str) -> httpx.Response:

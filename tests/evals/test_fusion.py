@@ -76,7 +76,6 @@ def test_divergences_along_an_answer_end_where_another_leaves_it() -> None:
 def test_the_default_policies_have_what_a_deployment_does_that_says_nothing() -> None:
     served = DocumentsConfig()
     (fusion,) = [run.fusion for run in parse_policies([SERVED_POLICY], [served.ratio])[1:]]
-    assert fusion is not None
     asked = (fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens)
     assert asked == (served.policy, served.ratio, served.select_layer, served.seam_tokens, served.keep_tokens)
 
@@ -85,9 +84,9 @@ def test_policies_come_once_where_they_have_no_ratio_or_one_of_their_own_behind_
     labels = ["a3:select_layer=3,seam_tokens=4", "pie", "vanilla", "a3:ratio=0.2,keep_tokens=64"]
     runs = parse_policies(labels, [0.1, 0.3])
     assert [run.label for run in runs] == ["vanilla", *[labels[0]] * 2, "pie", labels[3]]
-    assert [run.fusion.ratio for run in runs[1:]] == [0.1, 0.3, 0.0, 0.2]  # type: ignore[union-attr]
-    assert (runs[1].fusion.select_layer, runs[1].fusion.seam_tokens) == (3, 4)  # type: ignore[union-attr]
-    assert runs[4].fusion.keep_tokens == 64  # type: ignore[union-attr]
+    assert [run.fusion.ratio for run in runs[1:]] == [0.1, 0.3, 0.0, 0.2]
+    assert (runs[1].fusion.select_layer, runs[1].fusion.seam_tokens) == (3, 4)
+    assert runs[4].fusion.keep_tokens == 64
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ STEPS = DecodeReads(100 + 60, host_tokens=(80 + 40) * 3 * 4, host_keys=360, host
 
 def test_fractions_are_those_counted_by_hand() -> None:
     found = served_fractions(STEPS, SHAPE, 3)
-    assert found is not None
     resident = 100 + 60 - 80 - 40
     keys = resident * 4 * 3 + 360  # heads, layers
     data = resident * 2 * 256 * 3 + 40_000  # KV heads, bytes of a row, layers
@@ -32,15 +31,12 @@ def test_fractions_are_those_counted_by_hand() -> None:
 
 def test_one_key_more_is_seen() -> None:
     found, more = served_fractions(STEPS, SHAPE, 3), served_fractions(replace(STEPS, host_keys=361), SHAPE, 3)
-    assert found is not None
-    assert more is not None
     assert more.head_handled != pytest.approx(found.head_handled, rel=EXACT_FRACTION)
     assert more.head_all != pytest.approx(found.head_all, rel=EXACT_FRACTION)
 
 
 def test_a_profile_that_keeps_all_on_the_device_reads_all() -> None:
     found = served_fractions(DecodeReads(160, 0, 0, 0), SHAPE, 0)
-    assert found is not None
     assert set(found.to_json().values()) == {1.0}
 
 
@@ -59,7 +55,6 @@ def test_what_is_reused_is_read_by_nobody_and_its_rings_are_read() -> None:
     skipped = {"reuse_skipped_cells": [300 * 4], "reuse_kv_cells": [(2 * 160 - 100) * 4]}
     reads = DecodeReads(160, 0, 0, 0, methods=looked | skipped)
     found = served_fractions(reads, SHAPE, 0, [part])
-    assert found is not None
     assert found.head_all == pytest.approx(1 - 300 / (160 * 4), rel=EXACT_FRACTION)
     assert found.bytes_all == pytest.approx(
         (4 * (2 * 160 - 100) * 256 + tries * each) / (4 * 2 * 160 * 256), rel=EXACT_FRACTION
@@ -67,6 +62,5 @@ def test_what_is_reused_is_read_by_nobody_and_its_rings_are_read() -> None:
     assert found.shares == {"acceptance": 0.75, "skipped_fraction": 300 / 640}
     down = replace(reads, host_tokens=3 * 40, host_keys=7, host_bytes=900)
     found_down = served_fractions(down, SHAPE, 0, [part])
-    assert found_down is not None
     assert found_down.bytes_all > found.bytes_all, "rows that the host stands for are spared already; it read some"
     assert found_down.head_all < found.head_all

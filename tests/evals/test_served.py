@@ -167,9 +167,6 @@ def test_a_cell_that_is_cut_keeps_its_answers_and_what_they_read() -> None:
 
 def test_settings_in_a_methods_name_make_their_own_deployment() -> None:
     found = served_method(SAMPLED + "200", DEPLOYMENT)
-    assert found is not None
-    assert found.deployment is not None
-    assert found.deployment.host is not None
     assert found.deployment.host.sampled.num_tables == 200
     assert found.deployment.host.resident_tokens == 0
     assert served_method("topk:budget=0.1", DEPLOYMENT) is None
@@ -184,8 +181,6 @@ def test_settings_of_a_named_profile_are_those_of_all_that_share_them() -> None:
     whole = {"whole": Composition.model_validate({"host": "offloaded"})}
     deployment = DEPLOYMENT.model_copy(update={"profiles": named | whole})
     found = served_method("profile:careful:num_tables=40", deployment)
-    assert found is not None
-    assert found.deployment is not None
     assert (found.profile.name, found.profile.reading) == ("careful", Reading.SAMPLE)
     profiles = resolve_profiles(found.deployment.profiles, found.deployment.host)
     assert "tables=40" in profiles["careful"].kv_key
@@ -202,8 +197,6 @@ def test_settings_that_a_profile_has_for_itself_change_that_profile_alone(
     toys = {name: Composition.model_validate({"prefill": "toy"}) for name in ("one", "other")}
     deployment = DEPLOYMENT.model_copy(update={"profiles": toys})
     found = served_method("profile:one:size=8", deployment)
-    assert found is not None
-    assert found.deployment is not None
     profiles = resolve_profiles(found.deployment.profiles, found.deployment.host)
     assert [profiles[name].kv_key for name in toys] == ["toy size=8", "toy size=3"]
     groups = group_by_deployment(["profile:one:size=8", "profile:one", "profile:sampled", "profile:exact"], deployment)
@@ -228,8 +221,6 @@ def test_a_deployment_for_a_run_holds_its_prompts_and_no_more(monkeypatch: pytes
     monkeypatch.setattr("evals.serving.probe_machine", lambda: roomy)
     short, long = (make_deployment(MODEL, "cuda", tokens, HostConfig(resident_tokens=0)) for tokens in (4096, 16384))
     assert short.scheduler.max_running == long.scheduler.max_running == 32
-    assert short.host is not None
-    assert long.host is not None
     assert short.host.memory_limit_gib is not None
     assert long.host.memory_limit_gib is not None
     assert 2.0 < long.host.memory_limit_gib / short.host.memory_limit_gib < 4.0

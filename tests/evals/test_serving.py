@@ -206,7 +206,6 @@ def test_a_profile_that_reuses_says_how_much_it_took_over() -> None:
         reads, found = engine.reads() - before, engine.fractions(before, "mac")
         assert engine.settings_of("mac")["kv_key"].startswith("mac tau=0.3")
     assert sum(reads.methods["reuse_tries"]) == 12 * 8 * 39
-    assert found is not None
     acceptance, skipped = found.shares["acceptance"], found.shares["skipped_fraction"]
     assert 0 < skipped < acceptance < 1
     assert found.head_all == pytest.approx(1 - skipped, abs=1e-9)

@@ -221,7 +221,7 @@ class Oracle:
             chosen[begin + size - share // 2 : begin + size] = True
         return chosen
 
-    def scores(self, policy, query, key, value, stored, spans, at):  # type: ignore[no-untyped-def]
+    def scores(self, policy, query, key, value, stored, spans, at):
         change = ((value - stored) ** 2).sum((1, 2))
         if policy == "cacheblend":
             return change
@@ -247,7 +247,7 @@ class Oracle:
         cos, sin = self.cos[at][:, None], self.sin[at][:, None]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
-    def attend(self, query, keys, values, at):  # type: ignore[no-untyped-def]
+    def attend(self, query, keys, values, at):
         group = SHAPE.num_heads // SHAPE.num_kv_heads
         keys, values = np.repeat(keys, group, 1), np.repeat(values, group, 1)
         logits = np.einsum("thd,chd->htc", query, keys) * SHAPE.dim**-0.5

@@ -127,7 +127,7 @@ class Stand:
         return tuple(
             pages[layer][ids].transpose(0, 1).flatten(1, 2)[:, begin:end]
             for pages in (_padded(self.pool.key_pages), _padded(self.pool.value_pages))
-        )  # type: ignore[return-value]
+        )
 
     def _tier(self) -> ReferenceTier | None:
         if not self.has_tier:

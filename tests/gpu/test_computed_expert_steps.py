@@ -74,7 +74,6 @@ def test_steps_that_ask_for_attention_ask_for_experts_as_well(monkeypatch: pytes
         assert decode(twins, 8) < FAMILY_LOGITS
         assert twins.sequences[0].released > 200
         counts = twins.deposits.expert_counts()
-        assert counts is not None
         assert counts.computed > 0
         assert counts.fetched == 0
 
@@ -87,7 +86,6 @@ def test_captured_steps_of_both_kinds_wait_for_both_answers(monkeypatch: pytest.
         kinds = {(kind.num_parts, size): one.asks for (kind, size), one in steps._captured.items()}
         layers = [number for number, one in enumerate(twins.deposits.weights.layers) if one.experts is not None]
         for (parts, size), asks in kinds.items():
-            assert asks is not None
             rows = [size] if parts < 2 else [1, 1]
             assert sorted(map(tuple, asks.table.tolist())) == sorted((layer, n) for layer in layers for n in rows)
         for slots in ([0, 1], [1], [0, 1], [0]):
@@ -100,7 +98,6 @@ def test_captured_steps_of_both_kinds_wait_for_both_answers(monkeypatch: pytest.
         assert twins.sequences[0].released
         assert [exchange.slot.is_released for exchange in steps._experts] == [False]
         counts = twins.deposits.expert_counts()
-        assert counts is not None
         assert counts.fetched == 0
 
 

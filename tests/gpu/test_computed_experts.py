@@ -88,8 +88,7 @@ def test_a_layer_of_few_rows_gives_what_a_whole_layer_gives(
             wanted = one.mlp(layer, hidden)
             assert off(compute(other, layer, hidden, None, exchange), wanted) < bound, (tokens, layer)
     assert exchange.worker.counts.asks == 6 * sum(spec.experts is not None for spec in shape.layers)
-    host = halved.layers[-1].experts.host  # type: ignore[union-attr]
-    assert host is not None
+    host = halved.layers[-1].experts.host
     down = tensors_of(host.down)[0]
     down.copy_(down.view(host.count, -1).flip(1).view(down.shape))
     hidden = draw_hidden(shape, 16, dtype, device)
@@ -126,8 +125,6 @@ def test_texts_are_those_of_a_model_that_is_whole_and_prompts_are_fetched(name: 
         generate(fetching, draw_prompt(length), 12)
     counts, fetched, none = halved.expert_counts(), fetching.expert_counts(), whole.expert_counts()
     assert none is None
-    assert counts is not None
-    assert fetched is not None
     assert counts.computed > 0
     assert fetched.computed == 0
     assert fetched.fetched > counts.fetched
@@ -157,7 +154,6 @@ def test_texts_of_experts_of_few_bits_are_those_of_their_files(
         assert tokens == others
         assert off(logits, wanted) < FAMILY_LOGITS
     host = next(layer.experts.host for layer in halved.weights.layers if layer.experts is not None)
-    assert host is not None
     stored = [*tensors_of(host.gate_up), *tensors_of(host.down)]
     (exchange,) = halved.decode_steps._experts
     counts, one_bytes = exchange.worker.counts, sum(tensor.nbytes for tensor in stored) // host.count

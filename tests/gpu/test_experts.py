@@ -73,7 +73,6 @@ def test_experts_stand_below_each_other_gate_before_up(family: str) -> None:
     folder = checkpoint(family).folder
     stored, weights = load_file(folder / "model.safetensors"), whole(folder)
     experts = weights.layers[2].experts
-    assert experts is not None
     gate, up, down, router = (f"model.layers.2.{name}.weight" for name in NAMES[family])
     count = len(experts.router)
     gate_up = [stored[name.format(expert)] for expert in range(count) for name in (gate, up)]
@@ -243,6 +242,5 @@ def test_random_experts_of_few_bits_are_drawn_as_they_are_counted() -> None:
     assert set(formats[0]) == {"qkv", "output", "experts_gate_up", "experts_down"}
     assert set(formats[1]) == {"qkv", "output", "gate_up", "down"}
     weights = random_weights(replace(shape, num_layers=2), 5, torch.float32, CPU, lambda _: None)
-    assert weights.layers[0].experts is not None
     assert isinstance(weights.layers[0].experts.gate_up, torch.Tensor)
     assert weights.layers[0].experts.gate_up.shape == (16 * 2 * 128, 256)

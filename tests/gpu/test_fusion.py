@@ -24,7 +24,7 @@ TOKENS = draw(160, 1)
 
 
 def make(tmp_path: Path, **how: object) -> FusionStand:
-    stand = FusionStand(tmp_path, **how)  # type: ignore[arg-type]
+    stand = FusionStand(tmp_path, **how)
     stand.capture([TOKENS[begin:end] for begin, end in SPANS], 50)
     return stand
 
@@ -113,7 +113,6 @@ def test_seams_alone_are_computed_again_where_the_ratio_is_0(
     firsts = [token for begin, end in SPANS for token in range(begin, min(begin + seam_tokens, end))]
     assert chosen.tolist() == firsts
     prompt = stand.prompt(TOKENS, SPANS, "a3", 0.0, 1, seam_tokens=seam_tokens)
-    assert prompt.fused is not None
     assert prompt.fused.num_chosen == len(firsts)
     np.testing.assert_allclose(stand.serve(prompt, unit_tokens), wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
     other, _ = Oracle(stand).fuse(TOKENS, SPANS, "a3", 0.0, 1, seam_tokens=seam_tokens + 1)
@@ -165,7 +164,6 @@ def test_one_chunk_behind_nothing_is_dense_prefill(tmp_path: Path, policy: str) 
     stand.capture([ids], 40)
     wanted = stand.serve(stand.prompt(ids, [], "vanilla", 0.0), 500)
     prompt = stand.prompt(ids, [(0, 90)], policy, 0.15)
-    assert prompt.fused is not None
     assert prompt.fused.num_computed == 1
     np.testing.assert_allclose(stand.serve(prompt, 500), wanted, atol=FUSED_LOGIT_ATOL, rtol=0)
 
@@ -187,7 +185,6 @@ def test_a_prompt_begins_behind_pages_that_are_there(stand: FusionStand) -> None
 
 def test_what_was_drawn_before_asks_nothing(stand: FusionStand) -> None:
     prompt = stand.prompt(TOKENS, SPANS, "a3", 0.15, num_prompt_tokens=150)
-    assert prompt.fused is not None
     assert (prompt.fused.question_begin, prompt.fused.question_end) == (148, 150)
     assert prompt.fused.num_chosen == round(0.15 * 150)
     assert np.isfinite(stand.serve(prompt, 500)).all()
@@ -271,7 +268,7 @@ def test_layers_of_a_lost_chunk_stay_until_copies_have_run(tmp_path: Path, monke
     assert made
     assert all(layer() is not None for layer in made)
     for release in later:
-        release()  # type: ignore[operator]
+        release()
     later.clear()
     gc.collect()
     assert all(layer() is None for layer in made)
@@ -286,7 +283,6 @@ def test_what_is_kept_of_a_chunk_depends_on_nothing_beside_it(tmp_path: Path) ->
         layers = []
         for stand in (alone, together):
             source = stand.library.open(stand.key(chunk))
-            assert source is not None
             rows = [source.layer(layer, np.empty(0, np.uint8)).result() for layer in range(6)]
             layers.append(np.stack(rows).view(np.float32))
             source.release()
@@ -318,7 +314,7 @@ def test_methods_with_rings_see_the_end_of_a_fused_prompt_in_order(
     """All behind the last chunk, in every layer; where all is computed again, as of a prompt without chunks."""
     dense, fused = SeesPrompts(), SeesPrompts()
     for seer, spans in ((dense, []), (fused, SPANS)):
-        stand.prefill.attention.reusing = (seer,)  # type: ignore[assignment]
+        stand.prefill.attention.reusing = (seer,)
         stand.serve(stand.prompt(TOKENS, spans, policy if spans else "vanilla", 1.0), unit_tokens)
     tail = SPANS[-1][1]
     for layer in range(6):
@@ -344,7 +340,7 @@ def test_what_the_question_looks_at_moves_up_behind_the_text_in_front(
     whole, less = make(tmp_path / "whole"), make(tmp_path / "less")
     wanted = whole.serve(whole.prompt(TOKENS, SPANS, policy, 0.15), unit_tokens)
     seer = SeesPrompts()
-    whole.prefill.attention.reusing = (seer,)  # type: ignore[assignment]
+    whole.prefill.attention.reusing = (seer,)
     whole.serve(whole.prompt(TOKENS, SPANS, policy, 0.15), unit_tokens)
     got = less.serve(less.prompt(TOKENS, SPANS, policy, 0.15, keep_tokens=60), unit_tokens)
     np.testing.assert_allclose(got, wanted, atol=FUSED_LOGIT_ATOL, rtol=0)

@@ -79,7 +79,6 @@ def test_a_layer_is_copied_whole(device: str, name: str) -> None:
     staged = StagedExperts(layers, [ON_CARD] * 3, torch.device(device))
     for number in (1, 2, 1):
         slots, layer = staged.whole(number), layers[number]
-        assert layer is not None
         assert slots.places.tolist() == [0, 1, ~0, ~1, ~2, ~3, ~4]
         check_rows(slots.gate_up, layer.gate_up, range(5), 5)
         check_rows(slots.down, layer.down, range(5), 5)
@@ -93,7 +92,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[HostExperts]:
 
     def note(self: HostExperts, *args: object) -> None:
         found.append(self)
-        copy(self, *args)  # type: ignore[arg-type]
+        copy(self, *args)
 
     monkeypatch.setattr(HostExperts, "copy", note)
     return found

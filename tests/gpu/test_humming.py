@@ -264,7 +264,6 @@ def test_a_product_takes_the_kernel_of_its_range_and_compiles_what_nobody_prepar
 
 def test_a_zero_point_that_has_no_room_is_refused(library):
     packed = draw_packed(*MATRICES["int4-zeros"], torch.bfloat16, "cpu").packed
-    assert packed.zeros is not None
     packed.zeros[3, 2] = 16
     with pytest.raises(ModelError, match=r"no room for a zero point of 16 in int4, at most 15; wanted own"):
         HummingMatrix(packed)

@@ -716,7 +716,6 @@ def test_experts_of_any_number_of_tokens_are_run_by_what_was_compiled_at_start()
     def sources(run: Callable[[ExpertMlp, torch.Tensor], None]) -> set[str]:
         def call(shape: Architecture, dtype: torch.dtype) -> None:
             experts = shape.layer_pattern[0].experts
-            assert experts is not None
             gate_up, down = (
                 empty(experts.num_experts * rows, inner, dtype=dtype)
                 for rows, inner in ((2 * experts.intermediate, shape.hidden), (shape.hidden, experts.intermediate))

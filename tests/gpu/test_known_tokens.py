@@ -125,13 +125,11 @@ def test_what_is_in_host_memory_is_read_for_each_known_token_and_all_of_it_is(de
     """Coverage is counted in every layer; a run may be cut between two half batches."""
     twins = Twins(device=device, check_coverage=True, max_running=16)
     twins.prefill([document_prompt(length, length) for length in (300, 190, 411)])
-    assert twins.deposits.decode_steps.asking is not None
     twins.deposits.decode_steps.asking.halving.always = parts
     for _ in range(12):
         twins.step([0, 1, 2])
     known = [[5, 6, 7, 8], [], [301]]
     group = replace(twins.group([0, 1, 2]), samples=[5, 1, 2], runs=known)
-    assert group.asks is not None
     assert group.asks[0] is not None
     writes, exact_writes = [], []
     for slot, run in enumerate(known):
@@ -185,7 +183,6 @@ def test_known_tokens_are_counted_as_drawn_ones_are(device: str) -> None:
     told = runner.launch(StepPlan(decode=[group])).collect().tokens
     for slot in (0, 2):
         state = runner._sampler._slots[slot]
-        assert state is not None
         own = [first[slot], *(token.token_id for token in told if token.slot == slot)]
         wanted = np.bincount(own, minlength=runner.limits.vocab_size)
         assert runner._sampler._penalties.counts[state.penalty_row].tolist() == wanted.tolist()

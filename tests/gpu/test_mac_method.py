@@ -104,7 +104,6 @@ def test_its_window_stays_on_the_device_so_that_a_hit_asks_the_host_for_nothing(
 
 def ring_bytes(reuse: dict[str, Any]) -> int:
     part = profiles_of(reuse)["mac"].ring_part
-    assert part is not None
     return part.method.footprint(part.settings, SHAPE, 1).sequence_bytes
 
 

@@ -109,8 +109,7 @@ def test_one_ring_more_takes_what_its_method_states(tree: dict[str, Any]) -> Non
     shape, host = replace(TINY, max_context_tokens=4096), HostConfig(dense_layers=())
     profile = resolve_profiles({"own": Composition.model_validate(tree)}, host)["own"]
     part = profile.ring_part
-    assert part is not None
-    layers = tuple(part.settings.layers(shape))  # type: ignore[attr-defined]
+    layers = tuple(part.settings.layers(shape))
     tier = TierShape(layers, shape.num_heads, shape.num_kv_heads, shape.dim, "bfloat16", 8, 75)
     site = Site(shape, tier, 16, SLOTS, torch.float32, torch.float32, CPU)
     taken = [bytes_of(next(iter(make_device_sides([part], site, {part.id: count}).values()))) for count in (2, 3)]
@@ -179,6 +178,5 @@ def test_a_limit_of_gib_is_in_gib() -> None:
 
 
 def test_without_a_limit_a_card_keeps_something_for_others() -> None:
-    assert CARD.gpu is not None
     assert 0.9 <= plan_8b().limit_bytes["gpu"] / CARD.gpu.memory_bytes <= 0.95
     assert plan_8b().limit_bytes["host"] == CARD.memory_bytes

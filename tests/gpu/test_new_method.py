@@ -79,8 +79,6 @@ def test_a_methods_folder_is_on_the_configuration_page_and_its_price_in_the_plan
     print_comparison(found, Console(width=200, file=page))
     assert "every second block (taken)" in page.getvalue()
     whole, half = found.get("offloaded").first, found.get("alternate").first
-    assert whole is not None
-    assert half is not None
     assert half.host_ms == pytest.approx(whole.host_ms / 2)
 
 
@@ -95,7 +93,6 @@ def test_a_methods_counters_say_what_it_left_out_and_reach_the_evaluations() -> 
         (answer,) = serving.answer([Ask("one", prompt, 8, [], None)], "half")
         assert answer.failure is None
         fractions = serving.fractions(before, "half")
-        assert fractions is not None
         assert fractions.shares["alternate_skipped"] == pytest.approx(0.5, abs=0.05)
         assert fractions.head_handled < 0.9
         assert serving.did_apply(before, "half", len(prompt))

@@ -65,14 +65,13 @@ def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, .
     settings = NARROW | {"late": "sample"}
     twins = PredictedTwins(settings, "predicted+sampled", ringed=(0, 2), device="cuda")
     side, steps = twins.side, twins.deposits.decode_steps
-    assert steps.asking is not None
     steps.asking.halving.always = parts
 
     def wish(layer: Blocks, choice: object) -> torch.Tensor:
         _await_end_kernel[(1,)](side._open_parts, LOOKS, num_warps=1)
         return torch.rand(layer.scores.shape, device="cuda")
 
-    side._score = wish  # type: ignore[method-assign, assignment]
+    side._score = wish
     with torch.inference_mode():
         steps.capture(sizes, lambda done: None)
     twins.prefill(PROMPTS)
@@ -92,7 +91,6 @@ def test_on_cuda_graphs_give_the_bits_of_eager_steps_and_leave_the_same_blocks()
         twins = PredictedTwins(
             NARROW, ringed=(0, 2), device="cuda", dtype="bfloat16", graph_batch_sizes=sizes
         )  # fmt: skip
-        assert twins.deposits.decode_steps.asking is not None
         twins.deposits.decode_steps.asking.halving.always = 1
         twins.prefill(PROMPTS)
         for _ in range(20):

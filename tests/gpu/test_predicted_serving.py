@@ -179,7 +179,7 @@ def leave_some_late(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
 
 def wish_for_others(twins: PredictedTwins) -> None:
     """Other blocks at every step, whatever is predicted."""
-    twins.side._score = lambda layer, choice: torch.rand(layer.scores.shape)  # type: ignore[method-assign]
+    twins.side._score = lambda layer, choice: torch.rand(layer.scores.shape)
 
 
 def test_late_blocks_are_left_to_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,6 @@ def test_a_step_of_two_parts_ends_once_and_late_is_what_is_not_begun_behind_both
 ) -> None:
     """If the first part's end waited, all of its blocks would be there, and the second part's last layer behind it."""
     twins = PredictedTwins(NARROW | {"late": "sample"}, "predicted+sampled", ringed=(0, 1))
-    assert twins.deposits.decode_steps.asking is not None
     twins.deposits.decode_steps.asking.halving.always = 2
     for slot, prompt in enumerate((PROMPT, document_prompt(280, 3))):
         twins.prefill_down(slot, prompt)
@@ -473,7 +472,6 @@ class _MeanwhileMode(TorchDispatchMode):
 def test_asks_have_the_words_of_exclusion_that_are_planned_where_a_method_needs_them() -> None:
     for twins, excludes in ((PredictedTwins(NARROW), True), (Twins(), False)):
         runner = twins.deposits
-        assert runner.decode_steps.asking is not None
         slots = [exchange.slot for exchange in runner.decode_steps.asking.exchanges]
         words = sum(0 if slot.excluded is None else slot.excluded.nbytes for slot in slots)
         shape, kept = runner.architecture, Kept(PAGE, PAGE, (0,))

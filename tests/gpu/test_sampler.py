@@ -340,7 +340,6 @@ def test_a_failed_row_has_no_logprob_and_the_next_keeps_its_own() -> None:
         sampler.assign(slot, SamplingParams(num_logprobs=2), NOTHING, NOTHING)
     failed, fine = read(sampler, logits, [0, 1], [0, 0])
     assert failed.logprob is None
-    assert fine.logprob is not None
     assert fine.logprob.top[0][0] == int(logits[1].argmax())
 
 

@@ -117,8 +117,7 @@ def test_the_comparison_sees_an_expert_in_anothers_place() -> None:
     whole = random_weights(shape, 3, torch.float32, CPU, lambda fraction: None)
     wrong = split(whole, shape, 3)
     layer = next(number for number, one in enumerate(wrong.layers) if one.experts is not None)
-    host = wrong.layers[layer].experts.host  # type: ignore[union-attr]
-    assert host is not None
+    host = wrong.layers[layer].experts.host
     assert isinstance(host.down, torch.Tensor)
     host.down.copy_(host.down.view(host.count, -1).roll(1, 0).view(host.down.shape))
     hidden = draw_hidden(shape, 16, torch.float32, "cpu")
@@ -181,7 +180,6 @@ def assert_split(folder: Path, asked: str | None) -> None:
                 stacks = zip(ours.stacks(name), theirs.stacks(name), strict=True)
                 assert all(_same(one, other) for one, other in stacks), (on_card, name)
             if ours.experts is not None:
-                assert ours.experts.host is not None
                 assert ours.experts.host.count == num_experts - on_card
 
 

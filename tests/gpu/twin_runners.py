@@ -121,7 +121,7 @@ def round_what_is_written(runner: Runner, stored: torch.dtype) -> None:
     decoder, write = runner._prefill.decoder, runner._prefill.decoder._write
     runner.decode_steps._compiled = None  # which writes rows by itself
 
-    def write_rounded(index, qkv, positions, cells, slots, pages, *heads):  # type: ignore[no-untyped-def]
+    def write_rounded(index, qkv, positions, cells, slots, pages, *heads):
         query = write(index, qkv, positions, cells, slots, pages, *heads)
         pool, token = runner.pool, slots >= 0
         page_ids = pool.table_of(index)[slots[token].long(), cells[token] // pool.page_tokens].long()
@@ -130,7 +130,7 @@ def round_what_is_written(runner: Runner, stored: torch.dtype) -> None:
             held[at] = read_codes(*make_codes(held[at], stored), held.dtype)
         return query
 
-    decoder._write = write_rounded  # type: ignore[method-assign]
+    decoder._write = write_rounded
 
 
 @dataclass

@@ -193,7 +193,6 @@ def test_nothing_is_kept_of_what_has_been_handed_over_or_cancelled(ends: Ends) -
     while "last" not in [getattr(arrival, "submit_id", None) for arrival in ends.arrivals(1)]:
         pass
     reader = ends.connection._reader
-    assert reader is not None
     assert (len(reader._short), len(reader._long), reader._unready) == (0, 0, set())
 
 

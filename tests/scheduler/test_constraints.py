@@ -122,7 +122,7 @@ def held(name: str, kind: str, prompt: list[int], max_tokens: int = 20, profile:
         stop_token_ids=STOPS,
         attention_profile=profile,
         arrival_s=time.monotonic(),
-        **KINDS[kind].fields,  # type: ignore[arg-type]
+        **KINDS[kind].fields,
     )
 
 
@@ -293,7 +293,6 @@ def test_a_grammar_that_fails_ends_its_request_alone_and_says_why(monkeypatch: p
     for name, more in drain(engine).items():
         deltas.setdefault(name, []).extend(more)
     assert deltas["fails"][-1].finish_reason == "error"
-    assert deltas["fails"][-1].error is not None
     assert deltas["fails"][-1].error.startswith("grammar: the answer cannot go on (")
     for request, kind in zip(beside, ("free", "grammar"), strict=True):
         check(request, kind, deltas[request.request_id])

@@ -71,9 +71,7 @@ def make_engine(
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, check_coverage=checks),
         host=host,
         profiles=profiles or {},
-        documents=DocumentsConfig(
-            **{"folder": folder, "rows": "float32", "memory_limit_gib": 0.1, **documents}  # type: ignore[arg-type]
-        ),
+        documents=DocumentsConfig(**{"folder": folder, "rows": "float32", "memory_limit_gib": 0.1, **documents}),
         scheduler=SchedulerConfig(
             max_running=4,
             max_context_tokens=2048,
@@ -88,7 +86,6 @@ def make_engine(
 def engine(tmp_path: Path) -> Iterator[Engine]:
     engine = make_engine(tmp_path)
     yield engine
-    assert engine.scheduler.documents is not None
     assert engine.scheduler.documents._library._held == {}, "nobody holds a chunk any more"
     engine.shutdown()
 
@@ -106,7 +103,7 @@ def ask(
     return EngineRequest(
         request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=[],
         arrival_s=time.monotonic(), fusion=fusion, **settings,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def run(engine: Engine) -> dict[str, list[Delta]]:
@@ -177,7 +174,6 @@ def test_after_a_restart_the_first_prompt_brings_chunks_into_memory(tmp_path: Pa
     engine.shutdown()
     again = make_engine(tmp_path)
     assert text(serve(again, ask("b", fusion))) == wanted
-    assert again.scheduler.documents is not None
     again.scheduler.documents.store_of_chunks.finish_reads()
     for file in tmp_path.rglob("*.kv"):
         file.unlink()
@@ -189,7 +185,6 @@ def test_after_a_restart_the_first_prompt_brings_chunks_into_memory(tmp_path: Pa
 
 def test_documents_that_are_stored_already_give_up_no_memory(engine: Engine) -> None:
     serve(engine, ask("a", A3))
-    assert engine.scheduler.documents is not None
     store = engine.scheduler.documents.store_of_chunks
     before, kept = store.counts(), store.bytes_in_memory
     engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
@@ -218,7 +213,6 @@ def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_r
     """Of the first in the queue they are, so that it can begin as soon as it may."""
     monkeypatch.setattr("transfer.chunks.chunk_library.LEAST_AHEAD_BYTES", 1)
     engine = make_engine(tmp_path, memory_limit_gib=0.0, disk_limit_gib=1e-9)
-    assert engine.scheduler.documents is not None
     library = engine.scheduler.documents._library
     others = [ask(f"plain{number}", None, max_tokens=400, cache_salt=str(number)) for number in range(4)]
     engine.submit(others)
@@ -243,7 +237,6 @@ def test_those_that_wait_for_long_have_no_chunks_computed_beyond_what_there_is_r
 def test_chunks_to_store_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.chunks.chunk_library.LEAST_AHEAD_BYTES", 1)
     engine = make_engine(tmp_path, memory_limit_gib=0.0)
-    assert engine.scheduler.documents is not None
     library, may_go, real = engine.scheduler.documents._library, threading.Event(), os.fsync
 
     def slow(descriptor: int) -> None:
@@ -277,7 +270,6 @@ def test_chunks_that_are_not_on_the_disk_yet_are_not_computed_again(
     plans = see_plans(engine, monkeypatch)
     STORED.clear()
     engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
-    assert engine.scheduler.documents is not None
     while engine.scheduler.documents._to_store or engine.scheduler.documents._computing:
         engine.step()
     engine.store_chunks(StoreChunks("t", [pack_tokens(chunk) for chunk in CHUNKS], ""))
@@ -326,7 +318,6 @@ def test_chunks_to_store_are_overtaken_by_a_bounded_number_of_requests(
     """Others' prompts never end. has_begun: there was nothing else to do for a moment, and a job of them stands."""
     monkeypatch.setattr("scheduler.prefill.document_chunks.MOST_OVERTAKEN", 5)
     engine = make_engine(tmp_path, max_jobs=2 if has_begun else 1)
-    assert engine.scheduler.documents is not None
     STORED.clear()
     told: list[str] = []
 
@@ -422,7 +413,6 @@ def test_chunks_are_stored_behind_requests_and_answered_once(engine: Engine) -> 
     first = engine.step()
     while not first:
         first = engine.step()
-    assert engine.scheduler.documents is not None
     assert engine.scheduler.documents._library.store.counts()["stored"] == 0, "a request goes first"
     run(engine)
     assert [(one.request_id, one.num_stored, one.num_known, one.reason) for one in STORED] == [("s", 3, 0, "")]
@@ -529,7 +519,6 @@ def test_what_a_full_disk_did_not_take_is_stored_when_it_is_asked_for_again(
     run(engine)
     assert (STORED[-1].num_stored, STORED[-1].num_known, STORED[-1].reason) == (1, 0, "")
     told = engine.stats().chunks
-    assert told is not None
     assert (told.written, told.refused, told.evicted, told.set_aside, told.lost) == (1, 1, 0, 0, 0)
     assert told.memory_bytes > 0
     engine.store_chunks(ask_for)
@@ -601,7 +590,6 @@ def test_whatever_happens_to_files_answers_are_those_of_whole_ones(
         files = sorted(root.glob("*.kv"))
         damage(files[number % len(files)], draw)
         assert text(serve(engine, ask(f"b{number}", fusion))) == wanted
-        assert engine.scheduler.documents is not None
         engine.scheduler.documents.store_of_chunks.delete(
             ChunkKey("none", 1, "0" * 32)
         ).result()  # behind what is written
@@ -720,7 +708,6 @@ SCORED = SamplingParams(temperature=0.0, num_logprobs=20)
 def logprobs(engine: Engine, request: EngineRequest) -> dict[int, float]:
     """Of the first token drawn, the likeliest 20."""
     first = serve(engine, request)[0].logprobs
-    assert first is not None
     return dict(first[0].top)
 
 
@@ -796,7 +783,6 @@ def test_a_context_that_loses_little_goes_on_at_its_positions(tmp_path: Path) ->
 
 def test_where_cells_must_be_positions_nothing_can_be_given_up(tmp_path: Path, engine: Engine) -> None:
     few, documents = ask("a", structs.replace(A3, keep_tokens=100)), engine.scheduler.documents
-    assert documents is not None
     profiles = resolve_profiles({"mac": Composition(reuse="mac")}, HostConfig())
     documents.check(few, profiles["exact"])
     with pytest.raises(TooLargeError, match="keep_tokens: asked 100, but contexts of the profile 'offloaded' go to"):

@@ -36,7 +36,7 @@ class WatchedRunner(PageRunner):
     host: Host
     windows_host: Host | None = None
 
-    def launch(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+    def launch(self, plan: StepPlan):
         for write in plan.page_writes:
             assert all(page < self.host.there for page in write.page_ids)
         for window in plan.window_writes:
@@ -44,7 +44,7 @@ class WatchedRunner(PageRunner):
         return super().launch(plan)
 
 
-def make(host: Host, windows: Host | None = None, **settings) -> Engine:  # type: ignore[no-untyped-def]
+def make(host: Host, windows: Host | None = None, **settings) -> Engine:
     runner = WatchedRunner(4, PAGE)
     runner.host, runner.windows_host = host, windows
     num_windows = 0 if windows is None else 6

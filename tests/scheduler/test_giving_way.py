@@ -32,7 +32,6 @@ def leave_idle(engine: Engine, count: int) -> list[EngineRequest]:
     requests = [ask(f"idle{salt}", prompt_of(300, salt=100 + salt)) for salt in range(count)]
     for request in requests:
         run(engine, [request])
-    assert engine.scheduler.residence.contexts is not None
     assert len(engine.scheduler.residence.contexts) == engine.scheduler.pages.num_held == count
     return requests
 

@@ -97,7 +97,6 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     """Nothing is held but by idle contexts, they are charged what they have, and all of it comes back."""
     residence = engine.scheduler.residence
     contexts = residence.contexts
-    assert contexts is not None
     stats = engine.stats()
     assert (stats.num_running, stats.num_prefilling, stats.num_waiting, stats.pages_used) == (0, 0, 0, 0)
     assert contexts.num_held == 0
@@ -122,12 +121,10 @@ def test_a_conversation_of_thousands_of_turns_is_let_go_at_once(way: str) -> Non
     num_turns = 3000
     engine, _ = make_engine(num_pages=2 * num_turns, limit_blocks=10 * num_turns)
     contexts, pages = engine.scheduler.residence.contexts, engine.scheduler.pages
-    assert contexts is not None
     turn = None
     for number in range(num_turns):
         num_shared = min(number, 1)
         turn = contexts.add(RunSize(num_shared, 1, num_shared + 1, Reading.WHOLE), turn)
-        assert turn is not None
         turn.is_open = True
         contexts.append(turn, pages.allocate(1))
         contexts.publish(turn, [b"first", b"%d" % number][: num_shared + 1])
@@ -151,7 +148,6 @@ def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelin
     engine.submit([request])
     check_output(request, drain(engine)["a"])
     host = next(prompt.host for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts)
-    assert host is not None
     assert (host.sink, host.source_id, host.reading) == (SINK, None, Reading.WHOLE)
     assert WINDOW <= length - host.end < WINDOW + PAGE
     lumps = [deposit for plan in runner.plans for deposit in plan.offloads]
@@ -220,7 +216,6 @@ def test_asking_again_computes_the_window_alone() -> None:
         engine.submit([request])
         check_output(request, drain(engine)[name])
     assert prefilled(runner) == [500, 500 - 464, 500 - 464]
-    assert engine.scheduler.residence.contexts is not None
     assert len(engine.scheduler.residence.contexts) == 1, "a context with nothing of its own is not kept"
     check_idle(engine, runner)
 

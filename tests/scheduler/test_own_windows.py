@@ -32,7 +32,6 @@ def plan_of(profiles: dict[str, object], residency: str = "fixed") -> ResolvedPl
 def engine_of(profiles: dict[str, object], residency: str) -> tuple[Engine, PageRunner]:
     plan = plan_of(profiles, residency)
     capacity = plan_capacity(plan.memory, find_tier_shape(plan.deployment, plan.architecture, plan.memory))
-    assert capacity.host is not None
     scheduler = Scheduler(plan.deployment.scheduler, plan.architecture, capacity, b"model", plan.profiles)
     runner = PageRunner(plan.architecture.num_layers, capacity.page_tokens, layout=capacity.host.layout)
     return Engine(scheduler, runner, None, True), runner

@@ -81,7 +81,6 @@ def test_idle_contexts_give_up_theirs_first_then_sampled_ones() -> None:
     engine.submit([ask("idle", prompt_of(300, salt=9))])
     drain(engine)
     residence = engine.scheduler.residence
-    assert residence.contexts is not None
     (idle,) = residence.contexts._contexts.values()
     start(engine, ask("whole", prompt_of(300, salt=1), 90), ask("sample", prompt_of(200, salt=2), 90, "sampled"))
     whole, sample = context_of(engine, "whole"), context_of(engine, "sample")
@@ -108,7 +107,6 @@ def test_a_fork_and_what_it_stands_on_give_up_shared_pages_together() -> None:
     residence = engine.scheduler.residence
     context = context_of(engine, "fork")
     parent = context.parent
-    assert parent is not None
     shared = parent.pages[: context.size.num_shared]
     assert shared == context.pages[: len(shared)]
     available = residence.pages.num_available
@@ -142,7 +140,6 @@ def test_a_prefill_keeps_the_pages_that_it_writes() -> None:
     engine.submit([request])
     engine.step()
     residence = engine.scheduler.residence
-    assert residence.contexts is not None
     (context,) = residence.contexts._contexts.values()
     assert engine.stats().num_prefilling == 1
     assert residence.contexts.num_resident == 0

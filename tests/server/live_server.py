@@ -85,7 +85,7 @@ async def running_server(
     app = make_app(deployment, command, on_start)
     listener = _bind("127.0.0.1", 0)
     server = uvicorn.Server(http_config(app))
-    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
+    server.capture_signals = nullcontext
     task = asyncio.create_task(server.serve(sockets=[listener]))
     running = Running(app, f"http://127.0.0.1:{listener.getsockname()[1]}")
     try:

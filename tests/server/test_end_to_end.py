@@ -315,7 +315,6 @@ def test_a_killed_engine_is_replaced(server, client):
         return next((child for child in children if "scheduler.engine.engine_process" in child.cmdline()), None)
 
     first = engine()
-    assert first is not None
     with httpx.stream(
         "POST",
         f"{server[1]}/v1/completions",

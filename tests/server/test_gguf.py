@@ -86,12 +86,10 @@ def test_control_tokens_ends_template_and_sampling_are_those_of_the_folder(
     assert ours.eos_ids == theirs.eos_ids == [1, 5]
     assert read_architecture(reference).eos_token_ids == (1, 5)
     template = load_template(ModelConfig(path=reference), ours)
-    assert template is not None
     assert template.source == load_template(ModelConfig(path=REFERENCE), theirs).source
     defaults = load_sampling_defaults(Deployment(model=ModelConfig(path=reference)))
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.0, 20, 1.0)
     vectors = load_vectors(ModelConfig(path=reference), ours)
-    assert vectors.embedding is not None
     assert vectors.embedding.kind == "last"
     evals = load_for_evals(reference)
     assert evals("a house").input_ids == theirs.encode("a house", add_special_tokens=True)

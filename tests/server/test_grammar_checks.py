@@ -138,7 +138,6 @@ def test_a_check_outlives_nobody_that_asked_by_more_than_the_bound() -> None:
     """A server that is killed leaves a process that is busy: the kernel ends it."""
     command = [sys.executable, "-m", "scheduler.constraints.grammar_worker", "0.05", str(MANY_BYTES)]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert worker.stdin is not None
     raw = json.dumps([SLOW, []]).encode()
     worker.stdin.write(HEAD.pack(len(raw)) + raw)
     worker.stdin.close()

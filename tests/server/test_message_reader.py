@@ -349,7 +349,6 @@ SIGNS = [
 def test_a_templates_look_tells_its_format(source: str, wanted: str) -> None:
     model = ModelConfig(random_weights="x")
     found = choose_format(model, source, True, {})
-    assert found is not None
     assert found.template.fields["tool_calls"] == make_format(wanted, "none").template.fields["tool_calls"]
     assert "reasoning_content" not in found.template.fields
     assert "reasoning_content" in choose_format(model, source + "</think>", True, {}).template.fields
@@ -357,14 +356,12 @@ def test_a_templates_look_tells_its_format(source: str, wanted: str) -> None:
 
 def test_a_template_without_tools_is_read_as_what_is_written_in_its_place() -> None:
     found = choose_format(ModelConfig(random_weights="x"), "[TOOL_CALLS]", False, {})
-    assert found is not None
     assert found.template.fields["tool_calls"] == format_of("hermes").template.fields["tool_calls"]
 
 
 def test_a_setting_goes_before_the_template() -> None:
     model = ModelConfig(random_weights="x", tool_parser="glm", reasoning_parser="mistral")
     found = choose_format(model, "<tool_call></think>", True, {"response_template": 5})
-    assert found is not None
     assert found.template.fields["tool_calls"] == make_format("glm", "none").template.fields["tool_calls"]
     assert read(found, ["[THINK]hm[/THINK]Yes."]) == ("Yes.", "hm", [])
     none = ModelConfig(random_weights="x", tool_parser="none", reasoning_parser="none")
@@ -491,7 +488,7 @@ LONG_CALLS = {
 
 def read_in_time(name: str, text: str) -> ReadAnswer:
     """Read in pieces as small as tokens, within a hundred times what it takes on a slow machine."""
-    reader = MessageReader(make_format(name, "think"), "", Tools({"write": {"type": "object"}}), False)  # type: ignore[arg-type]
+    reader = MessageReader(make_format(name, "think"), "", Tools({"write": {"type": "object"}}), False)
     parts: list[Part] = []
     began = time.process_time()
     for i in range(0, len(text), 4):

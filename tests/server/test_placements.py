@@ -65,9 +65,6 @@ def test_an_8b_shape_over_round_rates_is_what_a_pencil_says(rows: str, row_bytes
     weights_ms = 2 * (32 * layer + 128_256 * 4096 + 4096) / 1e9
     layer_token = 2 * 8 * 128 * 2
     device, exact, sampled = (found.get(name).first for name in ALWAYS)
-    assert device is not None
-    assert exact is not None
-    assert sampled is not None
     assert device.ms == pytest.approx(weights_ms + CONTEXT * 32 * layer_token / 1e9, rel=PLACEMENT_MS)
     kept_ms = (CONTEXT * 32 - DOWN * 30) * layer_token / 1e9
     link_ms = 30 * (32 * (128 * (2 + 4) + 4 + 150 * 2 + 1) + 4) / 10 / 1e6
@@ -83,10 +80,8 @@ def test_many_rows_are_bound_by_products_where_weights_are_read_faster() -> None
     slow = compare(eight_b(context=4096), ROUND | {"bf16_matmul_tflop_s": 1.0})
     device = slow.get("device")
     step = device.steps[-1]
-    assert step is not None
     assert step.batch == 16
     assert step.weights_ms == pytest.approx(2 * 16 * 7_504_924_672 / 1e9, rel=PLACEMENT_MS)
-    assert device.first is not None
     assert device.first.weights_ms == pytest.approx(2 * 7_504_924_672 / 1e9, rel=PLACEMENT_MS)
 
 
@@ -110,8 +105,6 @@ def test_more_tables_and_fewer_bits_read_more(bits: int, tables: int) -> None:
 @given(pages=st.integers(100, 8000), more=st.integers(1, 190), name=st.sampled_from(ALWAYS))
 def test_a_longer_context_is_never_faster(pages: int, more: int, name: Any) -> None:
     shorter, longer = (compare(eight_b(context=16 * count)).get(name).first for count in (pages, pages + more))
-    assert shorter is not None
-    assert longer is not None
     assert longer.ms >= shorter.ms
 
 
@@ -158,8 +151,6 @@ def test_the_device_alone_is_planned_without_the_tier() -> None:
 def test_what_stays_on_the_device_while_there_is_room_is_not_read_on_the_host() -> None:
     found = compare(eight_b(residency="adaptive"))
     alone, sampled = found.get("device").first, found.get("sampled").first
-    assert alone is not None
-    assert sampled is not None
     assert (sampled.down_tokens, sampled.host_ms, sampled.link_ms) == (0, 0, 0)
     assert sampled.ms == alone.ms
     assert "does not pay at batch 1" in found.sampling
@@ -173,8 +164,6 @@ def test_sampling_is_said_to_pay_where_it_gives_a_tenth_more_than_all_of_it_read
     fast, slow = compare(eight_b()), compare(eight_b(), ROUND | {"device_stream_gb_s": 100.0})
     for found in (fast, slow):
         device, sampled = found.get("device").first, found.get("sampled").first
-        assert device is not None
-        assert sampled is not None
         pays = sampled.tokens_s >= PAYS * device.tokens_s
         assert found.sampling.startswith("sampling pays at batch 1" if pays else "sampling does not pay") or (
             not pays and "does not pay at batch 1" in found.sampling
@@ -215,7 +204,6 @@ def test_heads_that_the_host_does_not_read_leave_one_placement() -> None:
 def test_layers_with_a_window_read_no_more_than_it() -> None:
     tree = {"model": {"random_weights": "gemma-3-4b"}, "gpu": {"device": "cuda"}, "scheduler": {"max_running": 1}}
     step = compare(tree).get("device").first
-    assert step is not None
     full = sum(layer % 6 == 5 for layer in range(34))
     tokens = full * 131_072 + (34 - full) * 1024
     assert step.device_kv_ms == pytest.approx(tokens * 2 * 4 * 256 * 2 / 1e9, rel=PLACEMENT_MS)
@@ -235,8 +223,6 @@ def test_experts_in_host_memory_come_over_the_link() -> None:
     tree = mixture(host_experts="fetch")
     found = compare(tree)
     one, two = found.get("device").steps
-    assert one is not None
-    assert two is not None
     layer = 88 / 128 * 3 * 2048 * 768 * 2
     assert one.experts_ms == pytest.approx(48 * 8 * layer / 10e6, rel=PLACEMENT_MS)
     assert two.experts_ms == pytest.approx(48 * (8 + 8 * 120 / 128) * layer / 10e6, rel=PLACEMENT_MS)
@@ -257,7 +243,6 @@ def test_experts_in_host_memory_come_over_the_link() -> None:
     print_comparison(whole, Console(width=400, file=page))
     assert "core_int4_gflop_s 10" not in page.getvalue(), "of no use without experts in host memory"
     first = whole.get("device").first
-    assert first is not None
     assert (first.experts_ms, whole.experts) == (0, None)
 
 
@@ -265,13 +250,10 @@ def test_experts_that_the_cpu_computes_are_read_at_the_hosts_rate() -> None:
     """85 % of 50 GB/s and 0.06 ms a layer, beside 10 GB/s of link; of steps beyond 32 rows they are fetched."""
     found = compare(mixture())
     one, two = found.get("device").steps
-    assert one is not None
-    assert two is not None
     layer = 88 / 128 * 3 * 2048 * 768 * 2
     assert one.experts_ms == pytest.approx(48 * (8 * layer / (0.85 * 50e6) + 0.06), rel=PLACEMENT_MS)
     assert two.experts_ms == pytest.approx(48 * ((8 + 7.5) * layer / (0.85 * 50e6) + 0.06), rel=PLACEMENT_MS)
     fetched = compare(mixture(host_experts="fetch")).get("device").first
-    assert fetched is not None
     assert fetched.weights_ms - one.weights_ms == pytest.approx(48 * 8 * layer / 1000e6, rel=PLACEMENT_MS)
     assert found.experts is not None
     assert "what the CPU computes of them in a step, read at 50 GB/s: batch 1: 2.49 GB, 61.5 ms, batch 2: 4.83 GB" in (
@@ -289,12 +271,9 @@ def test_steps_of_more_rows_than_are_computed_are_told_to_fetch() -> None:
     found, fetching = compare(tree), compare(tree | {"gpu": mixture(host_experts="fetch")["gpu"]})
     steps, others = found.get("device").steps, fetching.get("device").steps
     for step, other in zip(steps, others, strict=True):
-        assert step is not None
-        assert other is not None
         is_computed = step.batch <= 4
         assert (step.experts_ms < other.experts_ms) == is_computed
         assert (step.weights_ms < other.weights_ms) == is_computed
-    assert found.experts is not None
     computed, fetched = found.experts.split("what a step fetches of them over 10 GB/s: ")
     assert [f"batch {batch}:" in computed for batch in (1, 2, 4, 8)] == [True, True, True, False]
     assert fetched.startswith("batch 8: 16.0")
@@ -305,18 +284,15 @@ def test_the_docs_and_the_file_have_the_plan_of_a_mixture() -> None:
     deployment = load_deployment(DEPLOY / "rtx4090-30b-a3b.yaml")
     plan, rates = resolve_plan(deployment, machine), find_rates(machine, NOWHERE)
     step = compare_placements(deployment, plan, rates).get("device").first
-    assert step is not None
     model = deployment.model.model_copy(update={"weights": "int4"})
     gpu = deployment.gpu.model_copy(update={"experts_gib": None})
     small = deployment.model_copy(update={"model": model, "gpu": gpu})
     fits = compare_placements(small, resolve_plan(small, machine), rates).get("device").first
-    assert fits is not None
     page_text = " ".join((DEPLOY.parent / "docs" / "HOST_MEMORY.md").read_text().split())
     assert plan.memory.experts_on_card is not None
     assert f"keeps {plan.memory.experts_on_card} of each layer's 128 experts on the card" in page_text
     fetching = deployment.model_copy(update={"gpu": deployment.gpu.model_copy(update={"host_experts": "fetch"})})
     slow = compare_placements(fetching, resolve_plan(fetching, machine), rates).get("device").first
-    assert slow is not None
     assert f"{step.ms:.0f} ms a token at 40K tokens, {step.experts_ms:.0f} of them the CPU's" in page_text
     assert f"fetched over the link they would take {slow.experts_ms:.0f}" in page_text
     assert f"In int4 all of it fits the card, {fits.ms:.1f} ms" in page_text
@@ -410,7 +386,6 @@ def test_a_default_profile_is_priced_as_what_it_reads(name: str) -> None:
     assert found.taken == kind
     assert [placement.name for placement in found.placements] == list(dict.fromkeys([*ALWAYS, kind]))
     step = found.get(found.taken).first
-    assert step is not None
     read = 2048 if kind.startswith("predicted") else 0
     layer_token, row = 2 * 8 * 128 * 2, 512
     layers = 29 if read else 30  # that go down: two are dense in the reference deployment, of predictions one more
@@ -438,8 +413,6 @@ def test_steps_that_attend_to_everything_are_priced_by_their_share() -> None:
     """Keys of all blocks over the link, and all rows but the fetched ones on the host, in one step of four."""
     plain = compare_default("blocks", look_stride_blocks=0).get("predicted").first
     full = compare_default("blocks", look_stride_blocks=0, calibrate_every=4).get("predicted").first
-    assert plain is not None
-    assert full is not None
     down, row, heads = full.down_tokens, 512, 29 * 8
     assert full.fetch_ms - plain.fetch_ms == pytest.approx(down / 4 / 2 * heads * row / 10 / 1e6, rel=PLACEMENT_MS)
     assert (full.host_ms, plain.host_ms) == (pytest.approx((down - 2048) / 4 * heads * row / 50 / 1e6), 0)
@@ -448,9 +421,7 @@ def test_steps_that_attend_to_everything_are_priced_by_their_share() -> None:
 def test_a_context_that_is_too_short_for_predictions_is_read_as_without() -> None:
     for name, other in (("blocks", "offloaded"), ("blocks-and-sample", "sampled")):
         found = compare_default(name, context=4096, min_context_tokens=5000)
-        step, plain = found.get(found.taken).first, found.get(other).first  # type: ignore[arg-type]
-        assert step is not None
-        assert plain is not None
+        step, plain = found.get(found.taken).first, found.get(other).first
         assert (step.fetch_ms, step.host_ms, step.device_kv_ms) == (0, plain.host_ms, plain.device_kv_ms)
 
 

@@ -65,7 +65,6 @@ def test_a_layer_to_choose_in_that_the_model_has_not_is_refused_and_a_default_be
         plan = resolve_plan(Deployment.model_validate(tree), laptop)
         again = Deployment.model_validate(plan.deployment.model_dump(mode="json"))
         assert resolve_plan(again, laptop).deployment.documents == plan.deployment.documents
-        assert plan.deployment.documents is not None
         return plan.deployment.documents.select_layer
 
     assert (select_layer(), select_layer(select_layer=2), select_layer(select_layer=3)) == (3, 2, 3)

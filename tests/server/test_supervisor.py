@@ -46,7 +46,7 @@ def supervisor() -> Supervisor:
     deployment = make_deployment(retry_after_seconds=7)
     made = Supervisor(deployment, plan_of(deployment), [], Metrics(), lambda _: None)
     made.state, made.limits = "ready", LIMITS
-    made._engine = Sent()  # type: ignore[assignment]
+    made._engine = Sent()
     return made
 
 
@@ -55,7 +55,7 @@ async def submit(supervisor: Supervisor, *names: str) -> tuple["asyncio.Task[Non
     mailbox = Mailbox()
     task = asyncio.create_task(supervisor.submit([make_request(name) for name in names], mailbox, "prompt", FORM))
     await asyncio.sleep(0)
-    message = supervisor._engine.messages[-1]  # type: ignore[union-attr]
+    message = supervisor._engine.messages[-1]
     assert isinstance(message, Submit)
     return task, mailbox, message.submit_id
 
@@ -111,7 +111,7 @@ async def test_what_is_forgotten_gets_no_mail_and_the_engine_hears_of_it_where_i
     supervisor.forget(["b"], cancel=True)
     supervisor._deliver(Outputs([Delta(request_id=name, token_ids=[1]) for name in "ab"], [], None))
     assert mailbox._mail == []
-    cancelled = [message for message in supervisor._engine.messages if isinstance(message, Cancel)]  # type: ignore[union-attr]
+    cancelled = [message for message in supervisor._engine.messages if isinstance(message, Cancel)]
     assert cancelled == [Cancel(request_ids=["b"])]
 
 
@@ -241,7 +241,7 @@ async def test_an_engine_that_falls_silent_is_killed_also_while_it_loads(
     silence = Silence(supervisor, {due_s: lambda: None for due_s in spoke_s})
     monkeypatch.setattr("server.engine.supervisor.asyncio.sleep", silence.wait)
     engine = Sent()
-    await supervisor._end_silence(engine)  # type: ignore[arg-type]
+    await supervisor._end_silence(engine)
     assert engine.messages == ["killed"]
     assert silence.now == killed_s
     assert supervisor._lost.code == "engine_hung"
@@ -258,5 +258,5 @@ async def test_silence_while_loading_is_forgotten_when_the_engine_is_ready(
     supervisor.state = "loading"
     silence = Silence(supervisor, {400.0: become_ready})
     monkeypatch.setattr("server.engine.supervisor.asyncio.sleep", silence.wait)
-    await supervisor._end_silence(Sent())  # type: ignore[arg-type]
+    await supervisor._end_silence(Sent())
     assert silence.now == 400 + 120

@@ -31,7 +31,6 @@ def pages(number: int) -> list[np.ndarray]:
 
 def read(library: ChunkLibrary, number: int) -> list[bytes]:
     source = library.open(key_of(number))
-    assert source is not None
     out = np.empty((2, LAYER_BYTES), np.uint8)
     layers = [source.layer(index, out[index]).result(20).tobytes() for index in range(2)]
     source.release()
@@ -72,7 +71,6 @@ def test_a_chunk_that_waits_for_the_writer_is_found_and_takes_no_more_memory(tmp
     library.store._writer.submit(may_go.wait, 20)
     library.keep(key_of(1), pages(1))
     written = library.find_written(key_of(1))
-    assert written is not None
     assert not written.done()
     assert read(library, 1) == layers_of(1), "who does not hold it"
     assert library.hold(key_of(1))

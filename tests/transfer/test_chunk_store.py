@@ -179,7 +179,6 @@ class Held:
 
 def ask_for(store: ChunkStore, number: int, *layers: int) -> ChunkLease:
     lease = store.find(key_of(number))
-    assert lease is not None
     for layer in layers:
         lease.layer(layer, np.empty(LAYER_BYTES, np.uint8))
     return lease
@@ -455,7 +454,6 @@ def test_a_host_that_refuses_pages_is_told_of_with_the_setting_of_documents(
     monkeypatch.setattr("transfer.chunks.chunk_store.map_pages", host.map)
     store = open_chunks(DocumentsConfig(folder=tmp_path, threads=1), PLENTY, MODEL, SMALL, is_pinned=False)
     lease = store.find(key_of(1))
-    assert lease is not None
     with pytest.raises(ChunkError, match=r"refused: no more pages; .* lower documents\.memory_limit_gib"):
         lease.layer(0, np.empty(LAYER_BYTES, np.uint8)).result(20)
     lease.release()
