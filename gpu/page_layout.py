@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from transfer.arrays import ArraySpec
+
 KvFormat = Literal["bfloat16", "float32", "fp8", "int8"]
 """Of rows in pages: the dtype that computes, or codes of 8 bits with a scale each (`kv_rows`)."""
 
@@ -21,6 +23,11 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1}
 def row_bytes(kv: KvFormat, dim: int) -> int:
     """Return the bytes of a key or a value of one KV head."""
     return dim * _ELEMENT_BYTES[kv] + SCALE_BYTES * (kv in CODE_FORMATS)
+
+
+def page_table(num_slots: int, num_pages: int) -> ArraySpec:
+    """Return the table of the pages of all slots, `[slots, pages]`."""
+    return ArraySpec((num_slots, num_pages), "int32")
 
 
 @dataclass(frozen=True, slots=True)

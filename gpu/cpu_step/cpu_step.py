@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.cpu_step.step_attention import COLUMN_BLOCK, PART_TOKENS, Parts, Shape
+from gpu.cpu_step.step_arrays import PART_TOKENS, logits_array, num_step_rows, part_arrays
+from gpu.cpu_step.step_attention import COLUMN_BLOCK, Parts, Shape
 from gpu.cpu_step.step_kernel import OTHER_STAGES, STAGES_A_LAYER, Buffers, CompiledStep, Model, Rows
 from gpu.layers.decoder import Decoder
 from gpu.model.spec import Architecture
@@ -20,7 +21,6 @@ from transfer.simd.features import HAS_VECTORS
 from transfer.simd.team import COUNTER_INT64, new_counters
 from transfer.simd.vectors import LINE_BYTES
 
-MAX_ROWS = 32  # of a batch; with larger ones a library's products draw level (lab/LAB.md)
 _KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 _PADDING = 16  # columns between rows: widths that are powers of two would all share a few sets of the cache
 
@@ -48,7 +48,7 @@ class CpuStep:
         a = decoder.architecture
         self._shape = Shape(a.num_heads, a.num_kv_heads, a.dim, decoder.pool.page_tokens, np.float32(decoder.scale))
         self._buffers: dict[int, Buffers] = {}  # by number of threads
-        self._rows = min(MAX_ROWS, decoder.pool.max_slots)
+        self._rows = num_step_rows(decoder.pool.max_slots)
         self._parts = _parts(a, self._rows, 1)
         self._compiled: CompiledStep | None = None
 
@@ -79,7 +79,7 @@ class CpuStep:
 
     def _parts_for(self, context: int) -> Parts:
         if self._parts.top.shape[2] * PART_TOKENS < context:
-            self._parts = _parts(self._decoder.architecture, self._rows, -(-context // PART_TOKENS))
+            self._parts = _parts(self._decoder.architecture, self._rows, context)
         return self._parts
 
 
@@ -124,7 +124,7 @@ def _buffers(a: Architecture, rows: int, threads: int, ordered: int, gains: int)
         qkv=_floats(rows, query_width + 2 * a.num_kv_heads * a.dim + _PADDING),
         attended=_floats(rows, query_width + _PADDING),
         gated=_floats(rows, a.intermediate + _PADDING),
-        logits=_floats(rows, a.vocab_size),
+        logits=_floats(*logits_array(a, rows).shape),
         normed=_floats(threads, rows, a.hidden + _PADDING),
         ordered=_floats(threads, rows, ordered + _PADDING),
         tiles=_floats(threads, 2, rows, ROWS),
@@ -135,13 +135,9 @@ def _buffers(a: Architecture, rows: int, threads: int, ordered: int, gains: int)
     )
 
 
-def _parts(a: Architecture, rows: int, parts: int) -> Parts:
-    return Parts(
-        out=_floats(rows, a.num_heads, parts, a.dim),
-        top=_floats(rows, a.num_heads, parts),
-        mass=_floats(rows, a.num_heads, parts),
-        arrivals=np.zeros((rows * a.num_kv_heads, COUNTER_INT64), np.int64),
-    )
+def _parts(a: Architecture, rows: int, context_tokens: int) -> Parts:
+    floats = {name: _floats(*array.shape) for name, array in part_arrays(a, rows, context_tokens).items()}
+    return Parts(**floats, arrivals=np.zeros((rows * a.num_kv_heads, COUNTER_INT64), np.int64))
 
 
 def _floats(*shape: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from gpu.cpu_step.step_arrays import PART_TOKENS
 from gpu.operations.arguments import FINITE_OR_NOT
 from gpu.operations.linear.numba_linear import ROWS, product
 from transfer.simd.exp import exp
@@ -19,7 +20,6 @@ from transfer.simd.features import LANES
 from transfer.simd.team import COUNTER_INT64, atomic_add, claim, end_stage
 from transfer.simd.vectors import address_of, size_of, store, weighted_sum
 
-PART_TOKENS = 1024
 _COLUMNS = 4 if LANES == 16 else 2  # vectors of a value row that a block sums for four query heads
 COLUMN_BLOCK = _COLUMNS * LANES  # a head's dim is a multiple of this
 _add_four = weighted_sum(4, _COLUMNS)

@@ -30,7 +30,8 @@ from torch import Tensor
 from gpu.attention.step_rows import StepRows
 from gpu.batching.captured_steps import StepKind, steps_to_capture
 from gpu.batching.halving import Halving, cut
-from gpu.cpu_step.cpu_step import MAX_ROWS, CpuStep, serves
+from gpu.cpu_step.cpu_step import CpuStep, serves
+from gpu.cpu_step.step_arrays import MAX_ROWS, num_step_rows
 from gpu.decode.answering import Answering, Answers, AskingRows
 from gpu.decode.capture import capture
 from gpu.decode.loop import LayerLoop, Step
@@ -175,7 +176,7 @@ class DecodeSteps:
     def most_rows(self) -> int:
         """Return the most rows of a step that is compiled or captured, where any are."""
         if self._compiled is not None:
-            return min(MAX_ROWS, self.loop.max_rows)
+            return num_step_rows(self.loop.max_rows)
         return max((size for _, size in self._captured), default=self.loop.max_rows)
 
     def drain(self) -> None:

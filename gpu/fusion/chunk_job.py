@@ -15,8 +15,10 @@ from gpu.attention.prefill_attention import windowed_attention
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.fusion.chunk_copies import Documents
 from gpu.fusion.chunk_rows import store_rows
+from gpu.fusion.fusion_arrays import computed_rows
 from gpu.layers.decoder import Decoder
 from gpu.upload import upload
+from transfer.allocation import allocate_empty
 from transfer.chunks.chunk_format import ChunkKey
 
 DenseAttend = Callable[[PrefillQuery], Attended]
@@ -41,10 +43,8 @@ class ChunkJob:
         self._slots = torch.zeros(self.num_tokens, dtype=torch.int32, device=device)
         self._hidden = decoder.embed(ids)
         pool = decoder.pool
-        self._rows = [
-            torch.empty(pool.num_kv_heads, self.num_tokens, pool.dim, dtype=self._hidden.dtype, device=device)
-            for _ in range(2)
-        ]
+        keys = computed_rows(pool.num_kv_heads, pool.dim, self.num_tokens, self._hidden.dtype.itemsize)
+        self._rows = [allocate_empty(keys, device) for _ in range(2)]
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self._pages = self._rows[0][None], self._rows[1][None], table
 

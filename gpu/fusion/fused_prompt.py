@@ -19,11 +19,13 @@ from torch import Tensor
 from gpu.fusion.chunk_copies import Documents
 from gpu.fusion.chunk_rows import read_rows
 from gpu.fusion.eviction import Eviction
+from gpu.fusion.fusion_arrays import staged_chunks
 from gpu.fusion.fusion_plan import get_policy, kept_spans
 from gpu.fusion.token_choice import choose, draw_scores, end_scores, floors, question_scores, value_deviations
 from gpu.layers.decoder import Decoder, Pages
 from gpu.step import PrefillPrompt
 from gpu.upload import upload
+from transfer.allocation import allocate_empty
 from transfer.chunks.chunk_format import ChunkError
 from transfer.chunks.chunk_library import ChunkSource
 from transfer.copies import Event
@@ -78,11 +80,8 @@ class FusedPrompt:
         self._first_layer = self._find_first_layer()
         self._reads: dict[int, list[tuple[_Chunk, Future[HostPages] | None]]] = {}
         self._copied: dict[int, Event] = {}
-        self._buffers = torch.empty(
-            (2 if self._first_layer < shape.num_layers else 0, 2, self._num_rows, self._width),
-            dtype=torch.uint8,
-            device=device,
-        )
+        num_read = self._num_rows if self._first_layer < shape.num_layers else 0
+        self._buffers = allocate_empty(staged_chunks(shape, num_read), device)
         for layer in range(self._first_layer, self._first_layer + LAYERS_AHEAD):
             self._read(layer)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from transfer.host_pages import populate, reserve_pages
 from transfer.machine import available_memory
 
-SPARE_BYTES = 256 * 2**20  # that nothing here takes: for what steps allocate, and for other programs
+SPARE_BYTES = 256 * 2**20  # that nothing here takes: for what steps allocate_arena, and for other programs
 LUMP_BYTES = 64 * 2**20  # worth a look at what is free
 
 
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_arena(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros, whose memory is there on a GPU and only reserved on the CPU. Raises OSError if it is refused."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
@@ -26,8 +26,8 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 class Commitment:
-    """Arenas whose rows are committed on request. arenas: `[layers, rows, ...]`, as `allocate` makes them. available:
-    bytes that may still be taken.
+    """Arenas whose rows are committed on request. arenas: `[layers, rows, ...]`, as `allocate_arena` makes them.
+    available: bytes that may still be taken.
     """
 
     def __init__(self, arenas: Sequence[Tensor], available: Callable[[], int] = available_memory) -> None:

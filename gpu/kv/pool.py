@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.kv.commitment import Commitment, allocate
+from gpu.kv.commitment import Commitment, allocate_arena
 from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape
 from gpu.model.architecture import Architecture
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import poison, stored_dtype, width_of, write_rows
-from gpu.page_layout import KvFormat, PageLayout
+from gpu.page_layout import KvFormat, PageLayout, page_table
 from gpu.step import FinishedReload, PageEviction, PageWrite, TablePlace
 from gpu.upload import upload
+from transfer.allocation import allocate
 
 
 class KvPool:
@@ -48,13 +49,13 @@ class KvPool:
         self.max_slots = max_slots
         self.max_pages = -(-max_context_tokens // page_tokens)
         self.device = device
-        self.arenas = [allocate((len(layers) * num_pages, *page_shape), stored, device) for _ in range(2)]
+        self.arenas = [allocate_arena((len(layers) * num_pages, *page_shape), stored, device) for _ in range(2)]
         self.commitment = Commitment([arena.view(len(layers), num_pages, *page_shape) for arena in self.arenas])
         self.windows = Windows(windows, page_shape, max_slots, self.max_pages, stored, device)
         self.key_pages, self.value_pages = (
             self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=True)
         )
-        self.page_table = torch.zeros(max_slots, self.max_pages, dtype=torch.int32, device=device)
+        self.page_table = allocate(page_table(max_slots, self.max_pages), device)
 
     def table_of(self, layer: int) -> Tensor:
         """Return the page table of a layer: int32 `[max_slots, max_pages]`, by cell."""

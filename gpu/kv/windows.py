@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.kv.commitment import Commitment, allocate
+from gpu.kv.commitment import Commitment, allocate_arena
 from gpu.step import WindowWrite
 from gpu.upload import upload
 
@@ -44,7 +44,7 @@ class Windows:
         self.shape = shape
         self.device = device
         size = (len(shape.layers), shape.count, shape.num_pages, *page_shape)
-        self.arenas = [allocate(size, dtype, device) for _ in range(2)]
+        self.arenas = [allocate_arena(size, dtype, device) for _ in range(2)]
         self.commitment = Commitment(self.arenas)
         self._ring = torch.arange(max_pages if shape.layers else 0, device=device) % shape.num_pages
         self.page_table = self._ring.int().repeat(max_slots, 1)

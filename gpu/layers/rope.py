@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.layers.layer_arrays import rope_array
 from gpu.model.spec import Architecture, ModelError, RopeScaling
 
 
@@ -27,7 +28,7 @@ def rope_tables(architecture: Architecture, max_context_tokens: int, device: tor
     positions = torch.arange(max_context_tokens, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)  # [tokens, rotary_dim // 2]
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-    still = architecture.dim // 2 - len(frequencies)
+    still = rope_array(architecture, max_context_tokens).shape[1] - len(frequencies)
     return F.pad(cos, (0, still), value=1.0).to(device), F.pad(sin, (0, still)).to(device)
 
 

@@ -1,22 +1,29 @@
-"""What the parts of a deployment ask for, in bytes: weights, workspaces, KV, and the reserves that nothing can count.
+"""Sum the bytes of a deployment's parts: weights, workspaces, KV, and the reserves that nothing can count. No torch.
 
-Each number mirrors an allocation elsewhere in `gpu`, peaks of a step included. No torch.
+Whoever allocates an array states it, and the sums are made of these statements.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from gpu.batching.captured_steps import steps_to_capture
+from gpu.cpu_step.step_arrays import logits_array, num_step_rows, part_arrays
+from gpu.fusion.fusion_arrays import chunk_token_bytes
 from gpu.host.footprint import STAGED_LAYERS, gathered_array
+from gpu.layers.layer_arrays import activation_bytes, rope_bytes
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.method import MethodState
-from gpu.model.architecture import Architecture, LayerSpec
+from gpu.model.architecture import Architecture
 from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
-from gpu.page_layout import CODE_FORMATS, KvFormat, row_bytes
-from gpu.prefill.piece_sizes import MERGED_PIECES, PIECE_TOKENS
+from gpu.operations.decode_attention.split_rows import most_rows, scratch_arrays
+from gpu.page_layout import CODE_FORMATS, KvFormat, page_table, row_bytes
+from gpu.prefill.prefill_arrays import HIDDEN_TOKEN_IDS_BYTES, most_piece_outputs, seen_rows, window_buffer
+from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
+from gpu.sampling.sampling_arrays import drawing_bytes, penalty_arrays
 from gpu.weights.expert_shares import ExpertShares, most_experts, why_not_computed
+from transfer.arrays import sum_bytes
 from transfer.chunks.chunk_format import ChunkShape
 from transfer.host_config import LEAST_AHEAD_BYTES, DocumentsConfig
 
@@ -26,17 +33,6 @@ MIB = 2**20
 CUDA_RUNTIME_BYTES = 768 * MIB  # context, library workspaces, loaded kernels, and what the allocator cannot reuse
 CUDA_GRAPH_BYTES = 40 * MIB  # one batch size of one kind of step; measured at 8B: 37 MiB on average of 27
 HOST_RUNTIME_BYTES = 1536 * MIB  # two processes with their libraries
-CPU_STEP_ROWS = 32  # most rows of the CPU's compiled decode step ...
-CPU_PART_TOKENS = 1024  # ... which cuts a context into parts of so many tokens
-MAX_LOGITS_ROWS = 256  # rows of logits at once: decode, and blocks of prompt logprobs
-LOGPROB_BYTES = 30 * 2**23  # of logprobs: float32 and int64 copies of as many logits as are taken at once
-DRAW_ENTRY_BYTES = 44  # of a drawn row with all filters, a vocabulary entry: scores, distances, weights, digits
-PENALTY_ENTRY_BYTES = 5  # of a row of the penalty table, a vocabulary entry: count and flag
-SPLIT_TOKENS = 8192  # decode attention splits a context into parts of no more than this ...
-SPLIT_PROGRAMS = 4096  # ... and into as many as it takes for this many programs, to fill a device
-RING_OUTPUTS = 8  # of a token, as wide as a query: summaries in two precisions, copies of queries, partials
-CHUNK_TOKEN_IDS_BYTES = 32  # of a token whose rows are placed: cell, position of its rotation, slot, score
-HIDDEN_TOKEN_IDS_BYTES = 32  # of a prefill job, a token: id, position, slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +140,11 @@ class Demand:
 
     @property
     def chunk_token_bytes(self) -> int:
-        """Return the bytes of a token under prefill that documents' chunks hold: two layers on their way in, or one
-        that is computed.
-        """
+        """Return the bytes of a token under prefill that documents' chunks hold."""
         if self.documents is None:
             return 0
         rows = ChunkShape(1, self.shape.num_kv_heads, self.shape.dim, self.documents.rows)
-        layer = self.layer_token_bytes
-        return max(STAGED_LAYERS * rows.layer_bytes(1), layer + rows.layer_bytes(1)) + CHUNK_TOKEN_IDS_BYTES
+        return chunk_token_bytes(rows, self.dtype_bytes)
 
     @property
     def gathered_token_bytes(self) -> int:
@@ -162,24 +155,11 @@ class Demand:
         keys = gathered_array(shape.num_kv_heads, shape.dim, 1, self.dtype_bytes, self.has_codes).num_bytes
         return 2 * keys if self.device == "cuda" else 3 * keys
 
-    @property
-    def rope_token_bytes(self) -> int:
-        return len(self.shape.ropes) * self.shape.dim * 4  # cosine and sine of half the dimensions, float32
-
-    @property
-    def page_table_token_bytes(self) -> float:
-        return 4 * self.max_running / self.page_tokens
-
-    @property
-    def split_rows(self) -> int:
-        """Return the most partials of a decode step's split contexts, summed over its sequences."""
-        bound = self.max_running * -(-self.shape.max_context_tokens // SPLIT_TOKENS)
-        return bound + self.max_running + SPLIT_PROGRAMS // self.shape.num_kv_heads
-
     def context_token_bytes(self, hidden_tokens_per_token: int) -> float:
         """Return what one more token of the longest context costs: KV, hidden state, its share of workspaces."""
         hidden = self.hidden_token_bytes * hidden_tokens_per_token
-        work = self.gathered_token_bytes + self.rope_token_bytes + self.page_table_token_bytes
+        table = page_table(self.max_running, 1).num_bytes / self.page_tokens
+        work = self.gathered_token_bytes + rope_bytes(self.shape, 1) + table
         return self.kv_token_bytes + hidden + work
 
     def default_hidden_tokens(self, context: int, left: int) -> int:
@@ -227,7 +207,8 @@ class Demand:
         gathered = context * self.gathered_token_bytes
         hidden = hidden_tokens * (self.hidden_token_bytes - self.chunk_token_bytes)
         chunks = hidden_tokens * self.chunk_token_bytes
-        positions = context * self.rope_token_bytes + int(context * self.page_table_token_bytes) + self.max_running * 4
+        tables = page_table(self.max_running, context // self.page_tokens + 1).num_bytes
+        positions = rope_bytes(self.shape, context) + tables
         items = (
             self.item("gathered KV", gathered, f"one layer's KV of {context:,} tokens, for prefill"),
             self.item("hidden states", hidden, f"{hidden_tokens:,} tokens under prefill"),
@@ -240,39 +221,12 @@ class Demand:
         staging = context * self.host.staging_token_bytes
         return (*items, self.item("KV staging", staging, f"{STAGED_LAYERS} layers' KV of a prompt that goes down"))
 
-    def activation_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of one layer over `num_tokens`: input, norms and outputs, QKV, the rotated query,
-        attention's output in both precisions and its merge, on CUDA its outputs over pieces of the past, gate and up,
-        their product; where methods reuse, summaries and queries on their way to rings.
-        """
-        shape = self.shape
-        query = shape.num_heads * shape.dim
-        qkv = query + 2 * shape.num_kv_heads * shape.dim
-        num_queries = 6 + self._num_piece_outputs + RING_OUTPUTS * self.reuses
-        num_hidden = 4 + any(spec.post_norms for spec in shape.layer_pattern)
-        mlp = max(self._mlp_columns(spec) for spec in shape.layer_pattern)
-        width = num_hidden * shape.hidden + qkv + num_queries * query + mlp
-        return num_tokens * width * self.dtype_bytes
-
-    @property
-    def _num_piece_outputs(self) -> int:
-        """Return the outputs of a past's pieces, as wide as a query, until they are merged; what they are merged to,
-        and to what others were before, has the place of attention's output. Where there are two lanes all may be of the
-        shortest kind.
-        """
-        if self.device != "cuda":
-            return 0
-        most = self.shape.max_context_tokens // PIECE_TOKENS
-        return min(MERGED_PIECES, most if self.num_lanes > 1 else most.bit_length())
-
-    def _mlp_columns(self, spec: LayerSpec) -> int:
-        """Return the columns of a token's gate and up and their product; of experts, of each one's product and what it
-        makes of it, and of routing: logits, twice as long as other numbers, and who takes whom.
-        """
-        experts = spec.experts
-        if experts is None:
-            return 3 * self.shape.intermediate
-        return experts.per_token * (experts.intermediate + self.shape.hidden + 16) + 2 * experts.num_experts
+    def _activation_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of one layer over so many tokens, with all that attention and methods make of them."""
+        more = max((state.part.method.token_outputs for state in self.states), default=0)
+        if self.device == "cuda":
+            more += most_piece_outputs(self.shape.max_context_tokens, self.num_lanes)
+        return activation_bytes(self.shape, num_tokens, self.dtype_bytes, more)
 
     def _weights(self) -> tuple[MemoryItem, ...]:
         shape, is_packed = self.shape, self.unpacked is None
@@ -287,23 +241,25 @@ class Demand:
 
     def _decode_partials(self) -> int:
         """Return the bytes of the partials of split contexts, and of the compiled step's float32 logits."""
-        shape = self.shape
+        shape, running = self.shape, self.max_running
         if self.device == "cuda":
-            return (1 + self.reuses) * self.split_rows * shape.num_heads * (shape.dim + 1) * 4
-        rows, parts = min(self.max_running, CPU_STEP_ROWS), -(-shape.max_context_tokens // CPU_PART_TOKENS)
-        return rows * (shape.num_heads * parts * (shape.dim + 2) + shape.vocab_size) * 4
+            rows = most_rows(running, shape.num_kv_heads, shape.max_context_tokens)
+            return (1 + self.reuses) * sum_bytes(scratch_arrays(rows, shape.num_heads, shape.dim).values())
+        rows = num_step_rows(running)
+        parts = part_arrays(shape, rows, shape.max_context_tokens)
+        return sum_bytes([*parts.values(), logits_array(shape, rows)])
 
     def _workspaces(self) -> tuple[MemoryItem, ...]:
         shape, running = self.shape, self.max_running
-        rows = max(MAX_LOGITS_ROWS, running)
+        rows = max(LOGITS_BLOCK_ROWS, running)
         narrow = self.dtype_bytes if self.device == "cpu" and self.dtype_bytes < 4 else 0  # before it is widened
         logits = rows * shape.vocab_size * (4 + narrow)
-        drawing = max(min(LOGPROB_BYTES, 30 * rows * shape.vocab_size), running * shape.vocab_size * DRAW_ENTRY_BYTES)
-        steps = self.activation_bytes(running) + self._decode_partials()
+        drawing = drawing_bytes(rows, running, shape.vocab_size)
+        steps = self._activation_bytes(running) + self._decode_partials()
         return (
             self.item(
                 "prefill activations",
-                self.activation_bytes(self.chunk_tokens),
+                self._activation_bytes(self.chunk_tokens),
                 f"one layer over {self.chunk_tokens:,} tokens",
             ),
             self.item(
@@ -317,7 +273,11 @@ class Demand:
                 f"{rows} rows of {shape.vocab_size:,} in float32, and drawing",
             ),
             *self._widening(),
-            self.item("penalties", running * shape.vocab_size * PENALTY_ENTRY_BYTES, f"tokens counted for {running}"),
+            self.item(
+                "penalties",
+                sum_bytes(penalty_arrays(running, shape.vocab_size).values()),
+                f"tokens counted for {running}",
+            ),
         )
 
     def _widening(self) -> tuple[MemoryItem, ...]:
@@ -377,8 +337,10 @@ class Demand:
             return ()
         tokens, layers = self.window_pages * self.page_tokens, len(self.window_layers)
         note = f"{self.num_windows} of {tokens:,} tokens in {layers} layers: of what runs, and ends of prefixes"
-        buffer = 1 << (self.chunk_tokens - 1).bit_length()
-        beside = (buffer + 2 * (tokens + self.chunk_tokens)) * self.layer_token_bytes
+        sizes = self.shape.num_kv_heads, self.shape.dim
+        buffer = window_buffer(*sizes, self.chunk_tokens, self.dtype_bytes)
+        seen = seen_rows(*sizes, tokens + self.chunk_tokens, self.dtype_bytes)  # of the window, and joined with its own
+        beside = 2 * (buffer.num_bytes + 2 * seen.num_bytes)
         return (
             self.item("KV windows", self.num_windows * self.window_bytes, note),
             self.item("windows under prefill", beside, f"rows of {self.chunk_tokens:,} tokens, and what they see"),

@@ -18,7 +18,7 @@ from gpu.memory.counting import (
     count_windows,
     spare_window_tokens,
 )
-from gpu.memory.demand import MAX_LOGITS_ROWS, Demand, MemoryItem, Place, PlanError
+from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
 from gpu.memory.machine_limits import (
@@ -39,6 +39,7 @@ from gpu.model.architecture import Architecture
 from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
 from gpu.page_layout import KvFormat
+from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.step import PartId
 from gpu.weights.expert_shares import PINNED_SHARE
 from transfer.host_config import DocumentsConfig, HostConfig
@@ -222,7 +223,7 @@ def plan_memory(
         threads=gpu.threads or machine.physical_cores,
         max_context_tokens=shares.context,
         max_hidden_tokens=shares.hidden_tokens,
-        max_logits_rows=max(MAX_LOGITS_ROWS, max_running),
+        max_logits_rows=max(LOGITS_BLOCK_ROWS, max_running),
         page_tokens=gpu.page_tokens,
         kv_bytes=shares.kv_bytes + demand.num_windows * demand.window_bytes,
         num_pages=shares.num_pages,

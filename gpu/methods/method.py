@@ -62,10 +62,11 @@ class Method:
     ring, and who finds none free waits in admission. excludes_blocks: it takes blocks of a context off the host.
     device_side: module with torch whose `make_device_side(settings, site)` or, with rings, `make_ring_side(settings,
     site, num_rings)` makes its part in decode steps (`gpu.methods.device_side`). prefill_side: module whose
-    `make_prefill_side(settings, site, dense)` makes its part in prefill (`gpu.methods.prefill_side`). counters: what
-    its device side counts, by name. shares: quotients of them that evaluations report. plan_name, plan_words:
-    what `tandem plan` calls it, else `name`. scored: settings that the evaluations' set of served profiles runs.
-    measured: what it lost on a pretrained model, as `tandem plan` says it; empty: it reads everything.
+    `make_prefill_side(settings, site, dense)` makes its part in prefill (`gpu.methods.prefill_side`).
+    token_outputs: what its sides make of a token of a step or prompt, in outputs as wide as a query. counters: what its
+    device side counts, by name. shares: quotients of them that evaluations report. plan_name, plan_words: what `tandem
+    plan` calls it, else `name`. scored: settings that the evaluations' set of served profiles runs. measured: what it
+    lost on a pretrained model, as `tandem plan` says it; empty: it reads everything.
     """
 
     name: ClassVar[str]
@@ -81,6 +82,7 @@ class Method:
     excludes_blocks: ClassVar[bool] = False
     device_side: ClassVar[str | None] = None
     prefill_side: ClassVar[str | None] = None
+    token_outputs: ClassVar[int] = 0
     counters: ClassVar[Mapping[str, Counter]] = {}
     shares: ClassVar[Mapping[str, Share]] = {}
     plan_name: ClassVar[str] = ""
@@ -130,6 +132,7 @@ class RingMethod(Method):
     """A method with rings, whose settings have `rings` and `min_context_tokens`."""
 
     has_rings = True
+    token_outputs = 8  # summaries in two precisions, copies of queries, partials
 
     def count_rings(self, settings: Any) -> int | None:
         return settings.rings

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gpu.attention.prefill_attention import Whole, prefill_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended
-from gpu.prefill.piece_sizes import PIECE_TOKENS
 from gpu.prefill.pieces import LEAST_QUERIES, Kernel, attend_in_pieces, cudnn_attention, padded_queries
+from gpu.prefill.prefill_arrays import PIECE_TOKENS
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpu.attention.prefill_attention import Whole, past_attention, prefill_attention
 from gpu.attention.prefill_query import Attended
 from gpu.operations.prefill_attention.merge_attended import merge_attended
-from gpu.prefill.piece_sizes import MERGED_PIECES, PIECE_TOKENS
+from gpu.prefill.prefill_arrays import MERGED_PIECES, PIECE_TOKENS
 
 LEAST_QUERIES = 256  # of a padded chunk; shorter ones are launches, not work
 TILE_QUERIES = 128  # of a block, in all kernels that we know

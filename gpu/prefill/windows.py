@@ -17,10 +17,10 @@ from torch import Tensor
 from gpu.attention.prefill_attention import Packing, has_flash, packed_prefill_attention, windowed_attention
 from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Pages
+from gpu.prefill.prefill_arrays import seen_rows, window_buffer
 from gpu.step import WindowBranch
 from gpu.upload import upload
-
-LEAST_BUFFER_TOKENS = 256
+from transfer.allocation import allocate, allocate_empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +131,14 @@ class WindowPrefill:
         page_tokens = self.pool.page_tokens
         page_ids = self.pool.windows.page_table[part.slot, first // page_tokens : -(-part.first // page_tokens)].long()
         seen = slice(first % page_tokens, first % page_tokens + part.first - first)
-        shape = (self.pool.num_kv_heads, len(page_ids) * page_tokens, self.pool.dim)
-        before = [torch.empty(shape, dtype=self.pool.dtype, device=self.pool.device) for _ in range(2)]
+        pool = self.pool
+        keys = seen_rows(pool.num_kv_heads, pool.dim, len(page_ids) * page_tokens, pool.dtype.itemsize)
+        before = [allocate_empty(keys, pool.device) for _ in range(2)]
         self.pool.read(layer, page_ids, *before)
         return [torch.cat((rows[:, seen], others), 1) for rows, others in zip(before, own, strict=True)]
 
     def _resize(self, num_tokens: int) -> None:
-        size = 1 << (max(num_tokens, LEAST_BUFFER_TOKENS) - 1).bit_length()
-        shape = (1, self.pool.num_kv_heads, size, self.pool.dim)
-        self._keys, self._values = (
-            torch.zeros(shape, dtype=self.pool.dtype, device=self.pool.device) for _ in range(2)
-        )
-        self._cells = torch.arange(size, device=self.pool.device)
+        pool = self.pool
+        keys = window_buffer(pool.num_kv_heads, pool.dim, num_tokens, pool.dtype.itemsize)
+        self._keys, self._values = allocate(keys, pool.device), allocate(keys, pool.device)
+        self._cells = torch.arange(keys.shape[2], device=pool.device)

@@ -65,4 +65,5 @@ def _keep_nearest(distance: torch.Tensor, mass: torch.Tensor, target: torch.Tens
         target = target - (reached.gather(1, found) - histogram.gather(1, found))[:, 0]
         threshold = threshold | (found[:, 0] << shift)
         alive = torch.where(digit == found, alive, 0)
+        del digit, histogram, reached  # 8 bytes a token, which the next digit and the sums need
     return (key < threshold[:, None]) | ((alive > 0) & ((alive.cumsum(1) - alive) < target[:, None]))

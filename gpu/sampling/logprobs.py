@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu.sampling.sampling_arrays import LOGPROB_LOGITS
 from gpu.step import TokenLogprob
-
-_CHUNK_ELEMENTS = 1 << 23  # rows are taken in groups of this many logits: float32 and int64 copies, 30 bytes each
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int)
     Computed in float32. `num_top` beyond the vocabulary is cut to it. No sync.
     """
     rows, vocab = logits.shape
-    chunk = max(1, _CHUNK_ELEMENTS // vocab)
+    chunk = max(1, LOGPROB_LOGITS // vocab)
     parts = [
         _gather(logits[begin : begin + chunk].float(), token_ids[begin : begin + chunk], min(num_top, vocab))
         for begin in range(0, max(rows, 1), chunk)

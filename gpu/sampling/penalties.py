@@ -8,7 +8,9 @@ ahead.
 import numpy as np
 import torch
 
+from gpu.sampling.sampling_arrays import penalty_arrays
 from gpu.upload import upload
+from transfer.allocation import allocate_all
 
 
 class PenaltyTable:
@@ -17,8 +19,8 @@ class PenaltyTable:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self.counts = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
-        self.in_prompt = torch.zeros((num_rows, vocab_size), dtype=torch.bool, device=device)
+        made = allocate_all(penalty_arrays(num_rows, vocab_size), device)
+        self.counts, self.in_prompt = made["counts"], made["in_prompt"]
         self._free = list(range(num_rows))
 
     def add(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> int:

@@ -1,5 +1,6 @@
 """How many bytes torch's tensors hold at once, counted after each operation: the same on every run, on any device."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,10 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within it, of this thread's operations; what an operation allocates and frees within itself is not seen."""
+    """Within it, of this thread's operations; what an operation allocates and frees within itself is not seen. known:
+    tensors that were there before and are not counted.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -26,6 +30,8 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 held = StorageWeakRef(tensor.untyped_storage())
+                if held.cdata in self._known:
+                    continue
                 self._held[held.cdata] = held, tensor.untyped_storage().nbytes()
         self.peak = max(self.peak, self.now)
         return made

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu.kv import commitment
-from gpu.kv.commitment import SPARE_BYTES, Commitment, allocate
+from gpu.kv.commitment import SPARE_BYTES, Commitment, allocate_arena
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
 from gpu.model.architecture import named_shape
@@ -54,7 +54,7 @@ def test_a_pool_takes_memory_as_its_pages_are_committed_and_no_sooner() -> None:
 def test_rows_that_are_committed_are_zeros_and_change_no_other(
     counts: list[int], width: int, dtype: torch.dtype
 ) -> None:
-    arena = allocate((3, 60, width), dtype, CPU)
+    arena = allocate_arena((3, 60, width), dtype, CPU)
     memory = Commitment([arena], lambda: PLENTY)
     begin = 0
     for count in counts:
@@ -67,7 +67,7 @@ def test_rows_that_are_committed_are_zeros_and_change_no_other(
 
 
 def test_rows_are_committed_as_long_as_something_is_left_beside_them() -> None:
-    arena = allocate((2, 100, MIB), torch.uint8, CPU)
+    arena = allocate_arena((2, 100, MIB), torch.uint8, CPU)
     before = resident_bytes()
     assert not Commitment([arena], lambda: SPARE_BYTES + 200 * MIB - 1).commit(0, 100)
     assert resident_bytes() - before < 8 * MIB, "what is refused takes nothing"
@@ -76,7 +76,7 @@ def test_rows_are_committed_as_long_as_something_is_left_beside_them() -> None:
 
 def test_memory_that_the_system_refuses_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commitment, "populate", lambda *_: False)
-    assert not Commitment([allocate((2, 10, 64), torch.uint8, CPU)], lambda: PLENTY).commit(0, 5)
+    assert not Commitment([allocate_arena((2, 10, 64), torch.uint8, CPU)], lambda: PLENTY).commit(0, 5)
 
 
 def test_addresses_without_a_mapping_cannot_be_populated() -> None:
@@ -94,15 +94,15 @@ def test_whatever_the_system_refuses_memory_with_is_an_answer(code: int, monkeyp
             ctypes.set_errno(code)
             return -1
 
-    arena = allocate((2, 10, 64), torch.uint8, CPU)
+    arena = allocate_arena((2, 10, 64), torch.uint8, CPU)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: System())
     assert not Commitment([arena], lambda: PLENTY).commit(0, 5)
 
 
 def test_a_lump_is_worth_a_look_and_at_least_a_row() -> None:
-    assert Commitment([allocate((2, 9, 1000), torch.uint8, CPU)], lambda: PLENTY).least_rows == 64 * MIB // 2000
-    assert Commitment([allocate((2, 9, 64 * MIB), torch.uint8, CPU)], lambda: PLENTY).least_rows == 1
-    assert Commitment([allocate((0, 9, 10), torch.uint8, CPU)], lambda: PLENTY).least_rows == 1
+    assert Commitment([allocate_arena((2, 9, 1000), torch.uint8, CPU)], lambda: PLENTY).least_rows == 64 * MIB // 2000
+    assert Commitment([allocate_arena((2, 9, 64 * MIB), torch.uint8, CPU)], lambda: PLENTY).least_rows == 1
+    assert Commitment([allocate_arena((0, 9, 10), torch.uint8, CPU)], lambda: PLENTY).least_rows == 1
 
 
 def test_what_may_still_be_taken_is_no_more_than_the_machine_has() -> None:

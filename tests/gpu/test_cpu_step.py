@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.cpu_step.cpu_step import MAX_ROWS, CpuStep, serves
-from gpu.cpu_step.step_attention import PART_TOKENS
+from gpu.cpu_step.cpu_step import CpuStep, serves
+from gpu.cpu_step.step_arrays import MAX_ROWS, PART_TOKENS
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import DecodeSteps
 from gpu.layers.decoder import Decoder

@@ -10,6 +10,7 @@ import torch
 from gpu.config import Composition, GpuConfig
 from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool
+from gpu.layers.layer_arrays import rope_bytes
 from gpu.layers.rope import rope_tables
 from gpu.memory.demand import Demand
 from gpu.memory.plan import MemoryPlan, plan_memory
@@ -18,6 +19,7 @@ from gpu.model.architecture import named_shape
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import matrix_parts, matrix_shapes, rounded
 from gpu.model.shapes import NAMED_SHAPES
+from gpu.page_layout import page_table
 from gpu.profiles import resolve_profiles
 from gpu.sampling.penalties import PenaltyTable
 from gpu.weights.rounding import BYTES_A_NUMBER, NUMBERS_AT_ONCE
@@ -70,11 +72,11 @@ def test_rounding_at_load_fits_into_what_steps_take_later(name: str) -> None:
 
 
 def test_page_tables_take_what_is_planned(pool: KvPool) -> None:
-    assert pool.page_table.nbytes == CONTEXT * DEMAND.page_table_token_bytes
+    assert pool.page_table.nbytes == page_table(SLOTS, CONTEXT // PAGE).num_bytes
 
 
 def test_rope_tables_take_what_is_planned() -> None:
-    assert sum(table.nbytes for table in rope_tables(TINY, CONTEXT, CPU)) == CONTEXT * DEMAND.rope_token_bytes
+    assert sum(table.nbytes for table in rope_tables(TINY, CONTEXT, CPU)) == rope_bytes(TINY, CONTEXT)
 
 
 def test_gathered_keys_and_values_take_what_is_planned(pool: KvPool) -> None:

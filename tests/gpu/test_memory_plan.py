@@ -12,14 +12,12 @@ from pydantic import ValidationError
 from gpu.batching.captured_steps import steps_to_capture
 from gpu.batching.halving import most_rows_of_parts
 from gpu.config import Composition, GpuConfig
-from gpu.cpu_step.cpu_step import MAX_ROWS, CpuStep
-from gpu.cpu_step.step_attention import PART_TOKENS
+from gpu.cpu_step.cpu_step import CpuStep
 from gpu.host.deposit import Depositor
 from gpu.host.footprint import slot_shape
 from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
-from gpu.memory import demand
 from gpu.memory.demand import CUDA_GRAPH_BYTES, Demand
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import DENSE_SHARE, resolve_host
@@ -30,11 +28,9 @@ from gpu.methods.predicted import Predicted
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape, read_architecture
-from gpu.operations.decode_attention.paged_decode_attention import num_rows
+from gpu.operations.decode_attention.split_rows import most_rows, num_rows
 from gpu.page_layout import PageLayout
-from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.profiles import find_kept, resolve_profiles
-from gpu.sampling import logprobs
 from tests.gpu.cpu_decoder import cpu_decoder
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams
@@ -285,26 +281,19 @@ def test_what_does_not_fit_is_refused_with_its_numbers_and_the_key_to_change(
 @pytest.mark.parametrize("running", [1, 3, 16, 64])
 def test_the_split_workspace_of_decode_is_no_larger_than_planned(name: str, running: int) -> None:
     shape = named_shape(name)
-    demand = Demand(shape, "cuda", 2, running, 2048, 16, (1,), None, ())
     for num_sms in (40, 108, 132):
         rows = max(
             num_rows(count, shape.num_kv_heads, shape.max_context_tokens, 2, num_sms) for count in range(1, running + 1)
         )
-        assert rows <= demand.split_rows
+        assert rows <= most_rows(running, shape.num_kv_heads, shape.max_context_tokens)
 
 
 def test_the_compiled_step_on_the_cpu_is_planned_with_its_own_rows_and_parts() -> None:
-    assert (demand.CPU_STEP_ROWS, demand.CPU_PART_TOKENS) == (MAX_ROWS, PART_TOKENS)
     asked = Demand(SHAPE_TINY, "cpu", 4, 4, 2048, 16, (1,), None, ())
     step = CpuStep(cpu_decoder(SHAPE_TINY, torch.float32, num_pages=4, max_slots=4, max_pages=4))
     parts = step._parts_for(SHAPE_TINY.max_context_tokens)
     logits = step._buffers_for(1).logits
     assert parts.out.nbytes + parts.top.nbytes + parts.mass.nbytes + logits.nbytes == asked._decode_partials()
-
-
-def test_rows_of_logits_are_those_of_the_prefill_and_their_copies_those_of_logprobs() -> None:
-    assert demand.MAX_LOGITS_ROWS == LOGITS_BLOCK_ROWS
-    assert demand.LOGPROB_BYTES == 30 * logprobs._CHUNK_ELEMENTS
 
 
 def test_a_card_too_old_for_bfloat16_is_refused_by_name() -> None:

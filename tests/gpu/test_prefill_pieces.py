@@ -16,7 +16,6 @@ from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.prefill.choice import KernelChoice, decide, why_out
 from gpu.prefill.dense import Dense
-from gpu.prefill.piece_sizes import MERGED_PIECES, PIECE_TOKENS
 from gpu.prefill.pieces import (
     LEAST_QUERIES,
     Kernel,
@@ -27,6 +26,7 @@ from gpu.prefill.pieces import (
     longest_piece,
     padded_queries,
 )
+from gpu.prefill.prefill_arrays import MERGED_PIECES, PIECE_TOKENS
 from tests.gpu.test_prefill_attention import inputs
 from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
 from transfer.measured import measured_path, read_measured

@@ -55,7 +55,7 @@ def test_the_comparison_sees_the_logprob_of_a_neighbour_and_a_lost_token() -> No
 def test_taking_rows_in_groups_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, token_ids = make_logits(10, 50, torch.float32), torch.arange(10)
     whole = gather_logprobs(logits, token_ids, 3).to_list()
-    monkeypatch.setattr(gpu.sampling.logprobs, "_CHUNK_ELEMENTS", 150)
+    monkeypatch.setattr(gpu.sampling.logprobs, "LOGPROB_LOGITS", 150)
     assert gather_logprobs(logits, token_ids, 3).to_list() == whole
     assert gather_logprobs(logits[:0], token_ids[:0], 3).to_list() == []
 

@@ -13,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS, attend_spans, group_rows, store_partial
+from gpu.operations.decode_attention.split_rows import num_pieces, num_places
 from gpu.operations.kv.kv_rows import kind_of
 
-PIECES_PER_SM = 4
-LEAST_PIECES = 5  # where there is no GPU, the interpreter runs each
 PAIRS_AT_ONCE = 64  # (request, KV head) whose blocks a program counts together
 PIECES_AT_ONCE, REDUCE_WARPS = 128, 8  # partials that are merged together, at the most
 PIECES_A_WARP = 8
@@ -39,16 +38,6 @@ CONFIGS = {
 }
 
 _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
-
-
-def num_pieces(num_sms: int) -> int:
-    """Return the programs of a launch."""
-    return max(LEAST_PIECES, PIECES_PER_SM * num_sms)
-
-
-def num_places(requests: int, kv_heads: int, parts: int, num_sms: int) -> int:
-    """Return how many partials of a query group a launch has room for."""
-    return num_pieces(num_sms) + requests * kv_heads * parts
 
 
 def merged_at_once(pieces: int, pairs: int) -> int:

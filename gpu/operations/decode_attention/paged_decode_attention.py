@@ -20,14 +20,12 @@ from torch import Tensor
 
 from gpu.operations.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
 from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS, attend_blocks, group_rows, store_partial
-from gpu.operations.decode_attention.balanced_decode_attention import launch_balanced, num_places
+from gpu.operations.decode_attention.balanced_decode_attention import launch_balanced
 from gpu.operations.decode_attention.paged_decode_reference import attend_cells, attend_whole
+from gpu.operations.decode_attention.split_rows import num_rows, num_splits, scratch_arrays
 from gpu.operations.kv.kv_rows import check_pages, kind_of
+from transfer.allocation import allocate_empty
 from transfer.partial import Partial
-
-MAX_SPLITS = 128
-MAX_SPLIT_TOKENS = 8192
-PROGRAMS_PER_SM = 4
 
 # (itemsize of a stored element, dim): block_tokens, num_warps, num_stages. Every row fits 99 KiB of shared memory.
 CONFIGS = {
@@ -86,27 +84,15 @@ def workspace_for(
         rows = max(
             num_rows(count, num_kv_heads, max_context_tokens, parts, num_sms) for count in range(1, max_requests + 1)
         )
+    scratch = scratch_arrays(rows, num_heads, dim)
     return Workspace(
-        torch.empty(rows, num_heads, dim, dtype=torch.float32, device=device),
-        torch.empty(rows, num_heads, dtype=torch.float32, device=device),
+        allocate_empty(scratch["out"], device),
+        allocate_empty(scratch["lse"], device),
         parts,
         max_requests,
         max_context_tokens,
         num_sms,
     )
-
-
-def num_rows(requests: int, kv_heads: int, max_context_tokens: int, parts: int, num_sms: int) -> int:
-    """Return the rows of a workspace for so many requests, with bounds or without."""
-    splits = num_splits(requests, kv_heads, max_context_tokens, num_sms)
-    return max(requests * splits, -(-num_places(requests, kv_heads, parts, num_sms) // kv_heads))
-
-
-def num_splits(requests: int, kv_heads: int, max_context_tokens: int, num_sms: int) -> int:
-    """Return the splits of one context: enough programs to fill the device, none so long that it ends last."""
-    to_fill = -(-PROGRAMS_PER_SM * num_sms // (requests * kv_heads))
-    to_bound = -(-max_context_tokens // MAX_SPLIT_TOKENS)
-    return max(1, min(MAX_SPLITS, max(to_fill, to_bound)))
 
 
 def paged_decode_attention_reference(
