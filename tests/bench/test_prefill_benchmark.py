@@ -15,16 +15,16 @@ from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
 def test_the_benchmark_times_prompts_and_the_next_turn_of_each_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
     deployment, printed = Deployment.model_validate(DEPLOYMENT), io.StringIO()
-    benchmark = PrefillBenchmark((300, 600, 10_000), ("exact", "sampled"), 500, 40, peers=True)
+    benchmark = PrefillBenchmark((150, 300, 10_000), ("exact", "sampled"), 200, 40, peers=True)
     *_, rows = run_prefill_benchmark(benchmark, deployment, Console(file=printed, width=200))
     assert [(row.name, row.shape) for row in rows] == [
         (f"{what}, {profile}", shape)
         for profile in benchmark.profiles
         for what, shape in [
             ("prefill, launches", "64 tokens"),
+            ("prefill", "150 tokens"),
             ("prefill", "300 tokens"),
-            ("prefill", "600 tokens"),
-            ("next turn", "40 tokens over 500"),
+            ("next turn", "40 tokens over 200"),
         ]
     ]
     for row in rows:
@@ -32,7 +32,7 @@ def test_the_benchmark_times_prompts_and_the_next_turn_of_each_profile(monkeypat
         assert row.floor_ms is not None
         assert row.peer is None, "the CPU has one kernel"
     assert rows[1].extras["first_prompt_ms"] > 0
-    assert "sampled, 600 tokens: first" in printed.getvalue()
+    assert "sampled, 300 tokens: first" in printed.getvalue()
     assert "exact: 10,000 tokens do not fit" in printed.getvalue()
     assert json.dumps([row.model_dump(mode="json") for row in rows])
 
