@@ -4,7 +4,7 @@ import pytest
 
 from scheduler.engine.engine import Engine
 from scheduler.sequences.capacity import Capacity, QueueFullError, TooLargeError
-from tests.scheduler.test_scheduler import PAGE, PROFILES, drain, make_engine, make_request, prompt_of
+from tests.scheduler.engines import PAGE, PROFILES, drain, make_engine, make_request, prompt_of
 
 
 def waiting(engine: Engine) -> list[str]:

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from scheduler.messages import Delta, EngineRequest
-from tests.scheduler.test_scheduler import PAGE, check_output, drain, make_engine, make_request, prompt_of
+from tests.scheduler.engines import PAGE, check_output, drain, make_engine, make_request, prompt_of
 
 PROMPT = prompt_of(10 * PAGE + 5)
 

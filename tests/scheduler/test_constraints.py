@@ -18,9 +18,9 @@ from scheduler.constraints import constraints
 from scheduler.constraints.constraints import Constraints, GrammarError
 from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest, pack_tokens
-from tests.scheduler import test_host
+from tests.scheduler import host_engines
+from tests.scheduler.engines import SHAPE, drain, make_engine, make_request, prompt_of, text
 from tests.scheduler.page_runner import VOCAB, PageRunner, draw_token
-from tests.scheduler.test_scheduler import SHAPE, drain, make_engine, make_request, prompt_of, text
 
 END = VOCAB - 1
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVW"  # token i is letter i, and the last one ends a text
@@ -189,7 +189,7 @@ def test_each_draws_from_what_it_may_whatever_runs_beside_it_or_gives_way(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_in_two_lanes_each_draws_from_what_it_may(seed: int) -> None:
-    made, _ = test_host.make_engine(order=Random(seed), num_pages=80)
+    made, _ = host_engines.make_engine(order=Random(seed), num_pages=80)
     engine = with_letters(made)
     kinds = [*KINDS, *KINDS]
     profiles = ["offloaded", "exact"] * len(KINDS)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gpu.step import PrefillUnit
 from scheduler.engine.engine import Engine
+from tests.scheduler.engines import PAGE, SHAPE, check_output, drain, make_engine, make_request, prompt_of
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_engine, make_request, prompt_of
 from tests.tolerances import PREFILL_SHARE
 
 UNIT_SECONDS = 20e-6  # a token-layer

@@ -10,9 +10,9 @@ from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.messages import Delta
 from scheduler.steps.scheduler import NO_MEMORY
+from tests.scheduler.engines import PAGE, answer, check_output, drain, make_engine, make_request, prompt_of
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_memory import DEPLOYMENT, plan_on
-from tests.scheduler.test_scheduler import PAGE, check_output, drain, make_engine, make_request, prompt_of
 
 
 class Host:
@@ -65,8 +65,7 @@ def test_memory_comes_with_requests_and_is_used_again() -> None:
     assert host.there == 0
     for salt in range(3):
         request = make_request("a", prompt_of(5 * PAGE, salt))
-        engine.submit([request])
-        check_output(request, drain(engine)["a"])
+        answer(engine, [request])
         assert 6 <= host.there <= 8
 
 
@@ -122,10 +121,7 @@ def test_a_known_prefix_is_kept_while_there_is_memory_and_given_up_where_it_is_r
 def test_without_memory_for_a_window_a_request_waits_or_is_refused() -> None:
     engine = make(Host(64), Host(1), prefix_cache=False)
     requests = [make_request(name, prompt_of(5 * PAGE, salt)) for salt, name in enumerate("abc")]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     engine = make(Host(64), Host(0))
     engine.submit([make_request("a", prompt_of(5))])
     assert_refused(drain(engine)["a"])

@@ -2,9 +2,9 @@
 
 from scheduler.engine.engine import Engine
 from scheduler.messages import EngineRequest
+from tests.scheduler.engines import PAGE, SHAPE, check_output, drain, prompt_of
+from tests.scheduler.host_engines import RESIDENT, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_host import RESIDENT, ask, check_idle, make_engine
-from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, prompt_of
 
 
 def run(engine: Engine, requests: list[EngineRequest]) -> list[str]:

@@ -31,7 +31,7 @@ from scheduler.steps.grouping import (
     expect_joint,
     joins,
 )
-from tests.scheduler.test_scheduler import SHAPE
+from tests.scheduler.engines import SHAPE
 
 H100, H200 = 2860, 3950  # GB/s that a step of full attention reads at: 13B and 34B, 16,000 tokens
 NUM_DENSE = 2

@@ -5,10 +5,10 @@ import pytest
 from gpu.step import FinishedReload, Reload
 from scheduler.engine.engine import Engine
 from scheduler.residence import reloads
+from tests.scheduler.engines import PAGE, check_output, drain, prompt_of, text
+from tests.scheduler.host_engines import LUMP, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_host import LUMP, ask, check_idle, make_engine
 from tests.scheduler.test_residency import context_of, releases_of, start
-from tests.scheduler.test_scheduler import PAGE, check_output, drain, prompt_of, text
 
 QUIET = 4
 

@@ -7,112 +7,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpu.config import Composition
-from gpu.page_layout import PageLayout
-from gpu.profiles import resolve_profiles
-from gpu.step import HostRead, Lane
-from scheduler.engine.engine import Engine
-from scheduler.engine_config import PrefillConfig, SchedulerConfig
+from gpu.step import HostRead
 from scheduler.messages import EngineRequest
 from scheduler.residence import reloads
-from scheduler.sequences.capacity import Capacity, HostCapacity, TooLargeError
+from scheduler.sequences.capacity import TooLargeError
 from scheduler.sequences.offloaded_context import RunSize
-from scheduler.steps.scheduler import Device, Scheduler
-from tests.scheduler.lane_runner import LaneRunner
-from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_scheduler import PAGE, SHAPE, check_output, drain, make_request, prompt_of, text
-from tests.scheduler.window_model import TokenWindows
-from transfer.host_config import HostConfig
-from transfer.reading import Reading
-
-REUSE = {"method": "mac", "min_context_tokens": 100}
-COMPOSITIONS = {
-    "whole": {"host": "offloaded"},
-    "reusing": {"reuse": REUSE},
-    "reusing-down": {"reuse": REUSE, "host": "offloaded"},
-}
-PROFILES = resolve_profiles(
-    {name: Composition.model_validate(tree) for name, tree in COMPOSITIONS.items()}, HostConfig()
+from tests.scheduler.engines import PAGE, answer, check_output, drain, prompt_of, text
+from tests.scheduler.host_engines import (
+    LUMP,
+    PROFILES,
+    RESIDENT,
+    SINK,
+    WINDOW,
+    ask,
+    check_idle,
+    make_engine,
 )
-RINGS = PROFILES["reusing"].ring_part.id
-SINK, WINDOW, LUMP, RESIDENT = 16, 32, 64, 128
-BLOCK_BYTES = 1000
-TABLE_BYTES = 300  # of a block, where contexts are sampled
-
-
-def bytes_of_run(bulk_tokens: int, more_tokens: int, reading: Reading, is_fork: bool) -> int:
-    """What comes later is dearer, as in the store, and a fork has a tail to copy."""
-    blocks = bulk_tokens // PAGE + -(-2 * more_tokens // PAGE) + (is_fork and bulk_tokens + more_tokens > 0)
-    return blocks * (BLOCK_BYTES + TABLE_BYTES * reading.has_tables)
-
-
-def make_engine(
-    *,
-    num_pages: int = 110,
-    is_adaptive: bool = False,
-    dense_layers: int = 2,
-    limit_blocks: int = 300,
-    max_running: int = 6,
-    max_jobs: int = 8,
-    chunk_tokens: int = 64,
-    prefix_cache: bool = True,
-    is_pipelined: bool = True,
-    order: Random | None = None,
-    num_rings: int = 2,
-    num_windows: int = 0,
-) -> tuple[Engine, PageRunner]:
-    """order: of the steps of two lanes; None: there is one lane."""
-    prefill = PrefillConfig(chunk_tokens=chunk_tokens, max_jobs=max_jobs)
-    config = SchedulerConfig(max_running=max_running, prefix_cache=prefix_cache, prefill=prefill)
-    layout = PageLayout(8, dense_layers, num_pages)
-    host = HostCapacity(
-        page_tokens=PAGE,
-        layout=layout,
-        is_adaptive=is_adaptive,
-        limit_bytes=limit_blocks * BLOCK_BYTES,
-        sink_tokens=SINK,
-        window_tokens=WINDOW,
-        lump_tokens=LUMP,
-        resident_tokens=RESIDENT,
-        bytes_of_run=bytes_of_run,
-    )
-    spare = 2 * PAGE + WINDOW + 2 * LUMP
-    capacity = Capacity(num_pages, PAGE, 4000, 5000, host, {RINGS: num_rings}, num_windows, spare)
-    lanes = (Lane.DEVICE,) if order is None else (Lane.HOST, Lane.DEVICE)
-    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, Device(lanes))
-    if order is not None:
-        runner: PageRunner = LaneRunner(SHAPE.num_layers, PAGE, layout, order)
-    else:
-        runner = PageRunner(SHAPE.num_layers, PAGE, layout=layout)
-    if num_windows:
-        runner.windows = TokenWindows(num_windows, 40 + spare, 40)
-    return Engine(scheduler, runner, None, is_pipelined), runner
-
-
-def ask(name: str, prompt: list[int], max_tokens: int = 8, profile: str = "offloaded", **more) -> EngineRequest:
-    return make_request(name, prompt, max_tokens=max_tokens, profile=profile, **more)
-
-
-def check_idle(engine: Engine, runner: PageRunner) -> None:
-    """Nothing is held but by idle contexts, they are charged what they have, and all of it comes back."""
-    residence = engine.scheduler.residence
-    contexts = residence.contexts
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_prefilling, stats.num_waiting, stats.pages_used) == (0, 0, 0, 0)
-    assert contexts.num_held == 0
-    assert contexts.used_bytes == sum(context.charged_bytes for context in contexts._contexts.values())
-    assert contexts.used_bytes <= contexts.limit_bytes
-    assert residence.evictor.holders == {}
-    assert engine.scheduler.rings.num_free == {RINGS: engine.scheduler.residence._capacity.num_rings[RINGS]}
-    assert runner.ring_of == {}
-    assert residence.windows.num_free == residence.windows.count
-    assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
-    while contexts.evict_idle([]):
-        pass
-    assert (len(contexts), contexts.used_bytes, contexts._owners) == (0, 0, {})
-    assert residence.pages.num_held == 0
-    assert residence.pages.num_available == residence.pages.num_pages
-    assert sorted(contexts.take_closed()) == sorted(runner.contexts)
+from tests.scheduler.page_runner import PageRunner
+from transfer.reading import Reading
 
 
 @pytest.mark.parametrize("way", ["retract", "discard"])
@@ -145,8 +57,7 @@ def prefilled(runner: PageRunner) -> list[int]:
 def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelined: bool) -> None:
     engine, runner = make_engine(is_pipelined=is_pipelined)
     request = ask("a", prompt_of(length), max_tokens=300)
-    engine.submit([request])
-    check_output(request, drain(engine)["a"])
+    answer(engine, [request])
     host = next(prompt.host for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts)
     assert (host.sink, host.source_id, host.reading) == (SINK, None, Reading.WHOLE)
     assert WINDOW <= length - host.end < WINDOW + PAGE
@@ -159,8 +70,7 @@ def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelin
 def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_a_lump() -> None:
     engine, runner = make_engine()
     request = ask("a", prompt_of(RESIDENT), max_tokens=210)
-    engine.submit([request])
-    check_output(request, drain(engine)["a"])
+    answer(engine, [request])
     deposits = [deposit for plan in runner.plans for deposit in plan.offloads]
     assert [deposit.opens for deposit in deposits] == [True, False, False]
     assert (deposits[0].begin, deposits[0].end) == (SINK, RESIDENT + LUMP - WINDOW)
@@ -187,8 +97,7 @@ def test_the_window_is_never_shorter_than_asked_nor_longer_than_a_lump_more() ->
 def test_a_profile_without_host_keeps_every_context_on_the_device() -> None:
     engine, runner = make_engine()
     request = ask("a", prompt_of(500), max_tokens=200, profile="exact")
-    engine.submit([request])
-    check_output(request, drain(engine)["a"])
+    answer(engine, [request])
     assert not runner.contexts
     assert not any(plan.offloads for plan in runner.plans)
 
@@ -250,10 +159,7 @@ def test_all_rows_of_a_step_are_one_group_whatever_their_profiles_and_wherever_t
         for salt, profile in enumerate(("exact", "offloaded", "whole", "sampled"))
         for name, length in (("", 30), ("-long", 300))
     ]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     groups = [plan.decode for plan in runner.plans if plan.decode]
     assert all(len(group) == 1 for group in groups)
     numbers = [(len(one.slots), sum(ask is not None for ask in one.asks or [])) for (one,) in groups]
@@ -299,8 +205,7 @@ def test_dense_pages_bound_a_context() -> None:
     with pytest.raises(TooLargeError, match=rf"pages of dense layers hold {fits}; shorten .* or raise gpu.kv_cache"):
         engine.submit([ask("a", prompt_of(fits), max_tokens=1)])
     request = ask("b", prompt_of(fits - 5), max_tokens=5)
-    engine.submit([request])
-    check_output(request, drain(engine)["b"])
+    answer(engine, [request])
     check_idle(engine, runner)
 
 
@@ -416,8 +321,7 @@ def test_a_cancelled_answer_leaves_its_context_for_the_next() -> None:
 def test_without_a_prefix_cache_no_context_outlives_its_request() -> None:
     engine, runner = make_engine(prefix_cache=False)
     request = ask("a", prompt_of(500), max_tokens=100)
-    engine.submit([request])
-    check_output(request, drain(engine)["a"])
+    answer(engine, [request])
     assert engine.scheduler.residence.counts.num_promised_bytes == 0
     check_idle(engine, runner)
 

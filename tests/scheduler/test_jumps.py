@@ -11,7 +11,8 @@ from llguidance import LLMatcher
 from gpu.step import DecodeGroup
 from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest
-from tests.scheduler import test_host, test_scheduler
+from tests.scheduler import engines, host_engines
+from tests.scheduler.engines import PAGE, drain, make_engine, make_request, prompt_of, text
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_constraints import (
     LETTERS,
@@ -21,7 +22,6 @@ from tests.scheduler.test_constraints import (
     held,
     with_letters,
 )
-from tests.scheduler.test_scheduler import PAGE, drain, make_engine, make_request, prompt_of, text
 
 
 def runs_of(runner: PageRunner) -> list[list[int]]:
@@ -138,7 +138,7 @@ def test_streams_beside_wait_for_a_share_of_their_step_at_most(monkeypatch: pyte
 
 
 def test_who_holds_a_ring_goes_token_by_token() -> None:
-    engine, runner = test_host.make_engine()
+    engine, runner = host_engines.make_engine()
     engine.scheduler.jumps.most_rows = 40
     requests = [held("ring", "text", prompt_of(150), 40, "reusing"), held("other", "text", prompt_of(60, 2), 40)]
     with_letters(engine)
@@ -158,7 +158,7 @@ def test_who_holds_a_ring_goes_token_by_token() -> None:
 
 @pytest.mark.parametrize("num_windows", [4, 6])
 def test_a_run_writes_over_nothing_that_its_first_tokens_see(num_windows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_scheduler, "SPARE", 8)  # less than a word is long
+    monkeypatch.setattr(engines, "SPARE", 8)  # less than a word is long
     engine, runner = make_engine(max_running=4, num_windows=num_windows, num_pages=200)
     engine.scheduler.jumps.most_rows = 40
     requests = [held(f"{i}", "text", prompt_of(60 + 30 * i, i), 60) for i in range(3)]
@@ -175,7 +175,7 @@ def test_a_run_writes_over_nothing_that_its_first_tokens_see(num_windows: int, m
 @pytest.mark.parametrize("is_adaptive", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_contexts_go_down_with_runs_as_well(is_adaptive: bool, seed: int) -> None:
-    engine, runner = test_host.make_engine(is_adaptive=is_adaptive, order=Random(seed), num_pages=120)
+    engine, runner = host_engines.make_engine(is_adaptive=is_adaptive, order=Random(seed), num_pages=120)
     engine.scheduler.jumps.most_rows = 40
     with_letters(engine)
     names = ("offloaded", "offloaded", "exact", "offloaded")
@@ -193,7 +193,7 @@ def test_contexts_go_down_at_the_places_that_single_tokens_would_send_them() -> 
     for length in range(90, 200, 5):
         asked: dict[bool, dict[int, int | None]] = {True: {}, False: {}}
         for jumps in (True, False):
-            engine, runner = test_host.make_engine()
+            engine, runner = host_engines.make_engine()
             engine.scheduler.jumps.most_rows = 40
             engine.scheduler.jumps.is_on = jumps
             request = held("a", "text", prompt_of(length, length), 100, "offloaded")

@@ -17,7 +17,7 @@ from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from server.grammar.structured import schema_grammar
 from tests.gpu.reference_model import FOLDER, shallow_model
-from tests.scheduler.test_scheduler import drain, prompt_of, text
+from tests.scheduler.engines import drain, prompt_of, text
 from transfer.host_config import HostConfig, SampledConfig
 from transfer.machine import probe_machine
 

@@ -9,9 +9,9 @@ import pytest
 from gpu.step import Lane, PageEviction, StepPlan, TablePlace
 from scheduler.engine.engine import _PATIENCE_SECONDS, Engine
 from scheduler.sequences.lane_fences import Lanes, Rows, rows_of
+from tests.scheduler.engines import answer, check_output, drain, prompt_of
+from tests.scheduler.host_engines import ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_host import ask, check_idle, make_engine
-from tests.scheduler.test_scheduler import check_output, drain, prompt_of
 
 BOTH = (Lane.HOST, Lane.DEVICE)
 
@@ -26,10 +26,7 @@ def counts_of(runner: PageRunner, lane: Lane) -> list[int]:
 
 
 def run(engine: Engine, requests: list) -> None:
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
 
 
 def test_rows_that_ask_step_apart_from_the_others_and_from_prefills() -> None:

@@ -4,9 +4,9 @@ import pytest
 
 from gpu.step import HostRead
 from scheduler.steps import drawing_rows
+from tests.scheduler.engines import answer, check_output, drain, prompt_of
+from tests.scheduler.host_engines import ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_host import ask, check_idle, make_engine
-from tests.scheduler.test_scheduler import check_output, drain, prompt_of
 
 LONG = ask("long", prompt_of(600), max_tokens=30)
 SHORT = ask("short", prompt_of(20, salt=1), max_tokens=80, profile="exact")
@@ -62,10 +62,7 @@ def test_of_several_late_rows_the_one_goes_that_has_waited_longest() -> None:
     engine, runner = make_engine(is_pipelined=False, num_pages=200, limit_blocks=900)
     requests = [ask(f"r{salt}", prompt_of(600, salt=salt), max_tokens=20) for salt in range(3)]
     late(runner, 1_000_000)
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     drawn = [group.slots for plan in runner.plans for group in plan.decode if not plan.units]
     assert [len(slots) for slots in drawn] == [1] * len(drawn)
     turns = [slots[0] for slots in drawn[-30:]]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from gpu.step import PrefillJob, PrefillPrompt
 from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest
+from tests.scheduler.engines import check_empty, check_output, make_engine, make_request, prompt_of
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_scheduler import check_empty, check_output, make_engine, make_request, prompt_of
 
 SHORT = 12  # tokens: three of these and more share a job, which takes several steps
 LENGTHS = (40, 24, 40)  # of three in a job: beside streams a unit has 64 at first

@@ -9,7 +9,7 @@ from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
 from server.planning.deployment_plan import resolve_plan
-from tests.scheduler.test_scheduler import drain, make_request, text
+from tests.scheduler.engines import drain, make_request, text
 from transfer.machine import load_machine
 
 LAPTOP = Path(__file__).parents[2] / "deploy" / "machines" / "laptop.json"

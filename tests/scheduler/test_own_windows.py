@@ -10,8 +10,8 @@ from scheduler.sequences.capacity import plan_capacity
 from scheduler.steps.scheduler import Scheduler
 from server.deployment import Deployment
 from server.planning.deployment_plan import ResolvedPlan, resolve_plan
+from tests.scheduler.engines import check_output, drain, make_request, prompt_of
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_scheduler import check_output, drain, make_request, prompt_of
 from transfer.machine import load_machine
 
 LAPTOP = Path(__file__).parents[2] / "deploy" / "machines" / "laptop.json"

@@ -12,7 +12,7 @@ from scheduler.cache.prefix_cache import PrefixCache
 from scheduler.cache.window_pool import Windows
 from scheduler.engine.load_engine import model_key
 from scheduler.sequences.sequence import Sequence
-from tests.scheduler.test_scheduler import make_request, prompt_of
+from tests.scheduler.engines import make_request, prompt_of
 
 HASHES = [b"first", b"second", b"third"]
 

@@ -16,7 +16,7 @@ from scheduler.engine_config import PrefillConfig, SchedulerConfig
 from scheduler.messages import EngineRequest, Submit, pack_tokens
 from scheduler.sequences.capacity import Capacity
 from scheduler.steps.scheduler import Scheduler
-from tests.scheduler.test_scheduler import PAGE, SHAPE
+from tests.scheduler.engines import PAGE, SHAPE
 from tests.tolerances import PLANNING_MS
 
 PROFILES = resolve_profiles({}, None)

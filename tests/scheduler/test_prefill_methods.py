@@ -20,9 +20,9 @@ from scheduler.prefill.cost_model import CostModel
 from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
 from scheduler.sequences.capacity import Capacity
 from scheduler.steps.scheduler import Scheduler
-from tests.scheduler import test_host
+from tests.scheduler import host_engines
+from tests.scheduler.engines import check_output, drain, make_request, prompt_of, text
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_scheduler import check_output, drain, make_request, prompt_of
 
 SHAPE = NAMED_SHAPES["tiny"]
 PAGE, ALIGN = 16, 32
@@ -162,10 +162,10 @@ def test_nobody_waits_for_the_last_block_of_a_prompt_under_way() -> None:
 
 def make_engine_down(align_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, PageRunner]:
     """Of a profile of both: its contexts go down."""
-    offloaded = test_host.PROFILES["offloaded"]
+    offloaded = host_engines.PROFILES["offloaded"]
     blocky = replace(offloaded, parts=(*offloaded.parts, *make_profile("", align_tokens).parts), kv_key="blocky, down")
-    monkeypatch.setattr(test_host, "PROFILES", {**test_host.PROFILES, "blocky": blocky})
-    return test_host.make_engine()
+    monkeypatch.setattr(host_engines, "PROFILES", {**host_engines.PROFILES, "blocky": blocky})
+    return host_engines.make_engine()
 
 
 @pytest.mark.parametrize(("align_tokens", "begin"), [(1, 464), (16, 288), (48, 288), (64, 256)])
@@ -173,10 +173,10 @@ def test_what_was_drawn_behind_a_prompts_last_block_is_computed_again(
     align_tokens: int, begin: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, runner = make_engine_down(align_tokens, monkeypatch)
-    first = test_host.ask("a", prompt_of(304), max_tokens=240, profile="blocky")
+    first = host_engines.ask("a", prompt_of(304), max_tokens=240, profile="blocky")
     engine.submit([first])
-    answer = test_host.text(drain(engine)["a"])
-    engine.submit([test_host.ask("b", [*prompt_of(304), *answer, 1, 2], profile="blocky")])
+    answer = text(drain(engine)["a"])
+    engine.submit([host_engines.ask("b", [*prompt_of(304), *answer, 1, 2], profile="blocky")])
     drain(engine)
     assert [prompt.begin for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts] == [0, begin]
 
@@ -189,14 +189,14 @@ def test_a_context_that_went_down_is_gone_on_with_at_a_border(
     engine, runner = make_engine_down(align_tokens, monkeypatch)
     first = prompt_of(304)
     for number, prompt in enumerate([first, first[:num_shared] + prompt_of(250, 1), [*first, *prompt_of(40, 2)]]):
-        request = test_host.ask(str(number), prompt, profile="blocky")
+        request = host_engines.ask(str(number), prompt, profile="blocky")
         engine.submit([request])
         check_output(request, drain(engine)[str(number)])
     begins = [prompt.begin for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
     border = math.lcm(align_tokens, PAGE)
-    down = 304 - test_host.WINDOW  # of the first; the second has down all that it shares with it
+    down = 304 - host_engines.WINDOW  # of the first; the second has down all that it shares with it
     ends = [min(num_shared, down) // border * border, max(min(num_shared, 304), down) // border * border]
-    assert begins == [0, *(end if end > test_host.SINK else 0 for end in ends)]
+    assert begins == [0, *(end if end > host_engines.SINK else 0 for end in ends)]
 
 
 # --- what is learnt ---------------------------------------------------------------------------------------------------

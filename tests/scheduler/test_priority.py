@@ -5,8 +5,8 @@ import itertools
 from scheduler.engine.engine import Engine
 from scheduler.messages import EngineRequest
 from scheduler.sequences.sequence import MOST_OVERTAKEN
+from tests.scheduler.engines import PAGE, check_output, drain, make_engine, make_request, prompt_of
 from tests.scheduler.test_fairness import Clients, engine_of
-from tests.scheduler.test_scheduler import PAGE, check_output, drain, make_engine, make_request, prompt_of
 
 _NUMBERS = itertools.count()
 

@@ -11,9 +11,9 @@ from gpu.step import Offload, PageEviction
 from scheduler.engine.engine import Engine
 from scheduler.messages import EngineRequest
 from scheduler.sequences.capacity import LANDING_TOKENS
+from tests.scheduler.engines import PAGE, answer, check_output, drain, prompt_of
+from tests.scheduler.host_engines import LUMP, PROFILES, RESIDENT, SINK, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_host import LUMP, PROFILES, RESIDENT, SINK, ask, check_idle, make_engine
-from tests.scheduler.test_scheduler import PAGE, check_output, drain, prompt_of
 
 
 def replace_name(request: EngineRequest, name: str) -> EngineRequest:
@@ -40,8 +40,7 @@ def context_of(engine: Engine, name: str):
 def test_a_context_that_fits_the_device_is_written_and_never_asked_for() -> None:
     engine, runner = make_engine(is_adaptive=True)
     request = ask("a", prompt_of(600), max_tokens=300)
-    engine.submit([request])
-    check_output(request, drain(engine)["a"])
+    answer(engine, [request])
     assert not releases_of(runner)
     assert all(group.asks is None for plan in runner.plans for group in plan.decode)
     assert len(next(iter(runner.contexts.values()))) > 600 + 300 - 32 - LUMP - PAGE - SINK
@@ -67,10 +66,7 @@ def test_pages_are_given_up_where_another_request_needs_them_and_nobody_gives_wa
     others = [ask(f"r{salt}", prompt_of(150, salt=salt), max_tokens=60, profile="exact") for salt in (1, 2, 3)]
     start(engine, long)
     assert context_of(engine, "long").num_evicted == 0
-    engine.submit(others)
-    deltas = drain(engine)
-    for request in others:
-        check_output(request, deltas[request.request_id])
+    answer(engine, others)
     assert releases_of(runner)
     assert engine.stats().preemptions == 0
     check_idle(engine, runner)
@@ -151,8 +147,7 @@ def test_a_prefill_keeps_the_pages_that_it_writes() -> None:
 def test_fixed_residence_releases_what_it_writes_and_nothing_else() -> None:
     engine, runner = make_engine(num_pages=60)
     request = ask("a", prompt_of(300), max_tokens=300)
-    engine.submit([request])
-    check_output(request, drain(engine)["a"])
+    answer(engine, [request])
     deposits = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.offloads]
     releases = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.evictions]
     assert len(releases) > 2
@@ -165,8 +160,7 @@ def test_residence_that_is_fixed_for_a_while_is_so_for_all_of_it() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=110)
     engine.scheduler.residence.evictor.is_adaptive = False
     request = ask("a", prompt_of(300), max_tokens=300)
-    engine.submit([request])
-    check_output(request, drain(engine)["a"])
+    answer(engine, [request])
     assert len(releases_of(runner)) > 2
     engine.scheduler.residence.evictor.is_adaptive = True
     check_idle(engine, runner)
@@ -226,10 +220,7 @@ def test_choices_of_one_prompt_that_settle_in_one_step_each_find_room_for_their_
     """Others hold their front pages as well, so that what the first of them releases frees few."""
     engine, runner = make_engine(num_pages=num_pages, dense_layers=dense_layers, limit_blocks=3000)
     requests = [ask(f"r{index}", prompt_of(120), max_tokens=150) for index in range(6)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     check_idle(engine, runner)
 
 
@@ -250,10 +241,7 @@ def test_fixed_residence_serves_whatever_shares_large_fronts(
         ask(f"r{index}", prompt_of(front) + [index] * num_own, max_tokens=max_tokens)
         for index, (front, num_own) in enumerate(zip(fronts, own, strict=False))
     ]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     check_idle(engine, runner)
 
 
@@ -317,10 +305,7 @@ def deposits_of(runner: PageRunner) -> list[Offload]:
 def test_short_contexts_are_written_down_before_anybody_gives_way(profile: str, is_pipelined: bool) -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=20, is_pipelined=is_pipelined)
     requests = [short(f"r{salt}", salt, profile) for salt in (1, 2)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     assert engine.stats().preemptions == 0
     assert [deposit.opens for deposit in deposits_of(runner)][:1] == [True]
     assert all((one.end - one.begin) % LUMP == 0 for one in deposits_of(runner))
@@ -339,10 +324,7 @@ def test_a_chat_that_meets_no_pressure_takes_no_host_memory() -> None:
 def test_with_fixed_residence_the_youngest_gives_way_as_ever() -> None:
     engine, runner = make_engine(num_pages=20)
     requests = [short(f"r{salt}", salt) for salt in (1, 2)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     assert engine.stats().preemptions > 0
     assert not deposits_of(runner)
     check_idle(engine, runner)
@@ -351,10 +333,7 @@ def test_with_fixed_residence_the_youngest_gives_way_as_ever() -> None:
 def test_where_the_host_has_no_room_for_short_ones_the_youngest_gives_way() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=14, limit_blocks=2)
     requests = [ask(f"r{salt}", prompt_of(60, salt=salt), max_tokens=68) for salt in (1, 2)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     assert engine.stats().preemptions > 0
     assert not deposits_of(runner)
     check_idle(engine, runner)

@@ -8,9 +8,9 @@ from pydantic import TypeAdapter
 from gpu.step import PartId, RingWrite, StepPlan
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine.engine import Engine
+from tests.scheduler.engines import PAGE, answer, check_output, drain, prompt_of
+from tests.scheduler.host_engines import RINGS, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.test_host import PAGE, RINGS, ask, check_idle, make_engine
-from tests.scheduler.test_scheduler import check_output, drain, prompt_of
 from transfer.reading import Reading
 
 
@@ -106,10 +106,7 @@ def test_a_row_that_fails_gives_its_ring_back() -> None:
 def test_choices_of_one_prompt_begin_with_a_copy_of_the_first_ones_ring() -> None:
     engine, runner = make_engine(num_rings=3)
     requests = [ask(f"choice{index}", prompt_of(150), 12, "reusing") for index in range(3)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     sources = [write.source for write in ring_writes(runner)]
     assert sources[0] is None
     assert all(source is not None and source.begin == 144 for source in sources[1:])
@@ -150,10 +147,7 @@ def test_in_two_lanes_a_ring_is_given_away_behind_who_held_it(seed: int) -> None
     engine, runner = make_engine(num_rings=2, order=Random(seed))
     prompts = [prompt_of(300, salt=index % 2) for index in range(8)]
     requests = [ask(f"r{index}", prompt, 20 + 5 * index, "reusing-down") for index, prompt in enumerate(prompts)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     check_idle(engine, runner)
 
 

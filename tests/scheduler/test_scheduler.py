@@ -6,132 +6,30 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpu.model.architecture import NAMED_SHAPES
-from gpu.profiles import Profile
-from gpu.sampling_params import SamplingParams
-from scheduler.cache.page_pool import Memory
 from scheduler.engine.engine import Engine
-from scheduler.engine_config import PrefillConfig, SchedulerConfig
-from scheduler.messages import Delta, EngineRequest, pack_tokens
-from scheduler.sequences.capacity import Capacity, QueueFullError, TooLargeError
-from scheduler.steps.scheduler import Device, Scheduler
+from scheduler.messages import Delta, EngineRequest
+from scheduler.sequences.capacity import QueueFullError, TooLargeError
+from tests.scheduler.engines import (
+    PAGE,
+    PROFILES,
+    SHAPE,
+    answer,
+    check_empty,
+    check_output,
+    drain,
+    make_engine,
+    make_request,
+    prompt_of,
+    text,
+)
 from tests.scheduler.page_runner import PageRunner, expected_output
-from tests.scheduler.window_model import TokenWindows
-
-SHAPE = NAMED_SHAPES["tiny"]
-PROFILES = {name: Profile(name, kv_key=name, parts=()) for name in ("exact", "other")}
-PAGE = 16
-WINDOW, SPARE = 40, 40  # of layers that keep no more, where there are any: what they see, and what they have beyond
-
-
-def make_engine(
-    *,
-    num_pages: int = 64,
-    max_running: int = 8,
-    max_queue: int = 100,
-    chunk_tokens: int = 64,
-    max_hidden_tokens: int = 10_000,
-    is_pipelined: bool = True,
-    prefix_cache: bool = True,
-    max_jobs: int = 8,
-    oldest_share: float = 1 / 3,
-    token_gap_target_ms: float = 100.0,
-    runner: PageRunner | None = None,
-    num_windows: int = 0,
-    jump_forward: bool = True,
-    page_memory: Memory | None = None,
-    window_memory: Memory | None = None,
-) -> tuple[Engine, PageRunner]:
-    prefill = PrefillConfig(
-        chunk_tokens=chunk_tokens, max_jobs=max_jobs, oldest_share=oldest_share, max_hidden_tokens=max_hidden_tokens
-    )
-    config = SchedulerConfig(
-        max_running=max_running,
-        max_queue=max_queue,
-        prefix_cache=prefix_cache,
-        prefill=prefill,
-        token_gap_target_ms=token_gap_target_ms,
-        jump_forward=jump_forward,
-    )
-    capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, num_windows, SPARE)
-    device = Device(page_memory=page_memory, window_memory=window_memory)
-    scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, device)
-    runner = runner or PageRunner(SHAPE.num_layers, PAGE)
-    if num_windows:
-        runner.windows = TokenWindows(num_windows, WINDOW + SPARE, WINDOW)
-    return Engine(scheduler, runner, None, is_pipelined), runner
-
-
-def make_request(
-    name: str,
-    prompt: list[int],
-    max_tokens: int = 8,
-    stop: list[int] | None = None,
-    profile: str = "exact",
-    min_tokens: int = 0,
-    num_prompt_logprobs: int | None = None,
-) -> EngineRequest:
-    return EngineRequest(
-        request_id=name,
-        prompt=pack_tokens(prompt),
-        sampling=SamplingParams(temperature=0.0, num_prompt_logprobs=num_prompt_logprobs),
-        max_tokens=max_tokens,
-        stop_token_ids=stop or [],
-        attention_profile=profile,
-        arrival_s=time.monotonic(),
-        min_tokens=min_tokens,
-    )
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    return [(salt * 7919 + 31 * i) % 50 for i in range(length)]
-
-
-def drain(engine: Engine, most_steps: int = 20_000) -> dict[str, list[Delta]]:
-    deltas: dict[str, list[Delta]] = {}
-    for _ in range(most_steps):
-        if not engine.has_work:
-            return deltas
-        for delta in engine.step():
-            deltas.setdefault(delta.request_id, []).append(delta)
-    raise AssertionError(f"still {engine.scheduler.roster.num_unfinished} unfinished after {most_steps} steps")
-
-
-def text(deltas: list[Delta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
-
-
-def check_output(request: EngineRequest, deltas: list[Delta]) -> None:
-    expected = expected_output(
-        request.prompt_token_ids,
-        request.max_tokens,
-        request.stop_token_ids,
-        request.attention_profile,
-        request.min_tokens,
-    )
-    assert text(deltas) == expected
-    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
-    assert deltas[-1].finish_reason == ("stop" if expected and expected[-1] in request.stop_token_ids else "length")
-    scored = [] if request.sampling.num_prompt_logprobs is None else request.prompt_token_ids[1:]
-    assert [-entry.logprob for entry in deltas[0].prompt_logprobs or []] == scored
-    assert all(delta.prompt_logprobs is None for delta in deltas[1:])
-
-
-def check_empty(engine: Engine) -> None:
-    scheduler = engine.scheduler
-    assert scheduler.pages.num_held == 0
-    assert scheduler.residence.windows.num_free == scheduler.residence.windows.count
-    assert scheduler.pages.num_available == scheduler.pages.num_pages
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_prefilling, stats.num_waiting) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])
 def test_one_request_draws_what_its_context_implies(is_pipelined: bool) -> None:
     engine, _ = make_engine(is_pipelined=is_pipelined)
     request = make_request("a", prompt_of(37), max_tokens=20)
-    engine.submit([request])
-    check_output(request, drain(engine)["a"])
+    answer(engine, [request])
     check_empty(engine)
 
 
@@ -238,10 +136,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     engine, runner = make_engine(num_pages=200)
     shared = prompt_of(160)
     requests = [make_request(f"r{i}", shared + prompt_of(9, salt=i + 1)) for i in range(6)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    deltas = answer(engine, requests)
     prefilled = sum(job.num_tokens for plan in runner.plans for job in plan.new_jobs)
     assert prefilled == 169 + 5 * 9
     assert [deltas[f"r{i}"][0].num_cached_tokens for i in range(6)] == [0] + [160] * 5
@@ -259,10 +154,7 @@ def test_profiles_do_not_share_what_they_computed() -> None:
 def test_requests_of_different_profiles_whose_contexts_are_on_the_device_are_one_group() -> None:
     engine, runner = make_engine()
     requests = [make_request(f"r{i}", prompt_of(20, salt=i), profile="exact" if i % 2 else "other") for i in range(4)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     assert max(len(plan.decode) for plan in runner.plans) == 1
     assert 4 in [len(group.slots) for plan in runner.plans for group in plan.decode]
 

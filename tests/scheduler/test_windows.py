@@ -4,8 +4,9 @@ import pytest
 
 from scheduler.cache.window_pool import Windows
 from scheduler.messages import EngineRequest
-from tests.scheduler.test_scheduler import (
+from tests.scheduler.engines import (
     PAGE,
+    answer,
     check_empty,
     check_output,
     drain,
@@ -37,10 +38,7 @@ def test_the_next_turn_begins_where_the_last_one_ended() -> None:
 def test_choices_of_one_prompt_begin_behind_it_while_the_first_goes_on() -> None:
     engine, runner = make_engine(num_windows=6, num_pages=200)
     requests = [make_request(f"r{i}", prompt_of(150), max_tokens=90) for i in range(4)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     assert prefilled(runner) == [150] + 3 * [150 - 144]
     check_empty(engine)
 
@@ -68,10 +66,7 @@ def test_one_of_those_that_come_together_leaves_a_window_where_they_part() -> No
     engine.submit([parting("first", 10)])
     drain(engine)
     requests = [parting(f"r{number}", 20 + number) for number in range(3)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     assert prefilled(runner) == [220, 220, 60, 60]
     assert (
         sum(prompt.branch is not None for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts) == 1
@@ -162,10 +157,7 @@ def test_a_window_has_the_ends_whose_cells_are_there() -> None:
 def test_who_finds_no_window_waits_for_one() -> None:
     engine, runner = make_engine(num_windows=2, max_running=8, num_pages=200)
     requests = [make_request(f"r{i}", prompt_of(40, salt=i), max_tokens=20) for i in range(6)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
+    answer(engine, requests)
     assert max(len(group.slots) for plan in runner.plans for group in plan.decode) == 2
     check_empty(engine)
 
