@@ -209,7 +209,7 @@ def _answer_all(
             if delta.finish_reason == "error":
                 raise ValueError(f"{delta.request_id} under {run.label}: {delta.error}")
             if delta.request_id not in answers:
-                answers[delta.request_id] = Answer([], [], delta.recomputed_tokens)
+                answers[delta.request_id] = Answer([], [], delta.figures.get("recomputed_tokens", 0))
             answers[delta.request_id].logprobs += delta.logprobs or []
             answers[delta.request_id].token_ids += [one for one in delta.token_ids if one not in stop_token_ids]
     return [answers[prompt.name] for prompt in prompts]

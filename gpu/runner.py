@@ -5,7 +5,7 @@ next token while an earlier step is still in flight. A sequence whose logits are
 memory, or whose decode step was left unanswered, gets token -1 and disturbs no other.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -122,6 +122,7 @@ class Runner:
         self._method_sides = make_device_sides(parts, site, settings.num_rings)
         methods = tuple(self._method_sides.values())
         self._reusing = {name: side for name, side in self._method_sides.items() if isinstance(side, RingSide)}
+        self._telling = [self._reusing[part.id] for part in parts if part.method.figures]
         encoders = [method.encode_keys for method in methods if method.makes_codes]
         assert len(encoders) <= 1, "runner: two methods make codes of keys, and the tier has one kind of table"
         encode_keys = encoders[0] if encoders else None
@@ -211,6 +212,15 @@ class Runner:
     def method_counts(self) -> dict[PartId, Counts]:
         """Return what methods counted in decode steps, by the part that plans name. It waits for nothing."""
         return {part: side.counts() for part, side in self._method_sides.items()}
+
+    def request_figures(self, slots: Collection[int]) -> dict[int, dict[str, int]]:
+        """Return what methods tell of the requests in these slots, by slot. It waits for nothing."""
+        figures: dict[int, dict[str, int]] = {}
+        for side in self._telling:
+            for slot in slots:
+                if slot in side.held:
+                    figures.setdefault(slot, {}).update(side.figures_of(slot))
+        return figures
 
     def expert_counts(self) -> ExpertMoves | None:
         """Return what became of experts in host memory, or None where all lie on the device; waits for nothing."""

@@ -458,6 +458,7 @@ class StepResult:
     in which it did so, or one; 0.0 and 0: nothing was awaited of it.
     `pooled[slot]`: what a prompt's `pooling` asked for, float32.
     `failures[slot]`: why a slot could not go on (the host refused memory); its token is -1 from then on.
+    `figures[slot]`: what methods tell of its request so far.
     """
 
     tokens: list[SampledToken]
@@ -468,3 +469,4 @@ class StepResult:
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
     host_seconds: float = 0.0
     num_parts: int = 0
+    figures: dict[int, dict[str, int]] = field(default_factory=dict)

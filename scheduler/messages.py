@@ -232,8 +232,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # with finish_reason error
     may_retry: bool = False  # after an error: what was short then may be there later
     num_cached_tokens: int = 0
-    reused_tokens: int = 0  # of chunks that were stored before, whose keys and values stay as they were, at least
-    recomputed_tokens: int = 0  # of chunks, computed again with the prompt; which, the device alone knows
+    figures: dict[str, int] = {}  # of the request so far, by the names of `RequestFigure`s
     queue_seconds: float | None = None  # with the first delta: from arrival to the start of its prefill
     prefill_seconds: float | None = None  # with the first delta: from the start of its prefill to its first draw
 

@@ -9,11 +9,23 @@ never from what the tokens are.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpu.methods.counters import RequestFigure
 from gpu.step import FusionPlan, PlacedChunk
 from transfer.host_config import PolicyName
 
 VANILLA = "vanilla"
 """All of the prompt is computed, as if it had no chunks."""
+
+FIGURES = {
+    "reused_tokens": RequestFigure(
+        "of these, tokens whose keys and values were stored", of_prompt=True, metric="document_reused_tokens"
+    ),
+    "recomputed_tokens": RequestFigure(
+        "of these, tokens whose keys and values were computed again", of_prompt=True,
+        metric="document_recomputed_tokens",
+    ),
+}  # fmt: skip
+"""Of a prompt's documents: stored before, whose keys and values stay as they were, at least; computed with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,19 @@ class Counter:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestFigure:
+    """One number of a single request, which its answer's `usage` has by name; `/metrics` sums it as `tandem_METRIC`.
+
+    description: help text. of_prompt: it is of the prompt, stands in `prompt_tokens_details` and counts once for all
+    answers to it; else it is added up over answers, in `completion_tokens_details`. metric: empty, it is not summed.
+    """
+
+    description: str
+    of_prompt: bool = False
+    metric: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """A quotient of two counters that evaluations report.
 

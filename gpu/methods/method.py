@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from gpu.methods.counters import Counter, Counts, SavedReads, Share
+from gpu.methods.counters import Counter, Counts, RequestFigure, SavedReads, Share
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.step import PartId
@@ -63,10 +63,11 @@ class Method:
     device_side: module with torch whose `make_device_side(settings, site)` or, with rings, `make_ring_side(settings,
     site, num_rings)` makes its part in decode steps (`gpu.methods.device_side`). prefill_side: module whose
     `make_prefill_side(settings, site, dense)` makes its part in prefill (`gpu.methods.prefill_side`).
-    token_outputs: what its sides make of a token of a step or prompt, in outputs as wide as a query. counters: what its
-    device side counts, by name. shares: quotients of them that evaluations report. plan_name, plan_words: what `tandem
-    plan` calls it, else `name`. scored: settings that the evaluations' set of served profiles runs. measured: what it
-    lost on a pretrained model, as `tandem plan` says it; empty: it reads everything.
+    token_outputs: what its sides make of a token of a step or prompt, in outputs as wide as a query. counters: what
+    its device side counts, by name. figures: what it tells of each request that holds a ring. shares: quotients of
+    counters that evaluations report. plan_name, plan_words: what `tandem plan` calls it, else `name`. scored:
+    settings that the evaluations' set of served profiles runs. measured: what it lost on a pretrained model, as
+    `tandem plan` says it; empty: it reads everything.
     """
 
     name: ClassVar[str]
@@ -84,6 +85,7 @@ class Method:
     prefill_side: ClassVar[str | None] = None
     token_outputs: ClassVar[int] = 0
     counters: ClassVar[Mapping[str, Counter]] = {}
+    figures: ClassVar[Mapping[str, RequestFigure]] = {}
     shares: ClassVar[Mapping[str, Share]] = {}
     plan_name: ClassVar[str] = ""
     plan_words: ClassVar[str] = ""

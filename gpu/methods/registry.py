@@ -4,7 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 import gpu.methods
-from gpu.methods.counters import Counter
+from gpu.methods.counters import Counter, RequestFigure
 from gpu.methods.method import Method
 
 
@@ -26,6 +26,16 @@ def list_counters() -> dict[str, Counter]:
         for name, counter in method.counters.items():
             assert counters.setdefault(name, counter) == counter, f"methods: two meanings of the counter {name!r}"
     return counters
+
+
+def list_figures() -> dict[str, RequestFigure]:
+    """Return the figures of requests of all methods by name; methods that name the same one mean the same."""
+    figures: dict[str, RequestFigure] = {}
+    for method in list_methods().values():
+        assert method.has_rings or not method.figures, f"methods: {method.name!r} tells of requests, and holds no rings"
+        for name, figure in method.figures.items():
+            assert figures.setdefault(name, figure) == figure, f"methods: two meanings of the figure {name!r}"
+    return figures
 
 
 def list_shares() -> list[str]:

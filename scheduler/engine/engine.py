@@ -9,7 +9,7 @@ reported behind all that were launched before it.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from msgspec import structs
 
@@ -285,4 +285,6 @@ class Engine:
         if index is None:
             return []
         plan, step, _ = self._in_flight.pop(index)
-        return self.scheduler.postprocess(step.collect(), plan.lane)
+        result = step.collect()
+        figures = self._runner.request_figures([token.slot for token in result.tokens])
+        return self.scheduler.postprocess(replace(result, figures=figures), plan.lane)

@@ -191,8 +191,8 @@ class Documents:
         if plan is not None and not sequence.output:  # one that gave way has been told of
             num_left = len(sequence.prompt) - begin - plan.num_computed  # of chunks, as they were computed alone
             num_found = sequence.num_found_tokens or 0
-            sequence.num_recomputed_tokens = plan.num_chosen
-            sequence.num_reused_tokens = max(0, min(num_found - plan.num_chosen, num_left))
+            num_reused = max(0, min(num_found - plan.num_chosen, num_left))
+            sequence.figures |= {"reused_tokens": num_reused, "recomputed_tokens": plan.num_chosen}
         return plan
 
     # --- chunks to compute --------------------------------------------------------------------------------------------

@@ -68,8 +68,7 @@ class Sequence:
     holds_chunks: bool = False
     num_found_tokens: int | None = None
     num_dropped: int = 0  # of its prompt's tokens, once that is done: so many cells before its positions it goes on
-    num_reused_tokens: int = 0
-    num_recomputed_tokens: int = 0
+    figures: dict[str, int] = field(default_factory=dict)
     started_s: float | None = None
     num_bypassed: int = 0
     num_overtaken: int = 0

@@ -77,6 +77,7 @@ class Results:
             return [make_failure(sequence, f"grammar: the answer cannot go on ({constraint.error})")]
         reason = finish_reason(sequence, token.token_id)
         logprobs, pooled = result.prompt_logprobs.get(token.slot), result.pooled.get(token.slot)
+        sequence.figures |= result.figures.get(token.slot, {})
         delta = make_delta(sequence, token, logprobs, pooled, reason)
         sequence.output += delta.token_ids
         if reason is None and constraint is not None and constraint.is_over:
@@ -130,8 +131,7 @@ def make_delta(
         finish_reason=reason,
         error=_WHY_NOTHING[token.token_id] if reason == "error" else None,
         num_cached_tokens=sequence.num_cached_tokens,
-        reused_tokens=sequence.num_reused_tokens,
-        recomputed_tokens=sequence.num_recomputed_tokens,
+        figures=dict(sequence.figures),
         queue_seconds=None if started_s is None else started_s - request.arrival_s,
         prefill_seconds=None if started_s is None else time.monotonic() - started_s,
     )
@@ -147,6 +147,7 @@ def join_deltas(last: Delta, told: list[Delta]) -> list[Delta]:
         token_ids=last.token_ids + more.token_ids,
         logprobs=None if last.logprobs is None or more.logprobs is None else last.logprobs + more.logprobs,
         finish_reason=more.finish_reason,
+        figures=more.figures,
     )
     return [joined, *told[1:]]
 
@@ -170,8 +171,7 @@ def make_end(sequence: Sequence) -> Delta:
         token_ids=[],
         finish_reason="stop",
         num_cached_tokens=sequence.num_cached_tokens,
-        reused_tokens=sequence.num_reused_tokens,
-        recomputed_tokens=sequence.num_recomputed_tokens,
+        figures=dict(sequence.figures),
     )
 
 

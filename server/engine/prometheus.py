@@ -3,12 +3,13 @@
 Counters in the engine's `Stats` start at zero with each engine process; here they only ever grow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from gpu.methods.registry import list_counters
 from scheduler.messages import HostStats, Stats
+from server.engine.request_figures import find_figures
 
 _LONG_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -124,12 +125,11 @@ class Metrics:
         self.documents = self._gauge("tandem_documents", "documents that are stored, of all keys")
         self.document_chats = self._counter("tandem_document_chats", "chats that came with documents")
         self.document_tokens = self._counter("tandem_document_tokens", "tokens of documents in their prompts")
-        self.reused_tokens = self._counter(
-            "tandem_document_reused_tokens", "of these, tokens whose keys and values were stored"
-        )
-        self.recomputed_tokens = self._counter(
-            "tandem_document_recomputed_tokens", "of these, tokens whose keys and values were computed again"
-        )
+        self.figures = {
+            name: self._counter(f"tandem_{figure.metric}", figure.description)
+            for name, figure in find_figures().items()
+            if figure.metric
+        }
         self.chunks_stored = self._counter("tandem_document_chunks_stored", "chunks that clients had stored ahead")
         self.chunks_memory = self._gauge("tandem_chunks_memory_bytes", "host memory of the chunks that were used last")
         self.chunks = {name: self._counter(f"tandem_chunks_{name}", what) for name, what in CHUNK_COUNTERS.items()}
@@ -205,6 +205,11 @@ class Metrics:
         self.host_attend_s.inc(host.attend_seconds - (last.attend_seconds if last else 0.0))
         for name, counter in self.host_errors.items():
             counter.inc(getattr(host, name) - (getattr(last, name) if last else 0))
+
+    def take_figures(self, figures: Mapping[str, int]) -> None:
+        """Add a request's figures."""
+        for name, counter in self.figures.items():
+            counter.inc(figures.get(name, 0))
 
     def _take_methods(self, counts: dict[str, list[int]], last: dict[str, list[int]]) -> None:
         for name, numbers in counts.items():

@@ -69,8 +69,7 @@ class Choice:
         self._pending: list[TokenEntry] = []
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        self.num_reused_tokens = 0
-        self.num_recomputed_tokens = 0
+        self.figures: dict[str, int] = {}
         self.finish_reason: str | None = None
 
     @property
@@ -82,8 +81,8 @@ class Choice:
         """Stop strings may finish it before the engine does; then `finish_reason` is set and the caller cancels."""
         if delta.num_cached_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
-        self.num_reused_tokens = max(self.num_reused_tokens, delta.reused_tokens)
-        self.num_recomputed_tokens = max(self.num_recomputed_tokens, delta.recomputed_tokens)
+        for name, number in delta.figures.items():
+            self.figures[name] = max(self.figures.get(name, 0), number)
         text = ""
         parts: list[Part] = []
         last = len(delta.token_ids) - 1

@@ -18,6 +18,7 @@ from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, internal, invalid, t
 from server.bodies.answer_form import form_param
 from server.bodies.generation_bodies import ANY_SEED, GenerationBody
 from server.engine.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
+from server.engine.request_figures import figure_names
 from server.generation.answer_choice import TIME_LIMIT, AnswerPiece, Choice
 from server.generation.prompt_tokens import Prompt, check_token_ids, profile_of, spell_words
 from server.parsing.message_reader import MessageReader
@@ -164,15 +165,10 @@ class Generation:
         """Return the cached tokens of the prompts, each prompt counted once."""
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.num_each])
 
-    @property
-    def num_reused_tokens(self) -> int:
-        """Return the document tokens whose stored keys and values were used, each prompt counted once."""
-        return sum(choice.num_reused_tokens for choice in self.choices[:: self.num_each])
-
-    @property
-    def num_recomputed_tokens(self) -> int:
-        """Return the document tokens whose stored keys and values were replaced, each prompt counted once."""
-        return sum(choice.num_recomputed_tokens for choice in self.choices[:: self.num_each])
+    def figures(self, of_prompt: bool) -> dict[str, int]:
+        """Return the figures of the prompts, each prompt counted once, or of all answers."""
+        choices = self.choices[:: self.num_each] if of_prompt else self.choices
+        return {name: sum(choice.figures.get(name, 0) for choice in choices) for name in figure_names(of_prompt)}
 
     def job_of(self, index: int) -> Job:
         return self.jobs[index // self.num_each]
@@ -275,8 +271,7 @@ class Generation:
             self._end(delta.request_id, piece.finish_reason, forget=not is_over)
             self._service.metrics.request_s.observe(now - self._arrival_s)
             if self.done:
-                self._service.metrics.reused_tokens.inc(self.num_reused_tokens)
-                self._service.metrics.recomputed_tokens.inc(self.num_recomputed_tokens)
+                self._service.metrics.take_figures(self.figures(True) | self.figures(False))
                 self._log(now)
         return Update(index, delta, piece)
 
@@ -308,7 +303,8 @@ class Generation:
             id=self.id,
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
-            reused_tokens=self.num_reused_tokens,
+            **self.figures(True),
+            **self.figures(False),
             generated_tokens=self.num_generated_tokens,
             finish=",".join(sorted({choice.finish_reason or "" for choice in self.choices})),
             prefill_ms=1e3 * self._prefill_s,

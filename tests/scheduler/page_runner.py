@@ -6,6 +6,7 @@ the contract of `gpu.step` as it goes: units in order, prefixes there, runs with
 """
 
 import pickle
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -124,6 +125,9 @@ class PageRunner:
         self.windows: TokenWindows | None = None
 
     def method_counts(self) -> dict[str, dict[str, list[int]]]:
+        return {}
+
+    def request_figures(self, slots: Collection[int]) -> dict[int, dict[str, int]]:
         return {}
 
     def expert_counts(self) -> None:

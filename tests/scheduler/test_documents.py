@@ -134,13 +134,16 @@ def test_chunks_are_computed_for_the_first_prompt_and_found_by_the_next(engine: 
     assert text(first) == text(second)
     total = FRONT + sum(SIZES) + len(SIZES) + QUESTION
     recomputed = round(0.2 * total)
-    assert [(one[-1].reused_tokens, one[-1].recomputed_tokens) for one in (first, second)] == [
+    assert [
+        (one[-1].figures.get("reused_tokens", 0), one[-1].figures.get("recomputed_tokens", 0))
+        for one in (first, second)
+    ] == [
         (0, recomputed),
         (sum(SIZES) - recomputed, recomputed),
     ]
     assert second[-1].num_cached_tokens == FRONT // 16 * 16
     third = serve(engine, ask("c", A3, order=(2, 0, 1)))
-    assert third[-1].reused_tokens == sum(SIZES) - recomputed
+    assert third[-1].figures.get("reused_tokens", 0) == sum(SIZES) - recomputed
 
 
 def test_all_tokens_computed_again_give_the_text_of_a_prompt_without_chunks(engine: Engine) -> None:
@@ -179,7 +182,7 @@ def test_after_a_restart_the_first_prompt_brings_chunks_into_memory(tmp_path: Pa
         file.unlink()
     found = serve(again, ask("c", fusion))
     assert text(found) == wanted
-    assert found[-1].reused_tokens > 0
+    assert found[-1].figures.get("reused_tokens", 0) > 0
     again.shutdown()
 
 
@@ -277,7 +280,7 @@ def test_chunks_that_are_not_on_the_disk_yet_are_not_computed_again(
     told: list[Delta] = []
     while not told or told[-1].finish_reason is None:
         told += engine.step()
-    assert told[-1].reused_tokens > 0
+    assert told[-1].figures.get("reused_tokens", 0) > 0
     assert STORED + engine.take_stored() == [], "nothing is on the disk"
     may_go.set()
     run(engine)
@@ -424,7 +427,7 @@ def test_chunks_are_stored_behind_requests_and_answered_once(engine: Engine) -> 
     answers = {one.request_id: (one.num_stored, one.num_known) for one in STORED[1:]}
     assert answers == {"t": (1, 3), "u": (1, 0), "v": (0, 0), "w": (0, 0)}
     assert "a chunk of 97 tokens; wanted 1 to 96" in next(one.reason for one in STORED if one.request_id == "w")
-    assert serve(engine, ask("b", A3))[-1].reused_tokens > 0
+    assert serve(engine, ask("b", A3))[-1].figures.get("reused_tokens", 0) > 0
 
 
 def named(number: int, salt: str = "") -> NamedChunk:
@@ -538,7 +541,7 @@ def test_what_cannot_be_served_is_refused_by_name(engine: Engine) -> None:
 def test_a_scored_prompt_is_computed_whole(engine: Engine) -> None:
     scored = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
     deltas = serve(engine, ask("a", A3, sampling=scored))
-    assert (deltas[-1].reused_tokens, deltas[-1].recomputed_tokens) == (0, 0)
+    assert (deltas[-1].figures.get("reused_tokens", 0), deltas[-1].figures.get("recomputed_tokens", 0)) == (0, 0)
     assert deltas[0].prompt_logprobs is not None
 
 
@@ -553,7 +556,7 @@ def test_a_fused_context_goes_down_and_is_read_there(tmp_path: Path) -> None:
         engine, ask("e", Fusion(policy="a3", ratio=1.0, select_layer=1), max_tokens=6, attention_profile="offloaded")
     )
     assert text(again) == text(whole)
-    assert down[-1].reused_tokens > 0
+    assert down[-1].figures.get("reused_tokens", 0) > 0
     assert text(down) == wanted
     engine.shutdown()
 
@@ -672,7 +675,7 @@ def test_a_fused_context_is_hashed_and_sampled(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, host, checks=True)
     read = serve(engine, ask("a", A3, max_tokens=6, attention_profile="offloaded"))
     sampled = serve(engine, ask("b", A3, max_tokens=6, attention_profile="sampled"))
-    assert sampled[-1].reused_tokens > 0
+    assert sampled[-1].figures.get("reused_tokens", 0) > 0
     assert text(sampled) == text(read)
     engine.shutdown()
 

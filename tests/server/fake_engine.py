@@ -251,7 +251,7 @@ class FakeEngine:
         if first:
             running.reused = self.reuse(request)
         common = {
-            **running.reused,
+            "figures": running.reused,
             "request_id": request.request_id,
             "prompt_logprobs": prompt_logprobs,
             "num_cached_tokens": CACHED if len(prompt) > CACHED else 0,

@@ -1,7 +1,10 @@
 """The types of the answers of completions and chats, whole and as the events of a stream."""
 
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
+
+from server.engine.request_figures import figure_names
 from server.routes.answer import Answer, Count
 
 FinishReason = Literal["stop", "length"] | None
@@ -9,19 +12,30 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"] | None
 StopReason = Literal["time_limit"] | None  # beside `length`: there was no more time
 
 
-class PromptTokensDetails(Answer):
+def _declare_figures(name: str, of_prompt: bool) -> Any:
+    """Return a type whose fields are what documents and methods tell of a request."""
+    fields = [(figure, Count) for figure in figure_names(of_prompt)]
+    return msgspec.defstruct(name, fields, bases=(Answer,), kw_only=True, forbid_unknown_fields=True)
+
+
+class PromptTokensDetails(_declare_figures("PromptFigures", of_prompt=True)):  # type: ignore[misc]
     """Count tokens of a prompt. `reused`: of documents, computed before; `recomputed`: of these, computed again."""
 
     cached_tokens: Count
-    reused_tokens: Count
-    recomputed_tokens: Count
+
+
+class CompletionTokensDetails(_declare_figures("CompletionFigures", of_prompt=False)):  # type: ignore[misc]
+    """Tell what attention methods counted of the answers."""
 
 
 class Usage(Answer):
+    """Count tokens. `completion_tokens_details` comes if a method tells something of answers."""
+
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionLogprobs(Answer):

@@ -91,16 +91,18 @@ class _Frame:
         )
 
     def _usage(self) -> dict[str, Any]:
-        prompt, generated = self.generation.num_prompt_tokens, self.generation.num_generated_tokens
+        generation = self.generation
+        prompt, generated = generation.num_prompt_tokens, generation.num_generated_tokens
+        told = generation.figures(of_prompt=False)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {
-                "cached_tokens": self.generation.num_cached_tokens,
-                "reused_tokens": self.generation.num_reused_tokens,
-                "recomputed_tokens": self.generation.num_recomputed_tokens,
+                "cached_tokens": generation.num_cached_tokens,
+                **generation.figures(of_prompt=True),
             },
+            **({"completion_tokens_details": told} if told else {}),
         }
 
 

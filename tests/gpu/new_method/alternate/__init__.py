@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from gpu.methods.counters import Counter, SavedReads, Share
+from gpu.methods.counters import Counter, RequestFigure, SavedReads, Share
 from gpu.methods.kept import OFFLOAD_KEYS, keep_as_set
 from gpu.methods.method import Footprint, Method, ReadCost
 from transfer.reading import Reading
@@ -26,6 +26,9 @@ class Alternate(Method):
     counters = {
         "alternate_blocks": Counter("blocks in host memory, for each row and layer"),
         "alternate_skipped_blocks": Counter("of these, those that nobody read"),
+    }
+    figures = {
+        "skipped_blocks": RequestFigure("blocks of a layer that nobody read", metric="alternate_told_blocks"),
     }
     shares = {"alternate_skipped": Share("alternate_skipped_blocks", "alternate_blocks", of_all_layers=True)}
     plan_words = "every second block"

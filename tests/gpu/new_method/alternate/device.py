@@ -21,6 +21,8 @@ class AlternateSide(RingSide):
         self.first = settings.first
         self.words, self.kv_heads = site.exclusion_words, site.architecture.num_kv_heads
         self.group = site.architecture.group
+        self.counted_layer = site.tier_shape.layers[0]
+        self.of_slot = torch.zeros(site.max_running + 1, dtype=torch.int64, device=site.device)
         self.num_blocks = torch.zeros(2, dtype=torch.int64, device=site.device)
 
     def before(self, reads):
@@ -31,6 +33,8 @@ class AlternateSide(RingSide):
         reads.excluded = bits if reads.excluded is None else reads.excluded | bits
         blocks = self.blocks_of(reads.rows)
         self.num_blocks += torch.stack([blocks.sum(), self.skipped(blocks).sum()])
+        if reads.layer == self.counted_layer:
+            self.of_slot.index_add_(0, reads.rows.slots.long() % len(self.of_slot), self.skipped(blocks).long())
 
     def blocks_of(self, rows):
         held = rows.of_slots(self.ring_of_slot) >= 0
@@ -42,6 +46,13 @@ class AlternateSide(RingSide):
     def counts(self):
         blocks, skipped = self.num_blocks.tolist()
         return {"alternate_blocks": [blocks], "alternate_skipped_blocks": [skipped]}
+
+    def assign(self, write):
+        super().assign(write)
+        self.of_slot[write.slot] = 0
+
+    def figures_of(self, slot):
+        return {"skipped_blocks": int(self.of_slot[slot])}
 
     def covered(self, reads):
         if not reads.asks:

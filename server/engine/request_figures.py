@@ -1,0 +1,18 @@
+"""The numbers of a request that its answer's usage has beside tokens: of documents and of attention methods."""
+
+from functools import cache
+
+from gpu.fusion.fusion_plan import FIGURES
+from gpu.methods.counters import RequestFigure
+from gpu.methods.registry import list_figures
+
+
+@cache
+def find_figures() -> dict[str, RequestFigure]:
+    """Return all figures by name."""
+    return {**FIGURES, **list_figures()}
+
+
+def figure_names(of_prompt: bool) -> list[str]:
+    """Return the names of those of a prompt, or of those of an answer."""
+    return [name for name, figure in find_figures().items() if figure.of_prompt == of_prompt]
