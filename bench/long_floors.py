@@ -66,7 +66,7 @@ class LongFloors:
             self.step.weights(batch),
             kept_tokens * len(self.shape.layers) * self.step.layer_token,
         )
-        kv_bytes = batch * self.step.device_kv(context, self._deposited(profile, context)) + kept_bytes
+        kv_bytes = batch * self.step.device_kv(context, self._offloaded(profile, context)) + kept_bytes
         ms = (weight_bytes + kv_bytes) / self.stream_gb_s / 1e6
         text = f"{weight_bytes / 1e9:.3f} GB of weights, {kv_bytes / 1e9:.3f} of KV over {self.stream_gb_s:.0f} GB/s"
         fetched_bytes = self.step.fetched(batch)
@@ -88,7 +88,7 @@ class LongFloors:
         takes longer.
         """
         code_bytes = self.shape.num_tables * CODE_BYTES if profile.reading.has_tables else 0
-        down_rows = self._deposited(profile, num_tokens) * self.step.host_rows_of_token
+        down_rows = self._offloaded(profile, num_tokens) * self.step.host_rows_of_token
         num_bytes = down_rows * (self.step.host_row + code_bytes)
         return self._slower(self.step.flops(0, num_tokens), num_bytes, "down", "device_to_host_gb_s")
 
@@ -96,14 +96,14 @@ class LongFloors:
         """Return the floor of tokens `[begin, end)` over an offloaded prefix: products, or the rows on their
         way back.
         """
-        num_bytes = self._deposited(profile, first_prompt) * self.step.host_rows_of_token * self.step.host_row
+        num_bytes = self._offloaded(profile, first_prompt) * self.step.host_rows_of_token * self.step.host_row
         return self._slower(self.step.flops(begin, end), num_bytes, "up", "host_to_device_gb_s")
 
     @property
     def step(self) -> StepBytes:
         return StepBytes(self.architecture, self.plan, self.shape)
 
-    def _deposited(self, profile: Profile, num_tokens: int) -> int:
+    def _offloaded(self, profile: Profile, num_tokens: int) -> int:
         """Return the tokens of a prompt that are offloaded."""
         if not profile.offloads:
             return 0

@@ -15,7 +15,7 @@ import torch
 
 from evals.meter import Fractions, layer_shares, served_fractions
 from gpu.config import GpuConfig, ModelConfig
-from gpu.host.footprint import LUMP_TOKENS
+from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
 from gpu.model.architecture import Architecture, load_architecture, read_architecture
@@ -242,5 +242,5 @@ def context_bytes(host: HostConfig, shape: Architecture, longest_tokens: int) ->
     kept = find_kept(resolve_profiles({}, host).values(), host, shape)
     demand = resolve_host(host, kept, shape, GpuConfig().page_tokens, BFLOAT16_BYTES, 1)
     return bytes_of_run(
-        demand.tier_shape, max(longest_tokens, SMALLEST_CONTEXT_TOKENS), LUMP_TOKENS, Reading.SAMPLE, False
+        demand.tier_shape, max(longest_tokens, SMALLEST_CONTEXT_TOKENS), OFFLOAD_BLOCK_TOKENS, Reading.SAMPLE, False
     )

@@ -20,9 +20,9 @@ from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.fusion.chunk_copies import Documents
-from gpu.host.deposit import Depositor
 from gpu.host.footprint import slot_shape
-from gpu.host.offload import Offloader
+from gpu.host.offloader import Offloader
+from gpu.host.row_transfer import RowTransfer
 from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.kv.commitment import Commitment
 from gpu.kv.pool import KvPool
@@ -106,8 +106,8 @@ class Runner:
         self.weights = weights
         self.device = device
         self.limits = Limits(settings.num_pages, settings.page_tokens, context, max_running, architecture.vocab_size)
-        deposited = tier.shape.layers if tier is not None else range(architecture.num_layers)
-        dense_layers = [layer for layer in range(architecture.num_layers) if layer not in deposited]
+        offloaded = tier.shape.layers if tier is not None else range(architecture.num_layers)
+        dense_layers = [layer for layer in range(architecture.num_layers) if layer not in offloaded]
         self.pool = KvPool(
             architecture, settings.num_pages, dense_layers, settings.page_tokens, max_running, context, dtype, device,
             settings.windows, settings.kv,
@@ -126,14 +126,14 @@ class Runner:
         encoders = [method.encode_keys for method in methods if method.makes_codes]
         assert len(encoders) <= 1, "runner: two methods make codes of keys, and the tier has one kind of table"
         encode_keys = encoders[0] if encoders else None
-        depositor = None if tier is None else Depositor(tier.shape, encode_keys, device, Streams(device))
+        row_transfer = None if tier is None else RowTransfer(tier.shape, encode_keys, device, Streams(device))
         self.dense = Dense()
         self._sides = make_prefill_sides(parts, site, self.dense)
         prefill_sides = {DENSE: self.dense, **self._sides}
         self._documents = None if settings.library is None else Documents(settings.library, device)
         self._prefill = Prefill(
             decoder, self._sampler, settings.max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier,
-            depositor, self._documents,
+            row_transfer, self._documents,
         )  # fmt: skip
         self._last_tokens = torch.zeros(3 * max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
@@ -144,14 +144,14 @@ class Runner:
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
         self._last: InFlight | None = None
         self._buffers = StepBuffers()
-        self._offload: Offloader | None = None
+        self._offloader: Offloader | None = None
         self.ask_times = AskTimes()
         asked_layers = () if tier is None else tuple(tier.shape.layers)
         self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, settings.kv, len(asked_layers))
         asking = None
-        if tier is not None and depositor is not None:
+        if tier is not None and row_transfer is not None:
             assert self._prefill.staging is not None
-            self._offload = Offloader(tier, depositor, self.pool, self._prefill.gathered, self._prefill.staging)
+            self._offloader = Offloader(tier, row_transfer, self.pool, self._prefill.gathered, self._prefill.staging)
             excludes = any(part.method.excludes_blocks for part in parts)
             slot = slot_shape(
                 architecture, tier.shape.num_tables, dtype_name(dtype), excludes, settings.checks_coverage
@@ -193,8 +193,8 @@ class Runner:
 
     def is_ready(self, ask: HostRead) -> bool:
         """Return whether the host would answer a read without a wait, as far as plans have been launched."""
-        assert self._offload is not None, "runner: a row asks, but there is no tier"
-        return self._offload.tier.is_ready(Ask(ask.context_id, ask.end - ask.begin))
+        assert self._offloader is not None, "runner: a row asks, but there is no tier"
+        return self._offloader.tier.is_ready(Ask(ask.context_id, ask.end - ask.begin))
 
     def is_loaded(self, job_id: int, layer: int) -> bool:
         """Return whether a unit that begins this layer of the job waits for no disk, by the plans launched."""
@@ -270,8 +270,8 @@ class Runner:
         steps.append(self._prefill.warm_up_chunks)
         rehearse = partial(self._rehearse, [tokens - 1], DENSE, [], [], [DecodeGroup([0], [tokens - 1], [1])])
         steps += [rehearse, *(partial(rehearse, [RingWrite(0, part, 0, Reading.BLOCKS)]) for part in self._reusing)]
-        if self._offload is not None:
-            readings = dict.fromkeys(reading.on_cpu(self._offload.tier.shape.num_tables) for reading in Reading)
+        if self._offloader is not None:
+            readings = dict.fromkeys(reading.on_cpu(self._offloader.tier.shape.num_tables) for reading in Reading)
             steps += [partial(self._warm_up_host, reading) for reading in readings]
         return steps
 
@@ -290,7 +290,7 @@ class Runner:
         self,
         lengths: Sequence[int],
         method: PartId,
-        deposits: list[Offload],
+        offloads: list[Offload],
         releases: list[PageEviction],
         decode: list[DecodeGroup],
         ring_writes: Sequence[RingWrite] = (),
@@ -304,12 +304,12 @@ class Runner:
             writes.append(PageWrite(slot, 0, list(pages)))
             num_pages = pages.stop
         units = [PrefillUnit(0, layer, 0, sum(lengths), method) for layer in range(self.architecture.num_layers)]
-        contexts = [deposit.context_id for deposit in deposits]
+        contexts = [offload.context_id for offload in offloads]
         job = PrefillJob(0, prompts)
         prefill = StepPlan(page_writes=writes, ring_writes=list(ring_writes), new_jobs=[job], units=units)
         after = StepPlan(released_slots=list(range(len(lengths))), closed_contexts=contexts)
         seconds = 0.0
-        for plan in (prefill, StepPlan(offloads=deposits, evictions=releases, decode=decode), after):
+        for plan in (prefill, StepPlan(offloads=offloads, evictions=releases, decode=decode), after):
             result = self.launch(plan).collect()
             for reason in result.failures.values():
                 raise HostMemoryError(reason)
@@ -319,10 +319,10 @@ class Runner:
     def _warm_up_host(self, reading: Reading) -> None:
         """Run three pages of tokens, of which the one in the middle is offloaded."""
         page = self.limits.page_tokens
-        deposit = Offload(0, 0, page, 2 * page, [1], opens=True, reading=reading)
+        offload = Offload(0, 0, page, 2 * page, [1], opens=True, reading=reading)
         release = PageEviction([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])
         decode = [DecodeGroup([0], [3 * page - 1], [1], [HostRead(0, page, 2 * page)])]
-        self._rehearse([3 * page - 1], DENSE, [deposit], [release], decode)
+        self._rehearse([3 * page - 1], DENSE, [offload], [release], decode)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -331,8 +331,8 @@ class Runner:
         behind its answers. One with masked slots has everything but its draws, which `draw` adds before anything else
         is launched in its lane, and before any plan that is fenced or releases slots.
         """
-        if plan.lane is Lane.HOST and self._offload is not None:
-            self._offload.tier.leave_core(self._lanes.is_busy(Lane.DEVICE))
+        if plan.lane is Lane.HOST and self._offloader is not None:
+            self._offloader.tier.leave_core(self._lanes.is_busy(Lane.DEVICE))
         with self._lanes.enter(plan.lane, plan.is_fenced):
             return self._launch(plan)
 
@@ -357,14 +357,14 @@ class Runner:
                 side.release(slot)
             self._prefill.cut(slot)
         if plan.closed_contexts or plan.offloads:
-            assert self._offload is not None, "runner: host contexts in a plan, but there is no tier"
-            self._offload.close(plan.closed_contexts)
+            assert self._offloader is not None, "runner: host contexts in a plan, but there is no tier"
+            self._offloader.close(plan.closed_contexts)
         failures = self._launch_offloads(plan.offloads) | self._finish_reloads(plan.finished_reloads)
         for eviction in plan.evictions:
             self.pool.evict(eviction)
         for fetch in plan.reloads:
-            assert self._offload is not None
-            self._offload.fetch(fetch)
+            assert self._offloader is not None
+            self._offloader.fetch(fetch)
         self.pool.write_pages(plan.page_writes)
         self.pool.windows.write(plan.window_writes)
         for ring_write in plan.ring_writes:
@@ -404,26 +404,26 @@ class Runner:
         if self._documents is not None:
             self._documents.shutdown()
 
-    def _launch_offloads(self, deposits: Sequence[Offload]) -> dict[int, str]:
+    def _launch_offloads(self, offloads: Sequence[Offload]) -> dict[int, str]:
         """Launch offloads; return the slots that the host refused memory now, and why."""
         failures: dict[int, str] = {}
-        for deposit in deposits:
-            if deposit.slot in self._failures:
+        for offload in offloads:
+            if offload.slot in self._failures:
                 continue
-            assert self._offload is not None
+            assert self._offloader is not None
             try:
-                self._offload.deposit(deposit)
+                self._offloader.offload(offload)
             except HostMemoryError as error:
-                failures[deposit.slot] = str(error)
+                failures[offload.slot] = str(error)
         return failures
 
     def _finish_reloads(self, restores: Sequence[FinishedReload]) -> dict[int, str]:
         """Launch the ends of reloads; return the slots whose rows could not come back, and why."""
         failures: dict[int, str] = {}
         for restore in restores:
-            assert self._offload is not None
+            assert self._offloader is not None
             try:
-                self._offload.restore(restore)
+                self._offloader.restore(restore)
             except HostMemoryError as error:
                 failures |= {place.slot: str(error) for place in restore.places}
         return failures

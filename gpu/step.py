@@ -88,7 +88,7 @@ class PageWrite(Frozen):
 class HostPrompt:
     """The part of a prompt that goes to host memory: a context there holds tokens `[sink, end)` once prefill ends.
 
-    sink: tokens that stay on the device in front, whole pages; end: the deposited run's end, on a page border; between
+    sink: tokens that stay on the device in front, whole pages; end: the offloaded run's end, on a page border; between
     `end` and the prompt's end lies the window. Of the run, tokens `[released, end)` stay in pages of the device as
     well. Tokens `[sink, prompt.begin)` are offloaded already (`prompt.begin` is 0 or a page border above the sink),
     shared with `source_id` if that is not None.

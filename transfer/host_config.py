@@ -51,9 +51,9 @@ class SampledConfig(Settings):
 class HostConfig(Settings):
     """KV in host memory. A deployment without this section keeps every context on its device."""
 
-    memory_limit_gib: float | None = Field(None, gt=0, description="deposited KV and tables; default: half of the host")
+    memory_limit_gib: float | None = Field(None, gt=0, description="offloaded KV and tables; default: half of the host")
     threads: int | None = Field(None, gt=0, description="CPU threads of attention; default: physical cores")
-    rows: Literal["bfloat16", "int8"] = Field("bfloat16", description="how deposited keys and values are kept")
+    rows: Literal["bfloat16", "int8"] = Field("bfloat16", description="how offloaded keys and values are kept")
     sink_tokens: int = Field(4, ge=1, description="first tokens, kept on the device; rounded up to whole pages")
     window_tokens: int = Field(64, ge=1, description="last tokens, kept on the device; rounded up to whole pages")
     dense_layers: tuple[int, ...] | None = Field(

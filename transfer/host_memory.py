@@ -116,7 +116,7 @@ def bytes_of_context(shape: TierShape, num_tokens: int) -> int:
 
 
 def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, reading: Reading, is_fork: bool) -> int:
-    """Return the most that a context takes of its own for tokens that come at once, and then lump by lump.
+    """Return the most that a context takes of its own for tokens that come at once, and then block by block.
 
     What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
     may have to copy the open tail that it shares the front of.

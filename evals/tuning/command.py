@@ -27,7 +27,7 @@ def group() -> None:
 @app.command()
 def lsh(
     model: Annotated[Path, typer.Option("--model", help="folder, its name in deploy/models, or GGUF file")],
-    budget: Annotated[float, typer.Option(min=1e-5, max=1, help="share of the deposited keys that a query head may "
+    budget: Annotated[float, typer.Option(min=1e-5, max=1, help="share of the offloaded keys that a query head may "
                                           "read")] = 0.02,
     memory_gib: Annotated[float | None, typer.Option(min=0, help="hash tables of one context, at most")] = None,
     context: Annotated[int, typer.Option(min=256, help="tokens of the text that is measured")] = 4096,

@@ -47,7 +47,7 @@ class Resident:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over query heads and positions: the share of deposited keys read, and the relative error of the output."""
+    """Sums over query heads and positions: the share of offloaded keys read, and the relative error of the output."""
 
     read: float
     error: float
@@ -70,8 +70,8 @@ class LayerSamples:
         keys, self.values = prompt.keys[0][:, : prompt.longest], prompt.values[0][:, : prompt.longest]
         self.keys = keys  # [kv_heads, n, dim]
         self.causal = key <= positions[:, None]  # [queries, n]
-        self.deposited = (key >= resident.sink) & (key <= positions[:, None] - resident.window)
-        self.centre = keys[:, self.deposited[0]].float().mean(1, keepdim=True)  # [kv_heads, 1, dim]
+        self.offloaded = (key >= resident.sink) & (key <= positions[:, None] - resident.window)
+        self.centre = keys[:, self.offloaded[0]].float().mean(1, keepdim=True)  # [kv_heads, 1, dim]
         self.rows = (keys.float() - self.centre).to(keys.dtype)
         self.norms = self.rows.float().norm(dim=-1)  # [kv_heads, n]
 
@@ -112,8 +112,8 @@ class LayerSamples:
         exact = self._attend(logits.masked_fill(~self.causal[part], -torch.inf))
         centred = products.view(shape) * dim**-0.5
         shift = (query.float() @ self.centre.transpose(1, 2)).view(heads, count, 1) * dim**-0.5
-        deposited = self.deposited[part]
-        read_exactly = (logits - shift).masked_fill(~(self.causal[part] & ~deposited), -torch.inf)
+        offloaded = self.offloaded[part]
+        read_exactly = (logits - shift).masked_fill(~(self.causal[part] & ~offloaded), -torch.inf)
         collisions = torch.zeros(shape, dtype=torch.int16, device=cosine.device)
         counted = 0
         for setting in settings:
@@ -121,13 +121,13 @@ class LayerSamples:
             flat = query_codes[..., tables].reshape(1, heads * count, -1)
             collisions += count_collisions(flat, key_codes[None, :, tables]).view(shape)
             counted = setting.num_tables
-            sampled = (collisions >= 2) & deposited
+            sampled = (collisions >= 2) & offloaded
             weighted = read_exactly.clone()
             log_u = log_inclusion(cosine[sampled], setting.bits_per_table, setting.num_tables).float()
             weighted[sampled] = centred[sampled] - log_u
             error = (self._attend(weighted) - exact).norm(dim=-1) / exact.norm(dim=-1)
             tally = tallies[setting]
-            tally.read += (sampled.sum(-1) / deposited.sum(-1)).sum().item()
+            tally.read += (sampled.sum(-1) / offloaded.sum(-1)).sum().item()
             tally.error += error.sum().item()
             tally.terms += heads * count
 

@@ -16,12 +16,12 @@ from evals.tuning.collisions import even_bucket_fraction
 from evals.tuning.grid import LayerSamples, Resident, Setting, Tally, table_memory_bytes
 
 MEASURED_SHARE = 4
-"""Queries are taken from the last quarter of the text: keys deposited before it, later ones on the same centre."""
+"""Queries are taken from the last quarter of the text: keys offloaded before it, later ones on the same centre."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Upper bounds. read: share of deposited keys a query head. memory_bytes: of one context's tables; None: any."""
+    """Upper bounds. read: share of offloaded keys a query head. memory_bytes: of one context's tables; None: any."""
 
     read: float
     memory_bytes: float | None

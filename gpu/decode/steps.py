@@ -54,7 +54,7 @@ class AskTimes:
     """Totals over all steps that asked and were answered, by the host's clock; a benchmark takes differences.
 
     rows: of all steps; launch_s: handing steps to the device (on the CPU: computing them); ready_s: waiting for
-    deposits to land and tables to stand; attention_s: of the tier, waiting for queries and attending, while others are
+    offloads to land and tables to stand; attention_s: of the tier, waiting for queries and attending, while others are
     launched perhaps.
     """
 

@@ -5,7 +5,7 @@ from transfer.arrays import FLOATS, ArraySpec
 from transfer.slot_shape import SlotShape
 from transfer.tier_shape import BLOCK_TOKENS, TierShape
 
-LUMP_TOKENS = 128  # that a running sequence offloads at once: whole pages of every size
+OFFLOAD_BLOCK_TOKENS = 128  # that a running sequence offloads at once: whole pages of every size
 STAGED_LAYERS = 2  # of a prompt that is offloaded: one is computed while the other's rows leave
 PIECE_ROWS = 65_536  # tokens x KV heads of a piece: one head of the longest segment, or more heads of a shorter one
 
@@ -25,10 +25,10 @@ def staged_array(kv_heads: int, dim: int, num_tokens: int, dtype_bytes: int) -> 
     return ArraySpec((STAGED_LAYERS, kv_heads, num_tokens, dim), FLOATS[dtype_bytes])
 
 
-def lump_array(num_layers: int, kv_heads: int, dim: int, dtype_bytes: int, has_codes: bool) -> ArraySpec:
+def offload_block_array(num_layers: int, kv_heads: int, dim: int, dtype_bytes: int, has_codes: bool) -> ArraySpec:
     """Return keys and values that leave at once, `[2, layers, kv_heads, tokens, dim]`; of codes what they mean."""
     dtype = "float32" if has_codes else FLOATS[dtype_bytes]
-    return ArraySpec((2, num_layers, kv_heads, LUMP_TOKENS, dim), dtype)
+    return ArraySpec((2, num_layers, kv_heads, OFFLOAD_BLOCK_TOKENS, dim), dtype)
 
 
 def piece_arrays(shape: TierShape, num_tables: int) -> dict[str, ArraySpec]:

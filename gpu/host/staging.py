@@ -8,8 +8,8 @@ slot's resident pages.
 import torch
 from torch import Tensor
 
-from gpu.host.deposit import Depositor
 from gpu.host.footprint import STAGED_LAYERS, staged_array
+from gpu.host.row_transfer import RowTransfer
 from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Pages
 from gpu.step import PrefillPrompt
@@ -24,10 +24,10 @@ class Staging:
     `place % STAGED_LAYERS`.
     """
 
-    def __init__(self, pool: KvPool, tier: HostTier, depositor: Depositor) -> None:
+    def __init__(self, pool: KvPool, tier: HostTier, row_transfer: RowTransfer) -> None:
         self.pool = pool
         self.tier = tier
-        self.depositor = depositor
+        self.row_transfer = row_transfer
         spec = staged_array(pool.num_kv_heads, pool.dim, pool.max_pages * pool.page_tokens, pool.dtype.itemsize)
         self.keys = allocate(spec, pool.device)
         self.values = torch.empty_like(self.keys).zero_()
@@ -80,8 +80,8 @@ class StagedPrompt:
     def begin_layer(self, place: int) -> None:
         """Prepare the layer's buffer before its first unit: it is free, and holds what the prompt does not compute."""
         staging, index = self.staging, place % STAGED_LAYERS
-        staging.depositor.streams.wait_for(staging.read[index])
-        staging.depositor.streams.wait_for(staging.brought[index])
+        staging.row_transfer.streams.wait_for(staging.read[index])
+        staging.row_transfer.streams.wait_for(staging.brought[index])
         if self.begin:
             self._take_from_pages(place, self.host.sink)
         self._bring(place + 1)
@@ -94,11 +94,11 @@ class StagedPrompt:
             self._give_to_pages(place, 0, self.host.sink)
         self._give_to_pages(place, max(self.host.released, self.begin), self.end)
         staging, sink = self.staging, self.host.sink
-        staging.read[place % STAGED_LAYERS] = staging.depositor.streams.record()
+        staging.read[place % STAGED_LAYERS] = staging.row_transfer.streams.record()
         keys, values = staging.buffer(place)
         for reservation in self._reservations:
             own = slice(sink + reservation.begin, sink + reservation.end)
-            sent = staging.depositor.send(
+            sent = staging.row_transfer.send(
                 keys[:, own], values[:, own], reservation.layer(place), reservation.has_centre
             )  # fmt: skip
             staging.tier.fill(reservation, [place], sent.done)
@@ -114,13 +114,13 @@ class StagedPrompt:
         staging = self.staging
         if self._num_there == 0 or place >= len(staging.tier.shape.layers):
             return
-        streams, index = staging.depositor.streams, place % STAGED_LAYERS
+        streams, index = staging.row_transfer.streams, place % STAGED_LAYERS
         with streams.aside(streams.up):
             streams.wait_for(staging.read[index])
         keys, values = staging.buffer(place)
         own = slice(self.host.sink, self.begin)
         rows = staging.tier.rows(self.host.context_id, place, self._num_there)
-        staging.brought[index] = staging.depositor.bring(rows, keys[:, own], values[:, own])
+        staging.brought[index] = staging.row_transfer.bring(rows, keys[:, own], values[:, own])
 
     def _take_from_pages(self, place: int, end: int) -> None:
         """Read tokens `[0, end)`, whole pages, into the buffer."""

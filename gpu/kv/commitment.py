@@ -13,8 +13,8 @@ from torch import Tensor
 from transfer.host_pages import populate, reserve_pages
 from transfer.machine import available_memory
 
-SPARE_BYTES = 256 * 2**20  # that nothing here takes: for what steps allocate_arena, and for other programs
-LUMP_BYTES = 64 * 2**20  # worth a look at what is free
+SPARE_BYTES = 256 * 2**20  # that nothing here takes: for what steps allocate, and for other programs
+LEAST_COMMITTED_BYTES = 64 * 2**20  # worth a look at what is free
 
 
 def allocate_arena(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -38,7 +38,7 @@ class Commitment:
     def least_rows(self) -> int:
         """Return the fewest rows that are worth committing at once."""
         row_bytes = sum(layer[0].nbytes for layer in self._layers if len(layer))
-        return max(1, LUMP_BYTES // row_bytes) if row_bytes else 1
+        return max(1, LEAST_COMMITTED_BYTES // row_bytes) if row_bytes else 1
 
     def commit(self, begin: int, end: int) -> bool:
         """Have the memory of rows `[begin, end)` of all layers; False: the host has too little left, or refuses it."""

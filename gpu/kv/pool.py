@@ -43,7 +43,7 @@ class KvPool:
         layers = [layer for layer in range(architecture.num_layers) if layer not in windows.layers]
         self.num_pages = num_pages
         self.dense_layers = tuple(layer for layer in dense_layers if layer in layers)
-        self.deposited_layers = tuple(layer for layer in layers if layer not in self.dense_layers)
+        self.offloaded_layers = tuple(layer for layer in layers if layer not in self.dense_layers)
         self.layout = PageLayout(len(layers), len(self.dense_layers), num_pages)
         self.page_tokens = page_tokens
         self.max_slots = max_slots
@@ -128,7 +128,7 @@ class KvPool:
         """
         self._check_ids(page_ids, self.num_pages)
         ids = upload(np.array(page_ids, dtype=np.int64), self.device)
-        for place, layer in enumerate(self.deposited_layers):
+        for place, layer in enumerate(self.offloaded_layers):
             self.read(layer, ids, keys[place], values[place])
 
     def poison(self) -> None:
@@ -139,7 +139,7 @@ class KvPool:
     def _views(self, arena: Tensor, of_windows: dict[int, Tensor]) -> list[Tensor]:
         """Return each layer's view of an arena, dense ones in front; those of windows are given."""
         views = dict(of_windows)
-        for place, layer in enumerate((*self.dense_layers, *self.deposited_layers)):
+        for place, layer in enumerate((*self.dense_layers, *self.offloaded_layers)):
             count = self.layout.num_ids if layer in self.dense_layers else self.num_pages
             views[layer] = arena[place * self.num_pages :][:count]
         return [views[layer] for layer in range(len(views))]

@@ -6,7 +6,7 @@ No torch. Invariant: a count is what was asked for, or what leaves the others th
 from dataclasses import replace
 
 from gpu.config import GpuConfig
-from gpu.host.footprint import LUMP_TOKENS
+from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS
 from gpu.memory.demand import Demand, PlanError
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
@@ -54,7 +54,7 @@ def _bytes_of_contexts(
     if tier is None:
         pages = -(-longest // demand.page_tokens)
     else:
-        down = tier.deposited_tokens(longest)
+        down = tier.offloaded_tokens(longest)
         pages = -(-tier.floor_tokens(longest, 1) // demand.page_tokens) + tier.dense_blocks(down)
     kv_bytes = pages * demand.page_bytes + demand.window_bytes * bool(demand.window_layers)
     if gpu.kv_cache_gib is not None:
@@ -88,7 +88,7 @@ def spare_window_tokens(page_tokens: int, host: HostDemand | None) -> int:
     """Return the tokens of a window beyond what layers see: where a prefix may end behind which a prompt begins. The
     tokens of a turn's last pages, and, of a context that goes down, all that is not down.
     """
-    return 2 * page_tokens + (host.window_tokens + 2 * LUMP_TOKENS if host is not None else 0)
+    return 2 * page_tokens + (host.window_tokens + 2 * OFFLOAD_BLOCK_TOKENS if host is not None else 0)
 
 
 def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, context: int | None) -> int:

@@ -325,11 +325,13 @@ class Demand:
         if self.host is None:
             return ()
         slots, is_cuda = self.host.exchange_bytes, self.device == "cuda"
-        deposit = self.item("deposits", self.host.deposit_bytes(is_cuda), "rows and codes on their way down or up")
+        buffers = self.item(
+            "deposits", self.host.transfer_buffer_bytes(is_cuda), "rows and codes on their way down or up"
+        )
         here = self.item("exchange", slots + self.host.hyperplane_bytes, "queries, codes, partials, hyperplanes")
         if not is_cuda:
-            return (deposit, here)
-        return (deposit, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))
+            return (buffers, here)
+        return (buffers, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))
 
     def _windows(self) -> tuple[MemoryItem, ...]:
         """Return the windows, what a prefill unit writes before its last rows go there, and what it reads of one."""

@@ -1,13 +1,13 @@
 """What a host tier asks for: which tokens and layers stay on the device, and bytes of each kind and place. No torch.
 
-Each number mirrors an allocation of the staging, the depositor, the exchange or the store.
+Each number mirrors an allocation of the staging, the row transfer, the exchange or the store.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
 from gpu.batching.halving import most_rows_of_parts
-from gpu.host.footprint import LUMP_TOKENS, lump_array, piece_arrays, slot_shape, staged_array
+from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS, offload_block_array, piece_arrays, slot_shape, staged_array
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout
@@ -55,8 +55,8 @@ class HostDemand:
 
     @property
     def resident_tokens(self) -> int:
-        """Return the tokens up to which a context stays on the device, whole; a longer one has at least a lump to send
-        down.
+        """Return the tokens up to which a context stays on the device, whole; a longer one has at least an offload
+        block to send down.
         """
         return self._resident_beside(self.window_tokens)
 
@@ -66,7 +66,7 @@ class HostDemand:
         return self._resident_beside(self.least_window_tokens)
 
     def _resident_beside(self, window_tokens: int) -> int:
-        smallest = self.sink_tokens + window_tokens + LUMP_TOKENS
+        smallest = self.sink_tokens + window_tokens + OFFLOAD_BLOCK_TOKENS
         return max(self._whole_pages(self.config.resident_tokens), smallest)
 
     @property
@@ -87,7 +87,7 @@ class HostDemand:
 
     def resident_tokens_of(self, context: int, num_pages: int) -> int:
         """Return how many tokens of a context of this length stay on the device, where nothing else is on its pages."""
-        down, page = self.deposited_tokens(context), self.page_tokens
+        down, page = self.offloaded_tokens(context), self.page_tokens
         whole = -(-context // page)
         if down == 0 or (self.config.residency == "adaptive" and whole <= num_pages):
             return context
@@ -128,13 +128,13 @@ class HostDemand:
         dtype = FLOATS[self.dtype_bytes]
         return hyperplane_array(self.shape.dim, sampled.bits_per_table, sampled.num_tables, dtype).num_bytes
 
-    def deposit_bytes(self, is_cuda: bool) -> int:
-        """Return the bytes of what rows pass through on their way down or up, and a lump of all layers as it is
-        gathered from pages.
+    def transfer_buffer_bytes(self, is_cuda: bool) -> int:
+        """Return the bytes of what rows pass through on their way down or up, and an offload block of all layers as it
+        is gathered from pages.
         """
         tier = self.tier_shape
         kv_heads, dim, has_codes = tier.num_kv_heads, tier.dim, self.kv in CODE_FORMATS
-        arrays = [lump_array(len(tier.layers), kv_heads, dim, self.dtype_bytes, has_codes)]
+        arrays = [offload_block_array(len(tier.layers), kv_heads, dim, self.dtype_bytes, has_codes)]
         if is_cuda:
             arrays += [*piece_arrays(tier, tier.num_tables).values(), *piece_arrays(tier, 0).values()]
         return sum_bytes(arrays)
@@ -146,8 +146,10 @@ class HostDemand:
 
     def host_context_bytes(self, context: int) -> int:
         """Return the host bytes of one context of this length, with open segments for what is offloaded later."""
-        num_tokens = self.deposited_tokens(context)
-        return bytes_of_run(self.tier_shape, num_tokens, LUMP_TOKENS, Reading.SAMPLE, True) if num_tokens else 0
+        num_tokens = self.offloaded_tokens(context)
+        return (
+            bytes_of_run(self.tier_shape, num_tokens, OFFLOAD_BLOCK_TOKENS, Reading.SAMPLE, True) if num_tokens else 0
+        )
 
     @property
     def host_row_bytes(self) -> int:
@@ -155,19 +157,19 @@ class HostDemand:
         return bytes_per_token(without_tables(self.tier_shape))
 
     def running_tokens(self, context: int) -> int:
-        """Return what a sequence keeps in resident pages once it is down: sink, window, a lump that is due, one that
-        grows.
+        """Return what a sequence keeps in resident pages once it is down: sink, window, an offload block that is due,
+        one that grows.
         """
-        return min(self.sink_tokens + self.window_tokens + 2 * LUMP_TOKENS, self._whole_pages(context))
+        return min(self.sink_tokens + self.window_tokens + 2 * OFFLOAD_BLOCK_TOKENS, self._whole_pages(context))
 
     def floor_tokens(self, context: int, num_sequences: int) -> int:
-        """Return what resident pages must hold: one sequence that stays on the device, until its first lump is due, or
-        so many that are down.
+        """Return what resident pages must hold: one sequence that stays on the device, until its first offload block is
+        due, or so many that are down.
         """
-        one = min(self.resident_tokens + LUMP_TOKENS, self._whole_pages(context))
+        one = min(self.resident_tokens + OFFLOAD_BLOCK_TOKENS, self._whole_pages(context))
         return max(one, num_sequences * self.running_tokens(context))
 
-    def deposited_tokens(self, context: int) -> int:
+    def offloaded_tokens(self, context: int) -> int:
         """Return the most offloaded tokens of a context of this length: of profiles with the shortest window."""
         if context <= self.least_resident_tokens:
             return 0

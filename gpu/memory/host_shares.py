@@ -1,4 +1,4 @@
-"""How a deployment with a host tier shares its memory: KV pages, resident and dense, and deposited KV. No torch.
+"""How a deployment with a host tier shares its memory: KV pages, resident and dense, and offloaded KV. No torch.
 
 Invariants: beside the dense layers of the longest context, pages hold what keeps a sequence going
 (`HostDemand.floor_tokens`), and that context fits host memory.
@@ -20,7 +20,7 @@ DENSE_SHARE = 0.6  # of the KV pages, at most, for the dense layers of the longe
 
 @dataclass(frozen=True, slots=True)
 class HostShares:
-    """`kv_bytes` are for pages of both kinds, `host_limit_bytes` for deposited KV and tables: `host_tokens` of them."""
+    """`kv_bytes` are for pages of both kinds, `host_limit_bytes` for offloaded KV and tables: `host_tokens` of them."""
 
     context: int
     hidden_tokens: int
@@ -32,8 +32,8 @@ class HostShares:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`left_bytes` of the device after what does not depend on the context; on the CPU device, deposited KV is a part
-    of it. What is None was not asked for: `host_default_bytes` then bounds the deposited KV.
+    """`left_bytes` of the device after what does not depend on the context; on the CPU device, offloaded KV is a part
+    of it. What is None was not asked for: `host_default_bytes` then bounds the offloaded KV.
     """
 
     left_bytes: int
@@ -110,7 +110,7 @@ def _divide(
     """Return the shares for one context, or what is short. dense_share: of KV pages, for its dense layers."""
     host, page = demand.host, demand.page_tokens
     assert host is not None, "host plan: no host tier to plan for"
-    down_tokens = host.deposited_tokens(context)
+    down_tokens = host.offloaded_tokens(context)
     floor_bytes = -(-host.floor_tokens(context, num_sequences) // page) * demand.page_bytes
     down_bytes = host.dense_blocks(down_tokens) * demand.page_bytes
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gpu.config import GpuConfig
-from gpu.host.footprint import LUMP_TOKENS
+from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS
 from gpu.memory.counting import (
     count_experts,
     count_rings,
@@ -57,9 +57,9 @@ class MemoryPlan:
 
     `kv`: how pages hold rows. `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense
     (`gpu.page_layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
-    and all of it up to `resident_tokens`; `lump_tokens` go down at once. Without one these are 0. `own_windows`: by
-    name, of profiles whose methods need longer windows (`scheduler.planning.engine_memory`). `rings`: how many, of the
-    methods that keep some, by what profiles name them (`ProfilePart`). `num_windows` of `window_pages`
+    and all of it up to `resident_tokens`; `offload_block_tokens` go down at once. Without one these are 0.
+    `own_windows`: by name, of profiles whose methods need longer windows (`scheduler.planning.engine_memory`). `rings`:
+    how many, of the methods that keep some, by what profiles name them (`ProfilePart`). `num_windows` of `window_pages`
     pages and `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of
     each are beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and
     the others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in
@@ -81,7 +81,7 @@ class MemoryPlan:
     sink_tokens: int
     window_tokens: int
     resident_tokens: int
-    lump_tokens: int
+    offload_block_tokens: int
     residency: Literal["adaptive", "fixed"]
     rings: tuple[tuple[PartId, int], ...]
     host_limit_bytes: int
@@ -111,7 +111,7 @@ class MemoryPlan:
     def resident_tokens_of(self, profile: str) -> int:
         """Return the tokens up to which a context of that profile stays on the device, whole."""
         window = self.own_windows.get(profile, self.window_tokens)
-        return max(self.resident_tokens, self.sink_tokens + window + self.lump_tokens)
+        return max(self.resident_tokens, self.sink_tokens + window + self.offload_block_tokens)
 
     def used_bytes(self, place: Place) -> int:
         return sum(item.bytes for item in self.items if item.place == place)
@@ -231,7 +231,7 @@ def plan_memory(
         sink_tokens=tier.sink_tokens if tier else 0,
         window_tokens=tier.least_window_tokens if tier else 0,
         resident_tokens=tier.least_resident_tokens if tier else 0,
-        lump_tokens=LUMP_TOKENS if tier else 0,
+        offload_block_tokens=OFFLOAD_BLOCK_TOKENS if tier else 0,
         residency=host.residency if host else "fixed",
         rings=tuple((state.part.id, state.count or 0) for state in demand.states if state.has_rings),
         host_limit_bytes=shares.host_limit_bytes,
@@ -296,7 +296,7 @@ def _share_with_host(
             f"host memory has room for {shares.host_tokens:,} tokens, the dense layers' pages for {in_pages:,}: with "
             "fewer of host.dense_layers, more of it is used"
         )
-    beside = shares.num_pages - tier.dense_blocks(tier.deposited_tokens(shares.context))
+    beside = shares.num_pages - tier.dense_blocks(tier.offloaded_tokens(shares.context))
     fit = beside * demand.page_tokens // tier.running_tokens(shares.context)
     if fit < demand.max_running:
         notes.append(

@@ -16,8 +16,8 @@ from gpu.fusion.chunk_copies import Documents
 from gpu.fusion.chunk_job import ChunkJob
 from gpu.fusion.chunk_rows import read_rows, store_rows
 from gpu.fusion.fused_prompt import FusedPrompt
-from gpu.host.deposit import Depositor
 from gpu.host.gathered import GatheredKv
+from gpu.host.row_transfer import RowTransfer
 from gpu.host.staging import StagedPrompt, Staging
 from gpu.layers.decoder import Decoder, Pages
 from gpu.methods.device_side import RingSide
@@ -39,19 +39,21 @@ class Prefill:
     """All prefill jobs under way; their prompts have no more than `max_hidden_tokens` tokens to compute together.
 
     sides: what attends to prompts, by what units name it, `DENSE` among them. reusing: what sees the prompts of slots
-    that hold its rings. tier, depositor: where prompts with a `host` go, and how; or None and None. documents: where
+    that hold its rings. tier, row_transfer: where prompts with a `host` go, and how; or None and None. documents: where
     chunks come from, and go; or None.
     """
 
     def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, sides: Mapping[str, PrefillSide],
                  reusing: Sequence[RingSide], tier: HostTier | None,
-                 depositor: Depositor | None, documents: Documents | None) -> None:  # fmt: skip
+                 row_transfer: RowTransfer | None, documents: Documents | None) -> None:  # fmt: skip
         self.max_hidden_tokens = max_hidden_tokens
         self.decoder = decoder
         self.sampler = sampler
         self.device = decoder.pool.device
         self.gathered = GatheredKv(decoder.pool, decoder.architecture.num_kv_heads, decoder.architecture.dim)
-        self.staging = Staging(decoder.pool, tier, depositor) if tier is not None and depositor is not None else None
+        self.staging = (
+            Staging(decoder.pool, tier, row_transfer) if tier is not None and row_transfer is not None else None
+        )
         pool = decoder.pool
         self._documents = documents
         self.windows = WindowPrefill(pool, decoder.scale) if pool.windows.shape.layers else None

@@ -30,14 +30,14 @@ from evals.methods.method import BudgetSetting, DecodeMethod, MethodError, Promp
 from gpu.predictor.history import STORED, History, attended_maxima, block_maxima, new_history, restore
 from gpu.predictor.network import load_network
 from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
-from lab.methods.sampled import Deposits, Sampled, merge
+from lab.methods.sampled import Offloaded, Sampled, merge
 
 SPARE_ROWS = 1  # of a history: scores are made whole here, so no more is needed
 
 
 @dataclass(slots=True)
 class Seen:
-    """history: of one layer, requests * heads; step: decode steps so far; network: packed for the device; deposits:
+    """history: of one layer, requests * heads; step: decode steps so far; network: packed for the device; offloads:
     where the rest is sampled; chosen: blocks behind the sink that the last step read, int64 `[requests, heads, most]`,
     -1: none; scores: of the last prediction, `[requests, heads, blocks]`.
     """
@@ -45,7 +45,7 @@ class Seen:
     history: History
     step: int
     network: PackedNetwork
-    deposits: Deposits | None
+    offloads: Offloaded | None
     chosen: torch.Tensor | None = None
     scores: torch.Tensor | None = None
 
@@ -98,8 +98,8 @@ class Predicted(DecodeMethod):
         for row in rows.unbind(1):
             history.advance()
             history.put(0, row)
-        deposits = self.sampled.begin(prompt) if self.rest == "sampled" else None
-        return Seen(history, 0, read_network(self.weights, device), deposits)
+        offloads = self.sampled.begin(prompt) if self.rest == "sampled" else None
+        return Seen(history, 0, read_network(self.weights, device), offloads)
 
     def step(self, step: Step, state: Seen) -> StepResult:
         sink_blocks = num_blocks(self.sink, self.block)
@@ -116,11 +116,11 @@ class Predicted(DecodeMethod):
         self._note(step, state, result.lse, index, chosen)
         if self.group != "apart":
             result = read_together(result, step.group)
-        if state.deposits is None:
+        if state.offloads is None:
             return result
         read = torch.zeros(*step.query.shape[:2], step.longest + 1, device=index.device)  # and of what is nowhere
         read.scatter_(2, index.masked_fill(~chosen, step.longest), 1.0)
-        rest = self.sampled.attend_deposited(step, state.deposits, read[..., : step.longest] > 0)
+        rest = self.sampled.attend_offloaded(step, state.offloads, read[..., : step.longest] > 0)
         out, lse = merge(result.out, result.lse, rest.out, rest.lse)
         rows = result.rows_read + rows_apart(rest.rows_read, step.keys.shape[1])
         return StepResult(out, lse, result.keys_scored + rest.keys_scored, rows)

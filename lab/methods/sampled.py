@@ -1,9 +1,9 @@
 """LSH sampling: keys that share two or more hash buckets with the query, weighted by one over their chance to do so.
 
 Paper: MagicPIG, section 4.3, equations 10 and 11; K = bits_per_table, L = num_tables. The sink and the recent window
-are read exactly. All keys between them count as deposited: held centred on the mean of those deposited at the first
+are read exactly. All keys between them count as offloaded: held centred on the mean of those offloaded at the first
 decode step (one mean a KV head), in the keys' own dtype; what leaves the window later is centred on the same mean. The
-query is not centred. A head's sample stands for the mass of everything deposited. Invariant: each deposited key's
+query is not centred. A head's sample stands for the mass of everything offloaded. Invariant: each offloaded key's
 weight has expectation exp(logit) over the projections, so numerator and denominator of the output are unbiased.
 """
 
@@ -21,7 +21,7 @@ from gpu.methods.sampled.projections import MAX_BITS_PER_TABLE, Projections, dra
 
 
 @dataclass(frozen=True, slots=True)
-class Deposits:
+class Offloaded:
     """One layer's keys as they are held: of the whole capacity, a new one written as its token comes.
 
     centre: float32 `[requests, kv_heads, dim]`. rows: centred keys `[requests, kv_heads, capacity, dim]`. norms:
@@ -48,29 +48,29 @@ class Sampled(DecodeMethod):
     seed: int = 0
     dense_layers: str = Field("0+half", description="layers read in full; the paper keeps the first and the middle one")
 
-    def begin(self, prompt: PromptLayer) -> Deposits:
+    def begin(self, prompt: PromptLayer) -> Offloaded:
         position = torch.arange(prompt.capacity, device=prompt.keys.device)
         known = (position < prompt.lengths[:, None])[:, None, :, None]
         keys = prompt.keys.masked_fill(~known, 0)
-        end = torch.minimum(prompt.lengths + 1 - self.window, prompt.lengths)  # of what the first step has deposited
-        deposited = (position >= self.sink) & (position < end[:, None])
-        share = deposited.float() / deposited.sum(-1, keepdim=True).clamp(min=1)  # [requests, capacity]
+        end = torch.minimum(prompt.lengths + 1 - self.window, prompt.lengths)  # of what the first step has offloaded
+        offloaded = (position >= self.sink) & (position < end[:, None])
+        share = offloaded.float() / offloaded.sum(-1, keepdim=True).clamp(min=1)  # [requests, capacity]
         centre = torch.einsum("rn,rknd->rkd", share, keys.float()) * self.centred
         rows = (keys.float() - centre[:, :, None]).to(keys.dtype)
         projections = draw_projections(
             keys.shape[-1], self.bits_per_table, self.num_tables, self.seed, torch.float32, keys.device
         )
         codes = hash_rows(rows, projections).transpose(2, 3).contiguous()
-        return Deposits(projections, centre, rows, rows.float().norm(dim=-1), codes)
+        return Offloaded(projections, centre, rows, rows.float().norm(dim=-1), codes)
 
-    def step(self, step: Step, state: Deposits) -> StepResult:
-        rest = self.attend_deposited(step, state)
+    def step(self, step: Step, state: Offloaded) -> StepResult:
+        rest = self.attend_offloaded(step, state)
         exact = self._attend_resident(step)
         out, lse = merge(exact.out, exact.lse, rest.out, rest.lse)
         rows = exact.rows_read + rows_apart(rest.rows_read, step.keys.shape[1])
         return StepResult(out, lse, rest.keys_scored + exact.keys_scored, rows)
 
-    def attend_deposited(self, step: Step, state: Deposits, excluded: torch.Tensor | None = None) -> StepResult:
+    def attend_offloaded(self, step: Step, state: Offloaded, excluded: torch.Tensor | None = None) -> StepResult:
         """Return the sample's part, once a step: rows_read `[requests, heads]`, of rows and tables, a head each.
 
         excluded: bool `[requests, heads, longest]`, what it does not stand for; found in tables like the others.
@@ -78,18 +78,18 @@ class Sampled(DecodeMethod):
         self._append(step, state)
         position = torch.arange(step.longest, device=step.lengths.device)
         end = (step.lengths - self.window)[:, None, None]
-        deposited = (position >= self.sink) & (position < end)  # [requests, 1, n]
+        offloaded = (position >= self.sink) & (position < end)  # [requests, 1, n]
         codes = hash_rows(step.query, state.projections)
         collisions = count_collisions(codes, state.codes[..., : step.longest])  # [requests, heads, n]
-        sampled = (collisions >= 2) & deposited
+        sampled = (collisions >= 2) & offloaded
         if excluded is not None:
             sampled &= ~excluded
         out, lse = self._attend_sampled(step, state, sampled)
-        index_read = self._index_rows((collisions * deposited).sum(-1), step)
+        index_read = self._index_rows((collisions * offloaded).sum(-1), step)
         keys = sampled.sum(-1).float()
         return StepResult(out, lse, keys, keys + index_read)
 
-    def _append(self, step: Step, state: Deposits) -> None:
+    def _append(self, step: Step, state: Offloaded) -> None:
         requests, last = torch.arange(len(step.lengths), device=step.lengths.device), step.lengths - 1
         new = step.keys[requests, :, last]  # [requests, kv_heads, dim]
         row = (new.float() - state.centre).to(new.dtype)
@@ -97,7 +97,7 @@ class Sampled(DecodeMethod):
         state.norms[requests, :, last] = row.float().norm(dim=-1)
         state.codes[requests, :, :, last] = hash_rows(row, state.projections)
 
-    def _attend_sampled(self, step: Step, state: Deposits, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_sampled(self, step: Step, state: Offloaded, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and lse of equation 11 over the sample, the centre's part of the logits given back to
         the lse.
         """

@@ -37,7 +37,7 @@ class LaneWatch:
         self._kinds_of: dict[Lane, deque[str]] = {lane: deque() for lane in Lane}
         self._longest_ms: dict[str, float] = dict.fromkeys(("plan", "launch", "result", "collection"), 0.0)
         self._seconds = dict.fromkeys(self._longest_ms, 0.0)
-        self._num_deposits = self._num_releases = self._num_units = 0
+        self._num_offloads = self._num_releases = self._num_units = 0
         self._collecting_s = 0.0
         self._before: dict[str, float] = {}
         self._differences: dict[str, float] = {}
@@ -68,7 +68,7 @@ class LaneWatch:
 
     def told(self) -> dict[str, Any]:
         """Return `steps` by kind; of the window: asks of a step (two: it went in half batches), rows left out and
-        deposits; what held the thread that launches; of a hop on average, that the host waits and attends.
+        offloads; what held the thread that launches; of a hop on average, that the host waits and attends.
         """
         one = self._differences
         asks, asking_steps = max(one["asks"], 1.0), max(one["asking_steps"], 1.0)
@@ -76,7 +76,7 @@ class LaneWatch:
             "steps": {name: _tell(kind) for name, kind in sorted(self._kinds.items())},
             "parts": one["asks"] / asking_steps / max(self._num_layers, 1),
             "rows_left_out": one["rows_left_out"],
-            "deposits": self._num_deposits,
+            "deposits": self._num_offloads,
             "releases": self._num_releases,
             "units": self._num_units,
             "tables_built": one["tables_built"],
@@ -128,7 +128,7 @@ class LaneWatch:
         if kind:
             self._kinds[kind].rows.append(len(asks))
             self._kinds[kind].fenced += plan.is_fenced
-        self._num_deposits += len(plan.offloads)
+        self._num_offloads += len(plan.offloads)
         self._num_releases += len(plan.evictions)
         self._num_units += len(plan.units)
         launched: InFlight = self._timed("launch", call, plan)
@@ -158,7 +158,7 @@ def describe(lanes: dict[str, Any]) -> str:
     longest = [f"{name} {ms:.1f}" for name, ms in lanes["longest_ms"].items()]
     return (
         f"{', '.join(steps)}; {lanes['parts']:.2f} parts, {lanes['rows_left_out']:.0f} rows left out, "
-        f"{lanes['deposits']} deposits, {lanes['releases']} releases, {lanes['pinned_gib']:.2f} GiB pinned; a hop: the "
+        f"{lanes['deposits']} offloads, {lanes['releases']} releases, {lanes['pinned_gib']:.2f} GiB pinned; a hop: the "
         f"host waits {lanes['hop_wait_us']:.0f} us and attends {lanes['hop_attend_us']:.0f}; of "
         f"{lanes['seconds']['whole']:.2f} s {', '.join(seconds)}; longest, in ms: {', '.join(longest)}"
     )

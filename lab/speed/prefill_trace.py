@@ -20,7 +20,7 @@ GROUPS = {  # parts of kernels' names; the first group that has one
     "link": ("Memcpy HtoD", "Memcpy DtoH"),
     "merge": ("_merge_kernel",),
     "codes": ("_encode", "simhash", "_codes_kernel"),
-    "deposit": ("_deposit_kernel", "_restore_kernel", "_scatter_kernel", "reduce_kernel"),
+    "deposit": ("_offload_kernel", "_restore_kernel", "_scatter_kernel", "reduce_kernel"),
     "attention": ("flash", "fmha", "attention", "sdpa", "cudnn"),
     "products": ("gemm", "nvjet", "cutlass", "gemv", "cublas", "splitK"),
     "norms": ("_rms_norm_kernel", "_swiglu_kernel"),

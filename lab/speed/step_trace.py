@@ -26,7 +26,7 @@ Counters = Callable[[], dict[str, float]]
 
 def device_parts(events: Sequence[DeviceEvent], span_us: float, steps: int) -> dict[str, float]:
     """Return milliseconds a step of `steps` in `span_us`: `device_busy_ms` (kernels that compute), `wait_for_cpu_ms` (a
-    kernel that spins until the CPU has answered), `copies_ms` (over the link or within, and deposits' kernels),
+    kernel that spins until the CPU has answered), `copies_ms` (over the link or within, and offloads' kernels),
     `idle_ms`.
     """
     waits = [event for event in events if any(part in event.name for part in WAITS)]

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 WAITS = ("await_answer",)  # parts of kernels' names
-COPIES = ("Memcpy", "_deposit_kernel", "_restore_kernel", "_scatter_kernel")
+COPIES = ("Memcpy", "_offload_kernel", "_restore_kernel", "_scatter_kernel")
 
 
 class DeviceEvent(NamedTuple):

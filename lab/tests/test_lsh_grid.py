@@ -20,7 +20,7 @@ def step_at(prompt: PromptLayer, position: int) -> Step:
 
 @pytest.mark.parametrize("at_once", [1 << 28, 1])
 def test_a_grid_measures_what_the_method_itself_reads_and_errs(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside `sampled`, position by position, deposited at the first one; whatever goes together."""
+    """Beside `sampled`, position by position, offloaded at the first one; whatever goes together."""
     monkeypatch.setattr(grids, "MAX_COMPARED", at_once)
     prompt, positions = prompt_of(80, 1), torch.tensor([60, 66, 79])
     tallies = LayerSamples(prompt, positions, RESIDENT).measure(GRID, seed=3)

@@ -128,8 +128,8 @@ def check_head(
     first = keys[method.sink : max(method.sink, min(start, start + 1 - method.window))]
     centre = first.mean(0) if len(first) and method.centred else np.zeros(DIM)
     above = [(one @ matrix > 0).reshape(method.num_tables, -1) for one in (query, *(keys - centre))]
-    deposited = range(method.sink, length - method.window)
-    chosen = [at for at in deposited if (above[0] == above[at + 1]).all(1).sum() >= 2]
+    offloaded = range(method.sink, length - method.window)
+    chosen = [at for at in offloaded if (above[0] == above[at + 1]).all(1).sum() >= 2]
     logits, log_u = keys @ query / math.sqrt(DIM), np.zeros(length)
     for at in chosen:
         held = keys[at] - centre

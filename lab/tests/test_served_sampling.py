@@ -1,12 +1,12 @@
 """The torch method of the evals and what serves draw the same keys, weigh them alike and answer the same.
 
-Served: `gpu.host.deposit` stores rows and codes, `gpu.exchange.device_slots` asks, the CPU's tier answers. Both get the
-same keys, queries and hyperplanes. Requests of the one, and layers of the other, hold the same keys, and values that
-name them: token t's is zero but in request or layer t // DIM, and there but in channel t % DIM. Where the two differ by
-design: the method has one centre, the mean of what its first step finds deposited, and the tier one for each segment,
-of the tokens that it began with; here there is one segment of just those. A token that leaves the window later is
-sampled at once by the method, about that centre, and read exactly by the tier until its tail is full. The method holds
-keys in their own type, and has no int8 rows.
+Served: `gpu.host.row_transfer` stores rows and codes, `gpu.exchange.device_slots` asks, the CPU's tier answers. Both
+get the same keys, queries and hyperplanes. Requests of the one, and layers of the other, hold the same keys, and values
+that name them: token t's is zero but in request or layer t // DIM, and there but in channel t % DIM. Where the two
+differ by design: the method has one centre, the mean of what its first step finds offloaded, and the tier one for each
+segment, of the tokens that it began with; here there is one segment of just those. A token that leaves the window later
+is sampled at once by the method, about that centre, and read exactly by the tier until its tail is full. The method
+holds keys in their own type, and has no int8 rows.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from cpu.cpu_tier import CpuTier, open_tier
 from cpu.tables import build_tables
 from evals.methods.method import PromptLayer, Step
 from gpu.exchange.device_slots import SlotExchange
-from gpu.host.deposit import Depositor
+from gpu.host.row_transfer import RowTransfer
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange, encode_queries
 from gpu.methods.sampled.projections import draw_projections
@@ -37,8 +37,8 @@ from transfer.slot_shape import SlotShape
 KV_HEADS, GROUP, DIM = 2, 2, 64
 HEADS = KV_HEADS * GROUP
 BITS, TABLES, SEED = 8, 60, 11
-SINK, WINDOW, DEPOSITED = 4, 9, 2048
-PROMPT = SINK + DEPOSITED + WINDOW - 1  # the first step's own token is in the window
+SINK, WINDOW, OFFLOADED = 4, 9, 2048
+PROMPT = SINK + OFFLOADED + WINDOW - 1  # the first step's own token is in the window
 STEPS = 3
 PASSES = -(-(PROMPT + STEPS) // DIM)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -111,7 +111,7 @@ def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
     device, attended = torch.device(device_name), []
     codes = Codes(arrange(draw_projections(DIM, BITS, TABLES, SEED, torch.float32, device)))
     with small_tier(device_name) as tier:
-        depositor = Depositor(tier.shape, codes.encode_keys, device, Streams(device))
+        row_transfer = RowTransfer(tier.shape, codes.encode_keys, device, Streams(device))
         exchange = SlotExchange(1, SlotShape(HEADS, DIM, TABLES, "float32"), device)
         tier.open(1, Reading.SAMPLE)
         begin = SINK
@@ -119,7 +119,7 @@ def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
             length = PROMPT + number + 1
             end = length - WINDOW
             for room in tier.reserve(1, end - begin):
-                send(depositor, tier, room, case, begin, end)
+                send(row_transfer, tier, room, case, begin, end)
             begin = end
             attention, outs = tier.attention([Ask(1, begin - SINK)]), []
             for layer in range(PASSES):
@@ -134,11 +134,11 @@ def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
     return attended
 
 
-def send(depositor: Depositor, tier: CpuTier, room, case: Case, begin: int, end: int) -> None:
-    keys = case.keys[:, begin:end].to(depositor.device)
+def send(row_transfer: RowTransfer, tier: CpuTier, room, case: Case, begin: int, end: int) -> None:
+    keys = case.keys[:, begin:end].to(row_transfer.device)
     for layer in range(PASSES):
-        values = case.values[layer, :, begin:end].to(depositor.device, torch.bfloat16)
-        tier.fill(room, [layer], depositor.send(keys, values, room.layer(layer), room.has_centre).done)
+        values = case.values[layer, :, begin:end].to(row_transfer.device, torch.bfloat16)
+        tier.fill(room, [layer], row_transfer.send(keys, values, room.layer(layer), room.has_centre).done)
 
 
 def resident(case: Case, query: torch.Tensor, layer: int, length: int, device: torch.device) -> Partial:
@@ -158,7 +158,7 @@ def read_step(out: torch.Tensor, lse: torch.Tensor, length: int) -> Attended:
 def decided(case: Case, tokens: int) -> np.ndarray:
     """Return tokens whose codes are the same in whatever order products are summed: bool `[heads, tokens]`."""
     planes = draw_projections(DIM, BITS, TABLES, SEED, torch.float32, torch.device("cpu")).matrix.double()
-    centre = case.keys[:, SINK : SINK + DEPOSITED].double().mean(1, keepdim=True)
+    centre = case.keys[:, SINK : SINK + OFFLOADED].double().mean(1, keepdim=True)
     products = (case.keys[:, :tokens].double() - centre).float().bfloat16().double() @ planes
     return (products.abs().amin(-1) > UNDECIDED).repeat_interleave(GROUP, 0).numpy()
 
@@ -183,7 +183,7 @@ def torch_method(tables: int = TABLES, centred: bool = True) -> Sampled:
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_serves_and_the_torch_method_draw_and_weigh_alike(case: Case, device: str) -> None:
     served, method = of_tier(case, device, STEPS), of_method(case, torch_method(), STEPS)
-    down = slice(SINK, SINK + DEPOSITED)
+    down = slice(SINK, SINK + OFFLOADED)
     assert 0 < (method[0].weights[:, down] != 0).mean() < 0.2, "most keys are left unread"
     assert_same(case, served[0], method[0])
     for number, (ours, theirs) in enumerate(zip(served, method, strict=True)):
@@ -191,7 +191,7 @@ def test_what_serves_and_the_torch_method_draw_and_weigh_alike(case: Case, devic
         mine, other = ours.weights[:, down][sure], theirs.weights[:, down][sure]
         np.testing.assert_array_equal(mine != 0, other != 0)
         np.testing.assert_allclose(mine, other, rtol=SERVED_WEIGHT, atol=0)
-        tail = slice(SINK + DEPOSITED, PROMPT + number + 1 - WINDOW)
+        tail = slice(SINK + OFFLOADED, PROMPT + number + 1 - WINDOW)
         assert (ours.weights[:, tail] > 0).all(), "an open tail is read exactly"
         assert (theirs.weights[:, tail] == 0).any() or number == 0, "the method samples it"
 

@@ -17,7 +17,7 @@ from lab.speed.trace_events import DeviceEvent
 ONE_AFTER_ANOTHER = [
     DeviceEvent("_gemv_kernel", 0, 1000),
     DeviceEvent("Memcpy HtoD (Pinned -> Device)", 1500, 500),
-    DeviceEvent("_deposit_kernel", 2000, 250),
+    DeviceEvent("_offload_kernel", 2000, 250),
     DeviceEvent("_await_answer_kernel", 3000, 2000),
     DeviceEvent("void at::native::vectorized_elementwise_kernel<4>", 5000, 500),
 ]

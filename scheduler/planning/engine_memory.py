@@ -98,8 +98,8 @@ def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Archi
     if plan.resident_tokens - host.resident_tokens >= plan.page_tokens:
         notes.append(
             f"host.resident_tokens: {plan.resident_tokens:,} in place of {host.resident_tokens:,}: "
-            f"{plan.sink_tokens:,} in front, a window of {plan.window_tokens:,} and {plan.lump_tokens:,} that go down "
-            "at once"
+            f"{plan.sink_tokens:,} in front, a window of {plan.window_tokens:,} and {plan.offload_block_tokens:,} "
+            "that go down at once"
         )
     return notes
 

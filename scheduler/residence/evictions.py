@@ -15,7 +15,7 @@ from scheduler.sequences.capacity import HostCapacity
 from scheduler.sequences.offloaded_context import HostContext, end_of_shared, owner_of
 from scheduler.sequences.sequence import Sequence
 
-_RELEASED_LUMPS = 8  # at once, at most
+_MOST_EVICTED = 8  # at once, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Evictor:
         self._host = host
         self._contexts = contexts
         self._pages = pages
-        self._lump = host.lump_tokens // host.page_tokens
+        self._offload_block_pages = host.offload_block_tokens // host.page_tokens
         self._evictions: list[PageEviction] = []
         self._reloads: list[FinishedReload] = []
         self._coming: tuple[_Span, list[int]] | None = None  # blocks that are brought back, and the pages to be theirs
@@ -91,7 +91,8 @@ class Evictor:
             for context in contexts:
                 while (num_short := num_pages - self._pages.num_available) > 0:
                     end = context.num_landed if only_landed else context.num_blocks
-                    num_blocks = min(end - context.num_evicted, -(-2 * num_short // self._lump) * self._lump)
+                    num_wanted = -(-2 * num_short // self._offload_block_pages) * self._offload_block_pages
+                    num_blocks = min(end - context.num_evicted, num_wanted)
                     if num_blocks <= 0 or not self.evict(context, num_blocks):
                         break
 
@@ -105,7 +106,7 @@ class Evictor:
     def evict(self, context: HostContext, num_blocks: int) -> bool:
         """Evict up to so many more of the first resident blocks, for all contexts that share them.
 
-        At most `_RELEASED_LUMPS` at once, since the device holds the dense layers' rows twice for a moment. A reload
+        At most `_MOST_EVICTED` at once, since the device holds the dense layers' rows twice for a moment. A reload
         under way is finished first. False, and nothing else has changed, where all are evicted, a prefill still writes
         them, or there is no room for their dense pages.
         """
@@ -113,7 +114,7 @@ class Evictor:
         first = context.num_evicted
         if first == context.num_blocks:
             return False
-        span = self._span_from(context, min(num_blocks, _RELEASED_LUMPS * self._lump))
+        span = self._span_from(context, min(num_blocks, _MOST_EVICTED * self._offload_block_pages))
         owner, page_ids = span.owner, context.pages[first : span.last]
         if not owner.is_written:
             return False

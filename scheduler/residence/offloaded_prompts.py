@@ -185,9 +185,10 @@ class OffloadedPrompts:
         evictor.evict_pages(num_own + num_other, [one for one in idle if one is not source])
         if source is not None and num_own + num_other > self._pages.num_available:
             evictor.evict_pages(num_own + num_other, [source])
-        num_free, lump = self._pages.num_available - num_other, self._host.lump_tokens // self._host.page_tokens
+        num_free = self._pages.num_available - num_other
+        block_pages = self._host.offload_block_tokens // self._host.page_tokens
         fewest = bisect_left(range(num_own), True, key=lambda num: self._own_pages(need, num) <= num_free)
-        return min(num_own, -(-fewest // lump) * lump)
+        return min(num_own, -(-fewest // block_pages) * block_pages)
 
     def _evict_source(self, need: _Need, num_evicted: int, source: HostContext | None) -> bool:
         """Evict what is shared, which must be where a block behind it begins evicted; tell whether that was

@@ -89,8 +89,8 @@ class Offloads:
         """Offload a short context that is on the device whole, so that its pages can be evicted; tell whether there was
         one.
 
-        The one whose tokens cost the host least comes first, and of these the longest. Whole lumps of its middle are
-        offloaded.
+        The one whose tokens cost the host least comes first, and of these the longest. Whole offload blocks of its
+        middle are offloaded.
         """
         for sequence in sorted(filter(self._stays, running), key=self._turn):
             end = self._middle_end(sequence)
@@ -165,7 +165,7 @@ class Offloads:
     def _middle_end(self, sequence: Sequence) -> int:
         host = self._host_of(sequence)
         num_tokens = sequence.next_position - host.window_tokens - host.sink_tokens
-        return host.sink_tokens + num_tokens // host.lump_tokens * host.lump_tokens
+        return host.sink_tokens + num_tokens // host.offload_block_tokens * host.offload_block_tokens
 
     def _turn(self, sequence: Sequence) -> tuple[int, int]:
         return self._profile(sequence).reading.cost_order, -sequence.next_position

@@ -81,7 +81,7 @@ class PageRoom:
         assert self._evictor is not None
         host = self._capacity.host.of(sequence.request.attention_profile)
         settling = 0 if self._evictor.is_adaptive else self._capacity.pages_for(LANDING_TOKENS)
-        return (host.sink_tokens + host.window_tokens + host.lump_tokens) // host.page_tokens + settling
+        return (host.sink_tokens + host.window_tokens + host.offload_block_tokens) // host.page_tokens + settling
 
     def num_coming_dense(self, size: RunSize, num_own: int) -> int:
         """Return pages that the dense layers take of what is paid for and not written yet, behind `num_own` blocks."""

@@ -42,8 +42,8 @@ class Reloads:
         if self.num_quiet_steps < QUIET_STEPS or self._evictor.is_reloading:
             return None
         num_free = self._pages.num_available - num_coming_pages - self._pages.num_pages // _FREE_SHARE
-        lump = self._host.lump_tokens // self._host.page_tokens
-        num_blocks = min(num_free, FETCHED_TOKENS // self._host.page_tokens) // lump * lump
+        block_pages = self._host.offload_block_tokens // self._host.page_tokens
+        num_blocks = min(num_free, FETCHED_TOKENS // self._host.page_tokens) // block_pages * block_pages
         if num_blocks <= 0:
             return None
         for context in sorted(filter(_may_reload, self._evictor.holders), key=_turn):

@@ -17,7 +17,7 @@ from transfer.host_memory import bytes_of_run
 from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
-LANDING_TOKENS = 8  # of output behind a deposit, until its rows are taken to have landed: some 0.1 s at the least
+LANDING_TOKENS = 8  # of output behind an offload, until its rows are taken to have landed: some 0.1 s at the least
 
 
 class QueueFullError(Exception):
@@ -34,8 +34,8 @@ class HostCapacity:
 
     Lengths but `resident_tokens` are whole pages. `is_adaptive`: what is in host memory stays in pages of the device as
     well, while nobody needs them. `bytes_of_run(bulk, more, reading, is_fork)`: what tokens take
-    there at most that are offloaded at once, and those that follow lump by lump; a fork's, behind those that it shares.
-    `own`: by name, of profiles whose methods need longer windows; all else in it is the same.
+    there at most that are offloaded at once, and those that follow block by block; a fork's, behind those that it
+    shares. `own`: by name, of profiles whose methods need longer windows; all else in it is the same.
     """
 
     page_tokens: int
@@ -44,7 +44,7 @@ class HostCapacity:
     limit_bytes: int
     sink_tokens: int
     window_tokens: int
-    lump_tokens: int
+    offload_block_tokens: int
     resident_tokens: int
     bytes_of_run: Callable[[int, int, Reading, bool], int]
     own: Mapping[str, "HostCapacity"] = field(default_factory=dict)
@@ -63,8 +63,8 @@ class HostCapacity:
     def offload_end(self, num_tokens: int, run_end: int | None) -> int:
         """Return where the run ends after an offload that is due at a context of `num_tokens`, or 0 if none is."""
         if run_end is not None:
-            is_due = num_tokens - run_end >= self.window_tokens + self.lump_tokens
-            return run_end + self.lump_tokens if is_due else 0
+            is_due = num_tokens - run_end >= self.window_tokens + self.offload_block_tokens
+            return run_end + self.offload_block_tokens if is_due else 0
         if num_tokens < self.most_resident_tokens:
             return 0
         return (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
@@ -74,15 +74,21 @@ class HostCapacity:
         whether it has given way meanwhile or not.
         """
         end = self.prompt_end(num_prompt_tokens) or self.offload_end(min(num_tokens, self.most_resident_tokens), None)
-        return end + max(0, num_tokens - self.window_tokens - end) // self.lump_tokens * self.lump_tokens if end else 0
+        return (
+            end + max(0, num_tokens - self.window_tokens - end) // self.offload_block_tokens * self.offload_block_tokens
+            if end
+            else 0
+        )
 
     def landed_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
         """Return where the part of a run ends that was offloaded so long ago that its rows have landed."""
         end = self.run_end(num_prompt_tokens, num_tokens)
         if end == self.prompt_end(num_prompt_tokens) or self.has_landed(num_tokens, end):
             return end
-        is_first = num_tokens - self.lump_tokens < self.most_resident_tokens and not self.prompt_end(num_prompt_tokens)
-        return self.sink_tokens if is_first else end - self.lump_tokens
+        is_first = num_tokens - self.offload_block_tokens < self.most_resident_tokens and not self.prompt_end(
+            num_prompt_tokens
+        )
+        return self.sink_tokens if is_first else end - self.offload_block_tokens
 
     def has_landed(self, num_tokens: int, run_end: int) -> bool:
         """Tell whether the last rows of a run that ends there have landed, as far as is known without a look."""
@@ -107,14 +113,14 @@ class HostCapacity:
     @property
     def most_window_tokens(self) -> int:
         """Return what a sequence has on the device at most, in all layers, once all that it wrote to host memory is
-        released: a lump is due, and one more is on its way.
+        released: an offload block is due, and one more is on its way.
         """
-        return self.sink_tokens + self.window_tokens + 2 * self.lump_tokens
+        return self.sink_tokens + self.window_tokens + 2 * self.offload_block_tokens
 
     @property
     def most_resident_tokens(self) -> int:
         """Return what a sequence may have on the device, in all layers, before an offload is due."""
-        return max(self.resident_tokens, self.sink_tokens + self.window_tokens) + self.lump_tokens
+        return max(self.resident_tokens, self.sink_tokens + self.window_tokens) + self.offload_block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +176,7 @@ class Capacity:
         limits.append((in_dense, "pages of dense layers hold", "gpu.kv_cache_gib"))
 
         def bytes_of(run: int) -> int:
-            return host.bytes_of_run(run, host.lump_tokens, profile.reading, False)
+            return host.bytes_of_run(run, host.offload_block_tokens, profile.reading, False)
 
         in_host = self._longest_run(host, bytes_of, host.limit_bytes)
         return [*limits, (in_host, "host memory holds", "host.memory_limit_gib")]
@@ -209,7 +215,7 @@ def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
         limit_bytes=plan.host_limit_bytes,
         sink_tokens=plan.sink_tokens,
         window_tokens=plan.window_tokens,
-        lump_tokens=plan.lump_tokens,
+        offload_block_tokens=plan.offload_block_tokens,
         resident_tokens=plan.resident_tokens,
         bytes_of_run=partial(bytes_of_run, shape),
     )

@@ -84,12 +84,12 @@ def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
     if host is None:
         return None
     demand = _demand(plan)
-    longest_down_tokens = demand.deposited_tokens(memory.max_context_tokens)
+    longest_down_tokens = demand.offloaded_tokens(memory.max_context_tokens)
     return {
         "resident_tokens": memory.resident_tokens,
         "sink_tokens": memory.sink_tokens,
         "window_tokens": memory.window_tokens,
-        "lump_tokens": memory.lump_tokens,
+        "lump_tokens": memory.offload_block_tokens,
         "sampled_token_bytes": bytes_per_token(demand.tier_shape),
         "offloaded_token_bytes": bytes_per_token(without_tables(demand.tier_shape)),
         "longest_bytes": bytes_of_context(demand.tier_shape, longest_down_tokens),

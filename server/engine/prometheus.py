@@ -57,7 +57,7 @@ class Metrics:
         self.engine_steps = self._counter("tandem_engine_steps", "engine steps")
         self.engine_step_s = self._counter("tandem_engine_step_seconds", "time spent in engine steps")
         self.engine_restarts = self._counter("tandem_engine_restarts", "engine processes started after the first")
-        self.host_bytes = self._gauge("tandem_host_bytes_used", "host memory of deposited contexts")
+        self.host_bytes = self._gauge("tandem_host_bytes_used", "host memory of offloaded contexts")
         self.host_bytes_promised = self._gauge(
             "tandem_host_bytes_promised", "of host memory: what contexts have and may still take, by admission's count"
         )
@@ -101,14 +101,14 @@ class Metrics:
             "tandem_host_tables_failed", "hash tables that could not be built: the layer of the segment is read exactly"
         )
         self.host_tokens_covered = self._counter(
-            "tandem_host_tokens_covered", "deposited tokens that decode attended to, in each layer and head"
+            "tandem_host_tokens_covered", "offloaded tokens that decode attended to, in each layer and head"
         )
         self.host_rows_read = self._counter("tandem_host_rows_read", "keys that the CPU read for them")
         self.host_rows_left_out = self._counter(
             "tandem_host_rows_left_out", "rows that a decode step went without, since rows or tables were on their way"
         )
         self.host_ready_s = self._counter(
-            "tandem_host_ready_seconds", "decode waited for deposits to land and tables to stand"
+            "tandem_host_ready_seconds", "decode waited for offloads to land and tables to stand"
         )
         self.host_wait_s = self._counter("tandem_host_wait_seconds", "the CPU waited for a layer's queries")
         self.host_attend_s = self._counter("tandem_host_attend_seconds", "the CPU attended")

@@ -259,11 +259,13 @@ def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
         tokens = memory.num_pages * memory.page_tokens
         beside = " beside the host tier" if planned.config.host is not None else ""
         return most, None if most else f"KV pages hold {tokens:,} of {context:,} tokens{beside}"
-    down = demand.deposited_tokens(context)
+    down = demand.offloaded_tokens(context)
     blocks = -(-demand.running_tokens(context) // memory.page_tokens) + demand.dense_blocks(down)
     in_pages = memory.num_pages // (blocks if down else pages)
     capacity = host_capacity(memory, tier)
-    num_bytes = capacity.bytes_of_run(down, memory.lump_tokens, planned.part.method.reading, False) if down else 0
+    num_bytes = (
+        capacity.bytes_of_run(down, memory.offload_block_tokens, planned.part.method.reading, False) if down else 0
+    )
     in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
     most = min(running, in_pages, in_host)
     if planned.part.method.has_rings:

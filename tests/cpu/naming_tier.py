@@ -75,7 +75,7 @@ def new_witness(setting: tuple[str, int, int], tokens: int) -> Iterator["Witness
 
 
 class Witness:
-    """Deposits into a tier and remembers what it stored; asks, and reads the answers."""
+    """Offloads into a tier and remembers what it stored; asks, and reads the answers."""
 
     def __init__(self, tier: CpuTier, seed: int) -> None:
         self.tier, self.rng = tier, np.random.default_rng(seed)
@@ -126,7 +126,7 @@ class Witness:
             keys[:, :, place] = 8 * near[:, :, place % self.group] + 0.1 * keys[:, :, place]
         return keys + MEAN
 
-    def deposit(self, context_id: int, tokens: int) -> None:
+    def offload(self, context_id: int, tokens: int) -> None:
         begin = first = self.stored[context_id].tokens
         keys = self.keys(tokens)  # [sets, kv_heads, tokens, dim]
         values = self.rng.standard_normal(keys.shape[1:])

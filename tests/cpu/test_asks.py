@@ -35,10 +35,10 @@ NOT_YET_S = 0.1
 @pytest.fixture(scope="module", params=[FEW, MORE], ids=["bfloat16", "int8"])
 def witness(request: pytest.FixtureRequest) -> Iterator[Witness]:
     with new_witness(request.param, TOKENS) as witness:
-        for context_id, deposits in ((LONG, np.diff(PIECES)), (SHORT, (SHORT_TOKENS,))):
+        for context_id, offloads in ((LONG, np.diff(PIECES)), (SHORT, (SHORT_TOKENS,))):
             witness.open(context_id)
-            for tokens in deposits:
-                witness.deposit(context_id, int(tokens))
+            for tokens in offloads:
+                witness.offload(context_id, int(tokens))
         yield witness
 
 
@@ -160,7 +160,7 @@ def test_tables_are_kept_while_the_cut_and_the_context_stay(witness: Witness) ->
     witness.fork(SHORT, 3, 1)
     with_fork = [Ask(3, 1)]
     before = table_of(with_fork)
-    witness.deposit(3, 5)
+    witness.offload(3, 5)
     assert table_of(with_fork) is not before
     witness.close(3)
 
@@ -170,7 +170,7 @@ def test_only_what_is_asked_for_must_have_landed(reading: Reading) -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 2) as device, ThreadPoolExecutor(1) as aside:
         device.open(1, reading, 2100)
-        lates = device.deposit_late(1, 2100)
+        lates = device.offload_late(1, 2100)
         out, lse, queries = device.attend([1], cuts=[1500])
         wanted_out, wanted_lse = device.expect([1], queries, cuts=[1500])
         np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=TIER_FLOAT32)

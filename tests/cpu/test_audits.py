@@ -202,7 +202,7 @@ def test_a_fork_goes_on_with_the_readings_of_the_context_it_stands_on() -> None:
         for _ in range(steps):
             device.attend([1])
         device.fork(1, 2, 1500, Reading.SAMPLE)
-        device.deposit(2, 2100)
+        device.offload(2, 2100)
         device.fork(1, 3, 1500, Reading.WHOLE)
         for ids in ([2], [3], [1, 2]):
             _, lse, queries = device.attend(ids)

@@ -27,7 +27,7 @@ from transfer.host_tier import Ask, HostMemoryError
 from transfer.reading import Reading
 from transfer.slabs import PageSource
 
-LUMP = 128
+OFFLOAD_BLOCK = 128
 SELECTIVE = tier_shape(bits=5, tables=20)  # samples about a tenth of the keys
 
 
@@ -109,11 +109,11 @@ def test_a_full_tail_is_sampled_from_the_next_reservation_on(make_tier):
     tier = make_tier(SELECTIVE)
     with Device(tier, 0) as device:
         device.open(1, Reading.SAMPLE)
-        for _ in range(TAIL_TOKENS // LUMP):
-            device.deposit(1, LUMP)
+        for _ in range(TAIL_TOKENS // OFFLOAD_BLOCK):
+            device.offload(1, OFFLOAD_BLOCK)
         assert rows_read(device, 1) == TAIL_TOKENS * LAYERS, "a row is read once for the heads of a group"
-        device.deposit(1, LUMP)
-        assert LUMP * LAYERS < rows_read(device, 1) < TAIL_TOKENS * LAYERS
+        device.offload(1, OFFLOAD_BLOCK)
+        assert OFFLOAD_BLOCK * LAYERS < rows_read(device, 1) < TAIL_TOKENS * LAYERS
 
 
 def test_an_open_tail_is_sealed_by_a_reservation_that_needs_segments_of_its_own(make_tier):
@@ -122,7 +122,7 @@ def test_an_open_tail_is_sealed_by_a_reservation_that_needs_segments_of_its_own(
         device.open(1, Reading.SAMPLE, 1500)
         device.fork(1, 2, 1200, Reading.SAMPLE)
         for context_id in (1, 2):
-            device.deposit(context_id, 2100)
+            device.offload(context_id, 2100)
             assert rows_read(device, context_id) < 1200 * LAYERS
         device.fork(1, 3, 3600, Reading.WHOLE)
         assert_dense(device, [3])
@@ -143,9 +143,9 @@ def test_small_segments_are_merged_and_other_holders_keep_theirs(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
         device.open(1, Reading.SAMPLE)
-        for lump in range(6 * TAIL_TOKENS // LUMP):
-            device.deposit(1, LUMP)
-            if lump == 4 * TAIL_TOKENS // LUMP:
+        for turn in range(6 * TAIL_TOKENS // OFFLOAD_BLOCK):
+            device.offload(1, OFFLOAD_BLOCK)
+            if turn == 4 * TAIL_TOKENS // OFFLOAD_BLOCK:
                 device.fork(1, 2, device.tokens(1), Reading.SAMPLE)
             assert_dense(device, [1])
         assert tier.stats().merges >= 2
@@ -156,11 +156,11 @@ def test_small_segments_are_merged_and_other_holders_keep_theirs(make_tier):
 
 
 def grow_until_a_merge_is_due(device):
-    """By lumps whose tables stand before the next one comes."""
+    """By offload blocks whose tables stand before the next one comes."""
     device.open(1, Reading.SAMPLE)
     (context,) = device.tier._contexts.values()
     while context.merge is None or context.tokens < context.merge.due_tokens:
-        device.deposit(1, LUMP)
+        device.offload(1, OFFLOAD_BLOCK)
         assert_dense(device, [1])
     return context
 
@@ -189,7 +189,7 @@ def test_with_fixed_residence_a_merge_takes_effect_when_due_and_its_readers_wait
     with Device(tier, 0) as device:
         context = grow_until_a_merge_is_due(device)
         runs = tier.runs(1)
-        device.deposit(1, LUMP)  # and here nobody waits
+        device.offload(1, OFFLOAD_BLOCK)  # and here nobody waits
         assert tier.stats().merges == 1
         assert len(tier.runs(1)) < len(runs)
         assert not tier.is_ready(Ask(1, context.tokens))
@@ -203,14 +203,14 @@ def test_with_adaptive_residence_pieces_are_read_until_their_merge_stands(make_t
     with Device(tier, 0) as device:
         context = grow_until_a_merge_is_due(device)
         target = context.merge.target
-        device.deposit(1, LUMP)
+        device.offload(1, OFFLOAD_BLOCK)
         assert tier.stats().merges == 0
         settle(tier, context.tokens)  # without the merge, whose copies are held up
         assert_dense(device, [1])
         copies_go_on.set()
         with tier._store.changed:
             assert tier._store.changed.wait_for(lambda: tier._growth._stands(target), 20)
-        device.deposit(1, LUMP)
+        device.offload(1, OFFLOAD_BLOCK)
         assert tier.stats().merges == 1
         assert_dense(device, [1])
 
@@ -220,14 +220,14 @@ def test_with_adaptive_residence_no_merge_begins_of_what_nobody_reads_and_is_bei
     with Device(tier, 0) as device:
         device.open(1, Reading.SAMPLE)
         tier._builder.pause()
-        for _ in range(2 * TAIL_TOKENS // LUMP + 2):
-            device.deposit(1, LUMP)
+        for _ in range(2 * TAIL_TOKENS // OFFLOAD_BLOCK + 2):
+            device.offload(1, OFFLOAD_BLOCK)
         (context,) = tier._contexts.values()
         assert context.find_merge() is not None
         assert context.merge is None
         tier._builder.go_on()
         settle(tier, context.tokens)
-        device.deposit(1, LUMP)
+        device.offload(1, OFFLOAD_BLOCK)
         assert context.merge is not None
         assert_dense(device, [1])
 
@@ -239,7 +239,7 @@ def test_a_lone_heir_of_a_closed_context_goes_on_in_its_tail(make_tier):
         device.fork(1, 2, 1000, Reading.SAMPLE)
         in_use = tier.stats().bytes_in_use
         device.close(1)
-        device.deposit(2, 500)
+        device.offload(2, 500)
         assert tier.stats().bytes_in_use == in_use
         assert_dense(device, [2])
 
@@ -274,7 +274,7 @@ def test_a_reservation_that_fails_changes_nothing(make_tier):
         again, lse_again, _ = device.attend([1])
         assert np.array_equal(out, again)
         assert np.array_equal(lse, lse_again)
-        device.deposit(1, 100)
+        device.offload(1, 100)
         assert_dense(device, [1])
 
 
@@ -300,7 +300,7 @@ def test_a_host_that_refuses_to_pin_is_told_of_and_the_rest_goes_on(make_tier):
         refuses.append(True)
         device.open(2, Reading.SAMPLE)
         with pytest.raises(HostMemoryError, match=r"cudaHostRegister failed .*ulimit -l"):
-            device.deposit(2, 4000)
+            device.offload(2, 4000)
         device.close(2)
         tier._store.wait_for_doomed()
         assert tier.stats().bytes_in_use == bytes_of_context(tier.shape, 3000)
@@ -324,7 +324,7 @@ def test_a_host_that_refuses_room_for_a_copied_tail_leaves_the_fork_as_it_was(ma
         before = tier.stats()
         refused_bytes.append(slab_bytes(lay_out_layer(tier.shape, 600).num_bytes))
         with pytest.raises(HostMemoryError, match="it refused"):
-            device.deposit(2, 6000)  # its own segment is granted, the copy of the tail's 600 tokens is not
+            device.offload(2, 6000)  # its own segment is granted, the copy of the tail's 600 tokens is not
         tier._store.wait_for_doomed()
         after = tier.stats()
         assert (after.bytes_in_use, after.tokens) == (before.bytes_in_use, before.tokens)
@@ -351,7 +351,7 @@ def test_a_failed_build_leaves_its_layer_exact_and_is_counted(make_tier, monkeyp
         assert (tier.stats().tables_failed, tier.stats().tables_built) == (1, LAYERS - 1)
         assert "background_job_failed" in caplog.text
         for _ in range(40):
-            device.deposit(1, LUMP)
+            device.offload(1, OFFLOAD_BLOCK)
         device.attend([1])
 
 
@@ -359,11 +359,11 @@ def test_attention_waits_for_rows_on_their_way_and_nothing_else_does(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
         device.open(1, Reading.SAMPLE)
-        lates = device.deposit_late(1, 3000)
+        lates = device.offload_late(1, 3000)
         began = time.monotonic()
         timer = threading.Timer(0.3, lambda: [late.arrive() for late in lates])
         timer.start()
-        later = device.deposit_late(1, 100)
+        later = device.offload_late(1, 100)
         for late in later:
             late.arrive()
         assert time.monotonic() - began < 0.3, "a reservation waits for no rows"
@@ -375,7 +375,7 @@ def test_memory_of_a_closed_context_stays_until_its_rows_have_landed(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
         device.open(1, Reading.SAMPLE)
-        lates = device.deposit_late(1, 3000)
+        lates = device.offload_late(1, 3000)
         device.close(1)
         assert tier.stats().bytes_in_use == bytes_of_context(tier.shape, 3000)
         for late in lates:
@@ -392,7 +392,7 @@ def test_a_copy_that_fails_is_raised_where_its_rows_are_read(make_tier):
     tier = make_tier(tier_shape())
     with Device(tier, 0) as device:
         device.open(1, Reading.SAMPLE)
-        device.deposit_late(1, 3000, Broken())
+        device.offload_late(1, 3000, Broken())
         with pytest.raises(RuntimeError, match="the device is gone"):
             device.attend([1])
 
@@ -402,12 +402,12 @@ def script(tier):
     answers = []
     with Device(tier, 3) as device:
         device.open(1, Reading.SAMPLE, 2600)
-        for lump in range(5 * TAIL_TOKENS // LUMP):
-            device.deposit(1, LUMP)
-            if lump % 20 == 7:
-                device.fork(1, 100 + lump, device.tokens(1) - 33, Reading.SAMPLE)
-                device.deposit(100 + lump, 400 if lump % 40 == 7 else 2300)
-            if lump == 50:
+        for turn in range(5 * TAIL_TOKENS // OFFLOAD_BLOCK):
+            device.offload(1, OFFLOAD_BLOCK)
+            if turn % 20 == 7:
+                device.fork(1, 100 + turn, device.tokens(1) - 33, Reading.SAMPLE)
+                device.offload(100 + turn, 400 if turn % 40 == 7 else 2300)
+            if turn == 50:
                 device.close(107)
             answers += device.attend(list(device.keys)[-3:])[:2]
     return answers
@@ -446,7 +446,7 @@ def test_memory_for_the_next_tail_of_every_context_is_there_before_it_is_due(mak
         await_idle(tier)
         assert made.count(tail_bytes) == 2 * LAYERS
         for context_id in (1, 2, 3):
-            device.deposit(context_id, LUMP)
+            device.offload(context_id, OFFLOAD_BLOCK)
         await_idle(tier)
         assert made.count(tail_bytes) == 2 * LAYERS, "it was there"
 

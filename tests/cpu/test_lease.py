@@ -51,7 +51,7 @@ def test_closed_contexts_are_read_until_the_last_answer_and_count_as_used_until_
     assert tier.stats().bytes_held == 0
 
 
-def test_a_deposit_waits_for_memory_that_a_step_in_flight_still_reads() -> None:
+def test_an_offload_waits_for_memory_that_a_step_in_flight_still_reads() -> None:
     tier = new_tier(tier_shape())
     with Device(tier, 2) as device, ThreadPoolExecutor(1) as launches:
         device.open(1, Reading.WHOLE, 3000)
@@ -60,12 +60,12 @@ def test_a_deposit_waits_for_memory_that_a_step_in_flight_still_reads() -> None:
         tier._pool.limit_bytes = tier.stats().bytes_in_use * 3 // 2
         device.open(2, Reading.WHOLE)
         with pytest.raises(HostMemoryError, match="asked"):  # of memory that is not closed
-            device.deposit(2, 3000)
+            device.offload(2, 3000)
         device.close(1)
-        deposit = launches.submit(device.deposit, 2, 3000)
-        assert not wait([deposit], NOT_YET_S).done
+        offload = launches.submit(device.offload, 2, 3000)
+        assert not wait([offload], NOT_YET_S).done
         np.testing.assert_array_equal(answers_of(device, attention, 1), wanted)
-        deposit.result(20)
+        offload.result(20)
         assert device.tokens(2) == 3000
     tier.shutdown()
 
@@ -78,9 +78,9 @@ def test_a_tail_that_grows_is_forked_and_merged_is_read_as_it_was() -> None:
         attention = tier.attention([Ask(1, 3100)])
         merges = tier._growth.merges
         device.fork(1, 2, 3050, Reading.SAMPLE)
-        device.deposit(2, 300)
+        device.offload(2, 300)
         while tier._growth.merges == merges:
-            device.deposit(1, TAIL_TOKENS // 4)
+            device.offload(1, TAIL_TOKENS // 4)
         device.close(2)
         np.testing.assert_array_equal(answers_of(device, attention, 1), wanted)
     tier._store.wait_for_doomed()
@@ -132,7 +132,7 @@ def test_places_name_the_rows_that_are_asked_for_over_segments_of_other_centres(
     with Device(tier, 3) as device:
         device.open(1, Reading.WHOLE)
         for tokens in (2100, 128, 2200, 256):
-            device.deposit(1, tokens)
+            device.offload(1, tokens)
         asked = 2100 + 128 + 2200 + 16
         attention = tier.attention([Ask(None, 0), Ask(1, asked)])
         table = attention.places(1)

@@ -25,7 +25,7 @@ def test_rows_are_asked_for_without_a_wait_once_they_have_landed() -> None:
         assert not tier.is_ready(Ask(1, 5)), "there is no such context yet"
         assert tier.is_ready(Ask(None, 0))
         device.open(1, Reading.WHOLE, 2300)
-        lates = device.deposit_late(1, 100)
+        lates = device.offload_late(1, 100)
         settle(tier, 2300)  # what lies behind is not waited for
         assert not tier.is_ready(Ask(1, 2301))
         assert not tier.is_ready(Ask(1, 2401)), "it has not so many tokens"
@@ -57,7 +57,7 @@ def test_rows_that_cannot_come_are_not_waited_for() -> None:
     tier = new_tier(tier_shape(bits=7, tables=20))
     with Device(tier, 0) as device:
         device.open(1, Reading.SAMPLE)
-        device.deposit_late(1, 2400, Broken())
+        device.offload_late(1, 2400, Broken())
         settle(tier)
         with pytest.raises(RuntimeError, match="the link is gone"):
             tier.attention([Ask(1, 2400)])

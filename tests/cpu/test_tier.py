@@ -52,7 +52,7 @@ def take_step(device, kind, random, tokens):
     if kind == "fork":
         device.fork(chosen, next(_ids), random.randint(0, device.tokens(chosen)), draw_reading(random))
     elif kind == "grow":
-        device.deposit(chosen, tokens)
+        device.offload(chosen, tokens)
     else:
         device.close(chosen)
 
@@ -75,7 +75,7 @@ def test_the_comparison_sees_one_row_less(tier):
     with Device(tier, 1) as device:
         device.open(next(_ids), Reading.SAMPLE)
         (context_id,) = device.keys
-        device.deposit(context_id, 3000)
+        device.offload(context_id, 3000)
         assert_dense(device, [context_id])
         for record in (device.keys, device.values):
             record[context_id] = record[context_id][:, :, :-1]

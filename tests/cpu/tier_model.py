@@ -1,4 +1,4 @@
-"""A device and a model to hold the host tier against: rows that are deposited, kept as plain lists, attended densely.
+"""A device and a model to hold the host tier against: rows that are offloaded, kept as plain lists, attended densely.
 
 The device writes rows as a real one does: centred, rounded, with codes by random hyperplanes, and, where a test wants
 it, late. The oracle is float64 softmax attention over the rows as they were stored.
@@ -53,7 +53,7 @@ class Late:
 
 
 class Device:
-    """Deposits into a tier, and its own record of what it deposited: per context float64 keys and values by layer."""
+    """Offloads into a tier, and its own record of what it offloaded: per context float64 keys and values by layer."""
 
     def __init__(self, tier: CpuTier, seed: int) -> None:
         self.tier, shape = tier, tier.shape
@@ -61,12 +61,12 @@ class Device:
         self.normals = np.random.default_rng(5).standard_normal((DIM, max(shape.num_tables, 1) * shape.bits_per_table))
         self.keys, self.values = {}, {}  # id -> [layers, kv_heads, tokens, dim]
 
-    def open(self, context_id, reading, *deposits):
-        """Open a context, and deposit these numbers of tokens one after another."""
+    def open(self, context_id, reading, *offloads):
+        """Open a context, and offload these numbers of tokens one after another."""
         self.tier.open(context_id, reading)
         self.keys[context_id] = self.values[context_id] = np.zeros((LAYERS, KV_HEADS, 0, DIM))
-        for num_tokens in deposits:
-            self.deposit(context_id, num_tokens)
+        for num_tokens in offloads:
+            self.offload(context_id, num_tokens)
 
     def fork(self, source_id, context_id, num_tokens, reading):
         self.tier.fork(source_id, context_id, num_tokens, reading)
@@ -87,11 +87,11 @@ class Device:
     def tokens(self, context_id):
         return self.keys[context_id].shape[2]
 
-    def deposit(self, context_id, num_tokens):
-        for late in self.deposit_late(context_id, num_tokens, PASSED):
+    def offload(self, context_id, num_tokens):
+        for late in self.offload_late(context_id, num_tokens, PASSED):
             assert late is PASSED
 
-    def deposit_late(self, context_id, num_tokens, done=None):
+    def offload_late(self, context_id, num_tokens, done=None):
         """The fills' `Late`s, in order; with `done` the rows are written at once."""
         shape = (LAYERS, KV_HEADS, num_tokens, DIM)
         keys, values = self.rng.standard_normal(shape) + 0.7, self.rng.standard_normal(shape)

@@ -78,7 +78,7 @@ def first_difference(run: Run, lone: Run) -> int | None:
 
 
 def settled_bytes(server: ServerProcess) -> int:
-    """Return the memory of both processes without the KV pages, which the host gives in lumps as streams meet."""
+    """Return the memory of both processes without the KV pages, which the host commits in blocks as streams meet."""
     page_bytes = KV_CACHE_GIB * 2**30 / server.metric("tandem_pages_capacity")
     return server.resident_bytes() - int(server.metric("tandem_pages_committed") * page_bytes)
 

@@ -60,7 +60,7 @@ def engine_of(named: dict[str, Any], host: HostConfig | None, reads: DecodeReads
         ("offloaded", {}, 9000, False),  # all of it stayed on the device
         ("offloaded", {"host_tokens": 800, "host_keys": 800}, 9000, True),
         ("sampled", {}, 9000, False),
-        ("sampled", {"host_tokens": 800, "host_keys": 800}, 9000, False),  # deposited, but no tables yet
+        ("sampled", {"host_tokens": 800, "host_keys": 800}, 9000, False),  # offloaded, but no tables yet
         ("sampled", {"host_tokens": 800, "host_keys": 799}, 9000, True),
         ("reusing", {}, 9000, False),
         ("reusing", {"methods": reused(0)}, 9000, False),  # it looked, and found nothing

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.host.deposit import Depositor
+from gpu.host.row_transfer import RowTransfer
 from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Decoder
 from gpu.methods.sampled.codes import Codes
@@ -86,7 +86,7 @@ class Stand:
         self.sampler = KeepsLogits(MAX_SLOTS, SHAPE.vocab_size, self.device)
         self.tier = self._tier()
         self.prefill = Prefill(
-            self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), self.tier, self._depositor(), None
+            self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), self.tier, self._row_transfer(), None
         )
         if self.prefill.staging is not None:
             self.prefill.staging.poison()
@@ -135,11 +135,11 @@ class Stand:
         shape = TierShape(DOWN, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.dim, self.rows, BITS, NUM_TABLES)
         return ReferenceTier(shape, self.capacity_tokens, self.bulk_tokens, self.max_chunk_tokens)
 
-    def _depositor(self) -> Depositor | None:
+    def _row_transfer(self) -> RowTransfer | None:
         if self.tier is None:
             return None
         projections = draw_projections(SHAPE.dim, BITS, NUM_TABLES, 0, self.dtype, self.device)
-        return Depositor(self.tier.shape, Codes(arrange(projections)).encode_keys, self.device, Streams(self.device))
+        return RowTransfer(self.tier.shape, Codes(arrange(projections)).encode_keys, self.device, Streams(self.device))
 
 
 def _padded(pages: list[Tensor]) -> list[Tensor]:

@@ -39,14 +39,14 @@ def captured_twins(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (2,
     twins = Twins()
     fake_graphs(monkeypatch)
     with torch.inference_mode():
-        twins.deposits.decode_steps.capture(sizes, lambda part: None)
+        twins.offloading.decode_steps.capture(sizes, lambda part: None)
     return twins
 
 
 def launch_next(twins: Twins, slots: list[int], **changes: object) -> InFlight:
-    """The next step of the runner that deposits, launched and not collected; the oracle takes none."""
-    twins.deposits._last_tokens.copy_(twins.exact._last_tokens)
-    step = twins.deposits.launch(replace(twins.plan(slots, []), **changes))
+    """The next step of the runner that offloads, launched and not collected; the oracle takes none."""
+    twins.offloading._last_tokens.copy_(twins.exact._last_tokens)
+    step = twins.offloading.launch(replace(twins.plan(slots, []), **changes))
     for slot in slots:
         twins.sequences[slot].num_tokens += 1
     return step
@@ -101,11 +101,11 @@ def test_a_late_answer_fails_its_rows_and_those_of_the_same_sequences_behind_it(
     failures, tokens = tokens_of(again)
     assert failures == {}
     assert tokens[2] >= 0
-    assert twins.deposits._failures == {0: LATE}
+    assert twins.offloading._failures == {0: LATE}
     twins.sequences[2].num_tokens -= 2  # drawn from the same tokens twice: the oracle has not moved
     check_steps(twins, [2], 3)
-    twins.deposits.launch(StepPlan(released_slots=[0])).collect()
-    assert twins.deposits._failures == {}
+    twins.offloading.launch(StepPlan(released_slots=[0])).collect()
+    assert twins.offloading._failures == {}
 
 
 def test_a_prompt_that_took_a_failed_rows_slot_meanwhile_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ def test_a_prompt_that_took_a_failed_rows_slot_meanwhile_goes_on(monkeypatch: py
         released_slots=[1], page_writes=pages, new_jobs=[job], units=layer_units(job, 512, NUM_LAYERS),
         decode=twins.plan([0], []).decode,
     )  # fmt: skip
-    second = twins.deposits.launch(plan)
-    third = twins.deposits.launch(StepPlan(decode=[DecodeGroup([1], [len(SHORT)], [1])]))
+    second = twins.offloading.launch(plan)
+    third = twins.offloading.launch(StepPlan(decode=[DecodeGroup([1], [len(SHORT)], [1])]))
     assert sorted(tokens_of(first)[0]) == [0, 1]
     failures, tokens = tokens_of(second)
     assert list(failures) == [0]
@@ -131,7 +131,7 @@ def test_a_prompt_that_took_a_failed_rows_slot_meanwhile_goes_on(monkeypatch: py
     failures, tokens = tokens_of(third)
     assert failures == {}
     assert tokens[1] >= 0
-    twins.deposits.shutdown()
+    twins.offloading.shutdown()
 
 
 def test_a_lost_context_fails_its_own_rows_whoever_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,14 +182,14 @@ def test_rows_that_are_left_of_a_step_that_asks_keep_its_buffers(monkeypatch: py
     twins.sequences[1].num_tokens -= 2
     check_steps(twins, [1], 3)
     assert len(seen) == 3
-    twins.deposits.shutdown()
+    twins.offloading.shutdown()
 
 
 def test_rows_that_ask_nothing_go_on_where_the_thread_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = captured_twins(monkeypatch)
     twins.prefill([PROMPTS[0], SHORT])
     check_steps(twins, [0, 1], 1)
-    twins.deposits.shutdown()
+    twins.offloading.shutdown()
     failures, tokens = tokens_of(launch_next(twins, [0]))
     assert tokens == {0: -1}
     assert "was stopped" in failures[0]
@@ -217,7 +217,7 @@ def test_a_captured_step_waits_for_its_first_answer_after_an_eager_one_that_fail
     with monkeypatch.context() as patch:
         patch.setattr(ReferenceAttention, "run", MagicMock(side_effect=ExchangeError(LATE)))
         with torch.inference_mode(), pytest.raises(ExchangeError):
-            twins.deposits.decode_steps.run(batch_of(twins, [0, 1, 2]))
+            twins.offloading.decode_steps.run(batch_of(twins, [0, 1, 2]))
     slot = asking(twins).exchanges[0].slot
     assert slot.is_released
     slot.out.fill_(torch.nan)
@@ -246,11 +246,11 @@ def step_ahead(twins: Twins, slots: list[int], num_steps: int) -> None:
     """As Twins.step, but a step is collected when the next one is launched; both runners go on from own draws."""
     before: tuple[InFlight, InFlight] | None = None
     for _ in range(num_steps):
-        due = [deposit for slot in slots for deposit in twins._due(twins.sequences[slot])]
+        due = [offload for slot in slots for offload in twins._due(twins.sequences[slot])]
         plan = twins.plan(slots, due)
-        step = twins.deposits.launch(plan)
-        for deposit in due:
-            twins.sequences[deposit.slot].run_end = deposit.end
+        step = twins.offloading.launch(plan)
+        for offload in due:
+            twins.sequences[offload.slot].run_end = offload.end
         for release in plan.evictions:
             twins._settle(release)
         exact = twins.exact.launch(twins.exact_plan(plan))
@@ -271,14 +271,14 @@ def collect_both(step: InFlight, exact: InFlight) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_on_cuda_steps_launched_ahead_equal_the_exact_profile_deposits_and_merges_included(num_rows: int) -> None:
+def test_on_cuda_steps_launched_ahead_equal_the_exact_profile_offloads_and_merges_included(num_rows: int) -> None:
     with twins_on_cpu_tier("cuda", Reading.WHOLE, ALL, (1, 4, 5)) as twins:
         twins.prefill([document_prompt(length, length) for length in (2600, 300, 2300, 190, 2450)[:num_rows]])
-        kept = [keep_on_the_device(runner) for runner in (twins.deposits, twins.exact)]
+        kept = [keep_on_the_device(runner) for runner in (twins.offloading, twins.exact)]
         step_ahead(twins, list(range(num_rows)), 70)
         for got, wanted in zip(*kept, strict=True):
             torch.testing.assert_close(got, wanted, rtol=0, atol=HOP_LOGITS_FLOAT32)
-        twins.deposits.shutdown()
+        twins.offloading.shutdown()
 
 
 @pytest.mark.gpu
@@ -286,7 +286,7 @@ def test_on_cuda_the_next_step_is_launched_before_an_answer_is_given() -> None:
     twins = Twins(device="cuda", graph_batch_sizes=(2,))
     twins.prefill(PROMPTS[:2])
     check_steps(twins, [0, 1], 1)
-    keep_on_the_device(twins.deposits)
+    keep_on_the_device(twins.offloading)
     warm_up(twins, [0, 1])
     answer, both_are_launched = twins.tier.answer, Event()
 
@@ -301,7 +301,7 @@ def test_on_cuda_the_next_step_is_launched_before_an_answer_is_given() -> None:
         failures, tokens = tokens_of(step)
         assert failures == {}
         assert min(tokens.values()) >= 0
-    twins.deposits.shutdown()
+    twins.offloading.shutdown()
 
 
 @pytest.mark.gpu
@@ -317,16 +317,16 @@ def test_on_cuda_two_steps_in_flight_fail_and_the_device_goes_on(how: str) -> No
         assert both_are_launched.wait(PATIENCE_S), "a launch waits for answers"
         raise ExchangeError(LATE)
 
-    keep_on_the_device(twins.deposits)
+    keep_on_the_device(twins.offloading)
     warm_up(twins, [0, 1])
     warm_up(twins, [0, 1, 2])
     twins.tier.answer = fail
     first = launch_next(twins, [0, 1])
     second = launch_next(twins, [0, 1, 2])
-    stopping = Thread(target=twins.deposits.shutdown)
+    stopping = Thread(target=twins.offloading.shutdown)
     if how == "stopped":
         stopping.start()
-        while not twins.deposits.decode_steps._answering._is_stopped:
+        while not twins.offloading.decode_steps._answering._is_stopped:
             time.sleep(0.01)
     both_are_launched.set()
     assert tokens_of(first) == ({0: LATE, 1: LATE}, {0: -1, 1: -1})
@@ -335,11 +335,11 @@ def test_on_cuda_two_steps_in_flight_fail_and_the_device_goes_on(how: str) -> No
     assert failures[0] == failures[1] == LATE
     assert {"late": "behind a step that failed", "stopped": "was stopped"}[how] in failures[2]
     twins.tier.answer = answer
-    twins.deposits.launch(StepPlan(released_slots=[0, 1, 2], closed_contexts=[100, 101])).collect()
-    twins._record_logits(twins.deposits)
+    twins.offloading.launch(StepPlan(released_slots=[0, 1, 2], closed_contexts=[100, 101])).collect()
+    twins._record_logits(twins.offloading)
     twins.prefill(PROMPTS[:2] if how == "late" else [SHORT, SHORT])
     check_steps(twins, [0, 1], 3)
     if how == "stopped":
         stopping.join()
-    twins.deposits.shutdown()
+    twins.offloading.shutdown()
     torch.cuda.synchronize()

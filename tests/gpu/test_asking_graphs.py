@@ -99,7 +99,7 @@ def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypa
     twins.prefill(PROMPTS)
     fake_graphs(monkeypatch)
     told: list[float] = []
-    steps = twins.deposits.decode_steps
+    steps = twins.offloading.decode_steps
     with torch.inference_mode():
         steps.capture((2, 5), told.append)
     assert told == sorted(told)
@@ -183,13 +183,13 @@ def test_nothing_is_launched_when_a_context_is_lost(monkeypatch: pytest.MonkeyPa
     twins.prefill(PROMPTS[:2])
     fake_graphs(monkeypatch)
     with torch.inference_mode():
-        twins.deposits.decode_steps.capture((2,), lambda part: None)
+        twins.offloading.decode_steps.capture((2,), lambda part: None)
     check_steps(twins, [0, 1], 1)
     Recorded.running = None
     group = twins.group([0, 1])
     with monkeypatch.context() as patch:
         patch.setattr(twins.tier, "attention", MagicMock(side_effect=ContextLostError(101, "rows cannot come")))
         with torch.inference_mode(), pytest.raises(ContextLostError):
-            twins.deposits.decode_steps.run(Batch(group.slots, group.positions, group.positions, group.asks))
+            twins.offloading.decode_steps.run(Batch(group.slots, group.positions, group.positions, group.asks))
     assert Recorded.running is None
     check_steps(twins, [0, 1], 3)

@@ -1,4 +1,4 @@
-"""Decoding through the host tier equals decoding with the whole context on the device, deposits in between included."""
+"""Decoding through the host tier equals decoding with the whole context on the device, offloads in between included."""
 
 from dataclasses import replace
 from unittest.mock import MagicMock
@@ -31,8 +31,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def asking(twins: Twins) -> Asking:
-    """Of the runner that deposits."""
-    found = twins.deposits.decode_steps.asking
+    """Of the runner that offloads."""
+    found = twins.offloading.decode_steps.asking
     assert found is not None
     return found
 
@@ -52,7 +52,7 @@ def test_logits_equal_those_of_the_exact_profile_over_64_steps(num_rows: int) ->
     check_steps(twins, slots, NUM_STEPS)
     assert all(twins.sequences[slot].run_end for slot in slots)
     assert twins.tier.num_tokens(100) == twins.sequences[0].run_end - 16
-    times = twins.deposits.ask_times
+    times = twins.offloading.ask_times
     assert times.asks >= NUM_STEPS * (NUM_LAYERS - 2)
     assert min(times.launch_s, times.attention_s, times.ready_s) > 0
 
@@ -101,7 +101,7 @@ def test_what_is_on_the_device_and_in_host_memory_is_the_whole_context(device: s
     twins.prefill(PROMPTS[:4])
     asking(twins).halving.always = 2
     checked: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for layer in twins.deposits.weights.layers:
+    for layer in twins.offloading.weights.layers:
         layer.qkv[: NUM_HEADS * DIM].zero_()
 
     def recording(reads: LayerReads, on_device: DevicePartials, filled: list[Partial], reusing: list[RingSide]) -> None:
@@ -121,8 +121,10 @@ def test_a_token_that_nobody_or_everybody_reads_is_named() -> None:
     twins = Twins(check_coverage=True)
     twins.prefill(PROMPTS[:2])
     check_steps(twins, [0, 1], 2)
-    hole = slice(1, twins.sequences[0].released // PAGE)
-    twins.deposits.pool.page_table[0, hole] = twins.sequences[0].pages[0]  # with storage: what reads too much reads it
+    evicted = slice(1, twins.sequences[0].released // PAGE)
+    twins.offloading.pool.page_table[0, evicted] = twins.sequences[0].pages[
+        0
+    ]  # with storage: what reads too much reads it
     context = twins.sequences[0].num_tokens + 1
     for change in (-PAGE, PAGE):
         wanted = f"request of slot 0, head 0.* = {context - change} tokens, wanted the context of {context}"
@@ -131,7 +133,7 @@ def test_a_token_that_nobody_or_everybody_reads_is_named() -> None:
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(twins.tier, "attention", lambda asks, answer=answer: answer)
             with pytest.raises(CoverageError, match=wanted):
-                twins.deposits.decode_steps.run(batch_of(twins, [0], change))
+                twins.offloading.decode_steps.run(batch_of(twins, [0], change))
 
 
 @torch.inference_mode()
@@ -139,7 +141,7 @@ def test_rows_of_padding_write_nothing_and_change_nothing() -> None:
     twins = Twins(max_running=4)
     twins.prefill(PROMPTS[:1])
     check_steps(twins, [0], 1)
-    runner, batch = twins.deposits, batch_of(twins, [0])
+    runner, batch = twins.offloading, batch_of(twins, [0])
     steps, exchange = runner.decode_steps, asking(twins).exchanges[0]
     pages = [arena.clone() for arena in runner.pool.arenas]
     logits = []
@@ -159,8 +161,8 @@ def test_rows_of_padding_write_nothing_and_change_nothing() -> None:
     assert changed <= 2 * NUM_LAYERS * runner.architecture.num_kv_heads  # the row's own token
 
 
-def test_a_refused_deposit_fails_its_slot_alone_until_it_is_released() -> None:
-    twins = Twins(capacity_tokens=430)  # the second slot's first deposit is one too many
+def test_a_refused_offload_fails_its_slot_alone_until_it_is_released() -> None:
+    twins = Twins(capacity_tokens=430)  # the second slot's first offload is one too many
     twins.prefill([PROMPTS[0], PROMPTS[2]])
     result = twins.step([0, 1])
     assert list(result.failures) == [1]
@@ -168,11 +170,11 @@ def test_a_refused_deposit_fails_its_slot_alone_until_it_is_released() -> None:
     assert {token.slot: token.token_id for token in result.tokens}[1] == -1
     assert sorted(token.slot for token in result.tokens) == [0, 1]
     assert furthest(twins, [0]) < HOP_LOGITS_FLOAT32
-    again = twins.deposits.launch(twins.plan([0, 1], [])).collect()
+    again = twins.offloading.launch(twins.plan([0, 1], [])).collect()
     assert list(again.failures) == [1]
     assert [token.token_id for token in again.tokens if token.slot == 1] == [-1]
-    twins.deposits.launch(StepPlan(released_slots=[1], closed_contexts=[101])).collect()
-    assert twins.deposits._failures == {}
+    twins.offloading.launch(StepPlan(released_slots=[1], closed_contexts=[101])).collect()
+    assert twins.offloading._failures == {}
     assert 101 not in twins.tier.contexts
     check_steps(twins, [0], 4)
 
@@ -191,7 +193,7 @@ def test_forks_share_their_front_and_part_ways() -> None:
     assert twins.tier.num_tokens(100) > first[0].end
 
 
-def test_a_deposit_of_several_chunks_goes_down_layer_by_layer() -> None:
+def test_an_offload_of_several_chunks_goes_down_layer_by_layer() -> None:
     twins = Twins()
     twins.prefill([PROMPTS[2]])
     check_steps(twins, [0], 3)
@@ -211,17 +213,17 @@ def test_a_prompt_that_went_down_as_it_was_computed_is_decoded_the_same() -> Non
 def test_warming_up_leaves_nothing_in_the_tier() -> None:
     twins = Twins()
     assert twins.tier.contexts == {}
-    assert twins.deposits.ask_times.steps == 2  # of a context that is sampled, and one that is not
+    assert twins.offloading.ask_times.steps == 2  # of a context that is sampled, and one that is not
     assert twins.exact.ask_times.steps == 0
 
 
 def test_rows_that_ask_nothing_share_a_step_with_those_that_ask() -> None:
     twins = Twins(check_coverage=True)
     twins.prefill([PROMPTS[0], document_prompt(20, 3), PROMPTS[2], document_prompt(40, 4)])
-    before = twins.deposits.ask_times.steps
+    before = twins.offloading.ask_times.steps
     check_steps(twins, [0, 1, 2, 3], 8)
     assert [bool(twins.sequences[slot].run_end) for slot in range(4)] == [True, False, True, False]
-    assert twins.deposits.ask_times.steps == before + 8  # one step for all of them
+    assert twins.offloading.ask_times.steps == before + 8  # one step for all of them
 
 
 def test_a_context_whose_last_tokens_are_also_on_the_device_is_asked_for_its_first() -> None:
@@ -248,18 +250,18 @@ def test_what_the_host_has_is_read_on_the_device_until_it_is_released(num_kept: 
     sequence = twins.sequences[0]
     assert sequence.run_end - sequence.released == min(num_kept, sequence.run_end - PAGE)
     assert twins.tier.num_tokens(100) == sequence.run_end - PAGE
-    asks = twins.deposits.ask_times.steps
+    asks = twins.offloading.ask_times.steps
     twins.give_up(sequence, sequence.run_end)
     check_steps(twins, [0], 2)
-    assert twins.deposits.ask_times.steps == asks + 2
+    assert twins.offloading.ask_times.steps == asks + 2
 
 
 def test_a_step_whose_rows_have_everything_on_the_device_asks_nothing() -> None:
     twins = Twins(kept_tokens=2048)
     twins.prefill_down(0, PROMPTS[2])
-    before = twins.deposits.ask_times.steps
+    before = twins.offloading.ask_times.steps
     check_steps(twins, [0], 70)
-    assert twins.deposits.ask_times.steps == before
+    assert twins.offloading.ask_times.steps == before
 
 
 def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +269,7 @@ def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pyt
     twins = Twins()
     twins.prefill(PROMPTS[:2])
     check_steps(twins, [0, 1], 1)
-    steps = twins.deposits.decode_steps
+    steps = twins.offloading.decode_steps
     fails = MagicMock(side_effect=ExchangeError("the device is behind"))
     with monkeypatch.context() as patch:
         patch.setattr(ReferenceAttention, "run", fails)

@@ -1,4 +1,4 @@
-"""Whole steps in which the CPU computes experts, alone and beside attention over deposited contexts: what they say, in
+"""Whole steps in which the CPU computes experts, alone and beside attention over offloaded contexts: what they say, in
 which order they ask, and what becomes of those that come to nothing. A thread stands in for the device.
 """
 
@@ -37,7 +37,7 @@ LIMIT_S = 0.2
 @contextmanager
 def twins_that_compute(monkeypatch: pytest.MonkeyPatch, limit_s: float = LIMIT_S,
                        computed_rows: int = MOST_COMPUTED_ROWS, **more: Any) -> Iterator[Twins]:  # fmt: skip
-    """The runner that deposits has nearly all experts in host memory, and the CPU computes them."""
+    """The runner that offloads has nearly all experts in host memory, and the CPU computes them."""
     load_runner = twin_runners.load_runner
 
     def open_experts(layers: list[LayerExperts | None], max_rows: int, per_token: int) -> HostExperts:
@@ -51,12 +51,12 @@ def twins_that_compute(monkeypatch: pytest.MonkeyPatch, limit_s: float = LIMIT_S
     monkeypatch.setattr(twin_runners, "load_runner", load)
     with twins_of("qwen3_moe", monkeypatch, **more) as twins:
         yield twins
-        twins.deposits.shutdown()
+        twins.offloading.shutdown()
 
 
 def captured(twins: Twins, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> DecodeSteps:
     fake_graphs(monkeypatch)
-    steps = twins.deposits.decode_steps
+    steps = twins.offloading.decode_steps
     steps._experts[0].is_at_once = False
     with torch.inference_mode():
         steps.capture(sizes, lambda part: None)
@@ -73,7 +73,7 @@ def test_steps_that_ask_for_attention_ask_for_experts_as_well(monkeypatch: pytes
     with twins_that_compute(monkeypatch) as twins:
         assert decode(twins, 8) < FAMILY_LOGITS
         assert twins.sequences[0].released > 200
-        counts = twins.deposits.expert_counts()
+        counts = twins.offloading.expert_counts()
         assert counts.computed > 0
         assert counts.fetched == 0
 
@@ -84,7 +84,7 @@ def test_captured_steps_of_both_kinds_wait_for_both_answers(monkeypatch: pytest.
         twins.prefill([draw_prompt(100), draw_prompt(60)])
         steps = captured(twins, monkeypatch, (2,))
         kinds = {(kind.num_parts, size): one.asks for (kind, size), one in steps._captured.items()}
-        layers = [number for number, one in enumerate(twins.deposits.weights.layers) if one.experts is not None]
+        layers = [number for number, one in enumerate(twins.offloading.weights.layers) if one.experts is not None]
         for (parts, size), asks in kinds.items():
             rows = [size] if parts < 2 else [1, 1]
             assert sorted(map(tuple, asks.table.tolist())) == sorted((layer, n) for layer in layers for n in rows)
@@ -97,7 +97,7 @@ def test_captured_steps_of_both_kinds_wait_for_both_answers(monkeypatch: pytest.
             check(twins, [0, 1])
         assert twins.sequences[0].released
         assert [exchange.slot.is_released for exchange in steps._experts] == [False]
-        counts = twins.deposits.expert_counts()
+        counts = twins.offloading.expert_counts()
         assert counts.fetched == 0
 
 
@@ -123,7 +123,7 @@ def test_a_step_whose_experts_come_late_fails_and_the_next_one_does_not(
             result = twins.step([0])
         assert "has stamp" in result.failures[0]
         assert int(exchange.slot.answered) == RELEASED
-        twins.deposits._failures.clear()  # as a slot that is released and taken again
+        twins.offloading._failures.clear()  # as a slot that is released and taken again
         check(twins, [0])
         assert not exchange.slot.is_released
 
@@ -144,7 +144,7 @@ def test_what_is_no_exchange_error_is_raised_where_the_step_is_collected(monkeyp
         steps = captured(twins, monkeypatch, (1,))
         monkeypatch.setattr(HostExperts, "answer", lambda *_: 1 / 0)
         group = DecodeGroup([0], [100], [1])
-        step = twins.deposits.launch(StepPlan(decode=[group]))
+        step = twins.offloading.launch(StepPlan(decode=[group]))
         with pytest.raises(ZeroDivisionError):
             step.collect()
         assert steps._experts[0].slot.is_released
@@ -157,11 +157,11 @@ def test_a_step_of_more_rows_than_the_slot_has_is_captured_without_asks(monkeypa
         asks = {(kind.num_parts, size): one.asks for (kind, size), one in steps._captured.items()}
         assert {key for key, one in asks.items() if one is None} == {(0, 2), (1, 2)}
         assert all(one is None or set(one.table[:, ROWS]) == {1} for one in asks.values())
-        before = twins.deposits.expert_counts()
+        before = twins.offloading.expert_counts()
         check(twins, [0, 1])
-        fetched = twins.deposits.expert_counts()
+        fetched = twins.offloading.expert_counts()
         check(twins, [0])
-        computed = twins.deposits.expert_counts()
+        computed = twins.offloading.expert_counts()
         assert before is not None and fetched is not None and computed is not None  # noqa: PT018
         assert fetched.fetched > before.fetched
         assert fetched.computed == before.computed
@@ -176,19 +176,19 @@ def test_a_card_waits_for_experts_and_for_attention_in_its_graphs(monkeypatch: p
     """
     card = {"device": "cuda", "graph_batch_sizes": (1, 2)}
     with twins_that_compute(monkeypatch, limit_s=20, **card) as twins:
-        steps, answer = twins.deposits.decode_steps, HostExperts.answer
+        steps, answer = twins.offloading.decode_steps, HostExperts.answer
         asks = {(kind.num_parts, size): one.asks for (kind, size), one in steps._captured.items()}
         assert {parts for parts, _ in asks} == {0, 1, 2}
         assert all(one is not None for one in asks.values())
         twins.prefill([draw_prompt(100), draw_prompt(60)])
-        before = twins.deposits.expert_counts()  # warming up, and prompts, fetch
+        before = twins.offloading.expert_counts()  # warming up, and prompts, fetch
         for slots in ([0, 1], [1], [0, 1], [0]):
             check(twins, slots, FAMILY_LOGITS_ON_CARDS)
         assert not twins.sequences[0].released
         for _ in range(70):
             check(twins, [0, 1], FAMILY_LOGITS_ON_CARDS)
         assert twins.sequences[0].released
-        counts = twins.deposits.expert_counts()
+        counts = twins.offloading.expert_counts()
         assert counts is not None and before is not None  # noqa: PT018
         assert (counts.fetched, counts.copied) == (before.fetched, before.copied)
         assert counts.computed > before.computed
@@ -200,10 +200,10 @@ def test_a_card_waits_for_experts_and_for_attention_in_its_graphs(monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(HostExperts, "answer", fail)
             group = twins.group([0, 1])
-            step = twins.deposits.launch(StepPlan(decode=[group]))
+            step = twins.offloading.launch(StepPlan(decode=[group]))
             assert step.collect().failures == {0: "the host gave up", 1: "the host gave up"}
         assert HostExperts.answer is answer
-        twins.deposits._failures.clear()  # as slots that are released and taken again: the token is computed anew
+        twins.offloading._failures.clear()  # as slots that are released and taken again: the token is computed anew
         check(twins, [0, 1], FAMILY_LOGITS_ON_CARDS)
 
 

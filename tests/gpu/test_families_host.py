@@ -1,6 +1,6 @@
 """Contexts of other families that outgrow the device: what is down is read as if it were not; windows go nowhere.
 
-The runner that deposits keeps windows alone in layers that have one; its oracle has all of every context in pages.
+The runner that offloads keeps windows alone in layers that have one; its oracle has all of every context in pages.
 """
 
 from collections.abc import Iterator

@@ -52,7 +52,7 @@ from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.fetch_experts import fetch_experts, list_experts
 from gpu.operations.experts.routing import choose
 from gpu.operations.head_norm import HeadNorms
-from gpu.operations.host_rows.deposit_rows import centre_of, deposit_rows
+from gpu.operations.host_rows.offload_rows import centre_of, offload_rows
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import launch as scatter
 from gpu.operations.kv.fused_rows import fuse_rows, widen_rows
@@ -280,7 +280,7 @@ def _rows(shape: Architecture, dtype: torch.dtype) -> None:
     centre_of(keys)
     for stored, scales in ((torch.bfloat16, (None, None)), (torch.int8, (scale, centre))):
         rows = torch.empty_like(keys, dtype=stored)
-        deposit_rows(keys, keys, centre, *scales, rows, rows)
+        offload_rows(keys, keys, centre, *scales, rows, rows)
         restore_rows(rows, rows, centre, *scales, keys, keys)
 
 
@@ -488,7 +488,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_sum_pairs_kernel": _experts,
     "_race_kernel": _race,
     "_merge_kernel": _merge,
-    "_deposit_kernel": _rows,
+    "_offload_kernel": _rows,
     "_restore_kernel": _rows,
     "_sum_kernel": _rows,
     "_fuse_kernel": _fused,
@@ -602,11 +602,11 @@ TARGETS = [
 
 FAMILY_KERNELS = (
     "_rope_kv_write_kernel", "_split_kernel", "_reduce_kernel", "_gemv_kernel", "_swiglu_kernel",
-    "_balanced_kernel", "_match_kernel", "_complete_kernel", "_deposit_kernel", "_restore_kernel", "_sum_kernel",
+    "_balanced_kernel", "_match_kernel", "_complete_kernel", "_offload_kernel", "_restore_kernel", "_sum_kernel",
     "_encode_kernel", "_query_sparse_kernel", "_block_sparse_kernel", "_pack_kernel", "_gather_pages_kernel",
     "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel", "_scattered_attention_kernel",
 )  # fmt: skip
-QUICK_OF_FAMILIES = ("_rope_kv_write_kernel", "_deposit_kernel")
+QUICK_OF_FAMILIES = ("_rope_kv_write_kernel", "_offload_kernel")
 
 
 @pytest.mark.parametrize(("name", "capability"), TARGETS)

@@ -14,8 +14,8 @@ import pytest
 from gpu.operations.arguments import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ("elementwise", "attention", "linear", "simhash", "deposit", "exchange", "merge", "gather", "momo", "mac",
-           "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
+KERNELS = ("elementwise", "attention", "linear", "simhash", "offload_rows", "exchange", "merge", "gather", "momo",
+           "mac", "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
            "far_experts", "expert_ask")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py",
@@ -28,7 +28,7 @@ SELECTED = " or ".join(
         "(test_kernels_linear and bfloat16 and (1-50-1056 or 3-50-1056 or 4-6-72))",
         "(test_sampler_race and cpu and (reference or edges) and not 200-24 and not 64-1025)",
         "(test_kernels_simhash and cpu and float32 and not 8193 and not random_rows)",
-        "(test_kernels_deposit and cpu and float32 and not shape3 and not shape4)",
+        "(test_kernels_offload_rows and cpu and float32 and not shape3 and not shape4)",
         "(test_kernels_exchange and cpu and float32 and not another_ask and not 32-128-150)",
         "(test_kernels_mac and cpu and float32 and (not_match or turned_now or heads_of_96 or refused))",
         "(test_kernels_momo and cpu and float32 and (one or group3 or every_block or group4 or dim96))",

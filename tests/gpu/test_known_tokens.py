@@ -125,7 +125,7 @@ def test_what_is_in_host_memory_is_read_for_each_known_token_and_all_of_it_is(de
     """Coverage is counted in every layer; a run may be cut between two half batches."""
     twins = Twins(device=device, check_coverage=True, max_running=16)
     twins.prefill([document_prompt(length, length) for length in (300, 190, 411)])
-    twins.deposits.decode_steps.asking.halving.always = parts
+    twins.offloading.decode_steps.asking.halving.always = parts
     for _ in range(12):
         twins.step([0, 1, 2])
     known = [[5, 6, 7, 8], [], [301]]
@@ -140,8 +140,8 @@ def test_what_is_in_host_memory_is_read_for_each_known_token_and_all_of_it_is(de
             first = (len(sequence.pages) - 1) * 16
             exact_writes.append(PageWrite(slot, first // 16, list(range(*twins._exact_pages(slot, first, first + 16)))))
     last = twins.exact._last_tokens.clone()
-    twins.deposits._last_tokens.copy_(last)
-    twins.deposits.launch(StepPlan(page_writes=writes, decode=[group])).collect()
+    twins.offloading._last_tokens.copy_(last)
+    twins.offloading.launch(StepPlan(page_writes=writes, decode=[group])).collect()
     twins.exact.launch(StepPlan(page_writes=exact_writes)).collect()
     for slot, run in enumerate(known):
         for step, token_id in enumerate([int(last[slot]), *run]):

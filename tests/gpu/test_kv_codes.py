@@ -37,7 +37,7 @@ def steps(twins: Twins, slots: list[int], count: int) -> float:
 @on_codes
 @pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
 def test_what_stays_and_what_goes_down_is_what_the_codes_mean(kv: Kv, reading: Reading) -> None:
-    """Prompt, decode, lumps, pages that are given up, in two rows."""
+    """Prompt, decode, offload blocks, pages that are given up, in two rows."""
     twins = Twins(kv=kv, reading=reading)
     twins.prefill(PROMPTS)
     assert steps(twins, [0, 1], 16) < KV_FLIP_LOGITS
@@ -76,19 +76,19 @@ def test_blocks_that_are_fetched_stand_in_slots_as_codes(kv: Kv) -> None:
     twins.prefill_down(0, PROMPTS[0])
     assert steps(twins, [0], 12) < KV_ROUNDED_AGAIN_LOGITS[kv]
     store = twins.side.blocks
-    assert store.keys.dtype == twins.deposits.pool.key_pages[0].dtype
-    assert store.keys.shape[-1] == twins.deposits.pool.dim + 4
+    assert store.keys.dtype == twins.offloading.pool.key_pages[0].dtype
+    assert store.keys.shape[-1] == twins.offloading.pool.dim + 4
     assert counts_of(twins.side).read_tokens > 0
 
 
 @on_codes
 def test_rows_go_down_without_being_rounded_to_bf16_on_the_way(kv: Kv) -> None:
-    """By many tokens at once, a layer after another, and by lumps of all layers."""
-    twins = Twins(kv=kv, dtype="bfloat16", kept_tokens=10_000, lump_tokens=16)
+    """By many tokens at once, a layer after another, and by offload blocks of all layers."""
+    twins = Twins(kv=kv, dtype="bfloat16", kept_tokens=10_000, offload_block_tokens=16)
     twins.prefill(PROMPTS[:1])
     for _ in range(24):
         twins.step([0])
-    sequence, pool = twins.sequences[0], twins.deposits.pool
+    sequence, pool = twins.sequences[0], twins.offloading.pool
     assert sequence.run_end > 240
     differs = 0
     for place, layer in enumerate(twins.tier.shape.layers):

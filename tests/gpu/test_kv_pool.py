@@ -58,7 +58,7 @@ def test_only_dense_layers_have_ids_of_dense_pages() -> None:
     counts = [len(pages) for pages in pool.key_pages]
     assert counts == [len(pages) for pages in pool.value_pages]
     assert counts == [3 * NUM_PAGES, NUM_PAGES, 3 * NUM_PAGES, NUM_PAGES]
-    assert pool.deposited_layers == (1, 3)
+    assert pool.offloaded_layers == (1, 3)
 
 
 @given(num_layers=st.integers(1, 9), num_dense=st.integers(1, 9), num_pages=st.integers(1, 6))

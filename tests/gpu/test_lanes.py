@@ -53,7 +53,7 @@ def test_the_host_leaves_a_core_to_launches_while_the_other_lane_has_work(is_bus
     runner._lanes.is_busy = lambda lane: is_busy and lane is Lane.DEVICE
     for lane in Lane:
         Runner.launch(runner, StepPlan(lane))
-    runner._offload.tier.leave_core.assert_called_once_with(is_busy)
+    runner._offloader.tier.leave_core.assert_called_once_with(is_busy)
 
 
 def group(*asks: bool) -> list[DecodeGroup]:
@@ -97,13 +97,13 @@ def test_a_step_that_is_over_keeps_none_of_those_behind_it() -> None:
     twins.prefill([PROMPTS[0], SHORT])
     for slot in range(2):
         check_steps(twins, [slot], 1)
-    keep_on_the_device(twins.deposits)
+    keep_on_the_device(twins.offloading)
     assert not launch_next(twins, [0]).collect().failures
     before = count_steps()
     for _ in range(6):
         assert not launch_next(twins, [1]).collect().failures
     assert count_steps() <= before
-    assert list(twins.deposits._buffers._uses) == [False]
+    assert list(twins.offloading._buffers._uses) == [False]
 
 
 def count_steps() -> int:
@@ -152,24 +152,24 @@ def test_on_cuda_what_needs_the_device_alone_goes_on_while_rows_wait_for_the_hos
     twins = Twins(device="cuda", graph_batch_sizes=(1, 2))
     twins.prefill([*PROMPTS[:2], SHORT])
     check_steps(twins, [0, 1], 1)
-    keep_on_the_device(twins.deposits)
+    keep_on_the_device(twins.offloading)
     job = PrefillJob(9, [replace(*prefill_prompts([SHORT]), slot=3)])
     prefill = StepPlan(new_jobs=[job], units=layer_units(job, 512, NUM_LAYERS))
     pages = [PageWrite(3, 0, [twins._free.pop() for _ in range(2)])]
-    twins.deposits.launch(replace(prefill, page_writes=pages)).collect()
+    twins.offloading.launch(replace(prefill, page_writes=pages)).collect()
     for _ in range(2):  # no launch below has to allocate
         warm_up(twins, [0, 1])
         warm_up(twins, [2])
         for step in (launch_next(twins, [0, 1], lane=Lane.HOST), launch_next(twins, [2])):
             step.collect()
-        twins.deposits.launch(prefill).collect()
+        twins.offloading.launch(prefill).collect()
     may_answer = held_back(twins)
     waiting = launch_next(twins, [0, 1], lane=Lane.HOST)
     for _ in range(3):
         failures, tokens = tokens_of(launch_next(twins, [2]))
         assert failures == {}
         assert tokens[2] >= 0
-    assert twins.deposits.launch(prefill).collect().tokens[0].token_id >= 0
+    assert twins.offloading.launch(prefill).collect().tokens[0].token_id >= 0
     fenced = launch_next(twins, [2], is_fenced=True)
     time.sleep(0.3)
     assert not waiting.is_over
@@ -178,7 +178,7 @@ def test_on_cuda_what_needs_the_device_alone_goes_on_while_rows_wait_for_the_hos
     assert until(lambda: waiting.is_over and fenced.is_over)
     for step in (waiting, fenced):
         assert tokens_of(step)[0] == {}
-    twins.deposits.shutdown()
+    twins.offloading.shutdown()
 
 
 def test_units_attend_as_their_plan_says_that_they_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_units_attend_as_their_plan_says_that_they_give_way(monkeypatch: pytest.
         job = PrefillJob(slot, [replace(*prefill_prompts([SHORT]), slot=slot)])
         pages = [PageWrite(slot, 0, [twins._free.pop() for _ in range(2)])]
         units = layer_units(job, 512, NUM_LAYERS)
-        twins.deposits.launch(StepPlan(page_writes=pages, new_jobs=[job], units=units, gives_way=gives_way)).collect()
+        twins.offloading.launch(StepPlan(page_writes=pages, new_jobs=[job], units=units, gives_way=gives_way)).collect()
     assert seen == [True] * NUM_LAYERS + [False] * NUM_LAYERS
 
 
@@ -208,7 +208,7 @@ def test_steps_with_the_same_buffers_are_not_launched_side_by_side(
     twins.prefill([*PROMPTS[:2], SHORT, SHORT])
     for slot in range(4):
         check_steps(twins, [slot], 1)
-    keep_on_the_device(twins.deposits)
+    keep_on_the_device(twins.offloading)
     if device == "cuda":  # no launch below has to allocate
         for slots in ([0], [1], [2], [3]):
             warm_up(twins, slots)
@@ -230,7 +230,7 @@ def test_steps_with_the_same_buffers_are_not_launched_side_by_side(
     may_answer.set()
     for step in steps:
         assert tokens_of(step)[0] == {}
-    twins.deposits.shutdown()
+    twins.offloading.shutdown()
 
 
 @pytest.mark.gpu
@@ -244,7 +244,7 @@ def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile(how: str
         for slots in ([0, 1], [2, 3]):
             check_steps(twins, slots, 2)
         assert twins.plan([2, 3], []).decode[0].asks == (None, None)
-        kept = [keep_on_the_device(runner) for runner in (twins.deposits, twins.exact)]
+        kept = [keep_on_the_device(runner) for runner in (twins.offloading, twins.exact)]
         if how == "late answers":
             answer = twins.tier.answer
             twins.tier.answer = lambda parts: (time.sleep(LATE_S), answer(parts))[1]
@@ -256,7 +256,7 @@ def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile(how: str
                     slots = [0, 1, 2] if lane is Lane.HOST else [3]
                 is_fenced = number % 6 in (0, 5)  # where slot 2 comes and goes
                 if how == "late steps" and lane is Lane.HOST:
-                    with torch.cuda.stream(twins.deposits._lanes.stream(lane)):
+                    with torch.cuda.stream(twins.offloading._lanes.stream(lane)):
                         torch.cuda._sleep(LATE_CYCLES)
                 launched.append(both(twins, slots, lane=lane, is_fenced=is_fenced))
             for got, wanted in launched:
@@ -265,13 +265,13 @@ def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile(how: str
                 assert [one.token_id for one in result.tokens] == [one.token_id for one in wanted.collect().tokens]
         for got, wanted in zip(*kept, strict=True):
             torch.testing.assert_close(got, wanted, rtol=0, atol=HOP_LOGITS_FLOAT32)
-        twins.deposits.shutdown()
+        twins.offloading.shutdown()
 
 
 def both(twins: Twins, slots: list[int], **changes: object) -> tuple[InFlight, InFlight]:
     """A step of both runners, which go on from their own draws; nothing more goes down."""
     plan = twins.plan(slots, [])
-    launched = twins.deposits.launch(replace(plan, **changes)), twins.exact.launch(twins.exact_plan(plan))
+    launched = twins.offloading.launch(replace(plan, **changes)), twins.exact.launch(twins.exact_plan(plan))
     for slot in slots:
         twins.sequences[slot].num_tokens += 1
     return launched

@@ -1,6 +1,6 @@
 """MAC in the runner that serves: rings, seeds, holes of either kind, and rows of other profiles beside.
 
-The twin that deposits serves rows with rings; the other one is exact, and its oracle where nothing matches.
+The twin that offloads serves rows with rings; the other one is exact, and its oracle where nothing matches.
 """
 
 from dataclasses import replace
@@ -50,11 +50,11 @@ class MacTwins(Twins):
 
     def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
         write = RingWrite(slot, self.part.id, ring, self.reading, source)
-        self.deposits.launch(StepPlan(ring_writes=[write])).collect()
+        self.offloading.launch(StepPlan(ring_writes=[write])).collect()
 
     @property
     def side(self) -> Mac:
-        side = self.deposits._reusing[self.part.id]
+        side = self.offloading._reusing[self.part.id]
         assert isinstance(side, Mac)
         return side
 
@@ -121,10 +121,10 @@ def test_known_tokens_of_a_row_without_a_ring_are_beside_one_that_holds_it() -> 
     twins.prefill([PROMPT, document_prompt(60, 2)])
     plan = twins.plan([0, 1], [])
     plan = replace(plan, decode=[replace(plan.decode[0], runs=[[], [7, 11]])])
-    twins.deposits._last_tokens.copy_(twins.exact._last_tokens)
+    twins.offloading._last_tokens.copy_(twins.exact._last_tokens)
     twins.exact.launch(twins.exact_plan(plan)).collect()
-    assert not twins.deposits.launch(plan).collect().failures
-    assert twins.deposits._last_tokens[1] == twins.exact._last_tokens[1]
+    assert not twins.offloading.launch(plan).collect().failures
+    assert twins.offloading._last_tokens[1] == twins.exact._last_tokens[1]
 
 
 def test_rows_without_a_ring_share_the_step_and_are_exact() -> None:
@@ -205,7 +205,7 @@ def test_a_ring_that_comes_to_another_slot_is_empty() -> None:
     twins.prefill([PROMPT])
     twins.step([0])
     assert twins.side.has_ring(0)
-    twins.deposits.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()
+    twins.offloading.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()
     assert not twins.side.has_ring(0)
     assert twins.side.ring_of_slot.tolist() == [-1] * 6
     twins.assign(4, 0)
@@ -242,12 +242,12 @@ def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
     part = mac_part(LOOSE)
     twins = Twins(more_parts=[part, other], check_coverage=True)
     for slot, own in ((0, part), (1, other)):
-        twins.deposits.launch(StepPlan(ring_writes=[RingWrite(slot, own.id, 0, Reading.NONE)])).collect()
+        twins.offloading.launch(StepPlan(ring_writes=[RingWrite(slot, own.id, 0, Reading.NONE)])).collect()
     twins.prefill([PROMPT, document_prompt(290, 5), document_prompt(280, 6)])
     for _ in range(8):
         assert not twins.step([0, 1, 2]).failures
         assert furthest(twins, [1, 2]) < HOP_LOGITS_FLOAT32
-    counts = twins.deposits.method_counts()
+    counts = twins.offloading.method_counts()
     assert sum(counts[part.id]["reuse_hits"]) > 0
     assert sum(counts[other.id]["reuse_tries"]) == 8 * NUM_HEADS * (NUM_LAYERS - 1)
 
@@ -256,6 +256,6 @@ def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
 def test_on_the_device_a_ring_takes_what_is_planned(summaries: str) -> None:
     part = mac_part(SMALL | {"summaries": summaries})
     twins = Twins(more_parts=[part])
-    store = twins.deposits._reusing[part.id]._store
+    store = twins.offloading._reusing[part.id]._store
     num_bytes = sum(getattr(store, name)[:, 0].nbytes for name in store.__slots__)
-    assert num_bytes == part.method.footprint(part.settings, twins.deposits.architecture, 1).sequence_bytes
+    assert num_bytes == part.method.footprint(part.settings, twins.offloading.architecture, 1).sequence_bytes

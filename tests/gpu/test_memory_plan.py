@@ -13,8 +13,8 @@ from gpu.batching.captured_steps import steps_to_capture
 from gpu.batching.halving import most_rows_of_parts
 from gpu.config import Composition, GpuConfig
 from gpu.cpu_step.cpu_step import CpuStep
-from gpu.host.deposit import Depositor
 from gpu.host.footprint import slot_shape
+from gpu.host.row_transfer import RowTransfer
 from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
@@ -326,15 +326,15 @@ def assert_holds_its_longest_context(plan: MemoryPlan, num_layers: int) -> None:
         dense = [layer for layer in plan.dense_layers if layer not in plan.window_layers]
         layout = PageLayout(num_layers - len(plan.window_layers), len(dense), plan.num_pages)
         dense_blocks = layout.blocks_for(-(-down // page))
-        windows = plan.sink_tokens + plan.window_tokens + 2 * plan.lump_tokens
+        windows = plan.sink_tokens + plan.window_tokens + 2 * plan.offload_block_tokens
         assert (plan.num_pages - dense_blocks) * page >= min(windows, plan.max_context_tokens)
-    assert plan.num_pages * page >= min(plan.resident_tokens + plan.lump_tokens, plan.max_context_tokens)
-    running = plan.sink_tokens + plan.window_tokens + 2 * plan.lump_tokens
+    assert plan.num_pages * page >= min(plan.resident_tokens + plan.offload_block_tokens, plan.max_context_tokens)
+    running = plan.sink_tokens + plan.window_tokens + 2 * plan.offload_block_tokens
     assert plan.num_pages * page >= min(running, plan.max_context_tokens)
     assert plan.max_hidden_tokens >= plan.max_context_tokens
-    for tokens in (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.lump_tokens):
+    for tokens in (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.offload_block_tokens):
         assert tokens % page == 0
-    assert plan.resident_tokens >= plan.sink_tokens + plan.window_tokens + plan.lump_tokens
+    assert plan.resident_tokens >= plan.sink_tokens + plan.window_tokens + plan.offload_block_tokens
 
 
 @settings(max_examples=300, deadline=None)
@@ -400,7 +400,12 @@ def test_an_8b_model_with_96k_context_fits_24_gb_beside_128_gib() -> None:
     plan = make_plan(SHAPE_8B, with_memory("rtx4090", 128), GpuConfig(memory_limit_gib=23), 98_304, host=HostConfig())
     assert_holds_its_longest_context(plan, SHAPE_8B.num_layers)
     assert plan.dense_layers == (0, 16)
-    assert (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.lump_tokens) == (16, 64, 8192, 128)
+    assert (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.offload_block_tokens) == (
+        16,
+        64,
+        8192,
+        128,
+    )
     assert plan.host_limit_bytes == 64 * GIB
     assert plan.num_pages * plan.page_tokens < 98_304, "without host memory it would not fit"
     with pytest.raises(PlanError):
@@ -431,11 +436,11 @@ def test_the_longest_context_that_nobody_asked_for_leaves_a_share_of_the_pages_t
     host = HostConfig(dense_layers=tuple(range(16)))
     plan = make_plan(SHAPE_8B, with_memory("a100-80g", 2048), GpuConfig(memory_limit_gib=24), None, host=host)
     demand = host_demand(SHAPE_8B, plan.page_tokens, 16, host)
-    blocks = demand.dense_blocks(demand.deposited_tokens(plan.max_context_tokens))
+    blocks = demand.dense_blocks(demand.offloaded_tokens(plan.max_context_tokens))
     assert 0 < blocks <= DENSE_SHARE * plan.num_pages
     longer = plan.max_context_tokens + 8192
     asked = make_plan(SHAPE_8B, with_memory("a100-80g", 2048), GpuConfig(memory_limit_gib=24), longer, host=host)
-    assert demand.dense_blocks(demand.deposited_tokens(longer)) > DENSE_SHARE * asked.num_pages
+    assert demand.dense_blocks(demand.offloaded_tokens(longer)) > DENSE_SHARE * asked.num_pages
 
 
 def test_how_many_tokens_stay_on_the_card_follows_from_its_pages() -> None:
@@ -502,7 +507,7 @@ def test_on_the_cpu_pages_and_host_memory_that_were_asked_for_fit_together_besid
 
 def test_without_host_memory_there_is_none_of_it_in_the_plan() -> None:
     plan = make_plan(SHAPE_8B, "rtx4090", GpuConfig())
-    tokens = (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.lump_tokens, plan.host_tokens)
+    tokens = (plan.sink_tokens, plan.window_tokens, plan.resident_tokens, plan.offload_block_tokens, plan.host_tokens)
     assert (*tokens, plan.host_limit_bytes) == (0,) * 6
     assert plan.dense_layers == ()
     assert not {"KV staging", "deposits", "exchange"} & {item.name for item in plan.items}
@@ -519,8 +524,8 @@ def test_staging_takes_what_is_planned() -> None:
     demand = host_demand(SHAPE_TINY, 16, 2, HostConfig())
     shape, cpu = demand.tier_shape, torch.device("cpu")
     pool = KvPool(SHAPE_TINY, 4, demand.dense_layers, 16, 2, 160, torch.float32, cpu)
-    depositor = Depositor(replace(shape, num_tables=0), None, cpu, Streams(cpu))
-    staging = Staging(pool, ReferenceTier(shape, 0, 1, 1), depositor)
+    row_transfer = RowTransfer(replace(shape, num_tables=0), None, cpu, Streams(cpu))
+    staging = Staging(pool, ReferenceTier(shape, 0, 1, 1), row_transfer)
     assert staging.keys.nbytes + staging.values.nbytes == 160 * demand.staging_token_bytes
     assert pool.layout.dense_per_block == demand.dense_per_block
 

@@ -1,6 +1,6 @@
 """Prediction in the runner that serves: blocks that are fetched, dropped or left to the host, and rows beside.
 
-The twin that deposits serves rows with rings; the other one is exact. Where every block is fetched, or the host reads
+The twin that offloads serves rows with rings; the other one is exact. Where every block is fetched, or the host reads
 what is not, nothing may be missing; where some are dropped, the rest is what a softmax without them gives.
 """
 
@@ -63,11 +63,11 @@ class PredictedTwins(Twins):
 
     def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
         write = RingWrite(slot, self.part.id, ring, self.reading, source)
-        self.deposits.launch(StepPlan(ring_writes=[write])).collect()
+        self.offloading.launch(StepPlan(ring_writes=[write])).collect()
 
     @property
     def side(self) -> Predicted:
-        side = self.deposits._reusing[self.part.id]
+        side = self.offloading._reusing[self.part.id]
         assert isinstance(side, Predicted)
         return side
 
@@ -101,7 +101,9 @@ class PredictedTwins(Twins):
 
 @pytest.mark.parametrize("kept_tokens", [0, 96])
 def test_where_every_block_is_fetched_the_logits_are_the_exact_profiles(kept_tokens: int) -> None:
-    """From the first step on, over lumps that go down meanwhile: each is fetched before the step that releases it."""
+    """From the first step on, over offload blocks that go down meanwhile: each is fetched before the step that releases
+    it.
+    """
     twins = PredictedTwins(WIDE, check_coverage=True, kept_tokens=kept_tokens)
     twins.prefill_down(0, PROMPT)
     check_steps(twins, [0], 70)
@@ -227,7 +229,7 @@ def test_a_step_of_two_parts_ends_once_and_late_is_what_is_not_begun_behind_both
 ) -> None:
     """If the first part's end waited, all of its blocks would be there, and the second part's last layer behind it."""
     twins = PredictedTwins(NARROW | {"late": "sample"}, "predicted+sampled", ringed=(0, 1))
-    twins.deposits.decode_steps.asking.halving.always = 2
+    twins.offloading.decode_steps.asking.halving.always = 2
     for slot, prompt in enumerate((PROMPT, document_prompt(280, 3))):
         twins.prefill_down(slot, prompt)
     join, ends = Predicted._join, []
@@ -247,7 +249,7 @@ def test_rows_are_lent_until_a_step_that_failed_has_fetched_what_it_began(monkey
     twins = PredictedTwins(NARROW)
     twins.prefill_down(0, PROMPT)
     twins.step([0])
-    side, steps, events = twins.side, twins.deposits.decode_steps, list[str]()
+    side, steps, events = twins.side, twins.offloading.decode_steps, list[str]()
     choose, join, point = side._choose, Predicted._join, steps._point
 
     def choose_once(*given: Any) -> None:
@@ -268,7 +270,7 @@ def test_rows_are_lent_until_a_step_that_failed_has_fetched_what_it_began(monkey
     monkeypatch.setattr(Predicted, "_join", note)
     monkeypatch.setattr(steps, "_point", end)
     with pytest.raises(RuntimeError, match="out of memory"):
-        twins.deposits.launch(twins.plan([0], []))
+        twins.offloading.launch(twins.plan([0], []))
     assert events == ["chosen", "waited", "ended"]
     assert (side._num_open, int(side._open_parts), side._used) == (0, 0, [])
 
@@ -280,10 +282,10 @@ def test_known_tokens_of_a_row_without_a_ring_are_beside_one_that_holds_it(metho
     twins.prefill([PROMPT, document_prompt(60, 2)])
     plan = twins.plan([0, 1], [])
     plan = replace(plan, decode=[replace(plan.decode[0], runs=[[], [7, 11]])])
-    twins.deposits._last_tokens.copy_(twins.exact._last_tokens)
+    twins.offloading._last_tokens.copy_(twins.exact._last_tokens)
     twins.exact.launch(twins.exact_plan(plan)).collect()
-    assert not twins.deposits.launch(plan).collect().failures
-    assert twins.deposits._last_tokens[1] == twins.exact._last_tokens[1]
+    assert not twins.offloading.launch(plan).collect().failures
+    assert twins.offloading._last_tokens[1] == twins.exact._last_tokens[1]
 
 
 @pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])
@@ -388,7 +390,7 @@ def test_a_history_is_of_what_was_read_exactly_whatever_the_host_says_of_the_res
     for weight in (0.0, 7.0):
         twins = PredictedTwins(NARROW, "predicted+sampled")
         twins.prefill_down(0, PROMPT)
-        answer = type(twins.deposits.decode_steps.asking.exchanges[0]).answer
+        answer = type(twins.offloading.decode_steps.asking.exchanges[0]).answer
 
         def heavier(self, num_rows, answer=answer, weight=weight):
             partial = answer(self, num_rows)
@@ -416,7 +418,7 @@ def test_a_ring_that_comes_to_another_slot_is_empty_and_a_fork_has_its_front() -
         wanted = rows[:, :, row] if row in kept else torch.zeros_like(rows[:, :, row])
         assert torch.equal(copied[:, :, row], wanted)
     assert (twins.ids(1) == EMPTY).all()
-    twins.deposits.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()
+    twins.offloading.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()
     assert not twins.side.has_ring(0)
     twins.assign(4, 0)
     assert (twins.ids(0) == EMPTY).all()
@@ -448,7 +450,7 @@ def test_on_the_device_a_ring_takes_no_more_than_is_planned(settings: dict[str, 
     twins = PredictedTwins(settings, dense_layers=(0, 1))
     store, method = twins.side.blocks, twins.part.method
     num_bytes = sum(getattr(store, name).nbytes for name in store.__slots__) // 3
-    shape = twins.deposits.architecture
+    shape = twins.offloading.architecture
     planned = method.footprint(twins.part.settings, shape, 1)
     assert num_bytes == planned.sequence_bytes + planned.sequence_rows * shape.dim * 4
     assert shape.dim == DIM
@@ -471,7 +473,7 @@ class _MeanwhileMode(TorchDispatchMode):
 
 def test_asks_have_the_words_of_exclusion_that_are_planned_where_a_method_needs_them() -> None:
     for twins, excludes in ((PredictedTwins(NARROW), True), (Twins(), False)):
-        runner = twins.deposits
+        runner = twins.offloading
         slots = [exchange.slot for exchange in runner.decode_steps.asking.exchanges]
         words = sum(0 if slot.excluded is None else slot.excluded.nbytes for slot in slots)
         shape, kept = runner.architecture, Kept(PAGE, PAGE, (0,))

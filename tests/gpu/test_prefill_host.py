@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.host.deposit import Sent
+from gpu.host.row_transfer import Sent
 from gpu.layers.decoder import Pages
 from gpu.prefill.outputs import FinishedJob
 from gpu.step import PageWrite, PrefillJob, PrefillUnit, Unit
@@ -178,7 +178,7 @@ def rounded_plain(stand: Stand, context_id: int, token_ids: np.ndarray, longer: 
 @pytest.mark.parametrize("begin", [SINK + PAGE, 160, 272])
 @pytest.mark.parametrize("num_more", [20, 73])
 @pytest.mark.parametrize("bulk_tokens", [48, 10_000])
-def test_a_prompt_after_a_deposited_prefix_is_as_over_pages_that_hold_the_same_rows(
+def test_a_prompt_after_an_offloaded_prefix_is_as_over_pages_that_hold_the_same_rows(
     begin: int, num_more: int, bulk_tokens: int, prompt: np.ndarray
 ) -> None:
     longer = np.concatenate([prompt, draw_prompt(num_more, 2)])
@@ -314,16 +314,16 @@ def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_
     longer = np.concatenate([prompt, draw_prompt(40, 2)])
     stand = Stand()
     run_down(stand, prompt, 0, CONTEXT, 100)
-    depositor, log = stand.prefill.staging.depositor, []
-    depositor.streams = LoggedStreams()
-    send, bring, layer = depositor.send, depositor.bring, stand.decoder.layer
+    row_transfer, log = stand.prefill.staging.row_transfer, []
+    row_transfer.streams = LoggedStreams()
+    send, bring, layer = row_transfer.send, row_transfer.bring, stand.decoder.layer
 
     def logged_send(keys: Tensor, *others: object) -> Sent:
         log.append(("sent", keys.data_ptr(), send(keys, *others)))
         return log[-1][2]
 
     def logged_bring(rows: object, keys: Tensor, values: Tensor) -> Event:
-        assert left_before(keys) <= set(depositor.streams.waited), "a bring overtakes the send of the same buffer"
+        assert left_before(keys) <= set(row_transfer.streams.waited), "a bring overtakes the send of the same buffer"
         log.append(("brought", keys.data_ptr(), bring(rows, keys, values)))
         return log[-1][2]
 
@@ -342,13 +342,13 @@ def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_
         if pages is not None:
             brought = [event for kind, address, event in log if kind == "brought" and is_in_buffer(address, pages[0])]
             wanted = left_before(pages[0]) | set(brought[-1:])
-            assert wanted <= set(depositor.streams.waited), f"layer {index} does not wait for its buffer"
+            assert wanted <= set(row_transfer.streams.waited), f"layer {index} does not wait for its buffer"
             num_waits.append(len(wanted))
         return layer(index, hidden, positions, slots, attend, pages)
 
     num_waits: list[int] = []
-    monkeypatch.setattr(depositor, "send", logged_send)
-    monkeypatch.setattr(depositor, "bring", logged_bring)
+    monkeypatch.setattr(row_transfer, "send", logged_send)
+    monkeypatch.setattr(row_transfer, "bring", logged_bring)
     monkeypatch.setattr(stand.decoder, "layer", logged_layer)
     if has_prefix:
         run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)

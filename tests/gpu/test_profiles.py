@@ -233,8 +233,8 @@ def test_two_profiles_share_kv_exactly_if_nothing_that_changes_it_differs(
     def deciding(name: str, host: HostConfig) -> tuple[object, ...]:
         if name == "exact":
             return (name,)
-        deposit = (name, host.rows, host.sink_tokens, host.window_tokens, host.dense_layers, host.resident_tokens)
-        return (*deposit, host.sampled) if name == "sampled" else deposit
+        offload = (name, host.rows, host.sink_tokens, host.window_tokens, host.dense_layers, host.resident_tokens)
+        return (*offload, host.sampled) if name == "sampled" else offload
 
     keys = [resolve({"named": {"host": name}}, host)["named"].kv_key for name, host in zip(names, hosts, strict=True)]
     assert (keys[0] == keys[1]) == (deciding(names[0], hosts[0]) == deciding(names[1], hosts[1]))

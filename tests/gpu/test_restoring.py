@@ -27,14 +27,14 @@ def test_rows_come_back_in_pieces_and_are_read_on_the_device(dense_layers: tuple
     sequence = twins.sequences[0]
     twins.give_up(sequence, 560)
     check_steps(twins, [0], 2)
-    asked = twins.deposits.ask_times.steps
+    asked = twins.offloading.ask_times.steps
     for begin in (320, 304, PAGE):
         restore = twins.fetch(sequence, begin)
         check_steps(twins, [0], 2)
         assert not twins.restore(restore).failures
         check_steps(twins, [0], 2)
     assert sequence.released == PAGE
-    assert twins.deposits.ask_times.steps == asked + 2 + 2 * 2 + 2 * 2, "once all is back it asks nothing"
+    assert twins.offloading.ask_times.steps == asked + 2 + 2 * 2 + 2 * 2, "once all is back it asks nothing"
     twins.give_up(sequence, 400)
     check_steps(twins, [0], 2)
 
@@ -92,17 +92,17 @@ def test_on_cuda_the_host_waits_for_no_rows_that_come_back() -> None:
     twins.give_up(sequence, 560)
     check_steps(twins, [0], 2)
     torch.cuda.synchronize()
-    with torch.cuda.stream(twins.deposits._offload._depositor.streams.up):
+    with torch.cuda.stream(twins.offloading._offloader._row_transfer.streams.up):
         torch.cuda._sleep(2_000_000_000)  # about a second
     began = time.perf_counter()
-    launch = twins.deposits.launch
+    launch = twins.offloading.launch
     restore = None
     try:
-        twins.deposits.launch = lambda plan: (launch(plan), _Launched())[1]
+        twins.offloading.launch = lambda plan: (launch(plan), _Launched())[1]
         restore = twins.fetch(sequence, PAGE)
-        twins.deposits.launch(StepPlan(finished_reloads=[restore]))
+        twins.offloading.launch(StepPlan(finished_reloads=[restore]))
     finally:
-        twins.deposits.launch = launch
+        twins.offloading.launch = launch
     assert time.perf_counter() - began < 0.3
     last = sequence.released // PAGE
     sequence.pages[1:last] = restore.page_ids

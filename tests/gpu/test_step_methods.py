@@ -64,7 +64,7 @@ class ToyMethod(Method):
 
 
 def with_method(side: DeviceSide, check_coverage: bool = False) -> Twins:
-    """The runner that deposits serves one method more."""
+    """The runner that offloads serves one method more."""
     side.model_dump = lambda **_: {}  # as settings have, which it stands for
     return Twins(check_coverage=check_coverage, more_parts=[ProfilePart(ToyMethod(), side)])
 
@@ -96,7 +96,7 @@ def test_heads_that_a_method_does_not_want_get_nothing_from_the_host() -> None:
 def test_blocks_that_a_method_excludes_are_not_covered(block: int) -> None:
     method = Excluding(block)
     twins = with_method(method, check_coverage=True)
-    for exchange in twins.deposits.decode_steps.asking.exchanges:
+    for exchange in twins.offloading.decode_steps.asking.exchanges:
         exchange.slot.excluded = torch.zeros(len(exchange.slot.flags), NUM_KV_HEADS, 1, dtype=torch.int32)
     method.has_bits = True
     twins.prefill([document_prompt(300, 1)])

@@ -45,7 +45,7 @@ from transfer.host_tier import HostTier, TierShape
 from transfer.reading import Reading
 
 NUM_LAYERS = 4  # two of them dense by default
-WINDOW_LAYERS: tuple[int, ...] = ()  # whose windows the runner that deposits keeps by themselves
+WINDOW_LAYERS: tuple[int, ...] = ()  # whose windows the runner that offloads keeps by themselves
 WINDOW_PAGES = 3
 NUM_HEADS, NUM_KV_HEADS, DIM = 8, 2, 64
 DEFAULT_DENSE = (0, NUM_LAYERS // 2)
@@ -135,7 +135,7 @@ def round_what_is_written(runner: Runner, stored: torch.dtype) -> None:
 
 @dataclass
 class Sequence:
-    """A slot of the runner that deposits; the run that the host has is `[sink, run_end)`, empty until the context goes
+    """A slot of the runner that offloads; the run that the host has is `[sink, run_end)`, empty until the context goes
     down, and of it `[sink, released)` is not on the device any more.
     """
 
@@ -148,38 +148,42 @@ class Sequence:
 
 
 class Twins:
-    """`exact` keeps all; `deposits` writes what is older than the window to the host, in lumps, and gives up the pages
-    of all but its last `kept_tokens`.
+    """`exact` keeps all; `offloading` writes what is older than the window to the host, in offload blocks, and gives up
+    the pages of all but its last `kept_tokens`.
     """
 
     def __init__(self, *, dense_layers: tuple[int, ...] = DEFAULT_DENSE, page_tokens: int = 16, window_tokens: int = 64,
-                 lump_tokens: int = 64, reading: Reading = Reading.WHOLE, capacity_tokens: int = 100_000,
+                 offload_block_tokens: int = 64, reading: Reading = Reading.WHOLE, capacity_tokens: int = 100_000,
                  max_running: int = 5, device: str = "cpu", dtype: str = "float32",
                  graph_batch_sizes: tuple[int, ...] = (),
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
                  check_coverage: bool = False, more_parts: Many[ProfilePart] = (),
                  kept_tokens: int = 0, kv: Kv = "auto") -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape. more_parts: of what is served, in
-        the runner that deposits, beside what the built-in profiles are made of. kv: of the runner that deposits; of
+        the runner that offloads, beside what the built-in profiles are made of. kv: of the runner that offloads; of
         codes the oracle has what they mean in its pages.
         """
         self.tier = tier or ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
-        self.page_tokens, self.window_tokens, self.lump_tokens = page_tokens, window_tokens, lump_tokens
+        self.page_tokens, self.window_tokens, self.offload_block_tokens = (
+            page_tokens,
+            window_tokens,
+            offload_block_tokens,
+        )
         self.reading, self.kept_tokens = reading, kept_tokens
         self.num_pages, sizes = num_pages, (max_context, num_pages)
         self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
-        self.deposits = load(
+        self.offloading = load(
             self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage, more_parts,
             kv,
         )  # fmt: skip
-        if self.deposits.pool.has_codes:
-            round_what_is_written(self.exact, self.deposits.pool.key_pages[0].dtype)
+        if self.offloading.pool.has_codes:
+            round_what_is_written(self.exact, self.offloading.pool.key_pages[0].dtype)
         self.sequences: dict[int, Sequence] = {}
         self._free = list(range(num_pages))
         layout = layout_of(NUM_LAYERS - len(self.tier.shape.layers), num_pages)
         self._dense = layout.dense_pages(range(num_pages, layout.num_pages), 0, num_pages)
         self._logits: dict[Runner, dict[int, torch.Tensor]] = {}
-        for runner in (self.exact, self.deposits):
+        for runner in (self.exact, self.offloading):
             self._record_logits(runner)
 
     def prefill(self, prompts: list[np.ndarray]) -> None:
@@ -194,7 +198,7 @@ class Twins:
             writes = [PageWrite(prompt.slot, 0, list(range(*self._exact_pages(prompt.slot, 0, sequence.num_tokens))))]
             self.exact.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
             writes = [PageWrite(prompt.slot, 0, own_pages)]
-            self.deposits.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
+            self.offloading.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
 
     def prefill_down(self, slot: int, token_ids: np.ndarray) -> None:
         """The prompt's middle goes to the host as it is computed; the oracle gets the host's rows afterwards."""
@@ -212,23 +216,23 @@ class Twins:
         job = PrefillJob(slot, [prompt])
         units = layer_units(job, 512, NUM_LAYERS)
         writes = [PageWrite(slot, 0, sequence.pages)]
-        self.deposits.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
+        self.offloading.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
         writes = [PageWrite(slot, 0, list(range(*self._exact_pages(slot, 0, num_tokens))))]
         job = PrefillJob(slot, [replace(prompt, host=None, profile="exact")])
         self.exact.launch(StepPlan(page_writes=writes, new_jobs=[job], units=units)).collect()
         self._round(sequence)
 
     def step(self, slots: list[int]) -> StepResult:
-        """One token for each of these slots; deposits that are due go first. Both runners get the oracle's tokens."""
-        due = [deposit for slot in slots for deposit in self._due(self.sequences[slot])]
+        """One token for each of these slots; offloads that are due go first. Both runners get the oracle's tokens."""
+        due = [offload for slot in slots for offload in self._due(self.sequences[slot])]
         plan = self.plan(slots, due)
         releases = plan.evictions
         exact_plan = self.exact_plan(plan)
-        self.deposits._last_tokens.copy_(self.exact._last_tokens)
-        result = self.deposits.launch(plan).collect()
-        for deposit in due:
-            if deposit.slot not in result.failures:
-                self.sequences[deposit.slot].run_end = deposit.end
+        self.offloading._last_tokens.copy_(self.exact._last_tokens)
+        result = self.offloading.launch(plan).collect()
+        for offload in due:
+            if offload.slot not in result.failures:
+                self.sequences[offload.slot].run_end = offload.end
         for release in releases:
             if release.places[0].slot not in result.failures:
                 self._settle(release)
@@ -237,17 +241,17 @@ class Twins:
             self.sequences[slot].num_tokens += 1
         return result
 
-    def plan(self, slots: list[int], deposits: list[Offload]) -> StepPlan:
-        """Of the runner that deposits: rows that ask the host, and rows that do not, in one group."""
+    def plan(self, slots: list[int], offloads: list[Offload]) -> StepPlan:
+        """Of the runner that offloads: rows that ask the host, and rows that do not, in one group."""
         writes = []
         for slot in slots:
             sequence = self.sequences[slot]
             if sequence.num_tokens == len(sequence.pages) * self.page_tokens:
                 sequence.pages.append(self._free.pop())
                 writes.append(PageWrite(slot, len(sequence.pages) - 1, sequence.pages[-1:]))
-        releases = [release for slot in slots if (release := self._release(self.sequences[slot], deposits)) is not None]
+        releases = [release for slot in slots if (release := self._release(self.sequences[slot], offloads)) is not None]
         group = self.group(slots, releases)
-        return StepPlan(page_writes=writes, offloads=deposits, evictions=releases, decode=[group])
+        return StepPlan(page_writes=writes, offloads=offloads, evictions=releases, decode=[group])
 
     def exact_plan(self, plan: StepPlan) -> StepPlan:
         """The oracle's, for the same rows."""
@@ -259,8 +263,8 @@ class Twins:
         return StepPlan(page_writes=writes, decode=[replace(plan.decode[0], asks=None)])
 
     def logits(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last step's, float32 `[vocab]`: of the runner that deposits, and of the oracle."""
-        return self._logits[self.deposits][slot], self._logits[self.exact][slot]
+        """The last step's, float32 `[vocab]`: of the runner that offloads, and of the oracle."""
+        return self._logits[self.offloading][slot], self._logits[self.exact][slot]
 
     def fork(self, source: int, slot: int) -> None:
         """`slot`, of the same tokens, gives up its pages for a fork of `source`'s context."""
@@ -273,7 +277,7 @@ class Twins:
     def give_up(self, sequence: Sequence, end: int) -> None:
         """Evict what the host has of a sequence up to `end`, between two steps."""
         release = self._release_to(sequence, end)
-        self.deposits.launch(StepPlan(evictions=[release])).collect()
+        self.offloading.launch(StepPlan(evictions=[release])).collect()
         self._settle(release)
 
     def fetch(self, sequence: Sequence, begin: int) -> FinishedReload:
@@ -282,17 +286,17 @@ class Twins:
         page_ids = [self._free.pop() for _ in range(first, last)]
         run_begin = begin - self.page_tokens
         fetch = Reload(sequence.context_id, run_begin, sequence.released - self.page_tokens, page_ids)
-        self.deposits.launch(StepPlan(reloads=[fetch])).collect()
+        self.offloading.launch(StepPlan(reloads=[fetch])).collect()
         return FinishedReload(page_ids, sequence.pages[first:last], [TablePlace(sequence.slot, first)])
 
     def restore(self, restore: FinishedReload) -> StepResult:
         """What was fetched takes its place; the dense pages are free (and NaN again)."""
         (place,) = restore.places
-        sequence, pool = self.sequences[place.slot], self.deposits.pool
+        sequence, pool = self.sequences[place.slot], self.offloading.pool
         last = place.first_page + len(restore.page_ids)
         sequence.pages[place.first_page : last] = restore.page_ids
         sequence.released = place.first_page * self.page_tokens
-        result = self.deposits.launch(StepPlan(finished_reloads=[restore])).collect()
+        result = self.offloading.launch(StepPlan(finished_reloads=[restore])).collect()
         for layer in pool.dense_layers:
             for pages in (pool.key_pages[layer], pool.value_pages[layer]):
                 lose_pages(pages, restore.dense_page_ids)
@@ -317,19 +321,19 @@ class Twins:
         sink = self.page_tokens
         begin = sequence.run_end or sink
         end = (sequence.num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
-        if end - begin < self.lump_tokens:
+        if end - begin < self.offload_block_tokens:
             return []
         if sequence.run_end:
-            end = begin + self.lump_tokens
+            end = begin + self.offload_block_tokens
         pages = slice(begin // self.page_tokens, end // self.page_tokens)
         return [
             Offload(sequence.slot, sequence.context_id, begin, end, sequence.pages[pages],
                     opens=not sequence.run_end, reading=self.reading)
         ]  # fmt: skip
 
-    def _release(self, sequence: Sequence, deposits: list[Offload]) -> PageEviction | None:
-        """What a slot's deposit of this step leaves to give up, if that is anything."""
-        end = next((deposit.end for deposit in deposits if deposit.slot == sequence.slot), 0) - self.kept_tokens
+    def _release(self, sequence: Sequence, offloads: list[Offload]) -> PageEviction | None:
+        """What a slot's offload of this step leaves to give up, if that is anything."""
+        end = next((offload.end for offload in offloads if offload.slot == sequence.slot), 0) - self.kept_tokens
         return self._release_to(sequence, end) if end > (sequence.released or self.page_tokens) else None
 
     def _release_to(self, sequence: Sequence, end: int) -> PageEviction:
@@ -340,7 +344,7 @@ class Twins:
     def _settle(self, release: PageEviction) -> None:
         """Pages are free (and NaN again); the oracle gets the rows as the host has them."""
         first, last = release.places[0].first_page, release.places[0].first_page + len(release.page_ids)
-        sequence, pool = self.sequences[release.places[0].slot], self.deposits.pool
+        sequence, pool = self.sequences[release.places[0].slot], self.offloading.pool
         sequence.pages[first:last] = release.dense_page_ids
         sequence.released = last * self.page_tokens
         self._free = list(release.page_ids) + self._free

@@ -28,7 +28,7 @@ PROFILES = resolve_profiles(
     {name: Composition.model_validate(tree) for name, tree in COMPOSITIONS.items()}, HostConfig()
 )
 RINGS = PROFILES["reusing"].ring_part.id
-SINK, WINDOW, LUMP, RESIDENT = 16, 32, 64, 128
+SINK, WINDOW, OFFLOAD_BLOCK, RESIDENT = 16, 32, 64, 128
 BLOCK_BYTES = 1000
 TABLE_BYTES = 300  # of a block, where contexts are sampled
 
@@ -65,11 +65,11 @@ def make_engine(
         limit_bytes=limit_blocks * BLOCK_BYTES,
         sink_tokens=SINK,
         window_tokens=WINDOW,
-        lump_tokens=LUMP,
+        offload_block_tokens=OFFLOAD_BLOCK,
         resident_tokens=RESIDENT,
         bytes_of_run=bytes_of_run,
     )
-    spare = 2 * PAGE + WINDOW + 2 * LUMP
+    spare = 2 * PAGE + WINDOW + 2 * OFFLOAD_BLOCK
     capacity = Capacity(num_pages, PAGE, 4000, 5000, host, {RINGS: num_rings}, num_windows, spare)
     lanes = (Lane.DEVICE,) if order is None else (Lane.HOST, Lane.DEVICE)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, Device(lanes))

@@ -170,8 +170,8 @@ class PageRunner:
             self._vacate(slot)
         for context_id in plan.closed_contexts:
             self._close(context_id)
-        for deposit in plan.offloads:
-            self._deposit(deposit)
+        for offload in plan.offloads:
+            self._offload(offload)
         for restore in plan.finished_reloads:
             self._restore(restore)
         for release in plan.evictions:
@@ -296,19 +296,19 @@ class PageRunner:
         if self.refuses_memory:
             self._fail(prompt.slot)
 
-    def _deposit(self, deposit: Offload) -> None:
-        if deposit.opens:
-            self.context_of[deposit.slot] = deposit.context_id
-            self.contexts[deposit.context_id] = []
-            self.readings[deposit.context_id] = deposit.reading
-        table, context = self.tables[deposit.slot], self.contexts[deposit.context_id]
-        first, last = deposit.begin // self.page_tokens, deposit.end // self.page_tokens
-        assert deposit.end <= len(table) * self.page_tokens
-        if deposit.slot in self.failed or self.refuses_memory:
-            self._fail(deposit.slot)
+    def _offload(self, offload: Offload) -> None:
+        if offload.opens:
+            self.context_of[offload.slot] = offload.context_id
+            self.contexts[offload.context_id] = []
+            self.readings[offload.context_id] = offload.reading
+        table, context = self.tables[offload.slot], self.contexts[offload.context_id]
+        first, last = offload.begin // self.page_tokens, offload.end // self.page_tokens
+        assert offload.end <= len(table) * self.page_tokens
+        if offload.slot in self.failed or self.refuses_memory:
+            self._fail(offload.slot)
             return
-        assert table[first:last] == [*deposit.page_ids]
-        tokens = self._read(deposit.slot, deposit.begin, deposit.end)
+        assert table[first:last] == [*offload.page_ids]
+        tokens = self._read(offload.slot, offload.begin, offload.end)
         assert None not in tokens, "what goes down is written"
         context += tokens
 

@@ -18,8 +18,8 @@ from tests.scheduler.test_memory import DEPLOYMENT, plan_on
 class Host:
     """Gives so many pages, or windows, and no more; `there`: were given; `least_rows`: asked for at once."""
 
-    def __init__(self, most: int, lump: int = 1) -> None:
-        self.most, self.least_rows, self.there, self.num_asked = most, lump, 0, 0
+    def __init__(self, most: int, block_rows: int = 1) -> None:
+        self.most, self.least_rows, self.there, self.num_asked = most, block_rows, 0, 0
 
     def commit(self, begin: int, end: int) -> bool:
         assert begin == self.there, "rows come in order"
@@ -82,9 +82,9 @@ def test_who_finds_no_memory_waits_until_another_ends() -> None:
     assert host.there <= 10
 
 
-@pytest.mark.parametrize("lump", [1, 7])
-def test_who_could_never_have_it_is_refused_and_the_next_one_is_served(lump: int) -> None:
-    host = Host(10, lump)
+@pytest.mark.parametrize("block_rows", [1, 7])
+def test_who_could_never_have_it_is_refused_and_the_next_one_is_served(block_rows: int) -> None:
+    host = Host(10, block_rows)
     engine = make(host)
     large, small = make_request("large", prompt_of(11 * PAGE)), make_request("small", prompt_of(5 * PAGE, 1))
     engine.submit([large])
@@ -128,13 +128,13 @@ def test_without_memory_for_a_window_a_request_waits_or_is_refused() -> None:
 
 
 @given(
-    most=st.integers(0, 24), lump=st.integers(1, 9), num_windows=st.sampled_from([None, 0]),
+    most=st.integers(0, 24), block_rows=st.integers(1, 9), num_windows=st.sampled_from([None, 0]),
     sizes=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=8),
 )  # fmt: skip
 def test_everybody_is_served_whole_or_told_to_come_again(
-    most: int, lump: int, num_windows: int | None, sizes: list[tuple[int, int, int]]
+    most: int, block_rows: int, num_windows: int | None, sizes: list[tuple[int, int, int]]
 ) -> None:
-    check_everybody(most, lump, num_windows, sizes)
+    check_everybody(most, block_rows, num_windows, sizes)
 
 
 @pytest.mark.xfail(reason="a branch's window goes to another sequence before its prompt is over", strict=False)
@@ -142,8 +142,8 @@ def test_a_branch_keeps_its_window_where_windows_are_refused() -> None:
     check_everybody(6, 1, 3, [(16, 3, 2), (1, 2, 0), (1, 1, 0), (17, 1, 2)])
 
 
-def check_everybody(most: int, lump: int, num_windows: int | None, sizes: list[tuple[int, int, int]]) -> None:
-    host, windows = Host(most, lump), None if num_windows is None else Host(num_windows)
+def check_everybody(most: int, block_rows: int, num_windows: int | None, sizes: list[tuple[int, int, int]]) -> None:
+    host, windows = Host(most, block_rows), None if num_windows is None else Host(num_windows)
     engine = make(host, windows)
     requests = [make_request(f"r{i}", prompt_of(n, salt), m) for i, (n, m, salt) in enumerate(sizes)]
     deltas: dict[str, list[Delta]] = {}

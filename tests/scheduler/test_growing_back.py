@@ -6,7 +6,7 @@ from gpu.step import FinishedReload, Reload
 from scheduler.engine.engine import Engine
 from scheduler.residence import reloads
 from tests.scheduler.engines import PAGE, check_output, drain, prompt_of, text
-from tests.scheduler.host_engines import LUMP, ask, check_idle, make_engine
+from tests.scheduler.host_engines import OFFLOAD_BLOCK, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
 from tests.scheduler.test_residency import context_of, releases_of, start
 
@@ -38,7 +38,7 @@ def press(engine: Engine, *names: str) -> None:
 def test_a_context_that_gave_all_up_is_asked_for_less_and_less_and_then_for_nothing(
     is_pipelined: bool, dense_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reloads, "FETCHED_TOKENS", 2 * LUMP)
+    monkeypatch.setattr(reloads, "FETCHED_TOKENS", 2 * OFFLOAD_BLOCK)
     engine, runner = make_engine(is_adaptive=True, num_pages=120, is_pipelined=is_pipelined, dense_layers=dense_layers)
     request = ask("a", prompt_of(600), max_tokens=120)
     deltas = start(engine, request)
@@ -51,8 +51,8 @@ def test_a_context_that_gave_all_up_is_asked_for_less_and_less_and_then_for_noth
     assert ends[0] > 500
     assert sorted(ends, reverse=True) == ends
     assert ends[-1] == 0
-    assert len(set(ends)) > 4, "a few lumps at a time"
-    assert max(len(fetch.page_ids) for fetch in fetches_of(runner)) == 2 * LUMP // PAGE
+    assert len(set(ends)) > 4, "a few offload blocks at a time"
+    assert max(len(fetch.page_ids) for fetch in fetches_of(runner)) == 2 * OFFLOAD_BLOCK // PAGE
     assert sum(len(restore.page_ids) for restore in restores_of(runner)) == num_blocks
     assert engine.scheduler.residence.counts.num_reloaded_tokens == num_blocks * PAGE
     assert engine.scheduler.residence.counts.num_evicted_tokens == 0

@@ -14,7 +14,7 @@ from scheduler.sequences.capacity import TooLargeError
 from scheduler.sequences.offloaded_context import RunSize
 from tests.scheduler.engines import PAGE, answer, check_output, drain, prompt_of, text
 from tests.scheduler.host_engines import (
-    LUMP,
+    OFFLOAD_BLOCK,
     PROFILES,
     RESIDENT,
     SINK,
@@ -61,26 +61,26 @@ def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelin
     host = next(prompt.host for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts)
     assert (host.sink, host.source_id, host.reading) == (SINK, None, Reading.WHOLE)
     assert WINDOW <= length - host.end < WINDOW + PAGE
-    lumps = [deposit for plan in runner.plans for deposit in plan.offloads]
-    assert len(lumps) >= 3
-    assert all(deposit.end - deposit.begin == LUMP and not deposit.opens for deposit in lumps)
+    blocks = [offload for plan in runner.plans for offload in plan.offloads]
+    assert len(blocks) >= 3
+    assert all(offload.end - offload.begin == OFFLOAD_BLOCK and not offload.opens for offload in blocks)
     check_idle(engine, runner)
 
 
-def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_a_lump() -> None:
+def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_an_offload_block() -> None:
     engine, runner = make_engine()
     request = ask("a", prompt_of(RESIDENT), max_tokens=210)
     answer(engine, [request])
-    deposits = [deposit for plan in runner.plans for deposit in plan.offloads]
-    assert [deposit.opens for deposit in deposits] == [True, False, False]
-    assert (deposits[0].begin, deposits[0].end) == (SINK, RESIDENT + LUMP - WINDOW)
+    offloads = [offload for plan in runner.plans for offload in plan.offloads]
+    assert [offload.opens for offload in offloads] == [True, False, False]
+    assert (offloads[0].begin, offloads[0].end) == (SINK, RESIDENT + OFFLOAD_BLOCK - WINDOW)
     asks = [group.asks for plan in runner.plans for group in plan.decode]
     assert asks[0] is None
-    assert asks[-1] == (HostRead(deposits[0].context_id, SINK, deposits[-1].end),)
+    assert asks[-1] == (HostRead(offloads[0].context_id, SINK, offloads[-1].end),)
     check_idle(engine, runner)
 
 
-def test_the_window_is_never_shorter_than_asked_nor_longer_than_a_lump_more() -> None:
+def test_the_window_is_never_shorter_than_asked_nor_longer_than_an_offload_block_more() -> None:
     engine, runner = make_engine()
     engine.submit([ask("a", prompt_of(700), max_tokens=300)])
     held = []
@@ -91,7 +91,7 @@ def test_the_window_is_never_shorter_than_asked_nor_longer_than_a_lump_more() ->
             if context is not None:
                 held.append(group.positions[0] + 1 - SINK - len(context))
     assert min(held) >= WINDOW
-    assert max(held) < WINDOW + LUMP
+    assert max(held) < WINDOW + OFFLOAD_BLOCK
 
 
 def test_a_profile_without_host_keeps_every_context_on_the_device() -> None:
@@ -111,7 +111,7 @@ def test_the_next_turn_forks_the_context_of_the_last() -> None:
     engine.submit([second])
     deltas = drain(engine)["b"]
     check_output(second, deltas)
-    down = 500 - WINDOW - (500 - WINDOW) % PAGE + 2 * LUMP
+    down = 500 - WINDOW - (500 - WINDOW) % PAGE + 2 * OFFLOAD_BLOCK
     assert deltas[0].num_cached_tokens == down
     assert prefilled(runner) == [500, 690 - down]
     assert engine.stats().prefix_hits_tokens == down
@@ -394,7 +394,7 @@ def soon() -> Iterator[None]:
     """What was given up comes back after a few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reloads, "QUIET_STEPS", 2)
-        patch.setattr(reloads, "FETCHED_TOKENS", 2 * LUMP)
+        patch.setattr(reloads, "FETCHED_TOKENS", 2 * OFFLOAD_BLOCK)
         yield
 
 

@@ -18,7 +18,7 @@ from transfer.reading import Reading
 from transfer.slabs import PageSource
 
 SHAPE = TierShape((0, 1), 2, 1, 64, "bfloat16", bits_per_table=10, num_tables=40)
-LUMP = 128
+OFFLOAD_BLOCK = 128
 BULK = 3 * TAIL_TOKENS  # more than twice a tail: never merged with one
 
 
@@ -29,7 +29,7 @@ def tier() -> Iterator[CpuTier]:
     opened.shutdown()
 
 
-def deposit(tier: CpuTier, context_id: int, num_tokens: int, shape: TierShape = SHAPE) -> None:
+def offload(tier: CpuTier, context_id: int, num_tokens: int, shape: TierShape = SHAPE) -> None:
     for reservation in tier.reserve(context_id, num_tokens):
         tier.fill(reservation, range(len(shape.layers)), PASSED)
 
@@ -44,35 +44,35 @@ def taken_bytes(tier: CpuTier) -> int:
 
 @pytest.mark.parametrize("reading", [Reading.SAMPLE, Reading.WHOLE])
 @pytest.mark.parametrize("bulk", [200, TAIL_TOKENS - 48, TAIL_TOKENS, BULK])
-def test_what_grows_in_lumps_takes_no_more_than_its_charge(tier: CpuTier, bulk: int, reading: Reading) -> None:
+def test_what_grows_in_offload_blocks_takes_no_more_than_its_charge(tier: CpuTier, bulk: int, reading: Reading) -> None:
     tier.open(1, reading)
-    deposit(tier, 1, bulk)
+    offload(tier, 1, bulk)
     assert taken_bytes(tier) == bytes_of_run(SHAPE, bulk, 0, reading, is_fork=False)
-    for more in range(LUMP, 4 * TAIL_TOKENS, LUMP):
-        deposit(tier, 1, LUMP)
+    for more in range(OFFLOAD_BLOCK, 4 * TAIL_TOKENS, OFFLOAD_BLOCK):
+        offload(tier, 1, OFFLOAD_BLOCK)
         assert taken_bytes(tier) <= bytes_of_run(SHAPE, bulk, more, reading, is_fork=False)
 
 
 @pytest.mark.parametrize("reading", [Reading.SAMPLE, Reading.WHOLE])
-@pytest.mark.parametrize("shared", [BULK, BULK + LUMP, BULK + TAIL_TOKENS - LUMP])
+@pytest.mark.parametrize("shared", [BULK, BULK + OFFLOAD_BLOCK, BULK + TAIL_TOKENS - OFFLOAD_BLOCK])
 @pytest.mark.parametrize("bulk", [0, 200, TAIL_TOKENS - 48, TAIL_TOKENS, BULK])
 def test_a_fork_takes_no_more_than_its_charge(tier: CpuTier, bulk: int, shared: int, reading: Reading) -> None:
     """It shares the front of an open tail, which its source keeps, so it gets a copy of that."""
     tier.open(1, reading)
-    deposit(tier, 1, BULK)
-    deposit(tier, 1, TAIL_TOKENS - LUMP)
+    offload(tier, 1, BULK)
+    offload(tier, 1, TAIL_TOKENS - OFFLOAD_BLOCK)
     before = taken_bytes(tier)
     tier.fork(1, 2, shared, reading)
     if bulk:
-        deposit(tier, 2, bulk)
+        offload(tier, 2, bulk)
     assert taken_bytes(tier) - before <= bytes_of_run(SHAPE, bulk, 0, reading, is_fork=True)
-    for more in range(LUMP, 2 * TAIL_TOKENS, LUMP):
-        deposit(tier, 2, LUMP)
+    for more in range(OFFLOAD_BLOCK, 2 * TAIL_TOKENS, OFFLOAD_BLOCK):
+        offload(tier, 2, OFFLOAD_BLOCK)
         assert taken_bytes(tier) - before <= bytes_of_run(SHAPE, bulk, more, reading, is_fork=True)
 
 
 @pytest.mark.parametrize("context", [3000, 9000])
-def test_the_plan_has_room_for_its_longest_context_and_the_lumps_behind_it(context: int) -> None:
+def test_the_plan_has_room_for_its_longest_context_and_the_offload_blocks_behind_it(context: int) -> None:
     """As it is offloaded whole and then goes on in a fork."""
     shape, host = named_shape("tiny"), HostConfig(resident_tokens=256)
     demand = resolve_host(host, keep_as_set(host, shape), shape, 16, 4, 2)
@@ -81,11 +81,11 @@ def test_the_plan_has_room_for_its_longest_context_and_the_lumps_behind_it(conte
     tier = CpuTier(demand.tier_shape, torch.float32, stated, 1, source)
     try:
         tier.open(1, Reading.SAMPLE)
-        num_tokens = demand.deposited_tokens(context)
-        deposit(tier, 1, num_tokens, demand.tier_shape)
-        deposit(tier, 1, LUMP, demand.tier_shape)
-        tier.fork(1, 2, num_tokens + LUMP // 2, Reading.SAMPLE)
-        deposit(tier, 2, LUMP, demand.tier_shape)
+        num_tokens = demand.offloaded_tokens(context)
+        offload(tier, 1, num_tokens, demand.tier_shape)
+        offload(tier, 1, OFFLOAD_BLOCK, demand.tier_shape)
+        tier.fork(1, 2, num_tokens + OFFLOAD_BLOCK // 2, Reading.SAMPLE)
+        offload(tier, 2, OFFLOAD_BLOCK, demand.tier_shape)
         assert stated - taken_bytes(tier) == 2 * bytes_of_centre(demand.tier_shape), (
             "tails go on with the bulk's centre"
         )

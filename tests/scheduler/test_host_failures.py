@@ -95,7 +95,7 @@ def test_requests_wait_for_host_memory_and_one_that_never_fits_is_told_what_does
 
 
 @pytest.mark.parametrize("kind", ["map", "pin"])
-@pytest.mark.parametrize("when", ["prefill", "lump"])
+@pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_a_host_that_refuses_ends_one_request_and_says_why(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, when: str, kind: str
 ) -> None:

@@ -128,7 +128,7 @@ def test_what_changes_the_tables_of_both_lanes_fences_both() -> None:
         assert not lanes.fence(lane, is_other_busy=True, takes=False, comes=False)
 
 
-def test_contexts_that_make_room_for_a_deposit_are_closed_with_it_whoever_steps() -> None:
+def test_contexts_that_make_room_for_an_offload_are_closed_with_it_whoever_steps() -> None:
     engine, _ = two_lanes()
     scheduler, contexts = engine.scheduler, engine.scheduler.residence.contexts
     run(engine, [ask("before", prompt_of(600, salt=1), 2)])

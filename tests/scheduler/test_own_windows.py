@@ -79,7 +79,7 @@ def test_the_longest_request_of_each_profile_fits_and_what_is_down_of_it_is_plan
     """A shorter window sends more down: the plan counts that one's bytes."""
     without, beside = plan_of({}), plan_of(MAC)
     demands = [find_host_demand(plan.deployment, plan.architecture, plan.memory) for plan in (without, beside)]
-    assert demands[0].deposited_tokens(8192) == demands[1].deposited_tokens(8192) == 8192 - 16 - WINDOW
+    assert demands[0].offloaded_tokens(8192) == demands[1].offloaded_tokens(8192) == 8192 - 16 - WINDOW
     assert demands[1].running_tokens(8192) - demands[0].running_tokens(8192) == OWN_WINDOW - WINDOW
     capacity = plan_capacity(beside.memory, demands[1].tier_shape)
     assert {capacity.longest_tokens(profile) for profile in beside.profiles.values()} == {8192}

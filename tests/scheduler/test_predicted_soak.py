@@ -104,7 +104,7 @@ def test_where_samples_find_every_key_texts_are_those_of_reading_all_with_epsilo
         prompt = prompt_of(LONG_TOKENS, 7)
         texts = [text(run(engine, [ask(name, prompt, 20, name)])[name]) for name in ("both", "offloaded")]
         assert texts[0] == texts[1]
-        errors = engine._runner._offload.tier.stats().errors
+        errors = engine._runner._offloader.tier.stats().errors
         assert errors.estimated > 0
         assert errors.in_full > 0
         counts = counts_of(next(iter(engine._runner._reusing.values())))

@@ -12,7 +12,7 @@ from scheduler.engine.engine import Engine
 from scheduler.messages import EngineRequest
 from scheduler.sequences.capacity import LANDING_TOKENS
 from tests.scheduler.engines import PAGE, answer, check_output, drain, prompt_of
-from tests.scheduler.host_engines import LUMP, PROFILES, RESIDENT, SINK, ask, check_idle, make_engine
+from tests.scheduler.host_engines import OFFLOAD_BLOCK, PROFILES, RESIDENT, SINK, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
 
 
@@ -43,7 +43,7 @@ def test_a_context_that_fits_the_device_is_written_and_never_asked_for() -> None
     answer(engine, [request])
     assert not releases_of(runner)
     assert all(group.asks is None for plan in runner.plans for group in plan.decode)
-    assert len(next(iter(runner.contexts.values()))) > 600 + 300 - 32 - LUMP - PAGE - SINK
+    assert len(next(iter(runner.contexts.values()))) > 600 + 300 - 32 - OFFLOAD_BLOCK - PAGE - SINK
     check_idle(engine, runner)
 
 
@@ -116,7 +116,7 @@ def test_a_fork_and_what_it_stands_on_give_up_shared_pages_together() -> None:
     check_idle(engine, runner)
 
 
-def test_a_release_is_of_a_few_lumps_at_most() -> None:
+def test_a_release_is_of_a_few_offload_blocks_at_most() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=100)
     start(engine, ask("a", prompt_of(1200), max_tokens=60))
     residence = engine.scheduler.residence
@@ -125,8 +125,8 @@ def test_a_release_is_of_a_few_lumps_at_most() -> None:
     assert context.num_resident == 0
     drain(engine)
     sizes = [len(release.page_ids) for release in releases_of(runner)]
-    assert max(sizes) == 8 * LUMP // PAGE
-    assert sum(sizes) >= context.num_blocks - LUMP // PAGE
+    assert max(sizes) == 8 * OFFLOAD_BLOCK // PAGE
+    assert sum(sizes) >= context.num_blocks - OFFLOAD_BLOCK // PAGE
     check_idle(engine, runner)
 
 
@@ -148,11 +148,11 @@ def test_fixed_residence_releases_what_it_writes_and_nothing_else() -> None:
     engine, runner = make_engine(num_pages=60)
     request = ask("a", prompt_of(300), max_tokens=300)
     answer(engine, [request])
-    deposits = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.offloads]
+    offloads = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.offloads]
     releases = [(plan.decode[0].positions[0], one.page_ids) for plan in runner.plans for one in plan.evictions]
     assert len(releases) > 2
-    assert releases == [(position + LANDING_TOKENS, page_ids) for position, page_ids in deposits][: len(releases)]
-    assert len(deposits) - len(releases) <= 1
+    assert releases == [(position + LANDING_TOKENS, page_ids) for position, page_ids in offloads][: len(releases)]
+    assert len(offloads) - len(releases) <= 1
     check_idle(engine, runner)
 
 
@@ -296,8 +296,8 @@ def short(name: str, salt: int, profile: str = "offloaded", max_tokens: int = 90
     return ask(name, prompt_of(100, salt=salt), max_tokens=max_tokens, profile=profile)
 
 
-def deposits_of(runner: PageRunner) -> list[Offload]:
-    return [deposit for plan in runner.plans for deposit in plan.offloads]
+def offloads_of(runner: PageRunner) -> list[Offload]:
+    return [offload for plan in runner.plans for offload in plan.offloads]
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])
@@ -307,8 +307,8 @@ def test_short_contexts_are_written_down_before_anybody_gives_way(profile: str, 
     requests = [short(f"r{salt}", salt, profile) for salt in (1, 2)]
     answer(engine, requests)
     assert engine.stats().preemptions == 0
-    assert [deposit.opens for deposit in deposits_of(runner)][:1] == [True]
-    assert all((one.end - one.begin) % LUMP == 0 for one in deposits_of(runner))
+    assert [offload.opens for offload in offloads_of(runner)][:1] == [True]
+    assert all((one.end - one.begin) % OFFLOAD_BLOCK == 0 for one in offloads_of(runner))
     assert releases_of(runner)
     check_idle(engine, runner)
 
@@ -317,7 +317,7 @@ def test_a_chat_that_meets_no_pressure_takes_no_host_memory() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=40)
     engine.submit([short("a", 1), short("b", 2)])
     drain(engine)
-    assert not deposits_of(runner)
+    assert not offloads_of(runner)
     check_idle(engine, runner)
 
 
@@ -326,7 +326,7 @@ def test_with_fixed_residence_the_youngest_gives_way_as_ever() -> None:
     requests = [short(f"r{salt}", salt) for salt in (1, 2)]
     answer(engine, requests)
     assert engine.stats().preemptions > 0
-    assert not deposits_of(runner)
+    assert not offloads_of(runner)
     check_idle(engine, runner)
 
 
@@ -335,7 +335,7 @@ def test_where_the_host_has_no_room_for_short_ones_the_youngest_gives_way() -> N
     requests = [ask(f"r{salt}", prompt_of(60, salt=salt), max_tokens=68) for salt in (1, 2)]
     answer(engine, requests)
     assert engine.stats().preemptions > 0
-    assert not deposits_of(runner)
+    assert not offloads_of(runner)
     check_idle(engine, runner)
 
 
@@ -366,6 +366,6 @@ def test_one_that_gives_way_in_the_plan_that_writes_it_down_leaves_nothing() -> 
     assert len(scheduler.residence.contexts) == 0
     deltas += drain(engine)["a"]
     check_output(request, deltas)
-    assert not deposits_of(runner)
+    assert not offloads_of(runner)
     assert not runner.contexts
     check_idle(engine, runner)

@@ -1,4 +1,4 @@
-"""What deposited tokens cost in bytes: tables against the paper's Table 7, rows against their definition."""
+"""What offloaded tokens cost in bytes: tables against the paper's Table 7, rows against their definition."""
 
 import pytest
 from hypothesis import given

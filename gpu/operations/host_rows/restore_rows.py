@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.operations.arguments import check, check_dtype, runs_on_triton
-from gpu.operations.host_rows.deposit_rows import check_scales
+from gpu.operations.host_rows.offload_rows import check_scales
 
 BLOCK_TOKENS = 32
 
@@ -69,7 +69,7 @@ def restore_rows(
     """Write stored rows `[kv_heads, tokens, dim]`, bf16, or int8 with scales, to keys and values of the same shape.
 
     Heads and tokens of all four may be strided; keys and values are bf16 or float32 (on the CPU any float). centre:
-    float32 `[kv_heads, dim]`; scales as in `deposit_rows`. Raises ValueError for another shape, dtype or device.
+    float32 `[kv_heads, dim]`; scales as in `offload_rows`. Raises ValueError for another shape, dtype or device.
     """
     op, device = "restore_rows", keys.device
     heads, _, dim = shape = tuple(stored_keys.shape)

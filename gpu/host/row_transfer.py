@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu.host.footprint import PIECE_ROWS, piece_arrays
-from gpu.operations.host_rows.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
+from gpu.operations.host_rows.offload_rows import centre_of, key_scale_of, offload_rows, value_scale_of
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import scatter_runs
 from transfer.allocation import allocate_empty
@@ -33,13 +33,13 @@ class Sent:
     done: Event
 
 
-class Depositor:
+class RowTransfer:
     """One a device. encode_keys: makes codes of stored keys, or None where the shape has no tables."""
 
     def __init__(
         self, shape: TierShape, encode_keys: EncodeKeys | None, device: torch.device, streams: Streams
     ) -> None:
-        assert (encode_keys is None) == (shape.num_tables == 0), "deposit: codes go with tables"
+        assert (encode_keys is None) == (shape.num_tables == 0), "offload: codes go with tables"
         self.shape = shape
         self._encode_keys = encode_keys
         self.device = device
@@ -50,10 +50,10 @@ class Depositor:
         self._brought: Event = PASSED
 
     def send(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> Sent:
-        """Send keys and values `[kv_heads, tokens, dim]` of one layer to `rows`; see `send_lump`."""
-        return self.send_lump(keys[None], values[None], [rows], has_centre)
+        """Send keys and values `[kv_heads, tokens, dim]` of one layer to `rows`; see `send_offload_block`."""
+        return self.send_offload_block(keys[None], values[None], [rows], has_centre)
 
-    def send_lump(self, keys: Tensor, values: Tensor, rows: Sequence[LayerRows], has_centre: bool) -> Sent:
+    def send_offload_block(self, keys: Tensor, values: Tensor, rows: Sequence[LayerRows], has_centre: bool) -> Sent:
         """Send keys and values `[layers, kv_heads, tokens, dim]`, bf16 or float32, each layer to its rows, which are
         alike in strides and of as many KV heads. Returns at once on CUDA.
 
@@ -61,7 +61,7 @@ class Depositor:
         tokens and written there. Where `rows` have no codes, none are made. At most PIECE_ROWS tokens.
         """
         layers, heads, tokens, dim = keys.shape
-        assert 0 < tokens <= PIECE_ROWS, f"deposit: {tokens} tokens of a segment, wanted 1 to {PIECE_ROWS}"
+        assert 0 < tokens <= PIECE_ROWS, f"offload: {tokens} tokens of a segment, wanted 1 to {PIECE_ROWS}"
         assert (layers, heads, dim) == (len(rows), len(rows[0].keys), self.shape.dim)
         if self._down is None:
             for layer in range(layers):
@@ -83,7 +83,7 @@ class Depositor:
         On CUDA on the up stream, after what the current stream was given: wait for the event before reading them.
         """
         wanted = sum(segment.keys.shape[1] for segment in rows)
-        assert into_keys.shape[1] == wanted, f"deposit: {wanted} rows for a room of {into_keys.shape[1]}"
+        assert into_keys.shape[1] == wanted, f"offload: {wanted} rows for a room of {into_keys.shape[1]}"
         self.streams.keep((into_keys, into_values), self.streams.up)
         with self.streams.aside(self.streams.up):
             begin = 0
@@ -109,7 +109,7 @@ class Depositor:
                 rows.value_scale.copy_(value_scale_of(values))
         for begin in range(0, keys.shape[1], CPU_PIECE_TOKENS):
             end = begin + CPU_PIECE_TOKENS
-            deposit_rows(
+            offload_rows(
                 keys[:, begin:end], values[:, begin:end], rows.centre, rows.key_scale, rows.value_scale,
                 rows.keys[:, begin:end], rows.values[:, begin:end],
             )  # fmt: skip
@@ -124,7 +124,7 @@ class Depositor:
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [layers * heads, tokens, dim]
         middles = self._middles(rows) if has_centre else self._new_middles(keys, values, rows)
         stored_keys, stored_values = buffers.rows(keys.shape)
-        deposit_rows(keys, values, *middles, stored_keys, stored_values)
+        offload_rows(keys, values, *middles, stored_keys, stored_values)
         read = self.streams.record()
         _copy_down(stored_keys.view(*shape[:2], 1, -1), [_runs(layer.keys) for layer in rows])
         _copy_down(stored_values.view(*shape[:2], 1, -1), [_runs(layer.values) for layer in rows])
@@ -227,7 +227,7 @@ def of_heads(rows: LayerRows, heads: slice) -> LayerRows:
 
 
 def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "deposit: layers of one lump are alike"
+    assert tensor is not None, "offload: layers of one offload block are alike"
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""Rows that go down through the Depositor, layer by layer or in lumps, and come back.
+"""Rows that go down through `RowTransfer`, layer by layer or in offload blocks, and come back.
 
 On a machine without a GPU the device's way through buffers is taken as well, by CPU tensors.
 """
@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.host import deposit
-from gpu.host.deposit import Depositor, _Buffers
 from gpu.host.footprint import PIECE_ROWS
+from gpu.host.row_transfer import RowTransfer, _Buffers
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.projections import draw_projections, encode_reference
@@ -23,24 +22,24 @@ WAYS = [pytest.param(("cpu", False), id="cpu"), pytest.param(("cpu", True), id="
 WAYS += [pytest.param((device.values[0], True), id="cuda", marks=device.marks) for device in DEVICES[1:]]
 
 
-def make_depositor(way: tuple[str, bool], kv_heads: int, dim: int, rows: str, tables: int = TABLES) -> Depositor:
+def make_row_transfer(way: tuple[str, bool], kv_heads: int, dim: int, rows: str, tables: int = TABLES) -> RowTransfer:
     name, is_buffered = way
     device = torch.device(name)
     shape = TierShape(tuple(range(8)), 4 * kv_heads, kv_heads, dim, rows, BITS, tables)
     dtype = torch.bfloat16 if name == "cuda" else torch.float32
     encode = Codes(arrange(draw_projections(dim, BITS, tables, 0, dtype, device))).encode_keys if tables else None
-    depositor = Depositor(shape, encode, device, Streams(device))
+    row_transfer = RowTransfer(shape, encode, device, Streams(device))
     if is_buffered and name == "cpu":
-        depositor._down, depositor._up = _Buffers(shape, tables, device), _Buffers(shape, 0, device)
-    return depositor
+        row_transfer._down, row_transfer._up = _Buffers(shape, tables, device), _Buffers(shape, 0, device)
+    return row_transfer
 
 
 class Store:
     """Host memory of some layers, `capacity` tokens each, poisoned; `rows` are views of tokens `[begin, end)`."""
 
-    def __init__(self, depositor: Depositor, layers: int, capacity: int) -> None:
-        shape = depositor.shape
-        is_int8, is_pinned = shape.rows == "int8", depositor.device.type == "cuda"
+    def __init__(self, row_transfer: RowTransfer, layers: int, capacity: int) -> None:
+        shape = row_transfer.shape
+        is_int8, is_pinned = shape.rows == "int8", row_transfer.device.type == "cuda"
 
         def full(size: tuple[int, ...], value: float, dtype: torch.dtype) -> torch.Tensor:
             return torch.full((layers, shape.num_kv_heads, *size), value, dtype=dtype, pin_memory=is_pinned)
@@ -70,19 +69,19 @@ class Store:
         return key_step * wide(self.keys) + wide(self.centre)[:, :, None], value_step * wide(self.values)
 
 
-def make_source(depositor: Depositor, layers: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_source(row_transfer: RowTransfer, layers: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys around means of a few units, and values: `[layers, kv_heads, tokens, dim]`, strided, in a poisoned room."""
-    shape, generator = depositor.shape, torch.Generator().manual_seed(tokens)
+    shape, generator = row_transfer.shape, torch.Generator().manual_seed(tokens)
     size = (layers, shape.num_kv_heads, tokens, shape.dim)
-    dtype = torch.bfloat16 if depositor.device.type == "cuda" else torch.float32
-    room = torch.full((2, *size[:2], tokens + 7, shape.dim), float("nan"), dtype=dtype, device=depositor.device)
+    dtype = torch.bfloat16 if row_transfer.device.type == "cuda" else torch.float32
+    room = torch.full((2, *size[:2], tokens + 7, shape.dim), float("nan"), dtype=dtype, device=row_transfer.device)
     means = 3 * torch.randn(layers, shape.num_kv_heads, 1, shape.dim, generator=generator)
     room[0, :, :, 5 : tokens + 5] = (torch.randn(size, generator=generator) + means).to(room)
     room[1, :, :, 5 : tokens + 5] = torch.randn(size, generator=generator).to(room)
     return room[0, :, :, 5 : tokens + 5], room[1, :, :, 5 : tokens + 5]
 
 
-def assert_sent(store: Store, depositor: Depositor, keys, values, begin: int, end: int) -> None:
+def assert_sent(store: Store, row_transfer: RowTransfer, keys, values, begin: int, end: int) -> None:
     """Rows `[begin, end)` of the store are the source within what is lost by storing, codes are of the stored keys."""
     got_keys, got_values = (rows[:, :, begin:end] for rows in store.restored())
     if store.key_scale is None or store.value_scale is None:
@@ -98,8 +97,8 @@ def assert_sent(store: Store, depositor: Depositor, keys, values, begin: int, en
     assert distance(keys.roll(1, 2) if end - begin > 1 else keys + 1, got_keys) > KERNEL_BFLOAT16
     if store.codes is None:
         return
-    projections = draw_projections(depositor.shape.dim, BITS, TABLES, 0, torch.float32, torch.device("cpu"))
-    if depositor.device.type == "cuda":
+    projections = draw_projections(row_transfer.shape.dim, BITS, TABLES, 0, torch.float32, torch.device("cpu"))
+    if row_transfer.device.type == "cuda":
         projections = projections.to(torch.device("cpu"), torch.bfloat16)
     wanted = encode_reference(store.keys[:, :, begin:end].float(), projections).transpose(2, 3).to(torch.int32)
     got = store.codes[..., begin:end].to(torch.int32)
@@ -123,16 +122,16 @@ def assert_untouched(store: Store, begin: int, end: int) -> None:
 @pytest.mark.parametrize(("kv_heads", "tokens", "dim"), [(1, 1, 64), (2, 130, 128), (8, 300, 64), (2, 8193, 64)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_layer_goes_down_and_comes_back(kv_heads, tokens, dim, rows, way):
-    depositor = make_depositor(way, kv_heads, dim, rows)
-    store = Store(depositor, 1, tokens)
-    keys, values = make_source(depositor, 1, tokens)
-    depositor.send(keys[0], values[0], store.rows(0, 0, tokens), False).done.synchronize()
+    row_transfer = make_row_transfer(way, kv_heads, dim, rows)
+    store = Store(row_transfer, 1, tokens)
+    keys, values = make_source(row_transfer, 1, tokens)
+    row_transfer.send(keys[0], values[0], store.rows(0, 0, tokens), False).done.synchronize()
     assert distance(store.centre, wide(keys).mean(2)) < KERNEL_FLOAT32
-    assert_sent(store, depositor, keys, values, 0, tokens)
+    assert_sent(store, row_transfer, keys, values, 0, tokens)
     staging = torch.full((2, kv_heads, tokens + 9, dim), float("nan"), dtype=keys.dtype, device=keys.device)
     into = staging[:, :, 4 : tokens + 4]
     halves = [store.rows(0, begin, end) for begin, end in ((0, tokens // 3), (tokens // 3, tokens)) if begin < end]
-    depositor.streams.wait_for(depositor.bring(halves, *into))
+    row_transfer.streams.wait_for(row_transfer.bring(halves, *into))
     for got, wanted in zip(into, store.restored(), strict=True):
         assert distance(got, wanted[0]) < (KERNEL_BFLOAT16 if keys.dtype == torch.bfloat16 else KERNEL_FLOAT32)
     assert staging[:, :, :4].isnan().all()
@@ -141,27 +140,27 @@ def test_a_layer_goes_down_and_comes_back(kv_heads, tokens, dim, rows, way):
 
 @pytest.mark.parametrize("rows", ["bfloat16", "int8"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_second_lump_joins_the_first_under_its_centre_and_scales(rows, way):
-    depositor = make_depositor(way, 2, 64, rows)
-    store = Store(depositor, 3, 512)
-    keys, values = make_source(depositor, 3, 256)
-    send_lumps(depositor, store, keys[:, :, :128], values[:, :, :128], 128, False)
+def test_a_second_offload_block_joins_the_first_under_its_centre_and_scales(rows, way):
+    row_transfer = make_row_transfer(way, 2, 64, rows)
+    store = Store(row_transfer, 3, 512)
+    keys, values = make_source(row_transfer, 3, 256)
+    send_offload_blocks(row_transfer, store, keys[:, :, :128], values[:, :, :128], 128, False)
     assert distance(store.centre, wide(keys[:, :, :128]).mean(2)) < KERNEL_FLOAT32
     middles = [None if part is None else part.clone() for part in (store.centre, store.key_scale, store.value_scale)]
     low = keys[:, :, 128:] * 0.25 + store.centre[:, :, None].to(keys) * 0.75  # no further from the centre
-    send_lumps(depositor, store, low, values[:, :, 128:] * 0.25, 256, True)
+    send_offload_blocks(row_transfer, store, low, values[:, :, 128:] * 0.25, 256, True)
     for part, before in zip((store.centre, store.key_scale, store.value_scale), middles, strict=True):
         assert part is before is None or torch.equal(part, before)
-    assert_sent(store, depositor, keys[:, :, :128], values[:, :, :128], 128, 256)
-    assert_sent(store, depositor, low, values[:, :, 128:] * 0.25, 256, 384)
+    assert_sent(store, row_transfer, keys[:, :, :128], values[:, :, :128], 128, 256)
+    assert_sent(store, row_transfer, low, values[:, :, 128:] * 0.25, 256, 384)
     assert_untouched(store, 128, 384)
 
 
-def send_lumps(depositor: Depositor, store: Store, keys, values, begin: int, has_centre: bool) -> None:
+def send_offload_blocks(row_transfer: RowTransfer, store: Store, keys, values, begin: int, has_centre: bool) -> None:
     layers, _, tokens, _ = keys.shape
     views = [store.rows(layer, begin, begin + tokens) for layer in range(layers)]
-    sent = depositor.send_lump(keys, values, views, has_centre)
-    depositor.streams.wait_for(sent.read)
+    sent = row_transfer.send_offload_block(keys, values, views, has_centre)
+    row_transfer.streams.wait_for(sent.read)
     sent.done.synchronize()
 
 
@@ -169,60 +168,60 @@ def send_lumps(depositor: Depositor, store: Store, keys, values, begin: int, has
 @pytest.mark.parametrize("run_bytes", [1, 10**9])
 @pytest.mark.parametrize("way", WAYS)
 def test_pieces_and_the_way_runs_are_copied_change_nothing(piece_rows, run_bytes, way, monkeypatch):
-    depositor = make_depositor(way, 2, 64, "int8")
-    keys, values = make_source(depositor, 3, 100)
-    wanted, got = Store(depositor, 3, 160), Store(depositor, 3, 160)
-    send_lumps(depositor, wanted, keys, values, 10, False)
-    monkeypatch.setattr(deposit, "PIECE_ROWS", piece_rows)
-    monkeypatch.setattr(deposit, "COPIED_RUN_BYTES", run_bytes)
-    send_lumps(depositor, got, keys, values, 10, False)
+    row_transfer = make_row_transfer(way, 2, 64, "int8")
+    keys, values = make_source(row_transfer, 3, 100)
+    wanted, got = Store(row_transfer, 3, 160), Store(row_transfer, 3, 160)
+    send_offload_blocks(row_transfer, wanted, keys, values, 10, False)
+    monkeypatch.setattr("gpu.host.row_transfer.PIECE_ROWS", piece_rows)
+    monkeypatch.setattr("gpu.host.row_transfer.COPIED_RUN_BYTES", run_bytes)
+    send_offload_blocks(row_transfer, got, keys, values, 10, False)
     for name in ("keys", "values", "codes", "centre", "key_scale", "value_scale"):
         assert torch.equal(getattr(got, name).nan_to_num(), getattr(wanted, name).nan_to_num()), name
     staging = torch.empty(2, 2, 100, 64, dtype=keys.dtype, device=keys.device)
-    depositor.bring([got.rows(1, 10, 110)], *staging).synchronize()
+    row_transfer.bring([got.rows(1, 10, 110)], *staging).synchronize()
     assert distance(staging[0], wanted.restored()[0][1, :, 10:110]) < KERNEL_BFLOAT16
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_context_that_is_not_sampled_gets_no_codes(way):
     for tables in (0, TABLES):
-        depositor = make_depositor(way, 2, 64, "bfloat16", tables)
-        store = Store(depositor, 1, 50)
+        row_transfer = make_row_transfer(way, 2, 64, "bfloat16", tables)
+        store = Store(row_transfer, 1, 50)
         store.codes = None
-        keys, values = make_source(depositor, 1, 50)
-        send_lumps(depositor, store, keys, values, 0, False)
-        assert_sent(store, depositor, keys, values, 0, 50)
+        keys, values = make_source(row_transfer, 1, 50)
+        send_offload_blocks(row_transfer, store, keys, values, 0, False)
+        assert_sent(store, row_transfer, keys, values, 0, 50)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_source_may_be_overwritten_once_it_is_read(way):
-    depositor = make_depositor(way, 8, 128, "bfloat16")
-    store = Store(depositor, 1, 8192)
-    keys, values = make_source(depositor, 1, 8192)
+    row_transfer = make_row_transfer(way, 8, 128, "bfloat16")
+    store = Store(row_transfer, 1, 8192)
+    keys, values = make_source(row_transfer, 1, 8192)
     kept = keys.clone(), values.clone()
-    sent = depositor.send(keys[0], values[0], store.rows(0, 0, 8192), False)
-    depositor.streams.wait_for(sent.read)
+    sent = row_transfer.send(keys[0], values[0], store.rows(0, 0, 8192), False)
+    row_transfer.streams.wait_for(sent.read)
     keys.fill_(float("nan"))
     values.fill_(float("nan"))
     sent.done.synchronize()
-    assert_sent(store, depositor, *kept, 0, 8192)
+    assert_sent(store, row_transfer, *kept, 0, 8192)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_depositor_is_given_rooms_that_fit(way):
-    depositor = make_depositor(way, 2, 64, "bfloat16")
-    store = Store(depositor, 1, 50)
-    keys, values = make_source(depositor, 1, 50)
+def test_a_row_transfer_is_given_rooms_that_fit(way):
+    row_transfer = make_row_transfer(way, 2, 64, "bfloat16")
+    store = Store(row_transfer, 1, 50)
+    keys, values = make_source(row_transfer, 1, 50)
     with pytest.raises(AssertionError, match="50 rows for a room of 49"):
-        depositor.bring([store.rows(0, 0, 50)], keys[0, :, :49], values[0, :, :49])
+        row_transfer.bring([store.rows(0, 0, 50)], keys[0, :, :49], values[0, :, :49])
     with pytest.raises(AssertionError, match=f"0 tokens of a segment, wanted 1 to {PIECE_ROWS}"):
-        depositor.send(keys[0, :, :0], values[0, :, :0], store.rows(0, 0, 0), False)
+        row_transfer.send(keys[0, :, :0], values[0, :, :0], store.rows(0, 0, 0), False)
 
 
 @pytest.mark.parametrize(("rows", "element_bytes"), [("bfloat16", 2), ("int8", 1)])
 def test_buffers_take_what_the_memory_plan_counts(rows, element_bytes):
     down, up = (
-        _Buffers(make_depositor(("cpu", False), 2, 64, rows).shape, tables, torch.device("cpu"))
+        _Buffers(make_row_transfer(("cpu", False), 2, 64, rows).shape, tables, torch.device("cpu"))
         for tables in (TABLES, 0)
     )
     taken = sum(buffer.nbytes for buffers in (down, up) for buffer in (buffers._rows, buffers._codes))

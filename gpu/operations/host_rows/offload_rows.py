@@ -63,7 +63,7 @@ def value_scale_of(values: Tensor) -> Tensor:
     return torch.maximum(high.float(), -low.float()).div_(INT8_STEPS).clamp_min_(SMALLEST_SCALE)
 
 
-def deposit_rows_reference(
+def offload_rows_reference(
     keys: Tensor,
     values: Tensor,
     centre: Tensor,
@@ -72,7 +72,7 @@ def deposit_rows_reference(
     stored_keys: Tensor,
     stored_values: Tensor,
 ) -> None:
-    """Compute `deposit_rows` in plain torch."""
+    """Compute `offload_rows` in plain torch."""
     centred = keys - centre[:, None]  # float32, or wider
     if key_scale is None or value_scale is None:
         stored_keys.copy_(centred)
@@ -87,7 +87,7 @@ def _steps(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 @triton.jit
-def _deposit_kernel(
+def _offload_kernel(
     keys, values, centre, key_scale, value_scale, stored_keys, stored_values, num_tokens,
     key_head, key_token, value_head, value_token, to_key_head, to_key_token, to_value_head, to_value_token,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_INT8: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
@@ -112,7 +112,7 @@ def _deposit_kernel(
     tl.store(to_value, value.to(stored_values.dtype.element_ty), mask=inside)
 
 
-def deposit_rows(
+def offload_rows(
     keys: Tensor,
     values: Tensor,
     centre: Tensor,
@@ -127,7 +127,7 @@ def deposit_rows(
     neither: rows are int8 or bf16 accordingly. Rows outside a given scale are clamped. Raises ValueError for another
     shape, dtype or device.
     """
-    op, device = "deposit_rows", keys.device
+    op, device = "offload_rows", keys.device
     heads, _, dim = shape = tuple(keys.shape)
     is_int8 = key_scale is not None
     stored = torch.int8 if is_int8 else torch.bfloat16
@@ -138,10 +138,10 @@ def deposit_rows(
     check(op, "stored_values", stored_values, shape, stored, device)
     check_scales(op, key_scale, value_scale, heads, dim, device)
     if not runs_on_triton(keys) or keys.numel() == 0:
-        deposit_rows_reference(keys, values, centre, key_scale, value_scale, stored_keys, stored_values)
+        offload_rows_reference(keys, values, centre, key_scale, value_scale, stored_keys, stored_values)
         return
     check_dtype(op, keys)
-    _deposit_kernel[(triton.cdiv(shape[1], BLOCK_TOKENS), heads)](
+    _offload_kernel[(triton.cdiv(shape[1], BLOCK_TOKENS), heads)](
         keys, values, centre.contiguous(), centre if key_scale is None else key_scale.contiguous(),
         centre if value_scale is None else value_scale.contiguous(), stored_keys, stored_values, shape[1],
         *keys.stride()[:2], *values.stride()[:2], *stored_keys.stride()[:2], *stored_values.stride()[:2],

@@ -1,10 +1,11 @@
-"""The device's dealings with the host tier for running sequences: their deposits, and their end.
+"""The device's dealings with the host tier for running sequences: their offloads, and their end.
 
-Invariants: a deposit's rows are copied from their pages before the pages are given up, in stream order; rows that come
+Invariants: an offload's rows are copied from their pages before the pages are given up, in stream order; rows that come
 back stand in their pages before a page table has these, in stream order; a context is closed when nothing is on its way
-up. Lumps pass through one buffer, however many are due in a step, and rows of more than a lump a layer at a time
-through another, so that a context that grows past the resident limit takes no memory beside it; then the device waits
-for the link. What comes back does so through the staging of prompts, and none that goes down is under way then.
+up. Offload blocks pass through one buffer, however many are due in a step, and rows of more than an offload block a
+layer at a time through another, so that a context that grows past the resident limit takes no memory beside it; then
+the device waits for the link. What comes back does so through the staging of prompts, and none that goes down is under
+way then.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpu.host.deposit import Depositor, of_heads
-from gpu.host.footprint import LUMP_TOKENS, lump_array
+from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS, offload_block_array
 from gpu.host.gathered import GatheredKv
+from gpu.host.row_transfer import RowTransfer, of_heads
 from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
 from gpu.step import FinishedReload, Offload, Reload
@@ -30,40 +31,40 @@ class Offloader:
     """One tier's device side. At least one layer goes down."""
 
     def __init__(
-        self, tier: HostTier, depositor: Depositor, pool: KvPool, gathered: GatheredKv, staging: Staging
+        self, tier: HostTier, row_transfer: RowTransfer, pool: KvPool, gathered: GatheredKv, staging: Staging
     ) -> None:
         self.tier = tier
-        self._depositor = depositor
+        self._row_transfer = row_transfer
         self._pool = pool
         self._gathered = gathered
         self._staging = staging
         self._fetched: Event = PASSED
         self._lost: HostMemoryError | None = None  # why the last fetch brought nothing
         layers, itemsize = len(tier.shape.layers), pool.dtype.itemsize
-        lump = lump_array(layers, pool.num_kv_heads, pool.dim, itemsize, pool.has_codes)
-        self._lump = allocate_empty(lump, pool.device)
-        self._lump_read: Event = PASSED
+        block = offload_block_array(layers, pool.num_kv_heads, pool.dim, itemsize, pool.has_codes)
+        self._block_buffer = allocate_empty(block, pool.device)
+        self._block_buffer_read: Event = PASSED
 
     def close(self, context_ids: Sequence[int]) -> None:
         """Close contexts; waits for a prefix that a dropped prompt still reloads, since memory may go at once."""
         if context_ids:
-            self._depositor.wait_for_brought()
+            self._row_transfer.wait_for_brought()
             self._fetched.synchronize()
         for context_id in context_ids:
             self.tier.close(context_id)
 
-    def deposit(self, deposit: Offload) -> None:
-        """Send a deposit's rows down; asynchronous. Raises HostMemoryError."""
-        num_tokens = deposit.end - deposit.begin
-        if deposit.opens:
-            self.tier.open(deposit.context_id, deposit.reading)
-        reservations = self.tier.reserve(deposit.context_id, num_tokens)
+    def offload(self, offload: Offload) -> None:
+        """Send an offload's rows down; asynchronous. Raises HostMemoryError."""
+        num_tokens = offload.end - offload.begin
+        if offload.opens:
+            self.tier.open(offload.context_id, offload.reading)
+        reservations = self.tier.reserve(offload.context_id, num_tokens)
         layers = range(len(self.tier.shape.layers))
         rooms = [(one, [one.layer(layer) for layer in layers]) for one in reservations]  # all of them, or it raises
-        if num_tokens <= LUMP_TOKENS:
-            self._send_lump(deposit, rooms)
+        if num_tokens <= OFFLOAD_BLOCK_TOKENS:
+            self._send_offload_block(offload, rooms)
         else:
-            self._send_layers(deposit, rooms)
+            self._send_layers(offload, rooms)
 
     def fetch(self, fetch: Reload) -> None:
         """Start to bring rows up to their pages, on a stream of their own, a layer at a time."""
@@ -74,14 +75,14 @@ class Offloader:
         except HostMemoryError as error:
             self._lost = error
             return
-        streams, staging, own = self._depositor.streams, self._staging, slice(0, fetch.end - fetch.begin)
+        streams, staging, own = self._row_transfer.streams, self._staging, slice(0, fetch.end - fetch.begin)
         page_ids = upload(np.array(fetch.page_ids, dtype=np.int64), self._pool.device)
         streams.keep((page_ids,), streams.up)
         for place, (layer, rows) in enumerate(zip(layers, brought, strict=True)):
             keys, values = staging.buffer(place)
             with streams.aside(streams.up):
                 streams.wait_for(staging.read[place % len(staging.read)])
-            self._depositor.bring(_cut(rows, fetch.begin), keys[:, own], values[:, own])
+            self._row_transfer.bring(_cut(rows, fetch.begin), keys[:, own], values[:, own])
             with streams.aside(streams.up):
                 self._pool.scatter_rows(layer, page_ids, keys[:, own], values[:, own])
                 self._fetched = staging.brought[place % len(staging.brought)] = streams.record()
@@ -90,33 +91,35 @@ class Offloader:
         """Put what was fetched in its place, behind the rows; asynchronous. Raises HostMemoryError where they could not
         come: what stands at `restore.places` means nothing then.
         """
-        self._depositor.streams.wait_for(self._fetched)
+        self._row_transfer.streams.wait_for(self._fetched)
         self._pool.reload(restore)
         if self._lost is not None:
             raise self._lost
 
-    def _send_lump(self, deposit: Offload, rooms: Sequence[Room]) -> None:
-        self._depositor.streams.wait_for(self._lump_read)
-        keys, values = self._lump[:, :, :, : deposit.end - deposit.begin]  # [layers, kv_heads, tokens, dim]
-        self._pool.gather_rows(deposit.page_ids, keys, values)
+    def _send_offload_block(self, offload: Offload, rooms: Sequence[Room]) -> None:
+        self._row_transfer.streams.wait_for(self._block_buffer_read)
+        keys, values = self._block_buffer[:, :, :, : offload.end - offload.begin]  # [layers, kv_heads, tokens, dim]
+        self._pool.gather_rows(offload.page_ids, keys, values)
         first = rooms[0][0].begin
         for reservation, rows in rooms:
             own = slice(reservation.begin - first, reservation.end - first)
-            sent = self._depositor.send_lump(keys[:, :, own], values[:, :, own], rows, reservation.has_centre)
+            sent = self._row_transfer.send_offload_block(
+                keys[:, :, own], values[:, :, own], rows, reservation.has_centre
+            )
             self.tier.fill(reservation, range(len(rows)), sent.done)
-            self._lump_read = sent.read  # the last one's: they are read in turn
+            self._block_buffer_read = sent.read  # the last one's: they are read in turn
 
-    def _send_layers(self, deposit: Offload, rooms: Sequence[Room]) -> None:
-        first = rooms[0][0].begin - deposit.begin
+    def _send_layers(self, offload: Offload, rooms: Sequence[Room]) -> None:
+        first = rooms[0][0].begin - offload.begin
         for place, layer in enumerate(self.tier.shape.layers):
             done = {}
-            for heads, keys, values in self._gathered.gather_exact(deposit.slot, layer, deposit.end):
+            for heads, keys, values in self._gathered.gather_exact(offload.slot, layer, offload.end):
                 for number, (reservation, rows) in enumerate(rooms):
                     own = slice(reservation.begin - first, reservation.end - first)
                     to = of_heads(rows[place], heads)
-                    sent = self._depositor.send(keys[:, own], values[:, own], to, reservation.has_centre)
+                    sent = self._row_transfer.send(keys[:, own], values[:, own], to, reservation.has_centre)
                     done[number] = sent.done
-                    self._depositor.streams.wait_for(sent.read)
+                    self._row_transfer.streams.wait_for(sent.read)
             for number, (reservation, _) in enumerate(rooms):
                 self.tier.fill(reservation, [place], done[number])
 

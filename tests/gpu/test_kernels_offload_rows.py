@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.operations.host_rows.deposit_rows import centre_of, deposit_rows, key_scale_of, value_scale_of
+from gpu.operations.host_rows.offload_rows import centre_of, key_scale_of, offload_rows, value_scale_of
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import scatter_runs
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance, random, wide
@@ -69,7 +69,7 @@ def test_the_centre_is_the_mean_of_the_keys(shape, dtype, device):
 def test_bfloat16_rows_are_centred_keys_and_values_as_they_are(shape, dtype, device):
     rows = make_rows(shape, False, dtype, device)
     stored_keys, stored_values = rows.stored
-    deposit_rows(rows.keys, rows.values, *rows.middles, stored_keys, stored_values)
+    offload_rows(rows.keys, rows.values, *rows.middles, stored_keys, stored_values)
     centred = wide(rows.keys) - wide(rows.centre)[:, None]
     bound = np.linalg.norm(wide(rows.centre)) * KERNEL_FLOAT32  # one token is its own centre: nothing is left
     assert np.linalg.norm(wide(stored_keys) - centred) <= np.linalg.norm(centred) * KERNEL_BFLOAT16 + bound
@@ -84,7 +84,7 @@ def test_bfloat16_rows_are_centred_keys_and_values_as_they_are(shape, dtype, dev
 def test_int8_rows_are_the_nearest_steps_of_scales_that_reach_the_largest(shape, dtype, device):
     rows = make_rows(shape, True, dtype, device)
     stored_keys, stored_values = rows.stored
-    deposit_rows(rows.keys, rows.values, *rows.middles, stored_keys, stored_values)
+    offload_rows(rows.keys, rows.values, *rows.middles, stored_keys, stored_values)
     centred = wide(rows.keys) - wide(rows.centre)[:, None]
     if shape[1] > 1:
         assert distance(rows.key_scale, np.abs(centred).max((1, 2)) / 127) < KERNEL_FLOAT32
@@ -104,7 +104,7 @@ def test_rows_outside_a_given_scale_are_clamped(dtype, device):
     rows = make_rows(SMALL, True, dtype, device)
     scales = rows.key_scale / 4, rows.value_scale / 4
     stored_keys, stored_values = rows.stored
-    deposit_rows(rows.keys, rows.values, rows.centre, *scales, stored_keys, stored_values)
+    offload_rows(rows.keys, rows.values, rows.centre, *scales, stored_keys, stored_values)
     centred = wide(rows.keys) - wide(rows.centre)[:, None]
     for stored, steps in ((stored_keys, centred / wide(scales[0])[:, None, None]),
                           (stored_values, wide(rows.values) / wide(scales[1])[:, None])):  # fmt: skip
@@ -117,7 +117,7 @@ def test_rows_of_zeros_are_zeros(dtype, device):
     zeros = torch.zeros(SMALL, dtype=dtype, device=device)
     centre = centre_of(zeros)
     stored = torch.full((2, *SMALL), -128, dtype=torch.int8, device=device)
-    deposit_rows(zeros, zeros, centre, key_scale_of(zeros, centre), value_scale_of(zeros), *stored)
+    offload_rows(zeros, zeros, centre, key_scale_of(zeros, centre), value_scale_of(zeros), *stored)
     assert not stored.any()
 
 
@@ -126,7 +126,7 @@ def test_rows_of_zeros_are_zeros(dtype, device):
 def test_restored_rows_are_scale_times_stored_and_the_centre(shape, is_int8, dtype, device):
     rows = make_rows(shape, is_int8, dtype, device)
     stored_keys, stored_values = rows.stored
-    deposit_rows(rows.keys, rows.values, *rows.middles, stored_keys, stored_values)
+    offload_rows(rows.keys, rows.values, *rows.middles, stored_keys, stored_values)
     key_scale = wide(rows.key_scale)[:, None, None] if is_int8 else 1.0
     value_scale = wide(rows.value_scale)[:, None] if is_int8 else 1.0
     heads, tokens, dim = shape
@@ -158,9 +158,9 @@ def test_runs_are_scattered_to_each_layers_place(heads, inner, length, offset, d
 def test_wrong_arguments_are_named(dtype, device):
     rows = make_rows(SMALL, True, dtype, device)
     stored_keys, stored_values = rows.stored
-    with pytest.raises(ValueError, match="deposit_rows: one of key_scale and value_scale is None"):
-        deposit_rows(rows.keys, rows.values, rows.centre, rows.key_scale, None, stored_keys, stored_values)
-    with pytest.raises(ValueError, match=r"deposit_rows: stored_keys is .*int8.*wanted .*bfloat16"):
-        deposit_rows(rows.keys, rows.values, rows.centre, None, None, stored_keys, stored_values)
+    with pytest.raises(ValueError, match="offload_rows: one of key_scale and value_scale is None"):
+        offload_rows(rows.keys, rows.values, rows.centre, rows.key_scale, None, stored_keys, stored_values)
+    with pytest.raises(ValueError, match=r"offload_rows: stored_keys is .*int8.*wanted .*bfloat16"):
+        offload_rows(rows.keys, rows.values, rows.centre, None, None, stored_keys, stored_values)
     with pytest.raises(ValueError, match=r"restore_rows: keys is \(2, 32, 128\)"):
         restore_rows(stored_keys, stored_values, *rows.middles, rows.keys[:, 1:], rows.values)
