@@ -105,8 +105,8 @@ class Mac(DecodeMethod):
         requests, dim = len(step.query), step.query.shape[-1]
         kv_heads, cells = step.keys.shape[1], step.lengths - 1
         limits, query = self.limits(dim), step.pre_rope_query.contiguous()
-        holes = torch.zeros(3, requests, dtype=torch.int32, device=cells.device)
-        matched = match(query, state.ring, state.rings, cells, holes, limits, state.is_matching, state.counts, kv_heads)
+        skips = torch.zeros(3, requests, dtype=torch.int32, device=cells.device)
+        matched = match(query, state.ring, state.rings, cells, skips, limits, state.is_matching, state.counts, kv_heads)
         begin, end, cut = matched.bounds.unsqueeze(-1)  # [requests, heads, 1]
         position = torch.arange(step.longest, device=cells.device)
         near = ((position < begin) | (position >= cut)) & valid_positions(step.lengths, step.longest)

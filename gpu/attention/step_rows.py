@@ -19,7 +19,7 @@ _WIDE, _NARROW = 3, 5  # int64 and int32 columns
 class StepRows:
     """The rows of a decode step, as views of one buffer. positions (of the rotation), token_slots (where the input
     token stands in `last_tokens`), cells: int64 `[rows]`; slots, context_lens (in cells, this token's with them): int32
-    `[rows]`; holes: int32 `[3, rows]`, begin, end and end again of what the row asks the host for.
+    `[rows]`; skips: int32 `[3, rows]`, begin, end and end again of what the row asks the host for.
 
     A buffer is uint8 `[num_bytes(rows)]`.
     """
@@ -31,13 +31,13 @@ class StepRows:
         narrow = buffer[8 * _WIDE * rows :].view(torch.int32).view(_NARROW, rows)
         self.positions, self.token_slots, self.cells = wide
         self.slots, self.context_lens = narrow[:2]
-        self.holes = narrow[2:]
+        self.skips = narrow[2:]
 
     def bounds(self, num_heads: int) -> Tensor:
         """Return bounds of attention beside a host read, int32 `[3, rows, heads]`, the last axis expanded: the row's
         host read is skipped, and nothing is far.
         """
-        return self.holes.unsqueeze(-1).expand(3, self.num_rows, num_heads)
+        return self.skips.unsqueeze(-1).expand(3, self.num_rows, num_heads)
 
     def window_bounds(self, num_heads: int, window_tokens: int) -> Tensor:
         """Return bounds of attention to each row's last `window_tokens` cells: all before them is skipped."""

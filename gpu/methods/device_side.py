@@ -98,8 +98,8 @@ class DeviceSide:
         """Read what the method reads itself, into `fetched`; the host is asked, if it is, and near and far are read."""
 
     def after(self, reads: LayerReads, on_device: DevicePartials, filled: Sequence[Partial]) -> None:
-        """Look at what was read, or merge it. What others filled the holes with is there as well, `fetched` and the
-        host's; nothing is merged yet.
+        """Look at what was read, or merge it. What others filled the skipped ranges with is there as well, `fetched`
+        and the host's; nothing is merged yet.
         """
 
     def finish(self, rows: StepRows) -> None:

@@ -99,7 +99,7 @@ class Fixed:
 
     rings: Tensor
     cells: Tensor
-    holes: Tensor
+    skips: Tensor
     slots: Tensor
     context_lens: Tensor
     is_matching: Tensor
@@ -174,7 +174,7 @@ def make_fixed(pages: Pages) -> Fixed:
     return Fixed(
         rings=rows.clone(),
         cells=torch.full((batch,), pages.tokens - 1, dtype=torch.int64, device=device),
-        holes=torch.full((3, batch), SINK, dtype=torch.int32, device=device),
+        skips=torch.full((3, batch), SINK, dtype=torch.int32, device=device),
         slots=rows,
         context_lens=torch.full((batch,), pages.tokens, dtype=torch.int32, device=device),
         is_matching=torch.ones(1, dtype=torch.int32, device=device),
@@ -193,7 +193,7 @@ class Path:
 
     def match(self, layer: Layer) -> Matched:
         fixed = self.fixed
-        return match(layer.query, layer.ring, fixed.rings, fixed.cells, fixed.holes, self.shape.limits,
+        return match(layer.query, layer.ring, fixed.rings, fixed.cells, fixed.skips, self.shape.limits,
                      fixed.is_matching, fixed.counts, self.shape.kv_heads)  # fmt: skip
 
     def attend(self, layer: Layer, bounds: Tensor | None) -> DevicePartials:
@@ -307,8 +307,8 @@ def time_path(
 
 def cells_read(shape: Shape, tokens: int, matched: Matched) -> float:
     """Of all KV heads of all rows: from the first that a head of the group reads behind the sink to the end."""
-    hole_begin, hole_end, _ = matched.bounds.view(3, -1, shape.kv_heads, shape.group)
-    skipped = (hole_end - hole_begin).amin(-1)  # of a miss, none
+    skip_begin, skip_end, _ = matched.bounds.view(3, -1, shape.kv_heads, shape.group)
+    skipped = (skip_end - skip_begin).amin(-1)  # of a miss, none
     return float((tokens - skipped).sum())
 
 

@@ -85,9 +85,9 @@ class Head:
 
     def step(
         self, query: np.ndarray, turned: np.ndarray, m: int, keys: np.ndarray, values: np.ndarray, scale: float,
-        hole: tuple[int, int], is_estimate: bool, is_matching: bool = True,
+        skip: tuple[int, int], is_estimate: bool, is_matching: bool = True,
     ) -> Step:  # fmt: skip
-        """query: before the rotation, `turned` after it; keys, values: `[m + 1, dim]`; hole: what the host reads."""
+        """query: before the rotation, `turned` after it; keys, values: `[m + 1, dim]`; skip: what the host reads."""
         sink, cut = self.rule.sink, m + 1 - self.rule.band
 
         def summary_of(cells: range | set[int]) -> tuple[float, np.ndarray]:
@@ -95,13 +95,13 @@ class Head:
             weights = np.exp(keys[chosen] @ turned * scale)
             return float(weights.sum()), weights @ values[chosen]
 
-        found = self.find(query, m, hole[1]) if is_matching and cut > sink else (None, np.inf, False)
+        found = self.find(query, m, skip[1]) if is_matching and cut > sink else (None, np.inf, False)
         matched, distance, is_refused = found
         everything = set(range(m + 1))
         if matched is None:
-            read = everything - set(range(*hole))
+            read = everything - set(range(*skip))
             mass, weighted = summary_of(range(sink, max(sink, cut)))
-            origin, of_sample = m, is_estimate and hole[0] < hole[1]
+            origin, of_sample = m, is_estimate and skip[0] < skip[1]
             near = summary_of(everything - set(range(sink, max(sink, cut))))
         else:
             reused = self.summaries[matched]

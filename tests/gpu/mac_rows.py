@@ -51,14 +51,14 @@ class Taken:
 
 class MacRows:
     """`prompts` tokens of each row are there before the first step, without a ring's entry; a row whose number is in
-    `plain` has no ring; `holes` `[rows, 2]`: what the host fills, the same in every step.
+    `plain` has no ring; `skips` `[rows, 2]`: what the host fills, the same in every step.
 
     Before a step `repeats` `[rows, heads]` says which earlier cell's query comes again, moved a little (0: none).
     """
 
     def __init__(
         self, shape: Shape, rule: oracle.Rule, prompts: list[int], steps: int, dtype: torch.dtype, device: str,
-        plain: tuple[int, ...] = (), holes: list[tuple[int, int]] | None = None, is_turned: bool = True,
+        plain: tuple[int, ...] = (), skips: list[tuple[int, int]] | None = None, is_turned: bool = True,
         outs: torch.dtype | None = None, is_estimate: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         rows = len(prompts)
@@ -67,7 +67,7 @@ class MacRows:
         contexts = [prompt + steps for prompt in prompts]
         self.paged = Paged(dtype, device, (shape.heads, shape.kv_heads, shape.dim, 16), contexts, max_context=24_576)
         self.generator = np.random.default_rng(sum(prompts) + shape.heads)
-        self.holes = holes or [(0, 0)] * rows
+        self.skips = skips or [(0, 0)] * rows
         self.is_estimate = torch.tensor([row in is_estimate for row in range(rows)], dtype=torch.uint8, device=device)
         order = self.generator.permutation(rows)  # a row's ring is not its own number
         own = [-1 if row in plain else int(order[row]) for row in range(rows)]
@@ -114,9 +114,9 @@ class MacRows:
         paged.query, paged.contexts = turned, (cells + 1).tolist()
         paged.context_lens = torch.tensor(cells + 1, dtype=torch.int32, device=device)
         on_device = torch.from_numpy(cells).to(device)
-        begins, ends = zip(*self.holes, strict=True)
-        holes = torch.tensor([begins, ends, ends], dtype=torch.int32)
-        matched = match(query, self.ring, self.rings, on_device, holes.to(device), limits, self.is_matching,
+        begins, ends = zip(*self.skips, strict=True)
+        skips = torch.tensor([begins, ends, ends], dtype=torch.int32)
+        matched = match(query, self.ring, self.rings, on_device, skips.to(device), limits, self.is_matching,
                         self.counts, self.shape.kv_heads)  # fmt: skip
         reading = paged.read(matched.bounds, has_far=True, is_counted=True)
         filled = self.fill(turned, matched)
@@ -125,11 +125,11 @@ class MacRows:
         return Taken(matched, reading.near, reading.far, whole, self.wanted(wide(query), wide(turned), cells), cells)
 
     def fill(self, turned: Tensor, matched: Matched) -> Partial | None:
-        """The host's partials of holes; those of heads that hit are poison."""
-        if not any(begin < end for begin, end in self.holes):
+        """The host's partials of skipped ranges; those of heads that hit are poison."""
+        if not any(begin < end for begin, end in self.skips):
             return None
         reads = np.zeros((*turned.shape[:2], max(self.paged.contexts)), bool)
-        for row, (begin, end) in enumerate(self.holes):
+        for row, (begin, end) in enumerate(self.skips):
             reads[row, :, begin:end] = True
         out, lse = (torch.from_numpy(part).to(self.device, self.wide) for part in self.paged.wanted_of(reads))
         is_hit = matched.entries >= 0
@@ -142,11 +142,11 @@ class MacRows:
         steps: list[list[oracle.Step | None]] = []
         for row, m in enumerate(cells):
             keys, values = self.paged.keys[row][: m + 1], self.paged.values[row][: m + 1]
-            hole, is_estimate = self.holes[row], bool(self.is_estimate[row])
+            skip, is_estimate = self.skips[row], bool(self.is_estimate[row])
             steps.append([
                 None if self.rings[row] < 0 else self.heads[row][head].step(
                     query[row, head], turned[row, head], int(m), keys[:, head // group], values[:, head // group],
-                    self.paged.scale, hole, is_estimate, bool(self.is_matching),
+                    self.paged.scale, skip, is_estimate, bool(self.is_matching),
                 )
                 for head in range(self.shape.heads)
             ])  # fmt: skip

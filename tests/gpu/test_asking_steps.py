@@ -38,7 +38,7 @@ def asking(twins: Twins) -> Asking:
 
 
 def batch_of(twins: Twins, slots: list[int], change: int = 0) -> Batch:
-    """The next step of these slots; `change`: by so many cells the device's hole is longer."""
+    """The next step of these slots; `change`: by so many cells the device's skipped range is longer."""
     group = twins.group(slots)
     asks = [replace(ask, end=ask.end + change) for ask in group.asks]
     return Batch(group.slots, group.positions, group.positions, asks)

@@ -52,9 +52,9 @@ def test_inputs_are_packed_and_padded() -> None:
     assert rows.cells.tolist() == [15, 5, 0, 0]
     assert rows.slots.tolist() == [3, 0, -1, -1]
     assert rows.context_lens.tolist() == [16, 6, 0, 0]
-    hole_begin, hole_end, cut = rows.bounds(2)
-    assert hole_begin.tolist() == [[2, 2], [0, 0], [0, 0], [0, 0]]
-    assert hole_end.tolist() == cut.tolist() == [[12, 12], [0, 0], [0, 0], [0, 0]]
+    skip_begin, skip_end, cut = rows.bounds(2)
+    assert skip_begin.tolist() == [[2, 2], [0, 0], [0, 0], [0, 0]]
+    assert skip_end.tolist() == cut.tolist() == [[12, 12], [0, 0], [0, 0], [0, 0]]
     assert rows.of_slots(torch.tensor([40, 41, 42, 43, -1])).tolist() == [43, 40, -1, -1]
 
 

@@ -374,7 +374,7 @@ def _mac(shape: Architecture, dtype: torch.dtype) -> None:
     size = (2, shape.num_heads, 1024)
     query = empty(2, shape.num_heads, shape.dim, dtype=dtype)
     ids, cells = empty(2, dtype=torch.int32), empty(2, dtype=torch.int64)
-    holes = empty(3, 2, dtype=torch.int32)
+    skips = empty(3, 2, dtype=torch.int32)
     limits = Limits(16, 256, 50.0, 1024, 4096, 1024, 0.5)
     flags = empty(2, dtype=torch.uint8)
     is_matching, counts = ids.new_empty(1), empty(NUM_COUNTS, dtype=torch.int64)
@@ -385,7 +385,7 @@ def _mac(shape: Architecture, dtype: torch.dtype) -> None:
             empty(*size, shape.dim, dtype=kept), empty(size),
             empty(size, dtype=torch.int32), empty(size, dtype=torch.uint8),
         )  # fmt: skip
-        matched = match(query, ring, ids, cells, holes, limits, is_matching, counts, shape.num_kv_heads)
+        matched = match(query, ring, ids, cells, skips, limits, is_matching, counts, shape.num_kv_heads)
         for filled in (None, Partial(out, lse)):
             side = Partial(out, lse)
             complete(side, side, filled, query, matched, ring, ids, cells, limits, flags)
@@ -411,7 +411,7 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
         empty(rows, dtype=torch.int32),
         empty(rows, dtype=torch.int64),
     )
-    holes = empty(3, rows, dtype=torch.int32)
+    skips = empty(3, rows, dtype=torch.int32)
     counts = empty(NUM_FETCH_COUNTS, dtype=torch.int64)
     lies = empty(3, 11, 256, dtype=torch.int64)
     history = empty(places, 65, 8192, dtype=torch.uint8)
@@ -419,11 +419,11 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
         empty(rows, shape.num_heads, 8192),
         empty(rows, shape.num_heads),
     )
-    listed = list_blocks(numbers, bits, rings, holes, kv_heads, counts)
+    listed = list_blocks(numbers, bits, rings, skips, kv_heads, counts)
     fetched = empty(rows * kv_heads, shape.group, slots)
     for beside in (None, Fetched(fetched, listed, lse)):
-        note_step(history, maxima, lse, beside, rings, cells, holes, 4, kv_heads)
-    step: Any = SimpleNamespace(num_rows=rows, slots=rings, cells=cells, holes=holes)  # a StepRows
+        note_step(history, maxima, lse, beside, rings, cells, skips, 4, kv_heads)
+    step: Any = SimpleNamespace(num_rows=rows, slots=rings, cells=cells, skips=skips)  # a StepRows
     turns = Turns(PredictedSettings(weights=Path("unread")), 3, kv_heads, 4, 8192, torch.device("cuda"))
     turns.of_rows(step, rings, empty(1, dtype=torch.bool), shape.num_heads)
     scores, is_in = empty(places, 8192), empty(places, dtype=torch.bool)
@@ -436,7 +436,7 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
             keys = torch.empty(places * slots, 1, 16, width_of(stored, shape.dim), dtype=stored, device="cuda")
             for late in (None, Lateness(open_parts, bits, counts)):
                 fetch_blocks(numbers, fresh, lies, keys, keys, kv_heads, is_int8, late)
-        look_at_blocks(history, query, lse, bits, lies, rings, cells, holes, 64, 0.1, is_int8, counts)
+        look_at_blocks(history, query, lse, bits, lies, rings, cells, skips, 64, 0.1, is_int8, counts)
 
 
 def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:

@@ -127,7 +127,7 @@ def test_splits_fill_the_device_and_bound_the_longest_program(requests, context)
 
 
 def random_bounds(contexts: list[int], heads: int, seed: int) -> np.ndarray:
-    """hole_begin <= hole_end <= cut, int32 `[3, rows, heads]`: of every kind that there is, and within the context."""
+    """skip_begin <= skip_end <= cut, int32 `[3, rows, heads]`: of every kind that there is, and within the context."""
     generator = np.random.default_rng(seed)
     bounds = np.zeros((3, len(contexts), heads), np.int32)
     for row, context in enumerate(contexts):
@@ -136,10 +136,10 @@ def random_bounds(contexts: list[int], heads: int, seed: int) -> np.ndarray:
             kinds = [
                 (begin, end, cut),
                 (begin, end, end),  # nothing is far
-                (0, 0, 0),  # no hole
+                (0, 0, 0),  # no skipped range
                 (0, context, context),  # nothing is read
                 (16 * (begin // 16), 16 * (end // 16), context),  # no tail
-                (context, context, context),  # all before the hole
+                (context, context, context),  # all before the skipped range
             ]
             bounds[:, row, head] = kinds[generator.integers(len(kinds))]
     return bounds
@@ -147,9 +147,9 @@ def random_bounds(contexts: list[int], heads: int, seed: int) -> np.ndarray:
 
 def cells_of(bounds: np.ndarray, contexts: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Cells that are near and far, bool `[rows, heads, cells]`."""
-    hole_begin, hole_end, cut = bounds[..., None]
+    skip_begin, skip_end, cut = bounds[..., None]
     cell, context = np.arange(max(contexts)), np.array(contexts)[:, None, None]
-    return (cell < hole_begin) | ((cell >= cut) & (cell < context)), (cell >= hole_end) & (cell < cut)
+    return (cell < skip_begin) | ((cell >= cut) & (cell < context)), (cell >= skip_end) & (cell < cut)
 
 
 def assert_equal_partials(partial: Partial, wanted: tuple[np.ndarray, np.ndarray], dtype: torch.dtype) -> None:
@@ -181,7 +181,7 @@ def test_near_and_far_are_read_by_each_heads_own_bounds_and_nothing_else_is(shap
 
 @on_devices
 @on_dtypes
-def test_a_hole_that_is_alike_for_all_heads_takes_bounds_that_are_expanded(dtype, device):
+def test_a_skipped_range_that_is_alike_for_all_heads_takes_bounds_that_are_expanded(dtype, device):
     paged = Paged(dtype, device, SHAPES[0], [700, 90, 40], max_context=FEW_SPLITS)
     rows = torch.tensor([[16, 16, 0], [512, 48, 0], [512, 48, 0]], dtype=torch.int32, device=device)
     bounds = rows[..., None].expand(3, 3, SHAPES[0][0])

@@ -35,7 +35,7 @@ def check(taken: Taken, rows: MacRows, out: float, lse: float) -> int:
     covered = (taken.near.covered.cpu(), taken.far.covered.cpu()) if taken.near.covered is not None else None
     bounds = taken.matched.bounds.cpu()
     for row, heads in enumerate(taken.wanted):
-        begin, end = rows.holes[row]
+        begin, end = rows.skips[row]
         for head, step in enumerate(heads):
             at = row, head
             is_hit = entries[row][head] >= 0
@@ -139,9 +139,9 @@ def test_a_layer_that_does_not_match_reads_all_and_still_fills_its_rings(dtype, 
     assert check(taken, rows, OUT[dtype], LSE[dtype]) == 4
 
 
-def test_holes_are_the_hosts_where_heads_missed_and_reused_where_they_hit(dtype, device):
+def test_skipped_ranges_are_the_hosts_where_heads_missed_and_reused_where_they_hit(dtype, device):
     steps = 30
-    rows = MacRows(SMALL, RULE, [60, 70, 50], steps, dtype, device, holes=[(4, 36), (4, 40), (4, 20)], plain=(1,),
+    rows = MacRows(SMALL, RULE, [60, 70, 50], steps, dtype, device, skips=[(4, 36), (4, 40), (4, 20)], plain=(1,),
                    is_estimate=(0, 1))  # fmt: skip
     generator = np.random.default_rng(2)
     hits = run(rows, steps, lambda *_: int(generator.integers(1, 17)) if generator.random() < 0.6 else 0)
@@ -152,9 +152,9 @@ def test_holes_are_the_hosts_where_heads_missed_and_reused_where_they_hit(dtype,
 
 
 def test_what_was_released_since_is_not_reused(dtype, device):
-    rows = MacRows(SMALL, RULE, [60], 20, dtype, device, holes=[(4, 40)])
+    rows = MacRows(SMALL, RULE, [60], 20, dtype, device, skips=[(4, 40)])
     run(rows, 16, lambda *_: 0)
-    rows.holes = [(4, 65)]
+    rows.skips = [(4, 65)]
     assert check(rows.step(np.full((1, 4), 5)), rows, OUT[dtype], LSE[dtype]) == 0, "the prefix of cell 71 ends at 64"
     assert check(rows.step(np.full((1, 4), 5)), rows, OUT[dtype], LSE[dtype]) == 4
 

@@ -10,7 +10,7 @@ import torch
 from gpu.attention.step_rows import StepRows
 from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
 from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, Lateness, fetch_blocks, look_at_blocks
-from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, list_blocks
+from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS, READ, SKIP, list_blocks
 from gpu.methods.predicted.noting import Fetched, note_step
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.predicted.turns import Turns, find_rings
@@ -51,20 +51,20 @@ def code(attended: float) -> int:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_listed_is_what_stands_in_a_slot_and_lies_in_the_rows_hole(device: str) -> None:
+def test_listed_is_what_stands_in_a_slot_and_lies_in_the_rows_skipped_range(device: str) -> None:
     draw = np.random.default_rng(1)
     ids, rings = draw_ids(draw, BLOCKS), [2, -1, 0]
-    holes = np.array([[16, 0, 32], [16 + 16 * 25, 0, 32], [16 + 16 * 25, 0, 32]], np.int32)
+    skips = np.array([[16, 0, 32], [16 + 16 * 25, 0, 32], [16 + 16 * 25, 0, 32]], np.int32)
     counts = numbers(device)
     listed = list_blocks(
         torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device),
-        torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(holes, device=device), KV_HEADS, counts,
+        torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(skips, device=device), KV_HEADS, counts,
     )  # fmt: skip
     read = 0
     for row, ring in enumerate(rings):
         for kv_head in range(KV_HEADS):
             item, place = row * KV_HEADS + kv_head, ring * KV_HEADS + kv_head
-            limit = (holes[1, row] - holes[0, row]) // 16
+            limit = (skips[1, row] - skips[0, row]) // 16
             wanted = {} if ring < 0 else {int(n): s for s, n in enumerate(ids[place]) if 0 <= n < limit}
             count = int(listed.tokens[item]) // 16
             assert int(listed.rows[item]) == (item if ring >= 0 else -1)
@@ -74,7 +74,7 @@ def test_listed_is_what_stands_in_a_slot_and_lies_in_the_rows_hole(device: str) 
             own = bits_of(ids)[place] if ring >= 0 else np.zeros(WORDS, np.int32)
             assert listed.excluded[row, kv_head].tolist() == own.tolist()
             read += 16 * count
-    assert counts.tolist()[HOLE : READ + 1] == [KV_HEADS * 16 * 25, read]
+    assert counts.tolist()[SKIP : READ + 1] == [KV_HEADS * 16 * 25, read]
 
 
 # --- histories --------------------------------------------------------------------------------------------------------
@@ -91,23 +91,23 @@ def test_a_noted_row_is_the_groups_largest_share_of_blocks_that_were_read_and_el
     maxima = draw.normal(size=(3, heads, known)).astype(np.float32) * 3
     maxima[draw.random(maxima.shape) < 0.5] = -np.inf
     lse = (draw.normal(size=(3, heads)) + 5).astype(np.float32)
-    maxima[:, :, first_block : first_block + 7] = -np.inf  # the hole
+    maxima[:, :, first_block : first_block + 7] = -np.inf  # the skipped range
     ids = draw_ids(draw, 7)
     before = draw.integers(0, 256, (RINGS * KV_HEADS, steps, BLOCKS)).astype(np.uint8)
     history = torch.tensor(before, device=device)
     on_device = [torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(cells, device=device)]
-    holes = torch.tensor([[32] * 3, [32 + 16 * 7] * 3, [32 + 16 * 7] * 3], dtype=torch.int32, device=device)
+    skips = torch.tensor([[32] * 3, [32 + 16 * 7] * 3, [32 + 16 * 7] * 3], dtype=torch.int32, device=device)
     listed = fetched = None
     whole = lse
     if has_fetched:
         store = torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device)
-        listed = list_blocks(*store, on_device[0], holes, KV_HEADS, numbers(device))
+        listed = list_blocks(*store, on_device[0], skips, KV_HEADS, numbers(device))
         own = draw.normal(size=(3 * KV_HEADS, GROUP, SLOTS)).astype(np.float32) + 2
         beside = (draw.normal(size=lse.shape) + 5).astype(np.float32)
         fetched = Fetched(torch.tensor(own, device=device), listed, torch.tensor(beside, device=device))
         whole = np.log(np.exp(lse.astype(np.float64)) + np.exp(beside.astype(np.float64)))
     told = note_step(
-        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), fetched, *on_device, holes,
+        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), fetched, *on_device, skips,
         first_block, KV_HEADS,
     )  # fmt: skip
     np.testing.assert_allclose(told.cpu().numpy()[[0, 2]], whole[[0, 2]], rtol=1e-6)
@@ -377,7 +377,7 @@ def test_every_so_many_blocks_are_looked_at_but_those_that_stand_in_slots(
     rows, draw, steps = Rows(kind, device), np.random.default_rng(7), 4
     assert (3 * KV_HEADS * blocks // every > CHUNK) == (blocks > BLOCKS)
     ids, cells = draw_ids(draw, 14), [401, 7, 330]
-    holes = np.array([[16, 0, 32], [16 + 16 * 13, 0, 32 + 16 * 4], [0, 0, 0]], np.int32)
+    skips = np.array([[16, 0, 32], [16 + 16 * 13, 0, 32 + 16 * 4], [0, 0, 0]], np.int32)
     query = torch.tensor(
         draw.normal(size=(3, KV_HEADS * GROUP, DIM)) / (30 if rows.is_int8 else 1), dtype=torch.float32
     )
@@ -387,13 +387,13 @@ def test_every_so_many_blocks_are_looked_at_but_those_that_stand_in_slots(
     look_at_blocks(
         history, query.to(device), lse.to(device), torch.tensor(bits_of(ids), device=device), rows.lies,
         torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(cells, device=device),
-        torch.tensor(holes, device=device), every, DIM**-0.5, rows.is_int8, counts,
+        torch.tensor(skips, device=device), every, DIM**-0.5, rows.is_int8, counts,
     )  # fmt: skip
     wanted, looked = np.full(history.shape, 77), 0
     for row, ring in enumerate(rings):
         for kv_head in range(KV_HEADS if ring >= 0 else 0):
             place, group = ring * KV_HEADS + kv_head, slice(kv_head * GROUP, (kv_head + 1) * GROUP)
-            for block in range(int(holes[1, row] - holes[0, row]) // 16):
+            for block in range(int(skips[1, row] - skips[0, row]) // 16):
                 if block % every != cells[row] % every or block in ids[place]:
                     continue
                 keys = rows.runs[ring][0][kv_head, 16 * block : 16 * block + 16]

@@ -1,4 +1,4 @@
-"""MAC in the runner that serves: rings, seeds, holes of either kind, and rows of other profiles beside.
+"""MAC in the runner that serves: rings, seeds, skips of either kind, and rows of other profiles beside.
 
 The twin that offloads serves rows with rings; the other one is exact, and its oracle where nothing matches.
 """
@@ -150,7 +150,9 @@ def test_a_step_in_which_no_row_holds_a_ring_goes_without_the_method(monkeypatch
 
 @pytest.mark.parametrize("goes_down", [False, True])
 def test_what_decode_leaves_in_a_ring_is_what_a_prompt_of_the_same_tokens_leaves(goes_down: bool) -> None:
-    """Queries, summaries, refusals and what is said of them: also where the hole is the host's, over a full ring."""
+    """Queries, summaries, refusals and what is said of them: also where the skipped range is the host's, over a full
+    ring.
+    """
     prompt = PROMPT if goes_down else document_prompt(90, 1)
     settings = STRICT | {"max_prefix_share": 0.5}
     twins = MacTwins(settings, window_tokens=64)

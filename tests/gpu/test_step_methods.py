@@ -1,7 +1,7 @@
 """A method's part in a step: what it changes before attention is what is read, and it sees all of it afterwards.
 
-The toy method takes some of a row's heads off the host and reads their hole on the device, where the oracle's pages
-still have it: so every cell is read once, by another way for each head, and the logits stay those of the oracle.
+The toy method takes some of a row's heads off the host and reads their skipped range on the device, where the oracle's
+pages still have it: so every cell is read once, by another way for each head, and the logits stay those of the oracle.
 """
 
 import pytest
@@ -89,7 +89,7 @@ def test_heads_that_a_method_does_not_want_get_nothing_from_the_host() -> None:
     twins.prefill([document_prompt(300, 1)])
     twins.step([0])
     assert all(nothing for asks, _, nothing in method.seen if asks)
-    assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32  # nobody else read their holes
+    assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32  # nobody else read their skipped ranges
 
 
 @pytest.mark.parametrize("block", [0, 3])

@@ -141,11 +141,11 @@ def complete(
     """Return the whole attention of each (row, head), float32; and a new entry of each row's ring, at `cells %
     capacity`.
 
-    near, far: read with `matched.bounds`; filled: what the host filled holes with, or None where it was not asked; it
-    may lie in pinned host memory, and what it says of hits is not looked at. query: before RoPE, `[rows, heads, dim]`,
-    as matched; rings, cells: as there. is_estimate_row: uint8 `[rows]`: whether the host samples for it. A summary is
-    of the oldest cell that a part of it was computed at. No two rows may have one ring. Raises ValueError for another
-    shape, dtype or device.
+    near, far: read with `matched.bounds`; filled: what the host filled skipped ranges with, or None where it was not
+    asked; it may lie in pinned host memory, and what it says of hits is not looked at. query: before RoPE, `[rows,
+    heads, dim]`, as matched; rings, cells: as there. is_estimate_row: uint8 `[rows]`: whether the host samples for it.
+    A summary is of the oldest cell that a part of it was computed at. No two rows may have one ring. Raises ValueError
+    for another shape, dtype or device.
     """
     op, (rows, heads, dim), device = "complete", query.shape, query.device
     num_rings, _, capacity, _ = ring.queries.shape

@@ -64,7 +64,7 @@ class Mac(RingSide):
             stops=settings.stops_matching,
         )
         self._is_estimate = torch.zeros(site.max_running + 1, dtype=torch.uint8, device=device)
-        self._no_holes = torch.zeros(3, site.max_running, dtype=torch.int32, device=device)
+        self._no_skips = torch.zeros(3, site.max_running, dtype=torch.int32, device=device)
         self._of_rows: WeakKeyDictionary[StepRows, _RingRows] = WeakKeyDictionary()
         self._told = torch.zeros(self.break_even.table.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
 
@@ -97,10 +97,10 @@ class Mac(RingSide):
         if ring is None:
             return
         own = self._rows_of(reads)
-        holes = rows.holes if reads.asks else self._no_holes[:, : rows.num_rows]
+        skips = rows.skips if reads.asks else self._no_skips[:, : rows.num_rows]
         layer = reads.layer
         matched = match(
-            reads.pre_rope_query, ring, own.rings, rows.cells, holes, self._limits[layer],
+            reads.pre_rope_query, ring, own.rings, rows.cells, skips, self._limits[layer],
             self.break_even.is_matching[layer], self.break_even.counts[layer], self._kv_heads,
         )  # fmt: skip
         reads.kept[self] = matched

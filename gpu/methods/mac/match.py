@@ -1,10 +1,10 @@
 """The match of MAC-Attention (arXiv 2604.00235, section 3.2): the nearest of the last queries, and what then is read.
 
 A head whose query is near enough to that of an earlier cell p reuses what `[sink, p + 1 - band)` summed to there, and
-reads the rest; one without a match reads all that the placement leaves on the device, and asks the host for the hole.
-Invariants: at most one entry a head, of equal distances the youngest; nothing is taken whose prefix does not reach what
-was released. Bytes moved: 2 * dim + 8 for each entry of a ring that may be near enough in time, once a head; bounds and
-sums are small beside.
+reads the rest; one without a match reads all that the placement leaves on the device, and asks the host for the skipped
+range. Invariants: at most one entry a head, of equal distances the youngest; nothing is taken whose prefix does not
+reach what was released. Bytes moved: 2 * dim + 8 for each entry of a ring that may be near enough in time, once a head;
+bounds and sums are small beside.
 
 On a GPU two kernels: a head's ring is cut over programs, each of which leaves its best candidate as one number, whose
 upper half is the distance and lower half the gap; the second finds the least, writes bounds and adds the counts. A near
@@ -92,7 +92,7 @@ def match_reference(
     ring: Ring,
     rings: Tensor,
     cells: Tensor,
-    holes: Tensor,
+    skips: Tensor,
     limits: Limits,
     is_matching: Tensor,
     counts: Tensor,
@@ -108,7 +108,7 @@ def match_reference(
     gaps = (cells[:, None] - 1 - torch.arange(capacity, device=cells.device)) % capacity + 1  # [rows, capacity]
     prefix_ends = cells[:, None] - gaps + 1 - limits.band
     is_in_reach = is_tried[:, None] & (gaps <= limits.max_gap) & (gaps <= cells[:, None])
-    is_in_reach &= (prefix_ends > limits.sink) & (prefix_ends >= holes[1, :, None])
+    is_in_reach &= (prefix_ends > limits.sink) & (prefix_ends >= skips[1, :, None])
     is_candidate = is_in_reach[:, None] & (cells[:, None, None] - origins <= limits.max_age) & norms.isfinite()
     rounded = query.to(torch.bfloat16).to(wide)
     products = (ring.queries[own].to(wide) @ rounded[..., None])[..., 0]
@@ -122,24 +122,24 @@ def match_reference(
     is_refused = ~is_hit & (least_refused < limits.max_distance2)
     nearest = torch.where(is_refused, limits.max_distance2, nearest)
     entries = torch.where(is_hit, (cells[:, None] - gap) % capacity, -1)
-    bounds = _bounds_of(cells[:, None] - gap, is_hit, rings, cells, holes, limits)
+    bounds = _bounds_of(cells[:, None] - gap, is_hit, rings, cells, skips, limits)
     wanted = (~is_hit).to(torch.uint8)
     ages = cells[:, None] - origins.gather(2, entries.clamp_min(0)[..., None])[..., 0]
     _add_counts(counts, is_tried, is_hit, is_refused, bounds, cells, torch.where(is_hit, gap, 0), ages, kv_heads)
     return Matched(entries.to(torch.int32), nearest.float(), bounds.to(torch.int32), wanted)
 
 
-def _bounds_of(matched: Tensor, is_hit: Tensor, rings: Tensor, cells: Tensor, holes: Tensor, limits: Limits) -> Tensor:
+def _bounds_of(matched: Tensor, is_hit: Tensor, rings: Tensor, cells: Tensor, skips: Tensor, limits: Limits) -> Tensor:
     """Return int64 `[3, rows, heads]`: of hits at the cells `matched` `[rows, heads]`, of misses, and of rows without a
     ring.
 
     Where a row's prefix is empty, nothing is far.
     """
-    begin, end, cut = (bound.long()[:, None] for bound in holes)
+    begin, end, cut = (bound.long()[:, None] for bound in skips)
     own_cut = (cells + 1 - limits.band)[:, None]
-    has_hole, has_far = begin < end, (rings >= 0)[:, None] & (own_cut > limits.sink)
-    begin = torch.where(has_far & ~has_hole, limits.sink, begin)
-    end = torch.where(has_far & ~has_hole, limits.sink, end)
+    has_skip, has_far = begin < end, (rings >= 0)[:, None] & (own_cut > limits.sink)
+    begin = torch.where(has_far & ~has_skip, limits.sink, begin)
+    end = torch.where(has_far & ~has_skip, limits.sink, end)
     cut = torch.where(has_far, own_cut.maximum(end), cut)
     hit = [torch.full_like(matched, limits.sink), matched + 1 - limits.band, own_cut.expand_as(matched)]
     return torch.stack([torch.where(is_hit, new, old) for new, old in zip(hit, (begin, end, cut), strict=True)])
@@ -173,7 +173,7 @@ def _add_counts(
 
 @triton.jit
 def _match_kernel(
-    query, queries, norms, origins, rings, cells, holes, is_matching, best, query_row, query_head, holes_plane,
+    query, queries, norms, origins, rings, cells, skips, is_matching, best, query_row, query_head, skips_plane,
     sink, band, max_distance2, max_gap, max_age, min_cells, split_entries,
     HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +185,7 @@ def _match_kernel(
     if (ring < 0) | (tl.load(is_matching) == 0) | (cell + 1 < min_cells) | (cell + 1 - band <= sink):
         tl.store(to, nothing)  # the other lane may turn matching on before it is looked at
         return
-    released = tl.load(holes + holes_plane + row)
+    released = tl.load(skips + skips_plane + row)
     column = tl.arange(0, BLOCK_DIM)
     is_column = column < DIM
     own = tl.load(query + row.to(tl.int64) * query_row + head * query_head + column, mask=is_column, other=0.0)
@@ -216,7 +216,7 @@ def _match_kernel(
 
 @triton.jit
 def _bounds_kernel(
-    best, origins, rings, cells, holes, is_matching, entries, distances2, bounds, wanted, counts, holes_plane,
+    best, origins, rings, cells, skips, is_matching, entries, distances2, bounds, wanted, counts, skips_plane,
     sink, band, max_distance2, min_cells, splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr, NARROW: tl.constexpr, SPLITS: tl.constexpr,
     COUNTS: tl.constexpr,
@@ -224,8 +224,8 @@ def _bounds_kernel(
     row, kv_head = tl.program_id(0), tl.program_id(1)
     ring = tl.load(rings + row).to(tl.int64)
     cell = tl.load(cells + row).to(tl.int32)
-    begin, end = tl.load(holes + row), tl.load(holes + holes_plane + row)
-    cut = tl.load(holes + 2 * holes_plane + row)
+    begin, end = tl.load(skips + row), tl.load(skips + skips_plane + row)
+    cut = tl.load(skips + 2 * skips_plane + row)
     own_cut = cell + 1 - band
     has_far = (ring >= 0) & (own_cut > sink)
     is_tried = has_far & (tl.load(is_matching) != 0) & (cell + 1 >= min_cells)
@@ -248,27 +248,27 @@ def _bounds_kernel(
     begin = tl.where(is_whole, sink, begin)
     end = tl.where(is_whole, sink, end)
     cut = tl.where(has_far, tl.maximum(own_cut, end), cut)
-    hole_begin = tl.where(is_hit, sink, begin)
-    hole_end = tl.where(is_hit, cell - gap + 1 - band, end)
+    skip_begin = tl.where(is_hit, sink, begin)
+    skip_end = tl.where(is_hit, cell - gap + 1 - band, end)
     head_cut = tl.where(is_hit, own_cut, cut)
     to = row * HEADS + head
     plane = tl.num_programs(0) * HEADS
     tl.store(entries + to, entry, mask=is_head)
     tl.store(distances2 + to, distance2, mask=is_head)
-    tl.store(bounds + to, hole_begin, mask=is_head)
-    tl.store(bounds + plane + to, hole_end, mask=is_head)
+    tl.store(bounds + to, skip_begin, mask=is_head)
+    tl.store(bounds + plane + to, skip_end, mask=is_head)
     tl.store(bounds + 2 * plane + to, head_cut, mask=is_head)
     tl.store(wanted + to, tl.where(is_hit, 0, 1).to(tl.uint8), mask=is_head)
     if is_tried:
         origin = tl.load(origins + (ring * HEADS + head) * CAPACITY + entry, mask=is_hit, other=0)
-        far_begin = tl.where(is_head & (hole_end < head_cut), hole_end, own_cut)
-        read = tl.max(tl.where(is_head, hole_begin, 0), 0) + cell + 1 - tl.min(tl.where(is_head, head_cut, cell + 1), 0)
+        far_begin = tl.where(is_head & (skip_end < head_cut), skip_end, own_cut)
+        read = tl.max(tl.where(is_head, skip_begin, 0), 0) + cell + 1 - tl.min(tl.where(is_head, head_cut, cell + 1), 0)
         read += tl.max(tl.where(is_head, head_cut, 0), 0) - tl.min(far_begin, 0)
         hits = tl.sum(is_hit.to(tl.int32), 0)
         count = tl.arange(0, COUNTS)
         value = tl.where(count == _TRIES, GROUP, 0) + tl.where(count == _HITS, hits, 0)
         value += tl.where(count == _CELLS, GROUP * (cell + 1), 0)
-        value += tl.where(count == _SKIPPED, tl.sum(tl.where(is_hit, hole_end - hole_begin, 0), 0), 0)
+        value += tl.where(count == _SKIPPED, tl.sum(tl.where(is_hit, skip_end - skip_begin, 0), 0), 0)
         value += tl.where(count == _GAPS, tl.sum(gap, 0), 0)
         value += tl.where(count == _AGES, tl.sum(tl.where(is_hit, cell - origin, 0), 0), 0)
         value += tl.where(count == _READ, read, 0) + tl.where(count == _WHOLE, (hits == GROUP).to(tl.int32), 0)
@@ -286,7 +286,7 @@ def match(
     ring: Ring,
     rings: Tensor,
     cells: Tensor,
-    holes: Tensor,
+    skips: Tensor,
     limits: Limits,
     is_matching: Tensor,
     counts: Tensor,
@@ -296,10 +296,10 @@ def match(
 
     query: before RoPE, `[rows, heads, dim]`, heads and rows may be strided; it is compared as the ring keeps it, in
     bfloat16. rings: int32 `[rows]`, the ring of each row, -1: none, and nothing is matched. cells: int64 `[rows]`, the
-    last of each row's context. holes: int32 `[3, rows]`, hole_begin, hole_end and cut of the placement: what the row
-    asks the host for; an empty hole where nothing is released. limits.sink is where holes begin. is_matching: int32
-    `[1]`; 0: the layer matches nothing. counts: int64 `[NUM_COUNTS]`, see `Count`, added to. All but query and ring's
-    contents are trusted. Raises ValueError for another shape, dtype or device.
+    last of each row's context. skips: int32 `[3, rows]`, skip_begin, skip_end and cut of the placement: what the row
+    asks the host for; an empty skipped range where nothing is released. limits.sink is where skipped ranges begin.
+    is_matching: int32 `[1]`; 0: the layer matches nothing. counts: int64 `[NUM_COUNTS]`, see `Count`, added to. All but
+    query and ring's contents are trusted. Raises ValueError for another shape, dtype or device.
     """
     op, (rows, heads, dim), device = "match", query.shape, query.device
     num_rings, _, capacity, _ = ring.queries.shape
@@ -310,11 +310,11 @@ def match(
     check(op, "ring.origins", ring.origins, (num_rings, heads, capacity), torch.int32, device)
     check(op, "rings", rings, (rows,), torch.int32, device)
     check(op, "cells", cells, (rows,), torch.int64, device)
-    check(op, "holes", holes, (3, rows), torch.int32, device)
+    check(op, "skips", skips, (3, rows), torch.int32, device)
     check(op, "is_matching", is_matching, (1,), torch.int32, device)
     check(op, "counts", counts, (NUM_COUNTS,), torch.int64, device)
     if not runs_on_triton(query) or rows == 0:
-        return match_reference(query, ring, rings, cells, holes, limits, is_matching, counts, kv_heads)
+        return match_reference(query, ring, rings, cells, skips, limits, is_matching, counts, kv_heads)
     check(op, "query", query, (rows, heads, dim), query.dtype, device)
     if any(not part.is_contiguous() for part in (ring.queries, ring.norms, ring.origins)):
         raise ValueError(f"{op}: a ring of {tuple(ring.queries.shape)}; wanted contiguous")
@@ -329,16 +329,16 @@ def match(
         torch.empty(rows, heads, dtype=torch.uint8, device=device),
     )
     _match_kernel[(rows, heads, splits)](
-        query, ring.queries, ring.norms, ring.origins, rings, cells, holes, is_matching, best, query.stride(0),
-        query.stride(1), holes.stride(0), limits.sink, limits.band, limits.max_distance2, limits.max_gap,
+        query, ring.queries, ring.norms, ring.origins, rings, cells, skips, is_matching, best, query.stride(0),
+        query.stride(1), skips.stride(0), limits.sink, limits.band, limits.max_distance2, limits.max_gap,
         limits.max_age, limits.min_cells, split_entries,
         HEADS=heads, CAPACITY=capacity, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), ENTRIES=BLOCK_ENTRIES,
         num_warps=MATCH_WARPS,
     )  # fmt: skip
     group = heads // kv_heads
     _bounds_kernel[(rows, kv_heads)](
-        best, ring.origins, rings, cells, holes, is_matching, matched.entries, matched.distances2, matched.bounds,
-        matched.wanted, counts, holes.stride(0), limits.sink, limits.band, limits.max_distance2, limits.min_cells,
+        best, ring.origins, rings, cells, skips, is_matching, matched.entries, matched.distances2, matched.bounds,
+        matched.wanted, counts, skips.stride(0), limits.sink, limits.band, limits.max_distance2, limits.min_cells,
         splits,
         HEADS=heads, GROUP=group, CAPACITY=capacity, NARROW=triton.next_power_of_2(group),
         SPLITS=triton.next_power_of_2(splits), COUNTS=triton.next_power_of_2(NUM_COUNTS), num_warps=1,

@@ -27,7 +27,7 @@ from gpu.methods.predicted import COUNTERS
 from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.held_blocks import EMPTY, Blocks, new_blocks
-from gpu.methods.predicted.listing import FETCHED, HOLE, LATE, LOOKED, NUM_COUNTS, READ, WHOLE, list_blocks
+from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS, READ, SKIP, WHOLE, list_blocks
 from gpu.methods.predicted.noting import Fetched, note_step
 from gpu.methods.predicted.prompt import note_prompt
 from gpu.methods.predicted.settings import PredictedSettings
@@ -173,12 +173,12 @@ class Predicted(RingSide):
             reads.maxima = torch.empty(size, device=reads.query.device)
         if not reads.asks:
             return
-        listed = list_blocks(layer.ids, layer.bits, own.of_rings.rings, rows.holes, self._kv_heads, self._counts[place])
+        listed = list_blocks(layer.ids, layer.bits, own.of_rings.rings, rows.skips, self._kv_heads, self._counts[place])
         reads.kept[self] = listed
         reads.excluded = listed.excluded if reads.excluded is None else reads.excluded | listed.excluded
         reads.wanted = own.of_rings.wanted if reads.wanted is None else reads.wanted & own.of_rings.wanted
         if self.settings.calibrate_every:
-            rest = (rows.holes[1] - rows.holes[0]) * self._kv_heads - listed.tokens.view(rows.num_rows, -1).sum(1)
+            rest = (rows.skips[1] - rows.skips[0]) * self._kv_heads - listed.tokens.view(rows.num_rows, -1).sum(1)
             self._counts[place, WHOLE].add_(torch.where(own.full >= 0, rest, 0).sum())
 
     def read(self, reads: LayerReads, on_device: DevicePartials) -> None:
@@ -211,7 +211,7 @@ class Predicted(RingSide):
             whole_lse = torch.logaddexp(near_lse, answer.lse.to(near_lse.device, non_blocking=True))
             near_lse = torch.where(self._samples, near_lse, whole_lse)
         lse = note_step(
-            layer.history, reads.maxima, near_lse, fetched, own.of_rings.rings, rows.cells, rows.holes,
+            layer.history, reads.maxima, near_lse, fetched, own.of_rings.rings, rows.cells, rows.skips,
             self._first_block, self._kv_heads,
         )  # fmt: skip
         if not own.choices or not reads.asks:
@@ -223,7 +223,7 @@ class Predicted(RingSide):
         with self._aside(place):
             for rings, every in looks:
                 look_at_blocks(
-                    layer.history, reads.query, lse, layer.bits, layer.lies, rings, rows.cells, rows.holes, every,
+                    layer.history, reads.query, lse, layer.bits, layer.lies, rings, rows.cells, rows.skips, every,
                     self._dim**-0.5, self._is_int8, counts,
                 )  # fmt: skip
             late = Lateness(self._open_parts, layer.bits, counts) if self.settings.leaves_late else None
@@ -246,19 +246,19 @@ class Predicted(RingSide):
         fetched = reads.kept.get(self)
         if fetched is None:
             return {}
-        holes = reads.rows.holes
+        skips = reads.rows.skips
         tokens = fetched.listed.tokens.view(reads.rows.num_rows, -1).repeat_interleave(self._group, 1)
         is_partial = (self._of_rows[reads.rows].partial >= 0)[:, None]
-        hole = torch.where(is_partial, (holes[1] - holes[0])[:, None] - tokens, 0)
-        return {Owner.FETCHED: tokens, Owner.DROPPED: hole if self._reading.drops_rest else torch.zeros_like(hole)}
+        skip = torch.where(is_partial, (skips[1] - skips[0])[:, None] - tokens, 0)
+        return {Owner.FETCHED: tokens, Owner.DROPPED: skip if self._reading.drops_rest else torch.zeros_like(skip)}
 
     def end_step(self) -> None:
         self._told.copy_(self._counts, non_blocking=True)
 
     def counts(self) -> dict[str, list[int]]:
         sums = self._told.sum(0).tolist()
-        dropped = sums[HOLE] - sums[READ] - sums[WHOLE] if self._reading.drops_rest else 0
-        told = sums[HOLE], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE]
+        dropped = sums[SKIP] - sums[READ] - sums[WHOLE] if self._reading.drops_rest else 0
+        told = sums[SKIP], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE]
         return {name: [number] for name, number in zip(COUNTERS, told, strict=True)}
 
     # --- inside -------------------------------------------------------------------------------------------------------

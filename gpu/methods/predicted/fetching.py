@@ -121,13 +121,13 @@ def fetch_blocks_reference(
 
 def look_at_blocks_reference(
     history: Tensor, query: Tensor, lse: Tensor, bits: Tensor, lies: Tensor, rings: Tensor, cells: Tensor,
-    holes: Tensor, every: int, scale: float, is_int8: bool, counts: Tensor,
+    skips: Tensor, every: int, scale: float, is_int8: bool, counts: Tensor,
 ) -> None:  # fmt: skip
     """Compute `look_at_blocks` in plain torch."""
     kv_heads = len(history) // len(lies)
     group, dim = query.shape[1] // kv_heads, query.shape[2]
     for row in (rings >= 0).nonzero().flatten().tolist():
-        cell, limit = int(cells[row]), int(holes[1, row] - holes[0, row]) // BLOCK_TOKENS
+        cell, limit = int(cells[row]), int(skips[1, row] - skips[0, row]) // BLOCK_TOKENS
         for kv_head in range(kv_heads):
             place, heads = int(rings[row]) * kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
             for block in range(cell % every, limit, every):
@@ -298,7 +298,7 @@ def _store_blocks(pages, page, rows, is_there, DIM: tl.constexpr, WIDE: tl.const
 
 @triton.jit
 def _look_kernel(
-    history, query, lse, bits, lies, rings, cells, holes, counts, lists, num_rows, place_stride, row_stride,
+    history, query, lse, bits, lies, rings, cells, skips, counts, lists, num_rows, place_stride, row_stride,
     query_stride, steps, words, every, most, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     INT8: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr, ROWS: tl.constexpr,
@@ -319,8 +319,8 @@ def _look_kernel(
         is_there = is_there & (ring >= 0)
         cell = tl.load(cells + row, mask=is_there, other=0)
         block = (cell % every).to(tl.int32) + look % most * every
-        end = tl.load(holes + num_rows + row, mask=is_there, other=0)
-        limit = (end - tl.load(holes + row, mask=is_there, other=0)) // _BLOCK
+        end = tl.load(skips + num_rows + row, mask=is_there, other=0)
+        limit = (end - tl.load(skips + row, mask=is_there, other=0)) // _BLOCK
         is_there = is_there & (block < limit)
         place = ring.to(tl.int64) * KV_HEADS + kv_head
         held = tl.load(bits + place * words + block // _WORD, mask=is_there, other=0) >> (block % _WORD)
@@ -391,12 +391,12 @@ def fetch_blocks(
 
 def look_at_blocks(
     history: Tensor, query: Tensor, lse: Tensor, bits: Tensor, lies: Tensor, rings: Tensor, cells: Tensor,
-    holes: Tensor, every: int, scale: float, is_int8: bool, counts: Tensor,
+    skips: Tensor, every: int, scale: float, is_int8: bool, counts: Tensor,
 ) -> None:  # fmt: skip
-    """Put into one layer's histories what the rows' queries would attend to of every so many blocks of their holes, in
-    turn from step to step, by their keys where they lie; of blocks that stand in slots the history knows it.
+    """Put into one layer's histories what the rows' queries would attend to of every so many blocks of their skipped
+    ranges, in turn from step to step, by their keys where they lie; of blocks that stand in slots the history knows it.
 
-    query: `[rows, heads, dim]`, rotated; lse: float32 `[rows, heads]`, of what was read exactly; rings, cells, holes:
+    query: `[rows, heads, dim]`, rotated; lse: float32 `[rows, heads]`, of what was read exactly; rings, cells, skips:
     as in `note_step` and `list_blocks`; the others as in `Blocks`. counts: int64 `[NUM_COUNTS]`, LOOKED is added to.
     Raises ValueError for another shape or dtype.
     """
@@ -409,17 +409,17 @@ def look_at_blocks(
     check(op, "lies", lies, (num_rings, COLUMNS, pieces), torch.int64, device)
     check(op, "rings", rings, (rows,), torch.int32, device)
     check(op, "cells", cells, (rows,), torch.int64, device)
-    check(op, "holes", holes, (3, rows), torch.int32, device)
+    check(op, "skips", skips, (3, rows), torch.int32, device)
     check(op, "counts", counts, (NUM_COUNTS,), torch.int64, device)
     if not runs_on_triton(history):
         look_at_blocks_reference(
-            history, query, lse, bits, lies, rings, cells, holes, every, scale, is_int8, counts
+            history, query, lse, bits, lies, rings, cells, skips, every, scale, is_int8, counts
         )  # fmt: skip
         return
     most = triton.cdiv(history.shape[2], every)
     lists = torch.empty(PROGRAMS, triton.cdiv(rows * kv_heads * most, PROGRAMS), dtype=torch.int32, device=device)
     _look_kernel[(PROGRAMS,)](
-        history, query, lse.contiguous(), bits, lies, rings, cells, holes, counts, lists, rows, history.stride(0),
+        history, query, lse.contiguous(), bits, lies, rings, cells, skips, counts, lists, rows, history.stride(0),
         history.stride(1), query.stride(0), history.shape[1], bits.shape[1], every, most, scale,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
         INT8=is_int8, CHUNK=CHUNK, ITEMS=LOOKS_AT_ONCE, ROWS=triton.next_power_of_2(rows), num_warps=WARPS,

@@ -1,7 +1,7 @@
 """Which blocks on the device each row's KV heads read in this step, as a page table of them.
 
-Invariant: a block is listed exactly if it stands in a slot and lies in the row's hole of this step, so nothing is read
-twice: what has come back to the pages since it was fetched is theirs.
+Invariant: a block is listed exactly if it stands in a slot and lies in the row's skipped range of this step, so nothing
+is read twice: what has come back to the pages since it was fetched is theirs.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from gpu.methods.predicted.held_blocks import EMPTY
 from gpu.operations.arguments import check, runs_on_triton
 from transfer.tier_shape import BLOCK_TOKENS
 
-HOLE, READ, FETCHED, LOOKED, LATE, WHOLE = range(6)  # of counts: tokens by KV head, and blocks
+SKIP, READ, FETCHED, LOOKED, LATE, WHOLE = range(6)  # of counts: tokens by KV head, and blocks
 NUM_COUNTS = 6
 
-_BLOCK, _HOLE, _READ = tl.constexpr(BLOCK_TOKENS), tl.constexpr(HOLE), tl.constexpr(READ)
+_BLOCK, _SKIP, _READ = tl.constexpr(BLOCK_TOKENS), tl.constexpr(SKIP), tl.constexpr(READ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class Listed:
 
 
 def list_blocks_reference(
-    ids: Tensor, bits: Tensor, rings: Tensor, holes: Tensor, kv_heads: int, counts: Tensor
+    ids: Tensor, bits: Tensor, rings: Tensor, skips: Tensor, kv_heads: int, counts: Tensor
 ) -> Listed:
     """Compute `list_blocks` in plain torch."""
     slots, device = ids.shape[1], ids.device
     has_ring = (rings >= 0).repeat_interleave(kv_heads)
     place = (rings.clamp(min=0)[:, None] * kv_heads + torch.arange(kv_heads, device=device)).flatten()
-    limit = ((holes[1] - holes[0]) // BLOCK_TOKENS).repeat_interleave(kv_heads)
+    limit = ((skips[1] - skips[0]) // BLOCK_TOKENS).repeat_interleave(kv_heads)
     own = ids[place]
     is_read = (own != EMPTY) & (own < limit[:, None]) & has_ring[:, None]
     order = (~is_read).long().argsort(dim=1, stable=True)
     count = is_read.sum(1, dtype=torch.int32)
-    counts[HOLE] += BLOCK_TOKENS * limit[has_ring].sum()
+    counts[SKIP] += BLOCK_TOKENS * limit[has_ring].sum()
     counts[READ] += BLOCK_TOKENS * count.sum()
     excluded = torch.where(has_ring[:, None], bits[place], 0)
     return Listed(
@@ -61,7 +61,7 @@ def list_blocks_reference(
 
 @triton.jit
 def _list_kernel(
-    ids, bits, rings, holes, pages, listed, tokens, rows, excluded, counts, num_rows, slots, words,
+    ids, bits, rings, skips, pages, listed, tokens, rows, excluded, counts, num_rows, slots, words,
     KV_HEADS: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
@@ -74,7 +74,7 @@ def _list_kernel(
         tl.store(tokens + item, 0)
         return
     place = ring.to(tl.int64) * KV_HEADS + kv_head
-    limit = (tl.load(holes + num_rows + row) - tl.load(holes + row)) // _BLOCK
+    limit = (tl.load(skips + num_rows + row) - tl.load(skips + row)) // _BLOCK
     own = tl.load(ids + place * slots + slot, mask=slot < slots, other=-1)
     is_read = (own >= 0) & (own < limit)
     flag = is_read.to(tl.int32)
@@ -86,13 +86,13 @@ def _list_kernel(
     tl.store(rows + item, item)
     own_bits = tl.load(bits + place * words + word, mask=word < words, other=0)
     tl.store(excluded + item.to(tl.int64) * words + word, own_bits, mask=word < words)
-    tl.atomic_add(counts + _HOLE, (limit * _BLOCK).to(tl.int64))
+    tl.atomic_add(counts + _SKIP, (limit * _BLOCK).to(tl.int64))
     tl.atomic_add(counts + _READ, (count * _BLOCK).to(tl.int64))
 
 
-def list_blocks(ids: Tensor, bits: Tensor, rings: Tensor, holes: Tensor, kv_heads: int, counts: Tensor) -> Listed:
-    """List the blocks that rows read of one layer. ids, bits: see `Blocks`; rings: int32 `[rows]`, -1: none; holes:
-    int32 `[3, rows]`, of cells, as in `StepRows`; counts: int64 `[NUM_COUNTS]`, HOLE and READ are added to. Raises
+def list_blocks(ids: Tensor, bits: Tensor, rings: Tensor, skips: Tensor, kv_heads: int, counts: Tensor) -> Listed:
+    """List the blocks that rows read of one layer. ids, bits: see `Blocks`; rings: int32 `[rows]`, -1: none; skips:
+    int32 `[3, rows]`, of cells, as in `StepRows`; counts: int64 `[NUM_COUNTS]`, SKIP and READ are added to. Raises
     ValueError for another shape or dtype.
     """
     op, (places, slots), rows, device = "list_blocks", ids.shape, len(rings), ids.device
@@ -100,10 +100,10 @@ def list_blocks(ids: Tensor, bits: Tensor, rings: Tensor, holes: Tensor, kv_head
     check(op, "ids", ids, (places, slots), torch.int32, device)
     check(op, "bits", bits, (places, words), torch.int32, device)
     check(op, "rings", rings, (rows,), torch.int32, device)
-    check(op, "holes", holes, (3, rows), torch.int32, device)
+    check(op, "skips", skips, (3, rows), torch.int32, device)
     check(op, "counts", counts, (NUM_COUNTS,), torch.int64, device)
     if not runs_on_triton(ids):
-        return list_blocks_reference(ids, bits, rings, holes, kv_heads, counts)
+        return list_blocks_reference(ids, bits, rings, skips, kv_heads, counts)
     items = rows * kv_heads
     listed = Listed(
         pages=torch.empty(items, slots, dtype=torch.int32, device=device),
@@ -113,7 +113,7 @@ def list_blocks(ids: Tensor, bits: Tensor, rings: Tensor, holes: Tensor, kv_head
         excluded=torch.empty(rows, kv_heads, words, dtype=torch.int32, device=device),
     )
     _list_kernel[(items,)](
-        ids, bits, rings, holes, listed.pages, listed.ids, listed.tokens, listed.rows, listed.excluded, counts, rows,
+        ids, bits, rings, skips, listed.pages, listed.ids, listed.tokens, listed.rows, listed.excluded, counts, rows,
         slots, words,
         KV_HEADS=kv_heads, SLOTS=triton.next_power_of_2(slots), WORDS=triton.next_power_of_2(words), num_warps=1,
     )  # fmt: skip

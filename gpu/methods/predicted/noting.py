@@ -3,7 +3,7 @@
 A block that was not read keeps what it had in the row before: one that was low stays so until it is looked at, and one
 that was high is chosen, read and put right. Invariant: lse is of what was read exactly, near and fetched; what a sample
 says of the rest never comes here, since it would choose what the next sample leaves out. Bytes: the row before, read
-once, and the maxima of what is not in a hole.
+once, and the maxima of what is not in a skipped range.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ def _exact_lse(near_lse, fetched_lse, head, FETCHED: tl.constexpr):
 
 @triton.jit
 def _note_kernel(
-    history, maxima, near_lse, fetched_lse, lse, fetched, listed, tokens, rings, cells, holes, first_block, blocks,
+    history, maxima, near_lse, fetched_lse, lse, fetched, listed, tokens, rings, cells, skips, first_block, blocks,
     known, num_rows, place_stride, row_stride, steps, slots,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, FETCHED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def _note_kernel(
     last = history + place * place_stride + ((cell + steps - 1) % steps) * row_stride
     kept = tl.load(last + block, mask=block < width, other=0)
     at = first_block + block
-    is_known = (block < width) & ((at + 1) * _BLOCK > tl.load(holes + num_rows + row))
+    is_known = (block < width) & ((at + 1) * _BLOCK > tl.load(skips + num_rows + row))
     best, highest = tl.zeros([TILE], tl.float32), tl.full([TILE], float("-inf"), tl.float32)
     for member in tl.static_range(GROUP):
         head = item * GROUP + member
@@ -129,14 +129,14 @@ def _note_kernel(
 
 def note_step(
     history: Tensor, maxima: Tensor, near_lse: Tensor, fetched: Fetched | None, rings: Tensor, cells: Tensor,
-    holes: Tensor, first_block: int, kv_heads: int,
+    skips: Tensor, first_block: int, kv_heads: int,
 ) -> Tensor:  # fmt: skip
     """Write the rows' newest rows of one layer's histories, uint8 `[places, rows, blocks]`; float32 `[rows, heads]`,
     the lse of what was read exactly, of rows with a ring: never of what the host samples.
 
     maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read, the row before is kept;
     the run begins with block `first_block` of them. near_lse: float32 `[rows, heads]`, of what they are of. fetched:
-    what was read beside, or None. rings: int32 `[rows]`, -1: none; cells: int64 `[rows]`, of the step's tokens; holes:
+    what was read beside, or None. rings: int32 `[rows]`, -1: none; cells: int64 `[rows]`, of the step's tokens; skips:
     int32 `[3, rows]`, of cells, as in `StepRows`, which begin with the run or are none, and in which maxima are -inf.
     Raises ValueError for another shape or dtype.
     """
@@ -147,7 +147,7 @@ def note_step(
     check(op, "near_lse", near_lse, (rows, heads), torch.float32, device)
     check(op, "rings", rings, (rows,), torch.int32, device)
     check(op, "cells", cells, (rows,), torch.int64, device)
-    check(op, "holes", holes, (3, rows), torch.int32, device)
+    check(op, "skips", skips, (3, rows), torch.int32, device)
     slots, group, beside = 1, heads // kv_heads, (near_lse, rings, rings)
     if fetched is not None:
         slots, beside = fetched.listed.ids.shape[1], (fetched.maxima, fetched.listed.ids, fetched.listed.tokens)
@@ -158,7 +158,7 @@ def note_step(
     fetched_lse, lse = near_lse if fetched is None else fetched.lse, torch.empty(rows, heads, device=device)
     _note_kernel[(rows * kv_heads, triton.cdiv(blocks, TILE))](
         history, maxima.contiguous(), near_lse.contiguous(), fetched_lse.contiguous(), lse, *beside, rings, cells,
-        holes.contiguous(), first_block, blocks, known, rows, history.stride(0), history.stride(1), steps, slots,
+        skips.contiguous(), first_block, blocks, known, rows, history.stride(0), history.stride(1), steps, slots,
         KV_HEADS=kv_heads, GROUP=group, SLOTS=triton.next_power_of_2(slots), FETCHED=fetched is not None, TILE=TILE,
         num_warps=4,
     )  # fmt: skip

@@ -47,7 +47,7 @@ class RingRows:
 
 @triton.jit
 def _turns_kernel(
-    slots, ring_of_slot, samples, cells, holes, last_cells, begins, rings, wanted, is_in, widths, stale, oldest, limits,
+    slots, ring_of_slot, samples, cells, skips, last_cells, begins, rings, wanted, is_in, widths, stale, oldest, limits,
     num_rows, num_slots, num_rings, heads, kv_heads, every, history, local_tokens, first_block, blocks,
     ROWS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
@@ -65,9 +65,9 @@ def _turns_kernel(
         return
     is_mine = inside & (own == ring)
     cell = tl.max(tl.where(is_mine, tl.load(cells + row, mask=is_mine, other=-1), -1), 0)
-    hole_begin = tl.load(holes + row, mask=is_mine, other=0)
-    hole_end = tl.load(holes + num_rows + row, mask=is_mine, other=0)
-    limit = tl.max((hole_end - hole_begin) // _BLOCK, 0)
+    skip_begin = tl.load(skips + row, mask=is_mine, other=0)
+    skip_end = tl.load(skips + num_rows + row, mask=is_mine, other=0)
+    limit = tl.max((skip_end - skip_begin) // _BLOCK, 0)
     begin = tl.where(tl.load(last_cells + ring) == cell - 1, tl.load(begins + ring), cell)
     if cell >= 0:
         tl.store(last_cells + ring, cell)
@@ -131,7 +131,7 @@ class Turns:
         is_in = torch.empty(every, places, dtype=torch.bool, device=device)
         widths, numbers = (torch.empty(size, places, dtype=torch.int32, device=device) for size in (every, 3))
         _turns_kernel[(self._num_rings + 1,)](
-            rows.slots, ring_of_slot, samples, rows.cells, rows.holes, self.last_cells, self.begins, own.rings,
+            rows.slots, ring_of_slot, samples, rows.cells, rows.skips, self.last_cells, self.begins, own.rings,
             own.wanted, is_in, widths, *numbers, rows.num_rows, len(ring_of_slot), self._num_rings, heads,
             self._kv_heads, every, self._settings.history, self._settings.local_tokens, self._first_block, self._blocks,
             ROWS=triton.next_power_of_2(rows.num_rows), HEADS=triton.next_power_of_2(heads),
@@ -148,7 +148,7 @@ class Turns:
         cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
         cells.index_copy_(0, to, rows.cells)
         limits = torch.zeros(num_rings + 1, dtype=torch.int64, device=rings.device)
-        limits.index_copy_(0, to, ((rows.holes[1] - rows.holes[0]) // BLOCK_TOKENS).long())
+        limits.index_copy_(0, to, ((rows.skips[1] - rows.skips[0]) // BLOCK_TOKENS).long())
         return cells[:num_rings], limits[:num_rings]
 
     def choices(self, cells: Tensor, limits: Tensor) -> list[Choice]:

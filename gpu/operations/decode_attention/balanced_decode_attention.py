@@ -47,20 +47,20 @@ def merged_at_once(pieces: int, pairs: int) -> int:
 
 @triton.jit
 def _count_blocks(
-    hole_begin, hole_end, cut, is_head, context, each, AXIS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    skip_begin, skip_end, cut, is_head, context, each, AXIS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
     """Count blocks of query groups whose heads are `AXIS`; context: of each group, `each`: the same beside heads. Near
     is a run of cells, `[0, front)` and from `back` on, far one from `far` on; all three are multiples of MAXIMA_CELLS.
     """
-    front = tl.cdiv(tl.max(tl.where(is_head, hole_begin, 0), AXIS), _MAXIMA_CELLS) * _MAXIMA_CELLS
+    front = tl.cdiv(tl.max(tl.where(is_head, skip_begin, 0), AXIS), _MAXIMA_CELLS) * _MAXIMA_CELLS
     back = tl.min(tl.where(is_head, cut, each), AXIS) // _MAXIMA_CELLS * _MAXIMA_CELLS
     back = tl.maximum(back, front)
     num_near = tl.cdiv(front + tl.maximum(context - back, 0), BLOCK_TOKENS)
     far, num_far = back * 0, back * 0
     if FAR:
-        has_far = is_head & (hole_end < cut)
-        far = tl.min(tl.where(has_far, hole_end, each), AXIS) // _MAXIMA_CELLS * _MAXIMA_CELLS
+        has_far = is_head & (skip_end < cut)
+        far = tl.min(tl.where(has_far, skip_end, each), AXIS) // _MAXIMA_CELLS * _MAXIMA_CELLS
         num_far = tl.cdiv(tl.maximum(tl.max(tl.where(has_far, cut, 0), AXIS) - far, 0), BLOCK_TOKENS)
     return front, back, num_near, far, num_far
 
@@ -80,10 +80,10 @@ def _count_blocks_of(
     context = tl.where(slot >= 0, context, 0)
     place = bounds + (request * row_stride)[:, None] + ((pair % KV_HEADS)[:, None] * GROUP + member) * head_stride
     each = context[:, None]
-    hole_begin = tl.minimum(tl.load(place, mask=is_head, other=0), each)
-    hole_end = tl.minimum(tl.load(place + plane_stride, mask=is_head, other=0), each)
+    skip_begin = tl.minimum(tl.load(place, mask=is_head, other=0), each)
+    skip_end = tl.minimum(tl.load(place + plane_stride, mask=is_head, other=0), each)
     cut = tl.minimum(tl.load(place + 2 * plane_stride, mask=is_head, other=0), each)
-    _, _, num_near, _, num_far = _count_blocks(hole_begin, hole_end, cut, is_head, context, each, 1, BLOCK_TOKENS, FAR)
+    _, _, num_near, _, num_far = _count_blocks(skip_begin, skip_end, cut, is_head, context, each, 1, BLOCK_TOKENS, FAR)
     return num_near, num_far
 
 
@@ -138,21 +138,21 @@ def _balanced_kernel(
         context = tl.where(slot >= 0, tl.load(context_lens + request), 0)
         each = tl.zeros([BLOCK_GROUP], tl.int32) + context
         place = bounds + request * row_stride + head * head_stride
-        hole_begin = tl.minimum(tl.load(place, mask=is_head, other=0), context)
-        hole_end = tl.minimum(tl.load(place + plane_stride, mask=is_head, other=0), context)
+        skip_begin = tl.minimum(tl.load(place, mask=is_head, other=0), context)
+        skip_end = tl.minimum(tl.load(place + plane_stride, mask=is_head, other=0), context)
         cut = tl.minimum(tl.load(place + 2 * plane_stride, mask=is_head, other=0), context)
         front, back, num_near, far, num_far = _count_blocks(
-            hole_begin, hole_end, cut, is_head, context, each, 0, BLOCK_TOKENS, FAR
+            skip_begin, skip_end, cut, is_head, context, each, 0, BLOCK_TOKENS, FAR
         )  # fmt: skip
         end = start + num_near
-        below, from_cell, to_cell = hole_begin, cut, tl.where(is_head, context, 0)
+        below, from_cell, to_cell = skip_begin, cut, tl.where(is_head, context, 0)
         if FAR:
             is_far = span % PARTS == 1
             end = start + tl.where(is_far, num_far, num_near)
             front = tl.where(is_far, 0, front)
             back = tl.where(is_far, far, back)
-            below = tl.where(is_far, 0, hole_begin)
-            from_cell = tl.where(is_far, hole_end, cut)
+            below = tl.where(is_far, 0, skip_begin)
+            from_cell = tl.where(is_far, skip_end, cut)
             to_cell = tl.where(is_far, cut, to_cell)
         stop = tl.minimum(end, last)
         if first < stop:

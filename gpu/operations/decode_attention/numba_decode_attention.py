@@ -78,9 +78,9 @@ def _attend(query, key_pages, value_pages, page_table, slots, context_lens, boun
         heads = slice(kv_head * group, (kv_head + 1) * group)
         context = context_lens[request] if slots[request] >= 0 else 0
         for member in range(group):
-            hole_begin, hole_end, cut = bounds[:, request, kv_head * group + member]
-            below[0, member], begins[0, member], ends[0, member] = min(hole_begin, context), cut, context
-            begins[1, member], ends[1, member] = hole_end, min(cut, context)
+            skip_begin, skip_end, cut = bounds[:, request, kv_head * group + member]
+            below[0, member], begins[0, member], ends[0, member] = min(skip_begin, context), cut, context
+            begins[1, member], ends[1, member] = skip_end, min(cut, context)
         for part in range(out.shape[0]):
             _attend_cells(
                 query[request, heads], key_pages[:, kv_head], value_pages[:, kv_head],

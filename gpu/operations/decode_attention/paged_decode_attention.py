@@ -1,6 +1,6 @@
 """Attention of one query token per request over its paged context: partials (out, natural-log lse) of stated cells.
 
-A (request, head) reads *near*, `[0, hole_begin)` and `[cut, context_len)`, and *far*, `[hole_end, cut)`, as two
+A (request, head) reads *near*, `[0, skip_begin)` and `[cut, context_len)`, and *far*, `[skip_end, cut)`, as two
 partials; without bounds, near is the whole context. Cells beyond a context or in the skipped range, and pages that hold
 nothing else, are never read. No cells give (0, -inf). Bytes moved: a key and a value (2 * itemsize * dim; of codes 2 *
 (dim + 4)) for each cell that a head of a query group reads, once for the group, and for the rest of its blocks at the
@@ -113,10 +113,10 @@ def paged_decode_attention_reference(
     if bounds is None and maxima is None:
         whole = attend_whole(query, *pages, context_lens, scale)
         return DevicePartials(Partial(whole.out, whole.lse, context.expand(query.shape[:2]).to(torch.int32)), None)
-    hole_begin, hole_end, cut = torch.zeros(3, *query.shape[:2]) if bounds is None else bounds.minimum(context)
+    skip_begin, skip_end, cut = torch.zeros(3, *query.shape[:2]) if bounds is None else bounds.minimum(context)
     cells = torch.arange(max(int(context.max()), 1))
-    is_near = (cells < hole_begin[..., None]) | ((cells >= cut[..., None]) & (cells < context[..., None]))
-    is_far = (cells >= hole_end[..., None]) & (cells < cut[..., None]) & has_far
+    is_near = (cells < skip_begin[..., None]) | ((cells >= cut[..., None]) & (cells < context[..., None]))
+    is_far = (cells >= skip_end[..., None]) & (cells < cut[..., None]) & has_far
     near, logits = attend_cells(query, *pages, is_near, scale)
     far, more_logits = attend_cells(query, *pages, is_far, scale)
     if maxima is not None:
@@ -210,11 +210,11 @@ def paged_decode_attention(
     query: `[requests, heads, dim]`, after RoPE; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, the
     query's dtype, or of codes (`kv_rows`); page_table: int32 `[max_slots, max_pages]`, by cell; slots, context_lens (in
     cells): int32 `[requests]`; slot -1 or context 0 is padding and gives empty partials. bounds: int32 `[3, requests,
-    heads]`, in which axes may be expanded: hole_begin <= hole_end <= cut, or None: all is near. has_far: False where
-    all cuts are at the hole's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural logit of
-    each 16 cells of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse float32
-    `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another shape, dtype
-    or device, or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
+    heads]`, in which axes may be expanded: skip_begin <= skip_end <= cut, or None: all is near. has_far: False where
+    all cuts are at the skipped range's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural
+    logit of each 16 cells of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse
+    float32 `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another
+    shape, dtype or device, or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
     """
     op, (requests, heads, dim), device = "paged_decode_attention", query.shape, query.device
     num_pages, kv_heads, page_tokens = key_pages.shape[:3]

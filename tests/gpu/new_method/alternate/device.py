@@ -38,7 +38,7 @@ class AlternateSide(RingSide):
 
     def blocks_of(self, rows):
         held = rows.of_slots(self.ring_of_slot) >= 0
-        return torch.where(held, (rows.holes[1] - rows.holes[0]) // BLOCK_TOKENS, 0)
+        return torch.where(held, (rows.skips[1] - rows.skips[0]) // BLOCK_TOKENS, 0)
 
     def skipped(self, blocks):
         return (blocks + 1 - self.first) // 2
