@@ -70,13 +70,15 @@ SELECTED = " or ".join(
 
 LARGER = " or ".join(
     (
-        "(test_kernels_attention and cpu and float32 and (contexts0-shape1 or bounds_one or skipped_range or bound_that))",
+        "(test_kernels_attention and cpu and float32 and "
+        "(contexts0-shape1 or bounds_one or skipped_range or bound_that))",
         "(test_sampler_race and cpu and (200-24 or 64-1025))",
         "(test_kernels_simhash and cpu and float32 and random_rows)",
         "(test_kernels_exchange and cpu and float32 and 32-128-150)",
         "(test_kernels_momo and cpu and float32)",
         "(test_kernels_scattered and cpu and float32)",
-        "(test_kernels_mac and cpu and float32 and (wraps or one_of or skipped_ranges or released or noticed or youngest))",
+        "(test_kernels_mac and cpu and float32 and "
+        "(wraps or one_of or skipped_ranges or released or noticed or youngest))",
         "(test_kernels_packed and (cpu-float32 or cpu-bfloat16-1-))",
         "(test_kernels_experts and cpu-float32 and not thousands)",
         "(test_kernels_far_experts and cpu-float32)",
