@@ -1,8 +1,11 @@
 """What the engine process is told is the deployment without its server, and the plan that was made of it."""
 
+import logging
 from pathlib import Path
 
-from scheduler.engine.engine_process import _read_start
+import pytest
+
+from scheduler.engine import engine_process
 from scheduler.engine_config import EngineConfig
 from server.deployment import Deployment
 from server.engine.prometheus import Metrics
@@ -13,7 +16,8 @@ from transfer.machine import load_machine
 LAPTOP = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "laptop.json")
 
 
-def test_the_engine_is_told_all_of_a_deployment_but_its_server() -> None:
+def test_the_engine_is_told_all_of_a_deployment_but_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "_OUR_LOGGERS", ("a test",))  # other tests read the log of this process
     deployment = Deployment.model_validate({
         "model": {"random_weights": "tiny"},
         "gpu": {"page_tokens": 32},
@@ -25,7 +29,8 @@ def test_the_engine_is_told_all_of_a_deployment_but_its_server() -> None:
     memory = resolve_plan(deployment, LAPTOP).memory
     start = Supervisor(deployment, memory, [], Metrics(), lambda _: None)._start_json
     assert b"sk-secret" not in start
-    told = _read_start(start.decode())
+    told = engine_process._read_start(start.decode())
+    assert logging.getLogger("a test").level == logging.ERROR
     assert (told.memory, told.log_level) == (memory, "error")
     assert {key: getattr(told.config, key) for key in EngineConfig.model_fields} == {
         key: getattr(deployment, key) for key in Deployment.model_fields if key != "server"
