@@ -227,7 +227,7 @@ class Admission:
         overtake, being shorter by now. Together they are done earlier by that, and later by the wait.
         """
         prefixes, page_tokens = self._residence.prefixes, self._residence.page_tokens
-        method = self._residence.profile_of(sequence).prefill_method  # the other one's, too: they share KV
+        method = sequence.profile.prefill_method  # the other one's, too: they share KV
         left = this.seconds_left.get(other)
         if left is None:
             left = self._prefill.seconds_left(other)
@@ -287,7 +287,7 @@ class Admission:
             sequence.started_s = time.monotonic()
             sequence.num_cached_tokens = start.begin
             self._residence.prefixes.count(sequence.num_tokens, start.begin)
-        this.batches.add(sequence, start, self._residence.profile_of(sequence).prefill_method)
+        this.batches.add(sequence, start, sequence.profile.prefill_method)
         this.num_hidden += sequence.num_tokens - start.begin
         this.num_coming_pages += self._residence.room.num_coming_pages(sequence)
         this.is_offloading |= start.end > 0
@@ -305,7 +305,7 @@ class Admission:
                 begin=start.begin,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 sampling=sequence.request.sampling,
-                profile=sequence.request.attention_profile,
+                profile=sequence.profile.name,
                 host=None if offloaded is None else offloaded.host_prompt(sequence, start),
                 pooling=sequence.request.pooling,
                 branch=sequence.branch,
@@ -315,7 +315,7 @@ class Admission:
         ]
         job = PrefillJob(self._next_job_id, tuple(prompts))
         self._next_job_id += 1
-        profile = self._residence.profile_of(batch[0][0])
+        profile = batch[0][0].profile
         self._prefill.jobs.append(
             JobInProgress(job, [sequence for sequence, _ in batch], profile.prefill_method, profile.align_tokens)
         )

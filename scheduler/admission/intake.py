@@ -37,20 +37,21 @@ class Intake:
         Any thread may call this while others plan. `rest` is called every tenth of a millisecond or so. Raises
         TooLargeError for a request that can never fit, and GrammarError for one whose grammar cannot be compiled.
         """
-        for request in requests:
-            self._capacity.check(request, self._profiles[request.attention_profile])
+        profiles = [self._profiles[request.attention_profile] for request in requests]
+        for request, profile in zip(requests, profiles, strict=True):
+            self._capacity.check(request, profile)
             if self._documents is not None:
-                self._documents.check(request, self._profiles[request.attention_profile])
+                self._documents.check(request, profile)
         known: dict[tuple[int, str, str], tuple[np.ndarray, list[bytes]]] = {}
         sequences = []
-        for request in requests:
-            profile, salt = request.attention_profile, request.cache_salt
-            shared = known.get((id(request.prompt), profile, salt))
+        for request, profile in zip(requests, profiles, strict=True):
+            key = id(request.prompt), profile.name, request.cache_salt
+            shared = known.get(key)
             if shared is None:
                 prompt = np.frombuffer(request.prompt, np.int32)
-                hashes = self._prefixes.hash_prompt(prompt, profile, salt, rest)
-                shared = known[id(request.prompt), profile, salt] = prompt, hashes
-            sequences.append(Sequence(request, shared[0], list(shared[1])))
+                hashes = self._prefixes.hash_prompt(prompt, profile, request.cache_salt, rest)
+                shared = known[key] = prompt, hashes
+            sequences.append(Sequence(request, profile, shared[0], list(shared[1])))
         for sequence, constraint in zip(sequences, self._constraints.prepare(requests, rest), strict=True):
             sequence.constraint = constraint
         if self._documents is not None:

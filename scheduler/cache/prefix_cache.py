@@ -9,7 +9,7 @@ keys and values once every launched plan is carried out, and they depend on the 
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import blake2b
 
 import numpy as np
@@ -24,23 +24,21 @@ _BLOCKS_AT_ONCE = 64  # hashed between two rests: a tenth of a millisecond
 
 
 class PrefixCache:
-    """`profiles`: those that are served, by name; of one `kv_key` they share blocks."""
+    """`model_key`: names the model in hashes. Profiles of one `kv_key` share blocks."""
 
-    def __init__(self, pages: PagePool, windows: Windows, page_tokens: int, enabled: bool, model_key: bytes,
-                 profiles: Mapping[str, Profile]) -> None:  # fmt: skip
+    def __init__(self, pages: PagePool, windows: Windows, page_tokens: int, enabled: bool, model_key: bytes) -> None:
         self._pages = pages
         self._windows = windows
         self._page_tokens = page_tokens
         self.is_enabled = enabled
-        self._seeds = {name: _seed(model_key, profile.kv_key) for name, profile in profiles.items()}
-        self._align_tokens = {name: profile.align_tokens for name, profile in profiles.items()}
+        self._model_key = model_key
         self._computing: dict[bytes, Sequence] = {}
         self.queries_tokens = 0
         self.hits_tokens = 0
 
     # --- hashes -------------------------------------------------------------------------------------------------------
 
-    def hash_prompt(self, prompt: np.ndarray, profile: str, salt: str, rest: Callable[[], None]) -> list[bytes]:
+    def hash_prompt(self, prompt: np.ndarray, profile: Profile, salt: str, rest: Callable[[], None]) -> list[bytes]:
         """Return the hashes of the full blocks of int32 `[tokens]`. `rest` is called every now and then. Any thread may
         call.
         """
@@ -56,14 +54,16 @@ class PrefixCache:
     def known_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of all full blocks of the tokens known so far."""
         if self.is_enabled and len(sequence.hashes) < sequence.num_tokens // self._page_tokens:
-            seed = self._seed_of(sequence.request.attention_profile, sequence.request.cache_salt)
+            seed = self._seed_of(sequence.profile, sequence.request.cache_salt)
             unhashed = sequence.tokens_from(len(sequence.hashes) * self._page_tokens)
             extend_hashes(sequence.hashes, unhashed, self._page_tokens, seed)
         return sequence.hashes
 
-    def _seed_of(self, profile: str, salt: str) -> bytes:
-        """Return the seed of hashes, so that requests of different salts find nothing of each other."""
-        seed = self._seeds[profile]
+    def _seed_of(self, profile: Profile, salt: str) -> bytes:
+        """Return the seed of hashes, so that requests of different salts find nothing of each other. The key of a
+        digest may have any length, where a hash's own key is limited to 64 bytes.
+        """
+        seed = blake2b(self._model_key + profile.kv_key.encode(), digest_size=32).digest()
         return blake2b(salt.encode(), key=seed, digest_size=32).digest() if salt else seed
 
     def await_blocks(self, sequence: Sequence) -> None:
@@ -71,7 +71,8 @@ class PrefixCache:
         self.known_hashes(sequence)
         is_used = self.is_enabled and not sequence.needs_every_token
         sequence.num_usable_blocks = (sequence.num_tokens - 1) // self._page_tokens if is_used else 0
-        align = self._align_tokens[sequence.request.attention_profile]
+        align = sequence.profile.align_tokens
+        sequence.border_blocks = math.lcm(align, self._page_tokens) // self._page_tokens
         end = _NO_END if align == 1 else (sequence.num_tokens - 1) // align * align
         if sequence.chunks:  # behind the first one nothing is what others would compute
             end = min(end, sequence.chunks[0].begin)
@@ -90,8 +91,7 @@ class PrefixCache:
         """
         hashes, end = sequence.hashes, sequence.num_usable_blocks
         known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
-        step = self._step_of(sequence)
-        sequence.num_seen_blocks = known // step * step
+        sequence.num_seen_blocks = known // sequence.border_blocks * sequence.border_blocks
         sequence.num_known_blocks = self.align_blocks(sequence, known)
         if self._windows.count:  # what is behind the last window is computed anew, whether it is known or not
             known = sequence.num_known_blocks
@@ -102,12 +102,7 @@ class PrefixCache:
 
     def align_blocks(self, sequence: Sequence, num_blocks: int) -> int:
         """Return the most of these blocks in front that end where a prefill of its profile may begin."""
-        return self._windows.last_end(sequence.hashes, num_blocks, self._step_of(sequence))
-
-    def _step_of(self, sequence: Sequence) -> int:
-        """Return the blocks from one border to the next where a prefill of its profile may begin."""
-        align = self._align_tokens[sequence.request.attention_profile]
-        return math.lcm(align, self._page_tokens) // self._page_tokens
+        return self._windows.last_end(sequence.hashes, num_blocks, sequence.border_blocks)
 
     def count_held(self, sequence: Sequence) -> int:
         """Count, of the blocks that `look` has counted, those in front whose pages somebody holds."""
@@ -158,8 +153,3 @@ class PrefixCache:
         if sequence.hashes:
             self._pages.retract(sequence.hashes[0])
             self._windows.retract(sequence)
-
-
-def _seed(model_key: bytes, kv_key: str) -> bytes:
-    """Return the key of a digest: of any length, where a hash's own key is limited to 64 bytes."""
-    return blake2b(model_key + kv_key.encode(), digest_size=32).digest()

@@ -6,17 +6,15 @@ Invariant: a ring is free, or held by one sequence that holds a slot.
 from collections.abc import Iterable, Mapping
 
 from gpu.methods.method import ProfilePart
-from gpu.profiles import Profile
 from gpu.step import PartId, RingCopy, RingWrite
 from scheduler.sequences.sequence import Sequence
 
 
 class Rings:
-    """counts: of each part of a profile that keeps rings. `profiles`: those that are served, by name."""
+    """counts: of each part of a profile that keeps rings."""
 
-    def __init__(self, counts: Mapping[PartId, int], profiles: Mapping[str, Profile], page_tokens: int) -> None:
+    def __init__(self, counts: Mapping[PartId, int], page_tokens: int) -> None:
         self._free = {part: list(range(count - 1, -1, -1)) for part, count in counts.items()}
-        self._profiles = profiles
         self._page_tokens = page_tokens
         self._writes: list[RingWrite] = []
 
@@ -41,9 +39,8 @@ class Rings:
             return
         ring = self._free[part.id].pop()
         sequence.ring = part.id, ring
-        reading = self._profiles[sequence.request.attention_profile].reading
         source = self._find_source(sequence, begin, running)
-        self._writes.append(RingWrite(sequence.slot, part.id, ring, reading, source))
+        self._writes.append(RingWrite(sequence.slot, part.id, ring, sequence.profile.reading, source))
 
     def give_back(self, sequence: Sequence) -> None:
         """Take a ring back from a sequence that leaves its slot."""
@@ -59,7 +56,7 @@ class Rings:
 
     def _part_of(self, sequence: Sequence) -> ProfilePart | None:
         """Return the part whose ring a sequence needs, by its prompt and longest answer, or None."""
-        part = self._profiles[sequence.request.attention_profile].ring_part
+        part = sequence.profile.ring_part
         if part is None:
             return None
         longest = sequence.num_prompt_tokens + sequence.request.max_tokens

@@ -7,10 +7,9 @@ all that it needs, or holds nothing.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from gpu.profiles import Profile
 from gpu.step import HostPrompt
 from scheduler.cache.page_pool import PagePool
 from scheduler.cache.prefix_cache import PrefixCache
@@ -52,8 +51,6 @@ class _Need:
 
 
 class OffloadedPrompts:
-    """`profiles`: those that are served, by name."""
-
     def __init__(
         self,
         host: HostCapacity,
@@ -62,7 +59,6 @@ class OffloadedPrompts:
         pages: PagePool,
         room: PageRoom,
         prefixes: PrefixCache,
-        profiles: Mapping[str, Profile],
     ) -> None:
         self._host = host
         self._contexts = contexts
@@ -70,11 +66,10 @@ class OffloadedPrompts:
         self._pages = pages
         self._room = room
         self._prefixes = prefixes
-        self._profiles = profiles
 
     def run_end(self, sequence: Sequence) -> int:
         """Return where the offloaded run of its prompt ends; 0: it has none."""
-        if not self._profile(sequence).offloads:
+        if not sequence.profile.offloads:
             return 0
         if self._evictor.is_adaptive:
             return self._host_of(sequence).prompt_end(sequence.num_tokens)
@@ -154,7 +149,7 @@ class OffloadedPrompts:
         """Return the run that a sequence is admitted with: its prompt's, and that of some output."""
         most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
         num_blocks = self._host_of(sequence).most_run_tokens(most) // self._host.page_tokens
-        return RunSize(num_shared, num_own, num_blocks, self._profile(sequence).reading)
+        return RunSize(num_shared, num_own, num_blocks, sequence.profile.reading)
 
     def _least_pages(self, need: _Need) -> int:
         """Return the pages of a prompt's own blocks, as many of them evicted as may be."""
@@ -237,7 +232,7 @@ class OffloadedPrompts:
             sink=self._host.sink_tokens,
             released=self._host.end_of_blocks(context.num_evicted),
             end=start.end,
-            reading=self._profile(sequence).reading,
+            reading=sequence.profile.reading,
         )
 
     def finish_prefill(self, sequence: Sequence, context: HostContext) -> None:
@@ -247,11 +242,8 @@ class OffloadedPrompts:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _profile(self, sequence: Sequence) -> Profile:
-        return self._profiles[sequence.request.attention_profile]
-
     def _host_of(self, sequence: Sequence) -> HostCapacity:
-        return self._host.of(sequence.request.attention_profile)
+        return self._host.of(sequence.profile.name)
 
     def _landed_end(self, sequence: Sequence) -> int:
         """Return where the part of a prompt's run ends that may be shared and, with fixed residence, is evicted behind

@@ -1,8 +1,7 @@
 """Decide when the next tokens of a running sequence are offloaded to host memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from gpu.profiles import Profile
 from gpu.step import Offload
 from scheduler.cache.page_pool import PagePool
 from scheduler.residence.evictions import Evictor
@@ -13,21 +12,17 @@ from scheduler.sequences.sequence import Sequence
 
 
 class Offloads:
-    """`profiles`: those that are served, by name."""
-
     def __init__(
         self,
         host: HostCapacity,
         contexts: HostContexts,
         evictor: Evictor,
         pages: PagePool,
-        profiles: Mapping[str, Profile],
     ) -> None:
         self._host = host
         self._contexts = contexts
         self._evictor = evictor
         self._pages = pages
-        self._profiles = profiles
         self._offloaded_short: list[tuple[Sequence, Offload]] = []  # by the plan under way
 
     def reserve(self, sequence: Sequence) -> bool:
@@ -74,7 +69,7 @@ class Offloads:
         """Return how many tokens may follow the next draw's in its step, at most `most`: none of them makes an offload
         due.
         """
-        if not self._profile(sequence).offloads:
+        if not sequence.profile.offloads:
             return most
         context, host = sequence.open_context, self._host_of(sequence)
         run_end = None if context is None else self._run_end(context)
@@ -114,18 +109,15 @@ class Offloads:
     def _blocks(self, num_tokens: int) -> int:
         return num_tokens // self._host.page_tokens
 
-    def _profile(self, sequence: Sequence) -> Profile:
-        return self._profiles[sequence.request.attention_profile]
-
     def _host_of(self, sequence: Sequence) -> HostCapacity:
-        return self._host.of(sequence.request.attention_profile)
+        return self._host.of(sequence.profile.name)
 
     def _run_end(self, context: HostContext) -> int:
         return self._host.end_of_blocks(context.num_blocks)
 
     def _end(self, sequence: Sequence) -> int:
         """Return where the run ends after the offload that the next draw makes due; 0: it makes none."""
-        if not self._profile(sequence).offloads:
+        if not sequence.profile.offloads:
             return 0
         context = sequence.open_context
         run_end = None if context is None else self._run_end(context)
@@ -137,7 +129,7 @@ class Offloads:
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
         """Tell whether there is room for a context of so many blocks, which the sequence holds then."""
-        reading = self._profile(sequence).reading
+        reading = sequence.profile.reading
         context = self._contexts.add(RunSize(0, num_blocks, num_blocks, reading), None)
         if context is not None:
             self._evictor.hold(sequence, context)
@@ -154,12 +146,12 @@ class Offloads:
         begin = self._run_end(context)
         page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
         self._contexts.append(context, page_ids)
-        reading = self._profile(sequence).reading
+        reading = sequence.profile.reading
         return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), opens, reading)
 
     def _stays(self, sequence: Sequence) -> bool:
         """Tell whether it is on the device whole, and long enough to have a middle."""
-        offloads = self._profile(sequence).offloads and sequence.context is None
+        offloads = sequence.profile.offloads and sequence.context is None
         return offloads and self._middle_end(sequence) > self._host.sink_tokens
 
     def _middle_end(self, sequence: Sequence) -> int:
@@ -168,4 +160,4 @@ class Offloads:
         return host.sink_tokens + num_tokens // host.offload_block_tokens * host.offload_block_tokens
 
     def _turn(self, sequence: Sequence) -> tuple[int, int]:
-        return self._profile(sequence).reading.cost_order, -sequence.next_position
+        return sequence.profile.reading.cost_order, -sequence.next_position

@@ -79,7 +79,7 @@ class PageRoom:
         """
         assert self._capacity.host is not None
         assert self._evictor is not None
-        host = self._capacity.host.of(sequence.request.attention_profile)
+        host = self._capacity.host.of(sequence.profile.name)
         settling = 0 if self._evictor.is_adaptive else self._capacity.pages_for(LANDING_TOKENS)
         return (host.sink_tokens + host.window_tokens + host.offload_block_tokens) // host.page_tokens + settling
 

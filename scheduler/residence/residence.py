@@ -5,11 +5,10 @@ again. Invariant: `sequence.pages` has a page for each position, in order. Those
 dense ones in front; the sequence holds all others.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu.profiles import Profile
 from gpu.step import FinishedReload, HostRead, PageEviction, PageWrite, Reload
 from scheduler.cache.page_pool import Memory, PagePool
 from scheduler.cache.prefix_cache import PrefixCache
@@ -38,22 +37,21 @@ class Changes:
 
 
 class Residence:
-    """`profiles`: those that are served, by name; `model_key` names the model in prefix hashes. `contexts`, `evictor`:
-    None where every context stays on the device. page_memory, window_memory: how these come to be there; None: all are.
+    """`model_key`: names the model in prefix hashes. `contexts`, `evictor`: None where every context stays on the
+    device. page_memory, window_memory: how these come to be there; None: all are.
     """
 
     def __init__(
-        self, capacity: Capacity, prefix_cache: bool, model_key: bytes, profiles: Mapping[str, Profile],
+        self, capacity: Capacity, prefix_cache: bool, model_key: bytes,
         page_memory: Memory | None = None, window_memory: Memory | None = None,
     ) -> None:  # fmt: skip
         page_tokens = capacity.page_tokens
         self._capacity = capacity
-        self._profiles = profiles
         self.pages = PagePool(0, capacity.num_pages, prefix_cache, page_memory)
         self.windows = Windows(
             capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache, window_memory
         )
-        self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key, profiles)
+        self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key)
         self.contexts: HostContexts | None = None
         self.evictor: Evictor | None = None
         self.prompts: OffloadedPrompts | None = None
@@ -66,10 +64,8 @@ class Residence:
         self.room = PageRoom(capacity, self.pages, self.contexts, self.evictor)
         self.counts = ResidenceCounts(page_tokens, self.contexts, self.evictor)
         if host is not None and self.contexts is not None and self.evictor is not None:
-            self.prompts = OffloadedPrompts(
-                host, self.contexts, self.evictor, self.pages, self.room, self.prefixes, profiles
-            )
-            self.offloads = Offloads(host, self.contexts, self.evictor, self.pages, profiles)
+            self.prompts = OffloadedPrompts(host, self.contexts, self.evictor, self.pages, self.room, self.prefixes)
+            self.offloads = Offloads(host, self.contexts, self.evictor, self.pages)
             self._reloads = Reloads(host, self.evictor, self.pages)
 
     @property
@@ -82,9 +78,6 @@ class Residence:
         without a host.
         """
         return self.evictor is not None and self.evictor.is_adaptive
-
-    def profile_of(self, sequence: Sequence) -> Profile:
-        return self._profiles[sequence.request.attention_profile]
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 

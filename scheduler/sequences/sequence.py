@@ -6,6 +6,7 @@ from enum import Enum
 
 import numpy as np
 
+from gpu.profiles import Profile
 from gpu.step import Lane, PartId, PlacedChunk, WindowBranch
 from scheduler.constraints.constraints import Constraint
 from scheduler.messages import EngineRequest
@@ -26,18 +27,19 @@ class Sequence:
     """Tokens known so far, and what the sequence holds while it is prefilling or running.
 
     `prompt` is int32 `[tokens]`, shared with those of the same prompt; `hashes` are of the full blocks of prompt and
-    output known so far. While it waits, `num_pages` is what its tokens take, `num_usable_blocks` need no computing
-    where they are known, the first `num_final_blocks` do not depend on where the tokens end (others may find these, and
-    what is drawn behind them), and its offloaded run ends at `run_end`, or 0. At the last look
-    `num_known_blocks` were in the prefix cache, `num_held_blocks` of these in pages that somebody held: there the next
-    look begins; `num_seen_blocks` were there in pages, if not with the window that ends them. `shares`: a sequence that
-    computes blocks of this one, and how many they have in common. `num_in_flight` counts tokens launched and not
-    collected, draws and what comes without one, so the next draw is number `num_drawn` and the last token (known or
-    not) stands at `next_position`. `num_left_out`: of the steps before this one, running, those that went without it.
-    `num_overtaken`: how often one of less priority, that came later, was let pass it.
+    output known so far. While it waits, `num_pages` is what its tokens take, its prefill may begin at each multiple of
+    `border_blocks`, `num_usable_blocks` need no computing where they are known, the first `num_final_blocks` do not
+    depend on where the tokens end (others may find these, and what is drawn behind them), and its offloaded run ends at
+    `run_end`, or 0. At the last look `num_known_blocks` were in the prefix cache, `num_held_blocks` of these in pages
+    that somebody held: there the next look begins; `num_seen_blocks` were there in pages, if not with the window that
+    ends them. `shares`: a sequence that computes blocks of this one, and how many they have in common. `num_in_flight`
+    counts tokens launched and not collected, draws and what comes without one, so the next draw is number `num_drawn`
+    and the last token (known or not) stands at `next_position`. `num_left_out`: of the steps before this one, running,
+    those that went without it. `num_overtaken`: how often one of less priority, that came later, was let pass it.
     """
 
     request: EngineRequest
+    profile: Profile
     prompt: np.ndarray
     hashes: list[bytes]
     output: list[int] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Sequence:
     num_in_flight: int = 0
     num_left_out: int = 0
     num_pages: int = 0
+    border_blocks: int = 1
     num_usable_blocks: int = 0
     num_final_blocks: int = 0
     run_end: int = 0

@@ -119,12 +119,10 @@ class Scheduler:
         self._num_layers = architecture.num_layers
         self._costs = CostModel(architecture)
         self._prefill = PrefillQueue(config.prefill, architecture.num_layers, self._costs)
-        self.residence = Residence(
-            capacity, config.prefix_cache, model_key, profiles, device.page_memory, device.window_memory
-        )
+        self.residence = Residence(capacity, config.prefix_cache, model_key, device.page_memory, device.window_memory)
         self.pages = self.residence.pages
         self.prefixes = self.residence.prefixes
-        self.rings = Rings(capacity.num_rings, profiles, capacity.page_tokens)
+        self.rings = Rings(capacity.num_rings, capacity.page_tokens)
         self.constraints = constraints or Constraints(architecture.vocab_size, refuse_grammars)
         self.documents = documents
         if documents is not None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.connection import _SHORT_TOKENS, Arrival, Connection, Prepared
 from scheduler.messages import Accepted, Cancel, EngineRequest, FromEngine, Refused, Shutdown, Submit, pack_tokens
@@ -70,7 +71,7 @@ def prepare(requests: list[EngineRequest], rest: Callable[[], None]) -> list[Seq
     rest()
     if any(request.request_id == "huge" for request in requests):
         raise TooLargeError("asked 9, have 8")
-    return [Sequence(request, request.prompt, []) for request in requests]
+    return [Sequence(request, Profile("exact", "", ()), request.prompt, []) for request in requests]
 
 
 LONG = [7] * (_SHORT_TOKENS + 1)

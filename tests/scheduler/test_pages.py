@@ -65,13 +65,14 @@ def test_what_is_retracted_is_not_found_and_its_page_is_blank() -> None:
 
 
 def hashes(model: bytes, kv_key: str, salt: str = "") -> list[bytes]:
-    cache = PrefixCache(
-        PagePool(0, 4, True), Windows(0, 0, 16, True), 16, True, model, {"exact": Profile("exact", kv_key, ())}
+    cache, profile = (
+        PrefixCache(PagePool(0, 4, True), Windows(0, 0, 16, True), 16, True, model),
+        Profile("a", kv_key, ()),
     )
     prompt = np.array(prompt_of(40), np.int32)
-    listed = cache.hash_prompt(prompt, "exact", salt, lambda: None)
+    listed = cache.hash_prompt(prompt, profile, salt, lambda: None)
     request = msgspec.structs.replace(make_request("a", prompt_of(40)), cache_salt=salt)
-    assert listed == cache.known_hashes(Sequence(request, prompt, []))
+    assert listed == cache.known_hashes(Sequence(request, profile, prompt, []))
     return listed
 
 

@@ -167,7 +167,9 @@ def test_a_long_prompt_is_hashed_with_rests_between() -> None:
     hashes: list[bytes] = []
     planner = make_scheduler(num_pages=2000)
     (sequence,) = planner.intake.prepare([request_of("a", pack_tokens(range(20_000)))], lambda: rests.append(1))
-    scheduler.cache.page_pool.extend_hashes(hashes, sequence.prompt, PAGE, planner.prefixes._seeds["exact"])
+    scheduler.cache.page_pool.extend_hashes(
+        hashes, sequence.prompt, PAGE, planner.prefixes._seed_of(sequence.profile, "")
+    )
     assert sequence.hashes == hashes
     assert len(rests) >= len(hashes) // 64
 

@@ -164,7 +164,7 @@ def test_parts_that_print_alike_are_told_apart_and_survive_the_way_to_the_engine
     one = PartId("reuse", "mac", (("tau", "0.5, band 2"),))
     other = PartId("reuse", "mac", (("tau", "0.5"), ("band", "2")))
     assert str(one) == str(other)
-    rings = Rings({one: 1, other: 2}, {}, PAGE)
+    rings = Rings({one: 1, other: 2}, PAGE)
     assert rings.num_free == {one: 1, other: 2}
     counts = TypeAdapter(tuple[tuple[PartId, int], ...])
     assert dict(counts.validate_json(counts.dump_json(((one, 1), (other, 2))))) == {one: 1, other: 2}
