@@ -53,7 +53,8 @@ class _Round:
     """What one round of admission has given away and seen refused.
 
     `num_coming_pages`: what those that hold pages may take soon; `seconds_left`: of prefills that others wait for;
-    `fewest_refused`: pages that were asked and not there, so that nobody who asks as many needs another look.
+    `fewest_refused`: pages that were asked and not there, so that nobody who asks as many needs another look;
+    `refused`: the first that the host refuses memory while nobody else could give any back.
     """
 
     batches: _Batches
@@ -65,7 +66,19 @@ class _Round:
     num_admitted: int = 0
     num_tried_offloaded: int = 0
     fewest_refused: int = _MANY_PAGES
+    refused: Sequence | None = None
     seconds_left: dict[Sequence, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """New prefill jobs, and the pages of their sequences. refused: the host refuses it memory, though nobody else holds
+    any.
+    """
+
+    jobs: list[PrefillJob] = field(default_factory=list)
+    page_writes: list[PageWrite] = field(default_factory=list)
+    refused: Sequence | None = None
 
 
 class Admission:
@@ -91,7 +104,6 @@ class Admission:
         self._rings = rings
         self._documents = documents
         self._next_job_id = 0
-        self._refused: Sequence | None = None
 
     def queue(self, sequences: list[Sequence]) -> None:
         """Queue all of these sequences or none. Raises QueueFullError."""
@@ -124,23 +136,16 @@ class Admission:
         """Return the contexts that preempted sequences left and will begin with again."""
         return [sequence.left for sequence in self.waiting if sequence.left is not None]
 
-    def take_refused(self) -> Sequence | None:
-        """Return the first sequence, if the last round found that the host refuses it memory though nobody else holds
-        any.
-        """
-        refused, self._refused = self._refused, None
-        return refused
-
-    def admit(self, holding: list[Sequence]) -> tuple[list[PrefillJob], list[PageWrite]]:
+    def admit(self, holding: list[Sequence]) -> Admitted:
         """Admit, in order, the sequences that fit beside those that hold pages, and start their prefill jobs.
 
         A sequence that does not fit may be overtaken by others a bounded number of times. Short prompts share a job.
         """
         most_jobs = self._config.prefill.max_jobs - len(self._prefill.jobs)
         if not self.waiting or not self.free_slots or most_jobs <= 0:
-            return [], []
+            return Admitted()
         if self._documents is not None and self._documents.is_due:
-            return [], []  # they take the job that is free, or the next one
+            return Admitted()  # they take the job that is free, or the next one
         this = self._begin_round(holding)
         prefixes = self._residence.prefixes
         passed: list[tuple[Sequence, int]] = []
@@ -180,16 +185,14 @@ class Admission:
                 break
         for sequence, num_before in passed:
             sequence.num_bypassed += this.num_admitted - num_before
-        if this.num_admitted:
-            self._refused = None
         batches = this.batches.jobs
         writes = [PageWrite(sequence.slot, 0, tuple(sequence.pages)) for batch in batches for sequence, _ in batch]
-        return [self._start_job(batch) for batch in batches], writes
+        return Admitted([self._start_job(batch) for batch in batches], writes, None if batches else this.refused)
 
     def _refuse(self, sequence: Sequence, this: _Round) -> None:
         """Note the first sequence that the host refuses memory while nobody else could give any back."""
-        if not this.has_others and not self._prefill.jobs and self._refused is None:
-            self._refused = sequence
+        if not this.has_others and not self._prefill.jobs and this.refused is None:
+            this.refused = sequence
 
     def compute_chunks(self) -> list[PrefillJob]:
         """Start a job of document chunks that the first waiting requests need, or that are to be stored.

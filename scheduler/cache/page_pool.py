@@ -10,26 +10,11 @@ is, so the number of known blocks of a prompt is found without looking at each.
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
 
 _MOST_FRONTS = 16  # remembered fronts
-
-
-def extend_hashes(hashes: list[bytes], token_ids: np.ndarray, page_tokens: int, seed: bytes) -> None:
-    """Append the hashes of the full blocks of `token_ids`, int32: the tokens behind those that are hashed already.
-
-    Each covers all tokens to its end. `seed` (at most 64 bytes) names the model and what produced the KV, so that KV of
-    another making never matches.
-    """
-    block_bytes = page_tokens * token_ids.itemsize
-    raw = token_ids.tobytes()
-    last = hashes[-1] if hashes else seed
-    for begin in range(0, len(raw) - block_bytes + 1, block_bytes):
-        last = blake2b(raw[begin : begin + block_bytes], key=last, digest_size=16).digest()
-        hashes.append(last)
 
 
 def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, end: int) -> int:

@@ -15,7 +15,7 @@ from hashlib import blake2b
 import numpy as np
 
 from gpu.profiles import Profile
-from scheduler.cache.page_pool import PagePool, extend_hashes
+from scheduler.cache.page_pool import PagePool
 from scheduler.cache.window_pool import Windows
 from scheduler.sequences.sequence import Sequence
 
@@ -153,3 +153,17 @@ class PrefixCache:
         if sequence.hashes:
             self._pages.retract(sequence.hashes[0])
             self._windows.retract(sequence)
+
+
+def extend_hashes(hashes: list[bytes], token_ids: np.ndarray, page_tokens: int, seed: bytes) -> None:
+    """Append the hashes of the full blocks of `token_ids`, int32: the tokens behind those that are hashed already.
+
+    Each covers all tokens to its end. `seed` (at most 64 bytes) names the model and what produced the KV, so that KV of
+    another making never matches.
+    """
+    block_bytes = page_tokens * token_ids.itemsize
+    raw = token_ids.tobytes()
+    last = hashes[-1] if hashes else seed
+    for begin in range(0, len(raw) - block_bytes + 1, block_bytes):
+        last = blake2b(raw[begin : begin + block_bytes], key=last, digest_size=16).digest()
+        hashes.append(last)

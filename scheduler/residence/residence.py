@@ -83,7 +83,7 @@ class Residence:
 
     def await_room(self, sequence: Sequence) -> None:
         """Note what a waiting sequence will take, which does not change meanwhile."""
-        sequence.num_pages = self._capacity.pages_for(sequence.num_tokens)
+        sequence.num_pages = -(-sequence.num_tokens // self.page_tokens)
         sequence.run_end = 0 if self.prompts is None else self.prompts.run_end(sequence)
         self.prefixes.await_blocks(sequence)
 

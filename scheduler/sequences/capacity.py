@@ -145,9 +145,6 @@ class Capacity:
         """Return the longest prompt and output that a request can have when nothing else runs."""
         return min(have for have, _, _ in self._limits(profile))
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_tokens)
-
     def check(self, request: EngineRequest, profile: Profile) -> None:
         """Raise TooLargeError for a request that cannot fit even alone."""
         num_prompt = request.num_prompt_tokens

@@ -220,14 +220,14 @@ class Scheduler:
 
     def _admit(self, draft: _Draft) -> None:
         """Admit waiting requests, and fail the one that the host refuses memory though nobody else has any."""
-        jobs, writes = self._admission.admit(list(self.roster.holding()))
-        refused = self._admission.take_refused()
+        admitted = self._admission.admit(list(self.roster.holding()))
+        refused = admitted.refused
         if refused is not None:
             log.warning("refused request=%s reason=%s", refused.request_id, NO_MEMORY)
             self._refused.append(make_failure(refused, NO_MEMORY, may_retry=True))
             self.roster.retire(refused)
-        draft.new_jobs += jobs + self._admission.compute_chunks()
-        draft.page_writes += writes
+        draft.new_jobs += admitted.jobs + self._admission.compute_chunks()
+        draft.page_writes += admitted.page_writes
 
     def _choose_work(self, draft: _Draft, is_ready: IsReady) -> None:
         """Choose prefill units and the rows that draw: rows wait for units only within the token gap."""

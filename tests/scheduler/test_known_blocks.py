@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler.cache.page_pool import PagePool, count_front, extend_hashes
+from scheduler.cache.page_pool import PagePool, count_front
+from scheduler.cache.prefix_cache import extend_hashes
 
 NUM_PAGES, FIRST_PAGE, BLOCK = 40, 7, 4
 CHAINS = [[0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 2, 2], [1, 1, 1], [0, 0, 0, 0, 2, 2]]

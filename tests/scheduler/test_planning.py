@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-import scheduler.cache.page_pool
+import scheduler.cache.prefix_cache
 from gpu.profiles import resolve_profiles
 from gpu.sampling_params import SamplingParams
 from gpu.step import SampledToken, StepResult
@@ -136,14 +136,14 @@ def test_a_plan_looks_at_each_that_waits_a_few_times_however_long_its_prompt_is(
 
 def test_requests_of_one_prompt_share_what_travels_its_tokens_and_its_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
     num_hashed = 0
-    blake2b = scheduler.cache.page_pool.blake2b
+    blake2b = scheduler.cache.prefix_cache.blake2b
 
     def counted(*arguments: object, **more: object) -> object:
         nonlocal num_hashed
-        num_hashed += 1
+        num_hashed += more["digest_size"] == 16  # of a block; seeds are longer
         return blake2b(*arguments, **more)
 
-    monkeypatch.setattr(scheduler.cache.page_pool, "blake2b", counted)
+    monkeypatch.setattr(scheduler.cache.prefix_cache, "blake2b", counted)
     prompt = pack_tokens(range(2000))
     other = pack_tokens(range(1, 2001))
     requests = [request_of(f"r{i}", prompt) for i in range(128)] + [request_of("last", other)]
@@ -167,7 +167,7 @@ def test_a_long_prompt_is_hashed_with_rests_between() -> None:
     hashes: list[bytes] = []
     planner = make_scheduler(num_pages=2000)
     (sequence,) = planner.intake.prepare([request_of("a", pack_tokens(range(20_000)))], lambda: rests.append(1))
-    scheduler.cache.page_pool.extend_hashes(
+    scheduler.cache.prefix_cache.extend_hashes(
         hashes, sequence.prompt, PAGE, planner.prefixes._seed_of(sequence.profile, "")
     )
     assert sequence.hashes == hashes
