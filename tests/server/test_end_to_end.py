@@ -279,36 +279,6 @@ def test_the_same_seed_draws_the_same_text_and_n_counts_up_from_it(client):
     assert texts[1] == client.completions.create(seed=8, **options).choices[0].text
 
 
-def test_stop_strings_and_limits_hold(client):
-    options = {"model": "reference", "prompt": "Once upon a time", "temperature": 0}
-    free = client.completions.create(max_tokens=40, extra_body={"ignore_eos": True}, **options)
-    assert free.usage.completion_tokens == 40
-    stop = free.choices[0].text[20:25]
-    cut = client.completions.create(max_tokens=40, stop=stop, **options).choices[0]
-    assert cut.text == free.choices[0].text[: free.choices[0].text.index(stop)]
-    scored = client.completions.create(max_tokens=0, echo=True, logprobs=0, **options).choices[0]
-    assert scored.text == "Once upon a time"
-
-
-def test_progress_and_disconnect_during_a_prefill(server):
-    body = {"prompt": [7 + i % 5000 for i in range(12_000)], "stream": True, "max_tokens": 4, "return_progress": True}
-    with httpx.stream("POST", f"{server[1]}/v1/completions", json=body, timeout=120) as answer:
-        for line in answer.iter_lines():
-            if "prompt_progress" in line:
-                assert json.loads(line[6:])["prompt_progress"]["total"] == 12_000
-                break
-    ends = time.monotonic() + 10
-
-    def gauge(name: str) -> float:
-        text = httpx.get(f"{server[1]}/metrics").text
-        return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
-
-    busy = ("tandem_requests_running", "tandem_requests_prefilling", "tandem_requests_waiting", "tandem_pages_used")
-    while any(gauge(name) for name in busy):
-        assert time.monotonic() < ends, {name: gauge(name) for name in busy}
-        time.sleep(0.1)
-
-
 def test_a_killed_engine_is_replaced(server, client):
     def engine() -> psutil.Process | None:
         children = psutil.Process(server[0].pid).children()
