@@ -10,9 +10,9 @@ import httpx
 import psutil
 import pytest
 
-from server.http.app import _bind, http_config, most_connections
+from server.http.app import _bind, http_config, most_connections, serve
 from server.http.client_connection import MOST_HEADER_BYTES, MOST_HEADERS, MOST_PIPELINED, Connection, Limits
-from tests.server.live_server import Running, fake_command, make_app, make_deployment, running_server
+from tests.server.live_server import Running, fake_command, make_app, make_deployment, plan_of, running_server
 from tests.tolerances import CANCEL_S, DEADLINE_LATE_S, HEADER_FLOOD_BYTES
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -350,3 +350,11 @@ def test_small_answers_are_sent_at_once() -> None:
     """asyncio turns Nagle's delay off for sockets whose protocol is named, and accepted ones have the listener's."""
     with _bind("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_a_port_in_use_ends_the_program_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.logs.configure", lambda level: None)  # of this process: other tests read its log
+    with _bind("127.0.0.1", 0) as taken:
+        deployment = make_deployment(port=taken.getsockname()[1])
+        told = serve(deployment, plan_of(deployment))
+    assert told.startswith(f"server: cannot listen on 127.0.0.1:{deployment.server.port}: ")

@@ -449,13 +449,3 @@ async def test_a_keeper_that_fails_itself_ends_the_program(live, monkeypatch):
     assert reason == "supervisor: KeyError: 'no such key'"
     assert (await live.http.get("/health")).json() == {"status": "failed"}
     assert (await live.http.get("/live")).status_code == 503
-
-
-def test_a_port_in_use_ends_the_program_with_one_line():
-    first = Program({})
-    port = int(first.url().rsplit(":", 1)[1])
-    code, errors = Program({}, port=port).end()
-    first.process.send_signal(signal.SIGTERM)
-    assert code == 1
-    assert f"server: cannot listen on 127.0.0.1:{port}" in errors.strip().splitlines()[-1]
-    assert first.end()[0] == 0
