@@ -30,10 +30,11 @@ from evals.serving import Answer, Ask
 from evals.session import run_remotely
 from evals.store import Record
 from evals.tasks import RULER_TASKS, generate
+from evals.tasks.needles import SETTINGS as NEEDLES
 from evals.tasks.reference import REFERENCE_TASKS, user_turn
 from evals.tasks.text import text_source
 from evals.tokenizer import load_tokenizer
-from tests.evals.test_datasets import row_of
+from tests.evals.test_datasets import CONTEXT, row_of
 from tests.evals.test_run import SETTINGS
 from tests.evals.test_served import SHAPE, FakeEngine, Texts, make_ledger
 from tests.reference_solver import solve
@@ -155,6 +156,9 @@ def test_rulers_answers_are_those_that_the_prompt_holds_and_no_others(
     right, wrong = READERS[task](one.prompt), READERS[task](other.prompt)
     assert len(right) == len(set(right)) == NUM_ANSWERS.get(task, 1)
     assert sorted(one.answers) == sorted(right)
+    if task in NEEDLES:
+        held = set(re.findall(r"special magic \w+ for (\S+) is: ", one.prompt))
+        assert len(held) >= NEEDLES[task].num_keys
     said, num = ", ".join(right), len(right)
     check(one, {
         f"They are {said}.": 1.0,
@@ -172,8 +176,10 @@ def test_rulers_answers_are_those_that_the_prompt_holds_and_no_others(
 
 @pytest.mark.parametrize("task", [task for task in REFERENCE_TASKS if task != "continue"])
 def test_answers_of_the_reference_form_are_those_that_the_document_holds(task: str, tokenizer: Any) -> None:
-    one, other = generate(task, tokenizer, 2048, 2, 9, "reference", None)
-    right, wrong = (solve(*user_turn(sample.prompt).rsplit("\n\n", 1)) for sample in (one, other))
+    samples = generate(task, tokenizer, 2048, 12, 9, "reference", None)
+    solved = [solve(*user_turn(sample.prompt).rsplit("\n\n", 1)) for sample in samples]
+    assert [[text] for text in solved] == [sample.answers for sample in samples]
+    one, right, wrong = samples[0], *solved[:2]
     if "list" in task:
         lines = right.split("\n")
         check(one, {
@@ -245,8 +251,11 @@ SHEETS: dict[str, Sheet] = {
 @pytest.mark.parametrize("name", DATASETS)
 def test_answers_to_a_published_row_score_as_its_benchmark_says(name: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row_of(name)), encoding="utf-8")
-    (sample,) = read(name, path, None)
+    path.write_text("\n".join(json.dumps(row_of(name)) for _ in range(3)) + "\n\n", encoding="utf-8")
+    sample, *others = read(name, path, None)
+    assert len(others) == 2
+    assert (CONTEXT in sample.prompt) == (name != "gsm8k")
+    assert "{" not in sample.prompt.replace(CONTEXT, "")
     check(sample, SHEETS[name] | {"": 0.0})
 
 

@@ -1,4 +1,4 @@
-"""Readers take rows as published, from files made here; perfect answers score 100 and empty ones 0 for every one."""
+"""Readers take rows as published, from files made here; `test_answer_sheets.py` scores answers to them."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from evals.datasets import DATASETS, read, shorten
-from evals.metrics import score
 from tests.evals.tokenizers import ByteTokenizer
-from tests.tolerances import SCORE_ROUNDING
 
 CONTEXT = "A long text about a mill by the river."
 SPECIAL_ANSWERS: dict[str, Any] = {
@@ -55,41 +53,10 @@ def row_of(name: str) -> dict[str, Any]:
     return {"id": 3, "context": CONTEXT, "input": "Which number?", "answer": listed, "options": OPTIONS}
 
 
-def perfect(name: str, sample: Any) -> str:
-    """The prediction that is right, as a model would write it."""
-    if name == "longbench_v2":
-        return f"The correct answer is ({sample.answers[0]})"
-    if name == "infinitebench/code_debug":
-        return f"{sample.answers[1]}."
-    return ", ".join(sample.answers) if name == "infinitebench/math_calc" else sample.answers[0]
-
-
-@pytest.mark.parametrize("name", DATASETS)
-def test_perfect_answer_files_score_100_and_empty_ones_0(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row_of(name)) for _ in range(3)) + "\n\n", encoding="utf-8")
-    samples = read(name, path, None)
-    assert len(samples) == 3
-    for sample in samples:
-        best = score(sample.metric, perfect(name, sample), sample.answers, sample.meta)
-        assert 100 * best == pytest.approx(100, abs=100 * SCORE_ROUNDING)
-        assert score(sample.metric, "", sample.answers, sample.meta) == 0
-        if name != "gsm8k":
-            assert CONTEXT in sample.prompt
-        assert "{" not in sample.prompt.replace(CONTEXT, "")
-
-
 def test_all_published_datasets_have_a_reader() -> None:
     counts = [sum(name.startswith(f"{family}/") for name in DATASETS) for family in ("longbench", "infinitebench")]
     assert counts == [21, 12]
     assert {"longbench_v2", "gsm8k"} <= set(DATASETS)
-
-
-def test_few_shot_datasets_are_scored_by_their_first_line(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row_of("longbench/triviaqa")), encoding="utf-8")
-    (sample,) = read("longbench/triviaqa", path, None)
-    assert score(sample.metric, "\nold mill\nPassage: more\nQuestion: x", sample.answers, sample.meta) == 1
 
 
 def test_braces_in_a_context_are_left_alone(tmp_path: Path) -> None:
