@@ -26,6 +26,7 @@ def test_what_was_added_is_there_in_the_next_run(tmp_path: Path) -> None:
     with Store(path) as store:
         store.add(make_record("a", 1.0, None))
         store.add(make_record("b", 0.0, "out of memory"))
+        assert path.read_bytes().count(b"\n") == 2, "a process that is killed now has left both"
     with Store(path) as store:
         assert len(store) == 2
         assert store["a"] == make_record("a", 1.0, None)
