@@ -231,7 +231,7 @@ class Client:
         it.
         """
         stats = self.host_stats()
-        hops = asdict(self.engine._runner.ask_times)
+        hops = asdict(self.engine._runner.host_read_times)
         return {"host_wait": stats.wait_seconds, "host_attend": stats.attend_seconds} | {
             f"hop_{name.removesuffix('_s')}": value for name, value in hops.items() if name.endswith("_s")
         }

@@ -26,12 +26,12 @@ from bench.rows import require
 from cpu.cpu_tier import CpuTier
 from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections, encode_reference
 from transfer.exchange import ExchangeSlot, wait
-from transfer.host_tier import Answered, Ask, Attention, LayerRows
+from transfer.host_tier import Answered, Attention, ContextRead, LayerRows
 
 ALIKE = 1e-3  # relative of an answer, and nats of its lse
 AGREE = 0.9  # of the answers, at least
 READS = 0.01  # share by which the tier's count of keys may be off: some lie within rounding of a hyperplane
-_ASK_LIMIT_S = 20.0
+_HOST_REQUEST_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class WatchedTier:
         self.tier = tier
         self.asks: list[Answer] = []
 
-    def attention(self, asks: Sequence[Ask]) -> "WatchedAttention":
+    def attention(self, asks: Sequence[ContextRead]) -> "WatchedAttention":
         return WatchedAttention(self.tier.attention(asks), self, asks)
 
     def leave_core(self, leaves: bool) -> None:
         self.tier.leave_core(leaves)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
-        """Ask by ask: the device waits for each answer before it puts the next."""
+        """One request after another: the device waits for each answer before it puts the next."""
         last, before = len(self.tier.shape.layers) - 1, self.tier.stats().attention
         for layer in range(last + 1):
             for attention, slot in parts:
@@ -86,11 +86,11 @@ class WatchedTier:
 class WatchedAttention:
     """A step's rows against their contexts, each ask remembered."""
 
-    def __init__(self, attention: Attention, watched: WatchedTier, asks: Sequence[Ask]) -> None:
+    def __init__(self, attention: Attention, watched: WatchedTier, asks: Sequence[ContextRead]) -> None:
         self._attention, self._watched, self._asks = attention, watched, asks
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
-        wait(slot, layer, _ASK_LIMIT_S)
+        wait(slot, layer, _HOST_REQUEST_LIMIT_S)
         queries = slot.queries[: slot.rows].clone()  # the next ask's stand there once this one is answered
         self._attention.run(layer, slot)
         for row, ask in enumerate(self._asks):

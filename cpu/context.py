@@ -16,18 +16,19 @@ from transfer.host_memory import STRIPE_TOKENS
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
 
-# Of the shape; of the ask under way (REQUESTS to NUM_PIECES: a row of `new_asks`); what its plan took (first of them:
-# NUM_SAMPLED); what there is room for; the asks, how far they are and what they cost (`cpu.ask_turns`).
+# Of the shape; of the request under way (REQUESTS to NUM_PIECES: a row of `new_host_requests`); what its plan took
+# (first of them: NUM_SAMPLED); what there is room for; the requests, how far they are and what they cost
+# (`cpu.host_request_turns`).
 (
     HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS,
     REQUESTS, QUERIES, CODES, WANTED, EXCLUDED, EXCLUDED_WORDS, OUT, LSE, COVERED, FLAGS, STAMP, ANSWERED,
     ERRORS_AT, FULL, PIECES, NUM_PIECES,
     NUM_SAMPLED, NUM_PARTS, NUM_IDS, NUM_SLOTS,
     ROOM_REQUESTS, ROOM_PIECES, ROOM_SAMPLED, ROOM_PARTS, ROOM_IDS, ROOM_HEADS, ROOM_SLOTS,
-    ASKS, NUM_ASKS, NEXT_ASK, OUTCOME, LIMIT_NS, BOARD,
+    HOST_REQUESTS, NUM_HOST_REQUESTS, NEXT_HOST_REQUEST, OUTCOME, LIMIT_NS, BOARD,
     ALL_ROWS, ALL_COVERED, ALL_KEYS, ALL_INDEX_BYTES, ALL_WAITED_NS, ALL_ATTENDED_NS, PLAN,
 ) = range(48)  # fmt: skip
-ASK_COLUMNS = NUM_PIECES + 1 - REQUESTS
+HOST_REQUEST_COLUMNS = NUM_PIECES + 1 - REQUESTS
 BUFFERS = PLAN + len(Plan._fields)
 CONTEXT = BUFFERS + len(Buffers._fields)
 
@@ -36,14 +37,15 @@ def new_context() -> np.ndarray:
     return np.zeros(CONTEXT, np.int64)
 
 
-def new_asks(count: int) -> np.ndarray:
-    """Return int64 `[count, ASK_COLUMNS]`: column `c - REQUESTS` for each c of the context's, REQUESTS to NUM_PIECES.
+def new_host_requests(count: int) -> np.ndarray:
+    """Return int64 `[count, HOST_REQUEST_COLUMNS]`: column `c - REQUESTS` for each c of the context's, REQUESTS to
+    NUM_PIECES.
 
     They hold addresses of queries, codes (0: none), the mask of wanted heads (0: all), exclusions (0: none) with their
     words per row and KV head, out, lse and covered (0: not counted); of flags and of the answer's stamp (0: nobody
     waits) with the stamp; of errors and of the mask of heads that read all keys (0: none); and of a table of pieces.
     """
-    return np.zeros((count, ASK_COLUMNS), np.int64)
+    return np.zeros((count, HOST_REQUEST_COLUMNS), np.int64)
 
 
 def set_shape(context: np.ndarray, shape: Shape, max_threads: int) -> None:

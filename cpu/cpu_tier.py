@@ -23,9 +23,9 @@ from transfer.host_config import ErrorsConfig
 from transfer.host_pages import map_pages, pin_pages, unpin_pages
 from transfer.host_tier import (
     Answered,
-    Ask,
     Attention,
     ContextLostError,
+    ContextRead,
     Filled,
     HostMemoryError,
     LayerRows,
@@ -163,25 +163,25 @@ class CpuTier:
         """Return a context's tokens, in order: how many, and how attention reads them."""
         return [(piece.tokens, piece.reading) for piece in self._contexts[context_id].pieces]
 
-    def is_ready(self, ask: Ask) -> bool:
+    def is_ready(self, read: ContextRead) -> bool:
         """Return whether `attention` would begin without waiting, or fail at once. False if the context does not have
         so many tokens yet.
         """
-        context = None if ask.context_id is None else self._contexts.get(ask.context_id)
-        if ask.num_tokens == 0 or context is None:
-            return ask.num_tokens == 0
-        if context.tokens < ask.num_tokens or self._tables.knows(context, ask.num_tokens):
-            return context.tokens >= ask.num_tokens
-        pieces = context.first_pieces(ask.num_tokens)
+        context = None if read.context_id is None else self._contexts.get(read.context_id)
+        if read.num_tokens == 0 or context is None:
+            return read.num_tokens == 0
+        if context.tokens < read.num_tokens or self._tables.knows(context, read.num_tokens):
+            return context.tokens >= read.num_tokens
+        pieces = context.first_pieces(read.num_tokens)
         return all(self._store.is_ready(piece.segment, piece.tokens, piece.reading.has_tables) for piece in pieces)
 
-    def attention(self, asks: Sequence[Ask]) -> StepAttention:
+    def attention(self, reads: Sequence[ContextRead]) -> StepAttention:
         """Return the attention of a decode step, an ask for each row, with a lease on all that it reads.
 
         Waits until the requested rows have landed and their tables are built, not for later tokens. Raises
         ContextLostError for the first context whose rows cannot come.
         """
-        batch = [(self._asked_of(ask), ask.num_tokens) for ask in asks]
+        batch = [(self._context_of(read), read.num_tokens) for read in reads]
         found = self._tables.find(batch)
         if found is None:
             for context, tokens in batch:
@@ -195,7 +195,7 @@ class CpuTier:
         self._attend.leaves_core = leaves and bool(self._cores.launching)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
-        """Answer all asks of a step whose device goes on by itself. Raises ExchangeError if the device does not ask."""
+        """Answer all host requests of a step. Raises ExchangeError if the device sends none in time."""
         own = [(attention, slot) for attention, slot in parts if isinstance(attention, StepAttention)]
         assert len(own) == len(parts), "answer: attention of this tier"
         return answer_step(self._attend, own)
@@ -229,12 +229,12 @@ class CpuTier:
         self._builder.shutdown()
         self._pool.shutdown()
 
-    def _asked_of(self, ask: Ask) -> Context | None:
-        """Return the context of an ask, or None for an ask for nothing."""
-        if ask.num_tokens == 0:
+    def _context_of(self, read: ContextRead) -> Context | None:
+        """Return the context of a read, or None for a read of nothing."""
+        if read.num_tokens == 0:
             return None
-        assert ask.context_id is not None, "ask: tokens are asked of a context"
-        return self._contexts[ask.context_id]
+        assert read.context_id is not None, "context read: tokens are read of a context"
+        return self._contexts[read.context_id]
 
     def _wait_for(self, context: Context, tokens: int) -> None:
         for piece in context.first_pieces(tokens):

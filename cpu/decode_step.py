@@ -40,7 +40,9 @@ from cpu.segment import TableState
 from transfer.exchange import ExchangeSlot, late
 from transfer.host_tier import Answered
 
-ASK_LIMIT_S = 20.0  # for the device to come to a layer: a step behind a whole prefill unit takes a second or two
+HOST_REQUEST_LIMIT_S = (
+    20.0  # for the device to come to a layer: a step behind a whole prefill unit takes a second or two
+)
 MOST_TABLES = 64  # of batches that are kept: half batches of a few groups, and those of the steps before
 QUERY_TYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 
@@ -53,12 +55,12 @@ _LENT = [RUN_BEGIN, END, KEYS, KEY_HEAD, KEY_ROW, VALUES, VALUE_HEAD, VALUE_ROW,
 
 @dataclass(slots=True)
 class AttentionCounts:
-    """Sums over all asks. wait_s: waiting for the device, with nothing else to do; rows_read: keys (values: as many);
-    bytes_read: of rows and of hash tables; tokens_covered, and of these keys_scored: per wanted head, without excluded
-    tokens.
+    """Sums over all host_requests. wait_s: waiting for the device, with nothing else to do; rows_read: keys (values: as
+    many); bytes_read: of rows and of hash tables; tokens_covered, and of these keys_scored: per wanted head, without
+    excluded tokens.
     """
 
-    asks: int = 0
+    host_requests: int = 0
     wait_s: float = 0.0
     attend_s: float = 0.0
     rows_read: int = 0
@@ -222,22 +224,25 @@ def _answer(attend: Attend, parts: Sequence[_Part], first_layer: int) -> Answere
     """
     counts, kernel, gate = attend.counts, attend.kernel, None if first_layer else attend.builder.gate
     noted = [_new_errors(attend, part, first_layer) for part in parts]
-    asks = np.stack(
-        [kernel.asks_in(slot, table, *noting) for (table, slot, _), noting in zip(parts, noted, strict=True)], axis=1
+    host_requests = np.stack(
+        [kernel.host_requests_in(slot, table, *noting) for (table, slot, _), noting in zip(parts, noted, strict=True)],
+        axis=1,
     )  # [layers, parts, columns]
-    answered = kernel.answer(asks.reshape(-1, asks.shape[-1]), attend.num_threads, ASK_LIMIT_S, gate)
-    counts.asks += answered.asks
+    answered = kernel.answer(
+        host_requests.reshape(-1, host_requests.shape[-1]), attend.num_threads, HOST_REQUEST_LIMIT_S, gate
+    )
+    counts.host_requests += answered.host_requests
     counts.wait_s += (answered.idle_ns + answered.waited_ns) / 1e9
     counts.attend_s += answered.attended_ns / 1e9
     counts.rows_read += answered.rows
     counts.bytes_read += answered.rows * kernel.row_bytes + answered.index_bytes
     counts.tokens_covered += answered.covered
     counts.keys_scored += answered.keys
-    layers, place = divmod(answered.asks, len(parts))
+    layers, place = divmod(answered.host_requests, len(parts))
     for index, (_, slot, _) in enumerate(parts):
-        slot.advance(slot.rows, min(layers + (index < place), len(asks) - 1))
-    if answered.asks < asks.shape[0] * len(parts):
-        raise late(parts[place][1], first_layer + layers, ASK_LIMIT_S)
+        slot.advance(slot.rows, min(layers + (index < place), len(host_requests) - 1))
+    if answered.host_requests < host_requests.shape[0] * len(parts):
+        raise late(parts[place][1], first_layer + layers, HOST_REQUEST_LIMIT_S)
     if attend.audits is not None:
         for (_, _, contexts), (errors, full) in zip(parts, noted, strict=True):
             assert errors is not None, "errors: of every part, where they are estimated"
@@ -248,8 +253,8 @@ def _answer(attend: Attend, parts: Sequence[_Part], first_layer: int) -> Answere
 
 
 def _new_errors(attend: Attend, part: _Part, first_layer: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return arrays for the errors of a part's asks, and the heads that read all keys, as `HostAttention.asks_in` takes
-    them.
+    """Return arrays for the errors of a part's asks, and the heads that read all keys, as
+    `HostAttention.host_requests_in` takes them.
     """
     if attend.audits is None:
         return None, None

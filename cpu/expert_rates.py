@@ -15,13 +15,13 @@ from torch import Tensor
 
 from cpu.experts import HostExperts
 from cpu.memory_rates import GIB, default_gib
-from transfer.expert_exchange import ExpertAsks, ExpertSlot, LayerExperts, PackedRows, new_expert_slot
+from transfer.expert_exchange import ExpertRequests, ExpertSlot, LayerExperts, PackedRows, new_expert_slot
 from transfer.machine_rates import STORED_AS, core_rate
 from transfer.matrix_rows import nbytes_of
 from transfer.simd.features import HAS_VECTORS
 
 HIDDEN, INTERMEDIATE, PER_TOKEN = 2048, 768, 8
-_REPEATS = 5  # of all asks, behind a first time that is not measured
+_REPEATS = 5  # of all host_requests, behind a first time that is not measured
 
 
 def measure_core_rates(
@@ -41,16 +41,18 @@ def measure_core_rates(
 
 
 def _measure(stored: str, threads: int, num_bytes: int) -> float:
-    asks = max(1, num_bytes // (PER_TOKEN * _expert_bytes(stored)))
-    worker, slot = _open(stored, asks * PER_TOKEN, threads)
-    ids = torch.from_numpy(np.random.default_rng(0).permutation(asks * PER_TOKEN).reshape(asks, 1, PER_TOKEN))
+    host_requests = max(1, num_bytes // (PER_TOKEN * _expert_bytes(stored)))
+    worker, slot = _open(stored, host_requests * PER_TOKEN, threads)
+    ids = torch.from_numpy(
+        np.random.default_rng(0).permutation(host_requests * PER_TOKEN).reshape(host_requests, 1, PER_TOKEN)
+    )
     best = float("inf")
     for turn in range(1 + _REPEATS):
         for taken in ids:
             slot.experts[:] = taken
             slot.advance(1)
             slot.flags[:] = slot.stamp
-            answered = worker.answer([(ExpertAsks(np.array([[0, 1]])), slot)])
+            answered = worker.answer([(ExpertRequests(np.array([[0, 1]])), slot)])
             if turn > 0:
                 best = min(best, answered.attended_s)
     return 2 * PER_TOKEN * 3 * HIDDEN * INTERMEDIATE / best / threads / 1e9

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from cpu import expert_products
-from cpu.decode_step import ASK_LIMIT_S
+from cpu.decode_step import HOST_REQUEST_LIMIT_S
 from cpu.expert_matrices import check_matrix
 from cpu.expert_products import (
     BEGINS,
@@ -49,8 +49,8 @@ from cpu.expert_products import (
 )
 from transfer import exchange
 from transfer.exchange import LAST_STAMP, LOOKS, await_rows, late
-from transfer.expert_exchange import ASK_COLUMNS, ROWS, ExpertAsks, ExpertCounts, ExpertSlot, LayerExperts
-from transfer.expert_exchange import LAYER as ASKED_LAYER
+from transfer.expert_exchange import HOST_REQUEST_COLUMNS, ROWS, ExpertCounts, ExpertRequests, ExpertSlot, LayerExperts
+from transfer.expert_exchange import LAYER as REQUESTED_LAYER
 from transfer.host_tier import Answered
 from transfer.matrix_rows import columns_of, inner_of, kind_of, nbytes_of, num_gains
 from transfer.simd import emission, exp, memory, packed_gains, packed_rows, region, team, vectors
@@ -88,17 +88,17 @@ def _compile_answer(version: int) -> Any:
     """
 
     @numba.njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
-    def answer(threads, context, step, asks, num_asks):  # type: ignore[no-untyped-def]
+    def answer(threads, context, step, host_requests, num_requests):  # type: ignore[no-untyped-def]
         if version < 0:
             return 0
-        for ask in range(num_asks):
-            layer = load_int64(asks + 8 * (ASK_COLUMNS * ask + ASKED_LAYER))
-            rows = load_int64(asks + 8 * (ASK_COLUMNS * ask + ROWS))
-            stamp = (load_int64(step + 8 * STAMP) + ask) & LAST_STAMP
+        for place in range(num_requests):
+            layer = load_int64(host_requests + 8 * (HOST_REQUEST_COLUMNS * place + REQUESTED_LAYER))
+            rows = load_int64(host_requests + 8 * (HOST_REQUEST_COLUMNS * place + ROWS))
+            stamp = (load_int64(step + 8 * STAMP) + place) & LAST_STAMP
             began_ns = now_ns()
             while await_rows(load_int64(step + 8 * FLAGS), rows, stamp, LOOKS) >= 0:
                 if now_ns() - began_ns > load_int64(step + 8 * LIMIT_NS):
-                    return ask
+                    return place
             there_ns = now_ns()
             taken = plan(context, layer, rows, threads)
             own = open_row(context)[LAYERS] + 8 * LAYER_COLUMNS * layer
@@ -109,7 +109,7 @@ def _compile_answer(version: int) -> Any:
             _add(step, NUM_EXPERTS, open_row(context)[NUM_TAKEN])
             _add(step, ALL_PAIRS, open_row(context)[NUM_PAIRS])
             _add(step, ALL_BYTES, taken * load_int64(own + 8 * LAYER_EXPERT_BYTES))
-        return num_asks
+        return num_requests
 
     return answer
 
@@ -124,7 +124,7 @@ class HostExperts:
 
     def __init__(
         self, layers: Sequence[LayerExperts | None], max_rows: int, per_token: int, threads: int,
-        limit_s: float = ASK_LIMIT_S,
+        limit_s: float = HOST_REQUEST_LIMIT_S,
     ) -> None:  # fmt: skip
         """Compile the kernels, or read them from numba's cache.
 
@@ -167,26 +167,26 @@ class HostExperts:
 
     def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
         """Answer all asks of a step; see `transfer.expert_exchange.ExpertWorker`."""
-        ((asks, slot),) = parts
-        assert isinstance(asks, ExpertAsks), "experts: a step's asks"
+        ((host_requests, slot),) = parts
+        assert isinstance(host_requests, ExpertRequests), "experts: a step's asks"
         assert isinstance(slot, ExpertSlot), "experts: a slot of theirs"
-        self._open(slot, asks.table)
+        self._open(slot, host_requests.table)
         answered = self._answer(
-            self._threads, self._context.ctypes.data, self._step.ctypes.data, asks.table.ctypes.data,
-            len(asks.table),
+            self._threads, self._context.ctypes.data, self._step.ctypes.data, host_requests.table.ctypes.data,
+            len(host_requests.table),
         )  # fmt: skip
         waited, computed, experts, pairs, num_bytes = self._step[WAITED_NS : ALL_BYTES + 1].tolist()
         counts = self.counts
-        counts.asks += answered
+        counts.host_requests += answered
         counts.experts += experts
         counts.pairs += pairs
         counts.bytes_read += num_bytes
         counts.wait_s += waited / 1e9
         counts.compute_s += computed / 1e9
-        last = min(answered, len(asks.table) - 1)
-        slot.advance(int(asks.table[last, ROWS]), last)
-        if answered < len(asks.table):
-            raise late(slot, int(asks.table[answered, ASKED_LAYER]), self._limit_s)
+        last = min(answered, len(host_requests.table) - 1)
+        slot.advance(int(host_requests.table[last, ROWS]), last)
+        if answered < len(host_requests.table):
+            raise late(slot, int(host_requests.table[answered, REQUESTED_LAYER]), self._limit_s)
         return Answered(waited / 1e9, computed / 1e9)
 
     def _open(self, slot: ExpertSlot, table: np.ndarray) -> None:
@@ -194,8 +194,8 @@ class HostExperts:
         assert slot.experts.shape[1] == shape[1], "experts: as many of a token as were compiled for"
         assert slot.hidden.shape[1] == self._hidden, "experts: hidden states of the model"
         assert len(slot.flags) <= self._max_rows, "experts: no more rows than the workspace has room for"
-        assert table.dtype == np.int64, "asks: int64"
-        assert table.shape[1] == ASK_COLUMNS, "asks: [asks, ASK_COLUMNS]"
+        assert table.dtype == np.int64, "host_requests: int64"
+        assert table.shape[1] == HOST_REQUEST_COLUMNS, "asks: [host_requests, HOST_REQUEST_COLUMNS]"
         assert table.flags.c_contiguous, "asks: contiguous"
         for column, tensor in ((X, slot.hidden), (EXPERTS, slot.experts), (SHARES, slot.shares), (OUT, slot.out)):
             self._context[column] = tensor.data_ptr()

@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from cpu import (
-    ask_turns,
     collision,
     context,
     exclusions,
+    host_request_turns,
     lookup,
     part_attention,
     piece_plan,
@@ -29,13 +29,11 @@ from cpu import (
     stages,
     workspace,
 )
-from cpu.ask_turns import BOARD_INT64, INSIDE, TURN, start_when_asked, take_turns
 from cpu.collision import log_weights
 from cpu.context import (
     ALL_ATTENDED_NS,
     ALL_ROWS,
     ANSWERED,
-    ASKS,
     BOARD,
     BUFFERS,
     CODES,
@@ -45,11 +43,12 @@ from cpu.context import (
     EXCLUDED_WORDS,
     FLAGS,
     FULL,
+    HOST_REQUESTS,
     LIMIT_NS,
     LOGS,
     LSE,
-    NEXT_ASK,
-    NUM_ASKS,
+    NEXT_HOST_REQUEST,
+    NUM_HOST_REQUESTS,
     NUM_IDS,
     NUM_PARTS,
     NUM_PIECES,
@@ -68,13 +67,14 @@ from cpu.context import (
     ROOM_SLOTS,
     STAMP,
     WANTED,
-    new_asks,
     new_context,
+    new_host_requests,
     set_arrays,
     set_shape,
 )
+from cpu.host_request_turns import BOARD_INT64, INSIDE, TURN, start_when_requested, take_turns
 from cpu.lookup import COUNTER_MARGIN, SPANS
-from cpu.piece_plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_ASKED, PLANNED
+from cpu.piece_plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_REQUESTED, PLANNED
 from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS
 from cpu.row_products import BLOCK_ROWS, COLUMNS
 from cpu.sample_errors import COLUMNS as SUM_COLUMNS
@@ -104,20 +104,20 @@ from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP
 
 ROW_TYPES = (np.uint16, np.int8, np.float32)
 QUERY_TYPES = (np.uint16, np.float32)
-COMPILED = (take_turns, start_when_asked)
+COMPILED = (take_turns, start_when_requested)
 
 
 _MODULES = (
-    ask_turns, collision, context, emission, exchange, exclusions, lookup, memory, part_attention, piece_plan, pieces,
+    host_request_turns, collision, context, emission, exchange, exclusions, lookup, memory, part_attention, piece_plan,
+    pieces,
     region, row_products, sample_errors, softmax, stages, team, values, vectors, workspace,
 )  # fmt: skip
 
 
 @lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
 def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> Any:
-    """Compile `ask_turns.take_turns` to a C function of the context's address. numba's file cache looks at this file
-    and at
-    the arguments here; `version` stands for the sources of all callees.
+    """Compile `host_request_turns.take_turns` to a C function of the context's address. numba's file cache looks at
+    this file and at the arguments here; `version` stands for the sources of all callees.
     """
 
     @numba.cfunc("void(int64, int64, int64)", cache=True)
@@ -130,13 +130,13 @@ def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int)
 
 @cache
 def _compile_start(version: int) -> Any:
-    """Compile `ask_turns.start_when_asked` in the same way."""
+    """Compile `host_request_turns.start_when_requested` in the same way."""
 
     @numba.njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
-    def start_asked(work, threads, context, gate):  # type: ignore[no-untyped-def]
-        return start_when_asked(work, threads, context, gate) if version >= 0 else 0
+    def start_requested(work, threads, context, gate):  # type: ignore[no-untyped-def]
+        return start_when_requested(work, threads, context, gate) if version >= 0 else 0
 
-    return start_asked
+    return start_requested
 
 
 class HostPartial(NamedTuple):
@@ -161,13 +161,13 @@ class HostPartial(NamedTuple):
 
 
 class AnswersCost(NamedTuple):
-    """The cost of answers. asks: number answered, fewer than given where one did not come; rows, covered, keys and
-    index_bytes: sums over all of them, as in `HostPartial`, covered over all heads; waited_ns: waiting for asks;
+    """The cost of answers. host_requests: number answered, fewer than given where one did not come; rows, covered, keys
+    and index_bytes: sums over all of them, as in `HostPartial`, covered over all heads; waited_ns: waiting for asks;
     attended_ns: from an ask's arrival to its answer; lookup_ns, sampled_ns: stages of the last one; idle_ns: waiting
     for the first ask before the region starts.
     """
 
-    asks: int
+    host_requests: int
     rows: int
     covered: int
     keys: int
@@ -213,14 +213,14 @@ class HostAttention:
             row_type(0), query_type(0), heads, kv_heads, dim, tables, (1 << bits) - 1, np.float32(scale)
         )
         work = _compile(row_type(0), query_type(0), (0,) * (dim // COLUMNS), version(*_MODULES))
-        self._work, self._start_when_asked = int(work.address), _compile_start(version(*_MODULES))
+        self._work, self._start_when_requested = int(work.address), _compile_start(version(*_MODULES))
         self._context, self._threads = new_context(), threads
         self._address, self._row = self._context.ctypes.data, memoryview(self._context)
         set_shape(self._context, self._shape, threads)
         self._context[LOGS] = self._logs.ctypes.data
         board = np.zeros(BOARD_INT64, np.int64)
         self._board, self._context[BOARD] = memoryview(board), board.ctypes.data
-        self._lone_ask = new_asks(1)
+        self._lone_host_request = new_host_requests(1)
         self._plan = self._new_plan(1, 1, 1, 1)
         self._results = self._new_results(1)
         self._buffers = self._new_buffers(1, 1, 1)
@@ -239,19 +239,19 @@ class HostAttention:
         A request without pieces, without samples or without wanted heads gets (0, -inf). A NaN in a query or key makes
         its own heads NaN. Raises ValueError if requests do not rise or a range is not in its segment.
         """
-        shape, requests, ask = self._shape, len(queries), self._lone_ask[0]
+        shape, requests, host_request = self._shape, len(queries), self._lone_host_request[0]
         assert queries.shape == (requests, shape.heads, shape.dim), "queries: [requests, heads, dim]"
         assert queries.dtype == self.query_type, "queries: of the type that was compiled for"
         assert queries.flags.c_contiguous, "queries: contiguous"
-        _put_pieces(self._lone_ask, table[None])
-        _put(ask, REQUESTS, requests)
-        _put(ask, QUERIES, queries.ctypes.data)
-        _put(ask, CODES, 0)
+        _put_pieces(self._lone_host_request, table[None])
+        _put(host_request, REQUESTS, requests)
+        _put(host_request, QUERIES, queries.ctypes.data)
+        _put(host_request, CODES, 0)
         if codes is not None:
             assert codes.shape == (requests, shape.heads, shape.tables), "codes: [requests, heads, tables]"
             assert codes.dtype == np.uint16, "codes: uint16"
             assert codes.flags.c_contiguous, "codes: contiguous"
-            _put(ask, CODES, codes.ctypes.data)
+            _put(host_request, CODES, codes.ctypes.data)
         if wanted is not None:
             assert wanted.shape == (requests, shape.heads), "wanted: [requests, heads]"
             assert wanted.dtype == np.uint8, "wanted: uint8"
@@ -264,14 +264,14 @@ class HostAttention:
         errors = np.empty((requests, shape.heads, ERRORS), np.float32) if self.estimates else None
         for column, array in ((WANTED, wanted), (EXCLUDED, excluded), (FULL, full), (ERRORS_AT, errors)):
             assert array is None or array.flags.c_contiguous, "wanted, excluded, full: contiguous"
-            _put(ask, column, 0 if array is None else array.ctypes.data)
-        _put(ask, EXCLUDED_WORDS, 0 if excluded is None else excluded.shape[2])
+            _put(host_request, column, 0 if array is None else array.ctypes.data)
+        _put(host_request, EXCLUDED_WORDS, 0 if excluded is None else excluded.shape[2])
         self._make_room_for(requests)
         out, lse, covered = self._results
-        _put(ask, OUT, out.ctypes.data)
-        _put(ask, LSE, lse.ctypes.data)
-        _put(ask, COVERED, covered.ctypes.data)
-        self._run(self._lone_ask, threads, 0, None)
+        _put(host_request, OUT, out.ctypes.data)
+        _put(host_request, LSE, lse.ctypes.data)
+        _put(host_request, COVERED, covered.ctypes.data)
+        self._run(self._lone_host_request, threads, 0, None)
         totals = self._buffers.totals
         rows_read, began_ns, looked_up_ns, sampled_ns = totals[ROWS_READ : SAMPLED_NS + 1].tolist()
         return HostPartial(
@@ -279,14 +279,14 @@ class HostAttention:
             int(totals[INDEX_BYTES]), looked_up_ns - began_ns, sampled_ns - looked_up_ns, errors,
         )  # fmt: skip
 
-    def asks_in(
+    def host_requests_in(
         self, slot: ExchangeSlot, tables: np.ndarray, errors: np.ndarray | None, full: np.ndarray | None
     ) -> np.ndarray:
-        """Return an ask for `answer` for each table of pieces, PIECE `[asks, pieces]`.
+        """Return an ask for `answer` for each table of pieces, PIECE `[host_requests, pieces]`.
 
         The caller keeps the tables and the slot alive. The slot's current ask is the first. Row i of the slot asks for
-        request i, with queries of query_type. errors: float32 `[asks, rows, heads, ERRORS]`, written by the answer, or
-        None; full: uint8 `[asks, rows, heads]`, or None.
+        request i, with queries of query_type. errors: float32 `[host_requests, rows, heads, ERRORS]`, written by the
+        answer, or None; full: uint8 `[host_requests, rows, heads]`, or None.
         """
         shape, queries, codes, excluded = self._shape, slot.queries, slot.codes, slot.excluded
         assert queries.shape[1:] == (shape.heads, shape.dim), "slot: queries [rows, heads, dim]"
@@ -294,8 +294,8 @@ class HostAttention:
         assert codes is None or codes.shape[1:] == (shape.heads, shape.tables), "slot: codes [rows, heads, tables]"
         if excluded is not None:
             assert excluded.shape[1] == shape.kv_heads, "slot: excluded [rows, kv_heads, words]"
-        asks = new_asks(len(tables))
-        _put_pieces(asks, tables)
+        host_requests = new_host_requests(len(tables))
+        _put_pieces(host_requests, tables)
         for column, value in (
             (REQUESTS, slot.rows), (QUERIES, queries.data_ptr()), (CODES, _address(codes)),
             (WANTED, slot.wanted.data_ptr()), (EXCLUDED, _address(excluded)),
@@ -303,45 +303,50 @@ class HostAttention:
             (LSE, slot.lse.data_ptr()), (COVERED, _address(slot.covered)), (FLAGS, slot.flags.data_ptr()),
             (ANSWERED, slot.answered.data_ptr()), (STAMP, (slot.stamp + np.arange(len(tables))) & LAST_STAMP),
         ):  # fmt: skip
-            _put(asks, column, value)
+            _put(host_requests, column, value)
         for column, array in ((ERRORS_AT, errors), (FULL, full)):
             if array is not None:
                 assert array.shape[:3] == (len(tables), slot.rows, shape.heads), "errors, full: of every ask"
                 assert array.flags.c_contiguous, "errors, full: contiguous"
-                _put(asks, column, array.ctypes.data + array.strides[0] * np.arange(len(tables)))
-        return asks
+                _put(host_requests, column, array.ctypes.data + array.strides[0] * np.arange(len(tables)))
+        return host_requests
 
-    def answer(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> AnswersCost:
+    def answer(self, host_requests: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> AnswersCost:
         """Answer asks one after another in one parallel region, from an ask's flags to the stamp of its answer.
 
-        asks: rows of `asks_in`, of one slot or of several in turns. The call ends at the first ask that does not come
-        within `limit_s` seconds. gate: int64 `[1]` or None; with a gate, one thread waits for the first ask before the
-        region starts, and the gate is one higher when this returns. The interpreter is not needed in between.
+        host_requests: rows of `host_requests_in`, of one slot or of several in turns. The call ends at the first ask
+        that does not come within `limit_s` seconds. gate: int64 `[1]` or None; with a gate, one thread waits for the
+        first ask before the region starts, and the gate is one higher when this returns. The interpreter is not needed
+        in between.
         """
-        answered, idle_ns = self._run(asks, threads, limit_s, gate)
+        answered, idle_ns = self._run(host_requests, threads, limit_s, gate)
         began, looked_up, sampled = self._buffers.totals[BEGAN_NS : SAMPLED_NS + 1].tolist()
         sums = self._row[ALL_ROWS : ALL_ATTENDED_NS + 1].tolist()
         return AnswersCost(answered, *sums, looked_up - began, sampled - looked_up, idle_ns)
 
-    def _run(self, asks: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> tuple[int, int]:
+    def _run(self, host_requests: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> tuple[int, int]:
         """Return how many asks were answered, and the nanoseconds of the wait for the first one with a gate.
 
         If not all were answered, the next one did not come. Raises ValueError for a wrong table. Caches are cold here,
         so each line of Python costs several times what it does elsewhere.
         """
         row, board = self._row, self._board
-        assert asks.flags.c_contiguous, "asks: contiguous"
+        assert host_requests.flags.c_contiguous, "host_requests: contiguous"
         assert 1 <= threads <= self._threads, "threads: no more than the workspace has room for"
         for column in range(ALL_ROWS, ALL_ATTENDED_NS + 1):
             row[column] = 0
-        row[ASKS] = asks.__array_interface__["data"][0]  # an address for a tenth of the time of asks.ctypes
-        row[NUM_ASKS], row[NEXT_ASK], row[LIMIT_NS] = len(asks), 0, int(1e9 * limit_s)
+        row[HOST_REQUESTS] = host_requests.__array_interface__["data"][
+            0
+        ]  # an address for a tenth of the time of host_requests.ctypes
+        row[NUM_HOST_REQUESTS], row[NEXT_HOST_REQUEST], row[LIMIT_NS] = len(host_requests), 0, int(1e9 * limit_s)
         board[TURN], board[INSIDE] = 0, 0
         idle_ns = 0
         if gate is None:
             start(self._work, threads, self._address)
         else:
-            idle_ns = self._start_when_asked(self._work, threads, self._address, gate.__array_interface__["data"][0])
+            idle_ns = self._start_when_requested(
+                self._work, threads, self._address, gate.__array_interface__["data"][0]
+            )
         while row[OUTCOME] == NO_ROOM:
             self._grow()
             board[TURN], board[INSIDE] = 0, 0
@@ -354,8 +359,8 @@ class HostAttention:
                 f"{listed[:, [BEGIN, END, TOKENS]].tolist()}; wanted requests in rising order below {row[REQUESTS]}, "
                 f"and 0 <= begin <= end <= tokens"
             )
-        assert row[OUTCOME] in (PLANNED, NOT_ASKED), "plan: what comes of it"
-        return int(row[NEXT_ASK]), idle_ns
+        assert row[OUTCOME] in (PLANNED, NOT_REQUESTED), "plan: what comes of it"
+        return int(row[NEXT_HOST_REQUEST]), idle_ns
 
     def _make_room_for(self, requests: int) -> None:
         if requests > self._row[ROOM_REQUESTS]:
@@ -431,16 +436,16 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _put(asks: np.ndarray, column: int, value: Any) -> None:
-    asks[..., column - REQUESTS] = value
+def _put(host_requests: np.ndarray, column: int, value: Any) -> None:
+    host_requests[..., column - REQUESTS] = value
 
 
-def _put_pieces(asks: np.ndarray, tables: np.ndarray) -> None:
-    """Write addresses of tables, PIECE `[asks, pieces]`."""
+def _put_pieces(host_requests: np.ndarray, tables: np.ndarray) -> None:
+    """Write addresses of tables, PIECE `[host_requests, pieces]`."""
     assert tables.dtype == PIECE, "pieces: a table of cpu.pieces.PIECE"
     assert tables.flags.c_contiguous, "pieces: contiguous"
-    _put(asks, PIECES, tables.ctypes.data + tables.strides[0] * np.arange(len(tables)))
-    _put(asks, NUM_PIECES, tables.shape[1])
+    _put(host_requests, PIECES, tables.ctypes.data + tables.strides[0] * np.arange(len(tables)))
+    _put(host_requests, NUM_PIECES, tables.shape[1])
 
 
 def _pieces_at(address: int, count: int) -> np.ndarray:

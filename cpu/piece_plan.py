@@ -35,15 +35,15 @@ from cpu.workspace import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES
 from transfer.exchange import LOOKS, await_rows
 from transfer.simd.team import now_ns
 
-PLANNED, NO_TABLE, NO_ROOM, NO_CODES, NOT_ASKED = range(5)  # what comes of it
+PLANNED, NO_TABLE, NO_ROOM, NO_CODES, NOT_REQUESTED = range(5)  # what comes of it
 
 
 @numba.njit(nogil=True)
 def make_plan(context, kind, query_kind):
     """Write what the pieces need and, if there is room, the plan's arrays (`cpu.workspace.Plan`).
 
-    Totals and counters of the region are set to their start. Where there are flags, wait for them: NOT_ASKED after so
-    many looks.
+    Totals and counters of the region are set to their start. Where there are flags, wait for them: NOT_REQUESTED after
+    so many looks.
     """
     row = open_row(context)
     if not _count(row, open_context(context, kind, query_kind)[1].pieces):
@@ -68,7 +68,7 @@ def make_plan(context, kind, query_kind):
         buffers.counters[counter, :, 0] = 0
     planned_ns = now_ns()
     if row[FLAGS] != 0 and await_rows(row[FLAGS], row[REQUESTS], row[STAMP], LOOKS) >= 0:
-        return NOT_ASKED
+        return NOT_REQUESTED
     buffers.totals[BEGAN_NS] = now_ns()
     buffers.totals[WAITED_NS] = buffers.totals[BEGAN_NS] - planned_ns
     buffers.totals[WORK_ITEMS] = _list_work(shape, batch, plan)

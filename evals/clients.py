@@ -127,8 +127,9 @@ class ProbeError(ValueError):
 
 
 async def probe(endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None) -> None:
-    """Ask for one token as samples will ask. Raises ProbeError, which names what was asked, what came and what was
-    wanted."""
+    """Ask for one token as samples will ask. Raises ProbeError, which names what was asked, what came and
+    what was wanted.
+    """
     sample = Sample("probe", "probe", "The", [], "exact", 1, 0, None)
     asked = replace(endpoint, max_retries=min(endpoint.max_retries, PROBE_RETRIES))
     async for reply in ask_all(asked, [sample], transport):

@@ -22,7 +22,7 @@ from evals.forward import ReferenceDecoder
 from evals.rows import FRACTIONS, Row, count_reasons
 from evals.served import DEFAULT, Server
 from evals.served_method import PREFIX
-from evals.serving import Ask, ServingEngine
+from evals.serving import DecodeRequest, ServingEngine
 from gpu.methods.registry import list_shares
 from server.text.model_tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ def engine_speaker(engine: ServingEngine, profile: str) -> Speaker:
     """Ask the engine of this process."""
 
     def ask(texts: Sequence[list[int]], count: int) -> list[Said]:
-        asks = [Ask(str(number), list(text), count, [], NUM_TOP) for number, text in enumerate(texts)]
+        asks = [DecodeRequest(str(number), list(text), count, [], NUM_TOP) for number, text in enumerate(texts)]
         said: dict[int, Said] = {}
         for answer in engine.answer(asks, profile):
             end, chosen = ([(one.logprob, dict(one.top)) for one in part]

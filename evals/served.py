@@ -21,7 +21,7 @@ from evals.rows import APPLIED, KL
 from evals.run import AGREEMENT, Prompt, is_chat, name_weights, prompts_of
 from evals.samples import Sample
 from evals.served_method import PREFIX
-from evals.serving import Answer, Ask, ServingEngine
+from evals.serving import Answer, DecodeRequest, ServingEngine
 from evals.stopping import RunCut
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION
@@ -146,7 +146,7 @@ def _answer_all(
     forced = entry.cell.forced_tokens
     assert not forced or exact is not None, "evals: answers are compared with full attention's"
     asks = [
-        Ask(str(number), prompt.token_ids.tolist(), forced or prompt.sample.max_new_tokens, stop_ids,
+        DecodeRequest(str(number), prompt.token_ids.tolist(), forced or prompt.sample.max_new_tokens, stop_ids,
             NUM_TOP if forced else None)
         for number, prompt in enumerate(missing)
     ]  # fmt: skip
@@ -225,7 +225,7 @@ def by_mode(samples: Sequence[Sample], sent_as: str, tokenizer: Any) -> dict[str
 
 
 async def ask_each(endpoint: Endpoint, samples: list[Sample], entry: Entry, ledger: Ledger) -> None:
-    """Ask and record. After LOST_AFTER failures in a row the server is probed: one that is gone ends the run."""
+    """Ask, and record answers. After LOST_AFTER failures in a row the server is probed; if it is gone, the run ends."""
     failed = 0
     async for reply in ask_all(endpoint, samples, None):
         ledger.keep(entry.record(reply.sample, reply.text, reply.failure))

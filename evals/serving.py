@@ -44,7 +44,7 @@ FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DecodeRequest:
     """One prompt to decode greedily. num_top: logprobs of so many alternatives for every token of prompt and answer;
     None for no logprobs."""
 
@@ -128,7 +128,7 @@ class ServingEngine:
         found = [layer_shares(part.method, counts, self._shape.group) for part in self._profiles[profile].parts]
         return {name: numbers for one in found for name, numbers in one.items()}
 
-    def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
+    def answer(self, asks: Sequence[DecodeRequest], profile: str) -> Iterator[Answer]:
         """Answer as they finish, in any order."""
         waiting, open_answers = list(reversed(asks)), dict[str, Answer]()
         stops = {ask.key: ask.stop_token_ids for ask in asks}
@@ -151,7 +151,7 @@ class ServingEngine:
                     yield open_answers.pop(answer.key)
 
 
-def request_of(ask: Ask, profile: str) -> EngineRequest:
+def request_of(ask: DecodeRequest, profile: str) -> EngineRequest:
     sampling = SamplingParams(temperature=0.0, num_logprobs=ask.num_top, num_prompt_logprobs=ask.num_top)
     return EngineRequest(
         request_id=ask.key,

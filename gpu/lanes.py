@@ -65,9 +65,10 @@ class _Use:
 
 
 class StepBuffers:
-    """Steps in which some row asks have one set of buffers, and one exchange; those in which none does have another. A
-    step writes its rows there before anything else of it runs, so no two of a kind may be under way in two lanes. What
-    is over is forgotten, or rows of one kind alone would keep the last step of the other, and all behind it.
+    """Steps in which some row reads host memory have one set of buffers, and one exchange; those in which none does
+    have another. A step writes its rows there before anything else of it runs, so no two of a kind may be under way in
+    two lanes. What is over is forgotten, or rows of one kind alone would keep the last step of the other, and all
+    behind it.
     """
 
     def __init__(self) -> None:
@@ -75,19 +76,19 @@ class StepBuffers:
 
     def check(self, plan: StepPlan) -> None:
         """Raise AssertionError if a plan would write what the other lane's step reads."""
-        for asks in _kinds(plan):
-            use = self._uses.get(asks)
+        for reads_host in _kinds(plan):
+            use = self._uses.get(reads_host)
             is_free = use is None or plan.is_fenced or plan.lane in use.lanes or use.is_over()
-            kind = "ask" if asks else "ask nothing"
+            kind = "read the host" if reads_host else "read the device alone"
             assert is_free, f"lanes: rows that {kind} in lane {plan.lane.value}, beside such rows in the other lane"
 
     def note(self, plan: StepPlan, is_over: Callable[[], bool]) -> None:
         """Note a launched plan. is_over: whether its rows are computed."""
-        self._uses = {asks: use for asks, use in self._uses.items() if not use.is_over()}
+        self._uses = {reads_host: use for reads_host, use in self._uses.items() if not use.is_over()}
         for use in self._uses.values() if plan.is_fenced else ():
             use.lanes.add(plan.lane)
-        self._uses |= {asks: _Use(is_over, {plan.lane}) for asks in _kinds(plan)}
+        self._uses |= {reads_host: _Use(is_over, {plan.lane}) for reads_host in _kinds(plan)}
 
 
 def _kinds(plan: StepPlan) -> set[bool]:
-    return {any(ask is not None for ask in group.asks or ()) for group in plan.decode}
+    return {any(read is not None for read in group.host_reads or ()) for group in plan.decode}

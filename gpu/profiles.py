@@ -97,10 +97,10 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
     return profiles
 
 
-def get_profile(name: str, profiles: Mapping[str, Profile], asked_in: str) -> Profile:
-    """Return the profile of that name. Raises ProfileError if there is none; `asked_in`: what named it."""
+def get_profile(name: str, profiles: Mapping[str, Profile], named_in: str) -> Profile:
+    """Return the profile of that name. Raises ProfileError if there is none; `named_in`: what named it."""
     if name not in profiles:
-        raise ProfileError(f"{asked_in}: {why_unknown(name, profiles)}")
+        raise ProfileError(f"{named_in}: {why_unknown(name, profiles)}")
     return profiles[name]
 
 

@@ -16,7 +16,7 @@ from gpu.attention.prefill_query import PrefillQuery
 from gpu.batching.halving import Halving, most_rows_of_parts
 from gpu.batching.step_reads import StepReads
 from gpu.decode.loop import LayerLoop
-from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
+from gpu.decode.steps import Batch, DecodeSteps, HostReader, HostReadTimes, LaunchedStep
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.fusion.chunk_copies import Documents
@@ -65,7 +65,7 @@ from transfer.allocation import dtype_name
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
 from transfer.expert_exchange import ExpertCounts
-from transfer.host_tier import Ask, ContextLostError, HostMemoryError
+from transfer.host_tier import ContextLostError, ContextRead, HostMemoryError
 from transfer.reading import Reading
 
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
@@ -96,7 +96,7 @@ class ExpertMoves:
 class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
-    ask_times: of all steps with host reads.
+    host_read_times: of all steps with host reads.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, settings: RunnerSettings) -> None:
@@ -145,10 +145,10 @@ class Runner:
         self._last: InFlight | None = None
         self._buffers = StepBuffers()
         self._offloader: Offloader | None = None
-        self.ask_times = AskTimes()
-        asked_layers = () if tier is None else tuple(tier.shape.layers)
-        self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, settings.kv, len(asked_layers))
-        asking = None
+        self.host_read_times = HostReadTimes()
+        offloaded_layers = () if tier is None else tuple(tier.shape.layers)
+        self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, settings.kv, len(offloaded_layers))
+        host_reader = None
         if tier is not None and row_transfer is not None:
             assert self._prefill.staging is not None
             self._offloader = Offloader(tier, row_transfer, self.pool, self._prefill.gathered, self._prefill.staging)
@@ -159,18 +159,24 @@ class Runner:
             exchanges = [SlotExchange(rows, slot, device) for rows in most_rows_of_parts(max_running)]
             always = 1 if device.type == "cpu" else None  # the CPU computes both sides
             halving = Halving(self.reads, always)
-            asking = Asking(tier, exchanges, halving, self.ask_times)
+            host_reader = HostReader(tier, exchanges, halving, self.host_read_times)
         loop = LayerLoop(
-            decoder, asked_layers, self._last_tokens, workspaces[0], workspaces[-1], methods, settings.checks_coverage
+            decoder,
+            offloaded_layers,
+            self._last_tokens,
+            workspaces[0],
+            workspaces[-1],
+            methods,
+            settings.checks_coverage,
         )
         self._staged = decoder.projections.staged
         experts: list[ExpertExchange] = []
         if settings.open_experts is not None:
-            num_lanes = 2 if asking is not None and device.type == "cuda" else 1
+            num_lanes = 2 if host_reader is not None and device.type == "cuda" else 1
             most = min(max_running, settings.computed_rows)
             experts = open_exchanges(weights, architecture, most, device, settings.open_experts, num_lanes)
         self._experts = experts
-        self.decode_steps = DecodeSteps(loop, asking, self._lanes.stream(Lane.HOST), experts)
+        self.decode_steps = DecodeSteps(loop, host_reader, self._lanes.stream(Lane.HOST), experts)
 
     @property
     def page_memory(self) -> Commitment | None:
@@ -191,10 +197,10 @@ class Runner:
         """Return the rows of a decode step with runs up to which more rows cost little."""
         return self.decode_steps.most_rows
 
-    def is_ready(self, ask: HostRead) -> bool:
+    def is_ready(self, host_read: HostRead) -> bool:
         """Return whether the host would answer a read without a wait, as far as plans have been launched."""
         assert self._offloader is not None, "runner: a row asks, but there is no tier"
-        return self._offloader.tier.is_ready(Ask(ask.context_id, ask.end - ask.begin))
+        return self._offloader.tier.is_ready(ContextRead(host_read.context_id, host_read.end - host_read.begin))
 
     def is_loaded(self, job_id: int, layer: int) -> bool:
         """Return whether a unit that begins this layer of the job waits for no disk, by the plans launched."""
@@ -452,10 +458,10 @@ class Runner:
         timer.mark(0)
         decoded, awaited = [], []
         for group in groups:
-            asks = any(ask is not None for ask in group.asks or ())
+            reads_host = any(host_read is not None for host_read in group.host_reads or ())
             while (going_on := without_slots(group, self._failures)).slots:
                 try:
-                    launched = self._decode(going_on, lane, asks)
+                    launched = self._decode(going_on, lane, reads_host)
                 except ContextLostError as error:  # before anything is launched: the others begin without it
                     self._failures |= _rows_of(going_on, error)
                     continue
@@ -470,7 +476,7 @@ class Runner:
         timer.mark(1)
         return decoded, awaited, timer
 
-    def _decode(self, group: DecodeGroup, lane: Lane, asks: bool) -> LaunchedStep:
+    def _decode(self, group: DecodeGroup, lane: Lane, reads_host: bool) -> LaunchedStep:
         """Launch decode groups. asks: some row of the plan has a host read, also one that has failed since: the other
         lane's step goes by it.
 
@@ -478,7 +484,7 @@ class Runner:
         """
         cells = group.positions if group.cells is None else group.cells
         reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)
-        batch = Batch(group.slots, group.positions, cells, _asks_of(group), reuses, asks_host=asks)
+        batch = Batch(group.slots, group.positions, cells, _host_reads_of(group), reuses, has_host_reads=reads_host)
         if group.runs is not None:
             batch = self._with_runs(batch, group.runs, lane)
         launched = self.decode_steps.run(batch)
@@ -499,10 +505,10 @@ class Runner:
             [batch.slots[row] for row, _ in spread],
             [batch.positions[row] + step for row, step in spread],
             [batch.cells[row] + step for row, step in spread],
-            [batch.asks[row] for row, _ in spread],
+            [batch.host_reads[row] for row, _ in spread],
             batch.reuses,
             [next(places) if step else batch.slots[row] for row, step in spread],
-            batch.asks_host,
+            batch.has_host_reads,
         )
 
 
@@ -516,7 +522,7 @@ def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
         slots=[group.slots[row] for row in rows],
         positions=[group.positions[row] for row in rows],
         samples=[group.samples[row] for row in rows],
-        asks=None if group.asks is None else [group.asks[row] for row in rows],
+        host_reads=None if group.host_reads is None else [group.host_reads[row] for row in rows],
         cells=None if group.cells is None else [group.cells[row] for row in rows],
         runs=None if group.runs is None else [group.runs[row] for row in rows],
     )
@@ -524,9 +530,13 @@ def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
 
 def _rows_of(group: DecodeGroup, error: ContextLostError) -> dict[int, str]:
     """Return the group's slots over the context that is lost, and why."""
-    rows = zip(group.slots, _asks_of(group), strict=True)
-    return {slot: str(error) for slot, ask in rows if ask is not None and ask.context_id == error.context_id}
+    rows = zip(group.slots, _host_reads_of(group), strict=True)
+    return {
+        slot: str(error)
+        for slot, host_read in rows
+        if host_read is not None and host_read.context_id == error.context_id
+    }
 
 
-def _asks_of(group: DecodeGroup) -> list[HostRead | None]:
-    return group.asks if group.asks is not None else [None] * len(group.slots)
+def _host_reads_of(group: DecodeGroup) -> list[HostRead | None]:
+    return group.host_reads if group.host_reads is not None else [None] * len(group.slots)

@@ -375,17 +375,16 @@ class DecodeGroup(Frozen):
 
     The input token of a slot is the one last sampled for it (on the device), at position `positions[i]`; its key and
     value are written to cell `cells[i]` (None: cells are positions), the last of its context, which is `cells[i] + 1`
-    cells long. `samples[i]` numbers the draw. `asks[i]`: what the row reads in host memory; None: nothing, or for the
-    whole group, no row reads anything there.
-    `runs[i]`: tokens that are known to follow the input token; None: no slot has any. Each is computed in a row of its
-    own behind it, at the positions and cells that follow, with the same ask; the draw is behind the last. Such a slot
-    holds no ring.
+    cells long. `samples[i]` numbers the draw. `host_reads[i]`: what the row reads in host memory; None: nothing, or for
+    the whole group, no row reads anything there. `runs[i]`: tokens that are known to follow the input token; None: no
+    slot has any. Each is computed in a row of its own behind it, at the positions and cells that follow, with the same
+    ask; the draw is behind the last. Such a slot holds no ring.
     """
 
     slots: tuple[int, ...]
     positions: tuple[int, ...]
     samples: tuple[int, ...]
-    asks: tuple[HostRead | None, ...] | None = None
+    host_reads: tuple[HostRead | None, ...] | None = None
     cells: tuple[int, ...] | None = None
     runs: tuple[tuple[int, ...], ...] | None = None
 

@@ -16,8 +16,8 @@ from transfer import places
 from transfer.exchange import ExchangeSlot
 from transfer.host_tier import (
     Answered,
-    Ask,
     Attention,
+    ContextRead,
     Filled,
     HostMemoryError,
     HostTier,
@@ -136,16 +136,16 @@ class ReferenceTier:
     def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
         return [_cut_piece(piece, layer) for piece in _first(self.contexts[context_id], num_tokens)]
 
-    def is_ready(self, ask: Ask) -> bool:
-        has = 0 if ask.context_id not in self.contexts else self.num_tokens(ask.context_id)
-        return ask.num_tokens <= has
+    def is_ready(self, read: ContextRead) -> bool:
+        has = 0 if read.context_id not in self.contexts else self.num_tokens(read.context_id)
+        return read.num_tokens <= has
 
-    def attention(self, asks: Sequence[Ask]) -> "ReferenceAttention":
-        for ask in asks:
-            if ask.num_tokens > 0:
-                assert ask.context_id is not None, "reference tier: tokens are asked of a context"
-                assert ask.num_tokens <= self.num_tokens(ask.context_id), "reference tier: more asked than there is"
-        return ReferenceAttention(self, list(asks))
+    def attention(self, reads: Sequence[ContextRead]) -> "ReferenceAttention":
+        for read in reads:
+            if read.num_tokens > 0:
+                assert read.context_id is not None, "reference tier: tokens are asked of a context"
+                assert read.num_tokens <= self.num_tokens(read.context_id), "reference tier: more asked than there is"
+        return ReferenceAttention(self, list(reads))
 
     def leave_core(self, leaves: bool) -> None:
         """It attends by one thread."""
@@ -208,24 +208,25 @@ class ReferenceTier:
 class ReferenceAttention:
     """transfer.host_tier.Attention: softmax over what each row asks for, float64 inside. What it reads it keeps."""
 
-    def __init__(self, tier: ReferenceTier, asks: list[Ask]) -> None:
+    def __init__(self, tier: ReferenceTier, reads: list[ContextRead]) -> None:
         self.tier = tier
-        self.asks = asks
+        self.reads = reads
         self.pieces = [
-            _first(tier.contexts[ask.context_id], ask.num_tokens) if ask.context_id is not None else [] for ask in asks
+            _first(tier.contexts[read.context_id], read.num_tokens) if read.context_id is not None else []
+            for read in reads
         ]
         self.next_layer = 0
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
         assert layer == self.next_layer, f"reference tier: layer {layer} asked, {self.next_layer} comes next"
-        assert slot.rows == len(self.asks), "reference tier: as many rows as asks"
+        assert slot.rows == len(self.reads), "reference tier: as many rows as asks"
         self.next_layer += 1
         self._wait(slot)
         kv_heads = self.tier.shape.num_kv_heads
-        for row, ask in enumerate(self.asks):
-            covered = torch.zeros(len(slot.queries[row]), ask.num_tokens, dtype=torch.bool)
+        for row, read in enumerate(self.reads):
+            covered = torch.zeros(len(slot.queries[row]), read.num_tokens, dtype=torch.bool)
             for head in slot.wanted[row].nonzero().flatten().tolist():
-                covered[head] = ~excluded_tokens(slot, row, head * kv_heads // len(covered), ask.num_tokens)
+                covered[head] = ~excluded_tokens(slot, row, head * kv_heads // len(covered), read.num_tokens)
             slot.out[row], slot.lse[row] = 0.0, -torch.inf
             if self.pieces[row]:
                 rows = joined_rows(self.tier.shape, [_cut_piece(piece, layer) for piece in self.pieces[row]])

@@ -19,7 +19,7 @@ from transfer.host_tier import Answered
 from transfer.slot_shape import ANSWERED, expert_row_arrays
 
 NOT_HERE = -1  # in place of an expert's number
-LAYER, ROWS, ASK_COLUMNS = 0, 1, 2  # of a table of asks
+LAYER, ROWS, HOST_REQUEST_COLUMNS = 0, 1, 2  # of a table of asks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,8 +88,8 @@ class LayerExperts:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertAsks:
-    """The asks of a step, in order: int64 `[asks, ASK_COLUMNS]`, the layer's number and how many rows ask."""
+class ExpertRequests:
+    """The asks of a step, in order: int64 `[asks, HOST_REQUEST_COLUMNS]`, the layer's number and how many rows ask."""
 
     table: np.ndarray
 
@@ -103,7 +103,7 @@ class ExpertCounts:
     device; compute_s: from an ask's arrival to its answer; bytes_read: of matrices.
     """
 
-    asks: int = 0
+    host_requests: int = 0
     experts: int = 0
     pairs: int = 0
     bytes_read: int = 0
@@ -120,7 +120,7 @@ class ExpertWorker(Protocol):
     def counts(self) -> ExpertCounts: ...
 
     def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
-        """Answer all asks of a step: one pair of `ExpertAsks` and the slot, whose current ask is the first, and
+        """Answer all asks of a step: one pair of `ExpertRequests` and the slot, whose current ask is the first, and
         afterwards the last. Raises ExchangeError if the device does not ask.
         """
 

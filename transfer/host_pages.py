@@ -38,7 +38,7 @@ def map_pages(num_bytes: int) -> Pages:
     slack = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
     mapping = mmap.mmap(-1, num_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages: Pages = np.frombuffer(mapping, np.uint8)
-    ask_huge_pages(pages.ctypes.data, pages.nbytes)
+    advise_huge_pages(pages.ctypes.data, pages.nbytes)
     begin = -pages.ctypes.data % slack if slack else 0
     pages = pages[begin : begin + num_bytes]
     pages[::_TOUCH_BYTES] = 0
@@ -68,7 +68,7 @@ def populate(address: int, num_bytes: int) -> bool:
     return ctypes.get_errno() == errno.EINVAL
 
 
-def ask_huge_pages(address: int, num_bytes: int) -> None:
+def advise_huge_pages(address: int, num_bytes: int) -> None:
     """Ask for huge pages in a range of this process's memory, before its first touch."""
     begin = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

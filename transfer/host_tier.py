@@ -18,9 +18,9 @@ from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
 __all__ = [
-    "Ask",
     "Attention",
     "ContextLostError",
+    "ContextRead",
     "Filled",
     "HostMemoryError",
     "HostTier",
@@ -94,7 +94,7 @@ class Reservation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ContextRead:
     """What a row of a step asks for: the first `num_tokens` of a context's run. 0: nothing, and then the row needs no
     context (None).
     """
@@ -175,12 +175,12 @@ class HostTier(Protocol):
         Raises HostMemoryError where rows cannot come.
         """
 
-    def is_ready(self, ask: Ask) -> bool:
+    def is_ready(self, read: ContextRead) -> bool:
         """Return whether `attention` would begin without waiting, or fail at once. False if the context does not have
         so many tokens yet.
         """
 
-    def attention(self, asks: Sequence[Ask]) -> Attention:
+    def attention(self, reads: Sequence[ContextRead]) -> Attention:
         """Return the attention of a decode step, an ask for each row. Waits until the requested rows have landed and
         their tables are built, not for later tokens.
 

@@ -127,8 +127,8 @@ def probe_gpu() -> GpuProfile | None:
             name=str(pynvml.nvmlDeviceGetName(handle)),
             compute_capability=pynvml.nvmlDeviceGetCudaComputeCapability(handle),
             memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-            pcie_generation=_ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-            pcie_width=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            pcie_generation=_query_driver(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            pcie_width=_query_driver(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
             driver=str(pynvml.nvmlSystemGetDriverVersion()),
         )
     except pynvml.NVMLError:
@@ -137,7 +137,7 @@ def probe_gpu() -> GpuProfile | None:
         pynvml.nvmlShutdown()
 
 
-def _ask(question, handle) -> int | None:  # type: ignore[no-untyped-def]
+def _query_driver(question, handle) -> int | None:  # type: ignore[no-untyped-def]
     try:
         return int(question(handle))
     except pynvml.NVMLError:

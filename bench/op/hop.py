@@ -41,7 +41,7 @@ class Hops:
         self.query = torch.zeros(rows, HEADS, DIM, dtype=dtype, device=device)
         self.resident = Partial(torch.zeros(rows, HEADS, DIM, device=device), torch.zeros(rows, HEADS, device=device))
         self.can_go_ahead = device.type == "cuda" and not LAUNCHES_BLOCK
-        self._begin, self._go_on, self._end = map(self._captured, (self._ask, self._merge_and_ask, self._merge))
+        self._begin, self._go_on, self._end = map(self._captured, (self._request, self._merge_and_request, self._merge))
         self._whole = self._captured(self._all_segments) if self.can_go_ahead else self._all_segments
         self._copies = self._captured(self._merge_and_copy)
 
@@ -81,20 +81,20 @@ class Hops:
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
 
-    def _ask(self) -> None:
-        self.exchange.ask(self.query, encode_queries(self.query, self.hyperplanes))
+    def _request(self) -> None:
+        self.exchange.request(self.query, encode_queries(self.query, self.hyperplanes))
 
     def _merge(self) -> None:
         self.query.copy_(merge(self.resident, self.exchange.answer(self.rows)).out)
 
-    def _merge_and_ask(self) -> None:
+    def _merge_and_request(self) -> None:
         self._merge()
-        self._ask()
+        self._request()
 
     def _all_segments(self) -> None:
-        self._ask()
+        self._request()
         for _ in range(HOPS - 1):
-            self._merge_and_ask()
+            self._merge_and_request()
         self._merge()
 
     def _merge_and_copy(self) -> None:
@@ -111,7 +111,7 @@ class Hops:
             return segment
         self.slot.release()
         graph, _ = capture(segment, None)
-        self.exchange.forget_asks()
+        self.exchange.forget_requests()
         return graph.replay
 
 

@@ -54,7 +54,7 @@ class StepRows:
 
     @staticmethod
     def pack(slots: Sequence[int], token_slots: Sequence[int], positions: Sequence[int], cells: Sequence[int],
-             asks: Sequence[HostRead | None], rows: int, padding_token_slot: int) -> np.ndarray:  # fmt: skip
+             host_reads: Sequence[HostRead | None], rows: int, padding_token_slot: int) -> np.ndarray:  # fmt: skip
         """Return the buffer's bytes, padded to `rows`."""
         packed = np.zeros(StepRows.num_bytes(rows), dtype=np.uint8)
         wide = packed[: 8 * _WIDE * rows].view(np.int64).reshape(_WIDE, rows)
@@ -63,7 +63,7 @@ class StepRows:
         wide[1], narrow[0] = padding_token_slot, -1
         wide[:, :used] = positions, token_slots, cells
         narrow[0, :used], narrow[1, :used] = slots, wide[2, :used] + 1
-        for row, ask in enumerate(asks):
-            if ask is not None:
-                narrow[2:, row] = ask.begin, ask.end, ask.end
+        for row, host_read in enumerate(host_reads):
+            if host_read is not None:
+                narrow[2:, row] = host_read.begin, host_read.end, host_read.end
         return packed

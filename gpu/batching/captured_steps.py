@@ -14,19 +14,19 @@ class StepKind(NamedTuple):
 
 
 def steps_to_capture(
-    batch_sizes: Iterable[int], max_running: int, with_asks: bool, with_reuse: bool
+    batch_sizes: Iterable[int], max_running: int, with_host_reads: bool, with_reuse: bool
 ) -> list[tuple[StepKind, int]]:
     """Return each step as its kind and its number of rows, most rows first.
 
-    with_asks: whether any layer is offloaded; then a single row that asks has a graph whatever the sizes.
+    with_host_reads: whether any layer is offloaded; then a single row that asks has a graph whatever the sizes.
     with_reuse: whether a profile that is served reuses: then there is each kind with it and without, since rows of all
     profiles share steps.
     """
     sizes = {min(size, max_running) for size in batch_sizes}
     steps = [(0, size) for size in sizes]
-    if with_asks and sizes:
-        asking = {1, *sizes}
-        steps += [(1, size) for size in asking] + [(2, size) for size in asking if size >= FEWEST_ROWS]
+    if with_host_reads and sizes:
+        reading_sizes = {1, *sizes}
+        steps += [(1, size) for size in reading_sizes] + [(2, size) for size in reading_sizes if size >= FEWEST_ROWS]
     reuses = (False, True) if with_reuse else (False,)
     kinds = [(StepKind(num_parts, reusing), size) for num_parts, size in steps for reusing in reuses]
     return sorted(kinds, key=lambda step: (-step[1], step[0]))

@@ -41,8 +41,10 @@ class Halving:
         self._reads = reads
         self._sizes: dict[int, _Size] = {}
 
-    def choose(self, cells: Sequence[int], asks: Sequence[HostRead | None]) -> int:
-        """Return how many parts the next step has, 1 or 2. `cells[i]`: row i's last cell; `asks[i]`: its host read."""
+    def choose(self, cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> int:
+        """Return how many parts the next step has, 1 or 2. `cells[i]`: row i's last cell; `host_reads[i]`: its host
+        read.
+        """
         rows = len(cells)
         if rows < FEWEST_ROWS:
             return 1
@@ -52,7 +54,7 @@ class Halving:
         size.steps += 1
         if size.device_s is None or size.host_s is None or size.steps % _RETRY_STEPS == 0:
             return 1
-        again_s = size.device_s * self._reads.again_share(cells, asks)
+        again_s = size.device_s * self._reads.again_share(cells, host_reads)
         one, two = (step_seconds(parts, size.device_s, again_s, size.host_s) for parts in (1, 2))
         return 2 if two < one else 1
 

@@ -11,16 +11,16 @@ from gpu.step import HostRead
 
 class StepReads:
     """The bytes that one model's decode steps read. Of one model. dtype_bytes: of what computes, and of matrices that
-    are not packed; kv: how pages hold rows; num_asked_layers: offloaded ones.
+    are not packed; kv: how pages hold rows; num_offloaded_layers: offloaded ones.
     """
 
     def __init__(
-        self, architecture: Architecture, dtype_bytes: int, is_packed: bool, kv: KvFormat, num_asked_layers: int
+        self, architecture: Architecture, dtype_bytes: int, is_packed: bool, kv: KvFormat, num_offloaded_layers: int
     ) -> None:
         self._architecture = architecture
         self._dtype_bytes = dtype_bytes
         self._is_packed = is_packed
-        self._num_asked_layers = num_asked_layers
+        self._num_offloaded_layers = num_offloaded_layers
         self._layer_token_bytes = 2 * architecture.num_kv_heads * row_bytes(kv, architecture.dim)
         self._windows = Counter(spec.window_tokens for spec in architecture.layers)
         self._weights: dict[int, int] = {}  # bytes, by rows
@@ -36,16 +36,16 @@ class StepReads:
         """Return the bytes of weights that both half batches read."""
         return self.weights(-(-num_rows // 2)) + self.weights(num_rows // 2)
 
-    def context(self, num_cells: int, ask: HostRead | None) -> int:
+    def context(self, num_cells: int, host_read: HostRead | None) -> int:
         """Return the bytes of keys and values for a row that reads so many cells, some of them perhaps on the host."""
         seen = sum(
             count * (num_cells if window is None else min(num_cells, window)) for window, count in self._windows.items()
         )
-        asked = 0 if ask is None else (ask.end - ask.begin) * self._num_asked_layers
-        return max(seen - asked, 0) * self._layer_token_bytes
+        on_host = 0 if host_read is None else (host_read.end - host_read.begin) * self._num_offloaded_layers
+        return max(seen - on_host, 0) * self._layer_token_bytes
 
-    def again_share(self, cells: Sequence[int], asks: Sequence[HostRead | None]) -> float:
+    def again_share(self, cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> float:
         """Return the share of bytes that two half batches read twice. `cells[i]`: row i's last cell."""
-        contexts = sum(self.context(cell + 1, ask) for cell, ask in zip(cells, asks, strict=True))
+        contexts = sum(self.context(cell + 1, host_read) for cell, host_read in zip(cells, host_reads, strict=True))
         whole = self.weights(len(cells))
         return (self.weights_of_halves(len(cells)) - whole) / (whole + contexts)

@@ -29,11 +29,14 @@ class Exchange(Protocol):
     @property
     def slot(self) -> Handshake: ...
 
-    def forget_asks(self) -> None: ...
+    def forget_requests(self) -> None: ...
 
 
-class Asked(Protocol):
-    """What a step asks in one slot, frozen: `transfer.host_tier.Attention`, `transfer.expert_exchange.ExpertAsks`."""
+class PendingRequests(Protocol):
+    """A step's requests in one slot, frozen.
+
+    See `transfer.host_tier.Attention` and `transfer.expert_exchange.ExpertRequests`.
+    """
 
     def give_up(self) -> None: ...
 
@@ -45,18 +48,18 @@ class Answerer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AskingRows:
-    """Rows of a step that ask in one slot: how many in the first ask, and what they read."""
+class SlotRequests:
+    """The rows of a step with requests in one slot: their requests, and how many rows the first of them has."""
 
     exchange: Exchange
-    asked: Asked
+    requests: PendingRequests
     num_rows: int
 
 
 class Answers:
     """Those of one step, under way."""
 
-    def __init__(self, host: Answerer, parts: Sequence[AskingRows]) -> None:
+    def __init__(self, host: Answerer, parts: Sequence[SlotRequests]) -> None:
         self.host = host
         self.parts = parts
         self.attended_s = 0.0  # once it is over: in which the host attended
@@ -87,7 +90,7 @@ class Answers:
             part.exchange.slot.release()
         for part in self.parts:
             try:
-                part.asked.give_up()
+                part.requests.give_up()
             except BaseException as fault:  # our own: `wait` raises it; the other parts and the thread go on
                 error = fault
         self.end(error)
@@ -106,7 +109,7 @@ class Answering:
         self._is_stopped = False
         weakref.finalize(self, self._steps.put, None)
 
-    def hand_over(self, host: Answerer, parts: Sequence[AskingRows]) -> Answers:
+    def hand_over(self, host: Answerer, parts: Sequence[SlotRequests]) -> Answers:
         """Queue a launched step, with the parts whose host reads are answered in turns."""
         answers = self._last = Answers(host, parts)
         if self._is_stopped:
@@ -132,7 +135,7 @@ class Answering:
         self.drain()
         for exchange in self._exchanges:
             if exchange.slot.is_released:
-                exchange.forget_asks()
+                exchange.forget_requests()
         self._failure = None
 
     def stop(self) -> None:
@@ -152,7 +155,7 @@ class Answering:
             for part in answers.parts:
                 part.exchange.slot.advance(part.num_rows)
             began_s = perf_counter()
-            answered = answers.host.answer([(part.asked, part.exchange.slot) for part in answers.parts])
+            answered = answers.host.answer([(part.requests, part.exchange.slot) for part in answers.parts])
             rows = sum(part.num_rows for part in answers.parts)
             self._on_answered(rows, len(answers.parts), answered, perf_counter() - began_s)
             answers.attended_s = answered.attended_s

@@ -28,18 +28,18 @@ Step = Generator[None, None, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerLoop:
-    """The layers of a decode step over static buffers. asked_layers: offloaded layers, in which a step reads host
+    """The layers of a decode step over static buffers. offloaded_layers: offloaded layers, in which a step reads host
     memory; last_tokens: int64 `[3 * max_rows + 1]`, slots' last ones, tokens that are known to follow these in a step
-    of either lane, and one for padding; workspace, asking_workspace: of steps that ask nothing and of those that do,
+    of either lane, and one for padding; workspace, host_read_workspace: of steps that ask nothing and of those that do,
     which may run side by side; methods: what they do on the device, in order; checks_coverage: in a debug run, every
     layer counts what its partials cover.
     """
 
     decoder: Decoder
-    asked_layers: tuple[int, ...]
+    offloaded_layers: tuple[int, ...]
     last_tokens: Tensor
     workspace: Workspace
-    asking_workspace: Workspace
+    host_read_workspace: Workspace
     methods: tuple[DeviceSide, ...]
     checks_coverage: bool
 
@@ -62,13 +62,15 @@ class LayerLoop:
         """
         decoder = self.decoder
         methods = [method for method in self.methods if reuses or not method.reuses]
-        workspace = self.workspace if exchange is None else self.asking_workspace
+        workspace = self.workspace if exchange is None else self.host_read_workspace
         hidden = decoder.embed(self.last_tokens.index_select(0, rows.token_slots))
         windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
         for layer in range(decoder.architecture.num_layers):
             queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None)
-            reads = LayerReads(layer, rows, *queries, asks=exchange is not None and layer in self.asked_layers)
-            if reads.asks:
+            reads = LayerReads(
+                layer, rows, *queries, reads_host=exchange is not None and layer in self.offloaded_layers
+            )
+            if reads.reads_host:
                 reads.bounds = rows.bounds(decoder.architecture.num_heads)
             reads.window = decoder.specs[layer].window_tokens
             if reads.window is not None:
@@ -76,13 +78,13 @@ class LayerLoop:
             own_methods = methods if reads.window is None else []
             for method in own_methods:
                 method.before(reads)
-            if exchange is not None and reads.asks:  # first, so that the host reads while the device attends
-                exchange.ask(reads.query, reads.codes, reads.wanted, reads.excluded)
+            if exchange is not None and reads.reads_host:  # first, so that the host reads while the device attends
+                exchange.request(reads.query, reads.codes, reads.wanted, reads.excluded)
             on_device = attend(reads, decoder.pool, decoder.scale, workspace, self.checks_coverage)
             for method in own_methods:
                 method.read(reads, on_device)
             answers: list[Partial] = []
-            if exchange is not None and reads.asks:
+            if exchange is not None and reads.reads_host:
                 yield
                 answers.append(exchange.answer(rows.num_rows))
             filled = [*reads.fetched, *answers]

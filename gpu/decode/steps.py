@@ -32,7 +32,7 @@ from gpu.batching.captured_steps import StepKind, steps_to_capture
 from gpu.batching.halving import Halving, cut
 from gpu.cpu_step.cpu_step import CpuStep, serves
 from gpu.cpu_step.step_arrays import MAX_ROWS, num_step_rows
-from gpu.decode.answering import Answering, Answers, AskingRows
+from gpu.decode.answering import Answering, Answers, SlotRequests
 from gpu.decode.capture import capture
 from gpu.decode.loop import LayerLoop, Step
 from gpu.exchange.device_experts import ExpertExchange
@@ -42,16 +42,16 @@ from gpu.operations.linear.packed_matrix import Packed
 from gpu.step import HostRead
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
-from transfer.expert_exchange import ROWS, ExpertAsks
-from transfer.host_tier import Answered, Ask, Attention, HostTier, Loan
+from transfer.expert_exchange import ROWS, ExpertRequests
+from transfer.host_tier import Answered, Attention, ContextRead, HostTier, Loan
 
-NOTHING = Ask(None, 0)
+NOTHING = ContextRead(None, 0)
 LAUNCHES_BLOCK = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
 
 
 @dataclass(slots=True)
-class AskTimes:
-    """Totals over all steps that asked and were answered, by the host's clock; a benchmark takes differences.
+class HostReadTimes:
+    """Totals over all answered steps with host reads, by the host's clock; a benchmark takes differences.
 
     rows: of all steps; launch_s: handing steps to the device (on the CPU: computing them); ready_s: waiting for
     offloads to land and tables to stand; attention_s: of the tier, waiting for queries and attending, while others are
@@ -60,42 +60,42 @@ class AskTimes:
 
     steps: int = 0
     rows: int = 0
-    asks: int = 0
+    requests: int = 0
     launch_s: float = 0.0
     ready_s: float = 0.0
     attention_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """What steps need that ask: the tier, an exchange slot for each part of a batch, and how batches are cut."""
+class HostReader:
+    """What steps with host reads use: the tier, an exchange slot for each part of a batch, and how batches are cut."""
 
     tier: HostTier
     exchanges: Sequence[SlotExchange]
     halving: Halving
-    times: AskTimes
+    times: HostReadTimes
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The rows of a step, one token each. asks: what a row asks the host for, or None; reuses: whether some row holds a
     ring. token_slots: where input tokens stand in `last_tokens`; None: at the row's slot. Rows of one slot are in the
-    order of their positions. asks_host: it has the buffers of rows that ask, whether one is left of these or not.
+    order of their positions. has_host_reads: it has the buffers of rows that ask, whether one is left of these or not.
     """
 
     slots: Sequence[int]
     positions: Sequence[int]
     cells: Sequence[int]
-    asks: Sequence[HostRead | None]
+    host_reads: Sequence[HostRead | None]
     reuses: bool = False
     token_slots: Sequence[int] | None = None
-    asks_host: bool = False
+    has_host_reads: bool = False
 
     def __getitem__(self, rows: slice) -> "Batch":
         places = None if self.token_slots is None else self.token_slots[rows]
         return Batch(
-            self.slots[rows], self.positions[rows], self.cells[rows], self.asks[rows], self.reuses, places,
-            self.asks_host,
+            self.slots[rows], self.positions[rows], self.cells[rows], self.host_reads[rows], self.reuses, places,
+            self.has_host_reads,
         )  # fmt: skip
 
     @property
@@ -123,23 +123,24 @@ class _Captured:
     rows: list[StepRows]
     graph: torch.cuda.CUDAGraph
     logits: list[Tensor]
-    asks: ExpertAsks | None
+    expert_requests: ExpertRequests | None
 
 
 class DecodeSteps:
-    """Decode steps: captured, compiled or eager. asking: None where nothing is offloaded; asking_stream: of steps with
-    host reads, where they have their own; experts: where the CPU is asked for experts, of steps that ask for no
-    attention first, of those that do last.
+    """Decode steps: captured, compiled or eager. host_reader: None where nothing is offloaded; host_read_stream: of
+    steps with host reads, where they have their own; experts: where the CPU is asked for experts, of steps that ask for
+    no attention first, of those that do last.
     """
 
-    def __init__(self, loop: LayerLoop, asking: Asking | None, asking_stream: torch.cuda.Stream | None = None,
+    def __init__(self, loop: LayerLoop, host_reader: HostReader | None,
+                 host_read_stream: torch.cuda.Stream | None = None,
                  experts: Sequence[ExpertExchange] = ()) -> None:  # fmt: skip
         self.loop = loop
-        self.asking = asking
-        self._asking_stream = asking_stream
+        self.host_reader = host_reader
+        self._host_read_stream = host_read_stream
         self._captured: dict[tuple[StepKind, int], _Captured] = {}  # by kind and size
         self._compiled = _compiled_step(loop)
-        self._answering = None if asking is None else Answering(asking.exchanges, self._observe)
+        self._answering = None if host_reader is None else Answering(host_reader.exchanges, self._observe)
         self._experts = experts
         self._expert_answering = [Answering([one], lambda *told: None) for one in experts]
 
@@ -156,8 +157,8 @@ class DecodeSteps:
         return launched
 
     def _launch(self, batch: Batch) -> LaunchedStep:
-        if batch.asks_host or any(ask is not None for ask in batch.asks):
-            return self._run_asking(batch)
+        if batch.has_host_reads or any(host_read is not None for host_read in batch.host_reads):
+            return self._run_host_reads(batch)
         if self._compiled is not None and not batch.reuses and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
@@ -167,10 +168,10 @@ class DecodeSteps:
         if captured is None:
             rows, experts = self._upload(batch, len(batch)), self._eager_experts(len(batch))
             return LaunchedStep(_logits_of(self.loop.step(rows, None, batch.reuses, experts)))
-        self._recover_experts(captured, asks=False)
+        self._recover_experts(captured, reads_host=False)
         self._fill(captured.rows[0], batch)
         captured.graph.replay()
-        return LaunchedStep(captured.logits[0][: len(batch)], self._answer_experts(captured, asks=False))
+        return LaunchedStep(captured.logits[0][: len(batch)], self._answer_experts(captured, reads_host=False))
 
     @property
     def most_rows(self) -> int:
@@ -200,37 +201,38 @@ class DecodeSteps:
         if self.loop.checks_coverage:
             return  # it waits for the device in every layer
         max_running = self.loop.max_rows
-        with_asks = self.asking is not None and not LAUNCHES_BLOCK
-        steps = steps_to_capture(batch_sizes, max_running, with_asks, bool(self.loop.reusing))
-        pools = {asks: torch.cuda.graph_pool_handle() for asks in (False, True)}
+        with_host_reads = self.host_reader is not None and not LAUNCHES_BLOCK
+        steps = steps_to_capture(batch_sizes, max_running, with_host_reads, bool(self.loop.reusing))
+        pools = {reads_host: torch.cuda.graph_pool_handle() for reads_host in (False, True)}
         for done, (kind, size) in enumerate(steps):
             self._captured[kind, size] = self._capture(kind, size, pools[kind.num_parts > 0])
             on_progress((done + 1) / len(steps))
 
-    def _run_asking(self, batch: Batch) -> LaunchedStep:
-        assert self.asking is not None, "decode: rows ask, but there is no tier"
-        assert self._answering is not None, "decode: who asks is answered"
-        tier, times, clock = self.asking.tier, self.asking.times, time.perf_counter
-        num_parts = self.asking.halving.choose(batch.cells, batch.asks)
+    def _run_host_reads(self, batch: Batch) -> LaunchedStep:
+        assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
+        assert self._answering is not None, "decode: host reads are answered by a thread"
+        tier, times, clock = self.host_reader.tier, self.host_reader.times, time.perf_counter
+        num_parts = self.host_reader.halving.choose(batch.cells, batch.host_reads)
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
         captured = self._find(StepKind(num_parts, batch.reuses), len(batch))
         self._answering.recover()
         if captured is not None:
-            self._recover_experts(captured, asks=True)
+            self._recover_experts(captured, reads_host=True)
         began = clock()
         attentions: list[Attention] = []
         loans: list[Loan] = []
         borrowing = [method for method in self.loop.reusing if batch.reuses and method.borrows]
         try:
             for part in parts:
-                attentions.append(tier.attention([_ask_of(ask) for ask in part.asks]))
+                attentions.append(tier.attention([_context_read(host_read) for host_read in part.host_reads]))
             for part, attention in zip(parts, attentions, strict=True) if borrowing else ():
                 loans.append(attention.lend())
                 for method in borrowing:
-                    method.borrow(part.slots, part.cells, part.asks, attention)
+                    method.borrow(part.slots, part.cells, part.host_reads, attention)
             ready = clock()
-            asked = [
-                AskingRows(*each) for each in zip(self.asking.exchanges, attentions, map(len, parts), strict=False)
+            requests = [
+                SlotRequests(*each)
+                for each in zip(self.host_reader.exchanges, attentions, map(len, parts), strict=False)
             ]
             times.ready_s += ready - began
             if captured is None:
@@ -247,17 +249,17 @@ class DecodeSteps:
         finally:
             for loan in loans:
                 loan.end(self._point())
-        answers = self._answering.hand_over(tier, asked), *self._answer_experts(captured, asks=True)
+        answers = self._answering.hand_over(tier, requests), *self._answer_experts(captured, reads_host=True)
         times.launch_s += clock() - ready
         logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
         return LaunchedStep(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
 
     def _run_eagerly(self, parts: Sequence[Batch], attentions: Sequence[Attention], reuses: bool) -> Tensor:
         """Return the logits of all rows, behind the answers to steps in flight, since their slots are the same."""
-        assert self.asking is not None
+        assert self.host_reader is not None
         assert self._answering is not None
         self._answering.drain()
-        times, clock, exchanges = self.asking.times, time.perf_counter, self.asking.exchanges[: len(parts)]
+        times, clock, exchanges = self.host_reader.times, time.perf_counter, self.host_reader.exchanges[: len(parts)]
         began = clock()
         try:
             for exchange, part in zip(exchanges, parts, strict=True):
@@ -278,8 +280,8 @@ class DecodeSteps:
 
     def _observe(self, rows: int, num_parts: int, answered: Answered, attention_s: float) -> None:
         """Note the times of an answered step; see `answering.OnAnswered`."""
-        assert self.asking is not None
-        self.asking.halving.observe(rows, num_parts, answered.waited_s, answered.attended_s)
+        assert self.host_reader is not None
+        self.host_reader.halving.observe(rows, num_parts, answered.waited_s, answered.attended_s)
         self._count(rows, num_parts, attention_s)
 
     def _point(self) -> Event:
@@ -293,26 +295,26 @@ class DecodeSteps:
 
     def _count(self, rows: int, num_parts: int, attention_s: float) -> None:
         """Count a step that has its answers."""
-        assert self.asking is not None
-        times = self.asking.times
+        assert self.host_reader is not None
+        times = self.host_reader.times
         times.steps += 1
         times.rows += rows
-        times.asks += len(self.loop.asked_layers) * num_parts
+        times.requests += len(self.loop.offloaded_layers) * num_parts
         times.attention_s += attention_s
 
     def _take_turns(
         self, steps: Sequence[Step], attentions: Sequence[Attention], exchanges: Sequence[SlotExchange]
     ) -> tuple[list[Tensor], float]:
         """Answer each ask of eager steps, and compute what is behind it; the parts' logits, and seconds of answers."""
-        assert self.asking is not None
-        times, clock, num_asks = self.asking.times, time.perf_counter, len(self.loop.asked_layers)
+        assert self.host_reader is not None
+        times, clock, num_requests = self.host_reader.times, time.perf_counter, len(self.loop.offloaded_layers)
         logits, attention_s = [], 0.0
-        for ask in range(num_asks):
+        for place in range(num_requests):
             for step, attention, exchange in zip(steps, attentions, exchanges, strict=True):
                 began = clock()
-                attention.run(ask, exchange.slot)
+                attention.run(place, exchange.slot)
                 answered = clock()
-                if ask + 1 < num_asks:
+                if place + 1 < num_requests:
                     next(step)
                     exchange.slot.advance(exchange.slot.rows)
                 else:
@@ -324,20 +326,20 @@ class DecodeSteps:
     def _capture(self, kind: StepKind, size: int, pool: tuple[int, int]) -> _Captured:
         """Capture steps. Nobody answers while a step with host reads warms up, so its slots are released."""
         num_parts = kind.num_parts
-        asking = self.asking.exchanges[:num_parts] if self.asking is not None and num_parts else []
-        exchanges: list[SlotExchange | None] = [*asking] or [None]
+        exchanging = self.host_reader.exchanges[:num_parts] if self.host_reader is not None and num_parts else []
+        exchanges: list[SlotExchange | None] = [*exchanging] or [None]
         empty = Batch([], [], [], [])
         rows_of = [self._upload(empty, part.stop - part.start) for part in cut(size, max(num_parts, 1))]
         most_rows = max(rows.num_rows for rows in rows_of)
-        experts = self._experts_of(most_rows, asks=bool(asking)) if not LAUNCHES_BLOCK else None
-        released = [*asking, *([] if experts is None else [experts])]
+        experts = self._experts_of(most_rows, reads_host=bool(exchanging)) if not LAUNCHES_BLOCK else None
+        released = [*exchanging, *([] if experts is None else [experts])]
         for one in released:
             one.slot.release()
-        on = self._asking_stream if asking else None
+        on = self._host_read_stream if exchanging else None
         graph, logits = capture(lambda: self.compute(rows_of, exchanges, kind.reuses, experts), pool, on)
         for one in released:
-            one.forget_asks()
-        return _Captured(rows_of, graph, logits, None if experts is None else experts.take_asks())
+            one.forget_requests()
+        return _Captured(rows_of, graph, logits, None if experts is None else experts.take_requests())
 
     def compute(
         self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None], reuses: bool,
@@ -347,40 +349,42 @@ class DecodeSteps:
         requests for experts are those that `experts` lists afterwards.
         """
         if experts is not None:
-            experts.take_asks()
+            experts.take_requests()
         steps = [
             self.loop.step(rows, exchange, reuses, experts)
             for rows, exchange in zip(rows_of, exchanges, strict=True)
         ]  # fmt: skip
-        for _ in self.loop.asked_layers if exchanges[0] is not None else ():
+        for _ in self.loop.offloaded_layers if exchanges[0] is not None else ():
             for step in steps:
                 next(step)
         return [_logits_of(step) for step in steps]
 
-    def _experts_of(self, num_rows: int, asks: bool) -> ExpertExchange | None:
+    def _experts_of(self, num_rows: int, reads_host: bool) -> ExpertExchange | None:
         """Return where a step of so many rows asks for experts; None: it fetches them."""
         if not self._experts:
             return None
-        experts = self._experts[_place(asks)]
+        experts = self._experts[_place(reads_host)]
         return experts if num_rows <= experts.max_rows else None
 
     def _eager_experts(self, num_rows: int) -> ExpertExchange | None:
         """Return the exchange for experts of an eager step on the CPU; on a GPU it would wait for the launch."""
-        experts = self._experts_of(num_rows, asks=False)
+        experts = self._experts_of(num_rows, reads_host=False)
         return experts if experts is not None and experts.is_at_once else None
 
-    def _recover_experts(self, captured: _Captured, asks: bool) -> None:
-        if captured.asks is not None:
-            self._expert_answering[_place(asks)].recover()
+    def _recover_experts(self, captured: _Captured, reads_host: bool) -> None:
+        if captured.expert_requests is not None:
+            self._expert_answering[_place(reads_host)].recover()
 
-    def _answer_experts(self, captured: _Captured, asks: bool) -> tuple[Answers, ...]:
+    def _answer_experts(self, captured: _Captured, reads_host: bool) -> tuple[Answers, ...]:
         """Tell the workers what a launched step asks for experts."""
-        if captured.asks is None:
+        if captured.expert_requests is None:
             return ()
-        place = _place(asks)
-        experts, num_rows = self._experts[place], int(captured.asks.table[0, ROWS])
+        place = _place(reads_host)
+        experts, num_rows = self._experts[place], int(captured.expert_requests.table[0, ROWS])
         return (
-            self._expert_answering[place].hand_over(experts.worker, [AskingRows(experts, captured.asks, num_rows)]),
+            self._expert_answering[place].hand_over(
+                experts.worker, [SlotRequests(experts, captured.expert_requests, num_rows)]
+            ),
         )
 
     def _find(self, kind: StepKind, num_rows: int) -> _Captured | None:
@@ -398,13 +402,13 @@ class DecodeSteps:
     def _pack(self, batch: Batch, num_rows: int) -> np.ndarray:
         padding_token_slot = len(self.loop.last_tokens) - 1
         return StepRows.pack(
-            batch.slots, batch.places, batch.positions, batch.cells, batch.asks, num_rows, padding_token_slot
+            batch.slots, batch.places, batch.positions, batch.cells, batch.host_reads, num_rows, padding_token_slot
         )
 
 
-def _place(asks: bool) -> int:
+def _place(reads_host: bool) -> int:
     """Return the place of a step's exchange for experts: steps with host reads have the last."""
-    return -1 if asks else 0
+    return -1 if reads_host else 0
 
 
 def _logits_of(step: Step) -> Tensor:
@@ -416,15 +420,15 @@ def _logits_of(step: Step) -> Tensor:
     raise AssertionError("decode: a step has more host reads than offloaded layers")
 
 
-def _ask_of(ask: HostRead | None) -> Ask:
-    return NOTHING if ask is None else Ask(ask.context_id, ask.end - ask.begin)
+def _context_read(host_read: HostRead | None) -> ContextRead:
+    return NOTHING if host_read is None else ContextRead(host_read.context_id, host_read.end - host_read.begin)
 
 
 def _compiled_step(loop: LayerLoop) -> CpuStep | None:
     """Return the compiled step where it can take the place of the loop: for rows without host reads and rings,
     uncounted, and in which no method takes part.
     """
-    if loop.checks_coverage or not all(method.asks_only or method.reuses for method in loop.methods):
+    if loop.checks_coverage or not all(method.needs_host_reads or method.reuses for method in loop.methods):
         return None
     architecture, weights = loop.decoder.architecture, loop.decoder.weights
     has_code = all(multiplies(matrix) for matrix in weights.matrices if isinstance(matrix, Packed))

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from gpu.operations.exchange.await_answer import await_answer
 from gpu.operations.exchange.exchange_pack import catch_up, new_counters
-from gpu.operations.exchange.expert_ask import add_answer, ask_experts
-from transfer.expert_exchange import ASK_COLUMNS, ROWS, ExpertAsks, ExpertSlot, ExpertWorker, new_expert_slot
+from gpu.operations.exchange.expert_request import add_answer, request_experts
+from transfer.expert_exchange import (
+    HOST_REQUEST_COLUMNS,
+    ROWS,
+    ExpertRequests,
+    ExpertSlot,
+    ExpertWorker,
+    new_expert_slot,
+)
 
 
 class ExpertExchange:
@@ -22,32 +29,34 @@ class ExpertExchange:
         self.worker = worker
         self.is_at_once = device.type == "cpu"
         self._counters = new_counters(self.slot, device)
-        self._asked: list[tuple[int, int]] = []
+        self._requested: list[tuple[int, int]] = []
 
     @property
     def max_rows(self) -> int:
         return len(self.slot.flags)
 
-    def ask(self, layer: int, normed: Tensor, ids: Tensor, shares: Tensor, on_card: int, slots: Tensor | None) -> None:
-        """Write a layer's rows, their experts and weights to the slot, and the next stamp. See `ask_experts`."""
-        ask_experts(normed, ids, shares, on_card, slots, self._counters, self.slot)
-        self._asked.append((layer, len(normed)))
+    def request(
+        self, layer: int, normed: Tensor, ids: Tensor, shares: Tensor, on_card: int, slots: Tensor | None
+    ) -> None:
+        """Write a layer's rows, their experts and weights to the slot, and the next stamp. See `request_experts`."""
+        request_experts(normed, ids, shares, on_card, slots, self._counters, self.slot)
+        self._requested.append((layer, len(normed)))
 
     def add(self, made: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `made`, float32 `[rows, hidden]`, plus the answer to the last request, which the device awaits."""
         if self.is_at_once:
-            asks = self.take_asks()
-            self.slot.advance(int(asks.table[0, ROWS]))
-            self.worker.answer([(asks, self.slot)])
+            requests = self.take_requests()
+            self.slot.advance(int(requests.table[0, ROWS]))
+            self.worker.answer([(requests, self.slot)])
         await_answer(self._counters, self.slot)
         return add_answer(made, self.slot, dtype)
 
-    def take_asks(self) -> ExpertAsks:
+    def take_requests(self) -> ExpertRequests:
         """Return the requests since the last call, in order: of a captured step, what each of its replays requests."""
-        asked, self._asked = self._asked, []
-        return ExpertAsks(np.array(asked, np.int64).reshape(-1, ASK_COLUMNS))
+        requested, self._requested = self._requested, []
+        return ExpertRequests(np.array(requested, np.int64).reshape(-1, HOST_REQUEST_COLUMNS))
 
-    def forget_asks(self) -> None:
+    def forget_requests(self) -> None:
         """Count requests that the host did not count, of a warm-up or of failed steps whose slot was released, as
         answered on both sides; waits for the device.
         """

@@ -21,7 +21,7 @@ class SlotExchange:
         self.slot: ExchangeSlot = new_slot(max_rows, shape, device)
         self._counters = new_counters(self.slot, device)
 
-    def ask(
+    def request(
         self, query: Tensor, codes: Tensor | None, wanted: Tensor | None = None, excluded: Tensor | None = None
     ) -> None:
         """Write rotated queries `[rows, heads, dim]`, their codes where the slot has some, what of the context is
@@ -36,7 +36,7 @@ class SlotExchange:
         covered = None if slot.covered is None else slot.covered[:num_rows].to(self._counters.device, copy=True)
         return Partial(slot.out[:num_rows], slot.lse[:num_rows], covered)
 
-    def forget_asks(self) -> None:
+    def forget_requests(self) -> None:
         """Count requests that the host did not count, of a warm-up or of failed steps whose slot was released, as
         answered on both sides; waits for the device.
         """

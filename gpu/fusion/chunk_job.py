@@ -108,10 +108,10 @@ class ChunkJob:
         if window is not None:
             return windowed_attention(query, keys, values, window, self._decoder.scale).out
         positions, num_tokens = self._positions[begin:end], self._begins[number + 1] - chunk
-        asked = PrefillQuery(
+        prefill_query = PrefillQuery(
             layer, query, query, keys, values, positions, begin - chunk, num_tokens, self._decoder.scale, None
         )
-        return self._attend_to(asked).out
+        return self._attend_to(prefill_query).out
 
     def _keep(self, layer: int, number: int, begin: int, end: int, rows: Tensor) -> None:
         """Copy rows `[tokens, 2, kv_heads, dim]` to host memory as they are stored."""

@@ -20,7 +20,7 @@ class Eviction:
     def __init__(self, front: int, tail: int, question_end: int, num_tokens: int, num_evicted: int) -> None:
         self._front, self._tail, self._num_tokens = front, tail, num_tokens
         self._num_kept = tail - front - num_evicted
-        self._num_asking = question_end - tail
+        self._num_question_tokens = question_end - tail
         self._queries: list[Tensor] = []
 
     def note(self, queries: Tensor) -> None:
@@ -32,9 +32,9 @@ class Eviction:
     def evict(self, layer: int, slot: int, keys: Tensor, values: Tensor, scale: float, pool: KvPool) -> None:
         """Move up what stays of a layer that is done. keys, values: copies, `[kv_heads, num_tokens, dim]`."""
         device = keys.device
-        asking = torch.cat(self._queries)[: self._num_asking]
+        question = torch.cat(self._queries)[: self._num_question_tokens]
         self._queries.clear()
-        scores = kept_scores(asking, keys, self._tail, scale)[:, self._front : self._tail]
+        scores = kept_scores(question, keys, self._tail, scale)[:, self._front : self._tail]
         chosen = scores.topk(self._num_kept, dim=1, sorted=False).indices.sort(1).values + self._front
         tail = torch.arange(self._tail, self._num_tokens, device=device).expand(len(chosen), -1)
         kept = torch.cat([chosen, tail], 1)  # [kv_heads, tokens]

@@ -93,8 +93,8 @@ class FusedPrompt:
     def make_eviction(self) -> Eviction:
         """Return what is evicted once the prompt is done."""
         plan, tail = self.plan, self._spans[-1][1]
-        asking_end = max(plan.question_end, tail + 1)  # a question that is a chunk's last token was computed with it
-        return Eviction(plan.chunks[0].begin, tail, asking_end, self.num_tokens, plan.num_evicted)
+        question_end = max(plan.question_end, tail + 1)  # a question that is a chunk's last token was computed with it
+        return Eviction(plan.chunks[0].begin, tail, question_end, self.num_tokens, plan.num_evicted)
 
     # --- which tokens are computed ------------------------------------------------------------------------------------
 

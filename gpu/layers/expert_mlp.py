@@ -104,7 +104,7 @@ class ExpertMlp:
         if exchange is None or host is None:
             return self._fetch(ids, slots)
         assert self._staged is not None, "experts in host memory: something knows their places"
-        exchange.ask(self._layer, normed, ids, shares, self.experts.num_experts - host.count, slots)
+        exchange.request(self._layer, normed, ids, shares, self.experts.num_experts - host.count, slots)
         return self._staged.left_out(self._layer)
 
     def _fetch(self, ids: Tensor, slots: Tensor | None) -> FarExperts | None:

@@ -191,16 +191,16 @@ class Demand:
         return (
             self.item("staged experts", shares.staged_bytes, f"{on_host} of a layer and of the next, for prefill"),
             *([fetched] if slots else []),
-            *self._asking_items(),
+            *self._exchange_items(),
             MemoryItem("experts", "host", shares.host_bytes, f"{on_host} of {of_all} of each layer, pinned"),
         )
 
-    def _asking_items(self) -> tuple[MemoryItem, ...]:
+    def _exchange_items(self) -> tuple[MemoryItem, ...]:
         """Return where the CPU is asked for experts, and what it computes in."""
         if not self.computed_rows or why_not_computed(self.shape) is not None:
             return ()
         num_rows = min(self.max_running, self.computed_rows)
-        asking = self.num_lanes * self.expert_shares.asking_bytes(num_rows)
+        asking = self.num_lanes * self.expert_shares.expert_slot_bytes(num_rows)
         return (MemoryItem("asks for experts", "host", asking, f"{num_rows} rows: pinned states and sums, products"),)
 
     def context_items(self, context: int, hidden_tokens: int) -> tuple[MemoryItem, ...]:

@@ -114,10 +114,10 @@ class HostDemand:
     @property
     def exchange_bytes(self) -> int:
         """Return the bytes of what is on its way at once, in host memory."""
-        return sum(most_rows_of_parts(self.max_running)) * self.asked_row_bytes
+        return sum(most_rows_of_parts(self.max_running)) * self.slot_row_bytes
 
     @property
-    def asked_row_bytes(self) -> int:
+    def slot_row_bytes(self) -> int:
         """Return the bytes of a row's asks on their way to the CPU, and of the answer; a layer."""
         tables, dtype = self.config.sampled.num_tables, FLOATS[self.dtype_bytes]
         return sum_bytes(slot_shape(self.shape, tables, dtype, self.excludes).row_arrays().values())

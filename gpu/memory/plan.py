@@ -32,7 +32,7 @@ from gpu.memory.machine_limits import (
     resolve_kv,
     resolve_limits,
 )
-from gpu.memory.refusals import check_asked, check_fixed, check_pages, check_pinned
+from gpu.memory.refusals import check_configured, check_fixed, check_pages, check_pinned
 from gpu.methods.kept import Kept
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
@@ -195,7 +195,7 @@ def plan_memory(
     left = limits[place] - sum(item.bytes for item in fixed if item.place == place)
     check_fixed(fixed, place, limits, left, demand)
     check_pinned(fixed, demand, machine)
-    check_asked(demand, gpu, left, limits[place], max_context_tokens, max_hidden_tokens)
+    check_configured(demand, gpu, left, limits[place], max_context_tokens, max_hidden_tokens)
     if host is None:
         shares, notes = _share_pages(demand, gpu, left, max_context_tokens, max_hidden_tokens)
     else:

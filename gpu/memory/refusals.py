@@ -48,7 +48,7 @@ def check_pinned(fixed: Sequence[MemoryItem], demand: Demand, machine: MachinePr
         )
 
 
-def check_asked(
+def check_configured(
     demand: Demand, gpu: GpuConfig, left: int, limit: int, context: int | None, hidden_tokens: int | None
 ) -> None:
     if gpu.kv_cache_gib is not None and int(gpu.kv_cache_gib * GIB) - demand.num_windows * demand.window_bytes > left:

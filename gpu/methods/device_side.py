@@ -49,7 +49,7 @@ class LayerReads:
     """What one layer reads for each row; methods change it before it is read.
 
     query, pre_rope_query: `[rows, heads, dim]`, rotated and not; bounds, has_far, maxima: of what is on the device, see
-    `paged_decode_attention` (bounds None: all of each context). asks: whether the host is asked in this
+    `paged_decode_attention` (bounds None: all of each context). reads_host: whether the host is asked in this
     layer, and then codes: of the query, uint16 `[rows, heads, tables]`, wanted and excluded: as in the exchange slot.
     kept: what methods keep of the layer from before they read it until after. fetched: what methods read themselves, a
     partial each. attended: all that was read, merged, by methods that do that themselves; None: nobody has. window: of
@@ -60,7 +60,7 @@ class LayerReads:
     rows: StepRows
     query: Tensor
     pre_rope_query: Tensor
-    asks: bool
+    reads_host: bool
     bounds: Tensor | None = None
     has_far: bool = False
     maxima: Tensor | None = None
@@ -82,12 +82,12 @@ class Lent(Protocol):
 class DeviceSide:
     """Does nothing; a method overrides what it has a part in.
 
-    asks_only: it has no part in steps that ask the host nothing, which may then go without it. reuses: it has one in
-    steps alone in which a row holds one of its rings, and is told of these and of prompts. makes_codes: whether it
-    makes those of keys that go down, for the host's hash tables; at most one method of a deployment does.
+    needs_host_reads: it has no part in steps that ask the host nothing, which may then go without it. reuses: it has
+    one in steps alone in which a row holds one of its rings, and is told of these and of prompts. makes_codes: whether
+    it makes those of keys that go down, for the host's hash tables; at most one method of a deployment does.
     """
 
-    asks_only: ClassVar[bool] = False
+    needs_host_reads: ClassVar[bool] = False
     reuses: ClassVar[bool] = False
     makes_codes: ClassVar[bool] = False
 
@@ -150,7 +150,9 @@ class RingSide(DeviceSide):
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         """Look at queries of the slot's prompt, in order, with the keys up to them. attend: dense, with an lse."""
 
-    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostRead | None], lent: Lent) -> None:
+    def borrow(
+        self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent
+    ) -> None:
         """Prepare a step of these rows that is about to be launched. lent: to read from until the device has passed."""
 
     def give_up(self) -> None:

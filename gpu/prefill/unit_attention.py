@@ -64,25 +64,31 @@ class UnitAttention:
         keys, values = self.whole(state, unit.layer)
         positions, window = state.positions[unit.begin : unit.end], self._decoder.specs[unit.layer].window_tokens
         num_tokens, scale = keys.shape[1], self._decoder.scale
-        asked = PrefillQuery(
+        prefill_query = PrefillQuery(
             unit.layer, query, pre_rope_query, keys, values, positions, None, num_tokens, scale, None
         )  # fmt: skip
         if self.watch is not None and window is None:
-            self.watch(asked)
+            self.watch(prefill_query)
         if window is None:
-            self._show_tail(state, unit, asked)
+            self._show_tail(state, unit, prefill_query)
         return scattered_attention(query, keys, values, positions, scale, window).out
 
-    def _show_tail(self, state: JobState, unit: PrefillUnit, asked: PrefillQuery) -> None:
+    def _show_tail(self, state: JobState, unit: PrefillUnit, prefill_query: PrefillQuery) -> None:
         """Show a prompt's last queries, in order, to the methods that want them."""
         num_own, slot = state.num_of_tail(unit), state.job.prompts[0].slot
         if not num_own or not any(method.has_ring(slot) for method in self.reusing):
             return
-        end, own = asked.num_prompt_tokens - (state.offsets[-1] - unit.end), slice(len(asked.query) - num_own, None)
+        end = prefill_query.num_prompt_tokens - (state.offsets[-1] - unit.end)
+        own = slice(len(prefill_query.query) - num_own, None)
         tail = replace(
-            asked, query=asked.query[own], pre_rope_query=asked.pre_rope_query[own], keys=asked.keys[:, :end],
-            values=asked.values[:, :end], positions=asked.positions[own], begin=end - num_own,
-        )  # fmt: skip
+            prefill_query,
+            query=prefill_query.query[own],
+            pre_rope_query=prefill_query.pre_rope_query[own],
+            keys=prefill_query.keys[:, :end],
+            values=prefill_query.values[:, :end],
+            positions=prefill_query.positions[own],
+            begin=end - num_own,
+        )
         self._show(tail, slot)
 
     def _attend_packed(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
@@ -96,7 +102,7 @@ class UnitAttention:
             out = packed_prefill_attention(query, keys, values, packed.packing, self._decoder.scale, window)
             for part in parts if window is None else ():
                 if any(method.has_ring(part.prompt.slot) for method in self.reusing):
-                    self._show(self._ask(state, unit, part, query, pre_rope_query), part.prompt.slot)
+                    self._show(self._query_of(state, unit, part, query, pre_rope_query), part.prompt.slot)
             return out
         attended = [self._attend_part(state, unit, part, query, pre_rope_query) for part in parts]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
@@ -116,11 +122,11 @@ class UnitAttention:
         keeps_state = unit.method != DENSE  # whose prompts may have begun packed with others
         if keeps_state and begin == prompt.begin:
             state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)
-        asked = self._ask(state, unit, part, query, pre_rope_query)
+        prefill_query = self._query_of(state, unit, part, query, pre_rope_query)
         if self.watch is not None:
-            self.watch(asked)
-        attended = side.attend(replace(asked, state=state.method_states[prompt.slot] if keeps_state else None))
-        self._show(asked, prompt.slot)
+            self.watch(prefill_query)
+        attended = side.attend(replace(prefill_query, state=state.method_states[prompt.slot] if keeps_state else None))
+        self._show(prefill_query, prompt.slot)
         if keeps_state and part.context == num_prompt_tokens:
             del state.method_states[prompt.slot]
         return attended.out
@@ -131,7 +137,7 @@ class UnitAttention:
             if method.has_ring(slot):
                 method.see_prompt(slot, query, self.sides[DENSE].attend)
 
-    def _ask(
+    def _query_of(
         self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
     ) -> PrefillQuery:
         """Return a prompt's part of a unit as a query; both queries are the unit's."""

@@ -139,7 +139,7 @@ class ExpertShares:
             for count, each, experts in self._layers()
         )
 
-    def asking_bytes(self, num_rows: int) -> int:
+    def expert_slot_bytes(self, num_rows: int) -> int:
         """Of one lane, where the CPU computes experts for steps of so many rows: the slot in which it is asked
         (`transfer.expert_exchange`), and what it computes in (`cpu.experts`), all float32 or int32.
         """

@@ -20,7 +20,7 @@ from gpu.operations.linear.word_layout import pack_words
 from gpu.weights.host_experts import HostExperts, in_host_memory
 from gpu.weights.humming_matrix import HummingMatrix
 from gpu.weights.matrix import Held, as_matrix
-from transfer.host_pages import ask_huge_pages
+from transfer.host_pages import advise_huge_pages
 from transfer.simd.features import HAS_VECTORS
 
 log = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ def allocate_weights(
     def empty(*shape: int) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if device.type == "cpu":
-            ask_huge_pages(tensor.data_ptr(), tensor.nbytes)
+            advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
         return tensor
 
     def norm(width: int) -> Tensor:
@@ -342,7 +342,7 @@ def allocate_packed(
     shape = (-(-rows // stored.row_block), -(-inner // group))
     words = torch.empty(rows, num_words(inner, BITS[stored.kind]), dtype=torch.int32, device=device)
     if device.type == "cpu":
-        ask_huge_pages(words.data_ptr(), words.nbytes)
+        advise_huge_pages(words.data_ptr(), words.nbytes)
     if stored.run is not None:
         scales = torch.int16
     return Packed(

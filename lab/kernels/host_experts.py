@@ -195,11 +195,11 @@ def _compute(projections: Projections, hidden: torch.Tensor, exchange: ExpertExc
         return projections.mlp(0, hidden, exchange=exchange)
     exchange.slot.release()  # while modules are loaded nobody may wait for who loads them
     projections.mlp(0, hidden, exchange=exchange)
-    exchange.forget_asks()
-    exchange.take_asks()
+    exchange.forget_requests()
+    exchange.take_requests()
     made = projections.mlp(0, hidden, exchange=exchange)
     exchange.slot.advance(len(hidden))
-    exchange.worker.answer([(exchange.take_asks(), exchange.slot)])
+    exchange.worker.answer([(exchange.take_requests(), exchange.slot)])
     return made
 
 

@@ -202,9 +202,9 @@ def _measure(
 
     def sample(kind: str, table: np.ndarray, step: int) -> None:
         _put_ask(slot, *_step(layer, step))
-        asks = kernels[kind].asks_in(slot, table[None], errors if kind == ERRORS_KIND else None, None)
+        asks = kernels[kind].host_requests_in(slot, table[None], errors if kind == ERRORS_KIND else None, None)
         got = timed(f"lookup+attend {kind}", lambda: kernels[kind].answer(asks, benchmark.threads, WAIT_S, None))
-        require(got.asks == 1, "an ask that stands in the slot was not seen")
+        require(got.host_requests == 1, "an ask that stands in the slot was not seen")
         read[kind].append(got.rows)
         times.setdefault(f"lookup {kind}", []).append(got.lookup_ns / 1e6)
         times.setdefault(f"attend {kind}", []).append(got.sampled_ns / 1e6)

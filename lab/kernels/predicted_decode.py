@@ -178,8 +178,8 @@ class Steps:
         side = self.runner._reusing[part.id]
         assert isinstance(side, Predicted)
         self.side, self.cell = side, contexts.context
-        assert self.runner.decode_steps.asking is not None
-        self.runner.decode_steps.asking.halving.always = 1
+        assert self.runner.decode_steps.host_reader is not None
+        self.runner.decode_steps.host_reader.halving.always = 1
 
     def capture(self) -> None:
         """The one kind of step that is timed."""

@@ -95,11 +95,11 @@ class LaneWatch:
 
     def _read(self) -> dict[str, float]:
         engine = self._client.engine
-        host, times = self._client.host_stats(), engine._runner.ask_times
+        host, times = self._client.host_stats(), engine._runner.host_read_times
         pinned_bytes = 0 if engine._tier is None else engine._tier.stats().bytes_pinned
         return {
             "seconds": time.perf_counter(),
-            "asks": times.asks,
+            "asks": times.requests,
             "asking_steps": times.steps,
             "ready_s": times.ready_s,
             "rows_left_out": engine.scheduler.num_rows_left_out,
@@ -122,7 +122,7 @@ class LaneWatch:
         self._longest_ms[name] = max(self._longest_ms[name], 1e3 * seconds)
 
     def _launch(self, call: Callable[[StepPlan], InFlight], plan: StepPlan) -> InFlight:
-        asks = [ask for group in plan.decode for ask in group.asks or [None] * len(group.slots)]
+        asks = [ask for group in plan.decode for ask in group.host_reads or [None] * len(group.slots)]
         kind = f"{rows_of(plan.lane, asks).name.lower()} rows" if asks else ""
         self._kinds_of[plan.lane].append(kind)
         if kind:

@@ -22,11 +22,11 @@ def plan(lane: Lane, *asks: HostRead | None, is_fenced: bool = False) -> StepPla
 
 
 class Runner:
-    ask_times = SimpleNamespace(asks=10, steps=1, ready_s=0.0)
+    host_read_times = SimpleNamespace(requests=10, steps=1, ready_s=0.0)
 
     def launch(self, plan: StepPlan) -> None:
         time.sleep(0.02 if plan.is_fenced else 0.0)
-        self.ask_times = SimpleNamespace(asks=26, steps=2, ready_s=0.0)
+        self.host_read_times = SimpleNamespace(requests=26, steps=2, ready_s=0.0)
 
 
 class Scheduler:
@@ -80,16 +80,16 @@ def test_steps_are_told_by_kind_with_what_they_took_and_what_was_launched_before
         gc.collect()
     told = watch.told()
     assert {name: (kind["steps"], kind["rows"], kind["fenced"]) for name, kind in told["steps"].items()} == {
-        "asking rows": (2, 2.5, 0), "joint rows": (1, 2, 1), "device rows": (1, 2, 0),
+        "host rows": (2, 2.5, 0), "joint rows": (1, 2, 1), "device rows": (1, 2, 0),
     }  # fmt: skip
-    assert told["steps"]["asking rows"]["median_ms"] == pytest.approx(55)
+    assert told["steps"]["host rows"]["median_ms"] == pytest.approx(55)
     assert told["steps"]["device rows"]["most_ms"] == 0, "it is in flight"
     assert told["parts"] == 4, "sixteen asks of one step in four layers"
     assert told["hop_wait_us"] == pytest.approx(100)
     assert told["rows_left_out"] == 0, "in the window"
     assert told["longest_ms"]["launch"] >= 20
     assert told["longest_ms"]["collection"] > 0
-    assert "2 steps of 2.5 asking rows 55.0 ms (most 60, 0 fenced)" in describe(told)
+    assert "2 steps of 2.5 host rows 55.0 ms (most 60, 0 fenced)" in describe(told)
 
 
 def test_the_engine_is_left_as_it_was() -> None:

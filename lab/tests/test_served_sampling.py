@@ -29,7 +29,7 @@ from gpu.methods.sampled.projections import draw_projections
 from lab.methods.sampled import Sampled
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams
-from transfer.host_tier import Ask, TierShape
+from transfer.host_tier import ContextRead, TierShape
 from transfer.partial import Partial, merge
 from transfer.reading import Reading
 from transfer.slot_shape import SlotShape
@@ -121,11 +121,11 @@ def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
             for room in tier.reserve(1, end - begin):
                 send(row_transfer, tier, room, case, begin, end)
             begin = end
-            attention, outs = tier.attention([Ask(1, begin - SINK)]), []
+            attention, outs = tier.attention([ContextRead(1, begin - SINK)]), []
             for layer in range(PASSES):
                 exchange.slot.advance(1)
                 asked = query[None].to(device)
-                exchange.ask(asked, encode_queries(asked, codes.hyperplanes))
+                exchange.request(asked, encode_queries(asked, codes.hyperplanes))
                 attention.run(layer, exchange.slot)
                 merged = merge(resident(case, query, layer, length, device), exchange.answer(1))
                 outs.append(merged.out[0].cpu())

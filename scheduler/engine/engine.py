@@ -179,7 +179,7 @@ class Engine:
     def _host_stats(self) -> HostStats | None:
         if self._tier is None:
             return None
-        tier, counts, times = self._tier.stats(), self.scheduler.residence.counts, self._runner.ask_times
+        tier, counts, times = self._tier.stats(), self.scheduler.residence.counts, self._runner.host_read_times
         return HostStats(
             bytes_used=tier.bytes_in_use,
             bytes_promised=counts.num_promised_bytes,

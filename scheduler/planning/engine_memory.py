@@ -16,7 +16,7 @@ from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from gpu.weights.expert_shares import ExpertShares, most_experts
 from scheduler.engine_config import EngineConfig
-from scheduler.planning.expert_choice import asked_rows, captured_rows, choose
+from scheduler.planning.expert_choice import captured_rows, choose, configured_rows
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import MachineProfile
 from transfer.machine_rates import find_rates
@@ -49,7 +49,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     )
     asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())
     max_running = config.scheduler.max_running
-    plan = share_out(computed_rows=captured_rows(config.gpu, max_running, asked_rows(asked) or 0))
+    plan = share_out(computed_rows=captured_rows(config.gpu, max_running, configured_rows(asked) or 0))
     known = config.gpu, max_running, architecture
     computed_rows, said = choose(asked, *known, plan, find_expert_shares(architecture, plan), rates)
     if computed_rows != plan.computed_rows:

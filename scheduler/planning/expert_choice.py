@@ -71,7 +71,7 @@ def find_times(shares: ExpertShares, rates: Rates, threads: int) -> ExpertTimes:
     return ExpertTimes(shares, rates.of["host_to_device_gb_s"], rates.of["host_stream_gb_s"], threads, cores)
 
 
-def asked_rows(asked: Way) -> int | None:
+def configured_rows(asked: Way) -> int | None:
     """Return up to how many rows of a step are to be computed; None: rates decide."""
     if asked == "auto":
         return None
@@ -110,13 +110,13 @@ def choose(
                 "set gpu.experts_gib"
             )
         return 0, None
-    times, most = find_times(shares, rates, plan.threads), asked_rows(asked)
+    times, most = find_times(shares, rates, plan.threads), configured_rows(asked)
     if most is None:
         most = times.most_computed_rows()
     computed_rows = captured_rows(gpu, max_running, most)
     reason = why_not_computed(shape) or _why_not_captured(gpu, computed_rows, most) or _why_not_plain(plan)
     if reason is not None:
-        if asked_rows(asked):
+        if configured_rows(asked):
             raise PlanError(f"gpu.host_experts: asked {asked}, but {reason}; use fetch, or auto")
         return 0, f"experts in host memory are fetched: {reason}"
     fetch, compute = times.fetch_ms(1), times.compute_ms(1)

@@ -154,8 +154,8 @@ class Evictor:
         """
         span = self._span_before(context, num_blocks)
         host, page_tokens = self._host, self._host.page_tokens
-        ask = HostRead(span.owner.context_id, host.sink_tokens, host.end_of_blocks(span.last))
-        if not all(one.is_written for one in (span.owner, *span.sharing)) or not is_ready(ask):
+        host_read = HostRead(span.owner.context_id, host.sink_tokens, host.end_of_blocks(span.last))
+        if not all(one.is_written for one in (span.owner, *span.sharing)) or not is_ready(host_read):
             return None
         page_ids = self._pages.allocate(span.last - span.first)
         self._coming = span, page_ids

@@ -175,7 +175,7 @@ class Residence:
         """
         return self.offloads is not None and self.is_adaptive and self.offloads.offload_short(running)
 
-    def ask(self, sequence: Sequence) -> HostRead | None:
+    def host_read(self, sequence: Sequence) -> HostRead | None:
         """Return what a decode step reads of the sequence in host memory: what is evicted, by this plan as well."""
         context, host = sequence.open_context, self._capacity.host
         if context is None or host is None or not context.num_evicted:

@@ -16,15 +16,15 @@ class Rows(Enum):
     """
 
     DEVICE = 0
-    ASKING = 1
+    HOST = 1
     JOINT = 2
 
 
-def rows_of(lane: Lane, asks: Collection[HostRead | None]) -> Rows:
+def rows_of(lane: Lane, host_reads: Collection[HostRead | None]) -> Rows:
     """Return the kind of a step's rows by what each reads in host memory."""
-    if lane is Lane.DEVICE or all(ask is None for ask in asks):
+    if lane is Lane.DEVICE or all(read is None for read in host_reads):
         return Rows.DEVICE
-    return Rows.JOINT if None in asks else Rows.ASKING
+    return Rows.JOINT if None in host_reads else Rows.HOST
 
 
 class Lanes:
@@ -36,9 +36,9 @@ class Lanes:
         self._stale: set[Lane] = set()  # memory that the other lane's steps may use has been given back
         self._behind: set[Lane] = set()  # whose next step is fenced, whatever it takes
 
-    def lane_of(self, asks: bool, joins: bool) -> Lane:
-        """Return the lane of a sequence that reads host memory (`asks`), or steps with those that do (`joins`)."""
-        return Lane.HOST if len(self.all) > 1 and (asks or joins) else Lane.DEVICE
+    def lane_of(self, reads_host: bool, joins: bool) -> Lane:
+        """Return the lane of a sequence that reads host memory (`reads_host`) or joins rows that do (`joins`)."""
+        return Lane.HOST if len(self.all) > 1 and (reads_host or joins) else Lane.DEVICE
 
     def give_back(self, lane: Lane) -> None:
         """Note that slots, pages or contexts that steps in this lane use belong to nobody any more."""

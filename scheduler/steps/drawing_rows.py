@@ -79,8 +79,8 @@ class LateRows:
 
 
 def _is_late(row: Row, is_ready: IsReady) -> bool:
-    sequence, ask = row
-    return ask is not None and sequence.num_left_out < MOST_STEPS and not is_ready(ask)
+    sequence, host_read = row
+    return host_read is not None and sequence.num_left_out < MOST_STEPS and not is_ready(host_read)
 
 
 class KnownTokens:
@@ -107,7 +107,7 @@ class KnownTokens:
         if not self.is_on or all(sequence.constraint is None for sequence, _ in rows):
             return None, []
         cells = sum(sequence.next_cell + 1 for sequence, _ in rows)
-        kind = rows_of(lane, [ask for _, ask in rows])
+        kind = rows_of(lane, [host_read for _, host_read in rows])
         left_rows, left_cells = self._costs.room_for_runs(kind, len(rows), cells, self._target_seconds)
         left_rows = min(left_rows, self.most_rows - len(rows))
         runs: list[list[int]] = []

@@ -44,9 +44,9 @@ _PACE_SMOOTHING = 0.1  # of the device, which does not change
 class Load:
     """Rows of steps, those that ask and others, and what they read on the device beside the weights."""
 
-    num_asking: int
+    num_host_rows: int
     num_others: int
-    asking_bytes: int
+    host_row_bytes: int
     other_bytes: int
 
 
@@ -54,7 +54,7 @@ class Load:
 class Apart:
     """Seconds of a step in each lane, beside the other one."""
 
-    asking_s: float
+    host_rows_s: float
     others_s: float
 
 
@@ -69,25 +69,25 @@ class Costs:
 
 def expect_joint(load: Load, costs: Costs) -> float:
     """Return the seconds of a step of all rows, J of this module."""
-    rows, contexts = load.num_asking + load.num_others, load.asking_bytes + load.other_bytes
+    rows, contexts = load.num_host_rows + load.num_others, load.host_row_bytes + load.other_bytes
     return min(seconds for seconds, _ in _ways(rows, contexts, costs, 1.0))
 
 
 def expect_apart(load: Load, costs: Costs) -> Apart:
     """Return the seconds of steps in lanes of their own, A and B of this module."""
-    asking_s, busy_s = min(_ways(load.num_asking, load.asking_bytes, costs, _SHARED))
+    host_rows_s, busy_s = min(_ways(load.num_host_rows, load.host_row_bytes, costs, _SHARED))
     others_s = costs.device_s * (costs.reads.weights(load.num_others) + load.other_bytes)
-    return Apart(asking_s, others_s / (1.0 - busy_s / asking_s))
+    return Apart(host_rows_s, others_s / (1.0 - busy_s / host_rows_s))
 
 
 def joins(load: Load, apart: Apart, joint_s: float, is_joint: bool) -> bool:
     """Tell whether all rows step together from now on; `is_joint`: whether they do. Seconds are as expected,
     or seen.
     """
-    if joint_s > (LONGEST_WAIT if is_joint else JOIN_WAIT) * min(apart.asking_s, apart.others_s):
+    if joint_s > (LONGEST_WAIT if is_joint else JOIN_WAIT) * min(apart.host_rows_s, apart.others_s):
         return False
-    together = (load.num_asking + load.num_others) / joint_s
-    by_themselves = load.num_asking / apart.asking_s + load.num_others / apart.others_s
+    together = (load.num_host_rows + load.num_others) / joint_s
+    by_themselves = load.num_host_rows / apart.host_rows_s + load.num_others / apart.others_s
     gain = 1.0 + LEAST_GAIN
     return gain * together >= by_themselves if is_joint else together > gain * by_themselves
 
@@ -124,20 +124,20 @@ class Grouping:
         self._num_steps = 0  # of rows that ask, since others joined them or parted
         self._off = {True: (1.0,), False: (1.0, 1.0)}  # seen over expected, joint and apart, when it was so last
 
-    def observe_alone(self, load: Load, asking: Load | None) -> None:
-        """Learn from a step of rows that read nothing on the host, beside which steps of `asking` ran, or none."""
+    def observe_alone(self, load: Load, host_rows: Load | None) -> None:
+        """Learn from a step of rows that read nothing on the host, beside which steps of `host_rows` ran, or none."""
         self._alone = load
         if not self._steady_alone.see(load):
             return
-        seconds, asking_s = self._decode_seconds[Rows.DEVICE], self._decode_seconds[Rows.ASKING]
-        if not seconds or (asking is not None and not asking_s):
+        seconds, host_rows_s = self._decode_seconds[Rows.DEVICE], self._decode_seconds[Rows.HOST]
+        if not seconds or (host_rows is not None and not host_rows_s):
             return
         per_s = (self._reads.weights(load.num_others) + load.other_bytes) / seconds
-        if asking is not None:
-            per_s += self._asked_bytes(asking) / asking_s
+        if host_rows is not None:
+            per_s += self._host_row_bytes(host_rows) / host_rows_s
         self._device_s = _smooth(self._device_s, 1.0 / per_s, _PACE_SMOOTHING)
 
-    def observe_asking(self, host_s: float, num_parts: int) -> None:
+    def observe_host_rows(self, host_s: float, num_parts: int) -> None:
         """Learn from a step of rows that read host memory, in so many parts; 0.0: the host was not heard."""
         if not host_s:
             return
@@ -151,30 +151,30 @@ class Grouping:
         """
         self._num_steps += 1
         if not self.is_joint and has_others and self._alone is not None:
-            load = Load(load.num_asking, self._alone.num_others, load.asking_bytes, self._alone.other_bytes)
+            load = Load(load.num_host_rows, self._alone.num_others, load.host_row_bytes, self._alone.other_bytes)
         is_steady = self._steady.see(load)
         if not (
-            is_steady and self._num_steps >= DWELL_STEPS and load.num_asking and load.num_others and self._device_s
+            is_steady and self._num_steps >= DWELL_STEPS and load.num_host_rows and load.num_others and self._device_s
         ):
             return
         if self._num_steps >= LONGEST_STEPS:
             self._off |= {False: (1.0, 1.0)} if self.is_joint else {True: (1.0,)}
         costs = Costs(self._reads, self._device_s, self._host_s)
         apart, joint_s = expect_apart(load, costs), expect_joint(load, costs)
-        kinds = (Rows.JOINT,) if self.is_joint else (Rows.ASKING, Rows.DEVICE)
+        kinds = (Rows.JOINT,) if self.is_joint else (Rows.HOST, Rows.DEVICE)
         seen = [self._decode_seconds[kind] for kind in kinds]
-        expected = (joint_s,) if self.is_joint else (apart.asking_s, apart.others_s)
+        expected = (joint_s,) if self.is_joint else (apart.host_rows_s, apart.others_s)
         off = {self.is_joint: tuple(one / other for one, other in zip(seen, expected, strict=True))}
         both = self._off | off
-        apart = Apart(apart.asking_s * both[False][0], apart.others_s * both[False][1])
+        apart = Apart(apart.host_rows_s * both[False][0], apart.others_s * both[False][1])
         if joins(load, apart, joint_s * both[True][0], self.is_joint) is not self.is_joint:
             self._off, self._num_steps = both, 0
             self.is_joint = not self.is_joint
 
-    def _asked_bytes(self, asking: Load) -> int:
+    def _host_row_bytes(self, host_rows: Load) -> int:
         """Return the bytes that the device reads in a step of rows that read host memory."""
         weights = self._reads.weights if self._num_parts == 1 else self._reads.weights_of_halves
-        return weights(asking.num_asking) + asking.asking_bytes
+        return weights(host_rows.num_host_rows) + host_rows.host_row_bytes
 
 
 def _ways(rows: int, contexts: int, costs: Costs, shared: float) -> list[tuple[float, float]]:
@@ -191,9 +191,9 @@ def _ways(rows: int, contexts: int, costs: Costs, shared: float) -> list[tuple[f
 
 
 def _are_alike(load: Load, other: Load) -> bool:
-    if (load.num_asking, load.num_others) != (other.num_asking, other.num_others):
+    if (load.num_host_rows, load.num_others) != (other.num_host_rows, other.num_others):
         return False
-    pairs = (load.asking_bytes, other.asking_bytes), (load.other_bytes, other.other_bytes)
+    pairs = (load.host_row_bytes, other.host_row_bytes), (load.other_bytes, other.other_bytes)
     return all(abs(one - another) <= _ALIKE * max(one, another) for one, another in pairs)
 
 

@@ -240,13 +240,13 @@ class Scheduler:
             draft.unit_contexts = [entries[unit.job_id].context_of(unit) for unit in draft.units]
             if budget is not None and self._gap.decode_can_wait(draft.units, draft.unit_contexts, budget):
                 drawing = []
-        draft.rows = [(sequence, self.residence.ask(sequence)) for sequence in drawing]
+        draft.rows = [(sequence, self.residence.host_read(sequence)) for sequence in drawing]
         is_busy = bool(draft.units or any(self._launched.values()))
         draft.taken = self._late.take_out(draft.rows, is_ready, is_busy)
 
     def _reload(self, lane: Lane, is_ready: IsReady) -> list[Reload]:
         """Reload evicted pages beside the lane whose rows read host memory."""
-        if lane is not self._lanes.lane_of(asks=True, joins=False):
+        if lane is not self._lanes.lane_of(reads_host=True, joins=False):
             return []
         is_quiet = not (self._admission.waiting or self._prefill.jobs)
         return self.residence.next_reload(self.roster.running, is_quiet, is_ready)
@@ -268,7 +268,7 @@ class Scheduler:
             slots=slots,
             drawing=drawn,
             numbers={slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None},
-            rows=rows_of(plan.lane, [ask for group in plan.decode for ask in group.asks or [None]]),
+            rows=rows_of(plan.lane, [host_read for group in plan.decode for host_read in group.host_reads or [None]]),
             load=self._load_of(plan),
             num_known=sum(map(len, runs)),
             units=plan.units,
@@ -302,8 +302,8 @@ class Scheduler:
     def _learn_grouping(self, launched: LaunchedPlan, result: StepResult, lane: Lane) -> None:
         """Learn from a finished decode step which rows should step together."""
         beside = self._launched[Lane.HOST][0].load if lane is Lane.DEVICE and self._launched.get(Lane.HOST) else None
-        if launched.load.num_asking:
-            self._grouping.observe_asking(result.host_seconds, result.num_parts)
+        if launched.load.num_host_rows:
+            self._grouping.observe_host_rows(result.host_seconds, result.num_parts)
             if lane is Lane.HOST:
                 self._grouping.weigh(launched.load, has_others=bool(self._stepping_in(Lane.DEVICE)))
         elif beside is None or not self._prefill.jobs:  # units beside leave less of the device to both
@@ -315,23 +315,23 @@ class Scheduler:
         """Return the running sequences whose next step is in this lane, as things stand."""
         if len(self._lanes.all) == 1:
             return list(self.roster.running)
-        asking = {sequence for sequence in self.roster.running if self.residence.ask(sequence) is not None}
-        joins = bool(asking) and self._grouping.is_joint
-        return [one for one in self.roster.running if self._lanes.lane_of(one in asking, joins) is lane]
+        reading_host = {sequence for sequence in self.roster.running if self.residence.host_read(sequence) is not None}
+        joins = bool(reading_host) and self._grouping.is_joint
+        return [one for one in self.roster.running if self._lanes.lane_of(one in reading_host, joins) is lane]
 
     def _load_of(self, plan: StepPlan) -> Load:
         """Return the plan's rows and what they read on the device; of nothing where there is one lane."""
-        asking: list[int] = []
+        reading_host: list[int] = []
         others: list[int] = []
-        for group in plan.decode:
+        for group in plan.decode if len(self._lanes.all) > 1 else ():
             cells = group.positions if group.cells is None else group.cells
-            for cell, ask in zip(cells, group.asks or repeat(None), strict=False) if len(self._lanes.all) > 1 else ():
-                (others if ask is None else asking).append(self._reads.context(cell + 1, ask))
-        return Load(len(asking), len(others), sum(asking), sum(others))
+            for cell, host_read in zip(cells, group.host_reads or repeat(None), strict=False):
+                (others if host_read is None else reading_host).append(self._reads.context(cell + 1, host_read))
+        return Load(len(reading_host), len(others), sum(reading_host), sum(others))
 
     def _fence(self, plan: StepPlan, stepping: list[Sequence]) -> bool:
         """Tell whether a plan waits for the other lane; `stepping`: the sequences whose rows it changes."""
-        reads_nothing = any(group.asks is None for group in plan.decode)
+        reads_nothing = any(group.host_reads is None for group in plan.decode)
         if (
             plan.finished_reloads
             or not self._are_of(plan.lane, plan.evictions)
@@ -390,13 +390,13 @@ def _group(rows: list[Row], runs: list[list[int]] | None) -> tuple[DecodeGroup, 
     """Return the rows as one group, whatever their profiles, so that the weights are read once; none without rows."""
     if not rows:
         return ()
-    sequences, asks = zip(*rows, strict=True)
+    sequences, host_reads = zip(*rows, strict=True)
     return (
         DecodeGroup(
             slots=tuple(one.slot for one in sequences),
             positions=tuple(one.next_position for one in sequences),
             samples=tuple(one.num_drawn + len(run) for one, run in zip(sequences, runs or repeat(()), strict=False)),
-            asks=asks if any(ask is not None for ask in asks) else None,
+            host_reads=host_reads if any(host_read is not None for host_read in host_reads) else None,
             cells=tuple(one.next_cell for one in sequences) if any(one.num_dropped for one in sequences) else None,
             runs=None if runs is None else tuple(map(tuple, runs)),
         ),

@@ -294,7 +294,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEsti
         stream_gb_s = rates.of["host_stream_gb_s"]
         link_gb_s = rates.of["host_to_device_gb_s"] if is_cuda else stream_gb_s
         if is_cuda:
-            link_ms = batch * len(tier.layers) * demand.asked_row_bytes / link_gb_s / 1e6
+            link_ms = batch * len(tier.layers) * demand.slot_row_bytes / link_gb_s / 1e6
         row_bytes = batch * moved.host_row
         fetched_bytes = cost.fetched * moved.host_rows_of_token * row_bytes
         fetch_ms = fetched_bytes / link_gb_s / 1e6

@@ -305,7 +305,7 @@ class LateRow:
     """An engine of two requests, of which one is left out of steps until its tables stand, behind the fifth."""
 
     def __init__(self) -> None:
-        self.ask_times = self._runner = self
+        self.host_read_times = self._runner = self
         self.decode_steps = SimpleNamespace(drain=lambda: None)
         residence = SimpleNamespace(page_tokens=16, ask=lambda sequence: HostRead(sequence.number, 16, 160))
         running = [SimpleNamespace(number=number, open_context=None) for number in range(2)]

@@ -15,7 +15,9 @@ def assert_drawn(witness: Witness, exact: dict[int, range]) -> None:
 
 
 def assert_answered(witness: Witness, rows: Sequence[Row], exact: Mapping[int, range]) -> None:
-    """Ask, and hold each answer against the oracle; exact: tokens of contexts that are read whoever asks, if any."""
+    """Ask, and hold each answer against the oracle; exact: tokens of contexts that are read whoever asks, if
+    any.
+    """
     got, counted = witness.attend(rows)
     wanted = [expect(witness, row, place, exact) for place, row in enumerate(rows)]
     for answer, want in zip(got, wanted, strict=True):

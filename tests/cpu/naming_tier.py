@@ -18,7 +18,7 @@ from cpu.decode_step import AttentionCounts
 from tests.cpu.sampling_oracle import Answer, Stored, attend, simhash
 from transfer.copies import PASSED
 from transfer.exchange import ExchangeSlot, new_slot
-from transfer.host_tier import Ask, LayerRows, Reservation, TierShape
+from transfer.host_tier import ContextRead, LayerRows, Reservation, TierShape
 from transfer.reading import Reading
 from transfer.slabs import PageSource
 from transfer.slot_shape import SlotShape
@@ -181,7 +181,7 @@ class Witness:
         """The answers, without what they read; and what was counted for all of them."""
         before, count = self.tier.stats().attention, len(rows)
         slot = self._new_slot(rows)
-        attention = self.tier.attention([Ask(row.context_id, row.tokens) for row in rows])
+        attention = self.tier.attention([ContextRead(row.context_id, row.tokens) for row in rows])
         outs, lses, covered = [], [], []
         for layer in range(self.naming + 1):
             queries = self.queries[NAMING if layer < self.naming else PLAIN, :count]

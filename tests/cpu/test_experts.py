@@ -15,7 +15,7 @@ from gpu.model.architecture import named_shape
 from gpu.weights.expert_shares import ExpertShares, experts_of
 from tests.tolerances import HOST_EXPERTS_FLOAT32, HOST_EXPERTS_SHARE
 from transfer.exchange import LAST_STAMP, ExchangeError
-from transfer.expert_exchange import NOT_HERE, ExpertAsks, ExpertSlot, LayerExperts, new_expert_slot
+from transfer.expert_exchange import NOT_HERE, ExpertRequests, ExpertSlot, LayerExperts, new_expert_slot
 
 HIDDEN, WIDTH, COUNT, PER_TOKEN, MOST_ROWS = 96, 64, 11, 4, 9
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def fill(slot: ExpertSlot, seed: int, experts: np.ndarray) -> tuple[np.ndarray, 
 def answer(worker: HostExperts, slot: ExpertSlot, layer: int, rows: int) -> None:
     slot.advance(rows)
     slot.flags[:rows] = slot.stamp
-    worker.answer([(ExpertAsks(np.array([[layer, rows]])), slot)])
+    worker.answer([(ExpertRequests(np.array([[layer, rows]])), slot)])
     assert int(slot.answered) == slot.stamp
 
 
@@ -203,7 +203,7 @@ def test_a_step_is_answered_ask_by_ask_as_the_device_comes_to_them() -> None:
     thread = threading.Thread(target=device)
     thread.start()
     slot.advance(2)
-    answered = worker.answer([(ExpertAsks(table), slot)])
+    answered = worker.answer([(ExpertRequests(table), slot)])
     thread.join()
     assert len(wrong) == 4
     assert max(wrong) < HOST_EXPERTS_FLOAT32
@@ -211,7 +211,7 @@ def test_a_step_is_answered_ask_by_ask_as_the_device_comes_to_them() -> None:
     assert answered.attended_s > 0
     assert (slot.rows, slot.stamp) == (3, (first + 4) & LAST_STAMP)
     counts, expert_bytes = worker.counts, 3 * HIDDEN * WIDTH * 2
-    assert (counts.asks, counts.experts, counts.pairs) == (4, 4 + 4 + 8 + 8, 5 + 5 + 9 + 9)
+    assert (counts.host_requests, counts.experts, counts.pairs) == (4, 4 + 4 + 8 + 8, 5 + 5 + 9 + 9)
     assert counts.bytes_read == 24 * expert_bytes
 
 
@@ -224,12 +224,12 @@ def test_an_ask_that_does_not_come_is_named_and_nothing_hangs() -> None:
     slot.flags[:2] = 1
     began = time.monotonic()
     with pytest.raises(ExchangeError, match=r"layer 1: row 0 of 2 has stamp 1 after 0.05 s, wanted 2; the device is"):
-        worker.answer([(ExpertAsks(np.array([[0, 2], [1, 2]])), slot)])
+        worker.answer([(ExpertRequests(np.array([[0, 2], [1, 2]])), slot)])
     assert time.monotonic() - began < 5
     assert int(slot.answered) == 1
-    assert worker.counts.asks == 1
+    assert worker.counts.host_requests == 1
     slot.flags[:2] = 2
-    worker.answer([(ExpertAsks(np.array([[1, 2]])), slot)])
+    worker.answer([(ExpertRequests(np.array([[1, 2]])), slot)])
     assert int(slot.answered) == 2
 
 
@@ -264,4 +264,4 @@ def test_a_lane_that_asks_the_cpu_takes_what_is_planned() -> None:
     worker = HostExperts([layer], MOST_ROWS, experts.per_token, 1)
     taken = sum(tensor.nbytes for tensor in asdict(slot).values() if isinstance(tensor, torch.Tensor))
     taken += worker._arrays[GATED].nbytes + worker._arrays[MADE].nbytes
-    assert taken == ExpertShares(model, 4, 0).asking_bytes(MOST_ROWS)
+    assert taken == ExpertShares(model, 4, 0).expert_slot_bytes(MOST_ROWS)

@@ -23,7 +23,7 @@ from transfer.host_memory import (
     slab_bytes,
     without_tables,
 )
-from transfer.host_tier import Ask, HostMemoryError
+from transfer.host_tier import ContextRead, HostMemoryError
 from transfer.reading import Reading
 from transfer.slabs import PageSource
 
@@ -181,7 +181,7 @@ def copies_go_on(monkeypatch):
 
 def settle(tier, tokens):
     with tier._store.changed:
-        assert tier._store.changed.wait_for(lambda: tier.is_ready(Ask(1, tokens)), 20)
+        assert tier._store.changed.wait_for(lambda: tier.is_ready(ContextRead(1, tokens)), 20)
 
 
 def test_with_fixed_residence_a_merge_takes_effect_when_due_and_its_readers_wait(make_tier, copies_go_on):
@@ -192,7 +192,7 @@ def test_with_fixed_residence_a_merge_takes_effect_when_due_and_its_readers_wait
         device.offload(1, OFFLOAD_BLOCK)  # and here nobody waits
         assert tier.stats().merges == 1
         assert len(tier.runs(1)) < len(runs)
-        assert not tier.is_ready(Ask(1, context.tokens))
+        assert not tier.is_ready(ContextRead(1, context.tokens))
         copies_go_on.set()
         settle(tier, context.tokens)
         assert_dense(device, [1])

@@ -10,7 +10,7 @@ import pytest
 from tests.cpu.tier_model import LAYERS, Device, new_tier, tier_shape
 from transfer import places
 from transfer.host_memory import TAIL_TOKENS
-from transfer.host_tier import Ask, HostMemoryError
+from transfer.host_tier import ContextRead, HostMemoryError
 from transfer.reading import Reading
 
 NOT_YET_S = 0.2
@@ -35,7 +35,11 @@ def test_closed_contexts_are_read_until_the_last_answer_and_count_as_used_until_
     with Device(tier, 1) as device:
         device.open(1, reading, 3000, 200)
         wanted, _, _ = device.attend([1])
-        attentions = [tier.attention([Ask(1, 3200)]), tier.attention([Ask(1, 3200)]), tier.attention([Ask(1, 3100)])]
+        attentions = [
+            tier.attention([ContextRead(1, 3200)]),
+            tier.attention([ContextRead(1, 3200)]),
+            tier.attention([ContextRead(1, 3100)]),
+        ]
         used = tier.stats().bytes_in_use
         device.close(1)
         assert tier.stats().contexts == 0
@@ -56,7 +60,7 @@ def test_an_offload_waits_for_memory_that_a_step_in_flight_still_reads() -> None
     with Device(tier, 2) as device, ThreadPoolExecutor(1) as launches:
         device.open(1, Reading.WHOLE, 3000)
         wanted, _, _ = device.attend([1])
-        attention = tier.attention([Ask(1, 3000)])
+        attention = tier.attention([ContextRead(1, 3000)])
         tier._pool.limit_bytes = tier.stats().bytes_in_use * 3 // 2
         device.open(2, Reading.WHOLE)
         with pytest.raises(HostMemoryError, match="asked"):  # of memory that is not closed
@@ -75,7 +79,7 @@ def test_a_tail_that_grows_is_forked_and_merged_is_read_as_it_was() -> None:
     with Device(tier, 3) as device:
         device.open(1, Reading.SAMPLE, 3000, 100)
         wanted, _, _ = device.attend([1])
-        attention = tier.attention([Ask(1, 3100)])
+        attention = tier.attention([ContextRead(1, 3100)])
         merges = tier._growth.merges
         device.fork(1, 2, 3050, Reading.SAMPLE)
         device.offload(2, 300)
@@ -109,7 +113,7 @@ def test_what_is_lent_to_the_device_stays_until_it_has_passed_whoever_has_answer
     with Device(tier, 1) as device:
         device.open(1, Reading.WHOLE, 3000)
         device.attend([1])
-        first, second = (tier.attention([Ask(1, 3000)]) for _ in range(2))
+        first, second = (tier.attention([ContextRead(1, 3000)]) for _ in range(2))
         loans, points = [first.lend(), second.lend()], [Passing(), Passing()]
         answers_of(device, first, 1)
         second.give_up()
@@ -134,7 +138,7 @@ def test_places_name_the_rows_that_are_asked_for_over_segments_of_other_centres(
         for tokens in (2100, 128, 2200, 256):
             device.offload(1, tokens)
         asked = 2100 + 128 + 2200 + 16
-        attention = tier.attention([Ask(None, 0), Ask(1, asked)])
+        attention = tier.attention([ContextRead(None, 0), ContextRead(1, asked)])
         table = attention.places(1)
         assert attention.places(0).shape == (LAYERS, places.COLUMNS, 0)
         aligned = [*range(places.KEYS, places.CENTRE + 1), places.VALUE_SCALE]

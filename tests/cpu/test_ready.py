@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cpu.tier_model import Device, new_tier, tier_shape
-from transfer.host_tier import Ask
+from transfer.host_tier import ContextRead
 from transfer.reading import Reading
 
 PATIENCE_S = 20.0
@@ -16,25 +16,25 @@ class Broken:
 
 def settle(tier, tokens: int = 2400) -> None:
     with tier._store.changed:
-        assert tier._store.changed.wait_for(lambda: tier.is_ready(Ask(1, tokens)), PATIENCE_S)
+        assert tier._store.changed.wait_for(lambda: tier.is_ready(ContextRead(1, tokens)), PATIENCE_S)
 
 
 def test_rows_are_asked_for_without_a_wait_once_they_have_landed() -> None:
     tier = new_tier(tier_shape(bits=7, tables=20))
     with Device(tier, 0) as device:
-        assert not tier.is_ready(Ask(1, 5)), "there is no such context yet"
-        assert tier.is_ready(Ask(None, 0))
+        assert not tier.is_ready(ContextRead(1, 5)), "there is no such context yet"
+        assert tier.is_ready(ContextRead(None, 0))
         device.open(1, Reading.WHOLE, 2300)
         lates = device.offload_late(1, 100)
         settle(tier, 2300)  # what lies behind is not waited for
-        assert not tier.is_ready(Ask(1, 2301))
-        assert not tier.is_ready(Ask(1, 2401)), "it has not so many tokens"
+        assert not tier.is_ready(ContextRead(1, 2301))
+        assert not tier.is_ready(ContextRead(1, 2401)), "it has not so many tokens"
         for late in lates:
-            assert not tier.is_ready(Ask(1, 2400))
+            assert not tier.is_ready(ContextRead(1, 2400))
             late.arrive()
         settle(tier)
-        tier.attention([Ask(1, 2400)]).give_up()
-        assert tier.is_ready(Ask(1, 2400))
+        tier.attention([ContextRead(1, 2400)]).give_up()
+        assert tier.is_ready(ContextRead(1, 2400))
     tier.shutdown()
 
 
@@ -47,7 +47,7 @@ def test_sampled_rows_wait_for_their_tables(reading: Reading) -> None:
         (segment,) = tier._store._alive()
         with tier._store.changed:
             assert tier._store.changed.wait_for(lambda: not any(segment.fills), PATIENCE_S)
-        assert tier.is_ready(Ask(1, 2400)) != reading.has_tables
+        assert tier.is_ready(ContextRead(1, 2400)) != reading.has_tables
         tier._builder.go_on()
         settle(tier)
     tier.shutdown()
@@ -60,5 +60,5 @@ def test_rows_that_cannot_come_are_not_waited_for() -> None:
         device.offload_late(1, 2400, Broken())
         settle(tier)
         with pytest.raises(RuntimeError, match="the link is gone"):
-            tier.attention([Ask(1, 2400)])
+            tier.attention([ContextRead(1, 2400)])
     tier.shutdown()

@@ -110,7 +110,7 @@ def test_a_step_in_one_call_gives_what_its_layers_give_one_by_one(reading):
             np.testing.assert_array_equal(out, wanted_out)
             np.testing.assert_array_equal(lse, wanted_lse)
         both = tier.stats().attention
-        for name in ("asks", "rows_read", "bytes_read", "tokens_covered", "keys_scored"):
+        for name in ("host_requests", "rows_read", "bytes_read", "tokens_covered", "keys_scored"):
             assert 2 * getattr(counts, name) == getattr(both, name) > 0
         for _ in range(50):
             again = device.attend_by_itself(parts)
@@ -121,7 +121,7 @@ def test_a_step_in_one_call_gives_what_its_layers_give_one_by_one(reading):
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_step_whose_device_stops_asking_names_the_layer_and_ends(tier, asked, monkeypatch):
-    monkeypatch.setattr(decode_step, "ASK_LIMIT_S", 0.1)
+    monkeypatch.setattr(decode_step, "HOST_REQUEST_LIMIT_S", 0.1)
     with Device(tier, 1) as device:
         first, second = next(_ids), next(_ids)
         for context_id in (first, second):
@@ -134,7 +134,7 @@ def test_a_step_whose_device_stops_asking_names_the_layer_and_ends(tier, asked, 
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_an_ask_that_never_comes_is_named_and_the_builder_goes_on(tier, asked, monkeypatch):
-    monkeypatch.setattr(decode_step, "ASK_LIMIT_S", 0.1)
+    monkeypatch.setattr(decode_step, "HOST_REQUEST_LIMIT_S", 0.1)
     with Device(tier, 1) as device:
         context_id = next(_ids)
         device.open(context_id, Reading.SAMPLE, 700)

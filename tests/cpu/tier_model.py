@@ -14,7 +14,7 @@ import torch
 from cpu.cpu_tier import CpuTier
 from transfer.copies import PASSED
 from transfer.exchange import RELEASED, new_slot
-from transfer.host_tier import Ask, LayerRows, TierShape
+from transfer.host_tier import ContextRead, LayerRows, TierShape
 from transfer.slabs import PageSource
 from transfer.slot_shape import SlotShape
 
@@ -172,7 +172,7 @@ class Device:
         """For all of each context, or its first tokens."""
         if cuts is None:
             cuts = [sum(tokens for tokens, _ in self.tier.runs(context_id)) for context_id in context_ids]
-        return [Ask(*ask) for ask in zip(context_ids, cuts, strict=True)]
+        return [ContextRead(*ask) for ask in zip(context_ids, cuts, strict=True)]
 
     def _new_slot(self):
         slot = new_slot(MAX_ROWS, SlotShape(HEADS, DIM, self.tier.shape.num_tables, "float32"), torch.device("cpu"))

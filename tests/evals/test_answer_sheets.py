@@ -26,7 +26,7 @@ from evals.metrics import score
 from evals.run import Prompt
 from evals.samples import Sample
 from evals.served import Entry, Server, run_profiles
-from evals.serving import Answer, Ask
+from evals.serving import Answer, DecodeRequest
 from evals.session import run_remotely
 from evals.store import Record
 from evals.tasks import RULER_TASKS, generate
@@ -299,7 +299,7 @@ def sheet_of(task: str, tokenizer: Any) -> tuple[list[Sample], list[str], list[f
 class SheetEngine(FakeEngine):
     """Answers from a sheet, the last prompt first."""
 
-    def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
+    def answer(self, asks: Sequence[DecodeRequest], profile: str) -> Iterator[Answer]:
         for ask in reversed(asks):
             yield Answer(ask.key, token_ids=[ord(letter) for letter in self.answers[ask.token_ids[0]]])
 

@@ -20,7 +20,7 @@ from evals.run import AGREEMENT, Prompt
 from evals.samples import Sample
 from evals.served import run_profiles
 from evals.served_method import group_by_deployment, served_method
-from evals.serving import Answer, Ask, make_deployment
+from evals.serving import Answer, DecodeRequest, make_deployment
 from evals.stopping import RunCut
 from evals.store import Ledger, Record
 from gpu.config import Composition, ModelConfig
@@ -70,7 +70,7 @@ class FakeEngine:
     def layers(self, before: str, profile: str) -> dict[str, list[float]]:
         return LAYERS if before == "before" else {}
 
-    def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
+    def answer(self, asks: Sequence[DecodeRequest], profile: str) -> Iterator[Answer]:
         for ask in asks:
             self.asked.append((profile, ask.stop_token_ids))
             number = ask.token_ids[0]
@@ -124,7 +124,7 @@ def test_answers_that_are_compared_say_their_kl_from_full_attention() -> None:
     """Three tokens, the last of them a stop token; full attention parts with the profile at the second."""
 
     class Choosing(FakeEngine):
-        def answer(self, asks: Sequence[Ask], profile: str) -> Iterator[Answer]:
+        def answer(self, asks: Sequence[DecodeRequest], profile: str) -> Iterator[Answer]:
             assert [(ask.max_new_tokens, ask.num_top) for ask in asks] == [(16, NUM_TOP)]
             said = [Logprob(math.log(0.5), [(token, math.log(0.5)), (3, math.log(0.5))]) for token in (7, 8, 1)]
             yield Answer(asks[0].key, token_ids=[7, 8], logprobs=said)

@@ -15,7 +15,7 @@ from evals.end_to_end import Said, compare_profile, ids_of_texts
 from evals.forward import load_decoder
 from evals.meter import Fractions
 from evals.rows import FRACTIONS, summarize
-from evals.serving import Ask, load_serving_engine, make_deployment
+from evals.serving import DecodeRequest, load_serving_engine, make_deployment
 from evals.session import InProcess, run
 from gpu.config import Composition
 from gpu.methods.registry import list_shares
@@ -43,7 +43,7 @@ def test_the_exact_profile_answers_as_full_attention_does(tmp_path: Path) -> Non
 
 
 def test_a_prompt_that_the_engine_refuses_is_a_failure_and_its_neighbours_are_not() -> None:
-    asks = [Ask("long", [7] * 20_000, 4, [], None), Ask("short", [0, 3, 9], 4, [], None)]
+    asks = [DecodeRequest("long", [7] * 20_000, 4, [], None), DecodeRequest("short", [0, 3, 9], 4, [], None)]
     with load_serving_engine(MODEL, "cpu", 64, None) as engine:
         answers = {answer.key: answer for answer in engine.answer(asks, "exact")}
     assert answers["long"].failure
@@ -98,7 +98,7 @@ def test_a_profile_says_what_it_read_and_dense_layers_count_in_full(config: Path
     with load_serving_engine(MODEL, "cpu", 2400, load_deployment(config)) as engine:
         for profile in ("exact", "offloaded", "sampled"):
             before = engine.reads()
-            (answer,) = engine.answer([Ask("one", prompt, 4, [], None)], profile)
+            (answer,) = engine.answer([DecodeRequest("one", prompt, 4, [], None)], profile)
             assert answer.failure is None
             reads, found[profile] = engine.reads() - before, engine.fractions(before, profile)
             assert reads.context_tokens == 2301 + 2302 + 2303, "the first token is the prompt's own"
@@ -201,7 +201,7 @@ def test_a_profile_that_reuses_says_how_much_it_took_over() -> None:
     prompt = torch.randint(8, 8000, (500,), generator=torch.Generator().manual_seed(0)).tolist()
     with load_serving_engine(MODEL, "cpu", 700, settings) as engine:
         before = engine.reads()
-        (answer,) = engine.answer([Ask("one", prompt, 40, [], None)], "mac")
+        (answer,) = engine.answer([DecodeRequest("one", prompt, 40, [], None)], "mac")
         assert answer.failure is None
         reads, found = engine.reads() - before, engine.fractions(before, "mac")
         assert engine.settings_of("mac")["kv_key"].startswith("mac tau=0.3")
@@ -217,7 +217,7 @@ def test_weights_and_rows_are_those_of_the_deployment_and_are_said() -> None:
     prompt, found, told = list(range(8, 40)), [], []
     for settings in (plain, plain.model_copy(update={"model": model}), plain.model_copy(update={"gpu": gpu})):
         with load_serving_engine(MODEL, "cpu", 64, settings) as engine:
-            (answer,) = engine.answer([Ask("one", prompt, 4, [], 0)], "exact")
+            (answer,) = engine.answer([DecodeRequest("one", prompt, 4, [], 0)], "exact")
             found.append([logprob.logprob for logprob in answer.prompt_logprobs + answer.logprobs])
             told.append(engine.settings_of("exact"))
     exact = {"composition": "host: exact", "kv_key": "exact"}

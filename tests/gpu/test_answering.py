@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from cpu import decode_step
-from gpu.decode.answering import Answering, Answers, AskingRows
+from gpu.decode.answering import Answering, Answers, SlotRequests
 from tests.cpu.tier_model import DIM, HEADS, LAYERS, Device, new_tier, tier_shape
 from transfer.exchange import ExchangeError, ExchangeSlot, new_slot
-from transfer.host_tier import Answered, Ask
+from transfer.host_tier import Answered, ContextRead
 from transfer.reading import Reading
 from transfer.simd.memory import load_acquire_int32, store_release_int32
 from transfer.simd.team import look_again, now_ns
@@ -38,7 +38,7 @@ class FakeExchange:
         self.slot = slot or new_slot(2, SlotShape(HEADS, DIM, 0, "float32"), CPU)
         self.forgotten = 0
 
-    def forget_asks(self) -> None:
+    def forget_requests(self) -> None:
         self.forgotten += 1
         self.slot.give_answer()
 
@@ -83,8 +83,8 @@ class Fixture:
         self.attentions: list[FakeAttention] = []
 
     def launch(self, num_parts: int) -> Answers:
-        parts = [AskingRows(exchange, FakeAttention(), 2 - place) for place, exchange in enumerate(self.exchanges)]
-        self.attentions += [part.asked for part in parts[:num_parts]]
+        parts = [SlotRequests(exchange, FakeAttention(), 2 - place) for place, exchange in enumerate(self.exchanges)]
+        self.attentions += [part.requests for part in parts[:num_parts]]
         return self.answering.hand_over(self.tier, parts[:num_parts])
 
     @property
@@ -208,7 +208,7 @@ def wait(step: Answers) -> str | None:
 
 @contextmanager
 def tier_with_a_context(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Device, ExchangeSlot]]:
-    monkeypatch.setattr(decode_step, "ASK_LIMIT_S", limit_s)
+    monkeypatch.setattr(decode_step, "HOST_REQUEST_LIMIT_S", limit_s)
     tier = new_tier(tier_shape())
     with Device(tier, 1) as device:
         device.open(1, Reading.WHOLE, 300)
@@ -222,7 +222,7 @@ def test_a_device_that_comes_late_fails_its_step_and_leases_end(monkeypatch: pyt
         tier, exchange = device.tier, FakeExchange(slot)
         answering = Answering([exchange], lambda *_: None)
         steps = [
-            answering.hand_over(tier, [AskingRows(exchange, tier.attention([Ask(1, 300 - cut)]), 1)])
+            answering.hand_over(tier, [SlotRequests(exchange, tier.attention([ContextRead(1, 300 - cut)]), 1)])
             for cut in range(2)
         ]
         assert "layer 0: row 0 of 1 has stamp 0 after 0.1 s, wanted 1" in steps[0].wait()
@@ -255,7 +255,7 @@ def test_a_closed_context_is_free_once_its_step_has_its_answers(monkeypatch: pyt
     with tier_with_a_context(PATIENCE_S, monkeypatch) as (device, slot):
         tier, exchange = device.tier, FakeExchange(slot)
         answering = Answering([exchange], lambda *_: None)
-        step = answering.hand_over(tier, [AskingRows(exchange, tier.attention([Ask(1, 300)]), 1)])
+        step = answering.hand_over(tier, [SlotRequests(exchange, tier.attention([ContextRead(1, 300)]), 1)])
         device.close(1)
         assert tier.stats().bytes_in_use > 0
         run_device(slot.flags.data_ptr(), slot.answered.data_ptr(), 1, LAYERS, 0, np.zeros((1, LAYERS), np.int64))
@@ -297,7 +297,7 @@ def waits_beside_python(monkeypatch: pytest.MonkeyPatch, gap_s: float, answer: C
         waited_ns = np.zeros((STEPS, LAYERS), np.int64)
         places = slot.flags.data_ptr(), slot.answered.data_ptr()
         run_device(*places, 0, LAYERS, 0, waited_ns)  # compiled
-        ahead = [AskingRows(exchange, tier.attention([Ask(1, 300)]), 1) for _ in range(STEPS)]
+        ahead = [SlotRequests(exchange, tier.attention([ContextRead(1, 300)]), 1) for _ in range(STEPS)]
         asking = threading.Thread(target=run_device, args=(*places, STEPS, LAYERS, int(1e9 * gap_s), waited_ns))
         with burning_python():
             steps = [answering.hand_over(answers, [part]) for part in ahead]

@@ -21,14 +21,14 @@ from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
 from tests.gpu import twin_runners
 from tests.gpu.family_checkpoints import draw_prompt, generate
 from tests.gpu.small_runner import load_small
-from tests.gpu.test_asking_graphs import Recorded, fake_graphs
 from tests.gpu.test_families import off
 from tests.gpu.test_families_host import decode, twins_of
+from tests.gpu.test_host_read_graphs import Recorded, fake_graphs
 from tests.gpu.test_split_experts import fill
 from tests.gpu.twin_runners import Twins
 from tests.tolerances import FAMILY_LOGITS, FAMILY_LOGITS_ON_CARDS
 from transfer.exchange import RELEASED, ExchangeError
-from transfer.expert_exchange import ROWS, ExpertAsks, LayerExperts
+from transfer.expert_exchange import ROWS, ExpertRequests, LayerExperts
 
 ON_CARD = 1
 LIMIT_S = 0.2
@@ -83,7 +83,7 @@ def test_captured_steps_of_both_kinds_wait_for_both_answers(monkeypatch: pytest.
     with twins_that_compute(monkeypatch) as twins:
         twins.prefill([draw_prompt(100), draw_prompt(60)])
         steps = captured(twins, monkeypatch, (2,))
-        kinds = {(kind.num_parts, size): one.asks for (kind, size), one in steps._captured.items()}
+        kinds = {(kind.num_parts, size): one.expert_requests for (kind, size), one in steps._captured.items()}
         layers = [number for number, one in enumerate(twins.offloading.weights.layers) if one.experts is not None]
         for (parts, size), asks in kinds.items():
             rows = [size] if parts < 2 else [1, 1]
@@ -117,7 +117,7 @@ def test_a_step_whose_experts_come_late_fails_and_the_next_one_does_not(
             def more(self: HostExperts, parts: Any) -> Any:
                 ((asked, slot),) = parts
                 table = np.concatenate([asked.table, asked.table[-1:]])
-                return answer(self, [(ExpertAsks(table), slot)])
+                return answer(self, [(ExpertRequests(table), slot)])
 
             patch.setattr(HostExperts, "answer", more)
             result = twins.step([0])
@@ -154,7 +154,7 @@ def test_a_step_of_more_rows_than_the_slot_has_is_captured_without_asks(monkeypa
     with twins_that_compute(monkeypatch, computed_rows=1) as twins:
         twins.prefill([draw_prompt(100), draw_prompt(60)])
         steps = captured(twins, monkeypatch, (1, 2))
-        asks = {(kind.num_parts, size): one.asks for (kind, size), one in steps._captured.items()}
+        asks = {(kind.num_parts, size): one.expert_requests for (kind, size), one in steps._captured.items()}
         assert {key for key, one in asks.items() if one is None} == {(0, 2), (1, 2)}
         assert all(one is None or set(one.table[:, ROWS]) == {1} for one in asks.values())
         before = twins.offloading.expert_counts()
@@ -177,7 +177,7 @@ def test_a_card_waits_for_experts_and_for_attention_in_its_graphs(monkeypatch: p
     card = {"device": "cuda", "graph_batch_sizes": (1, 2)}
     with twins_that_compute(monkeypatch, limit_s=20, **card) as twins:
         steps, answer = twins.offloading.decode_steps, HostExperts.answer
-        asks = {(kind.num_parts, size): one.asks for (kind, size), one in steps._captured.items()}
+        asks = {(kind.num_parts, size): one.expert_requests for (kind, size), one in steps._captured.items()}
         assert {parts for parts, _ in asks} == {0, 1, 2}
         assert all(one is not None for one in asks.values())
         twins.prefill([draw_prompt(100), draw_prompt(60)])
@@ -192,7 +192,7 @@ def test_a_card_waits_for_experts_and_for_attention_in_its_graphs(monkeypatch: p
         assert counts is not None and before is not None  # noqa: PT018
         assert (counts.fetched, counts.copied) == (before.fetched, before.copied)
         assert counts.computed > before.computed
-        assert all(one.worker.counts.asks > 0 for one in steps._experts)
+        assert all(one.worker.counts.host_requests > 0 for one in steps._experts)
 
         def fail(self: HostExperts, parts: Any) -> Any:
             raise ExchangeError("the host gave up")

@@ -54,15 +54,15 @@ def make(
 def compute(projections: Projections, layer: int, hidden: torch.Tensor, slots: torch.Tensor | None,
             exchange: ExpertExchange) -> torch.Tensor:  # fmt: skip
     """A layer's MLP; on a card, where the launch comes back before the answer, somebody else's thread gives it."""
-    exchange.take_asks()
+    exchange.take_requests()
     if exchange.is_at_once:
         return projections.mlp(layer, hidden, slots, exchange)
     exchange.slot.release()  # while modules are loaded nobody may wait for who loads them
     projections.mlp(layer, hidden, slots, exchange)
-    exchange.forget_asks()
-    exchange.take_asks()
+    exchange.forget_requests()
+    exchange.take_requests()
     got = projections.mlp(layer, hidden, slots, exchange)
-    asks = exchange.take_asks()
+    asks = exchange.take_requests()
     if len(asks.table):  # a layer without experts asks nothing
         exchange.slot.advance(len(hidden))
         exchange.worker.answer([(asks, exchange.slot)])
@@ -87,7 +87,7 @@ def test_a_layer_of_few_rows_gives_what_a_whole_layer_gives(
         for layer in range(shape.num_layers):
             wanted = one.mlp(layer, hidden)
             assert off(compute(other, layer, hidden, None, exchange), wanted) < bound, (tokens, layer)
-    assert exchange.worker.counts.asks == 6 * sum(spec.experts is not None for spec in shape.layers)
+    assert exchange.worker.counts.host_requests == 6 * sum(spec.experts is not None for spec in shape.layers)
     host = halved.layers[-1].experts.host
     down = tensors_of(host.down)[0]
     down.copy_(down.view(host.count, -1).flip(1).view(down.shape))

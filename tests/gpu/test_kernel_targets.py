@@ -45,7 +45,7 @@ from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.operations.exchange.await_answer import await_answer
 from gpu.operations.exchange.exchange_pack import exchange_pack, new_counters
-from gpu.operations.exchange.expert_ask import add_answer, ask_experts
+from gpu.operations.exchange.expert_request import add_answer, request_experts
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.operations.experts.far_experts import FarExperts
@@ -449,13 +449,13 @@ def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:
     fetch_experts(source, slots, listed)
 
 
-def _asks_for_experts(shape: Architecture, dtype: torch.dtype) -> None:
+def _request_for_experts(shape: Architecture, dtype: torch.dtype) -> None:
     slot = new_expert_slot(32, shape.hidden, 8, torch.device("cpu"))
     counters = new_counters(slot, torch.device("cuda"))
     x = empty(4, shape.hidden, dtype=dtype)
     ids, shares = (empty(4, 8, dtype=kind) for kind in (torch.int32, torch.float32))
     for slots in (empty(4, dtype=torch.int32), None):
-        ask_experts(x, ids, shares, 34, slots, counters, slot)
+        request_experts(x, ids, shares, 34, slots, counters, slot)
     add_answer(x.float(), slot, dtype)
 
 
@@ -463,8 +463,8 @@ def _asks_for_experts(shape: Architecture, dtype: torch.dtype) -> None:
 LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_list_experts_kernel": _experts_in_host_memory,
     "_fetch_experts_kernel": _experts_in_host_memory,
-    "_ask_experts_kernel": _asks_for_experts,
-    "_add_answer_kernel": _asks_for_experts,
+    "_request_experts_kernel": _request_for_experts,
+    "_add_answer_kernel": _request_for_experts,
     "_rms_norm_kernel": _norms,
     "_swiglu_kernel": _swiglu,
     "_rope_kv_write_kernel": _rope,
@@ -665,7 +665,7 @@ def test_numbers_of_an_output_matrix_in_groups_of_16_do_not_go_through_shared_me
     assert all(4 * int(width) <= int(columns) for columns, width in products)  # else four threads hold a column twice
 
 
-@pytest.mark.parametrize("name", ["_pack_kernel", "_ask_experts_kernel"])
+@pytest.mark.parametrize("name", ["_pack_kernel", "_request_experts_kernel"])
 def test_an_asks_flag_is_stored_once_behind_its_row_and_nothing_goes_over_the_link_and_back(name, launches):
     kernel, args, options = next(launch for launch in launches if launch[0].__name__ == name)
     source, compile_options = _source(kernel, args, options)

@@ -125,12 +125,12 @@ def test_what_is_in_host_memory_is_read_for_each_known_token_and_all_of_it_is(de
     """Coverage is counted in every layer; a run may be cut between two half batches."""
     twins = Twins(device=device, check_coverage=True, max_running=16)
     twins.prefill([document_prompt(length, length) for length in (300, 190, 411)])
-    twins.offloading.decode_steps.asking.halving.always = parts
+    twins.offloading.decode_steps.host_reader.halving.always = parts
     for _ in range(12):
         twins.step([0, 1, 2])
     known = [[5, 6, 7, 8], [], [301]]
     group = replace(twins.group([0, 1, 2]), samples=[5, 1, 2], runs=known)
-    assert group.asks[0] is not None
+    assert group.host_reads[0] is not None
     writes, exact_writes = [], []
     for slot, run in enumerate(known):
         sequence = twins.sequences[slot]

@@ -18,8 +18,16 @@ from gpu.prefill.dense import Dense
 from gpu.runner import Runner
 from gpu.step import DecodeGroup, HostRead, Lane, PageWrite, PrefillJob, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts
-from tests.gpu.test_asking_ahead import PATIENCE_S, PROMPTS, SHORT, keep_on_the_device, launch_next, tokens_of, warm_up
-from tests.gpu.test_asking_steps_on_cpu_tier import ALL, twins_on_cpu_tier
+from tests.gpu.test_host_read_steps_on_cpu_tier import ALL, twins_on_cpu_tier
+from tests.gpu.test_host_reads_ahead import (
+    PATIENCE_S,
+    PROMPTS,
+    SHORT,
+    keep_on_the_device,
+    launch_next,
+    tokens_of,
+    warm_up,
+)
 from tests.gpu.twin_runners import NUM_LAYERS, Twins, check_steps
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.reading import Reading
@@ -72,8 +80,8 @@ def test_a_lane_has_steps_buffers_behind_those_who_had_them_last() -> None:
     launch(0, StepPlan(Lane.HOST, decode=group(True, False)))
     launch(1, StepPlan(Lane.DEVICE, decode=group(False)))
     for lane, asks, words in (
-        (Lane.DEVICE, True, "that ask in lane device"),
-        (Lane.HOST, False, "ask nothing in lane h"),
+        (Lane.DEVICE, True, "that read the host in lane device"),
+        (Lane.HOST, False, "read the device alone in lane h"),
     ):
         with pytest.raises(AssertionError, match=words):
             buffers.check(StepPlan(lane, decode=group(asks)))
@@ -81,11 +89,11 @@ def test_a_lane_has_steps_buffers_behind_those_who_had_them_last() -> None:
         buffers.check(StepPlan(lane, decode=group(not asks)))
     launch(2, StepPlan(Lane.DEVICE, is_fenced=True))  # behind 0 and 1
     launch(3, StepPlan(Lane.HOST, decode=group(True)))
-    with pytest.raises(AssertionError, match="that ask in lane device"):
+    with pytest.raises(AssertionError, match="that read the host in lane device"):
         buffers.check(StepPlan(Lane.DEVICE, decode=group(True)))  # 3 was launched behind the fence
     launch(4, StepPlan(Lane.HOST, is_fenced=True))
     launch(5, StepPlan(Lane.HOST, decode=group(False)))
-    with pytest.raises(AssertionError, match="ask nothing in lane device"):
+    with pytest.raises(AssertionError, match="read the device alone in lane device"):
         buffers.check(StepPlan(Lane.DEVICE, decode=group(False)))
     over[5] = True
     buffers.check(StepPlan(Lane.DEVICE, decode=group(False)))
@@ -219,9 +227,9 @@ def test_steps_with_the_same_buffers_are_not_launched_side_by_side(
         monkeypatch.setattr(Timer, "is_over", False)
     steps = [launch_next(twins, [0], lane=Lane.HOST)]
     assert tokens_of(launch_next(twins, [2], lane=Lane.DEVICE))[0] == {}
-    beside = {"rows that ask in lane device": (Lane.DEVICE, 1)}
+    beside = {"rows that read the host in lane device": (Lane.DEVICE, 1)}
     if device == "cpu":  # on CUDA the second one is over, and told of
-        beside["rows that ask nothing in lane host"] = Lane.HOST, 3
+        beside["rows that read the device alone in lane host"] = Lane.HOST, 3
     for words, (lane, slot) in beside.items():
         with pytest.raises(AssertionError, match=words):
             launch_next(twins, [slot], lane=lane)
@@ -243,7 +251,7 @@ def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile(how: str
         twins.prefill([document_prompt(length, length) for length in (2600, 2300, 90, 75)])
         for slots in ([0, 1], [2, 3]):
             check_steps(twins, slots, 2)
-        assert twins.plan([2, 3], []).decode[0].asks == (None, None)
+        assert twins.plan([2, 3], []).decode[0].host_reads == (None, None)
         kept = [keep_on_the_device(runner) for runner in (twins.offloading, twins.exact)]
         if how == "late answers":
             answer = twins.tier.answer

@@ -41,7 +41,7 @@ def test_on_cuda_graphs_give_the_bits_of_eager_steps_and_leave_the_same_rings() 
     logits, stores = [], []
     for sizes in ((), (3,)):
         twins = MacTwins(SMALL | {"tau": 0.6}, ringed=(0, 2), device="cuda", dtype="bfloat16", graph_batch_sizes=sizes)
-        twins.offloading.decode_steps.asking.halving.always = 1
+        twins.offloading.decode_steps.host_reader.halving.always = 1
         twins.prefill(PROMPTS)
         for _ in range(20):
             twins.step([0, 1, 2])

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import gpu.methods
-from evals.serving import Ask, ServingEngine
+from evals.serving import DecodeRequest, ServingEngine
 from gpu.methods.registry import list_methods
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig
@@ -90,14 +90,14 @@ def test_a_methods_counters_say_what_it_left_out_and_reach_the_evaluations() -> 
     with ServingEngine(engine, plan.architecture, plan.profiles, 4, {}) as serving:
         before = serving.reads()
         prompt = np.random.default_rng(1).integers(10, 400, 700).tolist()
-        (answer,) = serving.answer([Ask("one", prompt, 8, [], None)], "half")
+        (answer,) = serving.answer([DecodeRequest("one", prompt, 8, [], None)], "half")
         assert answer.failure is None
         fractions = serving.fractions(before, "half")
         assert fractions.shares["alternate_skipped"] == pytest.approx(0.5, abs=0.05)
         assert fractions.head_handled < 0.9
         assert serving.did_apply(before, "half", len(prompt))
         untouched = serving.reads()
-        list(serving.answer([Ask("two", prompt, 8, [], None)], "offloaded"))
+        list(serving.answer([DecodeRequest("two", prompt, 8, [], None)], "offloaded"))
         assert (serving.reads() - untouched).methods["alternate_blocks"] == [0]
 
 

@@ -65,7 +65,7 @@ def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, .
     settings = NARROW | {"late": "sample"}
     twins = PredictedTwins(settings, "predicted+sampled", ringed=(0, 2), device="cuda")
     side, steps = twins.side, twins.offloading.decode_steps
-    steps.asking.halving.always = parts
+    steps.host_reader.halving.always = parts
 
     def wish(layer: Blocks, choice: object) -> torch.Tensor:
         _await_end_kernel[(1,)](side._open_parts, LOOKS, num_warps=1)
@@ -91,7 +91,7 @@ def test_on_cuda_graphs_give_the_bits_of_eager_steps_and_leave_the_same_blocks()
         twins = PredictedTwins(
             NARROW, ringed=(0, 2), device="cuda", dtype="bfloat16", graph_batch_sizes=sizes
         )  # fmt: skip
-        twins.offloading.decode_steps.asking.halving.always = 1
+        twins.offloading.decode_steps.host_reader.halving.always = 1
         twins.prefill(PROMPTS)
         for _ in range(20):
             twins.step([0, 1, 2])
@@ -110,7 +110,7 @@ def test_on_cuda_two_half_batches_fetch_what_one_does() -> None:
     chosen = []
     for parts in (1, 2):
         twins = PredictedTwins(NARROW, ringed=(0, 1), device="cuda", graph_batch_sizes=(1, 3))
-        twins.offloading.decode_steps.asking.halving.always = parts
+        twins.offloading.decode_steps.host_reader.halving.always = parts
         twins.prefill(PROMPTS)
         for _ in range(12):
             assert not twins.step([0, 1, 2]).failures

@@ -229,7 +229,7 @@ def test_a_step_of_two_parts_ends_once_and_late_is_what_is_not_begun_behind_both
 ) -> None:
     """If the first part's end waited, all of its blocks would be there, and the second part's last layer behind it."""
     twins = PredictedTwins(NARROW | {"late": "sample"}, "predicted+sampled", ringed=(0, 1))
-    twins.offloading.decode_steps.asking.halving.always = 2
+    twins.offloading.decode_steps.host_reader.halving.always = 2
     for slot, prompt in enumerate((PROMPT, document_prompt(280, 3))):
         twins.prefill_down(slot, prompt)
     join, ends = Predicted._join, []
@@ -390,7 +390,7 @@ def test_a_history_is_of_what_was_read_exactly_whatever_the_host_says_of_the_res
     for weight in (0.0, 7.0):
         twins = PredictedTwins(NARROW, "predicted+sampled")
         twins.prefill_down(0, PROMPT)
-        answer = type(twins.offloading.decode_steps.asking.exchanges[0]).answer
+        answer = type(twins.offloading.decode_steps.host_reader.exchanges[0]).answer
 
         def heavier(self, num_rows, answer=answer, weight=weight):
             partial = answer(self, num_rows)
@@ -474,7 +474,7 @@ class _MeanwhileMode(TorchDispatchMode):
 def test_asks_have_the_words_of_exclusion_that_are_planned_where_a_method_needs_them() -> None:
     for twins, excludes in ((PredictedTwins(NARROW), True), (Twins(), False)):
         runner = twins.offloading
-        slots = [exchange.slot for exchange in runner.decode_steps.asking.exchanges]
+        slots = [exchange.slot for exchange in runner.decode_steps.host_reader.exchanges]
         words = sum(0 if slot.excluded is None else slot.excluded.nbytes for slot in slots)
         shape, kept = runner.architecture, Kept(PAGE, PAGE, (0,))
         with_words, without = (

@@ -8,7 +8,7 @@ import torch
 
 from gpu.step import StepPlan
 from tests.gpu.reference_model import document_prompt
-from tests.gpu.test_asking_steps import check_steps
+from tests.gpu.test_host_read_steps import check_steps
 from tests.gpu.twin_runners import Twins, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.host_tier import HostMemoryError
@@ -27,14 +27,14 @@ def test_rows_come_back_in_pieces_and_are_read_on_the_device(dense_layers: tuple
     sequence = twins.sequences[0]
     twins.give_up(sequence, 560)
     check_steps(twins, [0], 2)
-    asked = twins.offloading.ask_times.steps
+    asked = twins.offloading.host_read_times.steps
     for begin in (320, 304, PAGE):
         restore = twins.fetch(sequence, begin)
         check_steps(twins, [0], 2)
         assert not twins.restore(restore).failures
         check_steps(twins, [0], 2)
     assert sequence.released == PAGE
-    assert twins.offloading.ask_times.steps == asked + 2 + 2 * 2 + 2 * 2, "once all is back it asks nothing"
+    assert twins.offloading.host_read_times.steps == asked + 2 + 2 * 2 + 2 * 2, "once all is back it asks nothing"
     twins.give_up(sequence, 400)
     check_steps(twins, [0], 2)
 

@@ -32,14 +32,14 @@ class Toy(DeviceSide):
         bounds = bounds.expand(3, len(reads.query), NUM_HEADS).clone()
         bounds[2] = torch.minimum(bounds[2] + self.far, contexts[0])
         reads.bounds, reads.has_far = bounds, True
-        if reads.asks and self.unasked:
+        if reads.reads_host and self.unasked:
             reads.wanted = torch.ones(reads.query.shape[:2], dtype=torch.uint8)
             reads.wanted[:, : self.unasked] = 0
 
     def after(self, reads: LayerReads, on_device: DevicePartials, filled: list[Partial]) -> None:
         assert on_device.far is not None
         nothing = all(bool(partial.lse[:, : self.unasked].isneginf().all()) for partial in filled)
-        self.seen.append((reads.asks, len(filled), nothing))
+        self.seen.append((reads.reads_host, len(filled), nothing))
 
 
 class Excluding(DeviceSide):
@@ -51,7 +51,7 @@ class Excluding(DeviceSide):
         self.covered: list[int] = []
 
     def before(self, reads: LayerReads) -> None:
-        if reads.asks and self.has_bits:
+        if reads.reads_host and self.has_bits:
             reads.excluded = torch.full((len(reads.query), NUM_KV_HEADS, 1), 1 << self.block, dtype=torch.int32)
 
     def after(self, reads: LayerReads, on_device: DevicePartials, filled: list[Partial]) -> None:
@@ -96,7 +96,7 @@ def test_heads_that_a_method_does_not_want_get_nothing_from_the_host() -> None:
 def test_blocks_that_a_method_excludes_are_not_covered(block: int) -> None:
     method = Excluding(block)
     twins = with_method(method, check_coverage=True)
-    for exchange in twins.offloading.decode_steps.asking.exchanges:
+    for exchange in twins.offloading.decode_steps.host_reader.exchanges:
         exchange.slot.excluded = torch.zeros(len(exchange.slot.flags), NUM_KV_HEADS, 1, dtype=torch.int32)
     method.has_bits = True
     twins.prefill([document_prompt(300, 1)])

@@ -9,8 +9,8 @@ from gpu.step import HostRead
 HEADS_BYTES = 2 * 8 * 256  # keys and values of a token in a layer of an 8B
 
 
-def reads_of(shape: str, num_asked_layers: int = 0, kv: str = "bfloat16") -> StepReads:
-    return StepReads(named_shape(shape), 2, False, kv, num_asked_layers)
+def reads_of(shape: str, num_offloaded_layers: int = 0, kv: str = "bfloat16") -> StepReads:
+    return StepReads(named_shape(shape), 2, False, kv, num_offloaded_layers)
 
 
 def test_of_a_context_that_is_down_the_device_reads_the_rest_and_its_dense_layers_all() -> None:

@@ -260,7 +260,7 @@ class Twins:
             begin = write.first_page * self.page_tokens
             pages = range(*self._exact_pages(write.slot, begin, begin + self.page_tokens))
             writes.append(PageWrite(write.slot, write.first_page, list(pages)))
-        return StepPlan(page_writes=writes, decode=[replace(plan.decode[0], asks=None)])
+        return StepPlan(page_writes=writes, decode=[replace(plan.decode[0], host_reads=None)])
 
     def logits(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The last step's, float32 `[vocab]`: of the runner that offloads, and of the oracle."""

@@ -196,7 +196,7 @@ class PageRunner:
         self.clock += sum(self._seconds(unit) for unit in plan.units)
         unit_seconds = self.clock - before
         for group in plan.decode:
-            asks = group.asks or [None] * len(group.slots)
+            asks = group.host_reads or [None] * len(group.slots)
             runs = group.runs or [[] for _ in group.slots]
             for slot, position, sample, ask, run in zip(
                 group.slots, group.positions, group.samples, asks, runs, strict=True
@@ -217,7 +217,7 @@ class PageRunner:
                 assert sample >= 1 + len(run)
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
-        asks = any(group.asks is not None for group in plan.decode)
+        asks = any(group.host_reads is not None for group in plan.decode)
         told = StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures)
         return replace(told, host_seconds=self.host_seconds, num_parts=self.num_parts) if asks else told
 

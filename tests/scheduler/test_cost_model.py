@@ -62,7 +62,7 @@ def test_a_decode_steps_time_follows_the_machine_without_jumping() -> None:
     model = CostModel(SHAPE)
     device = Rows.DEVICE
     model.observe_decode(device, 0.010, 0)
-    assert model.decode_seconds == {device: 0.010, Rows.ASKING: 0.0, Rows.JOINT: 0.0}
+    assert model.decode_seconds == {device: 0.010, Rows.HOST: 0.0, Rows.JOINT: 0.0}
     model.observe_decode(device, 0.020, 0)
     assert 0.010 < model.decode_seconds[device] < 0.015
     model.observe_decode(device, 0.0, 0)  # a step without decode says nothing

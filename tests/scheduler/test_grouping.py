@@ -69,7 +69,7 @@ THIRTEEN = Cell("codellama-13b", [(16_000, 7680), WHOLE, WHOLE], [16_000], H100,
 
 
 def rate(load: Load, apart: Apart) -> float:
-    return load.num_asking / apart.asking_s + load.num_others / apart.others_s
+    return load.num_host_rows / apart.host_rows_s + load.num_others / apart.others_s
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_measured_joint_steps_of_34b_are_expected_and_joined(
 
 def test_short_streams_beside_long_ones_are_expected_as_measured_and_stay_apart() -> None:
     apart, joint_s = expect_apart(BESIDE.load, BESIDE.costs), expect_joint(BESIDE.load, BESIDE.costs)
-    assert 1e3 * apart.asking_s == pytest.approx(60.1, rel=0.05)
+    assert 1e3 * apart.host_rows_s == pytest.approx(60.1, rel=0.05)
     assert 1e3 * apart.others_s == pytest.approx(8.49, rel=0.1)
     for is_joint in (False, True):
         assert not joins(BESIDE.load, apart, joint_s, is_joint)
@@ -126,10 +126,10 @@ def test_each_lane_has_the_device_less_what_the_other_takes() -> None:
     load, costs = Load(2, 1, weights, 2 * weights), Costs(reads, 1e-3 / weights, 3e-3)
     assert expect_joint(load, costs) == pytest.approx(5e-3)  # halves: 1 + 1 + 3; whole: 1 + 3 + 3
     apart = expect_apart(load, costs)
-    assert apart.asking_s == pytest.approx(6e-3)  # halves: 2 * (1 + 1 + 1); whole: 2 * (1 + 1) + 3
+    assert apart.host_rows_s == pytest.approx(6e-3)  # halves: 2 * (1 + 1 + 1); whole: 2 * (1 + 1) + 3
     assert apart.others_s == pytest.approx(6e-3)  # half of the device for 3
     one = expect_apart(Load(1, 1, weights, 2 * weights), costs)
-    assert one.asking_s == pytest.approx(7e-3)  # a row has no halves
+    assert one.host_rows_s == pytest.approx(7e-3)  # a row has no halves
     assert one.others_s == pytest.approx(3e-3 / (1 - 2 / 7))
 
 
@@ -138,11 +138,11 @@ seconds = st.floats(1e-3, 1.0)
 
 @given(st.integers(1, 8), st.integers(1, 8), seconds, seconds, seconds, st.booleans())
 def test_no_way_is_kept_that_is_expected_to_draw_fewer_tokens_than_the_other_that_is_allowed(
-    num_asking: int, num_others: int, asking_s: float, others_s: float, joint_s: float, is_joint: bool
+    num_host_rows: int, num_others: int, host_rows_s: float, others_s: float, joint_s: float, is_joint: bool
 ) -> None:
-    load, apart = Load(num_asking, num_others, 0, 0), Apart(asking_s, others_s)
-    together, by_themselves = (num_asking + num_others) / joint_s, rate(load, apart)
-    wait = joint_s / min(asking_s, others_s)
+    load, apart = Load(num_host_rows, num_others, 0, 0), Apart(host_rows_s, others_s)
+    together, by_themselves = (num_host_rows + num_others) / joint_s, rate(load, apart)
+    wait = joint_s / min(host_rows_s, others_s)
     chosen = joins(load, apart, joint_s, is_joint)
     if chosen:
         assert wait <= LONGEST_WAIT
@@ -154,12 +154,12 @@ def test_no_way_is_kept_that_is_expected_to_draw_fewer_tokens_than_the_other_tha
 
 @given(st.integers(1, 8), st.integers(1, 8), seconds, seconds, st.floats(0.0, LEAST_GAIN / 2))
 def test_a_gain_within_noise_moves_nobody(
-    num_asking: int, num_others: int, asking_s: float, others_s: float, gain: float
+    num_host_rows: int, num_others: int, host_rows_s: float, others_s: float, gain: float
 ) -> None:
-    load, apart = Load(num_asking, num_others, 0, 0), Apart(asking_s, others_s)
+    load, apart = Load(num_host_rows, num_others, 0, 0), Apart(host_rows_s, others_s)
     for times in (1 + gain, 1 / (1 + gain)):
-        joint_s = (num_asking + num_others) / (times * rate(load, apart))
-        wait = joint_s / min(asking_s, others_s)
+        joint_s = (num_host_rows + num_others) / (times * rate(load, apart))
+        wait = joint_s / min(host_rows_s, others_s)
         assert not joins(load, apart, joint_s, is_joint=False)
         assert joins(load, apart, joint_s, is_joint=True) is (wait <= LONGEST_WAIT)
 
@@ -182,21 +182,21 @@ class Machine:
             change(step)
             load = self.cell.load
             asking, others = (
-                Load(load.num_asking, 0, load.asking_bytes, 0),
+                Load(load.num_host_rows, 0, load.host_row_bytes, 0),
                 Load(0, load.num_others, 0, load.other_bytes),
             )
             joint.append(grouping.is_joint)
             if grouping.is_joint:
                 seconds = expect_joint(load, self.cell.costs) * self.joint_factor
                 costs.observe_decode(Rows.JOINT, seconds * self.draw(), 0)
-                grouping.observe_asking(self.cell.costs.host_s * self.draw(), 2)
+                grouping.observe_host_rows(self.cell.costs.host_s * self.draw(), 2)
                 grouping.weigh(load, has_others=False)
                 continue
             apart = expect_apart(load, self.cell.costs)
             costs.observe_decode(Rows.DEVICE, apart.others_s * self.draw(), 0)
             grouping.observe_alone(others, asking)
-            costs.observe_decode(Rows.ASKING, apart.asking_s * self.draw(), 0)
-            grouping.observe_asking(self.cell.costs.host_s * self.draw(), 2)
+            costs.observe_decode(Rows.HOST, apart.host_rows_s * self.draw(), 0)
+            grouping.observe_host_rows(self.cell.costs.host_s * self.draw(), 2)
             grouping.weigh(asking, has_others=True)
         self.grouping = grouping
         return joint
@@ -232,10 +232,10 @@ def test_where_steps_apart_take_longer_than_expected_rows_join_though_the_formul
     apart, grouping = expect_apart(load, costs), Grouping(cell.reads, seconds)
     seconds[Rows.DEVICE] = costs.device_s * (cell.reads.weights(1) + load.other_bytes)
     grouping.observe_alone(Load(0, load.num_others, 0, load.other_bytes), None)
-    seconds |= {Rows.DEVICE: apart.others_s, Rows.ASKING: times * apart.asking_s}
+    seconds |= {Rows.DEVICE: apart.others_s, Rows.HOST: times * apart.host_rows_s}
     for _ in range(DWELL_STEPS):
-        grouping.observe_asking(costs.host_s, 2)
-        grouping.weigh(Load(load.num_asking, 0, load.asking_bytes, 0), has_others=True)
+        grouping.observe_host_rows(costs.host_s, 2)
+        grouping.weigh(Load(load.num_host_rows, 0, load.host_row_bytes, 0), has_others=True)
     assert grouping.is_joint is is_joint
 
 
@@ -278,15 +278,15 @@ def test_what_the_device_takes_for_a_byte_follows_from_both_lanes() -> None:
 
 def test_a_step_of_which_the_host_was_not_heard_says_nothing_of_it() -> None:
     grouping = Grouping(THIRTEEN.reads, dict.fromkeys(Rows, 0.0))
-    grouping.observe_asking(0.030, 2)
-    grouping.observe_asking(0.0, 0)
+    grouping.observe_host_rows(0.030, 2)
+    grouping.observe_host_rows(0.0, 0)
     assert (grouping._host_s, grouping._num_parts) == (0.030, 2)
 
 
 def test_nobody_joins_before_anything_is_known_or_where_there_is_nobody() -> None:
     grouping = Grouping(THIRTEEN.reads, dict.fromkeys(Rows, 0.0))
     for _ in range(2 * DWELL_STEPS):
-        grouping.observe_asking(0.0, 1)
+        grouping.observe_host_rows(0.0, 1)
         grouping.weigh(Load(2, 0, 0, 0), has_others=True)
         grouping.weigh(Load(2, 0, 0, 0), has_others=False)
     assert not grouping.is_joint

@@ -47,7 +47,11 @@ def test_a_context_that_gave_all_up_is_asked_for_less_and_less_and_then_for_noth
     num_before = len(runner.plans)
     deltas += drain(engine)["a"]
     check_output(request, deltas)
-    ends = [group.asks[0].end if group.asks else 0 for plan in runner.plans[num_before:] for group in plan.decode]
+    ends = [
+        group.host_reads[0].end if group.host_reads else 0
+        for plan in runner.plans[num_before:]
+        for group in plan.decode
+    ]
     assert ends[0] > 500
     assert sorted(ends, reverse=True) == ends
     assert ends[-1] == 0
@@ -145,7 +149,7 @@ def test_a_next_turn_gets_its_prefix_back() -> None:
     assert deltas[0].num_cached_tokens > 400
     assert len(text(deltas)) == 60
     assert fetches_of(runner)
-    assert not runner.plans[-1].decode or runner.plans[-1].decode[0].asks is None
+    assert not runner.plans[-1].decode or runner.plans[-1].decode[0].host_reads is None
     check_idle(engine, runner)
 
 

@@ -74,7 +74,7 @@ def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_an_offloa
     offloads = [offload for plan in runner.plans for offload in plan.offloads]
     assert [offload.opens for offload in offloads] == [True, False, False]
     assert (offloads[0].begin, offloads[0].end) == (SINK, RESIDENT + OFFLOAD_BLOCK - WINDOW)
-    asks = [group.asks for plan in runner.plans for group in plan.decode]
+    asks = [group.host_reads for plan in runner.plans for group in plan.decode]
     assert asks[0] is None
     assert asks[-1] == (HostRead(offloads[0].context_id, SINK, offloads[-1].end),)
     check_idle(engine, runner)
@@ -87,7 +87,7 @@ def test_the_window_is_never_shorter_than_asked_nor_longer_than_an_offload_block
     while engine.has_work:
         engine.step()
         for group in runner.plans[-1].decode:
-            context = runner.contexts[group.asks[0].context_id] if group.asks else None
+            context = runner.contexts[group.host_reads[0].context_id] if group.host_reads else None
             if context is not None:
                 held.append(group.positions[0] + 1 - SINK - len(context))
     assert min(held) >= WINDOW
@@ -162,7 +162,7 @@ def test_all_rows_of_a_step_are_one_group_whatever_their_profiles_and_wherever_t
     answer(engine, requests)
     groups = [plan.decode for plan in runner.plans if plan.decode]
     assert all(len(group) == 1 for group in groups)
-    numbers = [(len(one.slots), sum(ask is not None for ask in one.asks or [])) for (one,) in groups]
+    numbers = [(len(one.slots), sum(ask is not None for ask in one.host_reads or [])) for (one,) in groups]
     assert any(1 < num_asks < num_rows for num_rows, num_asks in numbers)
     check_idle(engine, runner)
 

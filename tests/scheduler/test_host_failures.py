@@ -142,10 +142,10 @@ def test_an_exchange_that_fails_ends_its_group_and_nobody_else(engine: Engine, m
     asks: list[set[str]] = []  # of steps with one of these rows, and whose
     stepped: set[str] = set()
 
-    def watched(decoded: DecodeGroup, lane: Lane, asks_host: bool) -> LaunchedStep:
+    def watched(decoded: DecodeGroup, lane: Lane, has_host_reads: bool) -> LaunchedStep:
         stepped.clear()
         stepped.update(one.request_id for one in engine.scheduler.roster.running if one.slot in decoded.slots)
-        return decode(decoded, lane, asks_host)
+        return decode(decoded, lane, has_host_reads)
 
     def late(attention: StepAttention, layer: int, slot: ExchangeSlot) -> None:
         if "down3" in stepped:

@@ -211,7 +211,7 @@ def test_contexts_go_down_at_the_places_that_single_tokens_would_send_them() -> 
 
 def note_asks(asked: dict[int, int | None], group: DecodeGroup) -> None:
     """By position, where what the host reads ends: of the one slot."""
-    asks = group.asks or [None]
+    asks = group.host_reads or [None]
     for position in range(group.positions[0], group.positions[0] + group.lengths[0]):
         asked[position] = None if asks[0] is None else asks[0].end
 

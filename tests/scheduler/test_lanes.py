@@ -42,7 +42,7 @@ def test_rows_that_ask_step_apart_from_the_others_and_from_prefills() -> None:
     asking = [plan for plan in runner.plans if plan.lane is Lane.HOST]
     assert sum(counts_of(runner, Lane.HOST)) == 59
     assert sum(counts_of(runner, Lane.DEVICE)) == 59
-    assert all(group.asks is not None for plan in asking for group in plan.decode)
+    assert all(group.host_reads is not None for plan in asking for group in plan.decode)
     assert not any(plan.units or plan.new_jobs or plan.released_slots for plan in asking)
     assert runner.num_ahead > 0
     check_idle(engine, runner)
@@ -78,27 +78,27 @@ def test_rows_that_ask_nothing_join_where_all_together_draw_more_and_wait_little
     """Of a device that takes 10 ms to read its weights, half as long beside the other lane as it has of it."""
     engine, runner = two_lanes()
     runner.host_seconds, runner.num_parts = 1e-3 * host_ms, 1
-    of_lanes = {Rows.DEVICE: 15.0, Rows.ASKING: 20.0 + host_ms, Rows.JOINT: 10.0 + host_ms}
+    of_lanes = {Rows.DEVICE: 15.0, Rows.HOST: 20.0 + host_ms, Rows.JOINT: 10.0 + host_ms}
     runner.time_of = lambda plan: 1e-3 * of_lanes[kind_of(plan)]
     run(engine, [ask("long", prompt_of(600), 200), ask("short", prompt_of(30), 200, "exact")])
     kinds = [kind_of(plan) for plan in runner.plans if plan.lane is Lane.HOST and plan.decode]
-    assert {Rows.JOINT: 2, Rows.ASKING: 1}[kinds[150]] == num_joint
+    assert {Rows.JOINT: 2, Rows.HOST: 1}[kinds[150]] == num_joint
     assert sum(kind is not before for before, kind in pairwise(kinds[:150])) == num_joint - 1
 
 
 def test_rows_part_again_where_a_joint_step_takes_longer_than_it_was_expected_to() -> None:
     engine, runner = two_lanes()
     runner.host_seconds = 3e-3
-    of_lanes = {Rows.DEVICE: 15.0, Rows.ASKING: 23.0, Rows.JOINT: 40.0}
+    of_lanes = {Rows.DEVICE: 15.0, Rows.HOST: 23.0, Rows.JOINT: 40.0}
     runner.time_of = lambda plan: 1e-3 * of_lanes[kind_of(plan)]
     run(engine, [ask("long", prompt_of(600), 200), ask("short", prompt_of(30), 200, "exact")])
     kinds = [kind_of(plan) for plan in runner.plans if plan.lane is Lane.HOST and plan.decode]
     assert Rows.JOINT in kinds
-    assert kinds[150] is Rows.ASKING
+    assert kinds[150] is Rows.HOST
 
 
 def kind_of(plan: StepPlan) -> Rows:
-    return rows_of(plan.lane, [ask for group in plan.decode for ask in group.asks or [None]])
+    return rows_of(plan.lane, [ask for group in plan.decode for ask in group.host_reads or [None]])
 
 
 def test_a_row_that_comes_from_the_other_lane_is_fenced_while_that_one_is_busy() -> None:

@@ -42,7 +42,7 @@ def test_a_context_that_fits_the_device_is_written_and_never_asked_for() -> None
     request = ask("a", prompt_of(600), max_tokens=300)
     answer(engine, [request])
     assert not releases_of(runner)
-    assert all(group.asks is None for plan in runner.plans for group in plan.decode)
+    assert all(group.host_reads is None for plan in runner.plans for group in plan.decode)
     assert len(next(iter(runner.contexts.values()))) > 600 + 300 - 32 - OFFLOAD_BLOCK - PAGE - SINK
     check_idle(engine, runner)
 
@@ -193,7 +193,7 @@ def ends_of(engine: Engine, runner: PageRunner, *requests) -> dict[int, int]:
             for group in plan.decode:
                 for row, slot in enumerate(group.slots):
                     if runner.profiles.get(slot) == "whole":
-                        asked = group.asks[row] if group.asks else None
+                        asked = group.host_reads[row] if group.host_reads else None
                         ends[group.positions[row]] = 0 if asked is None else asked.end
     return ends
 

@@ -45,7 +45,8 @@ def open_chunks(
 @dataclass(eq=False, slots=True)
 class _Entry:
     """A chunk that is in use or in memory. `file`: until every layer is in the slab; without a slab, until the end.
-    `wanted`: reads that leases have asked for. `num_unasked`: unfinished reads of the slab that no lease has asked for.
+    `wanted`: reads that leases have asked for. `num_unrequested`: unfinished reads of the slab that no lease has asked
+    for.
     """
 
     key: ChunkKey
@@ -56,12 +57,12 @@ class _Entry:
     layers: dict[int, "Future[Pages]"] = field(default_factory=dict)  # of the slab
     wanted: list["Future[Pages]"] = field(default_factory=list)
     num_leases: int = 0
-    num_unasked: int = 0
+    num_unrequested: int = 0
     is_lost: bool = False
 
     @property
     def is_idle(self) -> bool:
-        return not (self.num_leases or self.num_unasked)
+        return not (self.num_leases or self.num_unrequested)
 
 
 class ChunkLease:
@@ -234,18 +235,18 @@ class ChunkStore:
         if not entry.layers or entry.slab is None or self._entries.get(entry.key.name) is not entry:
             return False
         rest = [index for index in range(len(entry.ranges)) if index not in entry.layers]
-        entry.num_unasked += len(rest)
+        entry.num_unrequested += len(rest)
         for index in rest:
-            read = partial(self._read_unasked, entry, index, entry.slab)
+            read = partial(self._read_unrequested, entry, index, entry.slab)
             entry.layers[index] = self._readers.submit(read, False)
         return bool(rest)
 
-    def _read_unasked(self, entry: _Entry, index: int, slab: Slab) -> Pages:
+    def _read_unrequested(self, entry: _Entry, index: int, slab: Slab) -> Pages:
         try:
             return self._read_to_slab(entry, index, slab)
         finally:
             with self._lock:
-                entry.num_unasked -= 1
+                entry.num_unrequested -= 1
                 self._end_if_over(entry)
 
     def _end_if_over(self, entry: _Entry) -> None:

@@ -19,18 +19,18 @@ class Readers:
         self._threads = ThreadPoolExecutor(num_threads, "chunk-reads")
         self._lock = Lock()
         self._wanted: Waiting = {}
-        self._unasked: Waiting = {}
+        self._unrequested: Waiting = {}
 
     def submit(self, read: Callable[[], Pages], is_wanted: bool) -> "Future[Pages]":
         future: Future[Pages] = Future()
         with self._lock:
-            (self._wanted if is_wanted else self._unasked)[future] = read
+            (self._wanted if is_wanted else self._unrequested)[future] = read
         self._threads.submit(self._read_next)
         return future
 
     def set_wanted(self, future: "Future[Pages]", is_wanted: bool) -> None:
         """Move a read that has not begun to the end of the wanted ones."""
-        begin, end = (self._unasked, self._wanted) if is_wanted else (self._wanted, self._unasked)
+        begin, end = (self._unrequested, self._wanted) if is_wanted else (self._wanted, self._unrequested)
         with self._lock:
             if future in begin:
                 end[future] = begin.pop(future)
@@ -42,7 +42,7 @@ class Readers:
     def _read_next(self) -> None:
         """Run the first read that waits; called as often as a read was submitted."""
         with self._lock:
-            waiting = self._wanted or self._unasked
+            waiting = self._wanted or self._unrequested
             future = next(iter(waiting))
             read = waiting.pop(future)
         if not future.set_running_or_notify_cancel():

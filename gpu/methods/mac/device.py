@@ -55,9 +55,9 @@ class Mac(RingSide):
         self.sink = max(settings.sink_tokens, site.sink_tokens)
         self._limits = {layer: self._limits_of(layer, shape.dim) for layer in self.layers}
         self._kv_heads = shape.num_kv_heads
-        asked = () if site.tier_shape is None else site.tier_shape.layers
+        offloaded = () if site.tier_shape is None else site.tier_shape.layers
         self.break_even = BreakEven(
-            torch.tensor([layer in asked for layer in range(shape.num_layers)], device=device),
+            torch.tensor([layer in offloaded for layer in range(shape.num_layers)], device=device),
             row_bytes=2 * width_of(site.stored, shape.dim) * site.stored.itemsize,
             try_bytes=try_bytes(settings, shape),
             group=shape.group,
@@ -97,7 +97,7 @@ class Mac(RingSide):
         if ring is None:
             return
         own = self._rows_of(reads)
-        skips = rows.skips if reads.asks else self._no_skips[:, : rows.num_rows]
+        skips = rows.skips if reads.reads_host else self._no_skips[:, : rows.num_rows]
         layer = reads.layer
         matched = match(
             reads.pre_rope_query, ring, own.rings, rows.cells, skips, self._limits[layer],

@@ -142,15 +142,17 @@ class Predicted(RingSide):
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
-    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostRead | None], lent: Lent) -> None:
+    def borrow(
+        self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent
+    ) -> None:
         self.give_up()  # a step that failed has left some open
         behind: dict[int, tuple[int, int]] = {}
-        for row, (slot, cell, ask) in enumerate(zip(slots, cells, asks, strict=True)):
+        for row, (slot, cell, host_read) in enumerate(zip(slots, cells, host_reads, strict=True)):
             ring = self.held.get(slot)
-            if ring is None or ask is None:
+            if ring is None or host_read is None:
                 continue
             self._place(ring, lent.places(row))
-            limit = (ask.end - ask.begin) // BLOCK_TOKENS
+            limit = (host_read.end - host_read.begin) // BLOCK_TOKENS
             chosen_behind, chosen_of = self._chosen.get(ring, (NEVER, 0))
             if chosen_behind != cell - 1 or chosen_of < limit:
                 behind[ring] = cell - 1, limit
@@ -163,15 +165,15 @@ class Predicted(RingSide):
         if place is None:
             return
         if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
-            self._of_rows[rows] = self._look_up(rows, reads.asks)
-            if reads.asks:
+            self._of_rows[rows] = self._look_up(rows, reads.reads_host)
+            if reads.reads_host:
                 self._open_parts.add_(1)
                 self._num_open += 1
         own, layer = self._of_rows[rows], self._layers[place]
         if reads.maxima is None:
             size = (rows.num_rows, self._kv_heads * self._group, layer.history.shape[2])
             reads.maxima = torch.empty(size, device=reads.query.device)
-        if not reads.asks:
+        if not reads.reads_host:
             return
         listed = list_blocks(layer.ids, layer.bits, own.of_rings.rings, rows.skips, self._kv_heads, self._counts[place])
         reads.kept[self] = listed
@@ -206,7 +208,7 @@ class Predicted(RingSide):
         assert reads.maxima is not None, "predicted: what is resident tells its maxima"
         own, layer, fetched, rows = self._of_rows[reads.rows], self._layers[place], reads.kept.get(self), reads.rows
         near_lse = on_device.near.lse
-        if self.settings.calibrate_every and reads.asks:
+        if self.settings.calibrate_every and reads.reads_host:
             (answer,) = filled[len(reads.fetched) :]  # of rows that asked for all the rest, exact
             whole_lse = torch.logaddexp(near_lse, answer.lse.to(near_lse.device, non_blocking=True))
             near_lse = torch.where(self._samples, near_lse, whole_lse)
@@ -214,7 +216,7 @@ class Predicted(RingSide):
             layer.history, reads.maxima, near_lse, fetched, own.of_rings.rings, rows.cells, rows.skips,
             self._first_block, self._kv_heads,
         )  # fmt: skip
-        if not own.choices or not reads.asks:
+        if not own.choices or not reads.reads_host:
             return
         self._used.extend((reads.query, lse))
         counts, stride = self._counts[place], self.settings.look_stride_blocks
@@ -277,9 +279,9 @@ class Predicted(RingSide):
         self._begun.add(place % CHAINS)
         return self._streams.aside(self._chains[place % CHAINS])
 
-    def _look_up(self, rows: StepRows, asks: bool) -> _Rows:
+    def _look_up(self, rows: StepRows, reads_host: bool) -> _Rows:
         heads = self._kv_heads * self._group
-        if not asks:
+        if not reads_host:
             own, choices = find_rings(rows, self.ring_of_slot, self._samples, heads), ()
         else:
             own, choices = self.turns.of_rows(rows, self.ring_of_slot, self._samples, heads)

@@ -18,7 +18,7 @@ def make_device_side(settings: SampledConfig, site: Site) -> DeviceSide:
 class Codes(DeviceSide):
     """hyperplanes: of keys and queries alike."""
 
-    asks_only: ClassVar[bool] = True
+    needs_host_reads: ClassVar[bool] = True
     makes_codes: ClassVar[bool] = True
 
     def __init__(self, hyperplanes: Hyperplanes) -> None:
@@ -26,7 +26,7 @@ class Codes(DeviceSide):
 
     def before(self, reads: LayerReads) -> None:
         """Make codes of the rotated query as it is, not centred (MagicPIG section 4.2)."""
-        if reads.asks:
+        if reads.reads_host:
             reads.codes = encode_queries(reads.query, self.hyperplanes)
 
     def encode_keys(self, keys: Tensor, codes: Tensor) -> None:

@@ -24,7 +24,7 @@ from gpu.operations.linear.numba_linear import (
 )
 from gpu.operations.linear.numba_matrix_table import SOURCES, Kind, gains_room, rows_of, table_row
 from gpu.operations.linear.packed_matrix import Packed
-from transfer.host_pages import ask_huge_pages
+from transfer.host_pages import advise_huge_pages
 from transfer.matrix_rows import KINDS, kind_of
 from transfer.simd import team
 from transfer.simd.features import HAS_VECTORS
@@ -60,7 +60,7 @@ def packed_product(x: Tensor, packed: Packed) -> Tensor:
 def widen_packed(packed: Packed) -> Tensor:
     """Return `[rows, inner]` of packed.dtype, in the matrix's order; `multiplies` serves the matrix."""
     out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype)
-    ask_huge_pages(out.data_ptr(), out.nbytes)
+    advise_huge_pages(out.data_ptr(), out.nbytes)
     kinds = Kind(kind_of(rows_of(packed))), Kind(KINDS[packed.dtype](0))
     rows = _compile_rows(*kinds, version(*SOURCES))
     _run(_compile_widening(version(*SOURCES, team)), packed, {

@@ -26,7 +26,7 @@ class AlternateSide(RingSide):
         self.num_blocks = torch.zeros(2, dtype=torch.int64, device=site.device)
 
     def before(self, reads):
-        if not reads.asks:
+        if not reads.reads_host:
             return
         own = (reads.rows.of_slots(self.ring_of_slot) >= 0)[:, None, None]
         bits = torch.where(own, self.bits, 0).expand(-1, self.kv_heads, self.words).contiguous()
@@ -55,7 +55,7 @@ class AlternateSide(RingSide):
         return {"skipped_blocks": int(self.of_slot[slot])}
 
     def covered(self, reads):
-        if not reads.asks:
+        if not reads.reads_host:
             return {}
         tokens = BLOCK_TOKENS * self.skipped(self.blocks_of(reads.rows))
         return {Owner.DROPPED: tokens[:, None].expand(-1, self.kv_heads * self.group).int()}

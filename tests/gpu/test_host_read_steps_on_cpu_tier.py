@@ -12,7 +12,7 @@ import torch
 
 from cpu.cpu_tier import open_tier
 from tests.gpu.reference_model import document_prompt
-from tests.gpu.test_asking_steps import asking
+from tests.gpu.test_host_read_steps import host_reader_of
 from tests.gpu.twin_runners import DEFAULT_DENSE, Twins, furthest, tier_shape
 from tests.tolerances import HOP_LOGITS_ALL_SAMPLED, HOP_LOGITS_FLOAT32
 from transfer.reading import Reading
@@ -75,7 +75,7 @@ def test_on_cuda_graphs_give_the_bits_of_eager_segments(reading: Reading) -> Non
     logits = []
     for sizes in ((), (3, 5)):
         with twins_on_cpu_tier("cuda", reading, FEW, sizes, "bfloat16") as twins:
-            asking(twins).halving.always = 2
+            host_reader_of(twins).halving.always = 2
             twins.prefill(PROMPTS[:3])
             for _ in range(8):
                 twins.step([0, 1, 2])

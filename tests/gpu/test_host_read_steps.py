@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu.decode.loop import check_coverage
-from gpu.decode.steps import Asking, Batch, _ask_of
+from gpu.decode.steps import Batch, HostReader, _context_read
 from gpu.exchange.device_slots import SlotExchange
 from gpu.methods.device_side import LayerReads, RingSide
 from gpu.methods.sampled.encode import arrange, encode_rows_reference
@@ -20,7 +20,7 @@ from tests.gpu.twin_runners import BITS, DIM, NUM_HEADS, NUM_LAYERS, NUM_TABLES,
 from tests.reference_tier import ReferenceAttention
 from tests.tolerances import BF16_LOGPROB_ATOL, HOP_LOGITS_FLOAT32, LSE_CHECKSUM
 from transfer.exchange import ExchangeError
-from transfer.host_tier import Ask
+from transfer.host_tier import ContextRead
 from transfer.partial import CoverageError, Partial, merge_all
 from transfer.reading import Reading
 
@@ -30,9 +30,9 @@ PAGE = 16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def asking(twins: Twins) -> Asking:
+def host_reader_of(twins: Twins) -> HostReader:
     """Of the runner that offloads."""
-    found = twins.offloading.decode_steps.asking
+    found = twins.offloading.decode_steps.host_reader
     assert found is not None
     return found
 
@@ -40,7 +40,7 @@ def asking(twins: Twins) -> Asking:
 def batch_of(twins: Twins, slots: list[int], change: int = 0) -> Batch:
     """The next step of these slots; `change`: by so many cells the device's skipped range is longer."""
     group = twins.group(slots)
-    asks = [replace(ask, end=ask.end + change) for ask in group.asks]
+    asks = [replace(ask, end=ask.end + change) for ask in group.host_reads]
     return Batch(group.slots, group.positions, group.positions, asks)
 
 
@@ -52,7 +52,7 @@ def test_logits_equal_those_of_the_exact_profile_over_64_steps(num_rows: int) ->
     check_steps(twins, slots, NUM_STEPS)
     assert all(twins.sequences[slot].run_end for slot in slots)
     assert twins.tier.num_tokens(100) == twins.sequences[0].run_end - 16
-    times = twins.offloading.ask_times
+    times = twins.offloading.host_read_times
     assert times.asks >= NUM_STEPS * (NUM_LAYERS - 2)
     assert min(times.launch_s, times.attention_s, times.ready_s) > 0
 
@@ -78,14 +78,14 @@ def test_borders_of_sink_and_window_fall_right_for_every_page_size(page_tokens: 
 
 def test_sampled_steps_leave_the_codes_of_the_rotated_query_in_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     queries: list[torch.Tensor] = []
-    ask = SlotExchange.ask
+    ask = SlotExchange.request
     monkeypatch.setattr(
-        SlotExchange, "ask", lambda self, query, *rest: (queries.append(query.clone()), ask(self, query, *rest))[1]
+        SlotExchange, "request", lambda self, query, *rest: (queries.append(query.clone()), ask(self, query, *rest))[1]
     )
     twins = Twins(reading=Reading.SAMPLE)
     twins.prefill(PROMPTS[:1])
     check_steps(twins, [0], 2)
-    slot = asking(twins).exchanges[0].slot
+    slot = host_reader_of(twins).exchanges[0].slot
     wanted = torch.empty(NUM_HEADS, NUM_TABLES, dtype=torch.uint16)
     hyperplanes = arrange(draw_projections(DIM, BITS, NUM_TABLES, PROJECTION_SEED, torch.float32, torch.device("cpu")))
     encode_rows_reference(queries[-1][0], hyperplanes, wanted)
@@ -99,7 +99,7 @@ def test_what_is_on_the_device_and_in_host_memory_is_the_whole_context(device: s
     """Counted where it is read; where logits are flat, exp(lse) counts as well."""
     twins = Twins(device=device, check_coverage=True)
     twins.prefill(PROMPTS[:4])
-    asking(twins).halving.always = 2
+    host_reader_of(twins).halving.always = 2
     checked: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer in twins.offloading.weights.layers:
         layer.qkv[: NUM_HEADS * DIM].zero_()
@@ -128,8 +128,8 @@ def test_a_token_that_nobody_or_everybody_reads_is_named() -> None:
     context = twins.sequences[0].num_tokens + 1
     for change in (-PAGE, PAGE):
         wanted = f"request of slot 0, head 0.* = {context - change} tokens, wanted the context of {context}"
-        ask = twins.group([0]).asks[0]
-        answer = twins.tier.attention([Ask(ask.context_id, ask.end - ask.begin)])
+        ask = twins.group([0]).host_reads[0]
+        answer = twins.tier.attention([ContextRead(ask.context_id, ask.end - ask.begin)])
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(twins.tier, "attention", lambda asks, answer=answer: answer)
             with pytest.raises(CoverageError, match=wanted):
@@ -142,7 +142,7 @@ def test_rows_of_padding_write_nothing_and_change_nothing() -> None:
     twins.prefill(PROMPTS[:1])
     check_steps(twins, [0], 1)
     runner, batch = twins.offloading, batch_of(twins, [0])
-    steps, exchange = runner.decode_steps, asking(twins).exchanges[0]
+    steps, exchange = runner.decode_steps, host_reader_of(twins).exchanges[0]
     pages = [arena.clone() for arena in runner.pool.arenas]
     logits = []
     for size in (1, 2):
@@ -150,7 +150,7 @@ def test_rows_of_padding_write_nothing_and_change_nothing() -> None:
         exchange.slot.advance(1)
         step = steps.loop.step(steps._upload(batch, size), exchange, reuses=False)
         next(step)
-        attention = twins.tier.attention([_ask_of(ask) for ask in batch.asks])
+        attention = twins.tier.attention([_context_read(ask) for ask in batch.host_reads])
         (own,), _ = steps._take_turns([step], [attention], [exchange])
         logits.append(own[0])
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=HOP_LOGITS_FLOAT32)
@@ -213,17 +213,17 @@ def test_a_prompt_that_went_down_as_it_was_computed_is_decoded_the_same() -> Non
 def test_warming_up_leaves_nothing_in_the_tier() -> None:
     twins = Twins()
     assert twins.tier.contexts == {}
-    assert twins.offloading.ask_times.steps == 2  # of a context that is sampled, and one that is not
-    assert twins.exact.ask_times.steps == 0
+    assert twins.offloading.host_read_times.steps == 2  # of a context that is sampled, and one that is not
+    assert twins.exact.host_read_times.steps == 0
 
 
 def test_rows_that_ask_nothing_share_a_step_with_those_that_ask() -> None:
     twins = Twins(check_coverage=True)
     twins.prefill([PROMPTS[0], document_prompt(20, 3), PROMPTS[2], document_prompt(40, 4)])
-    before = twins.offloading.ask_times.steps
+    before = twins.offloading.host_read_times.steps
     check_steps(twins, [0, 1, 2, 3], 8)
     assert [bool(twins.sequences[slot].run_end) for slot in range(4)] == [True, False, True, False]
-    assert twins.offloading.ask_times.steps == before + 8  # one step for all of them
+    assert twins.offloading.host_read_times.steps == before + 8  # one step for all of them
 
 
 def test_a_context_whose_last_tokens_are_also_on_the_device_is_asked_for_its_first() -> None:
@@ -250,18 +250,18 @@ def test_what_the_host_has_is_read_on_the_device_until_it_is_released(num_kept: 
     sequence = twins.sequences[0]
     assert sequence.run_end - sequence.released == min(num_kept, sequence.run_end - PAGE)
     assert twins.tier.num_tokens(100) == sequence.run_end - PAGE
-    asks = twins.offloading.ask_times.steps
+    asks = twins.offloading.host_read_times.steps
     twins.give_up(sequence, sequence.run_end)
     check_steps(twins, [0], 2)
-    assert twins.offloading.ask_times.steps == asks + 2
+    assert twins.offloading.host_read_times.steps == asks + 2
 
 
 def test_a_step_whose_rows_have_everything_on_the_device_asks_nothing() -> None:
     twins = Twins(kept_tokens=2048)
     twins.prefill_down(0, PROMPTS[2])
-    before = twins.offloading.ask_times.steps
+    before = twins.offloading.host_read_times.steps
     check_steps(twins, [0], 70)
-    assert twins.offloading.ask_times.steps == before
+    assert twins.offloading.host_read_times.steps == before
 
 
 def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_a_step_after_one_that_failed_waits_for_its_own_answers(monkeypatch: pyt
         patch.setattr(ReferenceAttention, "run", fails)
         with torch.inference_mode(), pytest.raises(ExchangeError):
             steps.run(batch_of(twins, [0, 1]))
-    assert any(exchange.slot.is_released for exchange in asking(twins).exchanges)
+    assert any(exchange.slot.is_released for exchange in host_reader_of(twins).exchanges)
     check_steps(twins, [0, 1], 3)
 
 
@@ -296,7 +296,7 @@ def test_on_cuda_graphs_give_the_bits_of_eager_segments() -> None:
     logits = []
     for sizes in ((), (2, 3)):
         twins = Twins(device="cuda", dtype="bfloat16", graph_batch_sizes=sizes)
-        asking(twins).halving.always = 2  # how a batch is cut follows from times, and sums from how it is cut
+        host_reader_of(twins).halving.always = 2  # how a batch is cut follows from times, and sums from how it is cut
         twins.prefill(PROMPTS[:3])
         for _ in range(8):
             twins.step([0, 1, 2])

@@ -18,9 +18,9 @@ from gpu.in_flight import InFlight
 from gpu.runner import Runner
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, StepPlan
 from tests.gpu.reference_model import document_prompt, layer_units, prefill_prompts
-from tests.gpu.test_asking_graphs import fake_graphs
-from tests.gpu.test_asking_steps import asking, batch_of
-from tests.gpu.test_asking_steps_on_cpu_tier import ALL, twins_on_cpu_tier
+from tests.gpu.test_host_read_graphs import fake_graphs
+from tests.gpu.test_host_read_steps import batch_of, host_reader_of
+from tests.gpu.test_host_read_steps_on_cpu_tier import ALL, twins_on_cpu_tier
 from tests.gpu.twin_runners import NUM_LAYERS, Twins, check_steps
 from tests.reference_tier import ReferenceAttention
 from tests.tolerances import HOP_LOGITS_FLOAT32
@@ -218,7 +218,7 @@ def test_a_captured_step_waits_for_its_first_answer_after_an_eager_one_that_fail
         patch.setattr(ReferenceAttention, "run", MagicMock(side_effect=ExchangeError(LATE)))
         with torch.inference_mode(), pytest.raises(ExchangeError):
             twins.offloading.decode_steps.run(batch_of(twins, [0, 1, 2]))
-    slot = asking(twins).exchanges[0].slot
+    slot = host_reader_of(twins).exchanges[0].slot
     assert slot.is_released
     slot.out.fill_(torch.nan)
     answer = twins.tier.answer

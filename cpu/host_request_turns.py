@@ -16,20 +16,20 @@ from cpu.context import (
     ALL_KEYS,
     ALL_ROWS,
     ALL_WAITED_NS,
-    ASK_COLUMNS,
-    ASKS,
     BOARD,
     FLAGS,
+    HOST_REQUEST_COLUMNS,
+    HOST_REQUESTS,
     LIMIT_NS,
-    NEXT_ASK,
-    NUM_ASKS,
+    NEXT_HOST_REQUEST,
+    NUM_HOST_REQUESTS,
     OUTCOME,
     REQUESTS,
     STAMP,
     open_context,
     open_row,
 )
-from cpu.piece_plan import NOT_ASKED, PLANNED, make_plan
+from cpu.piece_plan import NOT_REQUESTED, PLANNED, make_plan
 from cpu.stages import attend_as
 from cpu.workspace import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, TOKENS_COVERED, WAITED_NS
 from transfer.exchange import LOOKS, await_rows
@@ -49,13 +49,15 @@ def _open_turn(context, kind, query_kind):
     Return False if there is none; then the others leave.
     """
     row = open_row(context)
-    if row[NEXT_ASK] < row[NUM_ASKS]:
-        for column in range(ASK_COLUMNS):
-            row[REQUESTS + column] = load_int64(row[ASKS] + 8 * (row[NEXT_ASK] * ASK_COLUMNS + column))
+    if row[NEXT_HOST_REQUEST] < row[NUM_HOST_REQUESTS]:
+        for column in range(HOST_REQUEST_COLUMNS):
+            row[REQUESTS + column] = load_int64(
+                row[HOST_REQUESTS] + 8 * (row[NEXT_HOST_REQUEST] * HOST_REQUEST_COLUMNS + column)
+            )
         began_ns = now_ns()
         tried_ns = began_ns
         row[OUTCOME] = make_plan(context, kind, query_kind)
-        while row[OUTCOME] == NOT_ASKED and now_ns() - began_ns < row[LIMIT_NS]:
+        while row[OUTCOME] == NOT_REQUESTED and now_ns() - began_ns < row[LIMIT_NS]:
             tried_ns = now_ns()
             row[OUTCOME] = make_plan(context, kind, query_kind)
         row[ALL_WAITED_NS] += tried_ns - began_ns
@@ -73,7 +75,7 @@ def _close_turn(context, totals):
     atomic_add(row[BOARD], 1)
     row[ALL_ATTENDED_NS] += now_ns() - totals[BEGAN_NS]
     row[ALL_WAITED_NS] += totals[WAITED_NS]
-    row[NEXT_ASK] += 1
+    row[NEXT_HOST_REQUEST] += 1
     looks = 0
     while atomic_load(row[BOARD] + _INSIDE_BYTES) > 0:
         looks = look_again(looks)
@@ -120,19 +122,19 @@ def take_turns(me, threads, context, kind, query_kind, columns):
 
 
 @numba.njit(nogil=True)
-def start_when_asked(work, threads, context, gate):
+def start_when_requested(work, threads, context, gate):
     """Wait for a context's next ask on one thread, since a whole prefill unit may come before it; then shut the gate
     and start the region `work` as `transfer.simd.region.start` does.
 
-    gate: address of an int64. Where no ask comes the gate is shut as well, and the outcome is NOT_ASKED. No line of
+    gate: address of an int64. Where no ask comes the gate is shut as well, and the outcome is NOT_REQUESTED. No line of
     Python runs between the ask and its answer. Returns the nanoseconds of the wait.
     """
     row = open_row(context)
-    ask = row[ASKS] + 8 * ASK_COLUMNS * row[NEXT_ASK]
+    host_request = row[HOST_REQUESTS] + 8 * HOST_REQUEST_COLUMNS * row[NEXT_HOST_REQUEST]
     flags, rows, stamp = (
-        load_int64(ask + 8 * (FLAGS - REQUESTS)),
-        load_int64(ask),
-        load_int64(ask + 8 * (STAMP - REQUESTS)),
+        load_int64(host_request + 8 * (FLAGS - REQUESTS)),
+        load_int64(host_request),
+        load_int64(host_request + 8 * (STAMP - REQUESTS)),
     )
     began_ns, is_late = now_ns(), False
     while not is_late and await_rows(flags, rows, stamp, LOOKS) >= 0:
@@ -140,7 +142,7 @@ def start_when_asked(work, threads, context, gate):
     waited_ns = now_ns() - began_ns
     atomic_add(gate, 1)
     if is_late:
-        row[OUTCOME] = NOT_ASKED
+        row[OUTCOME] = NOT_REQUESTED
     else:
         start(work, threads, context)
     return waited_ns

@@ -5,7 +5,7 @@ import torch
 
 from gpu.operations.exchange.await_answer import await_answer
 from gpu.operations.exchange.exchange_pack import catch_up, new_counters
-from gpu.operations.exchange.expert_ask import add_answer, ask_experts
+from gpu.operations.exchange.expert_request import add_answer, request_experts
 from tests.gpu.kernel_oracles import DEVICES
 from transfer.exchange import LAST_STAMP
 from transfer.expert_exchange import NOT_HERE, ExpertSlot, new_expert_slot
@@ -42,7 +42,7 @@ def test_each_row_leaves_its_state_and_its_experts_that_lie_there(device: str, d
     counters = new_counters(slot, torch.device(device))
     for number, rows in enumerate((1, 3, 5, 2)):
         normed, ids, shares = draw(rows, device, dtype, hidden)
-        ask_experts(normed, ids, shares, ON_CARD, None, counters, slot)
+        request_experts(normed, ids, shares, ON_CARD, None, counters, slot)
         synchronise(device)
         assert torch.equal(slot.hidden[:rows], normed.float().cpu())
         assert torch.equal(slot.shares[:rows], shares.cpu())
@@ -58,7 +58,7 @@ def test_rows_of_padding_ask_for_nothing_and_raise_their_flags(device: str) -> N
     slot = new_slot(device)
     counters, (normed, ids, shares) = new_counters(slot, torch.device(device)), draw(4, device, torch.float32)
     in_use = torch.tensor([7, -1, 0, -1], dtype=torch.int32, device=device)
-    ask_experts(normed, ids, shares, 0, in_use, counters, slot)
+    request_experts(normed, ids, shares, 0, in_use, counters, slot)
     synchronise(device)
     assert slot.experts[[0, 2]].tolist() == ids[[0, 2]].tolist()
     assert slot.experts[[1, 3]].tolist() == [[NOT_HERE] * PER_TOKEN] * 2
@@ -84,7 +84,7 @@ def test_stamps_begin_anew_and_forgotten_asks_are_behind_both_sides(device: str)
     slot.stamp = LAST_STAMP - 1
     counters, row = new_counters(slot, torch.device(device)), draw(1, device, torch.float32)
     for wanted in (LAST_STAMP, 0, 1):
-        ask_experts(*row, ON_CARD, None, counters, slot)
+        request_experts(*row, ON_CARD, None, counters, slot)
         synchronise(device)
         assert int(slot.flags[0]) == wanted
     catch_up(counters, slot)
@@ -103,9 +103,9 @@ def test_what_does_not_fit_the_slot_is_named() -> None:
         ((normed.t().contiguous().t(), ids, shares), "normed has strides .*; wanted contiguous"),
     ]
     for arguments, message in cases:
-        with pytest.raises(ValueError, match=f"^ask_experts: {message}"):
-            ask_experts(*arguments, ON_CARD, None, counters, slot)
+        with pytest.raises(ValueError, match=f"^request_experts: {message}"):
+            request_experts(*arguments, ON_CARD, None, counters, slot)
     with pytest.raises(ValueError, match="slots is"):
-        ask_experts(normed, ids, shares, ON_CARD, torch.zeros(3, dtype=torch.int32), counters, slot)
+        request_experts(normed, ids, shares, ON_CARD, torch.zeros(3, dtype=torch.int32), counters, slot)
     with pytest.raises(ValueError, match=r"^add_answer: made is .*; wanted .* torch.float32"):
         add_answer(normed.bfloat16(), slot, torch.bfloat16)

@@ -20,10 +20,10 @@ _NOT_HERE = tl.constexpr(NOT_HERE)
 ADD_BLOCK = 1024
 
 
-def ask_experts_reference(
+def request_experts_reference(
     normed: Tensor, ids: Tensor, shares: Tensor, on_card: int, slots: Tensor | None, counters: Tensor, slot: ExpertSlot
 ) -> None:
-    """Compute `ask_experts` in plain torch on the CPU."""
+    """Compute `request_experts` in plain torch on the CPU."""
     rows = len(normed)
     is_here = ids >= on_card
     if slots is not None:
@@ -36,7 +36,7 @@ def ask_experts_reference(
 
 
 @triton.jit
-def _ask_experts_kernel(
+def _request_experts_kernel(
     normed, ids, shares, slots, counters, to_hidden, to_experts, to_shares, flags, rows, on_card,
     HAS_SLOTS: tl.constexpr, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _add_answer_kernel(made, answer, out, count, BLOCK: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
-def ask_experts(
+def request_experts(
     normed: Tensor, ids: Tensor, shares: Tensor, on_card: int, slots: Tensor | None, counters: Tensor, slot: ExpertSlot
 ) -> None:
     """Ask for what experts `on_card` and beyond make of rows `[rows, hidden]`, float32 or bfloat16, contiguous. May be
@@ -79,7 +79,7 @@ def ask_experts(
     in use and ask nothing, None: all are; counters: of `exchange_pack.new_counters`, on the rows' device. Raises
     ValueError for another shape, dtype or device.
     """
-    op, (rows, hidden), device = "ask_experts", normed.shape, normed.device
+    op, (rows, hidden), device = "request_experts", normed.shape, normed.device
     max_rows, per_token = slot.experts.shape
     if rows > max_rows or slot.hidden.shape[1] != hidden:
         raise ValueError(f"{op}: got {rows} rows of {hidden}; the slot has {max_rows} of {slot.hidden.shape[1]}")
@@ -91,9 +91,9 @@ def ask_experts(
     if slots is not None:
         check(op, "slots", slots, (rows,), torch.int32, device)
     if not runs_on_triton(normed):
-        ask_experts_reference(normed, ids, shares, on_card, slots, counters, slot)
+        request_experts_reference(normed, ids, shares, on_card, slots, counters, slot)
         return
-    _ask_experts_kernel[(max_rows,)](
+    _request_experts_kernel[(max_rows,)](
         normed, ids, shares, ids if slots is None else slots, counters, slot.hidden, slot.experts, slot.shares,
         slot.flags, rows, on_card, HAS_SLOTS=slots is not None, HIDDEN=hidden, PER_TOKEN=per_token,
         PLACES=triton.next_power_of_2(per_token), BLOCK=min(BLOCK, triton.next_power_of_2(hidden)), num_warps=8,

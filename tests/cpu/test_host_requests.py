@@ -18,7 +18,7 @@ from tests.reference_tier import ReferenceTier
 from tests.tolerances import TIER_FLOAT32
 from transfer.copies import PASSED
 from transfer.exchange import new_slot
-from transfer.host_tier import Ask
+from transfer.host_tier import ContextRead
 from transfer.reading import Reading
 from transfer.slot_shape import SlotShape
 
@@ -136,29 +136,29 @@ def test_a_step_that_asks_for_nothing_is_answered_and_reads_nothing(witness: Wit
             assert not answer.out.any()
             assert not answer.covered.any()
             assert (answer.lse == -np.inf).all()
-        assert counted.asks == witness.naming + 1
+        assert counted.host_requests == witness.naming + 1
         assert (counted.rows_read, counted.bytes_read, counted.keys_scored, counted.tokens_covered) == (0, 0, 0, 0)
 
 
 def test_more_than_there_is_and_tokens_of_no_context_are_refused(witness: Witness) -> None:
-    for ask in (Ask(LONG, TOKENS + 1), Ask(LONG, -1), Ask(None, 1)):
+    for ask in (ContextRead(LONG, TOKENS + 1), ContextRead(LONG, -1), ContextRead(None, 1)):
         with pytest.raises(AssertionError, match="asked"):
             witness.tier.attention([ask])
 
 
 def test_tables_are_kept_while_the_cut_and_the_context_stay(witness: Witness) -> None:
-    def table_of(asks: list[Ask]) -> np.ndarray:
+    def table_of(asks: list[ContextRead]) -> np.ndarray:
         attention = witness.tier.attention(asks)
         attention.give_up()
         return attention.table
 
-    asks = [Ask(LONG, 3000), Ask(None, 0), Ask(SHORT, 1)]
+    asks = [ContextRead(LONG, 3000), ContextRead(None, 0), ContextRead(SHORT, 1)]
     table = table_of(asks)
     assert table_of(list(asks)) is table
-    assert table_of([Ask(LONG, 3001), *asks[1:]]) is not table
+    assert table_of([ContextRead(LONG, 3001), *asks[1:]]) is not table
     assert table_of(asks) is table
     witness.fork(SHORT, 3, 1)
-    with_fork = [Ask(3, 1)]
+    with_fork = [ContextRead(3, 1)]
     before = table_of(with_fork)
     witness.offload(3, 5)
     assert table_of(with_fork) is not before
@@ -176,7 +176,7 @@ def test_only_what_is_asked_for_must_have_landed(reading: Reading) -> None:
         np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=TIER_FLOAT32)
         np.testing.assert_allclose(out, wanted_out, rtol=0, atol=TIER_FLOAT32)
         device.attend([1], cuts=[2100])
-        further = aside.submit(tier.attention, [Ask(1, 2101)])
+        further = aside.submit(tier.attention, [ContextRead(1, 2101)])
         with pytest.raises(NotYet):
             further.result(NOT_YET_S)
         for late in lates:
@@ -222,7 +222,7 @@ def test_the_tests_own_tier_answers_the_same() -> None:
                 down.keys.copy_(keys[layer] - down.centre[:, None])
                 down.values.copy_(values[layer])
             one.fill(reservation, range(len(shape.layers)), PASSED)
-        attention = one.attention([Ask(1, 300), Ask(None, 0), Ask(1, 200)])
+        attention = one.attention([ContextRead(1, 300), ContextRead(None, 0), ContextRead(1, 200)])
         slot.advance(rows)
         slot.queries.copy_(torch.linspace(-2, 2, slot.queries.numel()).view(slot.queries.shape))
         slot.wanted[0, 1] = 0

@@ -15,13 +15,13 @@ import torch
 
 from gpu.attention.step_rows import StepRows
 from gpu.batching.halving import Halving
-from gpu.decode.steps import Asking, AskTimes, Batch, DecodeSteps, LaunchedStep
+from gpu.decode.steps import Batch, DecodeSteps, HostReader, HostReadTimes, LaunchedStep
 from gpu.step import HostRead
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.twin_runners import Twins, check_steps
 from tests.reference_tier import LOOK_S, ReferenceTier
 from transfer.exchange import RELEASED, ExchangeError, Handshake
-from transfer.host_tier import Ask, ContextLostError
+from transfer.host_tier import ContextLostError, ContextRead
 
 PROMPTS = [document_prompt(length, length) for length in (300, 190, 411, 257, 130)]
 
@@ -125,11 +125,11 @@ class Log(list[str]):
         self.fails_at = fails_at
         self.steps = DecodeSteps(
             SimpleNamespace(
-                step=self.step, asked_layers=(0, 1), last_tokens=torch.zeros(7), max_rows=2, checks_coverage=True,
+                step=self.step, offloaded_layers=(0, 1), last_tokens=torch.zeros(7), max_rows=2, checks_coverage=True,
                 reusing=[],
             ),
-            Asking(SimpleNamespace(attention=self.attention), [self.exchange("a"), self.exchange("b")],
-                   Halving(SimpleNamespace(), always=2), AskTimes()),
+            HostReader(SimpleNamespace(attention=self.attention), [self.exchange("a"), self.exchange("b")],
+                   Halving(SimpleNamespace(), always=2), HostReadTimes()),
         )  # fmt: skip
 
     def exchange(self, name: str) -> SimpleNamespace:
@@ -144,7 +144,7 @@ class Log(list[str]):
             self.append(f"go on {exchange.name}{ask}")
         return torch.zeros(1, 3)
 
-    def attention(self, asks: list[Ask]) -> SimpleNamespace:
+    def attention(self, asks: list[ContextRead]) -> SimpleNamespace:
         name = "ab"[asks[0].context_id - 100]
 
         def run(ask: int, slot: SimpleNamespace) -> None:
@@ -167,7 +167,7 @@ def test_layers_are_captured_in_the_order_in_which_their_answers_come() -> None:
     ]  # fmt: skip
     eager = [entry for entry in log if "answer" not in entry]
     log.clear()
-    assert len(log.steps.compute([None, None], log.steps.asking.exchanges, False)) == 2
+    assert len(log.steps.compute([None, None], log.steps.host_reader.exchanges, False)) == 2
     assert log == eager
 
 
@@ -190,6 +190,6 @@ def test_nothing_is_launched_when_a_context_is_lost(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(twins.tier, "attention", MagicMock(side_effect=ContextLostError(101, "rows cannot come")))
         with torch.inference_mode(), pytest.raises(ContextLostError):
-            twins.offloading.decode_steps.run(Batch(group.slots, group.positions, group.positions, group.asks))
+            twins.offloading.decode_steps.run(Batch(group.slots, group.positions, group.positions, group.host_reads))
     assert Recorded.running is None
     check_steps(twins, [0, 1], 3)
