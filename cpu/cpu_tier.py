@@ -233,7 +233,7 @@ class CpuTier:
         """Return the context of a read, or None for a read of nothing."""
         if read.num_tokens == 0:
             return None
-        assert read.context_id is not None, "context read: tokens are read of a context"
+        assert read.context_id is not None, "context read: tokens are asked of a context"
         return self._contexts[read.context_id]
 
     def _wait_for(self, context: Context, tokens: int) -> None:
