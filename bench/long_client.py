@@ -118,8 +118,8 @@ class Client:
 
     def _is_ready(self) -> bool:
         scheduler, runner = self.engine.scheduler, self.engine._runner
-        asks = [scheduler.residence.ask(sequence) for sequence in scheduler.roster.running]
-        return all(ask is None or runner.is_ready(ask) for ask in asks)
+        host_reads = [scheduler.residence.host_read(sequence) for sequence in scheduler.roster.running]
+        return all(one is None or runner.is_ready(one) for one in host_reads)
 
     def finish(self, request_id: str) -> list[int]:
         """Return all tokens of a request that has not begun."""
@@ -240,15 +240,15 @@ class Client:
     def watch_samples(self) -> Iterator[WatchedTier]:
         """Remember what sampled steps ask and what the tier answers meanwhile."""
         steps = self.engine._runner.decode_steps
-        asking = steps.asking
-        assert asking is not None, "the deployment has a host section"
-        assert isinstance(asking.tier, CpuTier), "the engine's tier is the CPU's"
-        watched = WatchedTier(asking.tier)
-        steps.asking = replace(asking, tier=cast(HostTier, watched))
+        host_reader = steps.host_reader
+        assert host_reader is not None, "the deployment has a host section"
+        assert isinstance(host_reader.tier, CpuTier), "the engine's tier is the CPU's"
+        watched = WatchedTier(host_reader.tier)
+        steps.host_reader = replace(host_reader, tier=cast(HostTier, watched))
         try:
             yield watched
         finally:
-            steps.asking = asking
+            steps.host_reader = host_reader
 
     def drain(self, request_ids: Sequence[str]) -> None:
         self.engine.cancel(list(request_ids))

@@ -168,7 +168,7 @@ class HostExperts:
     def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
         """Answer all asks of a step; see `transfer.expert_exchange.ExpertWorker`."""
         ((host_requests, slot),) = parts
-        assert isinstance(host_requests, ExpertRequests), "experts: a step's asks"
+        assert isinstance(host_requests, ExpertRequests), "experts: requests of a step"
         assert isinstance(slot, ExpertSlot), "experts: a slot of theirs"
         self._open(slot, host_requests.table)
         answered = self._answer(
@@ -194,9 +194,9 @@ class HostExperts:
         assert slot.experts.shape[1] == shape[1], "experts: as many of a token as were compiled for"
         assert slot.hidden.shape[1] == self._hidden, "experts: hidden states of the model"
         assert len(slot.flags) <= self._max_rows, "experts: no more rows than the workspace has room for"
-        assert table.dtype == np.int64, "host_requests: int64"
-        assert table.shape[1] == HOST_REQUEST_COLUMNS, "asks: [host_requests, HOST_REQUEST_COLUMNS]"
-        assert table.flags.c_contiguous, "asks: contiguous"
+        assert table.dtype == np.int64, "host requests: int64"
+        assert table.shape[1] == HOST_REQUEST_COLUMNS, "host requests: [requests, HOST_REQUEST_COLUMNS]"
+        assert table.flags.c_contiguous, "host requests: contiguous"
         for column, tensor in ((X, slot.hidden), (EXPERTS, slot.experts), (SHARES, slot.shares), (OUT, slot.out)):
             self._context[column] = tensor.data_ptr()
         self._step[:] = 0

@@ -53,7 +53,7 @@ def test_logits_equal_those_of_the_exact_profile_over_64_steps(num_rows: int) ->
     assert all(twins.sequences[slot].run_end for slot in slots)
     assert twins.tier.num_tokens(100) == twins.sequences[0].run_end - 16
     times = twins.offloading.host_read_times
-    assert times.asks >= NUM_STEPS * (NUM_LAYERS - 2)
+    assert times.requests >= NUM_STEPS * (NUM_LAYERS - 2)
     assert min(times.launch_s, times.attention_s, times.ready_s) > 0
 
 
