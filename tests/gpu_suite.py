@@ -39,7 +39,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "engine": (
         "tests/gpu/test_d*.py",
-        "tests/gpu/test_asking_*.py",
+        "tests/gpu/test_host_read*.py",
         "tests/gpu/test_computed_*.py",
         "tests/gpu/test_families_on_gpu.py",
         "tests/gpu/test_fusion_on_gpu.py",
@@ -54,6 +54,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_reading.py",
         "tests/gpu/test_prefill_*.py",
         "tests/gpu/test_restoring.py",
+        "tests/gpu/test_row_transfer.py",
         "tests/gpu/test_split_experts.py",
         "tests/bench/test_engine_benchmark.py",
         "lab/tests/test_predicted_decode.py",

@@ -307,7 +307,7 @@ class LateRow:
     def __init__(self) -> None:
         self.host_read_times = self._runner = self
         self.decode_steps = SimpleNamespace(drain=lambda: None)
-        residence = SimpleNamespace(page_tokens=16, ask=lambda sequence: HostRead(sequence.number, 16, 160))
+        residence = SimpleNamespace(page_tokens=16, host_read=lambda sequence: HostRead(sequence.number, 16, 160))
         running = [SimpleNamespace(number=number, open_context=None) for number in range(2)]
         self.scheduler = SimpleNamespace(roster=SimpleNamespace(running=running), residence=residence)
         self.most_in_flight = 2
