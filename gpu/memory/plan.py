@@ -45,7 +45,7 @@ from gpu.weights.expert_shares import PINNED_SHARE
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
 
-__all__ = ["MemoryPlan", "PlanError", "plan_memory", "require_device"]
+__all__ = ["MemoryPlan", "PlanError", "PlannedSizes", "plan_memory", "require_device"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 MOST_EMPTY_PAGES = 2**18  # where no layer has pages, there are numbers alone
@@ -126,6 +126,18 @@ class MemoryPlan:
         return self.used_bytes(place) - later
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedSizes:
+    """What steps and contexts are asked for: sequences that run, tokens of a prefill chunk, of the longest context, and
+    of all prompts under way together; None: as many as fit.
+    """
+
+    max_running: int
+    chunk_tokens: int
+    max_context_tokens: int | None
+    max_hidden_tokens: int | None
+
+
 def plan_memory(
     architecture: Architecture,
     gpu: GpuConfig,
@@ -133,10 +145,7 @@ def plan_memory(
     host: HostConfig | None,
     kept: Kept | None,
     states: Sequence[MethodState],
-    max_running: int,
-    chunk_tokens: int,
-    max_context_tokens: int | None,
-    max_hidden_tokens: int | None,
+    sizes: PlannedSizes,
     machine: MachineProfile,
     documents: DocumentsConfig | None = None,
     computed_rows: int = 0,
@@ -149,6 +158,9 @@ def plan_memory(
     kept; computed_rows: see `MemoryPlan`. A context that nobody asked for shrinks to what fits; one
     that the configuration names must fit. Raises PlanError.
     """
+    max_running, max_context_tokens, max_hidden_tokens = (
+        sizes.max_running, sizes.max_context_tokens, sizes.max_hidden_tokens,
+    )  # fmt: skip
     device = resolve_device(gpu, machine)
     dtype = resolve_dtype(gpu, device)
     if architecture.quantisation is not None and architecture.quantisation.humming:
@@ -174,7 +186,7 @@ def plan_memory(
         device,
         DTYPE_BYTES[dtype],
         max_running,
-        chunk_tokens,
+        sizes.chunk_tokens,
         gpu.page_tokens,
         gpu.graph_batch_sizes,
         tier,

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
-from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
+from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
@@ -40,10 +40,12 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         host=config.host,
         kept=None if config.host is None else find_kept(profiles, config.host, architecture),
         states=list_states(profiles, architecture),
-        max_running=config.scheduler.max_running,
-        chunk_tokens=config.scheduler.prefill.chunk_tokens,
-        max_context_tokens=config.scheduler.max_context_tokens,
-        max_hidden_tokens=config.scheduler.prefill.max_hidden_tokens,
+        sizes=PlannedSizes(
+            config.scheduler.max_running,
+            config.scheduler.prefill.chunk_tokens,
+            config.scheduler.max_context_tokens,
+            config.scheduler.prefill.max_hidden_tokens,
+        ),
         machine=machine,
         documents=config.documents,
     )

@@ -13,7 +13,7 @@ from gpu.kv.pool import KvPool
 from gpu.layers.layer_arrays import rope_bytes
 from gpu.layers.rope import rope_tables
 from gpu.memory.demand import Demand
-from gpu.memory.plan import MemoryPlan, plan_memory
+from gpu.memory.plan import MemoryPlan, PlannedSizes, plan_memory
 from gpu.methods.device_side import Site, make_device_sides
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
@@ -145,9 +145,14 @@ def bytes_of(holder: object) -> int:
 
 def plan_8b(**gpu: float) -> MemoryPlan:
     return plan_memory(
-        named_shape("llama-3.1-8b"), GpuConfig.model_validate(gpu), host=None, kept=None, states=(), max_running=8,
-        chunk_tokens=2048, max_context_tokens=4096, max_hidden_tokens=None, machine=CARD,
-    )  # fmt: skip
+        named_shape("llama-3.1-8b"),
+        GpuConfig.model_validate(gpu),
+        host=None,
+        kept=None,
+        states=(),
+        sizes=PlannedSizes(8, 2048, 4096, None),
+        machine=CARD,
+    )
 
 
 def test_matrices_of_few_bits_are_counted_as_they_are_held_and_one_of_them_widened() -> None:

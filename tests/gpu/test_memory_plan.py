@@ -21,7 +21,7 @@ from gpu.kv.windows import WindowShape
 from gpu.memory.demand import CUDA_GRAPH_BYTES, Demand
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import DENSE_SHARE, resolve_host
-from gpu.memory.plan import MemoryPlan, PlanError, plan_memory
+from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import keep_as_set
 from gpu.methods.method import MethodState, ProfilePart
 from gpu.methods.predicted import Predicted
@@ -63,10 +63,7 @@ def make_plan(
         host=host,
         kept=None if host is None else keep_as_set(host, shape),
         states=(),
-        max_running=max_running,
-        chunk_tokens=chunk_tokens,
-        max_context_tokens=max_context_tokens,
-        max_hidden_tokens=max_hidden_tokens,
+        sizes=PlannedSizes(max_running, chunk_tokens, max_context_tokens, max_hidden_tokens),
         machine=MACHINES[machine] if isinstance(machine, str) else machine,
         documents=documents,
     )
@@ -558,10 +555,14 @@ def test_a_profile_that_takes_blocks_off_the_host_has_the_words_for_them_in_the_
         method = Predicted()
         method.excludes_blocks = excludes
         return plan_memory(
-            shape, GpuConfig(), host=host, kept=find_kept(profiles.values(), host, shape),
-            states=(MethodState(ProfilePart(method, part.settings)),), max_running=running, chunk_tokens=2048,
-            max_context_tokens=131_072, max_hidden_tokens=None, machine=MACHINES["a100-80g"],
-        )  # fmt: skip
+            shape,
+            GpuConfig(),
+            host=host,
+            kept=find_kept(profiles.values(), host, shape),
+            states=(MethodState(ProfilePart(method, part.settings)),),
+            sizes=PlannedSizes(running, 2048, 131_072, None),
+            machine=MACHINES["a100-80g"],
+        )
 
     with_words, without = planned(True), planned(False)
     words = sum(most_rows_of_parts(running)) * shape.num_kv_heads * 131_072 // 16 // 8

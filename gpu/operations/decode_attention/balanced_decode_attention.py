@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS, attend_spans, group_rows, store_partial
+from gpu.operations.decode_attention.decode_launch import Given, PagedReads, Workspace
 from gpu.operations.decode_attention.split_rows import num_pieces, num_places
 from gpu.operations.kv.kv_rows import kind_of
 
@@ -217,25 +218,12 @@ def _merge_pieces_kernel(
 
 
 def launch_balanced(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    bounds: Tensor,
-    maxima: Tensor | None,
-    piece_out: Tensor,
-    piece_lse: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    covered: Tensor | None,
-    num_sms: int,
+    reads: PagedReads, bounds: Tensor, maxima: Tensor | None, workspace: Workspace, given: Given
 ) -> None:
-    """Launch with arguments as in `paged_decode_attention`, checked there; piece_out, piece_lse: of `num_places` query
-    groups or more, anything in them; out float32 `[parts, requests, heads, dim]`, lse, covered: to take the partials.
-    """
+    """Launch with bounds; arguments are checked. workspace: of `num_places` query groups or more, anything in it."""
+    query, key_pages, value_pages, page_table, slots, context_lens, scale = reads
+    out, lse, covered = given
+    piece_out, piece_lse, num_sms = workspace.out, workspace.lse, workspace.num_sms
     parts, requests, heads, dim = out.shape
     kv_heads, page_tokens = key_pages.shape[1:3]
     group, pairs, pieces = heads // kv_heads, requests * kv_heads, num_pieces(num_sms)

@@ -21,6 +21,7 @@ from torch import Tensor
 from gpu.operations.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
 from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS, attend_blocks, group_rows, store_partial
 from gpu.operations.decode_attention.balanced_decode_attention import launch_balanced
+from gpu.operations.decode_attention.decode_launch import Given, PagedReads, Workspace
 from gpu.operations.decode_attention.paged_decode_reference import attend_cells, attend_whole
 from gpu.operations.decode_attention.split_rows import num_rows, num_splits, scratch_arrays
 from gpu.operations.kv.kv_rows import check_pages, kind_of
@@ -44,23 +45,6 @@ CONFIGS = {
 }
 
 DECODED_DIMS = tuple(sorted({dim for _, dim in CONFIGS}))
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Scratch memory of decode attention. Scratch: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`, log
-    base 2. On CPU both are empty.
-
-    Without bounds a launch uses the first requests * splits rows; with bounds it takes all as `[places, group, dim]`.
-    parts: 2 where there is room for far beside near.
-    """
-
-    out: Tensor
-    lse: Tensor
-    parts: int
-    max_requests: int
-    max_context_tokens: int
-    num_sms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,31 +236,20 @@ def paged_decode_attention(
     covered = torch.empty(parts, requests, heads, dtype=torch.int32, device=device) if is_counted else None
     if maxima is not None:
         maxima.fill_(float("-inf"))
-    pages = (query, key_pages, value_pages, page_table, slots, context_lens, scale)
+    reads = PagedReads(query, key_pages, value_pages, page_table, slots, context_lens, scale)
     if bounds is None:
-        _launch_splits(*pages, maxima, workspace, out, lse, covered)
+        _launch_splits(reads, maxima, workspace, Given(out, lse, covered))
     else:
-        launch_balanced(*pages, bounds, maxima, workspace.out, workspace.lse, out, lse, covered, workspace.num_sms)
+        launch_balanced(reads, bounds, maxima, workspace, Given(out, lse, covered))
     counts = [None] * parts if covered is None else covered.unbind()
     near, *far = map(Partial, out.unbind(), lse.unbind(), counts)
     return DevicePartials(near, *(far or [None]))
 
 
-def _launch_splits(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    maxima: Tensor | None,
-    workspace: Workspace,
-    out: Tensor,
-    lse: Tensor,
-    covered: Tensor | None,
-) -> None:
-    """Launch for all of each context; arguments are checked. out, lse, covered: of one part, to take the partial."""
+def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspace, given: Given) -> None:
+    """Launch for all of each context; arguments are checked. given: one part, to take the partial."""
+    query, key_pages, value_pages, page_table, slots, context_lens, scale = reads
+    out, lse, covered = given
     (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
     block_tokens, num_warps, num_stages = CONFIGS[key_pages.element_size(), dim]
     splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
