@@ -4,7 +4,7 @@ from dataclasses import Field, FrozenInstanceError, fields, replace
 
 import pytest
 
-from gpu.step import Lane, StepPlan
+from gpu.step import DecodeGroup, Lane, PageWrite, StepPlan
 
 FIELDS = {each.name: each for each in fields(StepPlan) if each.name != "lane"}
 
@@ -35,3 +35,11 @@ def test_no_field_of_a_plan_changes_once_it_is_made(name: str) -> None:
     if isinstance(given, list):
         given.append("more")
     assert plan == StepPlan(**{name: some_value(FIELDS[name])}) == replace(plan, lane=Lane.DEVICE)
+
+
+def test_what_a_plan_is_made_of_cannot_be_changed() -> None:
+    group = DecodeGroup([1], [5], [0], runs=[[7, 8]])
+    write = PageWrite(0, 0, [3, 4])
+    plan = StepPlan(page_writes=[write], decode=[group])
+    assert (plan.page_writes, plan.decode) == ((write,), (group,))
+    assert (write.page_ids, group.slots, group.runs) == ((3, 4), (1,), ((7, 8),))
