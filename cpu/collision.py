@@ -31,9 +31,7 @@ def log_weights(bits: int, tables: int) -> np.ndarray:
     The last entry repeats: a cosine of 1 interpolates towards it.
     """
     if not (1 <= bits <= MAX_BITS and 2 <= tables <= MAX_TABLES):
-        raise ValueError(
-            f"hash tables: asked {bits} bits and {tables} tables, have 1 to 16 and 2 to 512; choose of these"
-        )
+        raise ValueError(f"hash tables: asked {bits} bits and {tables} tables; wanted 1 to 16 bits and 2 to 512 tables")
     u = sample_probability(np.linspace(-1.0, 1.0, INTERVALS + 1), bits, tables)
     weights = np.minimum(-np.log(np.maximum(u, np.exp(-LARGEST))), LARGEST)
     return np.append(weights, weights[-1]).astype(np.float32)

@@ -43,7 +43,9 @@ class Endpoint:
         if self.mode not in ("completions", "chat"):
             raise ValueError(f"endpoint mode {self.mode!r}: wanted `completions` or `chat`")
         if self.concurrency < 1 or self.max_retries < 0:
-            raise ValueError(f"endpoint: concurrency {self.concurrency} and max_retries {self.max_retries}")
+            raise ValueError(
+                f"endpoint: concurrency is {self.concurrency} and max_retries {self.max_retries}; wanted 1 or more, and 0 or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample
     try:
         payload = response.json()
     except ValueError as error:
-        raise Refused(f"response is no JSON: {response.text[:ERROR_CHARACTERS]}", retry=False) from error
+        raise Refused(f"response is not JSON: {response.text[:ERROR_CHARACTERS]}", retry=False) from error
     return text_of(endpoint, payload)
 
 

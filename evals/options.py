@@ -124,7 +124,7 @@ def read_deployment(config: Path | None, url: str | None) -> "Deployment | None"
     from server.deployment import load_deployment
 
     if config is not None and url is not None:
-        raise ValueError("--config: says how profiles run in this process; leave out --url or --config")
+        raise ValueError("--config: is for profiles that run in this process; leave out --url or --config")
     return load_deployment(config) if config is not None else None
 
 

@@ -154,5 +154,5 @@ class Store:
             try:
                 record = Record(**json.loads(line))
             except (json.JSONDecodeError, TypeError) as error:
-                raise ValueError(f"{self.path}:{number}: no result record ({error}); move the file away") from error
+                raise ValueError(f"{self.path}:{number}: not a result record ({error}); move the file away") from error
             self.records[record.key] = record

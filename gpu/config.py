@@ -127,7 +127,9 @@ class GpuConfig(Settings):
     def _way_or_rows(cls, given: Any) -> Any:
         is_number = isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= 32
         if given not in ("auto", "fetch", "compute") and not is_number:
-            raise ValueError("wanted auto, fetch, compute, or up to how many rows of a step are computed, 0 to 32")
+            raise ValueError(
+                "wanted auto, fetch, compute, or the most rows of a step whose experts are computed, 0 to 32"
+            )
         return given
 
     @field_validator("experts_gib", mode="before")

@@ -92,7 +92,7 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
             profiles[name] = _compose(name, Composition(host=MethodChoice(method=name)), methods, host)
     for name, composition in named.items():
         if name in built_in:
-            raise ProfileError(f"profiles.{name}: is built in and stays what it is; choose another name")
+            raise ProfileError(f"profiles.{name}: is built in and cannot be changed; choose another name")
         profiles[name] = _compose(name, composition, methods, host)
     return profiles
 
@@ -208,7 +208,7 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
     for key in given:
         if key in method.settings.renamed:
             now = method.settings.renamed[key]
-            raise ProfileError(f"{where}: {key!r} of {method.name!r} is called {now!r} now; write that")
+            raise ProfileError(f"{where}: {key!r} of {method.name!r} was renamed; write {now!r}")
         if key not in known:
             what = nearest_hint(key, known) or f"; it has {', '.join(known) or 'none'}"
             raise ProfileError(f"{where}: unknown setting {key!r} of {method.name!r}{what}")
@@ -226,8 +226,8 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
         raise ProfileError(f"{where}.{key}: {first['msg']} (got {first['input']!r})") from None
     if shared is not None and settings != shared:
         raise ProfileError(
-            f"{where}: asks {_listed(settings)}, host.{method.shared_key} has {_listed(shared)}; what {method.name!r} "
-            f"keeps in host memory is of one kind for all profiles: set host.{method.shared_key} to what this one asks"
+            f"{where}: has {_listed(settings)}, host.{method.shared_key} has {_listed(shared)}; all profiles share "
+            f"what {method.name!r} keeps in host memory: set host.{method.shared_key} to the settings of this one"
         )
     return settings
 

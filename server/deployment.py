@@ -138,7 +138,7 @@ def load_deployment(path: Path) -> Deployment:
     if not isinstance(tree, dict):
         raise ConfigError(f"config: {path} holds {type(tree).__name__}; wanted a mapping with the key `model`")
     for key, wanted in _empty_keys(yaml.compose(text, Loader=yaml.SafeLoader), Deployment):
-        raise ConfigError(f"config: {path}: {key}: nothing stands behind it; {wanted}")
+        raise ConfigError(f"config: {path}: {key} has no value; {wanted}")
     try:
         deployment = Deployment.model_validate(tree)
     except ValidationError as error:

@@ -33,7 +33,7 @@ def read(name: str, path: Path, num_samples: int | None) -> list[Sample]:
         raise KeyError(f"dataset {name!r}: unknown; have {', '.join(DATASETS)}")
     samples = list(islice(DATASETS[name](path), num_samples))
     if not samples:
-        raise ValueError(f"{path}: holds no rows; wanted one object a line")
+        raise ValueError(f"{path}: holds no rows; wanted one object on each line")
     seen: set[str] = set()
     for number, sample in enumerate(samples):
         if sample.sample_id in seen:

@@ -17,9 +17,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: no JSON ({error}); wanted one object a line") from error
+                raise ValueError(f"{path}:{number}: not JSON ({error}); wanted one object on each line") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: got {type(row).__name__}, wanted an object a line")
+                raise ValueError(f"{path}:{number}: got {type(row).__name__}, wanted an object on each line")
             yield number, row
 
 

@@ -104,14 +104,14 @@ def choose_setting(rows: Sequence[Row], budget: Budget) -> Row:
     if not fits:
         least = min(row["memory_bytes"] for row in rows)
         raise ValueError(
-            f"tune: tables of {(budget.memory_bytes or 0) / 2**30:.3g} GiB asked, the grid's smallest take "
+            f"tune: tables of {(budget.memory_bytes or 0) / 2**30:.3g} GiB allowed, the grid's smallest take "
             f"{least / 2**30:.3g} GiB; raise --memory-gib or give smaller --tables"
         )
     within = [row for row in fits if row["read"] <= budget.read]
     if not within:
         least = min(fits, key=lambda row: row["read"])
         raise ValueError(
-            f"tune: a budget of {budget.read:.2%} asked, the least that fits reads {least['read']:.2%} "
+            f"tune: a budget of {budget.read:.2%} allowed, the least that fits reads {least['read']:.2%} "
             f"(K {least['bits_per_table']}, L {least['num_tables']}); raise --budget or give other --bits and --tables"
         )
     return min(within, key=lambda row: row["error"])

@@ -151,7 +151,7 @@ class Answering:
             if self._is_stopped:
                 raise _stopped()
             if self._failure is not None:
-                raise ExchangeError(f"behind a step that failed: {self._failure}")
+                raise ExchangeError(f"exchange: an earlier step failed: {self._failure}")
             for part in answers.parts:
                 part.exchange.slot.advance(part.num_rows)
             began_s = perf_counter()
@@ -175,4 +175,4 @@ def _serve(steps: "SimpleQueue[tuple[Answering, Answers] | None]") -> None:
 
 
 def _stopped() -> ExchangeError:
-    return ExchangeError("answers: the thread that gives them was stopped; start the engine again")
+    return ExchangeError("exchange: the thread that answers the device was stopped; start the engine again")

@@ -147,7 +147,9 @@ class KvPool:
     def _check(self, change: PageEviction | FinishedReload) -> None:
         count = len(change.page_ids)
         if count != len(change.dense_page_ids):
-            raise ValueError(f"release: {count} pages, {len(change.dense_page_ids)} dense; wanted as many of both")
+            raise ValueError(
+                f"page table: {count} pages and {len(change.dense_page_ids)} dense ones; wanted as many of both"
+            )
         self._check_ids(change.page_ids, self.num_pages)
         self._check_ids(change.dense_page_ids, self.layout.num_ids)
         self._check_places(change.places, count)
@@ -157,8 +159,8 @@ class KvPool:
             last = place.first_page + count
             if not 0 <= place.slot < self.max_slots or not 0 <= place.first_page <= last <= self.max_pages:
                 raise ValueError(
-                    f"release: slot {place.slot}, pages {place.first_page} to {last}; have {self.max_slots} slots of "
-                    f"{self.max_pages} pages"
+                    f"page table: slot {place.slot}, pages {place.first_page} to {last}; have {self.max_slots} slots "
+                    f"of {self.max_pages} pages"
                 )
 
     def _check_ids(self, page_ids: Sequence[int], end: int) -> None:

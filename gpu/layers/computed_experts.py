@@ -27,13 +27,13 @@ def open_exchanges(
         return []
     reason = why_not_computed(shape)
     if reason is not None:
-        raise ModelError(f"gpu.host_experts: asked compute, but {reason}; have them fetched")
+        raise ModelError(f"gpu.host_experts: asked compute, but {reason}; use fetch")
     layers = [None if host is None else _layer_of(host) for host in hosts]
     per_token = experts_of(shape).per_token
     try:
         workers = [open_experts(layers, max_rows, per_token) for _ in range(num_lanes)]
     except (RuntimeError, ValueError) as error:
-        raise ModelError(f"gpu.host_experts: asked compute, but {error}; have them fetched") from None
+        raise ModelError(f"gpu.host_experts: asked compute, but {error}; use fetch") from None
     return [ExpertExchange(max_rows, shape.hidden, per_token, device, worker) for worker in workers]
 
 

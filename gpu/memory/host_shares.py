@@ -54,8 +54,8 @@ def resolve_host(
     if shape.dim not in HOST_DIMS or shape.group > MAX_HOST_GROUP:
         dims = ", ".join(map(str, HOST_DIMS))
         raise PlanError(
-            f"host.rows: are read for heads of {dims}, up to {MAX_HOST_GROUP} to a KV head; {shape.name} has heads of "
-            f"{shape.dim}, {shape.group} to a KV head: leave out `host`"
+            f"host: {shape.name} has heads of {shape.dim}, {shape.group} to a KV head; the host reads heads of {dims}, "
+            f"up to {MAX_HOST_GROUP} to a KV head; leave out `host`"
         )
     outside = [layer for layer in kept.dense_layers if not 0 <= layer < shape.num_layers]
     if outside:
@@ -67,7 +67,7 @@ def resolve_host(
         why = f"asked all {num_dense} layers"
         if shape.window_layers:
             why = f"all {num_dense} layers stay on the device, {len(shape.window_layers)} since they have a window"
-        raise PlanError(f"host.dense_layers: {why}, nothing would go down; name fewer, or leave out `host`")
+        raise PlanError(f"host.dense_layers: {why}, so nothing would be offloaded; name fewer, or leave out `host`")
     return HostDemand(shape, host, kept, page_tokens, dtype_bytes, max_running, kv=kv, excludes=excludes)
 
 

@@ -92,7 +92,7 @@ class ConfigKeys:
             if key in passed or value is None or (named is not None and key not in named):
                 continue
             raise ModelError(
-                f"model: {self.source}: {key} is {_short(value)}, and nothing here knows what that means; if the model "
+                f"model: {self.source}: {key} is {_short(value)}, and this key is not known; if the model "
                 f"computes the same without it, name it in model.ignore_config_keys"
             )
 

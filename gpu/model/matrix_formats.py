@@ -228,7 +228,9 @@ def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matri
     left = [bool(quantisation.plain) and quantisation.leaves(_names(module, a)) for module in modules]
     if any(left) and not all(left):
         plain, other = modules[left.index(True)], modules[left.index(False)]
-        raise ModelError(f"model: {a.name}: {plain} is left plain and {other} is not; one product wants them alike")
+        raise ModelError(
+            f"model: {a.name}: {plain} is not quantised and {other} is; wanted both alike, since they are one product"
+        )
     if all(left):
         return None
     stored = quantisation.layers

@@ -84,7 +84,7 @@ class QuantisationKeys:
         """Raise ModelError for the first key that nobody has read and that is not harmless."""
         for key, value in self.config.items():
             if key not in self.read and key not in _HARMLESS and value is not None:
-                raise ModelError(f"model: {self.where}.{key} is {value!r}, and nothing here knows what that means")
+                raise ModelError(f"model: {self.where}.{key} is {value!r}, and this key is not known; wanted it absent")
 
     def block(self, key: str, block: Any) -> tuple[int, int]:
         """Return rows and columns that share a scale. Raises ModelError unless both are powers of two."""

@@ -97,7 +97,7 @@ def decide(
     """
     wholes: list[Whole] = [name for name in get_args(Whole) if name in candidates]
     if not wholes:
-        raise RuntimeError("prefill: no attention kernel works on this device; see the log for what each one said")
+        raise RuntimeError("prefill: no attention kernel works on this device; the log has the error of each")
     pasts = [past for past in MEASURED_PASTS if past + most <= context]
     longest = pasts[-1] if pasts else context - most
     whole = min(wholes, key=lambda name: seconds(name, most, longest))

@@ -73,7 +73,8 @@ class Prefill:
         under_way += sum(state.num_tokens for _, state in self._chunk_jobs.values())
         if under_way + job.num_tokens > self.max_hidden_tokens:
             raise ValueError(
-                f"prefill: job of {job.num_tokens} tokens beside {under_way} under way; have {self.max_hidden_tokens}"
+                f"prefill: a job of {job.num_tokens} tokens beside {under_way} under way; wanted at most "
+                f"{self.max_hidden_tokens} together"
             )
         if job.is_of_chunks:
             keys = [prompt.capture for prompt in job.prompts if prompt.capture is not None]
@@ -83,7 +84,9 @@ class Prefill:
         self._check_host(job)
         for prompt in job.prompts:
             if prompt.num_computed_tokens <= 0:
-                raise ValueError(f"prefill: slot {prompt.slot}: begin {prompt.begin} of {len(prompt.token_ids)} tokens")
+                raise ValueError(
+                    f"prefill: slot {prompt.slot}: begin is {prompt.begin}; wanted less than {len(prompt.token_ids)}"
+                )
             self.sampler.assign(
                 prompt.slot,
                 prompt.sampling,

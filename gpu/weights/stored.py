@@ -78,7 +78,7 @@ class ModuleRows:
     def put_scales(self, scales: Tensor, row_block: int) -> None:
         """Place scales `[rows / row_block, groups]`, or one for all. Raises StoredError for infinity and NaN."""
         if not bool(scales.isfinite().all()):
-            raise StoredError("holds scales that are not finite")
+            raise StoredError("holds scales that are not finite; wanted finite numbers")
         self._put(self.packed.scales, scales, row_block)
 
     def put_zeros(self, zeros: Tensor) -> None:
@@ -91,7 +91,7 @@ class ModuleRows:
         assert self.packed.runs is not None, "they have a place"
         for name, values in (("d", numbers.d), ("least", numbers.least)):
             if not bool(values.isfinite().all()):
-                raise StoredError(f"holds scales ({name}) that are not finite")
+                raise StoredError(f"holds scales ({name}) that are not finite; wanted finite numbers")
         pair = torch.stack([numbers.scales, numbers.offsets], 2).view(torch.int16)[..., 0]
         run = torch.stack([numbers.d, numbers.least], 2).view(torch.int32)[..., 0]
         self._put(self.packed.scales, pair.repeat_interleave(self.num_groups // pair.shape[1], 1), 1)
@@ -115,11 +115,13 @@ class ModuleRows:
             raise StoredError(f"does not hold groups of {group} columns")
         if self.packed.order is None:
             if is_moved or not torch.equal(order, torch.arange(len(order), device=order.device)):
-                raise StoredError("has columns out of order, and quantization_config has not")
+                raise StoredError(
+                    "has columns out of order; wanted them in order, since quantization_config has no desc_act"
+                )
         elif bool((self.packed.order == UNSET).all()):
             self.packed.order.copy_(order)
         elif not torch.equal(self.packed.order, order):
-            raise StoredError("has another order than the module that it is multiplied with")
+            raise StoredError("has another column order than the other modules of its product; wanted the same")
 
     def _put(self, place: Tensor, stored: Tensor, row_block: int) -> None:
         ours = self.packed.row_block
@@ -150,7 +152,7 @@ def fp8_weight(part: ModuleRows) -> StoredTensor:
     def fill(weight: Tensor) -> None:
         numbers = weight.view(torch.uint8)
         if bool(((numbers & 0x7F) == 0x7F).any()):
-            raise StoredError("holds NaN")
+            raise StoredError("holds NaN; wanted finite numbers")
         part.put_numbers(numbers)
 
     return StoredTensor(((part.rows, part.packed.inner),), ("F8_E4M3",), fill)

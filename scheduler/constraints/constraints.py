@@ -276,7 +276,7 @@ def read_tokens(model: ModelConfig, vocab_size: int) -> LLTokenizer:
     own = vocabulary.token_to_id(token_text(settings.get("eos_token")) or "")
     ends = sorted(token_id for token_id in {*end_ids, own} if token_id is not None and token_id < vocab_size)
     if not ends:
-        raise GrammarError("grammar: this model has no token that ends a text, so no answer could end")
+        raise GrammarError("grammar: this model has no end token, so no answer could end")
     vocabulary.no_truncation()
     vocabulary.no_padding()
     try:

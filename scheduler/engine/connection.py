@@ -80,7 +80,9 @@ class Connection:
             arrival = self._arrivals.get(timeout=wait_seconds) if wait_seconds else self._arrivals.get_nowait()
             while True:
                 if arrival is None:
-                    raise RuntimeError("connection: its reader has ended, so no request can come; see the error above")
+                    raise RuntimeError(
+                        "connection: its reader thread has ended, so no request can arrive; see the error above"
+                    )
                 arrivals.append(arrival)
                 arrival = self._arrivals.get_nowait()
         except queue.Empty:

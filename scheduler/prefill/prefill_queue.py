@@ -99,7 +99,7 @@ class JobInProgress:
             if token <= prompt.num_computed_tokens:
                 return prompt.begin + token
             token -= prompt.num_computed_tokens
-        raise AssertionError("token past the end of the job")
+        raise AssertionError("prefill: the token is past the end of the job")
 
     def aligned(self, length: int) -> int:
         """Return tokens of the longest unit that may come next, of no more than `length`; of the shortest, if it is

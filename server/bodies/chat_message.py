@@ -68,7 +68,10 @@ def check_messages(messages: list[Message]) -> None:
 def _check_calls(i: int, message: Message, called: set[str]) -> None:
     """Check that calls are the assistant's and that a result answers one. `called`: the ids of the calls so far."""
     if message.tool_calls and message.role != "assistant":
-        raise invalid(f"messages[{i}].tool_calls", f"got them of {message.role!r}; they are the assistant's")
+        raise invalid(
+            f"messages[{i}].tool_calls",
+            f"given for role {message.role!r}; only the assistant's messages have tool calls",
+        )
     called.update(call.id for call in message.tool_calls or ())
     if message.role != "tool":
         return

@@ -32,7 +32,7 @@ def replace_tables(page: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"wanted the marks {BEGIN!r} and {END!r}")
+        raise ValueError(f"page: a mark is missing; wanted {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}\n\n{write_tables()}\n{END}{after}"
 
 

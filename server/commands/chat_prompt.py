@@ -46,7 +46,7 @@ def run_command(line: str, conversation: Conversation, console: Console) -> None
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(name)
     if command is None:
-        raise ChatError(f"{name}: there is no such command; /help lists them, and a line with a space first is asked")
+        raise ChatError(f"{name}: there is no such command; /help lists them; to send this line, put a space in front")
     console.print(command.run(conversation, argument.strip()), style="dim", markup=False, highlight=False)
 
 

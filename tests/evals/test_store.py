@@ -63,7 +63,7 @@ def test_the_last_record_of_a_key_counts(tmp_path: Path) -> None:
 def test_a_broken_line_inside_is_an_error_not_a_gap(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text('{"key": "a"}\n' + json.dumps({"x": 1}) + "\n")
-    with pytest.raises(ValueError, match=r"r.jsonl:1: no result record"):
+    with pytest.raises(ValueError, match=r"r.jsonl:1: not a result record"):
         Store(path)
 
 

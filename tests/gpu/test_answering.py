@@ -117,7 +117,7 @@ def test_a_failed_step_fails_those_launched_behind_it_and_none_after_that_is_kno
         fixture.tier.may_answer.release()
     assert steps[0].wait() is None
     assert steps[1].wait() == "row 0 of 2 has stamp 3 after 20 s"
-    assert steps[2].wait() == "behind a step that failed: row 0 of 2 has stamp 3 after 20 s"
+    assert steps[2].wait() == "exchange: an earlier step failed: row 0 of 2 has stamp 3 after 20 s"
     assert len(fixture.tier.stamps) == 2
     assert fixture.released == [True, True]
     assert [attention.given_up for attention in fixture.attentions] == [0, 1, 1, 1]
@@ -171,7 +171,7 @@ def test_a_listener_that_fails_ends_its_step_and_the_thread_goes_on() -> None:
     fixture.tier.may_answer.release()
     with pytest.raises(ValueError, match="got no rows"):
         wait(steps[0])
-    assert wait(steps[1]) == "behind a step that failed: rates: got no rows"
+    assert wait(steps[1]) == "exchange: an earlier step failed: rates: got no rows"
     fixture.answering.recover()
     fixture.answering._on_answered = lambda *what: None
     after = fixture.launch(1)

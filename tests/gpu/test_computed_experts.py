@@ -191,7 +191,7 @@ def test_what_the_cpu_has_no_code_for_is_refused_by_name() -> None:
     for few_bits in ("int4", "int8", "fp8"):
         assert why_not_computed(rounded(moe, few_bits, "weights")) is None
     split_weights = random_weights(moe, 3, torch.float32, CPU, lambda fraction: None, 3)
-    with pytest.raises(ModelError, match=r"^gpu.host_experts: asked compute, but .* and these have 8; have them fetch"):
+    with pytest.raises(ModelError, match=r"^gpu.host_experts: asked compute, but .* and these have 8; use fetch"):
         open_exchanges(
             split_weights, cases["groups of multiples of 16 columns, and these have 8"], 4, CPU, open_experts, 1
         )

@@ -371,7 +371,7 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, monkeypatch: py
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; served: 'gemma3', 'glm4'"),
-    "unknown key": ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, and nothing here knows what that means"),
+    "unknown key": ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, and this key is not known"),
     "experts": ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "llama.expert_count is 8; wanted 0, of which"),
     "value heads": ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; wanted as many as keys"),
     "no layers": ({"llama.block_count": None}, "num_hidden_layers is None; wanted a positive int"),
@@ -403,7 +403,7 @@ def test_windows_are_read_layer_by_layer_where_a_file_says_so_and_refused_where_
     assert [spec.window_tokens for spec in read_architecture(path).layers] == [32, None, 32, None]
     window = {"qwen3.attention.sliding_window": 64}
     path = write(checkpoint("qwen3").folder, tmp_path / "qwen.gguf", lambda _: "F16", window, is_alone=True)
-    assert_refused(path, "qwen3.attention.sliding_window is 64, and nothing here knows what that means")
+    assert_refused(path, "qwen3.attention.sliding_window is 64, and this key is not known")
 
 
 @pytest.mark.parametrize("layers", [4, 62])

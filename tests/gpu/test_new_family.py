@@ -152,7 +152,7 @@ def test_a_family_in_a_folder_of_its_own_is_read_from_a_gguf_file(
 @pytest.mark.usefixtures("family")
 def test_a_key_that_a_new_family_does_not_know_is_refused(tmp_path: Path) -> None:
     folder = _write(tmp_path / "folder", {}, model_type="lessened", pretraining_tp=None, swing=3)
-    with pytest.raises(ModelError, match="swing is 3, and nothing here knows what that means"):
+    with pytest.raises(ModelError, match="swing is 3, and this key is not known"):
         read_architecture(folder)
 
 

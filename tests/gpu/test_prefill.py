@@ -202,7 +202,7 @@ def test_a_prompt_that_is_cut_out_anywhere_changes_nothing_for_the_others(
 def test_more_hidden_states_than_agreed_are_refused() -> None:
     runner = reference_runner(max_running=2, num_pages=10, max_context_tokens=128, max_hidden_tokens=100)
     jobs = [PrefillJob(prompt.slot, [prompt]) for prompt in prefill_prompts([PROMPTS[1], PROMPTS[1]])]
-    with pytest.raises(ValueError, match=r"beside .* under way; have 100"):
+    with pytest.raises(ValueError, match=r"beside .* under way; wanted at most 100"):
         runner.launch(StepPlan(new_jobs=jobs))
 
 

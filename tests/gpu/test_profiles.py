@@ -95,7 +95,7 @@ def test_a_profile_of_the_host_tier_is_refused_where_there_is_none(name: str) ->
 
 
 REFUSED = [
-    ("sampled", {}, "profiles.sampled: is built in and stays what it is; choose another name"),
+    ("sampled", {}, "profiles.sampled: is built in and cannot be changed; choose another name"),
     (
         "x",
         {"host": "sampeld"},
@@ -146,14 +146,13 @@ REFUSED = [
     (
         "x",
         {"host": {"method": "sampled", "bits_per_table": 9}},
-        "profiles.x.host: asks {bits_per_table: 9, num_tables: 150}, host.sampled has {bits_per_table: 10, num_tables: "
-        "150}; what 'sampled' keeps in host memory is of one kind for all profiles: set host.sampled to what this one "
-        "asks",
+        "profiles.x.host: has {bits_per_table: 9, num_tables: 150}, host.sampled has {bits_per_table: 10, num_tables: "
+        "150}; all profiles share what 'sampled' keeps in host memory: set host.sampled to the settings of this one",
     ),
     (
         "x",
         {"host": {"method": "predicted", "weights": "w", "calibration": 64}},
-        "profiles.x.host: 'calibration' of 'predicted' is called 'look_stride_blocks' now; write that",
+        "profiles.x.host: 'calibration' of 'predicted' was renamed; write 'look_stride_blocks'",
     ),
     (
         "x",

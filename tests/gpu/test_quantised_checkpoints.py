@@ -199,7 +199,7 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("awq", {"bits": 3}, r"\.bits is 3; served: 4"),
     ("awq", {"group_size": 12}, r"group_size is 12; served: -1 and multiples of 8"),
     ("awq", {"quant_method": "hqq"}, r"quant_method is 'hqq'; served: 'awq', 'compressed-tensors', 'fp8'"),
-    ("awq", {"mystery": 1}, r"mystery is 1, and nothing here knows what that means"),
+    ("awq", {"mystery": 1}, r"mystery is 1, and this key is not known"),
     ("gptq", {"bits": 2}, r"\.bits is 2; served: 4, 8"),
     ("gptq", {"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'; served: 'gptq', 'gptq_v2'"),
     ("gptq", {"dynamic": {"-:lm_head": {}}}, r"dynamic is .*; served: none"),
@@ -268,10 +268,10 @@ def broken(name: str):
     ("awq", "of_another_type", r"k_proj\.qweight is I64; wanted I32"),
     ("awq", "not_finite", r"k_proj\.scales holds scales that are not finite"),
     ("awq", "of_two_types", r"tensor .* is (BF16|F16), .* is (BF16|F16); wanted one type"),
-    ("gptq", "out_of_order", r"k_proj\.g_idx has columns out of order, and quantization_config has not"),
+    ("gptq", "out_of_order", r"k_proj\.g_idx has columns out of order; wanted them in order, since quantization_config has no desc_act"),
     ("gptq", "of_uneven_groups", r"k_proj\.g_idx does not hold groups of 32 columns"),
-    ("gptq", "with_a_bias", r"k_proj\.bias is not zero, and this model's product has no bias"),
-    ("gptq-order", "out_of_order", r"g_idx has another order than the module that it is multiplied with"),
+    ("gptq", "with_a_bias", r"k_proj\.bias is not zero; wanted zeros, since this model has no bias here"),
+    ("gptq-order", "out_of_order", r"g_idx has another column order than the other modules of its product"),
     ("fp8-blocks", "holding_nan", r"k_proj\.weight holds NaN"),
 ])  # fmt: skip
 def test_a_file_that_is_not_what_its_configuration_says_is_refused(name, damage, words, folders, tmp_path) -> None:
@@ -320,5 +320,5 @@ def test_other_scales_and_those_of_plain_files_are_refused(name: str, scale: str
 def test_parts_of_one_product_that_differ_are_refused(tmp_path: Path) -> None:
     config = FORMATS["awq"][0] | {"modules_to_not_convert": ["v_proj"]}
     write(checkpoint("llama2").folder, tmp_path / "model", config, awq(32), ("v_proj",))
-    with pytest.raises(ModelError, match=r"v_proj is left plain and .*q_proj is not; one product wants them alike"):
+    with pytest.raises(ModelError, match=r"v_proj is not quantised and .*q_proj is; wanted both alike"):
         packed(tmp_path / "model")

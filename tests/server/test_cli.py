@@ -205,9 +205,7 @@ def test_a_section_with_nothing_behind_it_is_refused_by_name(text: str, section:
     """Of YAML it is null; one that is written stands in every file that `tandem serve FOLDER` prints."""
     path = tmp_path / "tandem.yaml"
     path.write_text(f"model: {{random_weights: tiny}}\n{text}\n")
-    with pytest.raises(
-        ConfigError, match=rf": {section}: nothing stands behind it; write `{section.split('.')[-1]}: {{}}`"
-    ):
+    with pytest.raises(ConfigError, match=rf": {section} has no value; write `{section.split('.')[-1]}: {{}}`"):
         load_deployment(path)
     path.write_text(f"model: {{random_weights: tiny}}\n{section.split('.')[0]}: null\n")
     deployment = load_deployment(path)
@@ -229,7 +227,7 @@ def test_a_profile_or_slot_with_nothing_behind_it_is_refused_with_what_is_wanted
 ) -> None:
     path = tmp_path / "tandem.yaml"
     path.write_text(f"model: {{random_weights: tiny}}\nprofiles: {profiles}\n")
-    with pytest.raises(ConfigError, match=f": {re.escape(f'{key}: nothing stands behind it; {wanted}')}"):
+    with pytest.raises(ConfigError, match=f": {re.escape(f'{key} has no value; {wanted}')}"):
         load_deployment(path)
     path.write_text("model: {random_weights: tiny}\nprofiles: {a: {reuse: null, prefill: ~}, b: {}}\n")
     for profile in load_deployment(path).profiles.values():

@@ -398,7 +398,9 @@ def test_a_layer_that_is_lost_while_it_is_read_is_told_and_the_chunk_stored_agai
     out = np.empty((4, LAYER_BYTES), np.uint8)
     assert first.layer(0, out[0]).result(20).tobytes() == layers_of(1)[0]
     for lease, to in ((first, out[1]), (second, out[2])):
-        with pytest.raises(ChunkError, match=f"chunk {key_of(1).name}: layer 1 does not have its checksum; compute it"):
+        with pytest.raises(
+            ChunkError, match=f"chunk {key_of(1).name}: layer 1 does not match its checksum; compute it"
+        ):
             lease.layer(1, to).result(20)
     assert second.layer(0, out[3]).result(20).tobytes() == layers_of(1)[0]
     assert store.find(key_of(1)) is None

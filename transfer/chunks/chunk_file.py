@@ -29,7 +29,7 @@ class ChunkFile:
         if num_read < out.nbytes:
             raise ChunkError(f"layer {layer} ends after {num_read:,} of {out.nbytes:,} bytes")
         if checksum(out) != self._checksums[layer]:
-            raise ChunkError(f"layer {layer} does not have its checksum")
+            raise ChunkError(f"layer {layer} does not match its checksum")
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -212,7 +212,7 @@ class ChunkFolder:
         if num_bytes and room < 0:
             raise OSError(
                 errno.EFBIG,
-                f"a chunk of {num_bytes:,} bytes, and what is being written are above the limit, {self.limit_bytes:,}",
+                f"a chunk of {num_bytes:,} bytes and those being written exceed the limit, {self.limit_bytes:,}",
             )
         spare = too_many_set_aside(found)
         held = sum(one.num_bytes for one in found)

@@ -104,7 +104,7 @@ def write_header(model: str, key: ChunkKey, shape: ChunkShape, checksums: Sequen
 def read_header(raw: bytes, model: str, key: ChunkKey, shape: ChunkShape) -> list[str]:
     """Return the layers' checksums. Raises ChunkError for a header that is not that of this chunk of this model."""
     if len(raw) < _PREFIX.size or not raw.startswith(MAGIC):
-        raise ChunkError("it does not begin as a chunk's file does")
+        raise ChunkError("it does not begin with the mark of a chunk file")
     _, version, _, _ = _PREFIX.unpack_from(raw)
     if version != VERSION:
         raise ChunkError(f"its format is {version}, wanted {VERSION}")
@@ -120,7 +120,7 @@ def read_header(raw: bytes, model: str, key: ChunkKey, shape: ChunkShape) -> lis
     if len(checksums) != shape.num_layers:
         raise ChunkError(f"it has checksums of {len(checksums)} layers, wanted {shape.num_layers}")
     if raw != write_header(model, key, shape, checksums):
-        raise ChunkError("its header does not have its digest")
+        raise ChunkError("its header does not match its digest")
     return checksums
 
 

@@ -29,7 +29,7 @@ class NoFolder(caching.UserProvidedCacheLocator):
 
     def ensure_cache_path(self) -> None:
         """Raise OSError, since there is no folder."""
-        raise OSError("no folder can be written; NUMBA_CACHE_DIR names another")
+        raise OSError("numba cache: no folder is writable; set NUMBA_CACHE_DIR to one that is")
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> "NoFolder":

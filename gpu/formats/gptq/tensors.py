@@ -44,6 +44,6 @@ def _refuse_bias() -> Callable[[Tensor], None]:
 
     def fill(bias: Tensor) -> None:
         if bool(bias.any()):
-            raise StoredError("is not zero, and this model's product has no bias")
+            raise StoredError("is not zero; wanted zeros, since this model has no bias here")
 
     return fill

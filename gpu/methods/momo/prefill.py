@@ -48,7 +48,7 @@ class Momo(PrefillSide):
         """
         size, begin = self.settings.query_block, query.begin
         if begin is None:
-            raise ValueError("momo: positions that are not consecutive; wanted a run of them, or dense prefill")
+            raise ValueError("momo: positions are not consecutive; wanted consecutive ones, or dense prefill")
         end = begin + len(query.query)
         last_block = (query.num_prompt_tokens - 1) // size * size
         assert begin % size == 0, f"momo: a unit begins at {begin}; wanted a multiple of {size}"

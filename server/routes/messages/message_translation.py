@@ -95,7 +95,7 @@ def _read_turn(at: str, turn: Turn) -> list[tuple[Message, str]]:
             case ThinkingBlock() if turn.role == "assistant":
                 thoughts.append(block.thinking)
             case _:
-                raise invalid(where, f"no block that {turn.role!r} can say")
+                raise invalid(where, f"a message of {turn.role!r} cannot have a block of this type")
     if texts or calls or thoughts or not found:
         message = Message(
             role=turn.role,

@@ -44,7 +44,7 @@ async def create_response(call: Call[ResponsesBody]) -> HttpResponse:
 
 async def show_response(call: Call[Any]) -> HttpResponse:
     if call.request.query_params.get("stream", "false") not in ("false", "0", ""):
-        raise invalid("stream", "a response that is whole is not streamed again; leave it out")
+        raise invalid("stream", "a finished response is not streamed; leave it out")
     return HttpResponse(_response_of(call).response, media_type="application/json")
 
 

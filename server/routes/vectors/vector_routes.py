@@ -52,7 +52,9 @@ async def embed(call: Call[EmbeddingsBody]) -> Response:
     service, body = call.service, call.body
     pooling = _embedding_of(service)
     if body.dimensions is not None and not service.vectors.is_nested:
-        raise invalid("dimensions", "embeddings of this model are served whole (model.nested_embeddings); leave it out")
+        raise invalid(
+            "dimensions", "embeddings of this model have one size (model.nested_embeddings is not set); leave it out"
+        )
     prompts = await _prompts(service, body, "input", body.input, service.supervisor.ready())
     try:
         vectors = await _pool(call, body, prompts, pooling, "input")
@@ -93,7 +95,7 @@ async def _score(call: Call[RerankBody], texts: list[str]) -> tuple[np.ndarray, 
         yes, no = (await _pool(call, body, prompts, ranking.yes_no, "documents")).T
         return 1 / (1 + np.exp(no.astype(np.float64) - yes)), prompts
     if body.instruction is not None:
-        raise invalid("instruction", "embeddings are compared as they are; leave it out")
+        raise invalid("instruction", "this model compares embeddings, which take no instruction; leave it out")
     prompts = await _prompts(service, body, "query", body.query, limits)
     prompts += await _prompts(service, body, "documents", list(texts), limits)
     rows = _normalised(await _pool(call, body, prompts, _embedding_of(service), "documents"))
