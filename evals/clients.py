@@ -44,7 +44,8 @@ class Endpoint:
             raise ValueError(f"endpoint mode {self.mode!r}: wanted `completions` or `chat`")
         if self.concurrency < 1 or self.max_retries < 0:
             raise ValueError(
-                f"endpoint: concurrency is {self.concurrency} and max_retries {self.max_retries}; wanted 1 or more, and 0 or more"
+                f"endpoint: concurrency is {self.concurrency} and max_retries {self.max_retries}; wanted 1 and 0 or "
+                "more"
             )
 
 

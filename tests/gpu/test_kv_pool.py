@@ -120,7 +120,7 @@ def test_gathered_rows_are_the_pages_of_the_layers_that_go_down() -> None:
     [
         (PageEviction([1], [40], [TablePlace(4, 1)]), "slot 4"),
         (PageEviction([1] * 20, [40] * 20, [TablePlace(0, 1)]), "pages 1 to 21; have 4 slots of 20 pages"),
-        (PageEviction([1, 2], [40], [TablePlace(0, 1)]), "2 pages, 1 dense"),
+        (PageEviction([1, 2], [40], [TablePlace(0, 1)]), "2 pages and 1 dense"),
         (PageEviction([40], [41], [TablePlace(0, 1)]), "have 40 pages"),
         (PageEviction([1], [120], [TablePlace(0, 1)]), "have 120 pages"),
     ],

@@ -173,7 +173,7 @@ def broken_deployments(folder: Path) -> Iterator[tuple[Deployment, str]]:
     ):
         yield made({"model": reference, "profiles": {name: composition}}), words
     tables = {"host": {"method": "sampled", "num_tables": 20}}
-    yield made({"model": reference, "host": host, "profiles": {"x": tables}}), "profiles.x.host: asks {bits_per_table"
+    yield made({"model": reference, "host": host, "profiles": {"x": tables}}), "profiles.x.host: has {bits_per_table"
 
 
 @pytest.mark.parametrize(("profiles", "words"), [
