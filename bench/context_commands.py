@@ -35,8 +35,8 @@ def long(
     json_file: JsonFile = None,
 ) -> None:
     """Time contexts that outgrow the card: prefill, decode by batch, and the next turn of a conversation."""
+    from bench.benchmark_rows import report
     from bench.long_context import LongContextBenchmark, run_long_context_benchmark
-    from bench.rows import report
 
     console = Console()
     deployment = load_with_host(config, console)
@@ -62,8 +62,8 @@ def prefill(
     json_file: JsonFile = None,
 ) -> None:
     """Time the first token of long prompts against their floor, and say where the rest of the time goes."""
+    from bench.benchmark_rows import report
     from bench.prefill import PrefillBenchmark, run_prefill_benchmark
-    from bench.rows import report
 
     console = Console()
     deployment = load_with_host(config, console)
@@ -92,8 +92,8 @@ def documents(
 
     The first policy also has a conversation's next turn timed and, with --keep, decode steps of a part of its context.
     """
+    from bench.benchmark_rows import report
     from bench.documents import SHORTEST_TOKENS, DocumentsBenchmark, run_documents_benchmark
-    from bench.rows import report
     from scheduler.fusion_labels import UnknownLabelError
     from server.deployment import load_deployment
 
@@ -134,7 +134,7 @@ def load_with_host(config: Path, console: Console) -> "Deployment":
 @contextmanager
 def failures_told() -> Iterator[None]:
     """End with status 1 and no number where a result is wrong or a profile does not exist."""
-    from bench.rows import GateError
+    from bench.benchmark_rows import GateError
     from gpu.profiles import ProfileError
     from scheduler.sequences.capacity import TooLargeError
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from bench.benchmark_rows import Row, Timing, announce, measure, require, summarise
 from bench.documents_floors import drop_from_page_cache, fused_cost, plan_bench_prompt
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
-from bench.rows import Row, Timing, announce, measure, require, summarise
 from gpu.fusion.fusion_plan import VANILLA
 from gpu.fusion.token_choice import choose, question_scores
 from gpu.model.architecture import Architecture, load_architecture

@@ -25,12 +25,12 @@ import torch
 from rich.console import Console
 
 from bench.as_served import interpreter_as_served
+from bench.benchmark_rows import Row, announce, measure, require, summarise
 from bench.decode_loop import build_runner, decode, served_graph_sizes
 from bench.hugging_face import HuggingFace, load_hugging_face
 from bench.long_client import GREEDY, Client
 from bench.plain_decode import PlainDecode
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
-from bench.rows import Row, announce, measure, require, summarise
 from cpu.memory_rates import measure_host_rates, measure_read_rate
 from gpu.batching.captured_steps import StepKind
 from gpu.config import GpuConfig, ModelConfig

@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from bench.rows import require
+from bench.benchmark_rows import require
 from bench.sample_gate import WatchedTier
 from cpu.cpu_tier import CpuTier
 from gpu.sampling_params import SamplingParams

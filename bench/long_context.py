@@ -22,12 +22,12 @@ import torch
 from rich.console import Console
 
 from bench.as_served import interpreter_as_served
+from bench.benchmark_rows import Row, announce, summarise
 from bench.long_client import GREEDY, Batch, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import Agreement, check_host_path
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
-from bench.rows import Row, announce, summarise
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from rich.console import Console
 
+from bench.benchmark_rows import require
 from bench.long_client import Client
-from bench.rows import require
 from bench.sample_gate import SampleAgreement, measure_samples, require_samples
 from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from bench.rows import Row
+    from bench.benchmark_rows import Row
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the rows there as well")]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads; default: physical cores")]
@@ -49,8 +49,8 @@ def engine(
     """Time a decode step against the floor of its weights and a peer; with --http, the server against its engine."""
     import torch
 
+    from bench.benchmark_rows import GateError, report
     from bench.engine import EngineBenchmark, run_engine_benchmark
-    from bench.rows import GateError, report
     from gpu.load import DTYPES
     from gpu.model.spec import ModelError
     from transfer.machine import count_physical_cores

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from bench.benchmark_rows import GateError, Row, announce, require, summarise
 from bench.load.client import Client
 from bench.load.records import RequestRecord
 from bench.rates import device_name
-from bench.rows import GateError, Row, announce, require, summarise
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from rich.console import Console
 
+from bench.benchmark_rows import Row, announce
 from bench.long_client import GREEDY, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import check_host_path
 from bench.rates import device_name
-from bench.rows import Row, announce
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
@@ -55,10 +55,10 @@ def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, c
     try:
         client = Client(engine, ready.vocab_size, ready.profiles)
         assert deployment.host is not None, "prefill: a deployment with a host section"
-        going_down = [profile for profile in profiles if profile.offloads]
-        if going_down:
+        offloading = [profile for profile in profiles if profile.offloads]
+        if offloading:
             with client.fixed_residence():
-                check_host_path(client, floors.capacity, deployment.host.rows, going_down, 1, console)
+                check_host_path(client, floors.capacity, deployment.host.rows, offloading, 1, console)
         rows: list[Row] = []
         for profile in profiles:
             rows += _Bench(benchmark, deployment, client, profile, floors, console).rows()

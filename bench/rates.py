@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from rich.console import Console
 
-from bench.rows import Row, Timing, measure, report
+from bench.benchmark_rows import Row, Timing, measure, report
 from cpu.expert_rates import measure_core_rates
 from cpu.memory_rates import GIB, default_gib, measure_host_rates
 from transfer.machine import count_physical_cores, probe_machine

@@ -22,9 +22,9 @@ from math import pi
 import torch
 from torch import Tensor
 
-from bench.rows import require
+from bench.benchmark_rows import require
 from cpu.cpu_tier import CpuTier
-from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections, encode_reference
+from gpu.methods.sampled.hyperplanes import PROJECTION_SEED, Projections, draw_projections, encode_reference
 from transfer.exchange import ExchangeSlot, wait
 from transfer.host_tier import Answered, Attention, ContextRead, LayerRows
 

@@ -74,7 +74,7 @@ class Growth:
         segments = self._new_segments(shape, rooms, [context, *others])
         if plan.copied_tail:
             self._require_memory(segments)
-        self._settle(context)
+        self._update_merges(context)
         begin, reservations = context.tokens, []
         if plan.copied_tail:
             self._replace_tail(context, segments.pop(0))
@@ -163,7 +163,7 @@ class Growth:
                     segment.give_up()
             raise
 
-    def _settle(self, context: Context) -> None:
+    def _update_merges(self, context: Context) -> None:
         """Apply merges and seals that are due, and begin the next merge."""
         merge = context.merge
         merging = context.find_merge() if merge is None else None

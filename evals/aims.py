@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evals.paired import FEWEST_PROMPTS, Paired, pooled_interval
-from evals.rows import BASELINES, FED, KL, PLACE, Row, mean_known
+from evals.score_rows import BASELINES, FED, KL, PLACE, Row, mean_known
 from evals.tasks.reference import REFERENCE_TASKS
 
 MOST_LOST, LOWEST_END = 1.0, -2.0  # points

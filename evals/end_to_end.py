@@ -19,7 +19,7 @@ import torch
 
 from evals.distributions import NUM_TOP, divergence, full_logprobs
 from evals.forward import ReferenceDecoder
-from evals.rows import FRACTIONS, Row, count_reasons
+from evals.score_rows import FRACTIONS, Row, count_reasons
 from evals.served import DEFAULT, Server
 from evals.served_method import PREFIX
 from evals.serving import DecodeRequest, ServingEngine

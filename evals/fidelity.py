@@ -17,10 +17,10 @@ from evals.distributions import TokenSums
 from evals.forward import ReferenceDecoder
 from evals.meter import Fractions
 from evals.methods.attention import attend_all
+from evals.methods.baselines import parse_method
 from evals.methods.full import Full
 from evals.methods.method import MethodError, Step, StepResult
-from evals.methods.registry import parse_method
-from evals.rows import Row, mean_known
+from evals.score_rows import Row, mean_known
 from evals.tasks.haystack import TextSource
 
 CHARACTERS_A_TOKEN = 4

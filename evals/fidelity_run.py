@@ -11,7 +11,7 @@ import torch
 from evals.cells import CHRONICLE
 from evals.fidelity import run_fidelity, text_prompts
 from evals.forward import ReferenceDecoder, load_decoder
-from evals.rows import Row
+from evals.score_rows import Row
 from evals.served_method import PREFIX, group_by_deployment
 from evals.serving import load_serving_engine
 from evals.session import progress_bar

@@ -23,7 +23,7 @@ from torch import Tensor
 from evals import metrics
 from evals.fusion_prompts import FusionPrompt
 from evals.paired import FEWEST_PROMPTS, paired_interval
-from evals.rows import Row
+from evals.score_rows import Row
 from evals.serving import make_deployment
 from evals.stopping import RunCut, Stop
 from evals.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ Invariant: a table is made of rows alone, so any run's rows give its page's line
 
 from collections.abc import Sequence
 
-from evals.rows import Row
+from evals.score_rows import Row
 
 
 def render_policies(rows: Sequence[Row]) -> list[str]:

@@ -130,7 +130,7 @@ def read_deployment(config: Path | None, url: str | None) -> "Deployment | None"
 
 def check_methods(labels: list[str], deployment: "Deployment | None") -> None:
     """Raise MethodError or ProfileError for a method that is neither one of the evals' nor a serving profile."""
-    from evals.methods.registry import parse_method
+    from evals.methods.baselines import parse_method
     from evals.served_method import served_method
 
     for label in labels:

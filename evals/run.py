@@ -23,11 +23,11 @@ from evals.datasets import read_own, shorten
 from evals.decode import Decoded, PrefilledBatch, decode_forced, decode_greedy, prefill_batch
 from evals.distributions import TokenSums
 from evals.forward import ReferenceDecoder
+from evals.methods.baselines import parse_method
 from evals.methods.full import Full
 from evals.methods.method import MethodError
-from evals.methods.registry import parse_method
-from evals.rows import APPLIED, KL
 from evals.samples import Sample
+from evals.score_rows import APPLIED, KL
 from evals.store import Ledger, Record, sample_key
 from evals.tasks import CODE_VERSION, TASKS
 from evals.tasks.fitting import count_chat_tokens

@@ -17,9 +17,9 @@ from evals.cells import Cell, PromptSettings
 from evals.clients import Endpoint, ProbeError, ask_all, probe
 from evals.distributions import NUM_TOP, divergence
 from evals.metrics import score
-from evals.rows import APPLIED, KL
 from evals.run import AGREEMENT, Prompt, is_chat, name_weights, prompts_of
 from evals.samples import Sample
+from evals.score_rows import APPLIED, KL
 from evals.served_method import PREFIX
 from evals.serving import Answer, DecodeRequest, ServingEngine
 from evals.stopping import RunCut

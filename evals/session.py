@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from evals.cells import Cell, PromptSettings
 from evals.report.document import finite, make_document, write_document, write_text
 from evals.report.table import open_console, print_table
-from evals.rows import Row, depth_rows, summarize
+from evals.score_rows import Row, depth_rows, summarize
 from evals.served_method import group_by_deployment
 from evals.stopping import RunCut, Stop
 from evals.store import Ledger, Record, Store

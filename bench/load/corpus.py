@@ -13,7 +13,7 @@ import numpy as np
 from bench.load.prompts import Job
 from bench.load.prose import write_prose
 from bench.load.settings import Corpus, LoadPlan
-from bench.load.tokens import TextPool
+from bench.load.tokenised_text import TextPool
 
 _SEEDS = 1_000_003  # of documents, for a seed of the run
 

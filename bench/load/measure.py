@@ -25,7 +25,7 @@ from bench.load.prose import write_prose
 from bench.load.records import RequestRecord
 from bench.load.run import LoadRun
 from bench.load.settings import LoadPlan, PlanError
-from bench.load.tokens import (
+from bench.load.tokenised_text import (
     DEFAULT_CHARS_PER_TOKEN,
     TextPool,
     load_tokenizer,

@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.load.prose import write_salt
 from bench.load.settings import LoadPlan, PlanError
-from bench.load.tokens import TextPool
+from bench.load.tokenised_text import TextPool
 
 _FIT_ROUNDS = 4
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}

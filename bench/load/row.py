@@ -1,8 +1,8 @@
 """Write a load test as a benchmark row, and its files.
 
-The row has the fields of `bench.rows.Row` and is read by it, but is written here, so that a client needs no torch. A
-server seen over HTTP has no floor: what it must read is not known here, so `floor_ms` is null, `floor` says why, and no
-machine's rates are given. If nothing completed, `ms` is null as well: the row is written all the same.
+The row has the fields of `bench.benchmark_rows.Row` and is read by it, but is written here, so that a client needs no
+torch. A server seen over HTTP has no floor: what it must read is not known here, so `floor_ms` is null, `floor` says
+why, and no machine's rates are given. If nothing completed, `ms` is null as well: the row is written all the same.
 """
 
 import json

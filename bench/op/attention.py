@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.benchmark_rows import require
 from bench.op.frame import COLD_BYTES, SEED, Asked, Call, Case, Work, relative_error
-from bench.rows import require
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.momo.prefill import Momo
 from gpu.methods.momo.settings import MomoSettings

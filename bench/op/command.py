@@ -38,8 +38,8 @@ def op(
     """Time one operation of the engine against its floor and a peer."""
     import torch
 
+    from bench.benchmark_rows import GateError, report
     from bench.op.frame import Asked, time_cases
-    from bench.rows import GateError, report
     from gpu.model.spec import ModelError
     from transfer.machine import count_physical_cores
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
+from bench.benchmark_rows import Row, announce, measure
 from bench.rates import device_name, measure_device_rates
-from bench.rows import Row, announce, measure
 from cpu.memory_rates import measure_host_rates
 from gpu.model.architecture import named_shape
 from gpu.model.spec import Architecture

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from bench.benchmark_rows import require
 from bench.op.frame import SEED, Asked, Case, Work
-from bench.rows import require
 from gpu.methods.sampled.encode import arrange, encode_keys, encode_queries
-from gpu.methods.sampled.projections import Projections, draw_projections, encode_reference
+from gpu.methods.sampled.hyperplanes import Projections, draw_projections, encode_reference
 from transfer.host_config import SampledConfig
 
 CHECKED_ROWS = 512

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from bench.benchmark_rows import require
 from bench.op.frame import Asked, Case, Work
-from bench.rows import require
 from gpu.decode.capture import capture
 from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.exchange.device_slots import SlotExchange
 from gpu.methods.sampled.encode import arrange, encode_queries
-from gpu.methods.sampled.projections import draw_projections
+from gpu.methods.sampled.hyperplanes import draw_projections
 from transfer.allocation import dtype_name
 from transfer.exchange import wait
 from transfer.merge import merge_outputs

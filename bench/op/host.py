@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from bench.attend_rate import attend_alike_rows
+from bench.benchmark_rows import require
 from bench.documents_floors import drop_from_page_cache
 from bench.op.frame import Asked, Case, Work
-from bench.rows import require
 from transfer.chunks.chunk_format import ChunkKey, ChunkShape, header_bytes, name_chunk
 from transfer.chunks.chunk_store import ChunkStore, open_chunks
 from transfer.host_config import DocumentsConfig

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from evals.chronicle import words
+from evals.chronicle import word_lists as words
 
 PAGE_SENTENCES = 18
 DEEPEST = 2

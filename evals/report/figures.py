@@ -16,7 +16,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from evals.rows import BASELINES, column_of
+from evals.score_rows import BASELINES, column_of
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7b61c4", "#b8860b", "#56b4e9", "#8c564b", "#4d4d4d", "#e0488b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")

@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from evals.report.figures import COLORS, GRID, INK, MARKERS, STYLE, new_figure, to_svg
-from evals.rows import Row
+from evals.score_rows import Row
 
 AIM = 0.05
 """KL in nats that a default is to stay below."""

@@ -14,7 +14,7 @@ from evals.paired import ADVISED_PROMPTS
 from evals.report.document import finite
 from evals.report.figures import depth_figure, layer_figure, quality_figure
 from evals.report.table import NOT_APPLIED, most_lost, percent, row_order, with_range
-from evals.rows import BASELINES, column_of
+from evals.score_rows import BASELINES, column_of
 
 TEMPLATE = "page.html.j2"
 
@@ -36,9 +36,9 @@ def render_page(
 ) -> str:
     """Return the page as HTML.
 
-    rows: of `evals.rows.summarize`. records: samples or their means by depth (score 0 to 1), for the heat maps. layers:
-    `length, method, layer, error`. fidelity: rows of methods beside full attention. figures: in place of those of
-    quality against reads. All but one may be empty; raises ValueError if rows and fidelity both are.
+    rows: of `evals.score_rows.summarize`. records: samples or their means by depth (score 0 to 1), for the heat maps.
+    layers: `length, method, layer, error`. fidelity: rows of methods beside full attention. figures: in place of those
+    of quality against reads. All but one may be empty; raises ValueError if rows and fidelity both are.
     """
     if not rows and not fidelity:
         raise ValueError("report: no rows; run at least one task")

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from evals.rows import BASELINES, column_of
+from evals.score_rows import BASELINES, column_of
 
 METHOD_COLUMNS = 14
 PIPED_COLUMNS = 150
@@ -50,7 +50,7 @@ def open_console() -> Console:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print rows (`evals.rows.summarize`) to the console."""
+    """Print rows (`evals.score_rows.summarize`) to the console."""
     table = Table(title="score in points [95 % interval]; difference to full attention, paired", title_style="dim")
     for name, justify in (
         ("task", "left"), ("length", "right"), ("method", "left"), ("samples", "right"), ("failed", "right"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from evals import aims
 from evals.report.table import percent, with_range
-from evals.rows import BASELINES, FED, Row, mean_known
+from evals.score_rows import BASELINES, FED, Row, mean_known
 
 
 def render_verdicts(rows: Sequence[Row], aim: aims.Aim, methods: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from evals.samples import Sample
+from evals.tasks.counting_words import generate_common, generate_frequent
 from evals.tasks.haystack import TextSource
 from evals.tasks.needles import SETTINGS, generate_needles
 from evals.tasks.questions import generate_question
@@ -19,7 +20,6 @@ from evals.tasks.reference import REFERENCE_TASKS, generate_reference
 from evals.tasks.request import Request
 from evals.tasks.text import generated_text
 from evals.tasks.tracing import generate_tracing
-from evals.tasks.words import generate_common, generate_frequent
 
 CODE_VERSION = "2"
 FORMS = ("ruler", "reference")

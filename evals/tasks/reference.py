@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import Any
 
 from evals.samples import Sample
+from evals.tasks.counting_words import shuffled, words_of
 from evals.tasks.haystack import Haystack
 from evals.tasks.needles import Distinct, draw_depth
 from evals.tasks.request import WORDS_A_TOKEN, Request, make_sample
 from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, KEY_WORDS, LAST_NAMES
-from evals.tasks.words import shuffled, words_of
 
 TURN_BEGIN = "<|begin_of_text|><|user|>\n"
 TURN_END = "<|end|><|assistant|>\n"

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from gpu.methods.sampled.projections import Projections, encode_reference
+from gpu.methods.sampled.hyperplanes import Projections, encode_reference
 
 TABLES_AT_ONCE = 64
 """Tables whose collisions are counted together in one byte a key."""

@@ -7,7 +7,7 @@ import typer
 
 from evals.cells import CHOOSING_SEED
 from evals.options import Device, Json, Seed, Text, one_line_errors, parse_numbers
-from evals.rows import Row
+from evals.score_rows import Row
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,7 +21,7 @@ from evals.tuning.collisions import (
     hash_rows,
     log_inclusion,
 )
-from gpu.methods.sampled.projections import MAX_BITS_PER_TABLE, draw_projections
+from gpu.methods.sampled.hyperplanes import MAX_BITS_PER_TABLE, draw_projections
 
 
 @dataclass(frozen=True, slots=True)

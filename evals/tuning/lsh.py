@@ -11,7 +11,7 @@ import torch
 
 from evals.forward import ReferenceDecoder
 from evals.methods.method import PromptLayer, parse_layers
-from evals.rows import Row
+from evals.score_rows import Row
 from evals.tuning.collisions import even_bucket_fraction
 from evals.tuning.grid import LayerSamples, Resident, Setting, Tally, table_memory_bytes
 

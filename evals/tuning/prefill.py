@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from evals.rows import Row
+from evals.score_rows import Row
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.momo.prefill import Momo
 from gpu.methods.momo.settings import MomoSettings

@@ -40,5 +40,5 @@ class Eviction:
         kept = torch.cat([chosen, tail], 1)  # [kv_heads, tokens]
         cells = torch.arange(self._front, self._front + kept.shape[1], device=device)
         page_ids = pool.page_table[slot, cells // pool.page_tokens].long()
-        stays = kept[..., None].expand(-1, -1, keys.shape[2])
-        pool.write(layer, page_ids, cells % pool.page_tokens, keys.gather(1, stays), values.gather(1, stays))
+        kept_rows = kept[..., None].expand(-1, -1, keys.shape[2])
+        pool.write(layer, page_ids, cells % pool.page_tokens, keys.gather(1, kept_rows), values.gather(1, kept_rows))

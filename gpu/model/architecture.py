@@ -12,7 +12,7 @@ from typing import Any
 from gpu.config import ModelConfig
 from gpu.model.end_tokens import end_token_ids
 from gpu.model.family import families, parse_config
-from gpu.model.gguf.config import as_config
+from gpu.model.gguf.config_translation import as_config
 from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.model.gguf.folder import name_gguf_files
 from gpu.model.gguf.tensors import find_quantisation

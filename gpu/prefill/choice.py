@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu.attention.prefill_attention import Whole, prefill_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended
-from gpu.prefill.pieces import LEAST_QUERIES, Kernel, attend_in_pieces, cudnn_attention, padded_queries
+from gpu.prefill.past_attention import LEAST_QUERIES, Kernel, attend_in_pieces, cudnn_attention, padded_queries
 from gpu.prefill.prefill_arrays import PIECE_TOKENS
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from gpu.attention.prefill_attention import default_kernel, has_flash, prefill_a
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.choice import KernelChoice, choose_kernel
-from gpu.prefill.pieces import attend_in_pieces, compile_merges, key_seconds, longest_piece
+from gpu.prefill.past_attention import attend_in_pieces, compile_merges, key_seconds, longest_piece
 from transfer.measured import keep_measured, measured_path
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from gpu.attention.prefill_attention import Packing
 from gpu.fusion.eviction import Eviction
 from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.host.staging import StagedPrompt
-from gpu.prefill.windows import WindowedUnit
+from gpu.prefill.window_attention import WindowedUnit
 from gpu.sampling.logprobs import Logprobs
 from gpu.step import LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, Unit
 from gpu.upload import upload

@@ -25,7 +25,7 @@ from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, ends_with, pack_job
 from gpu.prefill.outputs import FinishedJob, finish_job, score_tokens
 from gpu.prefill.unit_attention import UnitAttention
-from gpu.prefill.windows import Own, WindowedUnit, WindowPrefill
+from gpu.prefill.window_attention import Own, WindowedUnit, WindowPrefill
 from gpu.sampling.sampler import Sampler
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, Unit
 from transfer.chunks.chunk_format import ChunkKey
@@ -270,14 +270,14 @@ class Prefill:
             state.narrow(fused.look(hidden, state.positions, state.slots, pages, LOOK_TOKENS, keys_of))
 
     def _check_host(self, job: PrefillJob) -> None:
-        going_down = [prompt.slot for prompt in job.prompts if prompt.host is not None]
-        if not going_down:
+        offloaded = [prompt.slot for prompt in job.prompts if prompt.host is not None]
+        if not offloaded:
             return
         if self.staging is None:
-            raise ValueError(f"prefill: slot {going_down[0]} is to be offloaded; this runner has no host tier")
+            raise ValueError(f"prefill: slot {offloaded[0]} is to be offloaded; this runner has no host tier")
         if len(job.prompts) > 1 or any(state.staged is not None for state in self._jobs.values()):
             raise ValueError(
-                f"prefill: slot {going_down[0]} is to be offloaded beside others; wanted alone in its job, and no "
+                f"prefill: slot {offloaded[0]} is to be offloaded beside others; wanted alone in its job, and no "
                 "other such job under way"
             )
 

@@ -20,13 +20,13 @@ from gpu.model.gguf.file import is_gguf
 from gpu.model.spec import Architecture, ModelError
 from gpu.model.weight_format import find_format
 from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.weights.file_reader import FileRange, ReadError, read_ranges
 from gpu.weights.file_tensor import FileTensor
 from gpu.weights.gguf_source import GgufSource
-from gpu.weights.places import canonical, places, wanted_tensors
 from gpu.weights.placing import placings
-from gpu.weights.reading import FileRange, ReadError, read_ranges
 from gpu.weights.safetensors_folder import SafetensorsFolder
 from gpu.weights.stored import StoredTensor
+from gpu.weights.tensor_places import canonical, places, wanted_tensors
 from gpu.weights.weights import Progress, Weights, allocate_weights, served
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what matrices were unpacked and rounded in
     _log_rate(folder, total_bytes, time.perf_counter() - began)
-    return _settled(weights)
+    return _without_idle_orders(weights)
 
 
 def _read(ranges: Iterator[FileRange], device: torch.device) -> Iterator[int]:
@@ -128,17 +128,17 @@ def _read(ranges: Iterator[FileRange], device: torch.device) -> Iterator[int]:
         raise ModelError(f"model: {error}") from None
 
 
-def _settled(weights: Weights) -> Weights:
+def _without_idle_orders(weights: Weights) -> Weights:
     """Return the weights without orders that change nothing."""
 
-    def settle(stored: Stored) -> Stored:
+    def drop_order(stored: Stored) -> Stored:
         if not isinstance(stored, Packed) or stored.order is None:
             return stored
         is_same = torch.equal(stored.order, torch.arange(stored.inner, device=stored.order.device))
         return replace(stored, order=None) if is_same else stored
 
-    layers = [layer.changed(settle) for layer in weights.layers]
-    return Weights(weights.embedding, layers, weights.final_norm, settle(weights.logits))
+    layers = [layer.changed(drop_order) for layer in weights.layers]
+    return Weights(weights.embedding, layers, weights.final_norm, drop_order(weights.logits))
 
 
 def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gpu.model.spec import ModelError
+from gpu.weights.file_reader import RANGE_BYTES, FileRange
 from gpu.weights.file_tensor import FileTensor
-from gpu.weights.reading import RANGE_BYTES, FileRange
 from gpu.weights.stored import StoredError, StoredTensor
 
 

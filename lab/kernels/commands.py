@@ -14,7 +14,7 @@ from bench.machine_commands import JsonFile, Threads, parse_batches, warn_if_bus
 if TYPE_CHECKING:
     import torch
 
-    from bench.rows import Row
+    from bench.benchmark_rows import Row
 
 app = typer.Typer(no_args_is_help=True, help="Measure one operation against its floor and a peer.")
 
@@ -201,7 +201,7 @@ def run_kernel(
     """Measure on the device that was asked for and report; a wrong result ends with status 1 and no number."""
     import torch
 
-    from bench.rows import GateError, report
+    from bench.benchmark_rows import GateError, report
     from gpu.model.spec import ModelError
 
     console = Console(stderr=True)

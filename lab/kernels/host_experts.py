@@ -21,11 +21,11 @@ import torch
 import typer
 from rich.console import Console
 
+from bench.benchmark_rows import Row, announce, require, summarise
 from bench.decode_loop import decode, prefill_ms, served_graph_sizes
 from bench.engine import draw_prompts, measure_floor_rates
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
-from bench.rows import Row, announce, require, summarise
 from cpu.expert_rates import measure_core_rates
 from cpu.experts import HostExperts
 from cpu.memory_rates import measure_host_rates
@@ -133,7 +133,7 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
     bench = _Bench(benchmark, shape, plan, shares, rates, stream_gb_s, device, console, has_same_bits)
     rows = []
     for way in benchmark.ways:
-        rows += list(bench.rows(weights, way, prompts=benchmark.prompts if way == benchmark.ways[0] else ()))
+        rows += list(bench.benchmark_rows(weights, way, prompts=benchmark.prompts if way == benchmark.ways[0] else ()))
         gc.collect()  # a runner and its graphs, whose memory the next one wants
         if device.type == "cuda":
             torch.cuda.empty_cache()

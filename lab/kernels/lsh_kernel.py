@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.benchmark_rows import Row, Timing, require, summarise
 from bench.rates import device_name
-from bench.rows import Row, Timing, require, summarise
 from cpu.collision import fraction_read, sample_probability
 from cpu.host_attention import HostAttention
 from cpu.memory_rates import measure_host_rates, read_stream

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from bench.benchmark_rows import Row, Timing, measure, require
 from bench.rates import device_name, measure_device_rates
-from bench.rows import Row, Timing, measure, require
 from cpu.memory_rates import measure_host_rates
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, Matched, match

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from bench.benchmark_rows import Row, announce, measure, require
 from bench.rates import device_name, measure_device_rates
-from bench.rows import Row, announce, measure, require
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.momo.attend import correct, sparse_attention
 from gpu.methods.momo.block_sparse import block_sparse_attention

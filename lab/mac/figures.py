@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from evals.report.figures import GRID, HATCH, INK, STYLE, to_svg
-from evals.rows import Row
+from evals.score_rows import Row
 
 SWEPT_TAU = 0.75
 """Of the lower row of figure 5, as in the paper; the nearest that there is."""

@@ -17,8 +17,8 @@ from evals.cells import Cell, PromptSettings
 from evals.fidelity import text_prompts
 from evals.forward import ReferenceDecoder, load_decoder
 from evals.report.document import write_document
-from evals.rows import Row
 from evals.run import Prompt, run_cells
+from evals.score_rows import Row
 from evals.served import run_profiles
 from evals.served_method import PREFIX
 from evals.serving import load_serving_engine, make_deployment

@@ -10,7 +10,7 @@ from evals.aims import Aim, render_aim
 from evals.report.figures import quality_figure
 from evals.report.page import Figures, render_page
 from evals.report.table import percent
-from evals.rows import Row
+from evals.score_rows import Row
 from lab.mac.figures import errors_figure, layers_figure
 
 LONG = "long_list"

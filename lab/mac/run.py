@@ -21,8 +21,8 @@ import torch
 from evals.cells import Cell
 from evals.methods.method import MethodError
 from evals.report.document import finite
-from evals.rows import Row, mean_known, summarize
 from evals.run import make_prompts
+from evals.score_rows import Row, mean_known, summarize
 from evals.session import STORE_FILE
 from evals.stopping import RunCut, stopping
 from evals.store import Record, Store

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evals.forward import ReferenceDecoder
 from evals.methods.method import PromptLayer
-from evals.rows import Row
+from evals.score_rows import Row
 from gpu.methods.momo.attend import correct
 from gpu.methods.momo.block_sparse import block_sparse_reference
 from gpu.methods.momo.query_sparse import SparseRows, query_sparse_reference

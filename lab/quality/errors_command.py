@@ -9,7 +9,7 @@ from evals.options import Device, Json, Lengths, ModelFolder, Seed, Text, one_li
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evals.rows import Row
+    from evals.score_rows import Row
 
 
 def errors(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evals.fusion_report import render_policies
-from evals.rows import Row
+from evals.score_rows import Row
 from gpu.fusion.fusion_plan import get_policy
 from scheduler.fusion_labels import parse_fusions
 

@@ -6,7 +6,7 @@ Invariant: a table's numbers are its rows', and what they were made of stands be
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evals.rows import Row, column_of
+from evals.score_rows import Row, column_of
 
 Document = Mapping[str, Any]
 RIVALS = (("predicted before", ", shared"), ("predicted apart", ""), ("predicted", ", shared"))

@@ -15,7 +15,7 @@ import torch
 from evals.forward import ReferenceDecoder
 from evals.methods.attention import step_logits
 from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
-from evals.rows import Row
+from evals.score_rows import Row
 from lab.methods import parse_method
 
 NUMBERS = ("recovery", "tokens", "kv_rows")

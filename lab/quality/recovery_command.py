@@ -26,7 +26,7 @@ from lab.quality.predicted_defaults import EVERY, HISTORY, NEVER, ROTATE, SINK, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evals.rows import Row
+    from evals.score_rows import Row
 
 
 def recovery(

@@ -14,7 +14,7 @@ from typing import Any
 from evals.aims import SAMPLED_AIM, render_aim
 from evals.cells import CHRONICLE, Cell
 from evals.report.table import NOT_APPLIED
-from evals.rows import BASELINES, Row, column_of, mean_known
+from evals.score_rows import BASELINES, Row, column_of, mean_known
 
 DECODE = (
     "topk",

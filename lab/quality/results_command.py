@@ -122,7 +122,7 @@ def run_set(
     from evals.cells import PromptSettings
     from evals.fidelity_run import FidelityRun, run_comparisons
     from evals.report.document import describe_run, finite, machine_name, write_document
-    from evals.rows import depth_rows, summarize
+    from evals.score_rows import depth_rows, summarize
     from evals.session import InProcess, count_workers, exit_status, missing_rows, resolve_device
     from evals.session import run as run_cells
     from evals.stopping import stopping

@@ -19,8 +19,8 @@ from cpu.sample_errors import LARGEST, LOG_MASS, OUTPUT, draw_direction
 from cpu.tables import build_tables
 from evals.forward import ReferenceDecoder
 from evals.methods.method import PromptLayer
-from evals.rows import Row
-from gpu.methods.sampled.projections import Projections, draw_projections, encode_reference
+from evals.score_rows import Row
+from gpu.methods.sampled.hyperplanes import Projections, draw_projections, encode_reference
 from transfer.host_memory import num_offsets
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 

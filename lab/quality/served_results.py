@@ -12,7 +12,7 @@ from typing import Any
 
 from evals.cells import Cell, PromptSettings
 from evals.report.document import describe_run, finite, machine_name, write_document
-from evals.rows import depth_rows, summarize
+from evals.score_rows import depth_rows, summarize
 from evals.served_method import PREFIX
 from evals.session import InProcess, count_workers, missing_rows, resolve_device
 from evals.session import run as run_cells

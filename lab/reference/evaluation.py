@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evals.tasks.counting_words import words_of
 from evals.tasks.reference import COMMON_TIMES, COUNTED, OTHER_TIMES, PLANS
-from evals.tasks.words import words_of
 from lab.reference.conversation_rows import CONTINUE, Library, Row, RowError, document_row, draw_row, list_row, text_row
 from lab.reference.feed import NO_HINT, Batch
 from lab.reference.model import Llama

@@ -12,10 +12,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from evals.tasks.counting_words import PLAIN_WORDS, words_of
 from evals.tasks.needles import Distinct
 from evals.tasks.reference import COUNTED, NUMBER_NEEDLE, WORD_NEEDLE, a
 from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
-from evals.tasks.words import PLAIN_WORDS, words_of
 
 TASKS = (
     "needle",

@@ -19,11 +19,11 @@ import torch
 from rich.console import Console
 
 from bench.as_served import interpreter_as_served
+from bench.benchmark_rows import Row, announce, summarise
 from bench.long_client import GREEDY, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import check_host_path
 from bench.rates import device_name
-from bench.rows import Row, announce, summarise
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from lab.speed.lane_watch import LaneWatch, describe
 from scheduler.engine.load_engine import load_engine

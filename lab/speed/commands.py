@@ -21,7 +21,7 @@ def beside(
     json_file: JsonFile = None,
 ) -> None:
     """Time short streams, long streams and a long prefill, each alone and beside the others."""
-    from bench.rows import report
+    from bench.benchmark_rows import report
     from lab.speed.beside import BesideBenchmark, run_beside_benchmark
 
     console = Console()
@@ -46,7 +46,7 @@ def constrained(
     json_file: JsonFile = None,
 ) -> None:
     """Time streams that are held to a JSON schema beside streams that are not, against all of them free."""
-    from bench.rows import report
+    from bench.benchmark_rows import report
     from lab.speed.constrained import ConstrainedBenchmark, run_constrained_benchmark
     from server.deployment import load_deployment
 

@@ -17,8 +17,8 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from rich.console import Console
 
+from bench.benchmark_rows import Row, require
 from bench.rates import device_name
-from bench.rows import Row, require
 from gpu.model.architecture import load_architecture
 from gpu.sampling_params import SamplingParams
 from scheduler.constraints.constraints import Constraints, read_tokens

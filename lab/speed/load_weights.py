@@ -25,14 +25,14 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
-from bench.rows import Row, announce, require, summarise
+from bench.benchmark_rows import Row, announce, require, summarise
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.model.matrix_formats import rounded
 from gpu.model.safetensors_index import INDEX_FILE
 from gpu.model.shapes import named_config
 from gpu.weights.checkpoint import load_weights as load
 from gpu.weights.matrix import as_matrix
-from gpu.weights.places import wanted_tensors
+from gpu.weights.tensor_places import wanted_tensors
 from transfer.host_pages import map_pages
 
 DRAWN_WEIGHTS = 2**25

@@ -22,7 +22,7 @@ def load_weights(
     """Write a checkpoint of random weights, and load it, beside the rate at which the page cache is read."""
     import torch
 
-    from bench.rows import GateError, report
+    from bench.benchmark_rows import GateError, report
     from gpu.model.architecture import ModelError
     from lab.speed.load_weights import run_load_weights
 

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from evals.chronicle import words as chronicle_words
+from evals.chronicle import word_lists as chronicle_words
 from evals.chronicle.chronicler import GRAMMAR, chronicle, ordinal, spelled
 from evals.tasks import vocabulary
 from evals.tasks.needles import Distinct

@@ -7,7 +7,7 @@ import torch
 import typer
 from rich.console import Console
 
-from bench.rows import GateError
+from bench.benchmark_rows import GateError
 from cpu.experts import HostExperts
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import step_weight_bytes

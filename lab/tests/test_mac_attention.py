@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench.rows import GateError
+from bench.benchmark_rows import GateError
 from lab.cli import app
 from lab.kernels import mac_attention
 from lab.kernels.mac_attention import Path, Shape, cells_read, draw_gaps, mac_rows, make_fixed, make_layer, make_pages

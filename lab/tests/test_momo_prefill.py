@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench.rows import GateError
+from bench.benchmark_rows import GateError
 from gpu.methods.momo.settings import MomoSettings, SelectionName
 from lab.cli import app
 from lab.kernels import momo_prefill

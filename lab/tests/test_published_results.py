@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evals.paired import clopper_pearson, interval_of_counts
-from evals.rows import FED, column_of
+from evals.score_rows import FED, column_of
 from lab.quality.results import MARKERS, render_run, render_table
 from tests.tolerances import POINTS_STORED
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from evals.report.document import describe_run
-from evals.rows import summarize
+from evals.score_rows import summarize
 from evals.served_method import served_method
 from evals.store import Record
 from lab.cli import app

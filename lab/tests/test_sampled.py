@@ -10,7 +10,7 @@ from scipy.special import betainc
 from evals.methods.full import Full
 from evals.methods.method import PromptLayer, Step, StepResult
 from evals.tuning.collisions import count_collisions, even_bucket_fraction, log_inclusion
-from gpu.methods.sampled.projections import draw_projections, encode_reference
+from gpu.methods.sampled.hyperplanes import draw_projections, encode_reference
 from lab.methods import parse_method, sampled
 from lab.methods.sampled import Sampled
 from tests.evals.test_methods import DIM, GROUP, HEADS, KV_HEADS, LENGTHS, Case, run

@@ -25,7 +25,7 @@ from gpu.exchange.device_slots import SlotExchange
 from gpu.host.row_transfer import RowTransfer
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange, encode_queries
-from gpu.methods.sampled.projections import draw_projections
+from gpu.methods.sampled.hyperplanes import draw_projections
 from lab.methods.sampled import Sampled
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams

@@ -266,7 +266,7 @@ class Documents:
                 self._writing.append((written, one.storing))
             elif self._library.has(one.key):
                 one.storing.num_known += 1
-                self._settle(one.storing)
+                self._end_chunk(one.storing)
             else:
                 return one
         return None
@@ -286,8 +286,8 @@ class Documents:
                 self._to_store.append(_ToStore(self._name(token_ids, message.salt), token_ids, storing))
                 continue
             storing.reason = f"a chunk of {len(token_ids)} tokens; wanted 1 to {self._most_tokens}"
-            self._settle(storing)
-        self._settle(storing)
+            self._end_chunk(storing)
+        self._end_chunk(storing)
 
     def drop(self, message: DropChunks) -> None:
         """Drop chunks that no document has: they are not stored any more, and those that are leave the store."""
@@ -303,7 +303,7 @@ class Documents:
         self._to_store = deque(one for one in self._to_store if one.key.name not in names)
         for one in dropped:
             one.storing.reason = _DROPPED
-            self._settle(one.storing)
+            self._end_chunk(one.storing)
 
     def take_stored(self) -> list[ChunksStored]:
         """Return the answers since the last call."""
@@ -319,21 +319,21 @@ class Documents:
             for storing in known.storing if known is not None else ():
                 if written is None:
                     storing.reason = _NOT_KEPT
-                    self._settle(storing)
+                    self._end_chunk(storing)
                 else:
                     self._writing.append((written, storing))
         for written, storing in [one for one in self._writing if one[0].done()]:
             self._writing.remove((written, storing))
             storing.num_stored += written.result()
             storing.reason = storing.reason if written.result() else _NOT_STORED
-            self._settle(storing)
+            self._end_chunk(storing)
 
     @property
     def has_work(self) -> bool:
         """Tell whether something is to be computed or written, or told of."""
         return bool(self._to_store or self._computing or self._writing or self._stored)
 
-    def _settle(self, storing: _Storing) -> None:
+    def _end_chunk(self, storing: _Storing) -> None:
         storing.left -= 1
         if not storing.left:
             self._stored.append(

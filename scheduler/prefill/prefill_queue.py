@@ -164,7 +164,7 @@ class PrefillQueue:
                     break
                 seconds -= cost
             units.append(self._unit(entry, length))
-            self._settle(entry, cost)
+            self._charge(entry, cost)
             entry.advance(length, self._num_layers)
             if entry.remaining(self._num_layers) == 0:
                 self.drop(entry)
@@ -261,7 +261,7 @@ class PrefillQueue:
             return LogitsUnit(entry.job.job_id, begin, end)
         return PrefillUnit(entry.job.job_id, entry.layer, begin, end, entry.unit_method)
 
-    def _settle(self, entry: JobInProgress, cost: float) -> None:
+    def _charge(self, entry: JobInProgress, cost: float) -> None:
         if entry is self.jobs[0]:
             self._owed_seconds = max(0.0, self._owed_seconds - cost)
         else:

@@ -75,8 +75,8 @@ class Offloads:
         run_end = None if context is None else self._run_end(context)
         for ahead in range(1, most + 1):
             num_tokens = sequence.next_position + 1 + ahead
-            settles = context is not None and context.num_landed < context.num_blocks
-            if host.offload_end(num_tokens, run_end) or (settles and host.has_landed(num_tokens, run_end or 0)):
+            is_landing = context is not None and context.num_landed < context.num_blocks
+            if host.offload_end(num_tokens, run_end) or (is_landing and host.has_landed(num_tokens, run_end or 0)):
                 return ahead - 1
         return most
 
@@ -87,7 +87,7 @@ class Offloads:
         The one whose tokens cost the host least comes first, and of these the longest. Whole offload blocks of its
         middle are offloaded.
         """
-        for sequence in sorted(filter(self._stays, running), key=self._turn):
+        for sequence in sorted(filter(self._is_resident, running), key=self._turn):
             end = self._middle_end(sequence)
             num_blocks = self._host.blocks_of_run(end)
             own = sequence.pages[self._host.num_sink_blocks :][:num_blocks]
@@ -149,7 +149,7 @@ class Offloads:
         reading = sequence.profile.reading
         return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), opens, reading)
 
-    def _stays(self, sequence: Sequence) -> bool:
+    def _is_resident(self, sequence: Sequence) -> bool:
         """Tell whether it is on the device whole, and long enough to have a middle."""
         offloads = sequence.profile.offloads and sequence.context is None
         return offloads and self._middle_end(sequence) > self._host.sink_tokens

@@ -80,8 +80,8 @@ class PageRoom:
         assert self._capacity.host is not None
         assert self._evictor is not None
         host = self._capacity.host.of(sequence.profile.name)
-        settling = 0 if self._evictor.is_adaptive else -(-LANDING_TOKENS // host.page_tokens)
-        return (host.sink_tokens + host.window_tokens + host.offload_block_tokens) // host.page_tokens + settling
+        landing = 0 if self._evictor.is_adaptive else -(-LANDING_TOKENS // host.page_tokens)
+        return (host.sink_tokens + host.window_tokens + host.offload_block_tokens) // host.page_tokens + landing
 
     def num_coming_dense(self, size: RunSize, num_own: int) -> int:
         """Return pages that the dense layers take of what is paid for and not written yet, behind `num_own` blocks."""

@@ -174,8 +174,8 @@ def print_token(plan: ResolvedPlan, console: Console) -> None:
     if "windows" in token:
         said += f"; {token['windows']:,} in windows, while their layers see it"
     if plan.deployment.host is not None:
-        stays = f"{token['device_dense']:,} there, of the dense layers, and " if token["device_dense"] else ""
-        said += f"; one that is released {stays}{token['host']:,} in host memory, {token['host_unsampled']:,} unsampled"
+        dense = f"{token['device_dense']:,} there, of the dense layers, and " if token["device_dense"] else ""
+        said += f"; one that is released {dense}{token['host']:,} in host memory, {token['host_unsampled']:,} unsampled"
         said += f", rows in {plan.deployment.host.rows}"
     console.print(said, highlight=False)
 

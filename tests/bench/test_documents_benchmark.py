@@ -10,10 +10,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import bench.documents
+from bench.benchmark_rows import GateError, Row
 from bench.cli import app
 from bench.documents import DocumentsBenchmark, run_documents_benchmark
 from bench.documents_floors import fused_cost, plan_bench_prompt
-from bench.rows import GateError, Row
 from gpu.model.architecture import named_shape
 from scheduler.fusion_labels import parse_fusions
 from scheduler.messages import Fusion

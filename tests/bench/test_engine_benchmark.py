@@ -10,13 +10,13 @@ import yaml
 from rich.console import Console
 
 import bench.engine
+from bench.benchmark_rows import GateError, Row
 from bench.decode_loop import build_runner, decode, served_graph_sizes
 from bench.engine import EngineBenchmark, draw_prompts, run_engine_benchmark
 from bench.hugging_face import load_hugging_face
 from bench.machine_commands import parse_batches
 from bench.over_http import Floor, HttpBenchmark, draw_round, run_http_benchmark
 from bench.plain_decode import PlainDecode
-from bench.rows import GateError, Row
 from gpu.config import ModelConfig
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import step_weight_bytes

@@ -8,9 +8,9 @@ import torch
 from rich.console import Console
 
 import bench.engine
+from bench.benchmark_rows import GateError, Row
 from bench.engine import EngineBenchmark, measure_floor_rates, run_engine_benchmark
 from bench.plain_decode import PlainDecode
-from bench.rows import GateError, Row
 from gpu.weights.weights import Weights, random_weights
 from tests.bench.test_engine_benchmark import TINY
 

@@ -18,7 +18,7 @@ from bench.load.measure import LoadResult, measure
 from bench.load.prose import write_prose
 from bench.load.row import make_row
 from bench.load.settings import Corpus, LoadPlan, PlanError, parse_lengths
-from bench.load.tokens import load_tokenizer, pool_by_tokenizer
+from bench.load.tokenised_text import load_tokenizer, pool_by_tokenizer
 from server.commands.tandem import main
 from tests.bench.load_plans import make_plan
 from tests.bench.scripted_server import Behaviour, scripted_server

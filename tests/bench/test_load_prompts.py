@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from bench.load.prompts import ConversationReader, PromptMaker, read_conversations
 from bench.load.prose import write_prose
 from bench.load.settings import LoadPlan, PlanError, parse_lengths, parse_slo
-from bench.load.tokens import (
+from bench.load.tokenised_text import (
     TextPool,
     load_tokenizer,
     pool_by_ratio,

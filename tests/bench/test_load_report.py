@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bench.benchmark_rows import Row
 from bench.cli import app
-from bench.rows import Row
 from tests.bench.scripted_server import Behaviour, scripted_server
 
 ROOT = Path(__file__).parents[2]

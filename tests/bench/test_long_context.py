@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import cpu.segment_jobs
 from bench import long_context
+from bench.benchmark_rows import GateError
 from bench.cli import app
 from bench.long_client import MIN_STEPS, Client
 from bench.long_context import LongContextBenchmark, Served, run_long_context_benchmark
 from bench.long_gate import ROUNDING, check_host_path, check_samples
 from bench.rates import measure_host_matmul
-from bench.rows import GateError
 from cpu.decode_step import StepAttention
 from cpu.pieces import SAMPLED
 from cpu.tables import build_tables

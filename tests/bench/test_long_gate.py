@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 import bench.long_gate
+from bench.benchmark_rows import GateError
 from bench.long_gate import Agreement, check_host_path
-from bench.rows import GateError
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from scheduler.sequences.capacity import HostCapacity

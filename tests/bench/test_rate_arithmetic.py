@@ -11,7 +11,7 @@ import torch
 
 import bench.rates
 import cpu.memory_rates
-from bench.rows import Timing
+from bench.benchmark_rows import Timing
 
 MIB = 2**20
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 
-from bench.rows import GateError, Row, announce, measure, report, require, summarise
+from bench.benchmark_rows import GateError, Row, announce, measure, report, require, summarise
 
 ROW = Row(
     name="decode",

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from evals.aims import FAILS, HOLDS, SAMPLED_AIM, UNDECIDED, Aim, Judgement, judge, render_aim
 from evals.cli import app
-from evals.rows import summarize
+from evals.score_rows import summarize
 from evals.store import Record
 from tests.tolerances import SCORE_ROUNDING
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from evals.methods.attention import column_mass
+from evals.methods.baselines import parse_method
 from evals.methods.full import Full
 from evals.methods.method import DecodeMethod, MethodError, PromptLayer, Step, StepResult
-from evals.methods.registry import parse_method
 from tests.tolerances import METHOD_FLOAT32, SAMPLED_MEAN_SIGMAS
 
 HEADS, KV_HEADS, DIM, STEPS = 4, 2, 8, 3

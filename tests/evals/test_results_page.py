@@ -8,7 +8,7 @@ import pytest
 from evals import aims
 from evals.fusion_report import render_policies
 from evals.report.verdicts import render_cells, render_verdicts
-from evals.rows import Row
+from evals.score_rows import Row
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ANY = aims.Aim(("",), (), None, None, ())

@@ -1,6 +1,6 @@
 """Rows are paired with full attention over the same text only."""
 
-from evals.rows import summarize
+from evals.score_rows import summarize
 from evals.store import Record
 
 

@@ -23,10 +23,10 @@ from evals.cli import app
 from evals.decode import Decoded, decode_greedy, prefill_batch
 from evals.forward import load_decoder
 from evals.meter import Fractions
-from evals.methods.registry import parse_method
-from evals.rows import depth_rows, summarize
+from evals.methods.baselines import parse_method
 from evals.run import AGREEMENT, Prompt, make_prompts
 from evals.samples import Sample
+from evals.score_rows import depth_rows, summarize
 from evals.served import Server, named_methods
 from evals.session import InProcess, run, run_remotely
 from evals.store import Record

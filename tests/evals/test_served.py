@@ -15,9 +15,9 @@ import torch
 from evals.cells import Cell
 from evals.distributions import NUM_TOP
 from evals.meter import Fractions
-from evals.rows import FRACTIONS, summarize
 from evals.run import AGREEMENT, Prompt
 from evals.samples import Sample
+from evals.score_rows import FRACTIONS, summarize
 from evals.served import run_profiles
 from evals.served_method import group_by_deployment, served_method
 from evals.serving import Answer, DecodeRequest, make_deployment

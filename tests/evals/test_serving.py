@@ -14,7 +14,7 @@ from evals.distributions import divergence
 from evals.end_to_end import Said, compare_profile, ids_of_texts
 from evals.forward import load_decoder
 from evals.meter import Fractions
-from evals.rows import FRACTIONS, summarize
+from evals.score_rows import FRACTIONS, summarize
 from evals.serving import DecodeRequest, load_serving_engine, make_deployment
 from evals.session import InProcess, run
 from gpu.config import Composition

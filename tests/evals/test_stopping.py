@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 import evals.run
 from evals.cells import Cell
 from evals.cli import app
-from evals.rows import summarize
 from evals.run import Prompt, run_cells
 from evals.samples import Sample
+from evals.score_rows import summarize
 from evals.session import CUT, FAILED, exit_status, missing_rows, open_ledger
 from evals.stopping import RunCut, Stop, stopping
 from evals.store import Record

@@ -14,7 +14,7 @@ from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Decoder
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
-from gpu.methods.sampled.projections import draw_projections
+from gpu.methods.sampled.hyperplanes import draw_projections
 from gpu.model.architecture import named_shape
 from gpu.page_layout import PageLayout
 from gpu.prefill.dense import Dense

@@ -12,7 +12,7 @@ from gpu.decode.steps import Batch, HostReader, _context_read
 from gpu.exchange.device_slots import SlotExchange
 from gpu.methods.device_side import LayerReads, RingSide
 from gpu.methods.sampled.encode import arrange, encode_rows_reference
-from gpu.methods.sampled.projections import PROJECTION_SEED, draw_projections
+from gpu.methods.sampled.hyperplanes import PROJECTION_SEED, draw_projections
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import StepPlan
 from tests.gpu.reference_model import document_prompt

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gpu.methods.sampled.encode import Hyperplanes, arrange, encode_keys, encode_queries
-from gpu.methods.sampled.projections import Projections
+from gpu.methods.sampled.hyperplanes import Projections
 from tests.gpu.kernel_oracles import DEVICES, DTYPES
 from tests.tolerances import SAME_CODES
 

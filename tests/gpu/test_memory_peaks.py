@@ -11,7 +11,7 @@ from gpu.kv.windows import WindowShape
 from gpu.layers.layer_arrays import activation_bytes
 from gpu.memory.demand import Demand
 from gpu.model.architecture import named_shape
-from gpu.prefill.windows import Own, WindowPrefill
+from gpu.prefill.window_attention import Own, WindowPrefill
 from gpu.sampling import logprobs
 from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampling_arrays import drawing_bytes

@@ -26,7 +26,7 @@ from gpu.methods.kept import keep_as_set
 from gpu.methods.method import MethodState, ProfilePart
 from gpu.methods.predicted import Predicted
 from gpu.methods.sampled.encode import arrange
-from gpu.methods.sampled.projections import draw_projections
+from gpu.methods.sampled.hyperplanes import draw_projections
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape, read_architecture
 from gpu.operations.decode_attention.split_rows import most_rows, num_rows
 from gpu.page_layout import PageLayout

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import gpu.prefill.pieces
+import gpu.prefill.past_attention
 from gpu.attention.prefill_attention import past_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.prefill.choice import KernelChoice, decide, why_out
 from gpu.prefill.dense import Dense
-from gpu.prefill.pieces import (
+from gpu.prefill.past_attention import (
     LEAST_QUERIES,
     Kernel,
     attend_in_pieces,
@@ -86,7 +86,7 @@ def stub_cudnn(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, int]]) ->
         out[padding] = torch.nan
         return Attended(out, scores.logsumexp(-1).float())
 
-    monkeypatch.setattr(gpu.prefill.pieces, "cudnn_attention", attend)
+    monkeypatch.setattr(gpu.prefill.past_attention, "cudnn_attention", attend)
 
 
 @pytest.mark.parametrize("most", [None, 2048, 4096])
@@ -123,8 +123,8 @@ def test_a_kernel_that_takes_any_past_takes_it_in_pieces_as_well(
         return merge_attended(outs, lses, dtype)
 
     merged: list[tuple[int, torch.dtype]] = []
-    monkeypatch.setattr(gpu.prefill.pieces, "past_attention", watched)
-    monkeypatch.setattr(gpu.prefill.pieces, "merge_attended", merge)
+    monkeypatch.setattr(gpu.prefill.past_attention, "past_attention", watched)
+    monkeypatch.setattr(gpu.prefill.past_attention, "merge_attended", merge)
     query, keys, values = (one.float() for one in inputs(tokens, past + tokens, 4, 2, 16))
     got = attend_in_pieces(query, keys, values, SCALE, "efficient", "efficient", 2048)
     wanted = prefill_attention_reference(query.double(), keys.double(), values.double(), SCALE)
@@ -156,7 +156,7 @@ def test_every_merge_of_pieces_is_compiled_before_a_prompt_needs_it(
         return merge_attended(outs, lses, dtype)
 
     stub_cudnn(monkeypatch, [])
-    monkeypatch.setattr(gpu.prefill.pieces, "merge_attended", merge)
+    monkeypatch.setattr(gpu.prefill.past_attention, "merge_attended", merge)
     compile_merges(2, 8, torch.bfloat16, torch.device("cpu"))
     compiled, whole = seen.copy(), "flash" if kernel == "cudnn" else kernel
     for past in (1, 2, 6, 7, 8, 15):
@@ -288,12 +288,12 @@ def test_a_past_is_cut_further_while_dense_gives_way_and_never_before(
     """Whatever kernel it is that takes pieces: cuDNN, or the one that takes any past."""
     lengths: list[int] = []
     for name in ("cudnn_attention", "past_attention"):
-        attend = getattr(gpu.prefill.pieces, name)
+        attend = getattr(gpu.prefill.past_attention, name)
         if name == "cudnn_attention":
             stub_cudnn(monkeypatch, [])
-            attend = gpu.prefill.pieces.cudnn_attention
+            attend = gpu.prefill.past_attention.cudnn_attention
         monkeypatch.setattr(
-            gpu.prefill.pieces,
+            gpu.prefill.past_attention,
             name,
             lambda *given, attend=attend: (lengths.append(given[1].shape[1]), attend(*given))[1],
         )

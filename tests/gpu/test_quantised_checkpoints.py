@@ -16,9 +16,9 @@ from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights import placing, rounding, stored
 from gpu.weights.checkpoint import load_packed, load_weights
+from gpu.weights.file_reader import NUM_BUFFERS
 from gpu.weights.host_experts import tensors_of
 from gpu.weights.matrix import as_matrix
-from gpu.weights.reading import NUM_BUFFERS
 from gpu.weights.stored import ModuleRows, stored_tensors
 from gpu.weights.weights import Weights, allocate_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load

@@ -11,7 +11,7 @@ import torch
 from gpu.model.architecture import read_architecture
 from gpu.weights import placing
 from gpu.weights.checkpoint import load_weights
-from gpu.weights.reading import NUM_BUFFERS, FileRange, ReadError, read_ranges
+from gpu.weights.file_reader import NUM_BUFFERS, FileRange, ReadError, read_ranges
 from gpu.weights.weights import Weights
 from tests.gpu.family_checkpoints import CONFIGS, checkpoint
 from tests.gpu.test_families_on_gpu import parts_of

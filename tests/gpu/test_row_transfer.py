@@ -11,7 +11,7 @@ from gpu.host.footprint import PIECE_ROWS
 from gpu.host.row_transfer import RowTransfer, _Buffers
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
-from gpu.methods.sampled.projections import draw_projections, encode_reference
+from gpu.methods.sampled.hyperplanes import draw_projections, encode_reference
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32, SAME_CODES
 from transfer.copies import Streams

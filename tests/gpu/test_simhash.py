@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.methods.sampled import projections as simhash
-from gpu.methods.sampled.projections import draw_projections, encode_reference
+from gpu.methods.sampled import hyperplanes as simhash
+from gpu.methods.sampled.hyperplanes import draw_projections, encode_reference
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
 from gpu.model.architecture import read_architecture
-from gpu.prefill.windows import Own
+from gpu.prefill.window_attention import Own
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, StepPlan, WindowBranch, WindowWrite

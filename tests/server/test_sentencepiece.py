@@ -13,7 +13,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Tokenizer as Vocabulary
 from tokenizers import models
 
-from bench.load.tokens import load_tokenizer
+from bench.load.tokenised_text import load_tokenizer
 from gpu.model.end_tokens import end_token_ids
 from server.deployment import ConfigError
 from server.text.model_tokenizer import Tokenizer

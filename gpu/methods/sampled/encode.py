@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.methods.sampled.projections import PROJECTION_SEED, Projections, draw_projections
+from gpu.methods.sampled.hyperplanes import PROJECTION_SEED, Projections, draw_projections
 from gpu.operations.arguments import check, runs_on_triton
 from transfer.allocation import allocate, dtype_name
 from transfer.host_config import SampledConfig

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from gpu.model.family import EACH, families
-from gpu.model.gguf.config import ROPE_TENSORS
+from gpu.model.gguf.config_translation import ROPE_TENSORS
 from gpu.model.gguf.file import GgufFile, GgufTensor
 from gpu.model.gguf.kinds import BLOCK_KINDS, format_of
 from gpu.model.matrix_format import MatrixFormat, Quantisation
