@@ -72,8 +72,8 @@ class OffloadedPrompts:
         if not sequence.profile.offloads:
             return 0
         if self._evictor.is_adaptive:
-            return self._host_of(sequence).prompt_end(sequence.num_tokens)
-        return self._host_of(sequence).run_end(sequence.num_prompt_tokens, sequence.num_tokens)
+            return self._host.of(sequence.profile.name).prompt_end(sequence.num_tokens)
+        return self._host.of(sequence.profile.name).run_end(sequence.num_prompt_tokens, sequence.num_tokens)
 
     # --- where one begins ---------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class OffloadedPrompts:
     def _admitted_size(self, sequence: Sequence, num_shared: int, num_own: int) -> RunSize:
         """Return the run that a sequence is admitted with: its prompt's, and that of some output."""
         most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
-        num_blocks = self._host_of(sequence).most_run_tokens(most) // self._host.page_tokens
+        num_blocks = self._host.of(sequence.profile.name).most_run_tokens(most) // self._host.page_tokens
         return RunSize(num_shared, num_own, num_blocks, sequence.profile.reading)
 
     def _least_pages(self, need: _Need) -> int:
@@ -242,13 +242,10 @@ class OffloadedPrompts:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _host_of(self, sequence: Sequence) -> HostCapacity:
-        return self._host.of(sequence.profile.name)
-
     def _landed_end(self, sequence: Sequence) -> int:
         """Return where the part of a prompt's run ends that may be shared and, with fixed residence, is evicted behind
         it.
         """
         if self._evictor.is_adaptive:
             return sequence.run_end
-        return self._host_of(sequence).landed_end(sequence.num_prompt_tokens, sequence.num_tokens)
+        return self._host.of(sequence.profile.name).landed_end(sequence.num_prompt_tokens, sequence.num_tokens)

@@ -71,7 +71,7 @@ class Offloads:
         """
         if not sequence.profile.offloads:
             return most
-        context, host = sequence.open_context, self._host_of(sequence)
+        context, host = sequence.open_context, self._host.of(sequence.profile.name)
         run_end = None if context is None else self._run_end(context)
         for ahead in range(1, most + 1):
             num_tokens = sequence.next_position + 1 + ahead
@@ -109,9 +109,6 @@ class Offloads:
     def _blocks(self, num_tokens: int) -> int:
         return num_tokens // self._host.page_tokens
 
-    def _host_of(self, sequence: Sequence) -> HostCapacity:
-        return self._host.of(sequence.profile.name)
-
     def _run_end(self, context: HostContext) -> int:
         return self._host.end_of_blocks(context.num_blocks)
 
@@ -121,11 +118,11 @@ class Offloads:
             return 0
         context = sequence.open_context
         run_end = None if context is None else self._run_end(context)
-        return self._host_of(sequence).offload_end(sequence.next_position + 1, run_end)
+        return self._host.of(sequence.profile.name).offload_end(sequence.next_position + 1, run_end)
 
     def _lands(self, sequence: Sequence, context: HostContext) -> bool:
         """Tell whether all offloaded rows of its context have landed at the next draw."""
-        return self._host_of(sequence).has_landed(sequence.next_position + 1, self._run_end(context))
+        return self._host.of(sequence.profile.name).has_landed(sequence.next_position + 1, self._run_end(context))
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
         """Tell whether there is room for a context of so many blocks, which the sequence holds then."""
@@ -155,7 +152,7 @@ class Offloads:
         return offloads and self._middle_end(sequence) > self._host.sink_tokens
 
     def _middle_end(self, sequence: Sequence) -> int:
-        host = self._host_of(sequence)
+        host = self._host.of(sequence.profile.name)
         num_tokens = sequence.next_position - host.window_tokens - host.sink_tokens
         return host.sink_tokens + num_tokens // host.offload_block_tokens * host.offload_block_tokens
 
