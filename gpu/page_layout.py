@@ -17,12 +17,19 @@ KvFormat = Literal["bfloat16", "float32", "fp8", "int8"]
 
 CODE_FORMATS = ("fp8", "int8")
 SCALE_BYTES = 4
-_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1}
+
+
+def row_array(kv: str, dim: int) -> ArraySpec:
+    """Return a key or a value of one KV head in pages of a KvFormat or of another dtype; codes have their scale behind
+    them.
+    """
+    stored = "uint8" if kv == "fp8" else kv
+    return ArraySpec((dim + SCALE_BYTES * (kv in CODE_FORMATS),), stored)
 
 
 def row_bytes(kv: KvFormat, dim: int) -> int:
     """Return the bytes of a key or a value of one KV head."""
-    return dim * _ELEMENT_BYTES[kv] + SCALE_BYTES * (kv in CODE_FORMATS)
+    return row_array(kv, dim).num_bytes
 
 
 def page_table(num_slots: int, num_pages: int) -> ArraySpec:

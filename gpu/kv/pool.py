@@ -16,11 +16,11 @@ from gpu.kv.commitment import Commitment, allocate_arena
 from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape
 from gpu.model.architecture import Architecture
 from gpu.operations.kv.gather_pages import gather_pages
-from gpu.operations.kv.kv_rows import poison, stored_dtype, width_of, write_rows
-from gpu.page_layout import KvFormat, PageLayout, page_table
+from gpu.operations.kv.kv_rows import poison, write_rows
+from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout, page_table, row_array
 from gpu.step import FinishedReload, PageEviction, PageWrite, TablePlace
 from gpu.upload import upload
-from transfer.allocation import allocate
+from transfer.allocation import allocate, dtype_name, dtype_of
 
 
 class KvPool:
@@ -35,8 +35,9 @@ class KvPool:
     def __init__(self, architecture: Architecture, num_pages: int, dense_layers: Sequence[int], page_tokens: int,
                  max_slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device,
                  windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16") -> None:  # fmt: skip
-        stored = stored_dtype(kv, dtype)
-        page_shape = (architecture.num_kv_heads, page_tokens, width_of(stored, architecture.dim))
+        row = row_array(kv if kv in CODE_FORMATS else dtype_name(dtype), architecture.dim)
+        stored = dtype_of(row)
+        page_shape = (architecture.num_kv_heads, page_tokens, *row.shape)
         self.dtype = dtype
         self.has_codes = stored != dtype
         self.num_kv_heads, self.dim = architecture.num_kv_heads, architecture.dim
