@@ -84,14 +84,14 @@ class WatchedTier:
 
 
 class WatchedAttention:
-    """A step's rows against their contexts, each ask remembered."""
+    """A step's rows against their contexts, each host request remembered."""
 
     def __init__(self, attention: Attention, watched: WatchedTier, asks: Sequence[ContextRead]) -> None:
         self._attention, self._watched, self._asks = attention, watched, asks
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
         wait(slot, layer, _HOST_REQUEST_LIMIT_S)
-        queries = slot.queries[: slot.rows].clone()  # the next ask's stand there once this one is answered
+        queries = slot.queries[: slot.rows].clone()  # the next host request's stand there once this one is answered
         self._attention.run(layer, slot)
         for row, ask in enumerate(self._asks):
             if ask.context_id is None:

@@ -176,7 +176,7 @@ class CpuTier:
         return all(self._store.is_ready(piece.segment, piece.tokens, piece.reading.has_tables) for piece in pieces)
 
     def attention(self, reads: Sequence[ContextRead]) -> StepAttention:
-        """Return the attention of a decode step, an ask for each row, with a lease on all that it reads.
+        """Return the attention of a decode step, a read for each row, with a lease on all that it reads.
 
         Waits until the requested rows have landed and their tables are built, not for later tokens. Raises
         ContextLostError for the first context whose rows cannot come.

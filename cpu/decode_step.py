@@ -1,4 +1,4 @@
-"""Attend for a decode step over host contexts: the table of pieces of every layer, and the asks of the device.
+"""Attend for a decode step over host contexts: the table of pieces of every layer, and the host requests of the device.
 
 Tables of pieces are made again only for contexts whose pieces or requested tokens have changed. In between a step costs
 a dictionary's look-up.
@@ -72,7 +72,7 @@ class AttentionCounts:
 class PieceTables:
     """A cache of tables of pieces, for contexts' first tokens and for batches of them. They are int64 inside, since
     numpy copies structures field by field. A batch is a sequence of (context, tokens); the context is None for rows
-    that ask for nothing. changed: the store's condition, for leases.
+    without host reads. changed: the store's condition, for leases.
     """
 
     def __init__(self, num_layers: int, changed: Condition) -> None:
@@ -154,8 +154,8 @@ class Attend:
 
 
 class StepAttention:
-    """The attention of one step; see `transfer.host_tier.Attention`. The builder pauses from the first layer's ask to
-    the last one's answer: between two layers there is less time than a piece takes, and every thread of an attention
+    """The attention of one step; see `transfer.host_tier.Attention`. The builder pauses from the first layer's request
+    to the last one's answer: between two layers there is less time than a piece takes, and every thread of an attention
     waits for the slowest.
     """
 
@@ -167,7 +167,7 @@ class StepAttention:
         lease.begin()
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
-        """Answer one layer's ask. Raises ExchangeError if the device does not ask."""
+        """Answer one layer's request. Raises ExchangeError if the device sends none."""
         try:
             self._pauses = True
             _answer(self._attend, [(self.table[layer : layer + 1], slot, self.contexts)], layer)
@@ -202,11 +202,11 @@ class StepAttention:
 
 
 def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlot]]) -> Answered:
-    """Answer all asks of a step in one call: each layer's of every part in turns. No line of Python runs between two of
-    them.
+    """Answer all host requests of a step in one call: each layer's of every part in turns. No line of Python runs
+    between two of them.
 
-    A slot's current ask is the first of these, and afterwards the last. Raises ExchangeError if the device does not
-    ask.
+    A slot's current host request is the first of these, and afterwards the last. Raises ExchangeError if the device
+    sends none.
     """
     try:
         return _answer(attend, [(attention.table, slot, attention.contexts) for attention, slot in parts], 0)
@@ -217,10 +217,10 @@ def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlo
 
 
 def _answer(attend: Attend, parts: Sequence[_Part], first_layer: int) -> Answered:
-    """Answer asks from `first_layer` on, of tables PIECE `[layers, pieces]`.
+    """Answer host requests from `first_layer` on, of tables PIECE `[layers, pieces]`.
 
-    A slot's current ask becomes its last, or the one that did not come. The builder runs until the first layer's ask
-    arrives, and then pauses.
+    A slot's current host request becomes its last, or the one that did not come. The builder runs until the first
+    layer's request arrives, and then pauses.
     """
     counts, kernel, gate = attend.counts, attend.kernel, None if first_layer else attend.builder.gate
     noted = [_new_errors(attend, part, first_layer) for part in parts]
@@ -253,7 +253,7 @@ def _answer(attend: Attend, parts: Sequence[_Part], first_layer: int) -> Answere
 
 
 def _new_errors(attend: Attend, part: _Part, first_layer: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return arrays for the errors of a part's asks, and the heads that read all keys, as
+    """Return arrays for the errors of a part's requests, and the heads that read all keys, as
     `HostAttention.host_requests_in` takes them.
     """
     if attend.audits is None:

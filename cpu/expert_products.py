@@ -1,12 +1,12 @@
 """Compute a layer's experts for a few tokens on the CPU: gate and up, SiLU, down, and each row's weighted sum.
 
-One parallel region for each ask, in three stages. Pairs of a row and an expert are sorted by expert, so an expert's
-rows are read once for all tokens that take it: four of its rows stay in the cache while they are multiplied with pair
-after pair. Addresses stand in a context, an int64 array, since a region's function takes one address. A number is one
-dot product over its own row and pair in one order, and a row's sum goes in the order of its places, so results depend
-on no other row and not on the number of threads. Bytes moved: each expert that is taken, once. Packed experts are
-multiplied as stored (`transfer.simd.packed_rows`); the scales of a few rows are widened before these rows are read
-(`transfer.simd.packed_gains`), once for all pairs.
+One parallel region for each host request, in three stages. Pairs of a row and an expert are sorted by expert, so an
+expert's rows are read once for all tokens that take it: four of its rows stay in the cache while they are multiplied
+with pair after pair. Addresses stand in a context, an int64 array, since a region's function takes one address. A
+number is one dot product over its own row and pair in one order, and a row's sum goes in the order of its places, so
+results depend on no other row and not on the number of threads. Bytes moved: each expert that is taken, once. Packed
+experts are multiplied as stored (`transfer.simd.packed_rows`); the scales of a few rows are widened before these rows
+are read (`transfer.simd.packed_gains`), once for all pairs.
 """
 
 import numba
@@ -28,8 +28,8 @@ GAIN_ROWS = 16  # rows whose scales are widened together: loops over them are lo
 PAIRS_AT_ONCE = 4  # of `down`; of gate and up two, whose tokens may lie anywhere
 TILE_FLOATS = 2 * BLOCK * 4  # of a thread: gates and ups of two pairs, and a line to itself; gains are behind them
 
-# The context. Of the model: widths, and a table of layers, LAYER_COLUMNS each. Of the slot: addresses. Of the ask: how
-# many rows, pairs and experts, and the layer's matrices. Of the workspace: addresses, by expert (number, first pair),
+# The context. Of the model: widths, and a table of layers, LAYER_COLUMNS each. Of the slot: addresses. Of the request:
+# how many rows, pairs and experts, and the layer's matrices. Of the workspace: addresses, by expert (number, first pair),
 # by pair (row, place's share is the slot's), of each of a row's places its pair or -1, and bytes of a thread's tile.
 HIDDEN, INTERMEDIATE, PER_TOKEN, LAYERS = range(4)
 X, EXPERTS, SHARES, OUT = range(4, 8)
@@ -208,7 +208,7 @@ def _sum_up(team, c):
 
 @numba.njit(nogil=True, inline="always")
 def compute(me, threads, context, gate_up, down):
-    """Run thread `me`'s share of a planned ask. gate_up, down: kinds of their rows, as `product_block` has them."""
+    """Run thread `me`'s share of a planned request. gate_up, down: kinds of their rows, as `product_block` has them."""
     c = open_row(context)
     shape = (STAGES, threads + 1, COUNTER_INT64)
     team = Team(numba.carray(pointer_to(c[COUNTERS]), shape, np.int64), me, threads)

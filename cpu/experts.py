@@ -1,8 +1,8 @@
 """Compute experts in host memory for a decode step, layer after layer, as the device asks for them.
 
-A step is one compiled call without the GIL, from its first ask to its last answer. The thread waits for a layer's
-flags, sorts its pairs, opens a region on all threads (`cpu.expert_products`), and stores the answer's stamp after the
-answer. Where an ask does not come in time the call ends and reports which.
+A step is one compiled call without the GIL, from its first host request to its last answer. The thread waits for a
+layer's flags, sorts its pairs, opens a region on all threads (`cpu.expert_products`), and stores the answer's stamp
+after the answer. Where a request does not come in time the call ends and reports which.
 """
 
 from collections.abc import Sequence
@@ -83,8 +83,8 @@ def _compile(kinds: "_Kinds", version: int) -> Any:
 
 @cache
 def _compile_answer(version: int) -> Any:
-    """Compile the loop over all asks of a step. It returns how many were answered; if not all, the next one did not
-    come.
+    """Compile the loop over all host requests of a step. It returns how many were answered; if not all, the next one
+    did not come.
     """
 
     @numba.njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -128,7 +128,8 @@ class HostExperts:
     ) -> None:  # fmt: skip
         """Compile the kernels, or read them from numba's cache.
 
-        max_rows: of an ask; threads: the most that a region may use; limit_s: for the device to come to an ask.
+        max_rows: of a host request; threads: the most that a region may use; limit_s: for the device to come to a host
+        request.
 
         Raises RuntimeError for a CPU without AVX2, ValueError for experts that the kernels do not support.
         """
@@ -166,7 +167,7 @@ class HostExperts:
         self._max_rows, self._hidden, self._per_token = max_rows, hidden, per_token
 
     def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
-        """Answer all asks of a step; see `transfer.expert_exchange.ExpertWorker`."""
+        """Answer all host requests of a step; see `transfer.expert_exchange.ExpertWorker`."""
         ((host_requests, slot),) = parts
         assert isinstance(host_requests, ExpertRequests), "experts: requests of a step"
         assert isinstance(slot, ExpertSlot), "experts: a slot of theirs"

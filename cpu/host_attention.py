@@ -162,9 +162,9 @@ class HostPartial(NamedTuple):
 
 class AnswersCost(NamedTuple):
     """The cost of answers. host_requests: number answered, fewer than given where one did not come; rows, covered, keys
-    and index_bytes: sums over all of them, as in `HostPartial`, covered over all heads; waited_ns: waiting for asks;
-    attended_ns: from an ask's arrival to its answer; lookup_ns, sampled_ns: stages of the last one; idle_ns: waiting
-    for the first ask before the region starts.
+    and index_bytes: sums over all of them, as in `HostPartial`, covered over all heads; waited_ns: waiting for host
+    requests; attended_ns: from a host request's arrival to its answer; lookup_ns, sampled_ns: stages of the last one;
+    idle_ns: waiting for the first host request before the region starts.
     """
 
     host_requests: int
@@ -282,11 +282,11 @@ class HostAttention:
     def host_requests_in(
         self, slot: ExchangeSlot, tables: np.ndarray, errors: np.ndarray | None, full: np.ndarray | None
     ) -> np.ndarray:
-        """Return an ask for `answer` for each table of pieces, PIECE `[host_requests, pieces]`.
+        """Return a host request for `answer` for each table of pieces, PIECE `[host_requests, pieces]`.
 
-        The caller keeps the tables and the slot alive. The slot's current ask is the first. Row i of the slot asks for
-        request i, with queries of query_type. errors: float32 `[host_requests, rows, heads, ERRORS]`, written by the
-        answer, or None; full: uint8 `[host_requests, rows, heads]`, or None.
+        The caller keeps the tables and the slot alive. The slot's current host request is the first. Row i of the slot
+        asks for request i, with queries of query_type. errors: float32 `[host_requests, rows, heads, ERRORS]`, written
+        by the answer, or None; full: uint8 `[host_requests, rows, heads]`, or None.
         """
         shape, queries, codes, excluded = self._shape, slot.queries, slot.codes, slot.excluded
         assert queries.shape[1:] == (shape.heads, shape.dim), "slot: queries [rows, heads, dim]"
@@ -306,18 +306,19 @@ class HostAttention:
             _put(host_requests, column, value)
         for column, array in ((ERRORS_AT, errors), (FULL, full)):
             if array is not None:
-                assert array.shape[:3] == (len(tables), slot.rows, shape.heads), "errors, full: of every ask"
+                assert array.shape[:3] == (len(tables), slot.rows, shape.heads), "errors, full: of every request"
                 assert array.flags.c_contiguous, "errors, full: contiguous"
                 _put(host_requests, column, array.ctypes.data + array.strides[0] * np.arange(len(tables)))
         return host_requests
 
     def answer(self, host_requests: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> AnswersCost:
-        """Answer asks one after another in one parallel region, from an ask's flags to the stamp of its answer.
+        """Answer host requests one after another in one parallel region, from a host request's flags to the stamp of
+        its answer.
 
-        host_requests: rows of `host_requests_in`, of one slot or of several in turns. The call ends at the first ask
-        that does not come within `limit_s` seconds. gate: int64 `[1]` or None; with a gate, one thread waits for the
-        first ask before the region starts, and the gate is one higher when this returns. The interpreter is not needed
-        in between.
+        host_requests: rows of `host_requests_in`, of one slot or of several in turns. The call ends at the first host
+        request that does not come within `limit_s` seconds. gate: int64 `[1]` or None; with a gate, one thread waits
+        for the first host request before the region starts, and the gate is one higher when this returns. The
+        interpreter is not needed in between.
         """
         answered, idle_ns = self._run(host_requests, threads, limit_s, gate)
         began, looked_up, sampled = self._buffers.totals[BEGAN_NS : SAMPLED_NS + 1].tolist()
@@ -325,7 +326,7 @@ class HostAttention:
         return AnswersCost(answered, *sums, looked_up - began, sampled - looked_up, idle_ns)
 
     def _run(self, host_requests: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> tuple[int, int]:
-        """Return how many asks were answered, and the nanoseconds of the wait for the first one with a gate.
+        """Return how many requests were answered, and the nanoseconds of the wait for the first one with a gate.
 
         If not all were answered, the next one did not come. Raises ValueError for a wrong table. Caches are cold here,
         so each line of Python costs several times what it does elsewhere.
@@ -368,7 +369,7 @@ class HostAttention:
             self._plan = self._new_plan(requests * 3 // 2, *self._context[ROOM_PIECES : ROOM_PARTS + 1].tolist())
 
     def _grow(self) -> None:
-        """Enlarge the plan and the buffers beyond what any ask needed before, with half as much again to spare."""
+        """Enlarge the plan and the buffers beyond what any request needed before, with half as much again to spare."""
         row, heads = self._context, self._shape.heads
         self._make_room_for(int(row[REQUESTS]))
         sizes = _larger(row[NUM_PIECES : NUM_PARTS + 1].tolist(), row[ROOM_PIECES : ROOM_PARTS + 1].tolist())

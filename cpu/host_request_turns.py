@@ -1,10 +1,11 @@
-"""Run the asks of a step in one parallel region: one thread leads, and all of them attend, ask after ask.
+"""Run the host requests of a step in one parallel region: one thread leads, and all of them attend, request after
+request.
 
-The leader plans an ask, waits for the device to put it, opens a turn, attends with the others, and closes the turn. The
-others attend in each turn that they find open and poll for the next one, so none has to be woken between two layers.
-While a turn is closed and nobody is inside, only the leader writes the plan. A turn ends when its work is done, however
-many threads have come, so the leader alone would finish. When the leader stops (an ask did not come, or its plan has no
-room), it says so and the others leave.
+The leader plans a host request, waits for the device to put it, opens a turn, attends with the others, and closes the
+turn. The others attend in each turn that they find open and poll for the next one, so none has to be woken between two
+layers. While a turn is closed and nobody is inside, only the leader writes the plan. A turn ends when its work is done,
+however many threads have come, so the leader alone would finish. When the leader stops (a request did not come, or its
+plan has no room), it says so and the others leave.
 """
 
 import numba
@@ -44,7 +45,7 @@ _INSIDE_BYTES = 8 * INSIDE
 
 @numba.njit(nogil=True)
 def _open_turn(context, kind, query_kind):
-    """Plan the next ask, wait for it and open its turn (leader).
+    """Plan the next host request, wait for it and open its turn (leader).
 
     Return False if there is none; then the others leave.
     """
@@ -70,7 +71,7 @@ def _open_turn(context, kind, query_kind):
 
 @numba.njit(nogil=True)
 def _close_turn(context, totals):
-    """Close the turn (leader): wait for the threads inside to leave, and count what the ask cost."""
+    """Close the turn (leader): wait for the threads inside to leave, and count what the host request cost."""
     row = open_row(context)
     atomic_add(row[BOARD], 1)
     row[ALL_ATTENDED_NS] += now_ns() - totals[BEGAN_NS]
@@ -103,7 +104,7 @@ def _enter_turn(context, seen):
 
 @numba.njit(nogil=True, inline="always")
 def take_turns(me, threads, context, kind, query_kind, columns):
-    """Run thread `me`'s share in a region over the remaining asks of a context; thread 0 leads."""
+    """Run thread `me`'s share in a region over the remaining host requests of a context; thread 0 leads."""
     turn = -1
     while True:
         if me == 0:
@@ -123,11 +124,11 @@ def take_turns(me, threads, context, kind, query_kind, columns):
 
 @numba.njit(nogil=True)
 def start_when_requested(work, threads, context, gate):
-    """Wait for a context's next ask on one thread, since a whole prefill unit may come before it; then shut the gate
-    and start the region `work` as `transfer.simd.region.start` does.
+    """Wait for a context's next host request on one thread, since a whole prefill unit may come before it; then shut
+    the gate and start the region `work` as `transfer.simd.region.start` does.
 
-    gate: address of an int64. Where no ask comes the gate is shut as well, and the outcome is NOT_REQUESTED. No line of
-    Python runs between the ask and its answer. Returns the nanoseconds of the wait.
+    gate: address of an int64. Where no host request comes the gate is shut as well, and the outcome is NOT_REQUESTED.
+    No line of Python runs between the host request and its answer. Returns the nanoseconds of the wait.
     """
     row = open_row(context)
     host_request = row[HOST_REQUESTS] + 8 * HOST_REQUEST_COLUMNS * row[NEXT_HOST_REQUEST]

@@ -1,7 +1,7 @@
 """Plan one layer's attention: its lookups and exact parts, and where their results go.
 
 The leading thread makes the plan from the table of pieces, in a microsecond or two, before it waits for the device's
-ask. The plan has the order of the table, so partials merge in one order whichever thread computes them.
+request. The plan has the order of the table, so partials merge in one order whichever thread computes them.
 """
 
 import numba
@@ -77,7 +77,7 @@ def make_plan(context, kind, query_kind):
 
 @numba.njit(nogil=True)
 def _list_work(shape, batch, plan):
-    """List the lookups and exact parts that some head wants, once the ask is there. Return how many."""
+    """List the lookups and exact parts that some head wants, once the host request is there. Return how many."""
     count, lookups, group = 0, len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
     for order in range(len(plan.sampled)):
         request = batch.pieces[plan.sampled[order]][REQUEST]

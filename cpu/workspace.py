@@ -1,7 +1,8 @@
-"""Define what the threads of a region share and what each has to itself: the shape, the ask's arrays, its plan, and
-buffers.
+"""Define what the threads of a region share and what each has to itself: the shape, the host request's arrays, its
+plan, and buffers.
 
-A batch's arrays belong to the caller. All else belongs to the workspace and means nothing once the next ask is planned.
+A batch's arrays belong to the caller. All else belongs to the workspace and means nothing once the next host request is
+planned.
 """
 
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class Shape(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Addresses of one ask's arrays.
+    """Addresses of one host request's arrays.
 
     `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered (or 0), and wanted uint8 (or 0: all
     heads). excluded: address of int32 `[requests, kv_heads, words]`, or 0. logs: of `collision.log_weights`. pieces:
@@ -65,7 +66,7 @@ class Batch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The work of one ask.
+    """The work of one host request.
 
     first_piece: int32 `[requests + 1]`; ordinals: int32 `[pieces]`, of a piece among the sampled, or its first exact
     part; sampled: int32 `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id, and ids per head; parts: int32

@@ -65,8 +65,8 @@ def is_decoded(awaited: Sequence[Awaited], decode: Timer | None) -> bool:
 class InFlight:
     """A step that was launched. lane: that it goes in; finished_jobs, decoded: whose rows are drawn, perhaps later;
     released: slots that their sequences had left before it; stepped: those that decode in it; failures: of these, and
-    of those that went down in it, the ones that came to nothing, and why; all_failures: the runner's, of slots that
-    cannot go on until they are released; behind: the step that was launched next.
+    of those that were offloaded in it, the ones that came to nothing, and why; all_failures: the runner's, of slots
+    that cannot go on until they are released; behind: the step that was launched next.
     """
 
     lane: Lane

@@ -152,8 +152,8 @@ def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tupl
 
 
 def find_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture) -> Kept:
-    """Return what stays on the device of contexts of these profiles, where they go down: what all of their methods need
-    together. Layers and the sink are of one kind in a deployment, windows are each profile's own.
+    """Return what stays on the device of contexts of these profiles, where they are offloaded: what all of their
+    methods need together. Layers and the sink are of one kind in a deployment, windows are each profile's own.
     """
     kept = (part.method.find_kept(part.settings, host, architecture) for part in served_parts(profiles))
     return join_kept(one for one in kept if one is not None)

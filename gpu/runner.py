@@ -199,7 +199,7 @@ class Runner:
 
     def is_ready(self, host_read: HostRead) -> bool:
         """Return whether the host would answer a read without a wait, as far as plans have been launched."""
-        assert self._offloader is not None, "runner: a row asks, but there is no tier"
+        assert self._offloader is not None, "runner: a row reads the host, but there is no tier"
         return self._offloader.tier.is_ready(ContextRead(host_read.context_id, host_read.end - host_read.begin))
 
     def is_loaded(self, job_id: int, layer: int) -> bool:
@@ -477,10 +477,10 @@ class Runner:
         return decoded, awaited, timer
 
     def _decode(self, group: DecodeGroup, lane: Lane, reads_host: bool) -> LaunchedStep:
-        """Launch decode groups. asks: some row of the plan has a host read, also one that has failed since: the other
-        lane's step goes by it.
+        """Launch decode groups. reads_host: some row of the plan has a host read, also one that has failed since: the
+        other lane's step goes by it.
 
-        Raises ContextLostError, and ExchangeError where an eager step's device asks nothing.
+        Raises ContextLostError, and ExchangeError where an eager step's device sends no request.
         """
         cells = group.positions if group.cells is None else group.cells
         reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)

@@ -66,9 +66,9 @@ class Lane(Enum):
     """Steps of one lane are carried out in the order of their launches; those of two run side by side.
 
     HOST: of rows that wait for the host's answers. DEVICE: of what needs the device alone: units, and other rows. All
-    of a plan goes in its one lane, and where there is but one that is DEVICE. Steps in which some row asks have one set
-    of buffers, whatever their lane, and those in which none does have another: where such steps change lanes, the first
-    in the new one is fenced, or the last in the old one over.
+    of a plan goes in its one lane, and where there is but one that is DEVICE. Steps in which some row has a host read
+    have one set of buffers, whatever their lane, and those in which none does have another: where such steps change
+    lanes, the first in the new one is fenced, or the last in the old one over.
     """
 
     DEVICE = "device"
@@ -324,7 +324,7 @@ class TablePlace:
 
 @dataclass(frozen=True, slots=True)
 class PageEviction(Frozen):
-    """Pages of tokens that the host has are given up: the dense layers' rows are copied to `dense_page_ids`, which take
+    """Pages of tokens that the host has are evicted: the dense layers' rows are copied to `dense_page_ids`, which take
     the place of `page_ids` in the page tables of all that read them, at `places`.
 
     Dense pages may lie in pages that this release, or one before it, gives up.
@@ -378,7 +378,7 @@ class DecodeGroup(Frozen):
     cells long. `samples[i]` numbers the draw. `host_reads[i]`: what the row reads in host memory; None: nothing, or for
     the whole group, no row reads anything there. `runs[i]`: tokens that are known to follow the input token; None: no
     slot has any. Each is computed in a row of its own behind it, at the positions and cells that follow, with the same
-    ask; the draw is behind the last. Such a slot holds no ring.
+    host read; the draw is behind the last. Such a slot holds no ring.
     """
 
     slots: tuple[int, ...]

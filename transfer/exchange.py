@@ -1,9 +1,9 @@
 """Hold a decode step's queries for the CPU and its answers for the device: one slot for each half batch.
 
-The device states, beside each query, which heads of a row ask at all and which blocks of its context the answer
-excludes. A row's flag holds the stamp of the ask that its query, codes, mask and exclusions belong to, and is written
-after them, so a reader that sees the stamp sees the row. `answered` holds the stamp of the last answer in the same way,
-so a device that is launched ahead of the answer waits for it by itself.
+The device states, beside each query, which heads of a row request anything and which blocks of its context the answer
+excludes. A row's flag holds the stamp of the host request that its query, codes, mask and exclusions belong to, and is
+written after them, so a reader that sees the stamp sees the row. `answered` holds the stamp of the last answer in the
+same way, so a device that is launched ahead of the answer waits for it by itself.
 """
 
 import time
@@ -25,15 +25,16 @@ LOOKS = 1 << 16  # at a flag, between two looks at the clock: a few milliseconds
 
 
 class ExchangeError(Exception):
-    """The device's ask has not come. The message names layer, row, the stamp that was awaited and the one seen."""
+    """The device's request has not come. The message names layer, row, the stamp that was awaited and the one seen."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Handshake:
-    """Flags in host memory by which device and host know which ask each is at.
+    """Flags in host memory by which device and host know which request each is at.
 
-    flags: int32 `[max_rows]`, for each row the stamp of the ask that is there, written after it; answered: int32 `[1]`,
-    the stamp of the last answer, or RELEASED; rows: in use by the current ask; stamp: of the current ask.
+    flags: int32 `[max_rows]`, for each row the stamp of the host request that is there, written after it; answered:
+    int32 `[1]`, the stamp of the last answer, or RELEASED; rows: in use by the current host request; stamp: of the
+    current host request.
     """
 
     flags: Tensor
@@ -41,16 +42,16 @@ class Handshake:
     rows: int = 0
     stamp: int = 0
 
-    def advance(self, rows: int, asks: int = 1) -> None:
-        """Expect the next ask, or the one after several, of so many rows. The device counts the same way: once for each
-        pack, whatever the rows.
+    def advance(self, rows: int, requests: int = 1) -> None:
+        """Expect the next host request, or the one after several, of so many rows. The device counts the same way: once
+        for each pack, whatever the rows.
         """
         assert 0 < rows <= len(self.flags), f"exchange slot: asked {rows} rows, have {len(self.flags)}"
         self.rows = rows
-        self.stamp = (self.stamp + asks) & LAST_STAMP
+        self.stamp = (self.stamp + requests) & LAST_STAMP
 
     def give_answer(self) -> None:
-        """Publish that the slot holds the answer to the current ask."""
+        """Publish that the slot holds the answer to the current host request."""
         self.answered.fill_(self.stamp)
 
     @property
@@ -64,13 +65,13 @@ class Handshake:
 
 @dataclass(slots=True, kw_only=True)
 class ExchangeSlot(Handshake):
-    """A step's asks for attention (pinned where the device is CUDA).
+    """A step's requests for attention (pinned where the device is CUDA).
 
     queries: `[max_rows, heads, dim]`, the device's dtype, rotated; codes: uint16 `[max_rows, heads, tables]` or None;
-    wanted: uint8 `[max_rows, heads]`, 0: the head asks nothing, and gets the empty partial; excluded: int32 `[max_rows,
-    kv_heads, words]` or None: bit b of word w stands for block 32 w + b of BLOCK_TOKENS offloaded tokens of the row's
-    context, and if it is set, the answer leaves them out; blocks beyond the last word are covered. The choice of blocks
-    must not depend on hash codes, or the sampled mass of the others is biased.
+    wanted: uint8 `[max_rows, heads]`, 0: the head requests nothing, and gets the empty partial; excluded: int32
+    `[max_rows, kv_heads, words]` or None: bit b of word w stands for block 32 w + b of BLOCK_TOKENS offloaded tokens of
+    the row's context, and if it is set, the answer leaves them out; blocks beyond the last word are covered. The choice
+    of blocks must not depend on hash codes, or the sampled mass of the others is biased.
 
     out: float32 `[max_rows, heads, dim]`; lse: float32 `[max_rows, heads]`; covered: int32 `[max_rows, heads]` or None,
     tokens that the answer stands for.
@@ -86,8 +87,8 @@ class ExchangeSlot(Handshake):
 
 
 def new_slot(max_rows: int, shape: SlotShape, device: torch.device) -> ExchangeSlot:
-    """Return a slot for asks of `device`. Its first ask has stamp 1. Every head is wanted until the device changes the
-    mask.
+    """Return a slot for host requests of `device`. Its first host request has stamp 1. Every head is wanted until the
+    device changes the mask.
     """
     arrays = {name: array.times(max_rows) for name, array in shape.row_arrays().items()}
     made: dict[str, Any] = allocate_on_host({**arrays, "answered": ANSWERED}, is_pinned=device.type == "cuda")
@@ -96,7 +97,9 @@ def new_slot(max_rows: int, shape: SlotShape, device: torch.device) -> ExchangeS
 
 
 def wait(slot: Handshake, layer: int, limit_s: float) -> None:
-    """Spin, without the GIL, until the rows of the current ask are there. Raises ExchangeError after `limit_s`."""
+    """Spin, without the GIL, until the rows of the current host request are there. Raises ExchangeError after
+    `limit_s`.
+    """
     address, deadline = slot.flags.data_ptr(), time.monotonic() + limit_s
     while await_rows(address, slot.rows, slot.stamp, LOOKS) >= 0:
         if time.monotonic() > deadline:
@@ -104,7 +107,7 @@ def wait(slot: Handshake, layer: int, limit_s: float) -> None:
 
 
 def late(slot: Handshake, layer: int, limit_s: float) -> ExchangeError:
-    """Return the error of an ask that did not come within `limit_s` seconds: it names the first missing row."""
+    """Return the error of a host request that did not come within `limit_s` seconds: it names the first missing row."""
     row = int((slot.flags[: slot.rows] != slot.stamp).int().argmax())
     return ExchangeError(
         f"exchange: layer {layer}: row {row} of {slot.rows} has stamp {int(slot.flags[row])} after {limit_s:g} s, "

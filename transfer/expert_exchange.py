@@ -1,8 +1,8 @@
 """Hold a decode step's tokens for the experts that the CPU computes, and describe these experts.
 
-An ask is one layer of a step, all its rows. As in `transfer.exchange.Handshake`, a row's flag is written after the
-row's ask, and `answered` after all rows of the answer. Experts that are not in host memory (NOT_HERE, or no valid
-number) add nothing.
+A host request is one layer of a step, all its rows. As in `transfer.exchange.Handshake`, a row's flag is written after
+the row's request, and `answered` after all rows of the answer. Experts that are not in host memory (NOT_HERE, or no
+valid number) add nothing.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from transfer.host_tier import Answered
 from transfer.slot_shape import ANSWERED, expert_row_arrays
 
 NOT_HERE = -1  # in place of an expert's number
-LAYER, ROWS, HOST_REQUEST_COLUMNS = 0, 1, 2  # of a table of asks
+LAYER, ROWS, HOST_REQUEST_COLUMNS = 0, 1, 2  # of a table of host requests
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ExpertSlot(Handshake):
 
 
 def new_expert_slot(max_rows: int, hidden: int, per_token: int, device: torch.device) -> ExpertSlot:
-    """Return a slot for asks of `device`. Its first ask has stamp 1."""
+    """Return a slot for host requests of `device`. Its first host request has stamp 1."""
     arrays = {name: array.times(max_rows) for name, array in expert_row_arrays(hidden, per_token).items()}
     made: dict[str, Any] = allocate_on_host({**arrays, "answered": ANSWERED}, is_pinned=device.type == "cuda")
     made["experts"].fill_(NOT_HERE)
@@ -89,7 +89,7 @@ class LayerExperts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRequests:
-    """The asks of a step, in order: int64 `[asks, HOST_REQUEST_COLUMNS]`, the layer's number and how many rows ask."""
+    """The requests of a step, in order: int64 `[requests, HOST_REQUEST_COLUMNS]`, layer and number of rows of each."""
 
     table: np.ndarray
 
@@ -99,8 +99,8 @@ class ExpertRequests:
 
 @dataclass(slots=True)
 class ExpertCounts:
-    """Sums over all asks. experts: that were read, each once per ask; pairs: of a row and an expert; wait_s: for the
-    device; compute_s: from an ask's arrival to its answer; bytes_read: of matrices.
+    """Sums over all host requests. experts: that were read, each once a host request; pairs: of a row and an expert;
+    wait_s: for the device; compute_s: from a host request's arrival to its answer; bytes_read: of matrices.
     """
 
     host_requests: int = 0
@@ -112,16 +112,16 @@ class ExpertCounts:
 
 
 class ExpertWorker(Protocol):
-    """Computes the asks of one slot, for one thread of callers at a time. Results do not depend on the number of
-    threads.
+    """Computes the host requests of one slot, for one thread of callers at a time. Results do not depend on the number
+    of threads.
     """
 
     @property
     def counts(self) -> ExpertCounts: ...
 
     def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
-        """Answer all asks of a step: one pair of `ExpertRequests` and the slot, whose current ask is the first, and
-        afterwards the last. Raises ExchangeError if the device does not ask.
+        """Answer all host requests of a step: one pair of `ExpertRequests` and the slot, whose current host request is
+        the first, and afterwards the last. Raises ExchangeError if the device sends none.
         """
 
 

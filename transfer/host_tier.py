@@ -95,7 +95,7 @@ class Reservation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ContextRead:
-    """What a row of a step asks for: the first `num_tokens` of a context's run. 0: nothing, and then the row needs no
+    """What a row of a step reads: the first `num_tokens` of a context's run. 0: nothing, and then the row needs no
     context (None).
     """
 
@@ -105,8 +105,8 @@ class ContextRead:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Times of a step's asks, from the first one's arrival to the last answer: seconds in which the host waited for the
-    device, and in which it attended.
+    """Times of a step's host requests, from the first one's arrival to the last answer: seconds in which the host
+    waited for the device, and in which it attended.
     """
 
     waited_s: float
@@ -121,18 +121,18 @@ class Attention(Protocol):
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
         """Wait for the layer's queries in `slot`, attend, and write out and lse there (and covered, where the slot has
-        it), then the answer's stamp. Raises ExchangeError if the device does not ask.
+        it), then the answer's stamp. Raises ExchangeError if the device sends none.
 
-        A wanted head's lse is natural, over all tokens that its row asks for except the excluded blocks, with the
-        centre's term added back. A row that asks for nothing and a head that is not wanted get (0, -inf), unread.
+        A wanted head's lse is natural, over all tokens that its row reads except the excluded blocks, with the
+        centre's term added back. A row that reads nothing and a head that is not wanted get (0, -inf), unread.
         """
 
     def give_up(self) -> None:
         """End a step that will not be finished, and release what it holds. Calling it again does nothing."""
 
     def places(self, row: int) -> np.ndarray:
-        """Return where the rows lie that this row of the step asks for: a table of `transfer.places`, without pieces
-        for a row that asks for nothing.
+        """Return where the rows lie that this row of the step reads: a table of `transfer.places`, without pieces
+        for a row that reads nothing.
         """
 
     def lend(self) -> Loan:
@@ -181,7 +181,7 @@ class HostTier(Protocol):
         """
 
     def attention(self, reads: Sequence[ContextRead]) -> Attention:
-        """Return the attention of a decode step, an ask for each row. Waits until the requested rows have landed and
+        """Return the attention of a decode step, a read for each row. Waits until the requested rows have landed and
         their tables are built, not for later tokens.
 
         Raises ContextLostError for the first context whose rows cannot come.
@@ -193,7 +193,7 @@ class HostTier(Protocol):
         """
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
-        """Answer all asks of a step whose device goes from one to the next by itself: each layer's of every part, in
-        turns. A slot's current ask is its first, and afterwards its last. Raises ExchangeError if the device does not
-        ask.
+        """Answer all host requests of a step whose device goes from one to the next by itself: each layer's of every
+        part, in turns. A slot's current host request is its first, and afterwards its last. Raises ExchangeError if the
+        device sends none.
         """

@@ -7,7 +7,7 @@ from typing import Literal
 
 from transfer.arrays import ArraySpec
 
-BLOCK_TOKENS = 16  # of a context's run, that one bit of an ask's exclusions stands for
+BLOCK_TOKENS = 16  # of a context's run, that one bit of a host request's exclusions stands for
 WORD_BITS = 32
 HYPERPLANE_COLUMNS = 32  # that a kernel takes at once
 HOST_DIMS = (64, 96, 128, 256)  # of a head, that rows in host memory are read for

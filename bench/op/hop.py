@@ -56,7 +56,7 @@ class Hops:
     def step(self, attend: Callable[[], None], goes_ahead: bool) -> None:
         """Make HOPS asks and their answers.
 
-        Raises ExchangeError where the device does not ask.
+        Raises ExchangeError where the device sends none.
         """
         slot = self.slot
         try:

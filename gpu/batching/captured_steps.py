@@ -18,7 +18,7 @@ def steps_to_capture(
 ) -> list[tuple[StepKind, int]]:
     """Return each step as its kind and its number of rows, most rows first.
 
-    with_host_reads: whether any layer is offloaded; then a single row that asks has a graph whatever the sizes.
+    with_host_reads: whether any layer is offloaded; then a single row with a host read has a graph whatever the sizes.
     with_reuse: whether a profile that is served reuses: then there is each kind with it and without, since rows of all
     profiles share steps.
     """

@@ -30,7 +30,7 @@ Step = Generator[None, None, Tensor]
 class LayerLoop:
     """The layers of a decode step over static buffers. offloaded_layers: offloaded layers, in which a step reads host
     memory; last_tokens: int64 `[3 * max_rows + 1]`, slots' last ones, tokens that are known to follow these in a step
-    of either lane, and one for padding; workspace, host_read_workspace: of steps that ask nothing and of those that do,
+    of either lane, and one for padding; workspace, host_read_workspace: of steps without host reads and of those with,
     which may run side by side; methods: what they do on the device, in order; checks_coverage: in a debug run, every
     layer counts what its partials cover.
     """

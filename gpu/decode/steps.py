@@ -78,9 +78,10 @@ class HostReader:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a step, one token each. asks: what a row asks the host for, or None; reuses: whether some row holds a
-    ring. token_slots: where input tokens stand in `last_tokens`; None: at the row's slot. Rows of one slot are in the
-    order of their positions. has_host_reads: it has the buffers of rows that ask, whether one is left of these or not.
+    """The rows of a step, one token each. host_reads: what a row reads in host memory, or None; reuses: whether some
+    row holds a ring. token_slots: where input tokens stand in `last_tokens`; None: at the row's slot. Rows of one slot
+    are in the order of their positions. has_host_reads: it has the buffers of rows with host reads, whether one is left
+    of these or not.
     """
 
     slots: Sequence[int]
@@ -109,7 +110,7 @@ class Batch:
 
 class LaunchedStep(NamedTuple):
     """A step's logits, float32 `[rows, vocab]`, which the next step overwrites, and the answers that the device awaits
-    for them: to its asks for attention, and for experts.
+    for them: to its requests for attention, and for experts.
     """
 
     logits: Tensor
@@ -118,7 +119,7 @@ class LaunchedStep(NamedTuple):
 
 @dataclass(slots=True)
 class _Captured:
-    """A step of one size: `rows` and `logits`, float32 `[rows, vocab]`, of each part. asks: for experts, or None."""
+    """A step of one size: `rows` and `logits`, float32 `[rows, vocab]`, of each part. expert_requests: or None."""
 
     rows: list[StepRows]
     graph: torch.cuda.CUDAGraph
@@ -128,8 +129,8 @@ class _Captured:
 
 class DecodeSteps:
     """Decode steps: captured, compiled or eager. host_reader: None where nothing is offloaded; host_read_stream: of
-    steps with host reads, where they have their own; experts: where the CPU is asked for experts, of steps that ask for
-    no attention first, of those that do last.
+    steps with host reads, where they have their own; experts: where the CPU is asked for experts, of steps without
+    host reads first, of those with them last.
     """
 
     def __init__(self, loop: LayerLoop, host_reader: HostReader | None,
@@ -195,8 +196,8 @@ class DecodeSteps:
         return [*([] if self._answering is None else [self._answering]), *self._expert_answering]
 
     def capture(self, batch_sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
-        """Capture steps for these batch sizes: those that ask share one memory pool, since one runs at a time, and so
-        do those that do not.
+        """Capture steps for these batch sizes: those with host reads share one memory pool, since one runs at a time,
+        and so do those that do not.
         """
         if self.loop.checks_coverage:
             return  # it waits for the device in every layer
@@ -305,7 +306,9 @@ class DecodeSteps:
     def _take_turns(
         self, steps: Sequence[Step], attentions: Sequence[Attention], exchanges: Sequence[SlotExchange]
     ) -> tuple[list[Tensor], float]:
-        """Answer each ask of eager steps, and compute what is behind it; the parts' logits, and seconds of answers."""
+        """Answer each host request of eager steps, and compute what is behind it; the parts' logits, and seconds of
+        answers.
+        """
         assert self.host_reader is not None
         times, clock, num_requests = self.host_reader.times, time.perf_counter, len(self.loop.offloaded_layers)
         logits, attention_s = [], 0.0
@@ -360,7 +363,7 @@ class DecodeSteps:
         return [_logits_of(step) for step in steps]
 
     def _experts_of(self, num_rows: int, reads_host: bool) -> ExpertExchange | None:
-        """Return where a step of so many rows asks for experts; None: it fetches them."""
+        """Return where a step of so many rows requests experts; None: it fetches them."""
         if not self._experts:
             return None
         experts = self._experts[_place(reads_host)]
@@ -376,7 +379,7 @@ class DecodeSteps:
             self._expert_answering[_place(reads_host)].recover()
 
     def _answer_experts(self, captured: _Captured, reads_host: bool) -> tuple[Answers, ...]:
-        """Tell the workers what a launched step asks for experts."""
+        """Hand the workers the expert requests of a launched step."""
         if captured.expert_requests is None:
             return ()
         place = _place(reads_host)

@@ -45,7 +45,7 @@ def piece_arrays(shape: TierShape, num_tables: int) -> dict[str, ArraySpec]:
 def slot_shape(
     architecture: Architecture, num_tables: int, dtype: str, excludes: bool, is_counted: bool = False
 ) -> SlotShape:
-    """Return what a row of a decode step asks of the host in a layer. excludes: a row may take blocks off it."""
+    """Return the arrays of a host request, for one row and one layer. excludes: a row may take blocks off it."""
     blocks = -(-architecture.max_context_tokens // BLOCK_TOKENS) if excludes else 0
     a = architecture
     return SlotShape(a.num_heads, a.dim, num_tables, dtype, a.num_kv_heads, blocks, is_counted)

@@ -1,11 +1,11 @@
 """The device's dealings with the host tier for running sequences: their offloads, and their end.
 
-Invariants: an offload's rows are copied from their pages before the pages are given up, in stream order; rows that come
+Invariants: an offload's rows are copied from their pages before the pages are evicted, in stream order; rows that come
 back stand in their pages before a page table has these, in stream order; a context is closed when nothing is on its way
 up. Offload blocks pass through one buffer, however many are due in a step, and rows of more than an offload block a
 layer at a time through another, so that a context that grows past the resident limit takes no memory beside it; then
-the device waits for the link. What comes back does so through the staging of prompts, and none that goes down is under
-way then.
+the device waits for the link. What comes back does so through the staging of prompts, and none that is offloaded is
+under way then.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Room = tuple[Reservation, list[LayerRows]]  # and its rows, a layer each
 
 
 class Offloader:
-    """One tier's device side. At least one layer goes down."""
+    """One tier's device side. At least one layer is offloaded."""
 
     def __init__(
         self, tier: HostTier, row_transfer: RowTransfer, pool: KvPool, gathered: GatheredKv, staging: Staging

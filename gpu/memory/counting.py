@@ -48,7 +48,7 @@ def _bytes_of_contexts(
     demand: Demand, bare: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None
 ) -> int:
     """Return what experts leave contexts of `bare` bytes: what was asked for, or a share of it; and in any case what
-    one of the longest takes that was asked for. Of one that goes down that is what keeps it going.
+    one of the longest takes that was asked for. Of one that is offloaded that is what keeps it going.
     """
     longest, tier = context or min(SMALLEST_CONTEXT_TOKENS, demand.shape.max_context_tokens), demand.host
     if tier is None:
@@ -86,7 +86,7 @@ def count_rings(demand: Demand, limit: int) -> Demand:
 
 def spare_window_tokens(page_tokens: int, host: HostDemand | None) -> int:
     """Return the tokens of a window beyond what layers see: where a prefix may end behind which a prompt begins. The
-    tokens of a turn's last pages, and, of a context that goes down, all that is not down.
+    tokens of a turn's last pages, and, of a context that is offloaded, all that is not down.
     """
     return 2 * page_tokens + (host.window_tokens + 2 * OFFLOAD_BLOCK_TOKENS if host is not None else 0)
 

@@ -81,7 +81,7 @@ class Demand:
 
     @property
     def num_lanes(self) -> int:
-        """Return the lanes in which steps run side by side: those that ask the host have one of their own."""
+        """Return the lanes in which steps run side by side: those with host reads have one of their own."""
         return 2 if self.host is not None and self.device == "cuda" else 1
 
     @property

@@ -118,7 +118,7 @@ class HostDemand:
 
     @property
     def slot_row_bytes(self) -> int:
-        """Return the bytes of a row's asks on their way to the CPU, and of the answer; a layer."""
+        """Return the bytes of a row's host request and of its answer in one layer."""
         tables, dtype = self.config.sampled.num_tables, FLOATS[self.dtype_bytes]
         return sum_bytes(slot_shape(self.shape, tables, dtype, self.excludes).row_arrays().values())
 

@@ -47,7 +47,7 @@ def resolve_host(
     host: HostConfig, kept: Kept, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int,
     kv: KvFormat | None = None, excludes: bool = False,
 ) -> HostDemand:  # fmt: skip
-    """Return what a host tier asks for. kept: what stays on the device of contexts that go down
+    """Return what a host tier asks for. kept: what stays on the device of contexts that are offloaded
     (`gpu.profiles.find_kept`). Raises PlanError for heads that the host does not read, for a layer that the model has
     not, and for all of them.
     """

@@ -118,7 +118,7 @@ class MemoryPlan:
 
     def start_bytes(self, place: Place) -> int:
         """Return how much of that is held before any request comes, at most: on the CPU device pages and windows come
-        with requests, and so does host memory for what goes down.
+        with requests, and so does host memory for what is offloaded.
         """
         later = self.host_limit_bytes if place == "host" else 0
         if place == "host" and self.device == "cpu":
@@ -152,7 +152,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
-    kept: what of contexts that go down stays on the device (`gpu.profiles.find_kept`), None without `host`;
+    kept: what of contexts that are offloaded stays on the device (`gpu.profiles.find_kept`), None without `host`;
     states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); rings that nobody counted
     take an eighth of what weights and workspaces leave, and there is one at least; documents: how their chunks are
     kept; computed_rows: see `MemoryPlan`. A context that nobody asked for shrinks to what fits; one

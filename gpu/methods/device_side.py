@@ -1,4 +1,4 @@
-"""What a method does on the device: before and after a layer of a decode step is read, and to keys that go down.
+"""What a method does on the device: before and after a layer of a decode step is read, and to keys that are offloaded.
 
 Invariant: what a method does is ordered by the device's stream alone and takes no decision on the host, so a step with
 it may be captured.
@@ -25,7 +25,7 @@ from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a method runs. tier_shape: of what goes down, or None; sink_tokens: that stay in front of that;
+    """Where a method runs. tier_shape: of what is offloaded, or None; sink_tokens: that stay in front of that;
     max_running: slots; dtype: of the model's activations; stored: of rows in pages (`kv_rows`).
     """
 
@@ -82,9 +82,9 @@ class Lent(Protocol):
 class DeviceSide:
     """Does nothing; a method overrides what it has a part in.
 
-    needs_host_reads: it has no part in steps that ask the host nothing, which may then go without it. reuses: it has
+    needs_host_reads: it has no part in steps without host reads, which may go without it. reuses: it has
     one in steps alone in which a row holds one of its rings, and is told of these and of prompts. makes_codes: whether
-    it makes those of keys that go down, for the host's hash tables; at most one method of a deployment does.
+    it makes those of keys that are offloaded, for the host's hash tables; at most one method of a deployment does.
     """
 
     needs_host_reads: ClassVar[bool] = False
@@ -116,9 +116,9 @@ class DeviceSide:
 class RingSide(DeviceSide):
     """The device side of a method with rings: it takes part in the steps of rows that hold one, and is told of prompts.
 
-    borrows: it reads rows in host memory by itself, and is told where they lie before each step that asks. held: rings
-    by slot, as the host knows them in the order of plans. ring_of_slot: int32 `[max_running + 1]` on the device, -1:
-    none; the last is of padding rows.
+    borrows: it reads rows in host memory by itself, and is told where they lie before each step with a host read. held:
+    rings by slot, as the host knows them in the order of plans. ring_of_slot: int32 `[max_running + 1]` on the device,
+    -1: none; the last is of padding rows.
     """
 
     reuses: ClassVar[bool] = True

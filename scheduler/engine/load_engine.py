@@ -44,7 +44,7 @@ from transfer.tier_shape import TierShape
 log = logging.getLogger(__name__)
 
 _REHEARSED_PROMPTS = 8
-_LAUNCHES_A_LAYER = 12  # of a decode step that asks, each of which may come when prefill's blocks have every SM
+_LAUNCHES_A_LAYER = 12  # of a decode step with a host read, each of which may come when prefill's blocks have every SM
 _WAITING_SHARE = 0.5  # of the token gap target: for all of them, if each waits for a whole block
 
 

@@ -17,7 +17,7 @@ from transfer.machine_rates import STORED_AS, Rates, core_rate
 Way = Literal["auto", "fetch", "compute"] | int  # as `gpu.host_experts` is asked for
 READ_SHARE = 0.85  # of a stream's rate, what products of rows with a few vectors reach (lab/LAB.md)
 FURTHER_ROWS = 3.5  # times as fast as the first row that takes an expert the others are multiplied (lab/LAB.md)
-HOP_MS = 0.06  # of a layer: the ask over the link, a region's start and its three stages, the answer seen
+HOP_MS = 0.06  # of a layer: the host request over the link, a region's start and its three stages, the answer seen
 
 
 @dataclass(frozen=True, slots=True)

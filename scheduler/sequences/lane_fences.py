@@ -11,8 +11,8 @@ from gpu.step import HostRead, Lane
 
 
 class Rows(Enum):
-    """Of a decode step, whose time is learnt: those of `Lane.DEVICE`, or that could step there; those that ask, alone
-    or with others that ask nothing.
+    """Of a decode step, whose time is learnt: those of `Lane.DEVICE`, or that could step there; those with host reads,
+    alone or with others without.
     """
 
     DEVICE = 0

@@ -5,11 +5,11 @@ Rows of both kinds step together if that is expected to draw more tokens a secon
     joint   (n + m) / J,      J = step(W + K + R, H)
     apart   n / A + m / B,    A = step(S (W + K), H)    B = (W + R) / (1 - (W + K) / A)
 
-for n rows that ask and m that do not; W seconds of the device to read the weights once, K and R those to read what the
-rows of either kind have on it, H of the host to attend. `step(D, H)` is the shorter of D + H, one batch, and
-max(D + W, H), two half batches in turns, which read the weights twice, as W + K in B does then (`halving`).
-The device is one: beside the other lane what the rows that ask take of it lasts S times as long, since their kernels
-come one by one and each finds one of the other lane's there; and the other lane has what they leave.
+for n rows with host reads and m without; W seconds of the device to read the weights once, K and R those to read what
+the rows of either kind have on it, H of the host to attend. `step(D, H)` is the shorter of D + H, one batch, and max(D
++ W, H), two half batches in turns, which read the weights twice, as W + K in B does then (`halving`). The device is
+one: beside the other lane what the rows with host reads take of it lasts S times as long, since their kernels come one
+by one and each finds one of the other lane's there; and the other lane has what they leave.
 
 Rows join where that gives more, and no row's token takes more than LONGEST_WAIT times what it takes apart, contention
 included: short streams are not to wait for the host. All that goes in is seen: rows and bytes of steps, the host's
@@ -31,7 +31,7 @@ from scheduler.sequences.lane_fences import Rows
 LONGEST_WAIT = 2.0  # of a token in a joint step: at most so many times what it takes apart
 JOIN_WAIT = 1.8  # they join where it is expected to be no more, so that noise about the bound moves nobody
 LEAST_GAIN = 0.05  # of tokens a second, for which rows join or part: likewise
-DWELL_STEPS = 8  # of those that ask, at the least, until rows join or part again
+DWELL_STEPS = 8  # of those with host reads, at the least, until rows join or part again
 LONGEST_STEPS = 512  # what the formula was off by is forgotten behind so many: then the other way may be tried anew
 SETTLED_STEPS = 8  # of about the same load, until smoothed times are of it and not of the one before
 _ALIKE = 0.1  # of the bytes of a load, in which another is about the same
@@ -42,7 +42,7 @@ _PACE_SMOOTHING = 0.1  # of the device, which does not change
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Rows of steps, those that ask and others, and what they read on the device beside the weights."""
+    """Rows of steps, those with host reads and others, and what they read on the device beside the weights."""
 
     num_host_rows: int
     num_others: int
@@ -60,7 +60,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """device_s: of a byte that a step reads there; host_s: of attending for the rows that ask."""
+    """device_s: of a byte that a step reads there; host_s: of attending for the rows with host reads."""
 
     reads: StepReads
     device_s: float
@@ -109,8 +109,8 @@ class _Steady:
 
 
 class Grouping:
-    """`is_joint`: all rows step together, where some ask. `decode_seconds`: of steps of each kind, which somebody else
-    learns; 0: none has run.
+    """`is_joint`: all rows step together, where some have host reads. `decode_seconds`: of steps of each kind, which
+    somebody else learns; 0: none has run.
     """
 
     def __init__(self, reads: StepReads, decode_seconds: Mapping[Rows, float]) -> None:
@@ -118,10 +118,10 @@ class Grouping:
         self._reads = reads
         self._decode_seconds = decode_seconds
         self._device_s = self._host_s = 0.0  # as in `Costs`; 0: not seen
-        self._alone: Load | None = None  # of the last step of rows that ask nothing
+        self._alone: Load | None = None  # of the last step of rows without host reads
         self._steady_alone, self._steady = _Steady(), _Steady()
         self._num_parts = 1
-        self._num_steps = 0  # of rows that ask, since others joined them or parted
+        self._num_steps = 0  # of rows with host reads, since others joined them or parted
         self._off = {True: (1.0,), False: (1.0, 1.0)}  # seen over expected, joint and apart, when it was so last
 
     def observe_alone(self, load: Load, host_rows: Load | None) -> None:

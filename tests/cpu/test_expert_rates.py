@@ -14,7 +14,7 @@ from transfer.machine_rates import STORED_AS
 from transfer.matrix_rows import nbytes_of
 
 GIB = 1 / 12
-RUNS_S = (0.1, 0.5, 0.4, 0.8, 0.7, 0.6)  # of an ask; those of the first run are not measured
+RUNS_S = (0.1, 0.5, 0.4, 0.8, 0.7, 0.6)  # of a host request; those of the first run are not measured
 BYTES_OF = {"bf16": 2.0, "int4": 37 / 64, "int8": 34 / 32, "fp8": 1 + 4 * (2 / HIDDEN + 1 / INTERMEDIATE) / 3}
 
 

@@ -89,7 +89,7 @@ def test_rows_get_the_weighed_sum_of_what_their_experts_make_of_them(name: str, 
         layer = layers[number]
         assert layer is not None
         assert off(slot.out[: len(experts)].numpy(), oracle(layer, hidden, experts, shares)) < HOST_EXPERTS_FLOAT32
-        assert bool(slot.out[len(experts) :].isnan().all())  # rows that ask nothing are not touched
+        assert bool(slot.out[len(experts) :].isnan().all())  # rows without host reads are not touched
 
 
 def test_the_comparison_sees_an_expert_that_is_left_out_and_another_rows_share() -> None:

@@ -84,7 +84,7 @@ def test_the_comparison_sees_one_row_less(tier):
 
 
 def test_an_ask_that_comes_late_is_answered_in_the_same_call(tier):
-    """The call waits for the flags of every layer; one that did not would answer the ask before."""
+    """The call waits for the flags of every layer; one that did not would answer the host request before."""
     with Device(tier, 1) as device:
         context_id = next(_ids)
         device.open(context_id, Reading.SAMPLE, 700)

@@ -113,8 +113,8 @@ class Device:
     def attend(self, context_ids, late_s=0.0, asks=LAYERS, cuts=None, slot=None):
         """Answers of all layers: out `[layers, rows, heads, dim]`, lse `[layers, rows, heads]`, and the queries.
 
-        late_s: from the call for an answer to its ask; asks: layers that are asked, the others never; cuts: tokens that
-        are asked for, of each context; slot: to ask in.
+        late_s: from the call for an answer to its host request; asks: layers that are asked, the others never; cuts:
+        tokens that are asked for, of each context; slot: to ask in.
         """
         rows = len(context_ids)
         slot, queries = slot or self._new_slot(), self._queries(rows)

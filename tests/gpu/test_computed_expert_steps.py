@@ -79,7 +79,7 @@ def test_steps_that_ask_for_attention_ask_for_experts_as_well(monkeypatch: pytes
 
 
 def test_captured_steps_of_both_kinds_wait_for_both_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one row and of two, of which one is padding sometimes; a context goes down in between."""
+    """Of one row and of two, of which one is padding sometimes; a context is offloaded in between."""
     with twins_that_compute(monkeypatch) as twins:
         twins.prefill([draw_prompt(100), draw_prompt(60)])
         steps = captured(twins, monkeypatch, (2,))
@@ -113,7 +113,7 @@ def test_a_step_whose_experts_come_late_fails_and_the_next_one_does_not(
         assert bool(twins.sequences[0].released) == asks
         exchange, answer = steps._experts[0], HostExperts.answer
         with monkeypatch.context() as patch:
-            # the host expects one more than there is: its last ask does not come, behind all that the device awaits
+            # the host expects one more than there is: its last request does not come
             def more(self: HostExperts, parts: Any) -> Any:
                 ((asked, slot),) = parts
                 table = np.concatenate([asked.table, asked.table[-1:]])
@@ -171,8 +171,8 @@ def test_a_step_of_more_rows_than_the_slot_has_is_captured_without_asks(monkeypa
 
 @pytest.mark.gpu
 def test_a_card_waits_for_experts_and_for_attention_in_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real graphs, in both lanes: before a context goes down, and behind that. Answers that fail leave nobody waiting,
-    and the next step is right.
+    """Real graphs, in both lanes: before a context is offloaded, and behind that. Answers that fail leave nobody
+    waiting, and the next step is right.
     """
     card = {"device": "cuda", "graph_batch_sizes": (1, 2)}
     with twins_that_compute(monkeypatch, limit_s=20, **card) as twins:

@@ -117,7 +117,7 @@ def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypa
 class Log(list[str]):
     """Steps of two half batches of a row each, a and b, that ask twice; who computes and answers writes it down.
 
-    fails_at: the ask of b's that no device makes.
+    fails_at: the host request of b's that no device makes.
     """
 
     def __init__(self, fails_at: int | None = None) -> None:

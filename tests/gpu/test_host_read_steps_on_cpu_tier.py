@@ -20,7 +20,7 @@ from transfer.reading import Reading
 MIB = 2**20
 LENGTHS = (2600, 300, 2300, 190, 2450)
 PROMPTS = [document_prompt(length, length) for length in LENGTHS]
-NUM_STEPS = 70  # an offload block of each context goes down among them
+NUM_STEPS = 70  # an offload block of each context is offloaded among them
 ALL = (1, 64)  # bits and tables with which every key is sampled, but those opposite to the query
 FEW = (7, 40)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -1,4 +1,5 @@
-"""Steps that ask are launched behind one another: the same logits, and what fails is what must, whoever is in flight.
+"""Steps with host reads are launched behind one another: the same logits, and what fails is what must, whoever is in
+flight.
 
 On the CPU a thread stands in for the device that replays a graph, and a launch ends with its step; on CUDA two steps
 are in flight.
@@ -307,7 +308,7 @@ def test_on_cuda_the_next_step_is_launched_before_an_answer_is_given() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["late", "stopped"])
 def test_on_cuda_two_steps_in_flight_fail_and_the_device_goes_on(how: str) -> None:
-    """A step is answered again once the failure is known; where the thread was stopped, rows that ask nothing go on."""
+    """A step is answered again once the failure is known; where the thread was stopped, other rows go on."""
     twins = Twins(device="cuda", graph_batch_sizes=(1, 2, 3))
     twins.prefill([*PROMPTS[:2], SHORT])
     check_steps(twins, [0, 1, 2], 1)

@@ -1,5 +1,6 @@
-"""An ask of the CPU as it stands in a slot, and on a GPU the whole hop, a thousand times in CUDA graphs: launched when
-the answer is there, and launched ahead of it."""
+"""A host request of the CPU as it stands in a slot, and on a GPU the whole hop, a thousand times in CUDA graphs:
+launched when the answer is there, and launched ahead of it.
+"""
 
 import time
 
@@ -99,7 +100,7 @@ def test_an_ask_that_does_not_fit_the_slot_is_named(dtype, device):
 
 
 def test_an_ask_says_which_heads_and_blocks_it_wants(dtype, device):
-    """Those of the ask before it are not kept: without a mask all heads are wanted, and nothing is excluded."""
+    """Those of the request before it are not kept: without a mask all heads are wanted, and nothing is excluded."""
     generator = np.random.default_rng(4)
     slot = new_slot(5, SlotShape(6, 64, 0, dtype_name(dtype), kv_heads=2, exclusion_blocks=320), torch.device(device))
     counters = new_counters(slot, torch.device(device))
@@ -122,7 +123,9 @@ def test_an_ask_says_which_heads_and_blocks_it_wants(dtype, device):
 
 
 class Hop:
-    """A segment's ends: merge the answer, make the next ask of it, pack it. The codes are the device's own count."""
+    """A segment's ends: merge the answer, make the next host request of it, pack it. The codes are the device's own
+    count.
+    """
 
     def __init__(self, rows: int, dtype: torch.dtype, device: str) -> None:
         self.slot = poisoned_slot(rows + 2, 8, 64, 30, dtype, device)
@@ -173,7 +176,7 @@ def test_every_hop_brings_this_asks_row_and_the_next_one_reads_its_answer(rows, 
 
 @pytest.mark.gpu
 def test_what_is_launched_ahead_waits_for_the_answer_to_its_ask(dtype, device):
-    """A stamp that is written before its answer, or waited for in vain, would bring the ask before."""
+    """A stamp that is written before its answer, or waited for in vain, would bring the answer before it."""
     if device == "cpu":
         pytest.skip("the CPU is not launched ahead")
     hop = Hop(3, dtype, device)
@@ -200,7 +203,7 @@ def test_an_answer_to_another_ask_is_not_taken_on_the_cpu(dtype, device):
         pytest.skip("a device would wait")
     hop = Hop(1, dtype, device)
     hop.compute()
-    with pytest.raises(AssertionError, match="ask 1 has the answer to ask 0"):
+    with pytest.raises(AssertionError, match="request 1 has the answer to request 0"):
         hop.compute()
     hop.slot.release()
     hop.compute()

@@ -1,7 +1,7 @@
 """Pages in codes of 8 bits, served: the logits of an oracle whose pages hold what the codes mean, whatever is beside.
 
-The oracle rounds each row as it is written, and computes as it does without codes; rows that went down are the host's
-in both.
+The oracle rounds each row as it is written, and computes as it does without codes; rows that were offloaded are the
+host's in both.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def steps(twins: Twins, slots: list[int], count: int) -> float:
 @on_codes
 @pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
 def test_what_stays_and_what_goes_down_is_what_the_codes_mean(kv: Kv, reading: Reading) -> None:
-    """Prompt, decode, offload blocks, pages that are given up, in two rows."""
+    """Prompt, decode, offload blocks, pages that are evicted, in two rows."""
     twins = Twins(kv=kv, reading=reading)
     twins.prefill(PROMPTS)
     assert steps(twins, [0, 1], 16) < KV_FLIP_LOGITS

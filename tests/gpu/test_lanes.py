@@ -100,7 +100,7 @@ def test_a_lane_has_steps_buffers_behind_those_who_had_them_last() -> None:
 
 
 def test_a_step_that_is_over_keeps_none_of_those_behind_it() -> None:
-    """Rows that ask may come once a day, and each step knows the next one."""
+    """Rows with host reads may come once a day, and each step knows the next one."""
     twins = Twins()
     twins.prefill([PROMPTS[0], SHORT])
     for slot in range(2):
@@ -209,8 +209,8 @@ def test_units_attend_as_their_plan_says_that_they_give_way(monkeypatch: pytest.
 def test_steps_with_the_same_buffers_are_not_launched_side_by_side(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that ask in both lanes would read and write each other's: the second step fills its rows while the first
-    goes by them. On CUDA the first one's answer is held back.
+    """Rows with host reads in both lanes would read and write each other's: the second step fills its rows while the
+    first goes by them. On CUDA the first one's answer is held back.
     """
     twins = Twins(device=device, graph_batch_sizes=(1,) if device == "cuda" else ())
     twins.prefill([*PROMPTS[:2], SHORT, SHORT])
@@ -244,8 +244,9 @@ def test_steps_with_the_same_buffers_are_not_launched_side_by_side(
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["at once", "late steps", "late answers"])
 def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile(how: str) -> None:
-    """Rows that ask beside some that do not, of which one joins them behind a fence and leaves them behind one. Those
-    that ask may step long after they are launched, or get answers late, so that the others step before or meanwhile.
+    """Rows with host reads beside some that do not, of which one joins them behind a fence and leaves them behind one.
+    Those that ask may step long after they are launched, or get answers late, so that the others step before or
+    meanwhile.
     """
     with twins_on_cpu_tier("cuda", Reading.WHOLE, ALL, (1, 2, 3)) as twins:
         twins.prefill([document_prompt(length, length) for length in (2600, 2300, 90, 75)])

@@ -240,7 +240,7 @@ def test_only_batch_sizes_that_can_run_get_graphs() -> None:
 
 
 def test_every_step_that_is_captured_is_planned() -> None:
-    """Those that ask nothing, and those that ask whole or in two halves, of which a single row has none."""
+    """Those without host reads, and those with host reads whole or in two halves, of which a single row has none."""
     alone = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=8)
     with_host = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=8, host=HostConfig())
     parts_and_rows = [(0, 8), (1, 8), (2, 8), (0, 2), (1, 2), (2, 2), (1, 1)]

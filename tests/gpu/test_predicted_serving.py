@@ -101,8 +101,8 @@ class PredictedTwins(Twins):
 
 @pytest.mark.parametrize("kept_tokens", [0, 96])
 def test_where_every_block_is_fetched_the_logits_are_the_exact_profiles(kept_tokens: int) -> None:
-    """From the first step on, over offload blocks that go down meanwhile: each is fetched before the step that releases
-    it.
+    """From the first step on, over offload blocks that are offloaded meanwhile: each is fetched before the step that
+    releases it.
     """
     twins = PredictedTwins(WIDE, check_coverage=True, kept_tokens=kept_tokens)
     twins.prefill_down(0, PROMPT)

@@ -1,4 +1,4 @@
-"""Prefill of prompts that go down to the host: the same text, the same rows, whatever else happens meanwhile."""
+"""Prefill of prompts that are offloaded to the host: the same text, the same rows, whatever else happens meanwhile."""
 
 import itertools
 
@@ -79,7 +79,7 @@ def relative(got: Tensor, wanted: Tensor, centre: Tensor) -> float:
 
 
 def assert_rows_are_down(stand: Stand, context_id: int, plain: Stand, slot: int, end: int, tolerance: float) -> None:
-    """Tokens `[SINK, end)` of the plain stand's slot, in every layer that goes down."""
+    """Tokens `[SINK, end)` of the plain stand's slot, in every layer that is offloaded."""
     assert stand.tier.num_tokens(context_id) == end - SINK
     for place, layer in enumerate(DOWN):
         for got, wanted in zip(

@@ -21,7 +21,7 @@ PROMPT = document_prompt(700, 3)
 @pytest.mark.parametrize("dense_layers", [(0, 2), (), (1,)])
 @pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
 def test_rows_come_back_in_pieces_and_are_read_on_the_device(dense_layers: tuple[int, ...], reading: Reading) -> None:
-    """Pages are NaN until they are written and once they are given up: what is read is there."""
+    """Pages are NaN until they are written and once they are evicted: what is read is there."""
     twins = Twins(check_coverage=True, kept_tokens=2048, dense_layers=dense_layers, reading=reading)
     twins.prefill_down(0, PROMPT)
     sequence = twins.sequences[0]

@@ -1,4 +1,4 @@
-"""Rows that go down through `RowTransfer`, layer by layer or in offload blocks, and come back.
+"""Rows that are offloaded through `RowTransfer`, layer by layer or in offload blocks, and come back.
 
 On a machine without a GPU the device's way through buffers is taken as well, by CPU tensors.
 """

@@ -2,7 +2,7 @@
 
 The first is the oracle of the second. Both are fed the first one's tokens. What the host rounds (rows in bf16) is
 written back into the oracle's pages, so that the two differ by the order of float32 sums alone. Pages are NaN until
-written and again when they are given up, so any read of what is not there shows.
+written and again when they are evicted, so any read of what is not there shows.
 """
 
 from collections.abc import Sequence as Many
@@ -242,7 +242,7 @@ class Twins:
         return result
 
     def plan(self, slots: list[int], offloads: list[Offload]) -> StepPlan:
-        """Of the runner that offloads: rows that ask the host, and rows that do not, in one group."""
+        """Of the runner that offloads: rows with host reads, and rows that do not, in one group."""
         writes = []
         for slot in slots:
             sequence = self.sequences[slot]

@@ -91,7 +91,7 @@ class PageRunner:
         self.page_tokens = page_tokens
         self.unit_seconds = unit_seconds
         self.decode_seconds = decode_seconds
-        self.host_seconds, self.num_parts = 0.0, 1  # of a step that asks
+        self.host_seconds, self.num_parts = 0.0, 1  # of a step with a host read
         self.logits_seconds = unit_seconds
         self.layout = layout
         self.clock = 0.0
@@ -313,7 +313,7 @@ class PageRunner:
         context += tokens
 
     def _release(self, release: PageEviction) -> None:
-        """Rows are read, then written: dense pages may lie in the pages that are given up."""
+        """Rows are read, then written: dense pages may lie in the pages that are evicted."""
         read = [list(self.pages[page]) for page in release.page_ids]
         for place in release.places:
             if place.slot not in self.tables:

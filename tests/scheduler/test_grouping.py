@@ -96,7 +96,7 @@ def test_short_streams_beside_long_ones_are_expected_as_measured_and_stay_apart(
 
 
 def test_short_streams_stay_apart_although_they_would_draw_more_in_all_together() -> None:
-    """One beside four: most tokens are of those that ask, and it would wait three times as long."""
+    """One beside four: most tokens are of those with host reads, and it would wait three times as long."""
     load = Load(4, 1, 0, 0)
     apart = Apart(0.080, 0.010)
     assert rate(load, apart) < 5 / 0.030
@@ -174,7 +174,7 @@ class Machine:
     random: Random = field(default_factory=lambda: Random(5))
 
     def run(self, num_steps: int, change: Callable[[int], None] = lambda step: None) -> list[bool]:
-        """Which steps of rows that ask others shared."""
+        """Which steps of rows with host reads others shared."""
         costs = CostModel(SHAPE)
         grouping = Grouping(self.cell.reads, costs.decode_seconds)
         joint = []
@@ -226,7 +226,7 @@ def test_where_joint_steps_take_longer_than_expected_rows_part_and_try_again_onc
 def test_where_steps_apart_take_longer_than_expected_rows_join_though_the_formula_says_no(
     times: float, is_joint: bool
 ) -> None:
-    """Kernels of the other lane may hold those that ask up for longer than S says."""
+    """Kernels of the other lane may hold those with host reads up for longer than S says."""
     cell = Cell(THIRTEEN.shape, THIRTEEN.asking, THIRTEEN.others, H100, 42.0)
     load, costs, seconds = cell.load, cell.costs, dict.fromkeys(Rows, 0.0)
     apart, grouping = expect_apart(load, costs), Grouping(cell.reads, seconds)

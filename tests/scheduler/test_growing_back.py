@@ -27,7 +27,7 @@ def restores_of(runner: PageRunner) -> list[FinishedReload]:
 
 
 def press(engine: Engine, *names: str) -> None:
-    """All that these have written is given up."""
+    """All that these have written is evicted."""
     for name in names:
         context = context_of(engine, name)
         assert engine.scheduler.residence.evictor.evict_to(context, context.num_blocks)

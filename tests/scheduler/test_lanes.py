@@ -229,7 +229,7 @@ def start_long(engine: Engine) -> None:
 
 
 def schedule_release(engine: Engine, runner: PageRunner, submits: bool = True) -> StepPlan:
-    """The first plan of rows that ask the host which releases something, launched by nobody yet."""
+    """The first plan of rows with host reads which releases something, launched by nobody yet."""
     scheduler = engine.scheduler
     if submits:
         start_long(engine)

@@ -120,7 +120,7 @@ def test_where_blocks_are_late_and_samples_find_every_key_texts_are_those_of_rea
     with every_key_engine(late) as engine:
         (side,) = engine._runner._reusing.values()
         side._score = lambda layer, choice: torch.rand(layer.scores.shape)
-        engine.scheduler.residence.evictor.is_adaptive = False  # what goes down leaves the device at once
+        engine.scheduler.residence.evictor.is_adaptive = False  # what is offloaded leaves the device at once
         prompt = prompt_of(LONG_TOKENS, 7)
         texts = [text(run(engine, [ask(name, prompt, 20, name)])[name]) for name in ("both", "offloaded")]
         assert texts[0] == texts[1]

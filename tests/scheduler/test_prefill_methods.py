@@ -161,7 +161,7 @@ def test_nobody_waits_for_the_last_block_of_a_prompt_under_way() -> None:
 
 
 def make_engine_down(align_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, PageRunner]:
-    """Of a profile of both: its contexts go down."""
+    """Of a profile of both: its contexts are offloaded."""
     offloaded = host_engines.PROFILES["offloaded"]
     parts = (*offloaded.parts, *make_profile("", align_tokens).parts)
     blocky = replace(offloaded, name="blocky", parts=parts, kv_key="blocky, down")

@@ -388,7 +388,7 @@ def test_a_default_profile_is_priced_as_what_it_reads(name: str) -> None:
     step = found.get(found.taken).first
     read = 2048 if kind.startswith("predicted") else 0
     layer_token, row = 2 * 8 * 128 * 2, 512
-    layers = 29 if read else 30  # that go down: two are dense in the reference deployment, of predictions one more
+    layers = 29 if read else 30  # offloaded: two are dense in the reference deployment, of predictions one more
     down = step.down_tokens
     whole_ms = (CONTEXT * 32 - (down - read) * layers) * layer_token / 1e9
     assert step.device_kv_ms == pytest.approx(whole_ms, rel=PLACEMENT_MS)

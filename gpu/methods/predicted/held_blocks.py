@@ -1,7 +1,7 @@
 """What the sequences of one part of a profile hold: histories, the blocks that are on the device, where others lie.
 
 A **place** is a KV head of a ring: ring * kv_heads + kv_head. Blocks are of BLOCK_TOKENS tokens, counted through the
-run that goes down, from its first token. Invariants: a slot of a place holds the keys and values of the block that
+run that is offloaded, from its first token. Invariants: a slot of a place holds the keys and values of the block that
 `ids` names, restored, and no block stands in two; `bits` are those of `ids`.
 """
 

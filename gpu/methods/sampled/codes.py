@@ -1,4 +1,6 @@
-"""Sampling's side on the device: codes of keys that go down, and of queries, by which the host finds what collides."""
+"""Sampling's side on the device: codes of keys that are offloaded, and of queries, by which the host finds what
+collides.
+"""
 
 from typing import ClassVar
 

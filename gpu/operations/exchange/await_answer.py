@@ -20,7 +20,7 @@ _RELEASED = tl.constexpr(RELEASED)
 def await_answer_reference(counters: Tensor, slot: Handshake) -> None:
     """Check on the CPU that the host has answered already. Raises AssertionError where it has not."""
     stamp, answered = int(counters[0]), int(slot.answered)
-    assert answered in (stamp, RELEASED), f"await_answer: ask {stamp} has the answer to ask {answered}"
+    assert answered in (stamp, RELEASED), f"await_answer: request {stamp} has the answer to request {answered}"
 
 
 @triton.jit
@@ -32,8 +32,8 @@ def _await_answer_kernel(counters, answered):
 
 
 def await_answer(counters: Tensor, slot: Handshake) -> None:
-    """Wait, in stream order, until the last ask packed with these counters (of `exchange_pack.new_counters`) has its
-    answer, or the slot is released. May be captured. Raises ValueError for other counters.
+    """Wait, in stream order, until the last host request packed with these counters (of `exchange_pack.new_counters`)
+    has its answer, or the slot is released. May be captured. Raises ValueError for other counters.
     """
     check("await_answer", "counters", counters, (len(slot.flags),), torch.int32, counters.device)
     if not runs_on_triton(counters):

@@ -76,7 +76,7 @@ def request_experts(
     captured. `slot.advance(rows)` is the host's side.
 
     ids: int32 `[rows, per_token]`; shares: float32, their weights; slots: int32 `[rows]`, below 0 in those that are not
-    in use and ask nothing, None: all are; counters: of `exchange_pack.new_counters`, on the rows' device. Raises
+    in use and request nothing, None: all are; counters: of `exchange_pack.new_counters`, on the rows' device. Raises
     ValueError for another shape, dtype or device.
     """
     op, (rows, hidden), device = "request_experts", normed.shape, normed.device
