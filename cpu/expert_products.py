@@ -29,8 +29,9 @@ PAIRS_AT_ONCE = 4  # of `down`; of gate and up two, whose tokens may lie anywher
 TILE_FLOATS = 2 * BLOCK * 4  # of a thread: gates and ups of two pairs, and a line to itself; gains are behind them
 
 # The context. Of the model: widths, and a table of layers, LAYER_COLUMNS each. Of the slot: addresses. Of the request:
-# how many rows, pairs and experts, and the layer's matrices. Of the workspace: addresses, by expert (number, first pair),
-# by pair (row, place's share is the slot's), of each of a row's places its pair or -1, and bytes of a thread's tile.
+# how many rows, pairs and experts, and the layer's matrices. Of the workspace: addresses, by expert (number,
+# first pair), by pair (row, place's share is the slot's), of each of a row's places its
+# pair or -1, and bytes of a thread's tile.
 HIDDEN, INTERMEDIATE, PER_TOKEN, LAYERS = range(4)
 X, EXPERTS, SHARES, OUT = range(4, 8)
 NUM_ROWS, NUM_PAIRS, NUM_TAKEN = range(8, 11)
