@@ -24,7 +24,9 @@ class GateError(Exception):
 
 
 class Row(BaseModel):
-    """`ms` is the median. `floor` says in words what bytes or FLOPs over which rate give `floor_ms`."""
+    """One row of a benchmark. `ms` is the median. `floor` says in words what bytes or FLOPs over which rate give
+    `floor_ms`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -28,7 +28,9 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """`tokens` int64 `[batch, 1 + steps]`: the prefill's and every step's. `step_ms`: between two collected steps."""
+    """The tokens and times of a decode loop. `tokens` int64 `[batch, 1 + steps]`: the prefill's and every step's.
+    `step_ms`: between two collected steps.
+    """
 
     tokens: np.ndarray
     step_ms: list[float]

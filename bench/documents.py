@@ -52,10 +52,10 @@ Times = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class DocumentsBenchmark:
-    """`lengths` of prompts in tokens; `policies` as `scheduler.fusion_labels` names them, the first of which is taken
-    for all but first tokens; `ratio`: of those that have one; times are medians of `repeats`. keep_tokens: of a
-    context, once a prompt is done; 0: not timed. profile: whose prefill is timed beside `exact`, or None. seconds: no
-    measurement begins later, from the start of all; None: all are made.
+    """The settings of `tandem bench documents`: `lengths` of prompts in tokens; `policies` as `scheduler.fusion_labels`
+    names them, the first of which is taken for all but first tokens; `ratio`: of those that have one; times are medians
+    of `repeats`. keep_tokens: of a context, once a prompt is done; 0: not timed. profile: whose prefill is timed beside
+    `exact`, or None. seconds: no measurement begins later, from the start of all; None: all are made.
     """
 
     lengths: tuple[int, ...]

@@ -39,10 +39,10 @@ _QUESTION_TOKENS = 256  # of the second turn
 
 @dataclass(frozen=True, slots=True)
 class LongContextBenchmark:
-    """`context` tokens a prompt, `prompts` of them: further requests repeat them, and share what is offloaded;
-    `batches` ascending; `steps` measured at each, or as many as `seconds` have room for and MIN_STEPS at least; `turn`
-    tokens of a first turn, or 0. `one_in_flight`: steps are timed again with each collected before the next is
-    launched; `own_prompts`: those of a peer that reads all, too.
+    """The settings of `tandem bench long`: `context` tokens a prompt, `prompts` of them: further requests repeat them,
+    and share what is offloaded; `batches` ascending; `steps` measured at each, or as many as `seconds` have room for
+    and MIN_STEPS at least; `turn` tokens of a first turn, or 0. `one_in_flight`: steps are timed again with each
+    collected before the next is launched; `own_prompts`: those of a peer that reads all, too.
     """
 
     context: int

@@ -28,7 +28,7 @@ from transfer.tier_shape import TierShape
 
 
 class Floor(NamedTuple):
-    """`text` says what over which rate gives `ms`."""
+    """A floor, and why. `text` says what over which rate gives `ms`."""
 
     text: str
     ms: float
@@ -36,7 +36,7 @@ class Floor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LongFloors:
-    """Of one deployment on this machine. stream_gb_s: the rate at which the device reads its weights."""
+    """The floors of one deployment on this machine. stream_gb_s: the rate at which the device reads its weights."""
 
     architecture: Architecture
     plan: MemoryPlan

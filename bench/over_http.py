@@ -49,7 +49,7 @@ class HttpBenchmark:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Of one step of the engine, for all streams together."""
+    """The floor of one step of the engine, for all streams together."""
 
     text: str
     ms: float

@@ -30,8 +30,9 @@ _PEER = "FlashAttention alone, in the same engine"
 
 @dataclass(frozen=True, slots=True)
 class PrefillBenchmark:
-    """`lengths` of prompts in tokens, ascending; `turn`: tokens of a conversation's first prompt, or 0, and `question`
-    those of its next one; `peers`: whether FlashAttention alone is timed, too.
+    """The settings of `tandem bench prefill`: `lengths` of prompts in tokens, ascending; `turn`: tokens of a
+    conversation's first prompt, or 0, and `question` those of its next one; `peers`: whether FlashAttention alone is
+    timed, too.
     """
 
     lengths: tuple[int, ...]

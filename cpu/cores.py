@@ -15,8 +15,9 @@ _SECOND_CORE_THREADS = 16  # ... and another to what is built
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """builders: threads that build tables; building: how many of these have a core of their own while they have work;
-    launching: cores left to the thread that launches beside the other lane.
+    """The cores that attention and table builders share. builders: threads that build tables; building: how many of
+    these have a core of their own while they have work; launching: cores left to the thread that launches beside the
+    other lane.
     """
 
     builders: int

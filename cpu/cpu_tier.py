@@ -64,7 +64,7 @@ class TierStats:
 
 
 class CpuTier:
-    """All host contexts of an engine. Called from one thread."""
+    """The host tier of an engine, with all of its host contexts. Called from one thread."""
 
     def __init__(
         self, shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, source: PageSource,

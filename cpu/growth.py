@@ -38,7 +38,7 @@ class SegmentReservation:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a reservation will do. appended: tokens for the open tail; copied_tail: capacity of a copy that replaces it,
+    """The steps of a reservation. appended: tokens for the open tail; copied_tail: capacity of a copy that replaces it,
     or 0; seals_tail: no more tokens will come into it; opened: tokens and capacity of new segments.
     """
 

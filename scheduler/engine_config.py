@@ -38,7 +38,7 @@ class SchedulerConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """What an engine is made from: a deployment without its server."""
+    """The settings of an engine: a deployment without its server."""
 
     model: ModelConfig
     gpu: GpuConfig = GpuConfig()
@@ -49,7 +49,7 @@ class EngineConfig(Settings):
 
 
 class EngineStart(Settings):
-    """What an engine process is told when it begins. `memory` was planned before: what is allocated is what it says."""
+    """The first message to an engine process. `memory` was planned before: what is allocated is what it says."""
 
     config: EngineConfig
     memory: MemoryPlan

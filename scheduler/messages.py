@@ -34,9 +34,9 @@ class ChunkSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fusion(msgspec.Struct, frozen=True, kw_only=True):
-    """How a prompt with chunks is computed. policy: a name of `gpu.fusion.fusion_plan`; ratio: of all prompt tokens,
-    recomputed, in [0, 1]; select_layer, seam_tokens: of policies that look; keep_tokens: after the first token, of the
-    context, a layer and head (0: all).
+    """The settings by which a prompt with chunks is computed. policy: a name of `gpu.fusion.fusion_plan`; ratio: of all
+    prompt tokens, recomputed, in [0, 1]; select_layer, seam_tokens: of policies that look; keep_tokens: after the first
+    token, of the context, a layer and head (0: all).
     """
 
     policy: str
@@ -47,7 +47,8 @@ class Fusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate. `max_tokens` bounds the output, and prompt + output never exceed the model's context.
+    """A request to generate one sequence. `max_tokens` bounds the output, and prompt + output never exceed the model's
+    context.
 
     `prompt` is packed (`pack_tokens`); requests that share one share the object, and it is hashed once for all of them.
     `stop_token_ids` end it (the stop token is reported in `Delta.token_ids`), and are not drawn before the output has
@@ -143,7 +144,7 @@ class NamedChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DropChunks(msgspec.Struct, frozen=True, tag=True):
-    """No document has these chunks any more: they leave the store. Who reads them goes on."""
+    """A message to drop chunks that no document has any more. Requests that read them go on."""
 
     chunks: list[NamedChunk]
 
@@ -195,8 +196,8 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """`code`: `queue_full` (try again later), `too_large` (can never fit) or `grammar` (cannot be compiled); `message`
-    names what was asked and had.
+    """The answer to a request that is not admitted. `code`: `queue_full` (try again later), `too_large` (can never fit)
+    or `grammar` (cannot be compiled); `message` names what was asked and had.
     """
 
     submit_id: str
@@ -205,7 +206,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChunksStored(msgspec.Struct, frozen=True, tag=True):
-    """What became of `StoreChunks`. `num_known` were stored before; `reason`: why the others could not be, or empty."""
+    """The answer to `StoreChunks`. `num_known` were stored before; `reason`: why the others could not be, or empty."""
 
     request_id: str
     num_stored: int
@@ -214,14 +215,14 @@ class ChunksStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """Of one token: its natural-log probability and the `(token id, logprob)` of the most likely, best first."""
+    """One token's natural-log probability and the `(token id, logprob)` of the most likely, best first."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step added to one request. The last one has a `finish_reason`: stop, length or error."""
+    """The output that a step added to one request. The last one has a `finish_reason`: stop, length or error."""
 
     request_id: str
     token_ids: list[int]
@@ -238,7 +239,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a request's prefill is, in tokens of work done (layer-weighted: all layers of one token are one)."""
+    """The progress of a request's prefill, in tokens of work done (layer-weighted: all layers of one token are one)."""
 
     request_id: str
     done_tokens: int
@@ -283,7 +284,7 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Of documents' chunks, since the engine started; memory_bytes: what the last used ones take now."""
+    """Counts of documents' chunks since the engine started; memory_bytes: what the last used ones take now."""
 
     memory_bytes: int
     written: int
@@ -329,7 +330,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """One message a step."""
+    """The engine's message about one step."""
 
     deltas: list[Delta]
     progress: list[Progress]

@@ -57,7 +57,7 @@ class SlotRequests:
 
 
 class Answers:
-    """Those of one step, under way."""
+    """The answers of one step, under way."""
 
     def __init__(self, host: Answerer, parts: Sequence[SlotRequests]) -> None:
         self.host = host
@@ -97,7 +97,9 @@ class Answers:
 
 
 class Answering:
-    """One device's. Its methods are called from the thread that launches; the other begins with the first step."""
+    """The thread that answers one device's host requests. Its methods are called from the thread that launches; the
+    other begins with the first step.
+    """
 
     def __init__(self, exchanges: Sequence[Exchange], on_answered: OnAnswered) -> None:
         self._exchanges = exchanges

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Documents:
-    """`shape`: of the chunks that the library keeps, and `device` computes."""
+    """The copies of document chunks between device and library. `shape`: of the chunks that the library keeps, and
+    `device` computes.
+    """
 
     def __init__(self, library: ChunkLibrary, device: torch.device) -> None:
         self.library = library

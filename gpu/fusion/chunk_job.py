@@ -25,7 +25,8 @@ DenseAttend = Callable[[PrefillQuery], Attended]
 
 
 class ChunkJob:
-    """token_ids: int32 of each chunk, whose keys and values are kept under `keys`."""
+    """A prefill job over document chunks. token_ids: int32 of each chunk, whose keys and values are kept under `keys`.
+    """
 
     def __init__(
         self, token_ids: list[np.ndarray], keys: list[ChunkKey], decoder: Decoder, documents: Documents,

@@ -13,8 +13,8 @@ from gpu.kv.pool import KvPool
 
 
 class Eviction:
-    """Of one prompt: tokens `[front, tail)` are candidates, `num_evicted` of which go; the question is tokens `[tail,
-    question_end)`.
+    """The eviction of one prompt's tokens: `[front, tail)` are candidates, `num_evicted` of which go; the question is
+    tokens `[tail, question_end)`.
     """
 
     def __init__(self, front: int, tail: int, question_end: int, num_tokens: int, num_evicted: int) -> None:

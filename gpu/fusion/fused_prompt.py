@@ -50,7 +50,9 @@ class _Chunk:
 
 
 class FusedPrompt:
-    """compute: gives the layers of a chunk, uint8 `[layer_bytes]` each, that is nowhere; it waits for the device."""
+    """A prompt that is made of stored chunks. compute: gives the layers of a chunk, uint8 `[layer_bytes]` each, that is
+    nowhere; it waits for the device.
+    """
 
     def __init__(
         self, prompt: PrefillPrompt, decoder: Decoder, documents: Documents, compute: Callable[[int], list[HostPages]]

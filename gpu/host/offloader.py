@@ -28,7 +28,7 @@ Room = tuple[Reservation, list[LayerRows]]  # and its rows, a layer each
 
 
 class Offloader:
-    """One tier's device side. At least one layer is offloaded."""
+    """The device side of offloading for running sequences. At least one layer is offloaded."""
 
     def __init__(
         self, tier: HostTier, row_transfer: RowTransfer, pool: KvPool, gathered: GatheredKv, staging: Staging

@@ -27,14 +27,18 @@ EncodeKeys = Callable[[Tensor, Tensor], None]  # see `gpu.methods.device_side.De
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """read: the source may be overwritten after it (`streams.wait_for(read)`); done: the host has the rows."""
+    """The events of a copy to host memory. read: the source may be overwritten after it (`streams.wait_for(read)`);
+    done: the host has the rows.
+    """
 
     read: Event
     done: Event
 
 
 class RowTransfer:
-    """One a device. encode_keys: makes codes of stored keys, or None where the shape has no tables."""
+    """The copies of rows between device and host memory; one for each device. encode_keys: makes codes of stored keys,
+    or None where the shape has no tables.
+    """
 
     def __init__(
         self, shape: TierShape, encode_keys: EncodeKeys | None, device: torch.device, streams: Streams

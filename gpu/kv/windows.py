@@ -21,7 +21,7 @@ from gpu.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class WindowShape:
-    """How many windows there are, and of which layers. `count` windows of `num_pages` pages in each of `layers`; none:
+    """The number of KV windows and their layers. `count` windows of `num_pages` pages in each of `layers`; none:
     all layers are in pages.
     """
 

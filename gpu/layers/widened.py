@@ -15,7 +15,9 @@ from gpu.operations.linear.packed_matrix import Packed
 
 
 class Widened:
-    """At most `most_bytes` of them; a larger one is not kept. It belongs to the stream that it is made on."""
+    """Matrices widened to the compute dtype, at most `most_bytes`; a larger one is not kept. It belongs to the stream
+    that it is made on.
+    """
 
     def __init__(self, most_bytes: int, device: torch.device) -> None:
         self.most_bytes = most_bytes

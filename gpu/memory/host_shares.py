@@ -20,7 +20,9 @@ DENSE_SHARE = 0.6  # of the KV pages, at most, for the dense layers of the longe
 
 @dataclass(frozen=True, slots=True)
 class HostShares:
-    """`kv_bytes` are for pages of both kinds, `host_limit_bytes` for offloaded KV and tables: `host_tokens` of them."""
+    """The shares of memory that a deployment with a host tier plans. `kv_bytes` are for pages of both kinds,
+    `host_limit_bytes` for offloaded KV and tables: `host_tokens` of them.
+    """
 
     context: int
     hidden_tokens: int
@@ -32,8 +34,9 @@ class HostShares:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`left_bytes` of the device after what does not depend on the context; on the CPU device, offloaded KV is a part
-    of it. What is None was not asked for: `host_default_bytes` then bounds the offloaded KV.
+    """The memory that is left to plan. `left_bytes` of the device after what does not depend on the context; on the CPU
+    device, offloaded KV is a part of it. What is None was not asked for: `host_default_bytes` then bounds the offloaded
+    KV.
     """
 
     left_bytes: int

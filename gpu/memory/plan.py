@@ -53,7 +53,8 @@ MOST_EMPTY_PAGES = 2**18  # where no layer has pages, there are numbers alone
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`limit_bytes[place]` bounds the sum of that place's items; without a GPU every item is in host memory.
+    """The memory of a deployment, planned item by item. `limit_bytes[place]` bounds the sum of that place's items;
+    without a GPU every item is in host memory.
 
     `kv`: how pages hold rows. `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense
     (`gpu.page_layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),

@@ -60,7 +60,7 @@ GRIDS: dict[str, list[Config]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Of one product. what: of GRIDS; tokens: of a call; key: of the configuration in its table."""
+    """One product to time. what: of GRIDS; tokens: of a call; key: of the configuration in its table."""
 
     what: str
     tokens: int

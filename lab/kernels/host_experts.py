@@ -58,9 +58,9 @@ MOST_OFF = 2.0**-6  # of the largest number of a result: four roundings of bf16
 
 @dataclass(frozen=True, slots=True)
 class HostExpertsBenchmark:
-    """weights: as `model.weights`, or a GGUF file's kind, None: bf16. on_card: experts of each layer, None: what the
-    plan of `memory_gib` says, for the longest of `prompts`. ways: in which steps are timed, in this order; threads: of
-    the CPU that computes, None: physical cores.
+    """The settings of the benchmark. weights: as `model.weights`, or a GGUF file's kind, None: bf16. on_card: experts
+    of each layer, None: what the plan of `memory_gib` says, for the longest of `prompts`. ways: in which steps are
+    timed, in this order; threads: of the CPU that computes, None: physical cores.
     """
 
     shape: str

@@ -44,7 +44,9 @@ ERRORS_KIND = "bf16, errors"  # as bf16, with the standard errors of its answers
 
 @dataclass(frozen=True, slots=True)
 class LshBenchmark:
-    """keys: tokens of the context; paper: K = bits, L = tables; repeats: rounds, of STEPS steps each."""
+    """The settings of the benchmark. keys: tokens of the context; paper: K = bits, L = tables; repeats: rounds, of
+    STEPS steps each.
+    """
 
     keys: int
     threads: int

@@ -45,7 +45,7 @@ PARTS = ("match", "attention", "complete")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """capacity: entries of a ring (the paper's K); band: its r; outs: of summaries in the ring."""
+    """The shape of a step. capacity: entries of a ring (the paper's K); band: its r; outs: of summaries in the ring."""
 
     heads: int
     kv_heads: int

@@ -37,9 +37,10 @@ CALIBRATION_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of steps of one batch, milliseconds on the device: asked and counted shares of heads that hit, of groups of which
-    all did, and of KV rows that were read. asked None: a step without MAC. layer_tau: the thresholds, as a profile of
-    these weights takes them (`layer_tau`; 0 where one would have to be below), empty where nothing or all was to hit.
+    """The times of steps of one batch, milliseconds on the device: asked and counted shares of heads that hit, of
+    groups of which all did, and of KV rows that were read. asked None: a step without MAC. layer_tau: the thresholds,
+    as a profile of these weights takes them (`layer_tau`; 0 where one would have to be below), empty where nothing or
+    all was to hit.
     """
 
     asked: float | None

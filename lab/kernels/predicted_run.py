@@ -23,7 +23,9 @@ from lab.kernels.predicted_tables import AIMS, tabulate, tabulate_aims
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Of `python -m lab kernel predicted-steps`; seconds: nothing is begun after so many, None: everything is."""
+    """The arguments of `python -m lab kernel predicted-steps`; seconds: nothing is begun after so many, None:
+    everything is.
+    """
 
     shape: str
     cells: Sequence[Cell]

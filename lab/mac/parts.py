@@ -46,9 +46,9 @@ Prompts = Mapping[tuple[str, int], list[Prompt]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What is run. tasks: answered freely, by methods and by profiles; long: by profiles alone, while methods are fed
-    the right answers, `most` tokens of each. samples, forced_samples, served_samples: prompts a task and length of
-    methods with free and with fed answers, and of profiles.
+    """The settings of a run. tasks: answered freely, by methods and by profiles; long: by profiles alone, while methods
+    are fed the right answers, `most` tokens of each. samples, forced_samples, served_samples: prompts a task and length
+    of methods with free and with fed answers, and of profiles.
 
     beside: other methods. error_steps: tokens of `error_texts` texts at each length that figure 4 is made of,
     0: none. batch: prompts of the longest length that go together in the decoder.
@@ -72,8 +72,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Part:
-    """cells: answered freely; forced: whose right answers are fed. settings: of a part that serves, what its engine
-    has; threads: of it that read host memory."""
+    """One part of a run. cells: answered freely; forced: whose right answers are fed. settings: of a part that serves,
+    what its engine has; threads: of it that read host memory.
+    """
 
     name: str
     kind: Literal["served", "decoder", "errors"]
@@ -90,7 +91,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Done:
-    """What a part left. errors: rows of figure 4. reason: why it was cut, failure: why it could not go on, or None."""
+    """The results of a part. errors: rows of figure 4. reason: why it was cut, failure: why it could not go on, or
+    None.
+    """
 
     name: str
     records: list[Record] = field(default_factory=list)

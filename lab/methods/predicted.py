@@ -37,8 +37,9 @@ SPARE_ROWS = 1  # of a history: scores are made whole here, so no more is needed
 
 @dataclass(slots=True)
 class Seen:
-    """history: of one layer, requests * heads; step: decode steps so far; network: packed for the device; offloads:
-    where the rest is sampled; chosen: blocks behind the sink that the last step read, int64 `[requests, heads, most]`,
+    """The state of a decode. history: of one layer, requests * heads; step: decode steps so far; network: packed for
+    the device; offloads: where the rest is sampled; chosen: blocks behind the sink that the last step read, int64
+    `[requests, heads, most]`,
     -1: none; scores: of the last prediction, `[requests, heads, blocks]`.
     """
 
@@ -51,11 +52,11 @@ class Seen:
 
 
 class Predicted(DecodeMethod):
-    """`group`: a KV head's score is the maximum over its query heads, after the network or before it, or each query
-    head reads for itself (apart). `every`: steps between two predictions, whose blocks stay meanwhile. `calibrate`:
-    every so many steps the history gets everything's attention. `rotate`: in each step one block of so many is
-    calibrated, in turn; 0: none. `unread`: what the history has of blocks that were not read, zero or what it had last.
-    `rest=sampled`: what is not read is sampled, a head each, and what that reads comes
+    """The reference of predicted blocks. `group`: a KV head's score is the maximum over its query heads, after the
+    network or before it, or each query head reads for itself (apart). `every`: steps between two predictions, whose
+    blocks stay meanwhile. `calibrate`: every so many steps the history gets everything's attention. `rotate`: in each
+    step one block of so many is calibrated, in turn; 0: none. `unread`: what the history has of blocks that were not
+    read, zero or what it had last. `rest=sampled`: what is not read is sampled, a head each, and what that reads comes
     on top of the budget.
     """
 

@@ -22,7 +22,7 @@ from gpu.methods.sampled.hyperplanes import MAX_BITS_PER_TABLE, Projections, dra
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """One layer's keys as they are held: of the whole capacity, a new one written as its token comes.
+    """One layer's offloaded keys: of the whole capacity, a new one written as its token comes.
 
     centre: float32 `[requests, kv_heads, dim]`. rows: centred keys `[requests, kv_heads, capacity, dim]`. norms:
     float32 `[requests, kv_heads, capacity]`. codes: int16 (a uint16's bits) `[requests, kv_heads, tables, capacity]`.
@@ -36,7 +36,7 @@ class Offloaded:
 
 
 class Sampled(DecodeMethod):
-    """`centred=false` hashes keys as they are, as the paper's ablation does (figure 8)."""
+    """The reference of sampling. `centred=false` hashes keys as they are, as the paper's ablation does (figure 8)."""
 
     name: ClassVar[str] = "sampled"
     paper: ClassVar[str] = "MagicPIG"

@@ -31,7 +31,7 @@ HEADS = ("all", "without a heavy key", "with a heavy key")
 
 @dataclass(frozen=True)
 class Draws:
-    """How contexts are sampled. steps: last queries of a prompt, all of which ask for the same tokens, behind `sink`
+    """The settings of sampling. steps: last queries of a prompt, all of which ask for the same tokens, behind `sink`
     and before `window` more than those; exclude: tokens of a KV head's blocks that the sample does not stand for, the
     best by the query before, as predicted blocks are left out; draws: of hyperplanes.
     """
@@ -48,8 +48,9 @@ class Draws:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of heads that found something, one entry each. wrong, estimated: of log mass, and of the output along the
-    estimate's direction as a share of its length; others: along OTHER_DIRECTIONS more; largest: of a sample's weights.
+    """The answers of heads that found something, one entry each. wrong, estimated: of log mass, and of the output along
+    the estimate's direction as a share of its length; others: along OTHER_DIRECTIONS more; largest: of a sample's
+    weights.
     """
 
     wrong: np.ndarray

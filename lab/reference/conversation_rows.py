@@ -45,9 +45,10 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """tokens: uint16 `[length + 1]`; classes: uint8 `[length]`, of the predicted tokens `tokens[1:]`; spans: (task,
-    begin, end) of answers among the predicted tokens; hints: (of HINTS, position among the inputs `tokens[:-1]`, token
-    to be known there)."""
+    """One training row. tokens: uint16 `[length + 1]`; classes: uint8 `[length]`, of the predicted tokens `tokens[1:]`;
+    spans: (task, begin, end) of answers among the predicted tokens; hints: (of HINTS, position among the inputs
+    `tokens[:-1]`, token to be known there).
+    """
 
     tokens: np.ndarray
     classes: np.ndarray
@@ -57,7 +58,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Library:
-    """What rows are made from. texts and their weights: sources of filler; text_rows: of rows of text alone."""
+    """The texts that rows are made from. texts and their weights: sources of filler; text_rows: of rows of text alone.
+    """
 
     spelling: Spelling
     words: list[str]

@@ -27,7 +27,9 @@ PARAGRAPHS_A_BATCH = 20_000
 
 @dataclass(frozen=True)
 class Text:
-    """tokens: uint16 `[tokens]`; ends: int64 `[sentences + 1]`, sentence i is `tokens[ends[i]:ends[i + 1]]`."""
+    """A text in tokens. tokens: uint16 `[tokens]`; ends: int64 `[sentences + 1]`, sentence i is `tokens[ends[i]:ends[i
+    + 1]]`.
+    """
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -66,7 +68,7 @@ def is_heading(text: str, place: int) -> bool:
 
 
 class Names:
-    """Where which names of people and places stand in a text from `begin` on."""
+    """The places where names of people and places stand in a text from `begin` on."""
 
     def __init__(self, text: str, begin: int) -> None:
         numbers: dict[str, int] = {}

@@ -25,8 +25,9 @@ EVALUATED = (*PLANS, *COUNTED, CONTINUE)
 
 @dataclass(frozen=True)
 class Target:
-    """What a batch is scored by, on the model's device: tokens int64 `[rows, length + 1]`, classes int64 `[rows *
-    length]`, spans int64 `[answers, 3]`, hints int64 `[hints, 3]`."""
+    """The targets that a batch is scored by, on the model's device: tokens int64 `[rows, length + 1]`, classes int64
+    `[rows * length]`, spans int64 `[answers, 3]`, hints int64 `[hints, 3]`.
+    """
 
     tokens: Tensor
     classes: Tensor

@@ -26,9 +26,10 @@ FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens: uint16 `[rows, length + 1]`; classes: uint8 `[rows, length]`; spans: int64 `[answers, 3]` of task, begin
-    and end in the flattened predicted tokens; hints: int64 `[rows * length // TOKENS_A_HINT, 3]` of subject, position
-    in the flattened inputs and token, the unused ones with subject -1."""
+    """One batch of training rows. tokens: uint16 `[rows, length + 1]`; classes: uint8 `[rows, length]`; spans: int64
+    `[answers, 3]` of task, begin and end in the flattened predicted tokens; hints: int64 `[rows * length //
+    TOKENS_A_HINT, 3]` of subject, position in the flattened inputs and token, the unused ones with subject -1.
+    """
 
     tokens: np.ndarray
     classes: np.ndarray

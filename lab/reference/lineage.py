@@ -14,7 +14,9 @@ LINEAGE = "training.json"
 
 @dataclass(frozen=True)
 class Run:
-    """What one run trained on. layers: which of the layers before it began with, from 0; None: all, in their order."""
+    """The record of one training run. layers: which of the layers before it began with, from 0; None: all, in their
+    order.
+    """
 
     stage: str
     gpus: int

@@ -35,7 +35,9 @@ _WARM_UP_SHARE = 0.25  # of a window, before it
 
 @dataclass(frozen=True, slots=True)
 class BesideBenchmark:
-    """`short` streams over prompts of `short_tokens`, `long` ones over `long_tokens`; a window takes `seconds`."""
+    """The settings of the benchmark: `short` streams over prompts of `short_tokens`, `long` ones over `long_tokens`; a
+    window takes `seconds`.
+    """
 
     short: int
     short_tokens: int
@@ -47,7 +49,7 @@ class BesideBenchmark:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Of one window, milliseconds: from token to token of all streams, and a token of one stream on average."""
+    """The milliseconds of one window: from token to token of all streams, and a token of one stream on average."""
 
     gaps_ms: list[float]
     token_ms: float
@@ -207,7 +209,7 @@ def _stream(client: Client, groups: Sequence[Sequence[str]], seconds: float) -> 
 
 
 class _Clock:
-    """When tokens of requests, in groups, were told of."""
+    """The times at which tokens of requests, in groups, were told of."""
 
     def __init__(self, groups: Sequence[Sequence[str]]) -> None:
         self._groups = groups

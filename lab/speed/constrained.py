@@ -54,7 +54,9 @@ _SIGNS = ['{"', '", "', '": ', '": "', '"}', '}, {"', "]", "[]", '["', '"]', "nu
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedBenchmark:
-    """`streams` of each half, of `tokens` each behind `prompt_tokens`; both kinds run `rounds` times in turn."""
+    """The settings of the benchmark: `streams` of each half, of `tokens` each behind `prompt_tokens`; both kinds run
+    `rounds` times in turn.
+    """
 
     streams: int
     tokens: int

@@ -29,7 +29,7 @@ class _Kind:
 
 
 class LaneWatch:
-    """`with LaneWatch(client) as watch: ..`, and then `watch.told()`."""
+    """A watch over the lanes of an engine. Use: `with LaneWatch(client) as watch: ..`, and then `watch.told()`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -44,8 +44,8 @@ LOOK_S = 0.02  # between looks at the loader's own memory
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """seconds: of the load alone; memory_s: of as much new memory, taken before; peak_rss_bytes: with pages of mapped
-    files (libraries); peak_own_bytes: without.
+    """The cost of loading weights. seconds: of the load alone; memory_s: of as much new memory, taken before;
+    peak_rss_bytes: with pages of mapped files (libraries); peak_own_bytes: without.
     """
 
     seconds: float

@@ -26,7 +26,7 @@ _ROWS = 100  # of a lane, at most: threads of the page are numbered by lane and 
 
 
 class HostSpan(NamedTuple):
-    """What a thread of the CPU did, in nanoseconds since the epoch."""
+    """A span of work of a CPU thread, in nanoseconds since the epoch."""
 
     name: str
     begin_ns: int

@@ -82,8 +82,9 @@ class Admitted:
 
 
 class Admission:
-    """`waiting`: in order, by priority and then by arrival, where preempted ones came first; one that was overtaken by
-    so many of less priority is overtaken by none. `free_slots`: the last one is taken first.
+    """The queue of waiting requests, and the decision which of them are admitted. `waiting`: in order, by priority and
+    then by arrival, where preempted ones came first; one that was overtaken by so many of less priority is overtaken by
+    none. `free_slots`: the last one is taken first.
     """
 
     def __init__(

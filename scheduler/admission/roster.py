@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Roster:
-    """`running`: in the order in which their prefills ended."""
+    """The sequences that are admitted. `running`: in the order in which their prefills ended."""
 
     def __init__(
         self,

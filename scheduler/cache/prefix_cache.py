@@ -24,7 +24,9 @@ _BLOCKS_AT_ONCE = 64  # hashed between two rests: a tenth of a millisecond
 
 
 class PrefixCache:
-    """`model_key`: names the model in hashes. Profiles of one `kv_key` share blocks."""
+    """Full KV blocks by the hash of their prefix. `model_key`: names the model in hashes. Profiles of one `kv_key`
+    share blocks.
+    """
 
     def __init__(self, pages: PagePool, windows: Windows, page_tokens: int, enabled: bool, model_key: bytes) -> None:
         self._pages = pages

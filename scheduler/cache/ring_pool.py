@@ -11,7 +11,7 @@ from scheduler.sequences.sequence import Sequence
 
 
 class Rings:
-    """counts: of each part of a profile that keeps rings."""
+    """The rings of each part of a profile, held by slots. counts: of each part of a profile that keeps rings."""
 
     def __init__(self, counts: Mapping[PartId, int], page_tokens: int) -> None:
         self._free = {part: list(range(count - 1, -1, -1)) for part, count in counts.items()}

@@ -39,9 +39,9 @@ class _Kept:
 
 
 class Windows:
-    """count: windows; 0: there are none, and nothing is held or refused. spare_tokens: cells of a window beyond what a
-    layer sees: so far behind the last cell may a prefix end that it still has. memory: how windows come to be
-    there, the first ones first; None: all are.
+    """The KV windows of a deployment, held by sequences. count: windows; 0: there are none, and nothing is held or
+    refused. spare_tokens: cells of a window beyond what a layer sees: so far behind the last cell may a prefix end that
+    it still has. memory: how windows come to be there, the first ones first; None: all are.
     """
 
     def __init__(self, count: int, spare_tokens: int, page_tokens: int, keeps: bool,

@@ -34,8 +34,8 @@ class GrammarError(Exception):
 
 
 class Constraint:
-    """One request's. `matcher`: None, if it has no grammar. Tokens that must come are **taken** before the request has
-    them: the matcher is ahead by these.
+    """The constraint on one request's tokens. `matcher`: None, if it has no grammar. Tokens that must come are
+    **taken** before the request has them: the matcher is ahead by these.
     """
 
     def __init__(self, request: EngineRequest, vocab_size: int, matcher: LLMatcher | None) -> None:
@@ -146,8 +146,8 @@ class Constraint:
 
 
 class Constraints:
-    """Those of an engine. `read_tokens`: makes the vocabulary that grammars are compiled for, when the first one comes;
-    it raises GrammarError where there is none.
+    """The constraints of an engine's requests. `read_tokens`: makes the vocabulary that grammars are compiled for, when
+    the first one comes; it raises GrammarError where there is none.
     """
 
     def __init__(self, vocab_size: int, read_tokens: Callable[[], LLTokenizer]) -> None:

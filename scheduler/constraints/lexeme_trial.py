@@ -33,7 +33,9 @@ _NOTATION = frozenset("\\^$.|?*+()[]{}")
 
 
 class Lexeme(NamedTuple):
-    """`told`: begins what is said of one that grows; `grammar`: of it alone; `text`: as it is written."""
+    """One lexeme of a grammar. `told`: begins what is said of one that grows; `grammar`: of it alone; `text`: as it is
+    written.
+    """
 
     told: str
     grammar: str

@@ -15,7 +15,7 @@ _SECONDS = 0.5
 
 
 class Heartbeat:
-    """`start`, `begin_turn` at every turn of the loop, `stop`."""
+    """A heartbeat of the engine loop. Use: `start`, `begin_turn` at every turn of the loop, `stop`."""
 
     def __init__(self, replies: str) -> None:
         self._replies = replies

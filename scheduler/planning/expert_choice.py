@@ -22,9 +22,9 @@ HOP_MS = 0.06  # of a layer: the host request over the link, a region's start an
 
 @dataclass(frozen=True, slots=True)
 class ExpertTimes:
-    """What a step's experts in host memory take, either way. Rates in 1e9 bytes a second; threads: of the CPU;
-    core_gflop_s: of each thread, products of one row by the names of `transfer.machine_rates`. Of few bits cores may
-    be slower than their memory.
+    """The time that a step's experts in host memory take, fetched or computed. Rates in 1e9 bytes a second; threads: of
+    the CPU; core_gflop_s: of each thread, products of one row by the names of `transfer.machine_rates`. Of few bits
+    cores may be slower than their memory.
     """
 
     shares: ExpertShares

@@ -21,7 +21,7 @@ def prompt_flops(model: Architecture, begin: int, end: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Of one deployment. tier: what the model offloads; None: there is no host tier."""
+    """The bytes that steps of a deployment read. tier: what the model offloads; None: there is no host tier."""
 
     architecture: Architecture
     plan: MemoryPlan

@@ -59,8 +59,9 @@ class _Computing:
 
 
 class Documents:
-    """kv_key: all that chunks depend on beside weights, tokens and salt. windows: of the model's layers. is_loaded:
-    whether a unit of (job, layer) waits for no disk.
+    """The document chunks of an engine: those to compute, to store and to read. kv_key: all that chunks depend on
+    beside weights, tokens and salt. windows: of the model's layers. is_loaded: whether a unit of (job, layer) waits for
+    no disk.
     """
 
     def __init__(

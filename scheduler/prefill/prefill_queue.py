@@ -22,7 +22,8 @@ MOST_SCORED_TOKENS = 512  # of a unit: the logits of one may take what several l
 
 @dataclass(eq=False, slots=True)
 class JobInProgress:
-    """Where a job stands: the next unit begins at token `begin` of `layer`, after the last one at that scored token.
+    """The progress of a prefill job: the next unit begins at token `begin` of `layer`, after the last one at that
+    scored token.
 
     method: of all its prompts, and units of it end at multiples of `align_tokens` in a prompt, or where one ends.
     is_background: it runs where no other job could.

@@ -34,8 +34,9 @@ class _Span:
 
 
 class Evictor:
-    """`holders`: the sequences that hold contexts. `is_adaptive`: what is down stays on the device while nobody needs
-    its pages; else it leaves by token counts alone. A benchmark changes it, with nothing under way.
+    """The choice of pages to evict, of contexts that the host has as well. `holders`: the sequences that hold contexts.
+    `is_adaptive`: what is down stays on the device while nobody needs its pages; else it leaves by token counts alone.
+    A benchmark changes it, with nothing under way.
     """
 
     def __init__(self, host: HostCapacity, contexts: HostContexts, pages: PagePool) -> None:

@@ -19,7 +19,9 @@ from scheduler.sequences.offloaded_context import HostContext, RunSize, owner_of
 
 
 class HostContexts:
-    """`keeps_idle`: whether a context outlives its sequence. `used_bytes`: all charges together."""
+    """The host contexts of an engine, and what each is charged. `keeps_idle`: whether a context outlives its sequence.
+    `used_bytes`: all charges together.
+    """
 
     def __init__(self, host: HostCapacity, pages: PagePool, keeps_idle: bool) -> None:
         self.limit_bytes = host.limit_bytes

@@ -25,7 +25,8 @@ _AHEAD_TOKENS = 2048  # of a long context's output, paid for when it is admitted
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a prompt's prefill begins: behind blocks that are known, or behind the front of a `source` context.
+    """The place where a prompt's prefill begins: behind blocks that are known, or behind the front of a `source`
+    context.
 
     `end`: where the offloaded run ends; 0: all of it stays on the device.
     """
@@ -37,9 +38,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What a prompt takes. Of its run, in blocks: `num_shared` are its source's, `num_own` its own, of which at least
-    `num_evicted` begin evicted. In pages of all layers: `num_new` for its window, and its sink unless its source has
-    that; `num_spare` that it may take soon. `size`: of the context that it is admitted with.
+    """The pages and host memory that a prompt takes. Of its run, in blocks: `num_shared` are its source's, `num_own`
+    its own, of which at least `num_evicted` begin evicted. In pages of all layers: `num_new` for its window, and its
+    sink unless its source has that; `num_spare` that it may take soon. `size`: of the context that it is admitted with.
     """
 
     num_shared: int

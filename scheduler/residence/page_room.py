@@ -14,7 +14,9 @@ from scheduler.sequences.sequence import Sequence
 
 
 class PageRoom:
-    """`contexts`, `evictor`: None where every context stays on the device, so that nobody has pages to give."""
+    """The pages that a request may take. `contexts`, `evictor`: None where every context stays on the device, so that
+    nobody has pages to give.
+    """
 
     def __init__(
         self, capacity: Capacity, pages: PagePool, contexts: HostContexts | None, evictor: Evictor | None

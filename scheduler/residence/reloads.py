@@ -18,7 +18,9 @@ _FREE_SHARE = 16  # one of so many pages stays free
 
 
 class Reloads:
-    """`num_quiet_steps`: since pages were evicted last, or anybody was in need of some."""
+    """The choice of evicted pages to reload. `num_quiet_steps`: since pages were evicted last, or anybody was in need
+    of some.
+    """
 
     def __init__(self, host: HostCapacity, evictor: Evictor, pages: PagePool) -> None:
         self._host = host

@@ -37,8 +37,9 @@ class Changes:
 
 
 class Residence:
-    """`model_key`: names the model in prefix hashes. `contexts`, `evictor`: None where every context stays on the
-    device. page_memory, window_memory: how these come to be there; None: all are.
+    """The place of each context: its pages, and its blocks in host memory. `model_key`: names the model in prefix
+    hashes. `contexts`, `evictor`: None where every context stays on the device. page_memory, window_memory: how these
+    come to be there; None: all are.
     """
 
     def __init__(

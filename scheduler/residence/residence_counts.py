@@ -5,7 +5,9 @@ from scheduler.residence.host_contexts import HostContexts
 
 
 class ResidenceCounts:
-    """`contexts`, `evictor`: None where every context stays on the device, and then all counts are 0."""
+    """Counts of resident, offloaded and evicted tokens. `contexts`, `evictor`: None where every context stays on the
+    device, and then all counts are 0.
+    """
 
     def __init__(self, page_tokens: int, contexts: HostContexts | None, evictor: Evictor | None) -> None:
         self._page_tokens = page_tokens

@@ -11,8 +11,8 @@ from gpu.step import HostRead, Lane
 
 
 class Rows(Enum):
-    """Of a decode step, whose time is learnt: those of `Lane.DEVICE`, or that could step there; those with host reads,
-    alone or with others without.
+    """The kind of rows of a decode step, whose time is learnt: those of `Lane.DEVICE`, or that could step there; those
+    with host reads, alone or with others without.
     """
 
     DEVICE = 0
@@ -28,7 +28,9 @@ def rows_of(lane: Lane, host_reads: Collection[HostRead | None]) -> Rows:
 
 
 class Lanes:
-    """lanes: those that there are, `Lane.DEVICE` among them; with one alone nothing is ever fenced."""
+    """The lanes of the device, and when a step is fenced. lanes: those that there are, `Lane.DEVICE` among them; with
+    one alone nothing is ever fenced.
+    """
 
     def __init__(self, lanes: Iterable[Lane]) -> None:
         self.all = tuple(lanes)

@@ -21,8 +21,8 @@ class RunSize:
 
 @dataclass(eq=False, slots=True)
 class HostContext:
-    """`size`: what is paid for; `pages`: of what is written, the parent's in front; those of the first `num_evicted`
-    blocks are dense, in `storage` if they are this context's own.
+    """The context of one sequence in host memory. `size`: what is paid for; `pages`: of what is written, the parent's
+    in front; those of the first `num_evicted` blocks are dense, in `storage` if they are this context's own.
 
     `is_written`: whether all of it is in host memory once the plans so far are carried out; else a prefill is at it.
     `num_landed`: of its first blocks, whose rows have landed by now, or will soon.

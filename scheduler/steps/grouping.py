@@ -60,7 +60,9 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """device_s: of a byte that a step reads there; host_s: of attending for the rows with host reads."""
+    """The seconds that reads take. device_s: of a byte that a step reads there; host_s: of attending for the rows with
+    host reads.
+    """
 
     reads: StepReads
     device_s: float
@@ -93,7 +95,9 @@ def joins(load: Load, apart: Apart, joint_s: float, is_joint: bool) -> bool:
 
 
 class _Steady:
-    """`num_steps`: of about the same load, up to now; of the first load ever, nothing else is in smoothed times."""
+    """A count of steps under a steady load. `num_steps`: of about the same load, up to now; of the first load ever,
+    nothing else is in smoothed times.
+    """
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -109,8 +113,8 @@ class _Steady:
 
 
 class Grouping:
-    """`is_joint`: all rows step together, where some have host reads. `decode_seconds`: of steps of each kind, which
-    somebody else learns; 0: none has run.
+    """The choice whether rows with and without host reads share steps. `is_joint`: all rows step together, where some
+    have host reads. `decode_seconds`: of steps of each kind, which somebody else learns; 0: none has run.
     """
 
     def __init__(self, reads: StepReads, decode_seconds: Mapping[Rows, float]) -> None:

@@ -42,7 +42,7 @@ def make_ring_side(settings: MacSettings, site: Site, num_rings: int) -> RingSid
 
 
 class Mac(RingSide):
-    """`num_rings` rings of each layer that is not off, in one store of all layers."""
+    """MAC on one device: `num_rings` rings of each layer that is not off, in one store of all layers."""
 
     def __init__(self, settings: MacSettings, site: Site, num_rings: int) -> None:
         super().__init__(site)

@@ -33,7 +33,9 @@ def make_prefill_side(settings: MomoSettings, site: Site, dense: PrefillSide) ->
 
 
 class Momo(PrefillSide):
-    """No state: what a unit needs of those before it is in their keys and values. dense: what computes dense rows."""
+    """MOMO's prefill on one device, without state: what a unit needs of those before it is in their keys and values.
+    dense: what computes dense rows.
+    """
 
     def __init__(self, settings: MomoSettings, dense: PrefillSide) -> None:
         self.settings = settings

@@ -68,7 +68,7 @@ def make_ring_side(settings: PredictedSettings, site: Site, num_rings: int) -> R
 
 
 class Predicted(RingSide):
-    """`num_rings` rings of each layer that is offloaded."""
+    """Predicted blocks on one device: `num_rings` rings of each layer that is offloaded."""
 
     borrows = True
 

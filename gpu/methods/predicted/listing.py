@@ -23,9 +23,10 @@ _BLOCK, _SKIP, _READ = tl.constexpr(BLOCK_TOKENS), tl.constexpr(SKIP), tl.conste
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """pages: int32 `[rows * kv_heads, slots]`, of a layer's keys and values, the blocks `ids` (likewise shaped), as
-    many as `tokens`, int32 `[rows * kv_heads]`, says; rows: int32 `[rows * kv_heads]`, of `pages`, -1: none. excluded:
-    int32 `[rows, kv_heads, words]`, the bits of what stands in slots, for a host request.
+    """The blocks that rows read of one layer. pages: int32 `[rows * kv_heads, slots]`, of a layer's keys and values,
+    the blocks `ids` (likewise shaped), as many as `tokens`, int32 `[rows * kv_heads]`, says; rows: int32 `[rows *
+    kv_heads]`, of `pages`, -1: none. excluded: int32 `[rows, kv_heads, words]`, the bits of what stands in slots, for a
+    host request.
     """
 
     pages: Tensor

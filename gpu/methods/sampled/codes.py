@@ -18,7 +18,7 @@ def make_device_side(settings: SampledConfig, site: Site) -> DeviceSide:
 
 
 class Codes(DeviceSide):
-    """hyperplanes: of keys and queries alike."""
+    """The hash codes of keys and queries. hyperplanes: of keys and queries alike."""
 
     needs_host_reads: ClassVar[bool] = True
     makes_codes: ClassVar[bool] = True
