@@ -25,8 +25,7 @@ DenseAttend = Callable[[PrefillQuery], Attended]
 
 
 class ChunkJob:
-    """A prefill job over document chunks. token_ids: int32 of each chunk, whose keys and values are kept under `keys`.
-    """
+    """A prefill job of document chunks. token_ids: int32 of each chunk, whose KV is kept under `keys`."""
 
     def __init__(
         self, token_ids: list[np.ndarray], keys: list[ChunkKey], decoder: Decoder, documents: Documents,

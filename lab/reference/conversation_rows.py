@@ -58,8 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Library:
-    """The texts that rows are made from. texts and their weights: sources of filler; text_rows: of rows of text alone.
-    """
+    """The texts that rows are made from. texts, with weights: sources of filler; text_rows: of rows of text alone."""
 
     spelling: Spelling
     words: list[str]
