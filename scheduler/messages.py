@@ -256,7 +256,7 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     contexts: int  # held by requests and idle
     tokens: int  # that are offloaded, shared ones once
     tokens_released: int  # of these, without pages of all layers on the device
-    tokens_resident: int  # with pages of all layers, of contexts that have a part here: not only what is down
+    tokens_resident: int  # with pages of all layers, of contexts that have a part here: not only what is offloaded
     tokens_restored: int  # that came back there
     segments: int
     tables_built: int  # layers of segments

@@ -219,7 +219,7 @@ class Demand:
         if self.host is None:
             return items
         staging = context * self.host.staging_token_bytes
-        return (*items, self.item("KV staging", staging, f"{STAGED_LAYERS} layers' KV of a prompt that goes down"))
+        return (*items, self.item("KV staging", staging, f"{STAGED_LAYERS} layers' KV of an offloaded prompt"))
 
     def _activation_bytes(self, num_tokens: int) -> int:
         """Return the bytes of one layer over so many tokens, with all that attention and methods make of them."""
@@ -326,7 +326,7 @@ class Demand:
             return ()
         slots, is_cuda = self.host.exchange_bytes, self.device == "cuda"
         buffers = self.item(
-            "deposits", self.host.transfer_buffer_bytes(is_cuda), "rows and codes on their way down or up"
+            "deposits", self.host.transfer_buffer_bytes(is_cuda), "rows and codes between device and host"
         )
         here = self.item("exchange", slots + self.host.hyperplane_bytes, "queries, codes, partials, hyperplanes")
         if not is_cuda:

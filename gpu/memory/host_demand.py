@@ -157,14 +157,14 @@ class HostDemand:
         return bytes_per_token(without_tables(self.tier_shape))
 
     def running_tokens(self, context: int) -> int:
-        """Return what a sequence keeps in resident pages once it is down: sink, window, an offload block that is due,
+        """Return what an offloaded sequence keeps in resident pages: sink, window, an offload block that is due,
         one that grows.
         """
         return min(self.sink_tokens + self.window_tokens + 2 * OFFLOAD_BLOCK_TOKENS, self._whole_pages(context))
 
     def floor_tokens(self, context: int, num_sequences: int) -> int:
         """Return what resident pages must hold: one sequence that stays on the device, until its first offload block is
-        due, or so many that are down.
+        due, or so many that are offloaded.
         """
         one = min(self.resident_tokens + OFFLOAD_BLOCK_TOKENS, self._whole_pages(context))
         return max(one, num_sequences * self.running_tokens(context))

@@ -58,7 +58,7 @@ class MemoryPlan:
 
     `kv`: how pages hold rows. `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense
     (`gpu.page_layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
-    and all of it up to `resident_tokens`; `offload_block_tokens` go down at once. Without one these are 0.
+    and all of it up to `resident_tokens`; `offload_block_tokens` are offloaded at once. Without one these are 0.
     `own_windows`: by name, of profiles whose methods need longer windows (`scheduler.planning.engine_memory`). `rings`:
     how many, of the methods that keep some, by what profiles name them (`ProfilePart`). `num_windows` of `window_pages`
     pages and `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of

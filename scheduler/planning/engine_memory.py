@@ -101,7 +101,7 @@ def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Archi
         notes.append(
             f"host.resident_tokens: {plan.resident_tokens:,} in place of {host.resident_tokens:,}: "
             f"{plan.sink_tokens:,} in front, a window of {plan.window_tokens:,} and {plan.offload_block_tokens:,} "
-            "that go down at once"
+            "that are offloaded at once"
         )
     return notes
 

@@ -35,8 +35,8 @@ class _Span:
 
 class Evictor:
     """The choice of pages to evict, of contexts that the host has as well. `holders`: the sequences that hold contexts.
-    `is_adaptive`: what is down stays on the device while nobody needs its pages; else it leaves by token counts alone.
-    A benchmark changes it, with nothing under way.
+    `is_adaptive`: offloaded blocks stay resident while nobody needs their pages; else they are evicted by token counts
+    alone. A benchmark changes it, with nothing under way.
     """
 
     def __init__(self, host: HostCapacity, contexts: HostContexts, pages: PagePool) -> None:
@@ -175,7 +175,7 @@ class Evictor:
             self._pages.release(page_ids)
             return
         sharing = self._contexts.sharing(owner, span.first)
-        assert all(one.num_evicted == span.last for one in sharing), "what comes back is still released, for all"
+        assert all(one.num_evicted == span.last for one in sharing), "what is reloaded is still evicted, for all"
         span = _Span(owner, span.first, span.last, sharing)
         for _ in sharing[1:]:
             self._pages.hold(page_ids)

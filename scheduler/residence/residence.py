@@ -198,7 +198,9 @@ class Residence:
         elif self.prefixes.is_enabled and not context.is_closed:
             num_sink = self._num_sink_blocks
             hashes = self.prefixes.known_hashes(sequence)
-            assert len(hashes) >= num_sink + num_blocks, "what goes down is known: the window is longer than a flight"
+            assert len(hashes) >= num_sink + num_blocks, (
+                "what is offloaded is known: the window is longer than a flight"
+            )
             end = min(num_sink + num_blocks, sequence.num_final_blocks)
             self.pages.publish(hashes, context.sink_pages, 0, min(num_sink, end))
             self.contexts.publish(context, hashes[num_sink:end])

@@ -183,7 +183,7 @@ def test_what_a_method_keeps_beyond_what_was_asked_for_is_noted_with_the_profile
     assert notes({"window_tokens": 1280}, quick=quick) == []
     front = "host.sink_tokens: 112 in place of 4: 'mac' of the profile 'deep' needs 100"
     deep = {"reuse": {"method": "mac", "sink_tokens": 100, "capacity": 16, "band": 16}, "host": "offloaded"}
-    block = "host.resident_tokens: 304 in place of 0: 112 in front, a window of 64 and 128 that go down at once"
+    block = "host.resident_tokens: 304 in place of 0: 112 in front, a window of 64 and 128 that are offloaded at once"
     assert notes({"resident_tokens": 0}, deep=deep) == [front, block]
 
 

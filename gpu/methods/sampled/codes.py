@@ -13,7 +13,7 @@ from transfer.host_config import SampledConfig
 
 def make_device_side(settings: SampledConfig, site: Site) -> DeviceSide:
     """Draw hyperplanes once: one draw of hyperplanes serves all layers and heads, and every run."""
-    assert site.tier_shape is not None, "sampled: nothing goes down here"
+    assert site.tier_shape is not None, "sampled: nothing is offloaded here"
     return Codes(draw_hyperplanes(settings, site.tier_shape.dim, site.dtype, site.device))
 
 
