@@ -133,7 +133,7 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
     bench = _Bench(benchmark, shape, plan, shares, rates, stream_gb_s, device, console, has_same_bits)
     rows = []
     for way in benchmark.ways:
-        rows += list(bench.benchmark_rows(weights, way, prompts=benchmark.prompts if way == benchmark.ways[0] else ()))
+        rows += list(bench.rows(weights, way, prompts=benchmark.prompts if way == benchmark.ways[0] else ()))
         gc.collect()  # a runner and its graphs, whose memory the next one wants
         if device.type == "cuda":
             torch.cuda.empty_cache()

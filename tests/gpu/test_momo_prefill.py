@@ -136,7 +136,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         prompt.ask(SETTINGS, 32, 50)
     piece = prompt.piece(0, 100)
     scattered = PrefillQuery(*(getattr(piece, name) if name != "begin" else None for name in piece.__slots__))
-    with pytest.raises(ValueError, match="positions are not consecutive; wanted a run of them"):
+    with pytest.raises(ValueError, match="positions are not consecutive; wanted consecutive ones"):
         Momo(SETTINGS, Dense()).attend(scattered)
     with pytest.raises(AssertionError, match="has no lse covers the whole past"):
         Momo(SETTINGS, Dense()).attend(piece).partial()
