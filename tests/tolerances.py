@@ -408,3 +408,13 @@ FAR_SUM_FLOAT32 = 2e-6
 FAR_SUM_BFLOAT16 = 2.0**-7
 # A layer's output where the CPU computes some experts: one rounding to bfloat16 in place of the card's three or four.
 COMPUTED_EXPERTS_BFLOAT16 = 2.0**-6
+
+# --- gpu: indexed attention ---
+# Of a partial over rows in float32, relative in norm: sums in another order, and products of matrices in TF32 on a card.
+INDEXED_PARTIAL = 1e-3
+# ... over rows, queries and weights in bf16.
+INDEXED_PARTIAL_BFLOAT16 = 1e-2
+# Estimated logits are stored in float16, as are rotated queries: 2**-11 of logits of a few, and of sums of 64 products.
+INDEXED_SCORES = 4e-3
+# Block means are stored in bf16: 2**-9 of each, at random.
+INDEXED_MEANS = 4e-3

@@ -62,7 +62,7 @@ def merge_all(partials: Sequence[Partial]) -> Partial:
 
 class Owner(IntEnum):
     """Which part of the system answers for a token in one (layer, query head). DROPPED: left out on purpose, and
-    counted.
+    counted. ESTIMATED: taken into account by estimated masses and mean values.
     """
 
     RESIDENT = 0
@@ -70,6 +70,7 @@ class Owner(IntEnum):
     REUSED = 2
     FETCHED = 3
     DROPPED = 4
+    ESTIMATED = 5
 
 
 class CoverageError(AssertionError):

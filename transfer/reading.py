@@ -16,6 +16,7 @@ class Reading(Enum):
     WHOLE = "whole"
     SAMPLE = "sample"
     BLOCKS = "blocks"
+    INDEXED = "indexed"
 
     @property
     def has_tables(self) -> bool:
@@ -23,7 +24,7 @@ class Reading(Enum):
         match self:
             case Reading.SAMPLE:
                 return True
-            case Reading.NONE | Reading.WHOLE | Reading.BLOCKS:
+            case Reading.NONE | Reading.WHOLE | Reading.BLOCKS | Reading.INDEXED:
                 return False
 
     @property
@@ -32,14 +33,14 @@ class Reading(Enum):
         match self:
             case Reading.NONE | Reading.WHOLE:
                 return True
-            case Reading.SAMPLE | Reading.BLOCKS:
+            case Reading.SAMPLE | Reading.BLOCKS | Reading.INDEXED:
                 return False
 
     @property
     def is_estimate(self) -> bool:
         """Tell whether the softmax mass of what is there is estimated rather than summed."""
         match self:
-            case Reading.SAMPLE:
+            case Reading.SAMPLE | Reading.INDEXED:
                 return True
             case Reading.NONE | Reading.WHOLE | Reading.BLOCKS:
                 return False
@@ -50,7 +51,7 @@ class Reading(Enum):
         match self:
             case Reading.BLOCKS:
                 return True
-            case Reading.NONE | Reading.WHOLE | Reading.SAMPLE:
+            case Reading.NONE | Reading.WHOLE | Reading.SAMPLE | Reading.INDEXED:
                 return False
 
     @property
@@ -59,7 +60,7 @@ class Reading(Enum):
         match self:
             case Reading.NONE:
                 return 0
-            case Reading.SAMPLE:
+            case Reading.SAMPLE | Reading.INDEXED:
                 return 1
             case Reading.WHOLE | Reading.BLOCKS:
                 return 2
@@ -69,12 +70,14 @@ class Reading(Enum):
         match self:
             case Reading.SAMPLE:
                 return Reading.SAMPLE if num_tables else Reading.WHOLE
-            case Reading.NONE | Reading.WHOLE | Reading.BLOCKS:
+            case Reading.NONE | Reading.WHOLE | Reading.BLOCKS | Reading.INDEXED:
                 return Reading.WHOLE
 
 
 def join_readings(readings: Iterable[Reading]) -> Reading:
-    """Return the reading of a profile whose methods have these: the first of sample, blocks and whole among them."""
+    """Return the reading of a profile whose methods have these: the first of these among them: sample,
+    blocks, indexed, whole.
+    """
     given = set(readings)
-    order = (Reading.SAMPLE, Reading.BLOCKS, Reading.WHOLE)
+    order = (Reading.SAMPLE, Reading.BLOCKS, Reading.INDEXED, Reading.WHOLE)
     return next((reading for reading in order if reading in given), Reading.NONE)

@@ -1,0 +1,147 @@
+"""Attention to offloaded tokens through an index of keys in few bits, which the device keeps.
+
+Every offloaded key has a copy of 4 bits a dimension on the device, so a step scores all of them there. The tokens with
+the most of the softmax of a KV head's query heads are read exactly, over the link, into slots that keep them while they
+stay chosen. All others are estimated: each block's mass by the scores, times the mean value of the block. Nothing is
+dropped, and the CPU reads nothing for a sequence that holds an index.
+"""
+
+from typing import Any
+
+from gpu.arrays import ArraySpec, sum_bytes
+from gpu.methods.counters import Counter, Counts, SavedReads, Share
+from gpu.methods.indexed.settings import IndexedSettings
+from gpu.methods.kept import OFFLOAD_KEYS, Kept, keep_as_set
+from gpu.methods.method import Footprint, ReadCost, RingMethod
+from gpu.model.architecture import Architecture
+from transfer.host_config import HostConfig
+from transfer.places import COLUMNS
+from transfer.reading import Reading
+from transfer.tier_shape import WORD_BITS
+
+SPLIT_TOKENS = 2_048  # that one program scores
+READ_SLOTS = 128  # that one program attends to
+BINS = 1_024  # of the histogram from which the threshold of a choice is taken
+PIECE_TOKENS = 2_048  # of a context in host memory: a tail of so many, or more at once
+MASS_UNIT = 1_000_000  # counters are integers: mass is counted in millionths
+
+COUNTERS = {
+    "index_offloaded_tokens": Counter("offloaded tokens of rows with an index, for each KV head and layer"),
+    "index_read_tokens": Counter("of these, those that were chosen and read exactly"),
+    "index_fetched_rows": Counter("of these, those whose rows came over the link in that step"),
+    "index_heads": Counter("query heads of rows with an index, for each layer"),
+    "index_estimated_mass": Counter("millionths of the softmax that were estimated, summed over these query heads"),
+}
+
+
+def most_tokens(architecture: Architecture) -> int:
+    """Return the tokens that an index has room for: the longest context, in whole splits."""
+    return -(-architecture.max_context_tokens // SPLIT_TOKENS) * SPLIT_TOKENS
+
+
+def most_pieces(architecture: Architecture) -> int:
+    """Return the pieces in host memory of the longest context, a power of two.
+
+    A tail and a prompt's segment take turns at worst.
+    """
+    return 1 << (2 * -(-architecture.max_context_tokens // PIECE_TOKENS) + 2).bit_length()
+
+
+def ring_arrays(
+    settings: IndexedSettings, architecture: Architecture, num_layers: int, num_rings: int, is_int8: bool
+) -> dict[str, ArraySpec]:
+    """Return the indexes of so many layers and rings, by the fields of `gpu.methods.indexed.ring.Index`, without the
+    rows in slots.
+    """
+    dim, heads, tokens = architecture.dim, architecture.num_kv_heads, most_tokens(architecture)
+    pieces, places = most_pieces(architecture), num_rings * heads
+    scaled = pieces if is_int8 else 0
+    return {
+        "codes": ArraySpec((num_layers, places, tokens, dim // settings.planes), "uint8"),
+        "scales": ArraySpec((num_layers, places, tokens), "float16"),
+        "means": ArraySpec((num_layers, places, tokens // settings.value_block_tokens, dim), "bfloat16"),
+        "centres": ArraySpec((num_layers, places, dim), "float32"),
+        "ids": ArraySpec((num_layers, places, settings.budget_tokens), "int32"),
+        "held": ArraySpec((num_layers, places, tokens // WORD_BITS), "int32"),
+        "lies": ArraySpec((num_layers, num_rings, COLUMNS, pieces), "int64"),
+        "piece_centres": ArraySpec((num_layers, num_rings, pieces, heads, dim), "float32"),
+        "piece_key_scales": ArraySpec((num_layers, num_rings, scaled, heads), "float32"),
+        "piece_value_scales": ArraySpec((num_layers, num_rings, scaled, heads, dim), "float32"),
+    }
+
+
+def work_arrays(settings: IndexedSettings, architecture: Architecture, num_rings: int) -> dict[str, ArraySpec]:
+    """Return what one layer's step passes through, by the fields of `gpu.methods.indexed.ring.Work`."""
+    dim, group, tokens = architecture.dim, architecture.group, most_tokens(architecture)
+    places, splits = num_rings * architecture.num_kv_heads, tokens // SPLIT_TOKENS
+    reads = -(-settings.budget_tokens // READ_SLOTS)
+    return {
+        "logits": ArraySpec((places, group, tokens), "float16"),
+        "split_lse": ArraySpec((places, splits, group), "float32"),
+        "total_lse": ArraySpec((places, group), "float32"),
+        "histogram": ArraySpec((places, BINS), "int32"),
+        "chosen": ArraySpec((places, tokens // WORD_BITS), "int32"),
+        "coming": ArraySpec((places, tokens), "int32"),
+        "num_coming": ArraySpec((places, splits), "int32"),
+        "rest_out": ArraySpec((places, splits, group, dim), "float32"),
+        "rest_mass": ArraySpec((places, splits, group), "float32"),
+        "fresh": ArraySpec((places, settings.budget_tokens), "uint8"),
+        "read_out": ArraySpec((places, reads, group, dim), "float32"),
+        "read_lse": ArraySpec((places, reads, group), "float32"),
+    }
+
+
+class Indexed(RingMethod):
+    name = "indexed"
+    summary = (
+        "The middle of a long context is in host memory with an index of its keys on the device: the tokens that "
+        "matter are read exactly, over the link, and all others are estimated."
+    )
+    settings = IndexedSettings
+    kv_settings = {
+        "bits": "key_bits",
+        "block": "value_block_tokens",
+        "share": "budget_share",
+        "least": "least_tokens",
+        "budget": "budget_tokens",
+        "from": "min_context_tokens",
+    }
+    kv_host = OFFLOAD_KEYS
+    reading = Reading.INDEXED
+    device_side = "gpu.methods.indexed.device"
+    counters = COUNTERS
+    shares = {
+        "index_read": Share("index_read_tokens", "index_offloaded_tokens"),
+        "index_fetched": Share("index_fetched_rows", "index_read_tokens"),
+    }
+    plan_words = "indexed tokens, the rest estimated"
+    scored = (IndexedSettings(),)
+
+    def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
+        return keep_as_set(host, architecture)
+
+    def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
+        """Return the bytes for all layers that may be offloaded; rows in slots are stored as they are computed with."""
+        num_layers = architecture.num_layers - len(architecture.window_layers)
+        arrays = ring_arrays(settings, architecture, num_layers, 1, is_int8=True)
+        work = work_arrays(settings, architecture, 1)
+        slots = num_layers * architecture.num_kv_heads * 2 * settings.budget_tokens
+        return Footprint(sum_bytes(arrays.values()) + sum_bytes(work.values()), slots)
+
+    def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:
+        """Return the cost if every step chooses other tokens; the index counts as tokens read on the device."""
+        if context_tokens < settings.min_context_tokens:
+            return super().read_cost(settings, context_tokens, host_tokens)
+        read = min(settings.count_chosen(host_tokens), host_tokens)
+        return ReadCost(fetched=read, on_device=read + host_tokens * settings.key_bits // 32)
+
+    def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
+        """Return what was not read exactly; reading the index counts against it."""
+        offloaded, read = sum(counts["index_offloaded_tokens"]), sum(counts["index_read_tokens"])
+        block = settings.value_block_tokens
+        token_bytes = architecture.dim * settings.key_bits // 8 + 2 + 2 * architecture.dim // block
+        saved = offloaded - read
+        return SavedReads(architecture.group * saved, saved, offloaded * token_bytes, rows_include_host=True)
+
+
+METHOD = Indexed()

@@ -1,0 +1,183 @@
+"""Write the index of tokens in host memory, from their rows where these lie.
+
+The device reads pinned memory by address, so nothing is copied first and one launch serves all layers. Whoever calls
+holds a loan of the rows until the device has passed. Bytes over the link: the rows, once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu.methods.indexed.codes import encode_keys_reference
+from gpu.methods.indexed.host_rows import bytes_at, find_piece, read_rows, restored_rows, row_address
+from gpu.methods.indexed.ring import Index, Layout
+from gpu.operations.arguments import runs_on_triton
+from transfer import places
+from transfer.places import COLUMNS
+
+TILE = 64  # tokens that a program indexes, in whole blocks of values
+
+_KEYS, _VALUES = tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
+_COLUMNS = tl.constexpr(COLUMNS)
+
+
+def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout: Layout) -> None:
+    """Compute `index_tokens` in plain torch."""
+    block = layout.block_tokens
+    for layer in range(len(index.codes)):
+        for kv_head in range(layout.kv_heads):
+            place = ring * layout.kv_heads + kv_head
+            keys, values = read_rows(index.layer(layer), ring, kv_head, begin, end, layout.is_int8)
+            rotated = (keys - index.centres[layer, place]) @ layout.rotation
+            codes, scales = encode_keys_reference(rotated, layout.key_bits)
+            index.codes[layer, place, begin:end] = codes
+            index.scales[layer, place, begin:end] = scales
+            for first in range(begin, end, block):
+                mean = values[first - begin : first - begin + block].mean(0)
+                index.means[layer, place, first // block] = mean.to(index.means.dtype)
+
+
+@triton.jit
+def _round_plane(
+    key, rotation, scale, plane, W: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Return codes, int32 `[tokens, WIDTH]`, of one plane of the rotated keys."""
+    rotated = _rotate_plane(key, rotation, plane, W, WIDTH, DIM, WIDE)
+    half = 1 << (BITS - 1)
+    code = tl.floor(rotated / scale[:, None]) + half
+    return tl.minimum(tl.maximum(code, 0.0), 2.0 * half - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _rotate_plane(key, rotation, plane, W: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Return dimensions `[plane * W, (plane + 1) * W)` of the rotated keys, float32 `[tokens, WIDTH]`."""
+    row, column = tl.arange(0, WIDE)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = (row < DIM) & (column < W)
+    own = tl.load(rotation + row * DIM + plane * W + column, mask=inside, other=0.0)
+    return tl.dot(key.to(tl.float32), own, input_precision="ieee")
+
+
+@triton.jit
+def _index_kernel(
+    codes, scales, means, centres, lies, piece_centres, piece_key_scales, piece_value_scales, rotation, ring,
+    num_rings, begin, end, tokens, blocks,
+    KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Index one tile of one KV head in one layer."""
+    layer, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), tl.program_id(1) % KV_HEADS
+    place = (layer * num_rings + ring) * KV_HEADS + kv_head
+    own_lies = lies + (layer * num_rings + ring) * (_COLUMNS * PIECES)
+    own_piece = (layer * num_rings + ring) * PIECES
+    token = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_there = token < end
+    column = tl.arange(0, WIDE)[None, :]
+    piece = find_piece(own_lies, token, PIECES)
+    head = (own_piece + piece) * KV_HEADS + kv_head
+    is_number = is_there[:, None] & (column < DIM)
+    at = row_address(own_lies, piece, token, kv_head, is_there, _KEYS, PIECES)
+    key = restored_rows(at, is_there, piece_key_scales + head, piece_key_scales + head, DIM, WIDE, INT8, False)
+    key += tl.load(piece_centres + head[:, None] * DIM + column, mask=is_number, other=0.0)
+    key -= tl.load(centres + place * DIM + column, mask=column < DIM, other=0.0)
+    key = tl.where(is_number, key, 0.0)
+    at = row_address(own_lies, piece, token, kv_head, is_there, _VALUES, PIECES)
+    value = restored_rows(at, is_there, piece_key_scales + head, piece_value_scales + head * DIM, DIM, WIDE, INT8, True)
+
+    most = tl.zeros([TILE], tl.float32)
+    for plane in tl.static_range(8 // BITS):
+        most = tl.maximum(most, tl.max(tl.abs(_rotate_plane(key, rotation, plane, W, WIDTH, DIM, WIDE)), 1))
+    half = 1 << (BITS - 1)
+    stored = (most / (half - 0.5)).to(tl.float16)
+    scale = tl.maximum(stored.to(tl.float32), 6.103515625e-05)
+    packed = tl.zeros([TILE, WIDTH], tl.int32)
+    for plane in tl.static_range(8 // BITS):
+        packed |= _round_plane(key, rotation, scale, plane, W, WIDTH, DIM, WIDE, BITS) << (plane * BITS)
+    byte = tl.arange(0, WIDTH)[None, :]
+    to = codes + (place * tokens + token)[:, None] * W + byte
+    tl.store(to, packed.to(tl.uint8), mask=is_there[:, None] & (byte < W))
+    tl.store(scales + place * tokens + token, stored, mask=is_there)
+
+    own = tl.where(is_number, value, 0.0)
+    sums = tl.sum(tl.reshape(own, [TILE // BLOCK, BLOCK, WIDE]), 1)
+    count = tl.sum(tl.reshape(is_there.to(tl.float32), [TILE // BLOCK, BLOCK]), 1)
+    block = (begin + tl.program_id(0) * TILE) // BLOCK + tl.arange(0, TILE // BLOCK)
+    mean = sums / tl.maximum(count, 1.0)[:, None]
+    to = means + (place * blocks + block)[:, None] * DIM + column
+    tl.store(to, mean.to(means.dtype.element_ty), mask=(count > 0)[:, None] & (column < DIM))
+
+
+def index_tokens(index: Index, ring: int, begin: int, end: int, layout: Layout) -> None:
+    """Write codes, scales and block means of tokens `[begin, end)` of a ring's run, in all layers.
+
+    index: with the axis of layers; its table of pieces and what is copied of them are of this run, and `centres` are
+    set. begin: a multiple of the block of values. Raises ValueError for another.
+    """
+    if begin % layout.block_tokens:
+        raise ValueError(f"index_tokens: begin {begin}; wanted a multiple of {layout.block_tokens}")
+    if not runs_on_triton(index.codes):
+        index_tokens_reference(index, ring, begin, end, layout)
+        return
+    num_layers, num_rings, _, pieces = index.lies.shape
+    dim, tile = index.centres.shape[2], max(TILE, layout.block_tokens)
+    width = index.codes.shape[3]
+    _index_kernel[(triton.cdiv(end - begin, tile), num_layers * layout.kv_heads)](
+        index.codes, index.scales, index.means, index.centres, index.lies, index.piece_centres,
+        index.piece_key_scales, index.piece_value_scales, layout.rotation, ring, num_rings, begin, end,
+        index.codes.shape[2], index.means.shape[2],
+        KV_HEADS=layout.kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), W=width,
+        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits, BLOCK=layout.block_tokens, TILE=tile,
+        INT8=layout.is_int8, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _copy_pieces_kernel(
+    lies, piece_centres, piece_key_scales, piece_value_scales, ring, num_rings, CENTRE: tl.constexpr,
+    KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, KV_HEADS: tl.constexpr, PIECES: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    piece, kv_head = tl.program_id(0), tl.program_id(1) % KV_HEADS
+    layer = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    table = lies + (layer * num_rings + ring) * (COLUMNS * PIECES)
+    head = ((layer * num_rings + ring) * PIECES + piece) * KV_HEADS + kv_head
+    column = tl.arange(0, WIDE)
+    inside = column < DIM
+    at = (tl.load(table + CENTRE * PIECES + piece) + 4 * DIM * kv_head).to(tl.pointer_type(tl.float32))
+    tl.store(piece_centres + head * DIM + column, tl.load(at + column, mask=inside, other=0.0), mask=inside)
+    if INT8:
+        at = (tl.load(table + VALUE_SCALE * PIECES + piece) + 4 * DIM * kv_head).to(tl.pointer_type(tl.float32))
+        tl.store(piece_value_scales + head * DIM + column, tl.load(at + column, mask=inside, other=0.0), mask=inside)
+        at = (tl.load(table + KEY_SCALE * PIECES + piece) + 4 * kv_head).to(tl.pointer_type(tl.float32))
+        tl.store(piece_key_scales + head, tl.load(at))
+
+
+def copy_pieces_reference(index: Index, ring: int, num_pieces: int, layout: Layout) -> None:
+    """Compute `copy_pieces` in plain torch, on the CPU."""
+    heads, dim = layout.kv_heads, index.centres.shape[2]
+    for layer in range(len(index.lies)):
+        for piece, place in enumerate(index.lies[layer, ring, :, :num_pieces].T.tolist()):
+            index.piece_centres[layer, ring, piece] = floats_at(place[places.CENTRE], heads * dim).view(heads, dim)
+            if layout.is_int8:
+                index.piece_key_scales[layer, ring, piece] = floats_at(place[places.KEY_SCALE], heads)
+                scales = floats_at(place[places.VALUE_SCALE], heads * dim)
+                index.piece_value_scales[layer, ring, piece] = scales.view(heads, dim)
+
+
+def floats_at(address: int, count: int) -> torch.Tensor:
+    """Return a copy of so many float32 numbers at an address of host memory."""
+    return bytes_at(address, 4 * count).view(torch.float32)
+
+
+def copy_pieces(index: Index, ring: int, num_pieces: int, layout: Layout) -> None:
+    """Copy centres and scales of a ring's first pieces, of all layers, from host memory to the device."""
+    if not runs_on_triton(index.codes):
+        copy_pieces_reference(index, ring, num_pieces, layout)
+        return
+    num_layers, num_rings, _, pieces = index.lies.shape
+    dim = index.centres.shape[2]
+    _copy_pieces_kernel[(num_pieces, num_layers * layout.kv_heads)](
+        index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales, ring, num_rings,
+        CENTRE=places.CENTRE, KEY_SCALE=places.KEY_SCALE, VALUE_SCALE=places.VALUE_SCALE, KV_HEADS=layout.kv_heads,
+        PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), COLUMNS=COLUMNS, INT8=layout.is_int8, num_warps=1,
+    )  # fmt: skip

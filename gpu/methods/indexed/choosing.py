@@ -1,0 +1,219 @@
+"""Choose the tokens that a KV head reads exactly, estimate all others, and give the chosen ones slots.
+
+A token is chosen if its score's bin is above the threshold: the lowest bin with no more than the budget above it.
+Tokens of one bin are alike to 2 %, so fewer than the budget may be chosen, and equal ones are all chosen or none is. Of
+what is not chosen, each block's estimated mass times its mean value is summed; a block's mean holds the chosen tokens'
+values too. Which token gets which slot does not depend on the order in which programs run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.methods.indexed import BINS, SPLIT_TOKENS
+from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
+from gpu.methods.indexed.scoring import (
+    RingStep,
+    bin_of,
+    bins_of,
+    centre_term,
+    centre_terms,
+    group_shape,
+    load_query,
+    score_of,
+)
+from gpu.operations.arguments import runs_on_triton
+from transfer.tier_shape import WORD_BITS
+
+TILE = 512  # tokens that are chosen at once; of its blocks, 16 or more are multiplied with
+
+_SPLIT, _BINS, _WORD = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS), tl.constexpr(WORD_BITS)
+
+
+def find_threshold(histogram: Tensor, num_tokens: int, budget: int) -> int:
+    """Return the bin above which tokens are chosen, -1: all are. histogram: int `[BINS]`."""
+    if num_tokens <= budget:
+        return -1
+    above = histogram.long().flip(0).cumsum(0).flip(0) - histogram
+    return int((above > budget).sum())
+
+
+def set_bits(tokens: Tensor, num_words: int) -> Tensor:
+    """Return int32 `[num_words]` with a bit for each token."""
+    flags = torch.zeros(num_words * WORD_BITS, dtype=torch.int64, device=tokens.device)
+    flags[tokens] = 1
+    sums = (flags.view(-1, WORD_BITS) << torch.arange(WORD_BITS, device=tokens.device)).sum(1)
+    return torch.where(sums >= 2**31, sums - 2**32, sums).int()
+
+
+def has_bits(words: Tensor, tokens: Tensor) -> Tensor:
+    """Return whether each token's bit is set, bool."""
+    return (words[tokens // WORD_BITS] >> (tokens % WORD_BITS)) & 1 != 0
+
+
+def choose_tokens_reference(
+    query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout
+) -> None:  # fmt: skip
+    """Compute `choose_tokens` in plain torch."""
+    for ring, row in enumerate(step.rows.tolist()):
+        count, budget = int(step.num_tokens[ring]), int(step.budgets[ring])
+        if row < 0 or not count:
+            continue
+        for place in range(ring * layout.kv_heads, (ring + 1) * layout.kv_heads):
+            shift = centre_terms(query, index, place, row, layout) - work.total_lse[place]
+            shares = (work.logits[place, :, :count].float() + shift[:, None]).exp()
+            threshold = find_threshold(work.histogram[place], count, budget)
+            is_chosen = bin_of(shares.sum(0)) > threshold
+            rest = torch.where(is_chosen, 0.0, shares)
+            own = torch.nn.functional.pad(rest, (0, -count % layout.block_tokens))
+            mass = own.view(len(rest), -1, layout.block_tokens).sum(-1)
+            work.rest_out[place] = 0.0
+            work.rest_mass[place] = 0.0
+            work.rest_out[place, 0] = mass @ index.means[place, : mass.shape[1]].float()
+            work.rest_mass[place, 0] = mass.sum(-1)
+            chosen = is_chosen.nonzero().flatten()
+            work.chosen[place] = set_bits(chosen, work.chosen.shape[1])
+            _give_slots(index, work, place, chosen)
+
+
+def _give_slots(index: Index, work: Work, place: int, chosen: Tensor) -> None:
+    """Give chosen tokens without a slot those of tokens that are not chosen any more, in order."""
+    ids = index.ids[place]
+    known = ids.clamp_min(0).long()
+    is_kept = (ids != EMPTY) & has_bits(work.chosen[place], known)
+    is_held = torch.zeros(work.chosen.shape[1] * WORD_BITS, dtype=torch.bool, device=ids.device)
+    is_held[known[is_kept]] = True
+    coming = chosen[~is_held[chosen]]
+    free = (~is_kept).nonzero().flatten()
+    ids[free] = EMPTY
+    ids[free[: len(coming)]] = coming.int()
+    work.fresh[place] = 0
+    work.fresh[place, free[: len(coming)]] = 1
+    index.held[place] = work.chosen[place]
+
+
+@triton.jit
+def _threshold(histogram, place, count, budget):
+    """Return the bin above which tokens are chosen; see `find_threshold`."""
+    own = tl.load(histogram + place * _BINS + tl.arange(0, _BINS))
+    above = tl.sum(own, 0) - tl.cumsum(own, 0)
+    found = tl.sum((above > budget).to(tl.int32), 0)
+    return tl.where(count <= budget, -1, found)
+
+
+@triton.jit
+def _choose_kernel(
+    query, centres, means, held, rows, num_tokens, budgets, logits, total_lse, histogram, chosen, coming, num_coming,
+    rest_out, rest_mass, row_stride, tokens, splits, blocks, words,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Choose among one split's tokens of one place, and estimate the others."""
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ring, kv_head = place // KV_HEADS, place % KV_HEADS
+    row, count = tl.load(rows + ring), tl.load(num_tokens + ring)
+    begin = split * _SPLIT
+    if (row < 0) | (begin >= count):
+        return
+    threshold = _threshold(histogram, place, count, tl.load(budgets + ring))
+    own = load_query(query, row, row_stride, kv_head * GROUP, DIM, WIDE, GROUP, SIZE)
+    shift = centre_term(own, centres, place, DIM, WIDE)
+    member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)[None, :]
+    total = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
+    out, mass = tl.zeros([SIZE, WIDE], tl.float32), tl.zeros([SIZE], tl.float32)
+    listed = 0
+    for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
+        token = at + tl.arange(0, TILE)
+        is_there = token < count
+        share = score_of(logits, total, shift, place, token, is_there, tokens, GROUP, SIZE)
+        is_chosen = is_there & (bins_of(tl.sum(share, 1)) > threshold)
+        share = tl.where(is_chosen[:, None], 0.0, share)
+        of_blocks = tl.sum(tl.reshape(share, [TILE // BLOCK, BLOCK, SIZE]), 1)  # [blocks, SIZE]
+        block = at // BLOCK + tl.arange(0, TILE // BLOCK)
+        own_means = means + (place * blocks + block)[:, None] * DIM + column
+        is_block = (block * BLOCK < count)[:, None] & (column < DIM)
+        mean = tl.load(own_means, mask=is_block, other=0.0).to(tl.float32)
+        if TILE // BLOCK >= 16:
+            out = tl.dot(tl.trans(of_blocks), mean, out, input_precision="tf32")
+        else:
+            out += tl.sum(of_blocks[:, :, None] * mean[:, None, :], 0)
+        mass += tl.sum(of_blocks, 0)
+        word = at // _WORD + tl.arange(0, TILE // _WORD)
+        bit = tl.arange(0, _WORD)[None, :]
+        own_bits = tl.sum(tl.reshape(is_chosen.to(tl.int32), [TILE // _WORD, _WORD]) << bit, 1)
+        tl.store(chosen + place * words + word, own_bits)
+        held_bits = tl.load(held + place * words + word)
+        is_held = tl.reshape((held_bits[:, None] >> bit) & 1, [TILE])
+        is_new = (is_chosen & (is_held == 0)).to(tl.int32)
+        rank = listed + tl.cumsum(is_new, 0) - is_new
+        tl.store(coming + place * tokens + begin + rank, token, mask=is_new != 0)
+        listed += tl.sum(is_new, 0)
+    tl.store(num_coming + place * splits + split, listed)
+    to = (place * splits + split) * GROUP + member
+    tl.store(rest_out + to[:, None] * DIM + column, out, mask=(member < GROUP)[:, None] & (column < DIM))
+    tl.store(rest_mass + to, mass, mask=member < GROUP)
+
+
+@triton.jit
+def _slots_kernel(
+    ids, held, rows, num_tokens, chosen, coming, num_coming, fresh, tokens, splits, words, slots,
+    KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Give slots to one place's chosen tokens."""
+    place = tl.program_id(0).to(tl.int64)
+    ring = place // KV_HEADS
+    count = tl.load(num_tokens + ring)
+    if (tl.load(rows + ring) < 0) | (count <= 0):
+        return
+    slot = tl.arange(0, SLOTS)
+    inside = slot < slots
+    own = tl.load(ids + place * slots + slot, mask=inside, other=-1)
+    word = own // _WORD
+    is_known = (own >= 0) & (own < count)
+    bits = tl.load(chosen + place * words + word, mask=is_known, other=0)
+    is_free = inside & (((bits >> (own % _WORD)) & 1) == 0)
+    rank = tl.cumsum(is_free.to(tl.int32), 0) - is_free.to(tl.int32)
+    split = tl.arange(0, SPLITS)
+    listed = tl.load(num_coming + place * splits + split, mask=split * _SPLIT < count, other=0)
+    before, where_from, first = 0, tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.int32)
+    for each in range(tl.cdiv(count, _SPLIT)):
+        is_here = rank >= before
+        where_from = tl.where(is_here, each, where_from)
+        first = tl.where(is_here, before, first)
+        before += tl.sum(tl.where(split == each, listed, 0), 0)
+    is_fresh = is_free & (rank < before)
+    come = tl.load(coming + place * tokens + where_from * _SPLIT + rank - first, mask=is_fresh, other=-1)
+    tl.store(ids + place * slots + slot, tl.where(is_free, come, own), mask=inside)
+    tl.store(fresh + place * slots + slot, is_fresh.to(tl.uint8), mask=inside)
+    number = tl.arange(0, WORDS)
+    is_word = number * _WORD < count
+    now = tl.load(chosen + place * words + number, mask=is_word & (number < words), other=0)
+    tl.store(held + place * words + number, now, mask=number < words)
+
+
+def choose_tokens(query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout) -> None:
+    """Choose the tokens that rows read exactly in one layer, by `work.histogram`: their slots, in `index.ids`, and
+    which of these are `fresh`; and estimate what is not chosen: `rest_out` and `rest_mass`, by split.
+
+    query: `[rows, heads, dim]`, rotated by position; index: of the layer.
+    """
+    if not runs_on_triton(index.codes):
+        choose_tokens_reference(query, index, work, step, layout)
+        return
+    group, dim = group_shape(query, layout.kv_heads)
+    places, tokens = index.scales.shape
+    splits, words, slots = work.split_lse.shape[1], work.chosen.shape[1], index.ids.shape[1]
+    _choose_kernel[(places, splits)](
+        query, index.centres, index.means, index.held, step.rows, step.num_tokens, step.budgets, work.logits,
+        work.total_lse, work.histogram, work.chosen, work.coming, work.num_coming, work.rest_out, work.rest_mass,
+        query.stride(0), tokens, splits, index.means.shape[1], words,
+        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)), DIM=dim,
+        WIDE=triton.next_power_of_2(dim), BLOCK=layout.block_tokens, TILE=TILE, num_warps=8,
+    )  # fmt: skip
+    _slots_kernel[(places,)](
+        index.ids, index.held, step.rows, step.num_tokens, work.chosen, work.coming, work.num_coming, work.fresh,
+        tokens, splits, words, slots,
+        KV_HEADS=layout.kv_heads, SPLITS=triton.next_power_of_2(splits), WORDS=triton.next_power_of_2(words),
+        SLOTS=triton.next_power_of_2(slots), num_warps=8,
+    )  # fmt: skip

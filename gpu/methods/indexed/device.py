@@ -1,0 +1,194 @@
+"""The device's side of indexed attention: keeps the index up to date, and reads for rows that hold one.
+
+Before a step, tokens that were offloaded since the last one are indexed from their rows in host memory, so growth,
+preemption, a copied ring and pages that were evicted all end in the same place. Within a step nothing is decided by the
+host. The CPU is asked nothing for rows with an index.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.attention.step_rows import StepRows
+from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
+from gpu.methods.indexed import COUNTERS, most_tokens
+from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
+from gpu.methods.indexed.building import copy_pieces, index_tokens
+from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.ring import BEHIND_ALL, EMPTY, new_index, new_layout, new_work
+from gpu.methods.indexed.scoring import RingStep, score_tokens
+from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
+from gpu.step import HostRead, RingWrite
+from gpu.upload import upload
+from transfer.partial import Owner
+from transfer.places import ALIGN_BYTES, CENTRE, COLUMNS, KEYS, RUN_BEGIN, VALUE_SCALE
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A step by row and by ring. rings: int32 `[rows]`, -1: none."""
+
+    rings: Tensor
+    step: RingStep
+
+
+@dataclass(slots=True)
+class _Known:
+    """What of a ring's run is indexed. context_id: whose run it is; num_tokens: from its first token on; places: the
+    table of pieces that the device has.
+    """
+
+    context_id: int | None = None
+    num_tokens: int = 0
+    places: np.ndarray | None = None
+
+
+def make_ring_side(settings: IndexedSettings, site: Site, num_rings: int) -> RingSide:
+    return Indexed(settings, site, num_rings)
+
+
+class Indexed(RingSide):
+    """`num_rings` indexes of every offloaded layer."""
+
+    borrows = True
+
+    def __init__(self, settings: IndexedSettings, site: Site, num_rings: int) -> None:
+        assert site.tier_shape is not None, "indexed: nothing is offloaded here"
+        super().__init__(site)
+        shape, tier, device = site.architecture, site.tier_shape, site.device
+        is_int8 = tier.rows == "int8"
+        self.settings = settings
+        self.index = new_index(settings, shape, len(tier.layers), num_rings, is_int8, site.dtype, device)
+        self._layers = [self.index.layer(place) for place in range(len(tier.layers))]
+        self._places = {layer: place for place, layer in enumerate(tier.layers)}
+        self._first_layer = tier.layers[0]
+        self._work = new_work(settings, shape, num_rings, device)
+        self._layout = new_layout(settings, shape, is_int8, device)
+        self._sink_tokens = site.sink_tokens
+        self._most_tokens = most_tokens(shape)
+        self._known = [_Known() for _ in range(num_rings)]
+        self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
+        self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
+        self._told = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def assign(self, write: RingWrite) -> None:
+        """Empty a ring's slots; its index begins anew, or with a copy of what another ring has of the same tokens."""
+        own, index = self._of_ring(write.ring), self.index
+        index.ids[:, own] = EMPTY
+        index.held[:, own] = 0
+        known = self._known[write.ring] = _Known()
+        if write.source is not None:
+            source, block = self._of_ring(write.source.ring), self.settings.value_block_tokens
+            shared = min(self._known[write.source.ring].num_tokens, write.source.begin - self._sink_tokens)
+            known.num_tokens = max(shared, 0) // block * block
+            for array, count in (
+                (index.codes, known.num_tokens),
+                (index.scales, known.num_tokens),
+                (index.means, known.num_tokens // block),
+            ):
+                array[:, own, :count] = array[:, source, :count]
+            index.centres[:, own] = index.centres[:, source]
+        super().assign(write)
+
+    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostRead | None], lent: Lent) -> None:
+        """Index what rows have offloaded since their last step."""
+        for row, (slot, ask) in enumerate(zip(slots, asks, strict=True)):
+            ring = self.held.get(slot)
+            if ring is None or ask is None:
+                continue
+            known, num_tokens = self._known[ring], ask.end - ask.begin
+            if known.context_id not in (None, ask.context_id):
+                known.num_tokens = 0
+            known.context_id = ask.context_id
+            self._place(ring, lent.places(row))
+            if known.num_tokens == 0:
+                self.index.centres[:, self._of_ring(ring)] = self.index.piece_centres[:, ring, 0]
+            if known.num_tokens < num_tokens:
+                block = self.settings.value_block_tokens
+                index_tokens(self.index, ring, known.num_tokens // block * block, num_tokens, self._layout)
+                known.num_tokens = num_tokens
+
+    def before(self, reads: LayerReads) -> None:
+        if reads.layer not in self._places:
+            return
+        if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
+            self._of_rows[reads.rows] = self._look_up(reads.rows)
+        if not reads.asks:
+            return
+        wanted = reads.wanted
+        if wanted is None:
+            wanted = torch.ones(reads.query.shape[:2], dtype=torch.uint8, device=reads.query.device)
+        reads.kept[self] = wanted
+        reads.wanted = torch.where((self._of_rows[reads.rows].rings >= 0)[:, None], 0, wanted).to(torch.uint8)
+
+    def read(self, reads: LayerReads, on_device: DevicePartials) -> None:
+        wanted, place = reads.kept.get(self), self._places.get(reads.layer)
+        if wanted is None or place is None:
+            return
+        own, layer, counts = self._of_rows[reads.rows], self._layers[place], self._counts[place]
+        query, resident = reads.query, on_device.near.lse
+        if on_device.far is not None:
+            resident = torch.logaddexp(resident, on_device.far.lse)
+        score_tokens(query, resident.contiguous(), layer, self._work, own.step, self._layout)
+        choose_tokens(query, layer, self._work, own.step, self._layout)
+        attend_chosen(query, layer, self._work, own.step, self._layout, counts)
+        rows, heads, dim = query.shape
+        reads.fetched.append(join_parts(self._work, own.rings, wanted, own.step, (rows, heads, dim), counts))
+
+    def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
+        wanted, place = reads.kept.get(self), self._places.get(reads.layer)
+        if wanted is None or place is None:
+            return {}
+        own, kv_heads = self._of_rows[reads.rows], self._layout.kv_heads
+        is_own = (own.rings >= 0)[:, None] & (wanted != 0)
+        num_read = (self._layers[place].ids != EMPTY).sum(1, dtype=torch.int32).view(-1, kv_heads)
+        num_read = num_read[own.rings.clamp_min(0)].repeat_interleave(wanted.shape[1] // kv_heads, 1)
+        holes = (reads.rows.holes[1] - reads.rows.holes[0])[:, None]
+        read = torch.where(is_own & (holes > 0), num_read, 0)
+        return {Owner.FETCHED: read, Owner.ESTIMATED: torch.where(is_own, holes, 0) - read}
+
+    def end_step(self) -> None:
+        self._told.copy_(self._counts, non_blocking=True)
+
+    def counts(self) -> dict[str, list[int]]:
+        return {name: [number] for name, number in zip(COUNTERS, self._told.sum(0).tolist(), strict=True)}
+
+    def _of_ring(self, ring: int) -> slice:
+        """Return the places of a ring."""
+        return slice(ring * self._layout.kv_heads, (ring + 1) * self._layout.kv_heads)
+
+    def _look_up(self, rows: StepRows) -> _Rows:
+        """Return what of a step is known by ring, in stream order."""
+        settings, num_rings = self.settings, len(self._known)
+        rings = rows.of_slots(self.ring_of_slot)
+        to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
+        device = rings.device
+        row_of = torch.full((num_rings + 1,), -1, dtype=torch.int32, device=device)
+        row_of.index_copy_(0, to, torch.arange(rows.num_rows, dtype=torch.int32, device=device))
+        num_tokens = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)
+        num_tokens.index_copy_(0, to, rows.holes[1] - rows.holes[0])
+        share = (num_tokens.long() * round(settings.budget_share * SHARE_UNIT) + SHARE_UNIT - 1) // SHARE_UNIT
+        budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
+        return _Rows(rings, RingStep(row_of[:num_rings], num_tokens[:num_rings], budgets[:num_rings]))
+
+    def _place(self, ring: int, places: np.ndarray) -> None:
+        """Write where a ring's run lies, in stream order, if it has moved or grown."""
+        known = self._known[ring]
+        if known.places is not None and np.array_equal(known.places, places):
+            return
+        layers, _, most = self.index.lies[:, ring].shape
+        num_pieces = places.shape[2]
+        assert num_pieces <= most, f"indexed: a run in {num_pieces} pieces, room for {most}"
+        aligned = [*range(KEYS, CENTRE + 1), VALUE_SCALE]
+        assert not (places[:, aligned] % ALIGN_BYTES).any(), f"indexed: addresses that {ALIGN_BYTES} does not divide"
+        table = np.zeros((layers, COLUMNS, most), np.int64)
+        table[:, RUN_BEGIN] = BEHIND_ALL
+        table[:, :, :num_pieces] = places
+        self.index.lies[:, ring] = upload(table, self.index.lies.device)
+        copy_pieces(self.index, ring, num_pieces, self._layout)
+        known.places = places

@@ -1,0 +1,124 @@
+"""What a sequence with an index holds on the device, and what a step passes through.
+
+A **place** is a KV head of a ring: ring * kv_heads + kv_head. Tokens are counted through the offloaded run, from its
+first one.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from gpu.allocation import allocate_all
+from gpu.methods.indexed import ring_arrays, work_arrays
+from gpu.methods.indexed.codes import make_rotation
+from gpu.methods.indexed.settings import IndexedSettings
+from gpu.model.architecture import Architecture
+
+EMPTY = -1
+BEHIND_ALL = 2**62
+"""Where pieces behind a run's last one begin, so that the piece of a token is found by halving."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """All of a layer, or with one axis in front, of layers.
+
+    codes: uint8 `[places, tokens, dim / planes]`, rotated keys; byte b of a token has dimensions b, b + width, ...
+    scales: float16 `[places, tokens]`. means: bfloat16 `[places, blocks, dim]`, of values. centres: float32 `[places,
+    dim]`, subtracted from keys before they are rotated. ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held:
+    int32 `[places, words]`, a bit for each of these tokens. lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places`
+    of each ring's run. piece_centres: float32 `[rings, pieces, kv_heads, dim]`, and of int8 rows key scales `[rings,
+    pieces, kv_heads]` and value scales `[rings, pieces, kv_heads, dim]`, all copied from host memory. keys, values:
+    `[places, slots, dim]`, restored rows in slots.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    means: Tensor
+    centres: Tensor
+    ids: Tensor
+    held: Tensor
+    lies: Tensor
+    piece_centres: Tensor
+    piece_key_scales: Tensor
+    piece_value_scales: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def layer(self, place: int) -> "Index":
+        return Index(*(getattr(self, each.name)[place] for each in fields(Index)))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one layer's step passes through, by place.
+
+    logits: float16 `[places, group, tokens]`, estimated and without the centre's term; split_lse: float32 `[places,
+    splits, group]`, of all tokens of a split; total_lse: float32 `[places, group]`, of those and of what is resident;
+    histogram: int32 `[places, BINS]`; chosen: int32 `[places, words]`, bits; coming: int32 `[places, tokens]`, chosen
+    tokens that are in no slot, from each split's first token on, of which `num_coming`, int32 `[places, splits]`, says
+    how many; rest_out, rest_mass: float32 `[places, splits, group(, dim)]`, relative to total_lse; fresh: uint8
+    `[places, slots]`, slots whose rows come in this step; read_out, read_lse: float32 `[places, reads, group(, dim)]`.
+    """
+
+    logits: Tensor
+    split_lse: Tensor
+    total_lse: Tensor
+    histogram: Tensor
+    chosen: Tensor
+    coming: Tensor
+    num_coming: Tensor
+    rest_out: Tensor
+    rest_mass: Tensor
+    fresh: Tensor
+    read_out: Tensor
+    read_lse: Tensor
+
+
+def new_index(
+    settings: IndexedSettings,
+    shape: Architecture,
+    num_layers: int,
+    num_rings: int,
+    is_int8: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Index:
+    """Return empty indexes of so many layers and rings; rows in slots have `dtype`."""
+    rows = (num_layers, num_rings * shape.num_kv_heads, settings.budget_tokens, shape.dim)
+    index = Index(
+        **allocate_all(ring_arrays(settings, shape, num_layers, num_rings, is_int8), device),
+        keys=torch.zeros(rows, dtype=dtype, device=device),
+        values=torch.zeros(rows, dtype=dtype, device=device),
+    )
+    index.ids.fill_(EMPTY)
+    index.lies[:, :, 0].fill_(BEHIND_ALL)
+    return index
+
+
+def new_work(settings: IndexedSettings, shape: Architecture, num_rings: int, device: torch.device) -> Work:
+    return Work(**allocate_all(work_arrays(settings, shape, num_rings), device))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an index is written. rotation: float32 `[dim, dim]`, orthogonal; key_bits, block_tokens: see the settings;
+    is_int8: rows in host memory are.
+    """
+
+    rotation: Tensor
+    key_bits: int
+    block_tokens: int
+    kv_heads: int
+    is_int8: bool
+
+    @property
+    def planes(self) -> int:
+        return 8 // self.key_bits
+
+
+def new_layout(settings: IndexedSettings, shape: Architecture, is_int8: bool, device: torch.device) -> Layout:
+    return Layout(
+        make_rotation(shape.dim, device), settings.key_bits, settings.value_block_tokens, shape.num_kv_heads, is_int8
+    )

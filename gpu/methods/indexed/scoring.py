@@ -1,0 +1,244 @@
+"""Score all offloaded tokens of a layer by their keys in few bits, and count scores by size.
+
+logit of a token = (R q . code * scale + q . centre) / sqrt(dim), with the rotation R of the index. A KV head's index is
+read once for all query heads of its group. A token's score is the sum, over these heads, of its share of the whole
+softmax, resident tokens included. Bytes: the index, once, and two bytes a query head and token, written and read.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.methods.indexed import BINS, SPLIT_TOKENS
+from gpu.methods.indexed.codes import decode_keys
+from gpu.methods.indexed.ring import Index, Layout, Work
+from gpu.operations.arguments import runs_on_triton
+
+TILE = 128  # tokens that are scored at once
+COUNT_TILE = 1_024  # tokens that are counted at once
+BINS_PER_OCTAVE = 32
+LOWEST_OCTAVE = -28  # scores of 2^-28 and less are alike
+
+_SPLIT, _BINS = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS)
+_PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE)
+
+
+@dataclass(frozen=True, slots=True)
+class RingStep:
+    """A step by ring. rows: int32 `[rings]`, the step's row that holds the ring, -1: none; num_tokens: int32 `[rings]`,
+    its offloaded tokens; budgets: int32 `[rings]`, of which a KV head reads so many exactly.
+    """
+
+    rows: Tensor
+    num_tokens: Tensor
+    budgets: Tensor
+
+
+def bin_of(scores: Tensor) -> Tensor:
+    """Return the histogram's bins of scores, int64."""
+    octaves = torch.log2(scores.clamp_min(2.0 ** (LOWEST_OCTAVE - 1)))
+    return ((octaves - LOWEST_OCTAVE) * BINS_PER_OCTAVE).floor().clamp(0, BINS - 1).long()
+
+
+def group_shape(query: Tensor, kv_heads: int) -> tuple[int, int]:
+    """Return the query heads of a KV head, and the dimensions of a head."""
+    return query.shape[1] // kv_heads, query.shape[2]
+
+
+def centre_terms(query: Tensor, index: Index, place: int, row: int, layout: Layout) -> Tensor:
+    """Return q . centre / sqrt(dim) of a place's query heads, float32 `[group]`."""
+    group, dim = group_shape(query, layout.kv_heads)
+    kv_head = place % layout.kv_heads
+    own = query[row, kv_head * group : (kv_head + 1) * group].float()
+    return own @ index.centres[place] * dim**-0.5
+
+
+def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, work: Work, step: RingStep,
+                           layout: Layout) -> None:  # fmt: skip
+    """Compute `score_tokens` in plain torch."""
+    group, dim = group_shape(query, layout.kv_heads)
+    for ring, row in enumerate(step.rows.tolist()):
+        num_tokens = int(step.num_tokens[ring])
+        if row < 0 or not num_tokens:
+            continue
+        for kv_head in range(layout.kv_heads):
+            place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
+            keys = decode_keys(index.codes[place, :num_tokens], index.scales[place, :num_tokens], layout.key_bits)
+            logits = (query[row, heads].float() @ layout.rotation * dim**-0.5) @ keys.T
+            work.logits[place, :, :num_tokens] = logits.half()
+            logits = work.logits[place, :, :num_tokens].float()
+            logits = logits + centre_terms(query, index, place, row, layout)[:, None]
+            total = torch.logaddexp(logits.logsumexp(-1), resident_lse[row, heads].float())
+            work.total_lse[place] = total
+            scores = (logits - total[:, None]).exp().sum(0)
+            work.histogram[place] = torch.bincount(bin_of(scores), minlength=BINS).int()
+
+
+@triton.jit
+def load_query(query, row, row_stride, head, DIM: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
+               SIZE: tl.constexpr):  # fmt: skip
+    """Return a KV head's queries over sqrt(dim), float32 `[SIZE, WIDE]`, zeros behind the group and the dimensions."""
+    member, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDE)[None, :]
+    at = query + row.to(tl.int64) * row_stride + (head + member) * DIM + column
+    own = tl.load(at, mask=(member < GROUP) & (column < DIM), other=0.0).to(tl.float32)
+    return own / tl.sqrt(DIM * 1.0)
+
+
+@triton.jit
+def centre_term(query, centres, place, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Return query . centre, `[SIZE]`."""
+    column = tl.arange(0, WIDE)
+    centre = tl.load(centres + place * DIM + column, mask=column < DIM, other=0.0)
+    return tl.sum(query * centre[None, :], 1)
+
+
+@triton.jit
+def _rotate_query(query, rotation, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+                  WIDE: tl.constexpr):  # fmt: skip
+    """Return one plane of the rotated queries, float16 `[WIDTH, SIZE]`."""
+    row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDE)[None, :]
+    inside = (row < W) & (column < DIM)
+    own = tl.load(rotation + column * DIM + PLANE * W + row, mask=inside, other=0.0)
+    return tl.dot(own, tl.trans(query), input_precision="ieee").to(tl.float16)
+
+
+@triton.jit
+def _plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr):
+    """Return one plane's rounded numbers over the scale, float16."""
+    code = (packed >> (PLANE * BITS)) & ((1 << BITS) - 1)
+    return code.to(tl.float16) + (0.5 - (1 << (BITS - 1)))
+
+
+@triton.jit
+def _score_kernel(
+    query, codes, scales, centres, rotation, rows, num_tokens, logits, split_lse, histogram, row_stride, tokens,
+    splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    W: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Score one split of one place; the first split's program also clears the histogram."""
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ring, kv_head = place // KV_HEADS, place % KV_HEADS
+    row, count = tl.load(rows + ring), tl.load(num_tokens + ring)
+    begin = split * _SPLIT
+    if (row < 0) | (begin >= count):
+        return
+    if split == 0:
+        tl.store(histogram + place * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
+    own = load_query(query, row, row_stride, kv_head * GROUP, DIM, WIDE, GROUP, SIZE)
+    shift = centre_term(own, centres, place, DIM, WIDE)
+    first = _rotate_query(own, rotation, 0, W, WIDTH, DIM, WIDE)
+    second, third, fourth = first, first, first
+    if BITS <= 4:
+        second = _rotate_query(own, rotation, 1, W, WIDTH, DIM, WIDE)
+    if BITS == 2:
+        third = _rotate_query(own, rotation, 2, W, WIDTH, DIM, WIDE)
+        fourth = _rotate_query(own, rotation, 3, W, WIDTH, DIM, WIDE)
+    byte, member = tl.arange(0, WIDTH)[None, :], tl.arange(0, SIZE)[None, :]
+    most = tl.full([SIZE], float("-inf"), tl.float32)
+    mass = tl.zeros([SIZE], tl.float32)
+    for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
+        token = at + tl.arange(0, TILE)
+        is_there = token < count
+        cell = place * tokens + token
+        packed = tl.load(codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
+        product = tl.dot(_plane_of(packed, 0, BITS), first)
+        if BITS <= 4:
+            product = tl.dot(_plane_of(packed, 1, BITS), second, product)
+        if BITS == 2:
+            product = tl.dot(_plane_of(packed, 2, BITS), third, product)
+            product = tl.dot(_plane_of(packed, 3, BITS), fourth, product)
+        scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
+        rounded = (product * scale[:, None]).to(tl.float16)
+        to = logits + (place * GROUP + member) * tokens + token[:, None]
+        tl.store(to, rounded, mask=is_there[:, None] & (member < GROUP))
+        logit = tl.where(is_there[:, None], rounded.to(tl.float32), float("-inf"))
+        higher = tl.maximum(most, tl.max(logit, 0))
+        mass = mass * tl.exp(most - higher) + tl.sum(tl.exp(logit - higher[None, :]), 0)
+        most = higher
+    head = tl.arange(0, SIZE)
+    to = split_lse + (place * splits + split) * GROUP + head
+    tl.store(to, most + tl.log(mass) + shift, mask=head < GROUP)
+
+
+@triton.jit
+def score_of(logits, total, shift, place, token, is_there, tokens, GROUP: tl.constexpr, SIZE: tl.constexpr):
+    """Return tokens' shares of each query head's softmax, float32 `[tokens, SIZE]`, 0 where nothing is there."""
+    member = tl.arange(0, SIZE)[None, :]
+    inside = is_there[:, None] & (member < GROUP)
+    at = logits + (place * GROUP + member) * tokens + token[:, None]
+    logit = tl.load(at, mask=inside, other=0.0).to(tl.float32) + (shift - total)[None, :]
+    return tl.where(inside, tl.exp(logit), 0.0)
+
+
+@triton.jit
+def bins_of(score):
+    """Return the histogram's bins of scores, int32."""
+    octave = tl.log2(tl.maximum(score, 1.862645149230957e-09))  # 2^-29
+    number = tl.floor((octave - _LOWEST) * _PER_OCTAVE)
+    return tl.minimum(tl.maximum(number, 0.0), _BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _count_kernel(
+    query, centres, resident_lse, rows, num_tokens, logits, split_lse, total_lse, histogram, row_stride, tokens, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    SPLITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Count one split's scores of one place; the first split's program also stores the lse of the whole softmax."""
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ring, kv_head = place // KV_HEADS, place % KV_HEADS
+    row, count = tl.load(rows + ring), tl.load(num_tokens + ring)
+    begin = split * _SPLIT
+    if (row < 0) | (begin >= count):
+        return
+    own = load_query(query, row, row_stride, kv_head * GROUP, DIM, WIDE, GROUP, SIZE)
+    shift = centre_term(own, centres, place, DIM, WIDE)
+    member = tl.arange(0, SIZE)
+    side, head = tl.arange(0, SPLITS)[:, None], member[None, :]
+    at = split_lse + (place * splits + side) * GROUP + head
+    lse = tl.load(at, mask=(side * _SPLIT < count) & (head < GROUP), other=float("-inf"))
+    near = tl.load(resident_lse + row * KV_HEADS * GROUP + kv_head * GROUP + member, mask=member < GROUP, other=0.0)
+    most = tl.maximum(tl.max(lse, 0), near)
+    total = most + tl.log(tl.sum(tl.exp(lse - most[None, :]), 0) + tl.exp(near - most))
+    if split == 0:
+        tl.store(total_lse + place * GROUP + member, total, mask=member < GROUP)
+    counted = tl.zeros([_BINS], tl.int32)
+    for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
+        token = at + tl.arange(0, TILE)
+        score = tl.sum(score_of(logits, total, shift, place, token, token < count, tokens, GROUP, SIZE), 1)
+        counted += tl.histogram(bins_of(score), _BINS)
+    number = tl.arange(0, _BINS)
+    tl.atomic_add(histogram + place * _BINS + number, counted, mask=(counted > 0) & (number > 0), sem="relaxed")
+
+
+def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, step: RingStep, layout: Layout) -> None:
+    """Score the offloaded tokens of every ring's row in one layer: `work.logits`, `total_lse` and `histogram`, whose
+    first bin means nothing.
+
+    query: `[rows, heads, dim]`, rotated by position; resident_lse: float32 `[rows, heads]`, of what is read on the
+    device; index: of the layer.
+    """
+    if not runs_on_triton(index.codes):
+        score_tokens_reference(query, resident_lse, index, work, step, layout)
+        return
+    group, dim = group_shape(query, layout.kv_heads)
+    places, tokens, width = index.codes.shape
+    splits = work.split_lse.shape[1]
+    grid, size = (places, splits), max(16, triton.next_power_of_2(group))
+    shape = {"KV_HEADS": layout.kv_heads, "GROUP": group, "DIM": dim, "WIDE": triton.next_power_of_2(dim)}
+    _score_kernel[grid](
+        query, index.codes, index.scales, index.centres, layout.rotation, step.rows, step.num_tokens, work.logits,
+        work.split_lse, work.histogram, query.stride(0), tokens, splits,
+        SIZE=size, W=width, WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits, TILE=TILE, num_warps=4,
+        **shape,
+    )  # fmt: skip
+    _count_kernel[grid](
+        query, index.centres, resident_lse, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
+        work.histogram, query.stride(0), tokens, splits,
+        SIZE=triton.next_power_of_2(group), SPLITS=triton.next_power_of_2(splits), TILE=COUNT_TILE, num_warps=4,
+        **shape,
+    )  # fmt: skip

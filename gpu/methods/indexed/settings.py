@@ -1,0 +1,44 @@
+"""Settings of indexed attention. No torch: the plan and the server's process read them."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from transfer.settings_model import Settings
+
+
+class IndexedSettings(Settings):
+    key_bits: Literal[2, 4, 8] = Field(4, description="bits of each dimension of a key in the index")
+    value_block_tokens: Literal[16, 32, 64, 128] = Field(
+        32, description="tokens whose values are averaged, for what is estimated"
+    )
+    budget_share: float = Field(
+        0.02, gt=0.0, le=1.0, description="share of the offloaded tokens that a KV head reads exactly at each step"
+    )
+    least_tokens: int = Field(64, ge=16, le=8192, description="that it reads at least, as far as there are so many")
+    budget_tokens: int = Field(
+        4096, ge=64, le=8192, multiple_of=64, description="that it reads at most: slots on the device for their rows"
+    )
+    min_context_tokens: int = Field(
+        1024, ge=0, description="prompt and answer that are shorter together are read in full by the CPU"
+    )
+    rings: int | None = Field(
+        None,
+        ge=1,
+        description="sequences of the profile that run at once, each with an index as long as the longest context; "
+        "default: what an eighth of the memory beside the weights holds, at least one",
+    )
+
+    @property
+    def planes(self) -> int:
+        """Return the codes in a byte."""
+        return 8 // self.key_bits
+
+    def count_chosen(self, num_tokens: int) -> int:
+        """Return how many of so many offloaded tokens a KV head reads at most."""
+        share = -(-num_tokens * round(self.budget_share * SHARE_UNIT) // SHARE_UNIT)
+        return min(max(share, self.least_tokens), self.budget_tokens)
+
+
+SHARE_UNIT = 1 << 12
+"""Budgets are counted in integers on host and device alike: in this part of the tokens."""

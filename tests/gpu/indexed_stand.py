@@ -1,0 +1,135 @@
+"""A small index over rows that lie in host memory as the host tier keeps them, and float64 oracles of its steps."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
+from gpu.methods.indexed.building import copy_pieces, index_tokens
+from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.ring import BEHIND_ALL, Index, Layout, Work, new_index, new_layout, new_work
+from gpu.methods.indexed.scoring import RingStep, score_tokens
+from gpu.methods.indexed.settings import IndexedSettings
+from transfer import places
+from transfer.partial import Partial
+from transfer.places import COLUMNS
+
+KV_HEADS, NUM_RINGS, NUM_LAYERS = 2, 2, 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """As much of an architecture as an index asks for."""
+
+    dim: int
+    group: int
+    num_kv_heads: int = KV_HEADS
+    max_context_tokens: int = 4096
+
+
+@dataclass
+class Run:
+    """Rows of one layer's run in host memory, in pieces. keys, values: float64 `[kv_heads, tokens, dim]`, restored."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    table: np.ndarray
+    alive: list[torch.Tensor]
+
+
+def make_run(draw: np.random.Generator, dim: int, lengths: list[int], is_int8: bool, pinned: bool) -> Run:
+    """Return a run in pieces of these lengths, whose keys have another centre in each."""
+    table = np.zeros((COLUMNS, len(lengths)), np.int64)
+    keys, values, alive = [], [], []
+    begin = 0
+    for piece, length in enumerate(lengths):
+        centre = torch.tensor(draw.normal(size=(KV_HEADS, dim)) * (1 + piece), dtype=torch.float32)
+        own = [torch.tensor(draw.normal(size=(KV_HEADS, length, dim)), dtype=torch.float32) for _ in range(2)]
+        key_scale = torch.tensor(draw.uniform(0.01, 0.03, KV_HEADS), dtype=torch.float32)
+        value_scale = torch.tensor(draw.uniform(0.01, 0.03, (KV_HEADS, dim)), dtype=torch.float32)
+        if is_int8:
+            stored = [
+                (own[0] / key_scale[:, None, None]).round().clamp(-127, 127).to(torch.int8),
+                (own[1] / value_scale[:, None]).round().clamp(-127, 127).to(torch.int8),
+            ]
+            whole = [stored[0].float() * key_scale[:, None, None], stored[1].float() * value_scale[:, None]]
+        else:
+            stored = [one.bfloat16() for one in own]
+            whole = [one.float() for one in stored]
+        kept = [one.pin_memory() if pinned else one for one in (*stored, centre, key_scale, value_scale)]
+        alive += kept
+        row = dim * (1 if is_int8 else 2)
+        table[:, piece] = [
+            begin, begin + length, kept[0].data_ptr(), length * row, row, kept[1].data_ptr(), length * row, row,
+            kept[2].data_ptr(), kept[3].data_ptr() if is_int8 else 0, kept[4].data_ptr() if is_int8 else 0,
+        ]  # fmt: skip
+        keys.append(whole[0] + centre[:, None])
+        values.append(whole[1])
+        begin += length
+    return Run(torch.cat(keys, 1).double().numpy(), torch.cat(values, 1).double().numpy(), table, alive)
+
+
+@dataclass
+class Stand:
+    """Two layers, of which the runs of ring 1 are indexed; the other ring is NaN, or nonsense."""
+
+    settings: IndexedSettings
+    shape: Any
+    index: Index
+    work: Work
+    layout: Layout
+    runs: list[Run]
+    counts: torch.Tensor
+
+    def step(self, query: torch.Tensor, resident_lse: torch.Tensor, num_tokens: int, budget: int,
+             wanted: torch.Tensor | None = None, layer: int = 1) -> Partial:  # fmt: skip
+        """Attend with a row that has ring 1, behind one that has none."""
+        device = query.device
+        rows = torch.tensor([-1, 1], dtype=torch.int32, device=device)
+        tokens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+        step = RingStep(rows, tokens, torch.tensor([0, budget], dtype=torch.int32, device=device))
+        own = self.index.layer(layer)
+        score_tokens(query, resident_lse, own, self.work, step, self.layout)
+        choose_tokens(query, own, self.work, step, self.layout)
+        attend_chosen(query, own, self.work, step, self.layout, self.counts)
+        rings = torch.tensor([-1, 1], dtype=torch.int32, device=device)
+        if wanted is None:
+            wanted = torch.ones(query.shape[:2], dtype=torch.uint8, device=device)
+        return join_parts(self.work, rings, wanted, step, tuple(query.shape), self.counts)
+
+    def chosen(self, layer: int = 1) -> list[list[int]]:
+        """Return the tokens in slots of ring 1, ascending, by KV head."""
+        ids = self.index.ids[layer, KV_HEADS:].cpu().numpy()
+        return [sorted(own[own >= 0].tolist()) for own in ids]
+
+
+def make_stand(
+    dim: int, group: int, lengths: list[int], device: str, *, key_bits: int = 4, block: int = 32, is_int8: bool = False,
+    dtype: torch.dtype = torch.float32, indexed: int | None = None,
+) -> Stand:  # fmt: skip
+    """Return an index of the first `indexed` tokens, or all, of runs in pieces of these lengths."""
+    settings = IndexedSettings(key_bits=key_bits, value_block_tokens=block, budget_tokens=256, least_tokens=16)
+    shape: Any = Shape(dim, group)
+    draw, on = np.random.default_rng(7), torch.device(device)
+    index = new_index(settings, shape, NUM_LAYERS, NUM_RINGS, is_int8, dtype, on)
+    work = new_work(settings, shape, NUM_RINGS, on)
+    for one in (index.scales, index.means, index.keys, index.values, *vars_of(work)):
+        if one.is_floating_point():
+            one.fill_(torch.nan)
+    layout = new_layout(settings, shape, is_int8, on)
+    runs = [make_run(draw, dim, lengths, is_int8, on.type == "cuda") for _ in range(NUM_LAYERS)]
+    table = np.zeros((NUM_LAYERS, COLUMNS, index.lies.shape[3]), np.int64)
+    table[:, places.RUN_BEGIN] = BEHIND_ALL
+    table[:, :, : len(lengths)] = np.stack([run.table for run in runs])
+    index.lies[:, 1] = torch.from_numpy(table).to(on)
+    copy_pieces(index, 1, len(lengths), layout)
+    index.centres[:, KV_HEADS:] = index.piece_centres[:, 1, 0]
+    index_tokens(index, 1, 0, sum(lengths) if indexed is None else indexed, layout)
+    counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=on)
+    return Stand(settings, shape, index, work, layout, runs, counts)
+
+
+def vars_of(work: Work) -> list[torch.Tensor]:
+    return [getattr(work, name) for name in Work.__slots__]

@@ -1,0 +1,256 @@
+"""The index of keys in few bits: what is written, scored, chosen, estimated and read, against float64 numpy."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.methods.indexed import BINS
+from gpu.methods.indexed.attending import FETCHED, HEADS, MASS, OFFLOADED, READ
+from gpu.methods.indexed.building import index_tokens
+from gpu.methods.indexed.codes import decode_keys, encode_keys_reference, make_rotation
+from gpu.methods.indexed.scoring import BINS_PER_OCTAVE, LOWEST_OCTAVE
+from tests.gpu.indexed_stand import KV_HEADS, Stand, make_stand
+from tests.gpu.kernel_oracles import DEVICES, distance, wide
+from tests.tolerances import INDEXED_MEANS, INDEXED_PARTIAL, INDEXED_PARTIAL_BFLOAT16, INDEXED_SCORES
+
+SHAPES = [(64, 3), (128, 4), (96, 1), (128, 16)]
+
+
+def draw_query(stand: Stand, device: str, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries of two rows, and the lse of what they read on the device."""
+    draw = np.random.default_rng(seed)
+    heads = KV_HEADS * stand.shape.group
+    query = torch.tensor(draw.normal(size=(2, heads, stand.shape.dim)), dtype=stand.index.keys.dtype, device=device)
+    return query, torch.tensor(draw.normal(size=(2, heads)) + 6, dtype=torch.float32, device=device)
+
+
+def estimated_keys(stand: Stand, kv_head: int, count: int, layer: int = 1) -> np.ndarray:
+    """Return keys as the index rounds them, float64 `[tokens, dim]`, in the space of queries, from the stored codes."""
+    index, place = stand.index, KV_HEADS + kv_head
+    rounded = decode_keys(index.codes[layer, place, :count], index.scales[layer, place, :count], stand.layout.key_bits)
+    return wide(rounded) @ wide(stand.layout.rotation).T + wide(index.centres[layer, place])
+
+
+def softmax_logits(query: torch.Tensor, keys: np.ndarray) -> np.ndarray:
+    return wide(query) @ keys.T / np.sqrt(keys.shape[1])
+
+
+def partial_of(logits: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    lse = np.logaddexp.reduce(logits, -1)
+    return np.exp(logits - lse[:, None]) @ values, lse
+
+
+def expected(stand: Stand, query: torch.Tensor, count: int, chosen: list[list[int]], layer: int = 1,
+             means: np.ndarray | None = None, rest_times: float = 1.0) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return out and lse of the second row over `count` tokens, of which `chosen` are read exactly."""
+    group, block = stand.shape.group, stand.layout.block_tokens
+    outs, lses = [], []
+    for kv_head in range(KV_HEADS):
+        own = query[1, kv_head * group : (kv_head + 1) * group]
+        keys, values = stand.runs[layer].keys[kv_head], stand.runs[layer].values[kv_head]
+        exact = softmax_logits(own, keys[:count])
+        logits = softmax_logits(own, estimated_keys(stand, kv_head, count, layer))
+        rest = np.setdiff1d(np.arange(count), chosen[kv_head])
+        if means is None:
+            used = np.stack([values[first : first + block].mean(0) for first in range(0, count, block)])
+        else:
+            used = means[kv_head]
+        weights = [exact[:, chosen[kv_head]], logits[:, rest] + np.log(rest_times)]
+        rows = np.concatenate([values[chosen[kv_head]], used[rest // block]])
+        out, lse = partial_of(np.concatenate(weights, 1), rows)
+        outs.append(out)
+        lses.append(lse)
+    return np.concatenate(outs), np.concatenate(lses)
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_budget_of_everything_is_dense_attention(device: str, shape: tuple[int, int], is_int8: bool) -> None:
+    stand = make_stand(*shape, [144, 64, 32], device, is_int8=is_int8)
+    query, resident = draw_query(stand, device)
+    partial = stand.step(query, resident, 240, 240)
+    for kv_head in range(KV_HEADS):
+        own = slice(kv_head * stand.shape.group, (kv_head + 1) * stand.shape.group)
+        run = stand.runs[1]
+        logits = softmax_logits(query[1, own], run.keys[kv_head, :240])
+        out, lse = partial_of(logits, run.values[kv_head, :240])
+        assert distance(partial.out[1, own], out) < INDEXED_PARTIAL
+        assert distance(partial.lse[1, own], lse) < INDEXED_PARTIAL
+    assert (partial.out[0] == 0).all()
+    assert (partial.lse[0] == -torch.inf).all()
+    heads = KV_HEADS * stand.shape.group
+    counts = stand.counts.tolist()
+    assert counts[OFFLOADED : HEADS + 1] == [240 * KV_HEADS, 240 * KV_HEADS, 240 * KV_HEADS, heads]
+    assert counts[MASS] == 0
+
+
+@pytest.mark.parametrize("key_bits", [2, 4, 8])
+@pytest.mark.parametrize("block", [16, 32, 128])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_chosen_is_estimated_by_its_keys_in_few_bits_and_its_blocks_means(
+    device: str, key_bits: int, block: int
+) -> None:
+    stand = make_stand(64, 3, [2100, 76], device, key_bits=key_bits, block=block)
+    query, resident = draw_query(stand, device)
+    partial = stand.step(query, resident, 2160, 100)
+    chosen = stand.chosen()
+    assert all(80 <= len(own) <= 100 for own in chosen)
+    out, lse = expected(stand, query, 2160, chosen)
+    if 2160 % block:  # the last block's mean holds tokens that came back to the device
+        out = expected(stand, query, 2160, chosen, means=means_of(stand))[0]
+    assert distance(partial.out[1], out) < INDEXED_PARTIAL + INDEXED_SCORES
+    assert np.abs(wide(partial.lse[1]) - lse).max() < INDEXED_SCORES
+
+
+def means_of(stand: Stand, layer: int = 1) -> np.ndarray:
+    return wide(stand.index.means[layer, KV_HEADS:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_wrong_token_a_stale_mean_and_a_rest_that_counts_twice_are_seen(device: str) -> None:
+    stand = make_stand(64, 3, [2100, 76], device)
+    query, resident = draw_query(stand, device)
+    partial = stand.step(query, resident, 2176, 100)
+    chosen = stand.chosen()
+    limit = INDEXED_PARTIAL + INDEXED_SCORES
+    for kv_head in range(KV_HEADS):
+        other = [list(own) for own in chosen]
+        other[kv_head][0] = next(token for token in range(2176) if token not in other[kv_head])
+        assert distance(partial.out[1], expected(stand, query, 2176, other)[0]) > limit
+    stale = means_of(stand)
+    stale[0, 3] = stale[0, 4]
+    assert distance(partial.out[1], expected(stand, query, 2176, chosen, means=stale)[0]) > limit
+    twice = expected(stand, query, 2176, chosen, rest_times=2.0)
+    assert distance(partial.out[1], twice[0]) > limit
+    assert np.abs(wide(partial.lse[1]) - twice[1]).min() > INDEXED_SCORES
+
+
+@pytest.mark.parametrize("budget", [16, 100, 256])
+@pytest.mark.parametrize("device", DEVICES)
+def test_chosen_are_the_tokens_with_the_most_of_a_groups_softmax(device: str, budget: int) -> None:
+    """Up to a bin of the histogram, of 2 %: equal bins are all chosen or none is."""
+    stand = make_stand(64, 3, [2100, 76], device)
+    query, resident = draw_query(stand, device)
+    stand.step(query, resident, 2176, budget)
+    for kv_head, got in enumerate(stand.chosen()):
+        own = slice(kv_head * 3, kv_head * 3 + 3)
+        logits = softmax_logits(query[1, own], estimated_keys(stand, kv_head, 2176))
+        total = np.logaddexp(np.logaddexp.reduce(logits, -1), wide(resident[1, own]))
+        scores = np.exp(logits - total[:, None]).sum(0)
+        bins = np.clip(np.floor((np.log2(scores) - LOWEST_OCTAVE) * BINS_PER_OCTAVE), 0, BINS - 1)
+        least = np.sort(bins)[::-1][budget]  # the first bin that does not fit
+        wanted = set(np.flatnonzero(bins > least).tolist())
+        near = set(np.flatnonzero(np.abs(bins - least) <= 1).tolist())  # of which rounding of scores moves some
+        assert set(got) ^ wanted <= near
+        assert len(near) < 100
+        assert 0.8 * budget - 4 < len(got) <= budget
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_scores_are_chosen_all_or_none_and_nothing_is_lost(device: str) -> None:
+    stand = make_stand(64, 3, [256], device)
+    query, resident = draw_query(stand, device)
+    partial = stand.step(torch.zeros_like(query), resident, 256, 100)
+    assert stand.chosen() == [[], []]
+    values = np.stack([run.mean(0) for run in stand.runs[1].values]).repeat(3, 0)
+    assert distance(partial.out[1], values) < INDEXED_MEANS
+    assert np.abs(wide(partial.lse[1]) - np.log(256)).max() < INDEXED_SCORES
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_stay_in_their_slots_while_they_are_chosen_and_only_new_ones_are_fetched(
+    device: str, is_int8: bool
+) -> None:
+    stand = make_stand(128, 4, [1500, 548], device, is_int8=is_int8)
+    held: list[set[int]] = [set(), set()]
+    for seed in range(4):
+        query, resident = draw_query(stand, device, seed // 2)  # each query twice
+        before = int(stand.counts[FETCHED])
+        partial = stand.step(query, resident, 2048, 120)
+        chosen = stand.chosen()
+        new = sum(len(set(own) - known) for own, known in zip(chosen, held, strict=True))
+        assert int(stand.counts[FETCHED]) - before == new
+        assert (new == 0) == (seed % 2 == 1)
+        held = [set(own) for own in chosen]
+        check_slots(stand)
+        assert distance(partial.out[1], expected(stand, query, 2048, chosen)[0]) < INDEXED_PARTIAL + INDEXED_SCORES
+    stand.step(query, resident, 1024, 120)  # half of it came back to the device
+    assert all(max(own) < 1024 for own in stand.chosen())
+    check_slots(stand)
+    assert int(stand.counts[READ]) < int(stand.counts[OFFLOADED]) // 10
+
+
+def check_slots(stand: Stand, layer: int = 1) -> None:
+    """A slot has the rows of the token that it names, no token stands twice, and bits say which they are."""
+    index = stand.index.layer(layer)
+    for kv_head in range(KV_HEADS):
+        place, run = KV_HEADS + kv_head, stand.runs[layer]
+        ids = index.ids[place].cpu().numpy()
+        slots, tokens = np.flatnonzero(ids >= 0), ids[ids >= 0]
+        assert len(set(tokens.tolist())) == len(tokens)
+        assert distance(index.keys[place][slots], run.keys[kv_head][tokens]) < INDEXED_PARTIAL
+        assert distance(index.values[place][slots], run.values[kv_head][tokens]) < INDEXED_PARTIAL
+        words = index.held[place].cpu().numpy().view(np.uint32)
+        bits = np.flatnonzero((words[:, None] >> np.arange(32, dtype=np.uint32)) & 1)
+        assert bits.tolist() == sorted(tokens.tolist())
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("key_bits", [2, 4, 8])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int, is_int8: bool) -> None:
+    lengths = [528, 64, 400]
+    whole = make_stand(128, 4, lengths, device, key_bits=key_bits, is_int8=is_int8)
+    grown = make_stand(128, 4, lengths, device, key_bits=key_bits, is_int8=is_int8, indexed=16)
+    for begin, end in ((0, 560), (544, 592), (576, 992)):
+        index_tokens(grown.index, 1, begin, end, grown.layout)
+    for name in ("codes", "scales", "means"):
+        got, wanted = getattr(grown.index, name), getattr(whole.index, name)
+        count = 992 // 32 if name == "means" else 992
+        assert torch.equal(got[:, KV_HEADS:, :count], wanted[:, KV_HEADS:, :count])
+    for layer in range(2):
+        for kv_head in range(KV_HEADS):
+            keys = whole.runs[layer].keys[kv_head]
+            rotated = (keys - wide(whole.index.centres[layer, KV_HEADS + kv_head])) @ wide(whole.layout.rotation)
+            codes, scales = encode_keys_reference(torch.tensor(rotated, dtype=torch.float32), key_bits)
+            got_codes = whole.index.codes[layer, KV_HEADS + kv_head, :992].cpu()
+            assert float((got_codes != codes).float().mean()) < 2e-3  # at the border of two codes
+            assert distance(whole.index.scales[layer, KV_HEADS + kv_head, :992], wide(scales)) < INDEXED_PARTIAL
+            own = wide(decode_keys(got_codes, scales, key_bits))
+            worst = np.abs(own - rotated) / wide(scales)[:, None]
+            assert worst.max() < 0.51 + 0.01 * 2**key_bits / 16
+    with pytest.raises(ValueError, match="multiple of 32"):
+        index_tokens(grown.index, 1, 16, 64, grown.layout)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_head_that_wants_nothing_has_the_empty_partial(device: str) -> None:
+    stand = make_stand(64, 3, [512], device)
+    query, resident = draw_query(stand, device)
+    wanted = torch.ones(2, 6, dtype=torch.uint8, device=device)
+    wanted[1, 2] = 0
+    partial = stand.step(query, resident, 512, 64, wanted)
+    assert float(partial.lse[1, 2]) == -torch.inf
+    assert (partial.out[1, 2] == 0).all()
+    others = [0, 1, 3, 4, 5]
+    assert distance(partial.out[1, others], expected(stand, query, 512, stand.chosen())[0][others]) < (
+        INDEXED_PARTIAL + INDEXED_SCORES
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_queries_and_slots_in_bfloat16_are_read_as_precisely_as_pages() -> None:
+    stand = make_stand(128, 4, [1500, 548], "cuda", dtype=torch.bfloat16)
+    query, resident = draw_query(stand, "cuda")
+    partial = stand.step(query, resident, 2048, 256)
+    out, _ = expected(stand, query, 2048, stand.chosen())
+    assert distance(partial.out[1], out) < INDEXED_PARTIAL_BFLOAT16
+
+
+def test_a_rotation_keeps_products_and_is_the_same_in_every_process() -> None:
+    rotation = make_rotation(96, torch.device("cpu"))
+    assert torch.allclose(rotation @ rotation.T, torch.eye(96), atol=1e-6)
+    assert torch.equal(rotation, make_rotation(96, torch.device("cpu")))
