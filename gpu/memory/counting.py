@@ -76,7 +76,12 @@ def count_rings(demand: Demand, limit: int) -> Demand:
     counted = []
     for state in demand.states:
         count = (
-            max(1, int(share / state.sequence_bytes(demand.shape, demand.max_running, demand.row_bytes)))
+            max(
+                1,
+                int(
+                    share / state.sequence_bytes(demand.shape, demand.max_running, demand.row_bytes, demand.dtype_bytes)
+                ),
+            )
             if state in uncounted
             else state.count
         )

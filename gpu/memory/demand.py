@@ -299,7 +299,7 @@ class Demand:
         items = []
         for state in self.states:
             count = (state.count or 0) if state.has_rings else self.max_running
-            size = state.sequence_bytes(self.shape, self.max_running, self.row_bytes)
+            size = state.sequence_bytes(self.shape, self.max_running, self.row_bytes, self.dtype_bytes)
             method, work_bytes = state.part.method.name, state.footprint(self.shape, self.max_running).work_bytes
             if size:
                 name = f"{'rings' if state.has_rings else 'state'} of {method}"

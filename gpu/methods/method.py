@@ -27,11 +27,13 @@ class Footprint:
     """Device memory that a method takes, in bytes.
 
     sequence_bytes: for each sequence that holds its state. sequence_rows: keys and values of one KV head beside that,
-    stored as in KV pages. work_bytes: that its steps and prompts pass through, for all sequences together.
+    stored as in KV pages. sequence_numbers: beside both, numbers of the type that computes. work_bytes: that its steps
+    and prompts pass through, for all sequences together.
     """
 
     sequence_bytes: int = 0
     sequence_rows: int = 0
+    sequence_numbers: int = 0
     work_bytes: int = 0
 
 
@@ -173,7 +175,9 @@ class MethodState:
     def footprint(self, architecture: Architecture, max_running: int) -> Footprint:
         return self.part.method.footprint(self.part.settings, architecture, max_running)
 
-    def sequence_bytes(self, architecture: Architecture, max_running: int, row_bytes: int) -> int:
-        """Return the bytes of one sequence's state, with rows of `row_bytes` in KV pages."""
+    def sequence_bytes(self, architecture: Architecture, max_running: int, row_bytes: int, dtype_bytes: int) -> int:
+        """Return the bytes of one sequence's state, with rows of `row_bytes` in KV pages and numbers of `dtype_bytes`
+        that compute.
+        """
         own = self.footprint(architecture, max_running)
-        return own.sequence_bytes + own.sequence_rows * row_bytes
+        return own.sequence_bytes + own.sequence_rows * row_bytes + own.sequence_numbers * dtype_bytes

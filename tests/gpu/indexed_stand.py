@@ -113,7 +113,7 @@ def make_stand(
     settings = IndexedSettings(key_bits=key_bits, value_block_tokens=block, budget_tokens=256, least_tokens=16)
     shape: Any = Shape(dim, group)
     draw, on = np.random.default_rng(7), torch.device(device)
-    index = new_index(settings, shape, NUM_LAYERS, NUM_RINGS, is_int8, dtype, on)
+    index = new_index(settings, shape, NUM_LAYERS, NUM_RINGS, dtype, on)
     work = new_work(settings, shape, NUM_RINGS, on)
     for one in (index.scales, index.means, index.keys, index.values, *vars_of(work)):
         if one.is_floating_point():

@@ -101,6 +101,8 @@ METHOD_SETTINGS: list[dict[str, Any]] = [
     {"reuse": {"method": "mac", "capacity": 64, "summaries": "float32", "layer_tau": {1: "off"}}},
     {"host": {"method": "predicted", "weights": WEIGHTS, "budget_tokens": 32}},
     {"host": {"method": "predicted+sampled", "weights": WEIGHTS, "history": 7, "exempt_layers": 1}},
+    {"host": {"method": "indexed", "budget_tokens": 64}},
+    {"host": {"method": "indexed", "key_bits": 2, "value_block_tokens": 64}},
 ]
 BOOKKEEPING_BYTES = 64
 """Of a ring, which no plan counts: who holds it, and its last cell."""
@@ -111,12 +113,12 @@ def test_one_ring_more_takes_what_its_method_states(tree: dict[str, Any]) -> Non
     shape, host = replace(TINY, max_context_tokens=4096), HostConfig(dense_layers=())
     profile = resolve_profiles({"own": Composition.model_validate(tree)}, host)["own"]
     part = profile.ring_part
-    layers = tuple(part.settings.layers(shape))
+    layers = tuple(part.settings.layers(shape)) if hasattr(part.settings, "layers") else tuple(range(shape.num_layers))
     tier = TierShape(layers, shape.num_heads, shape.num_kv_heads, shape.dim, "bfloat16", 8, 75)
     site = Site(shape, tier, 16, SLOTS, torch.float32, torch.float32, CPU)
     taken = [bytes_of(next(iter(make_device_sides([part], site, {part.id: count}).values()))) for count in (2, 3)]
     planned = part.method.footprint(part.settings, shape, SLOTS)
-    stated = planned.sequence_bytes + planned.sequence_rows * shape.dim * 4
+    stated = planned.sequence_bytes + (planned.sequence_rows * shape.dim + planned.sequence_numbers) * 4
     assert 0 <= taken[1] - taken[0] - stated <= BOOKKEEPING_BYTES
 
 

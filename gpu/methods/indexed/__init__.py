@@ -8,12 +8,12 @@ dropped, and the CPU reads nothing for a sequence that holds an index.
 
 from typing import Any
 
-from gpu.arrays import ArraySpec, sum_bytes
 from gpu.methods.counters import Counter, Counts, SavedReads, Share
 from gpu.methods.indexed.settings import IndexedSettings
 from gpu.methods.kept import OFFLOAD_KEYS, Kept, keep_as_set
 from gpu.methods.method import Footprint, ReadCost, RingMethod
 from gpu.model.architecture import Architecture
+from transfer.arrays import ArraySpec, sum_bytes
 from transfer.host_config import HostConfig
 from transfer.places import COLUMNS
 from transfer.reading import Reading
@@ -48,14 +48,13 @@ def most_pieces(architecture: Architecture) -> int:
 
 
 def ring_arrays(
-    settings: IndexedSettings, architecture: Architecture, num_layers: int, num_rings: int, is_int8: bool
+    settings: IndexedSettings, architecture: Architecture, num_layers: int, num_rings: int
 ) -> dict[str, ArraySpec]:
     """Return the indexes of so many layers and rings, by the fields of `gpu.methods.indexed.ring.Index`, without the
     rows in slots.
     """
     dim, heads, tokens = architecture.dim, architecture.num_kv_heads, most_tokens(architecture)
     pieces, places = most_pieces(architecture), num_rings * heads
-    scaled = pieces if is_int8 else 0
     return {
         "codes": ArraySpec((num_layers, places, tokens, dim // settings.planes), "uint8"),
         "scales": ArraySpec((num_layers, places, tokens), "float16"),
@@ -65,8 +64,8 @@ def ring_arrays(
         "held": ArraySpec((num_layers, places, tokens // WORD_BITS), "int32"),
         "lies": ArraySpec((num_layers, num_rings, COLUMNS, pieces), "int64"),
         "piece_centres": ArraySpec((num_layers, num_rings, pieces, heads, dim), "float32"),
-        "piece_key_scales": ArraySpec((num_layers, num_rings, scaled, heads), "float32"),
-        "piece_value_scales": ArraySpec((num_layers, num_rings, scaled, heads, dim), "float32"),
+        "piece_key_scales": ArraySpec((num_layers, num_rings, pieces, heads), "float32"),
+        "piece_value_scales": ArraySpec((num_layers, num_rings, pieces, heads, dim), "float32"),
     }
 
 
@@ -123,10 +122,12 @@ class Indexed(RingMethod):
     def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
         """Return the bytes for all layers that may be offloaded; rows in slots are stored as they are computed with."""
         num_layers = architecture.num_layers - len(architecture.window_layers)
-        arrays = ring_arrays(settings, architecture, num_layers, 1, is_int8=True)
+        arrays = ring_arrays(settings, architecture, num_layers, 1)
         work = work_arrays(settings, architecture, 1)
-        slots = num_layers * architecture.num_kv_heads * 2 * settings.budget_tokens
-        return Footprint(sum_bytes(arrays.values()) + sum_bytes(work.values()), slots)
+        slots = num_layers * architecture.num_kv_heads * settings.budget_tokens
+        return Footprint(
+            sum_bytes(arrays.values()) + sum_bytes(work.values()), sequence_numbers=2 * slots * architecture.dim
+        )
 
     def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:
         """Return the cost if every step chooses other tokens; the index counts as tokens read on the device."""

@@ -40,11 +40,11 @@ def attend_chosen_reference(
         for kv_head in range(layout.kv_heads):
             place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
             ids = index.ids[place]
-            for slot in work.fresh[place].nonzero().flatten().tolist():
-                token = int(ids[slot])
-                key, value = read_rows(index, ring, kv_head, token, token + 1, layout.is_int8)
-                index.keys[place, slot] = key[0].to(index.keys.dtype)
-                index.values[place, slot] = value[0].to(index.values.dtype)
+            fresh = work.fresh[place].nonzero().flatten()
+            if len(fresh):
+                keys, values = read_rows(index, ring, kv_head, ids[fresh].long(), layout.is_int8)
+                index.keys[place, fresh] = keys.to(index.keys.dtype)
+                index.values[place, fresh] = values.to(index.values.dtype)
             own = (ids != EMPTY).nonzero().flatten()
             logits = query[row, heads].float() @ index.keys[place, own].float().T * dim**-0.5
             lse = logits.logsumexp(-1) if len(own) else torch.full((group,), -torch.inf)

@@ -23,11 +23,11 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout: Layout) -> None:
     """Compute `index_tokens` in plain torch."""
-    block = layout.block_tokens
+    block, tokens = layout.block_tokens, torch.arange(begin, end)
     for layer in range(len(index.codes)):
         for kv_head in range(layout.kv_heads):
             place = ring * layout.kv_heads + kv_head
-            keys, values = read_rows(index.layer(layer), ring, kv_head, begin, end, layout.is_int8)
+            keys, values = read_rows(index.layer(layer), ring, kv_head, tokens, layout.is_int8)
             rotated = (keys - index.centres[layer, place]) @ layout.rotation
             codes, scales = encode_keys_reference(rotated, layout.key_bits)
             index.codes[layer, place, begin:end] = codes
@@ -166,7 +166,7 @@ def copy_pieces_reference(index: Index, ring: int, num_pieces: int, layout: Layo
 
 def floats_at(address: int, count: int) -> torch.Tensor:
     """Return a copy of so many float32 numbers at an address of host memory."""
-    return bytes_at(address, 4 * count).view(torch.float32)
+    return bytes_at(address, 4 * count).view(torch.float32).clone()
 
 
 def copy_pieces(index: Index, ring: int, num_pieces: int, layout: Layout) -> None:

@@ -63,7 +63,7 @@ class Indexed(RingSide):
         shape, tier, device = site.architecture, site.tier_shape, site.device
         is_int8 = tier.rows == "int8"
         self.settings = settings
-        self.index = new_index(settings, shape, len(tier.layers), num_rings, is_int8, site.dtype, device)
+        self.index = new_index(settings, shape, len(tier.layers), num_rings, site.dtype, device)
         self._layers = [self.index.layer(place) for place in range(len(tier.layers))]
         self._places = {layer: place for place, layer in enumerate(tier.layers)}
         self._first_layer = tier.layers[0]

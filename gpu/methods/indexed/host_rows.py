@@ -15,32 +15,31 @@ _BEGIN = tl.constexpr(places.RUN_BEGIN)
 
 
 def bytes_at(address: int, num_bytes: int) -> Tensor:
-    """Return a copy of host memory, uint8."""
-    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    return torch.from_numpy(np.frombuffer(memory, np.uint8).copy())
+    """Return host memory as uint8, without a copy."""
+    return torch.from_numpy(np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8))
 
 
-def read_rows(index: Index, ring: int, kv_head: int, begin: int, end: int, is_int8: bool) -> tuple[Tensor, Tensor]:
-    """Return keys and values of tokens `[begin, end)` of a run, float32 `[tokens, dim]`, restored. On the CPU.
+def read_rows(index: Index, ring: int, kv_head: int, tokens: Tensor, is_int8: bool) -> tuple[Tensor, Tensor]:
+    """Return keys and values of a run's tokens, float32 `[tokens, dim]`, restored. On the CPU.
 
-    index: of one layer.
+    index: of one layer; tokens: int64.
     """
-    table, dim = index.lies[ring], index.piece_centres.shape[-1]
-    rows: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for piece, own in enumerate(table.T.tolist()):
-        first, last = max(begin, own[places.RUN_BEGIN]), min(end, own[places.RUN_END])
-        if first >= last:
+    dim, dtype = index.piece_centres.shape[-1], torch.int8 if is_int8 else torch.bfloat16
+    keys, values = (torch.empty(len(tokens), dim) for _ in range(2))
+    for piece, own in enumerate(index.lies[ring].T.tolist()):
+        begin, end = own[places.RUN_BEGIN], own[places.RUN_END]
+        here = ((tokens >= begin) & (tokens < end)).nonzero().flatten()
+        if not len(here):
             continue
-        for into, at in zip(rows, (places.KEYS, places.VALUES), strict=True):
+        for into, at in ((keys, places.KEYS), (values, places.VALUES)):
             address, head_bytes, row_bytes = own[at : at + 3]
-            address += kv_head * head_bytes + (first - own[places.RUN_BEGIN]) * row_bytes
-            stored = bytes_at(address, (last - first) * row_bytes).view(torch.int8 if is_int8 else torch.bfloat16)
-            into.append(stored.view(last - first, -1)[:, :dim].float())
+            rows = bytes_at(address + kv_head * head_bytes, (end - begin) * row_bytes).view(dtype)
+            into[here] = rows.view(end - begin, -1)[tokens[here] - begin, :dim].float()
         if is_int8:
-            rows[0][-1] *= index.piece_key_scales[ring, piece, kv_head]
-            rows[1][-1] *= index.piece_value_scales[ring, piece, kv_head]
-        rows[0][-1] += index.piece_centres[ring, piece, kv_head]
-    return torch.cat(rows[0]), torch.cat(rows[1])
+            keys[here] *= index.piece_key_scales[ring, piece, kv_head]
+            values[here] *= index.piece_value_scales[ring, piece, kv_head]
+        keys[here] += index.piece_centres[ring, piece, kv_head]
+    return keys, values
 
 
 @triton.jit

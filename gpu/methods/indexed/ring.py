@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from gpu.allocation import allocate_all
 from gpu.methods.indexed import ring_arrays, work_arrays
 from gpu.methods.indexed.codes import make_rotation
 from gpu.methods.indexed.settings import IndexedSettings
 from gpu.model.architecture import Architecture
+from transfer.allocation import allocate_all
 
 EMPTY = -1
 BEHIND_ALL = 2**62
@@ -81,14 +81,13 @@ def new_index(
     shape: Architecture,
     num_layers: int,
     num_rings: int,
-    is_int8: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Index:
     """Return empty indexes of so many layers and rings; rows in slots have `dtype`."""
     rows = (num_layers, num_rings * shape.num_kv_heads, settings.budget_tokens, shape.dim)
     index = Index(
-        **allocate_all(ring_arrays(settings, shape, num_layers, num_rings, is_int8), device),
+        **allocate_all(ring_arrays(settings, shape, num_layers, num_rings), device),
         keys=torch.zeros(rows, dtype=dtype, device=device),
         values=torch.zeros(rows, dtype=dtype, device=device),
     )

@@ -1,0 +1,156 @@
+"""Indexed attention in the runner that serves: growth, copies, reloads, rows beside, and what each step covers.
+
+The twin that offloads serves rows with rings; the other one is exact. Where the budget holds every token, nothing may
+be missing; where some are estimated, each step covers its whole context.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpu.config import Composition
+from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.device import Indexed
+from gpu.methods.indexed.ring import EMPTY
+from gpu.methods.method import ProfilePart
+from gpu.profiles import resolve_profiles
+from gpu.step import RingCopy, RingWrite, StepPlan
+from tests.gpu.method_counts import counts_of
+from tests.gpu.reference_model import document_prompt
+from tests.gpu.twin_runners import NUM_KV_HEADS, Twins, check_steps, furthest
+from tests.tolerances import HOP_LOGITS_FLOAT32, INDEXED_LOGITS
+from transfer.host_config import HostConfig
+from transfer.reading import Reading
+
+ALL = {"budget_share": 1.0, "budget_tokens": 1024, "min_context_tokens": 0}
+FEW = {"budget_share": 0.05, "least_tokens": 16, "budget_tokens": 64, "min_context_tokens": 0}
+PROMPT = document_prompt(300, 1)
+
+
+def indexed_part(settings: dict[str, Any]) -> ProfilePart:
+    composition = Composition.model_validate({"host": {"method": "indexed", **settings}})
+    part = resolve_profiles({"own": composition}, HostConfig())["own"].ring_part
+    assert part is not None
+    return part
+
+
+class IndexedTwins(Twins):
+    """Slots of `ringed` hold the rings of their numbers."""
+
+    def __init__(self, settings: dict[str, Any], ringed: tuple[int, ...] = (0,), **more: Any) -> None:
+        self.part = indexed_part(settings)
+        super().__init__(more_parts=[self.part], reading=Reading.INDEXED, check_coverage=True, **more)
+        for slot in ringed:
+            self.assign(slot, slot)
+
+    def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
+        write = RingWrite(slot, self.part.id, ring, self.reading, source)
+        self.deposits.launch(StepPlan(ring_writes=[write])).collect()
+
+    @property
+    def side(self) -> Indexed:
+        side = self.deposits._reusing[self.part.id]
+        assert isinstance(side, Indexed)
+        return side
+
+
+@pytest.mark.parametrize("kept_tokens", [0, 96])
+def test_a_budget_of_everything_gives_the_exact_profiles_logits_while_the_context_grows(kept_tokens: int) -> None:
+    twins = IndexedTwins(ALL, kept_tokens=kept_tokens)
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 70)
+    counts = counts_of(twins.side)
+    assert counts.read_tokens == counts.offloaded_tokens > 0
+    assert counts.estimated_mass == 0
+    assert counts.fetched_rows < counts.read_tokens // 10, "rows stay in their slots"
+
+
+def test_a_context_that_is_offloaded_while_it_runs_is_indexed_from_the_first_step() -> None:
+    twins = IndexedTwins(ALL)
+    twins.prefill([PROMPT])
+    check_steps(twins, [0], 70)
+    assert counts_of(twins.side).read_tokens > 0
+
+
+def test_what_is_not_read_is_estimated_and_the_error_is_small() -> None:
+    twins = IndexedTwins(FEW)
+    twins.prefill_down(0, PROMPT)
+    for _ in range(12):
+        assert not twins.step([0]).failures
+        assert HOP_LOGITS_FLOAT32 < furthest(twins, [0]) < INDEXED_LOGITS
+    counts = counts_of(twins.side)
+    assert 0 < counts.read_tokens < counts.offloaded_tokens // 5
+    assert 0 < counts.estimated_mass < counts.heads * 1_000_000
+
+
+def test_without_the_estimate_the_error_is_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The power of the test above: what is not read is left out."""
+    errors = []
+    for is_dropped in (False, True):
+        twins = IndexedTwins(FEW)
+        twins.prefill_down(0, PROMPT)
+        if is_dropped:
+
+            def choose(query: torch.Tensor, index: Any, work: Any, *more: Any) -> None:
+                choose_tokens(query, index, work, *more)
+                work.rest_mass.zero_()
+                work.rest_out.zero_()
+
+            monkeypatch.setattr("gpu.methods.indexed.device.choose_tokens", choose)
+        apart = []
+        for _ in range(6):
+            twins.step([0])
+            got, wanted = twins.logits(0)
+            apart.append(float((got - wanted).square().mean().sqrt()))
+        errors.append(sum(apart))
+    assert errors[1] > 1.2 * errors[0], errors
+
+
+def test_rows_without_a_ring_share_the_step_and_are_exact() -> None:
+    twins = IndexedTwins(FEW, ringed=(0, 2))
+    twins.prefill([PROMPT, document_prompt(280, 3), document_prompt(60, 2), document_prompt(40, 4)])
+    for _ in range(6):
+        assert not twins.step([0, 1, 2, 3]).failures
+        assert furthest(twins, [1, 2, 3]) < HOP_LOGITS_FLOAT32
+    assert counts_of(twins.side).read_tokens > 0
+
+
+def test_two_parts_of_a_step_do_not_meet() -> None:
+    twins = IndexedTwins(ALL, ringed=(0, 1))
+    twins.deposits.decode_steps.asking.halving.always = 2
+    for slot, prompt in enumerate((PROMPT, document_prompt(280, 3))):
+        twins.prefill_down(slot, prompt)
+    check_steps(twins, [0, 1], 4)
+
+
+def test_tokens_that_come_back_to_the_device_are_read_there() -> None:
+    twins = IndexedTwins(ALL)
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 2)
+    sequence = twins.sequences[0]
+    twins.restore(twins.fetch(sequence, 128))
+    check_steps(twins, [0], 2)
+    twins.give_up(sequence, 208)
+    check_steps(twins, [0], 2)
+
+
+def test_a_ring_of_another_slot_begins_empty_and_a_copy_has_what_its_source_had_indexed() -> None:
+    twins = IndexedTwins(ALL)
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 3)
+    known = twins.side._known[0].num_tokens
+    assert known > 0
+    twins.assign(1, 1, RingCopy(0, 100, 303))
+    assert twins.side._known[1].num_tokens == (100 - 16) // 32 * 32
+    own = slice(NUM_KV_HEADS, 2 * NUM_KV_HEADS)
+    index = twins.side.index
+    assert torch.equal(index.codes[:, own, :64], index.codes[:, :NUM_KV_HEADS, :64])
+    assert (index.ids[:, own] == EMPTY).all()
+    twins.prefill_down(1, PROMPT)
+    check_steps(twins, [0, 1], 3)
+    twins.deposits.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()
+    twins.assign(2, 0)
+    assert twins.side._known[0].num_tokens == 0
+    twins.prefill_down(2, document_prompt(280, 3))
+    check_steps(twins, [1, 2], 3)
