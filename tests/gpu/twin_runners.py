@@ -53,7 +53,12 @@ MAX_CONTEXT = 1024
 NUM_PAGES = 512
 BITS, NUM_TABLES = 6, 5
 Kv = Literal["auto", "fp8", "int8"]
-PROFILES = {Reading.WHOLE: "offloaded", Reading.BLOCKS: "offloaded", Reading.INDEXED: "offloaded", Reading.SAMPLE: "sampled"}
+PROFILES = {
+    Reading.WHOLE: "offloaded",
+    Reading.BLOCKS: "offloaded",
+    Reading.INDEXED: "offloaded",
+    Reading.SAMPLE: "sampled",
+}
 
 
 def tier_shape(dense_layers: tuple[int, ...], bits: int = BITS, num_tables: int = NUM_TABLES) -> TierShape:

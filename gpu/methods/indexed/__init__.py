@@ -106,6 +106,7 @@ class Indexed(RingMethod):
         "from": "min_context_tokens",
     }
     kv_host = OFFLOAD_KEYS
+    refuses = {"mac": "a running sequence holds one ring, and both methods want one"}
     reading = Reading.INDEXED
     device_side = "gpu.methods.indexed.device"
     counters = COUNTERS

@@ -148,9 +148,9 @@ class Indexed(RingSide):
         is_own = (own.rings >= 0)[:, None] & (wanted != 0)
         num_read = (self._layers[place].ids != EMPTY).sum(1, dtype=torch.int32).view(-1, kv_heads)
         num_read = num_read[own.rings.clamp_min(0)].repeat_interleave(wanted.shape[1] // kv_heads, 1)
-        holes = (reads.rows.holes[1] - reads.rows.holes[0])[:, None]
-        read = torch.where(is_own & (holes > 0), num_read, 0)
-        return {Owner.FETCHED: read, Owner.ESTIMATED: torch.where(is_own, holes, 0) - read}
+        skips = (reads.rows.skips[1] - reads.rows.skips[0])[:, None]
+        read = torch.where(is_own & (skips > 0), num_read, 0)
+        return {Owner.FETCHED: read, Owner.ESTIMATED: torch.where(is_own, skips, 0) - read}
 
     def end_step(self) -> None:
         self._told.copy_(self._counts, non_blocking=True)
@@ -171,7 +171,7 @@ class Indexed(RingSide):
         row_of = torch.full((num_rings + 1,), -1, dtype=torch.int32, device=device)
         row_of.index_copy_(0, to, torch.arange(rows.num_rows, dtype=torch.int32, device=device))
         num_tokens = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)
-        num_tokens.index_copy_(0, to, rows.holes[1] - rows.holes[0])
+        num_tokens.index_copy_(0, to, rows.skips[1] - rows.skips[0])
         share = (num_tokens.long() * round(settings.budget_share * SHARE_UNIT) + SHARE_UNIT - 1) // SHARE_UNIT
         budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
         return _Rows(rings, RingStep(row_of[:num_rings], num_tokens[:num_rings], budgets[:num_rings]))
