@@ -422,3 +422,5 @@ INDEXED_MEANS = 4e-3
 INDEXED_LOGITS = 2.0
 # Error of a layer's attention there, 5 % of 800 tokens read: 0.06 was seen, and 0.13 without the estimate.
 INDEXED_ERROR = 0.1
+# Codes at the border of two, as a share for each step of the codes: keys and rotation are rounded to float16 on the way.
+INDEXED_FLIPS = 1.5e-4

@@ -25,6 +25,14 @@ import gpu.operations
 import gpu.predictor
 import transfer.merge
 from gpu.layers.expert_mlp import ExpertMlp
+from gpu.methods.indexed import ring_arrays, work_arrays
+from gpu.methods.indexed.attending import NUM_COUNTS as NUM_INDEX_COUNTS
+from gpu.methods.indexed.attending import attend_chosen, join_parts
+from gpu.methods.indexed.building import copy_pieces, index_tokens
+from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.ring import Index, Layout, Work
+from gpu.methods.indexed.scoring import RingStep, score_tokens
+from gpu.methods.indexed.settings import IndexedSettings
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, match
 from gpu.methods.mac.rings import Ring
@@ -76,6 +84,7 @@ from gpu.operations.swiglu import swiglu
 from gpu.predictor.predict import PackedNetwork, predict_blocks
 from gpu.weights.weights import ExpertWeights, allocate_packed
 from transfer.allocation import dtype_name
+from transfer.arrays import ArraySpec
 from transfer.exchange import new_slot
 from transfer.expert_exchange import new_expert_slot
 from transfer.partial import Partial
@@ -89,6 +98,7 @@ TRITON_TYPES = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
     torch.float32: "*fp32",
+    torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -439,6 +449,36 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
         look_at_blocks(history, query, lse, bits, lies, rings, cells, skips, 64, 0.1, is_int8, counts)
 
 
+def _empty_arrays(specs: dict[str, ArraySpec]) -> dict[str, torch.Tensor]:
+    return {name: empty(*spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
+
+
+def _index(shape: Architecture, dtype: torch.dtype) -> None:
+    rows, rings, slots = 2, 3, 256
+    query, lse = empty(rows, shape.num_heads, shape.dim, dtype=dtype), empty(rows, shape.num_heads)
+    numbers = empty(rings, dtype=torch.int32)
+    step = RingStep(numbers, numbers, numbers)
+    counts = empty(NUM_INDEX_COUNTS, dtype=torch.int64)
+    wanted = empty(rows, shape.num_heads, dtype=torch.uint8)
+    rotation = empty(shape.dim, shape.dim)
+    for key_bits, block, is_int8 in ((4, 32, False), (4, 32, True), (2, 64, False), (8, 16, True)):
+        settings = IndexedSettings(key_bits=key_bits, value_block_tokens=block, budget_tokens=slots)
+        arrays = ring_arrays(settings, shape, 1, rings)
+        rows_in_slots = empty(1, rings * shape.num_kv_heads, slots, shape.dim, dtype=dtype)
+        index = Index(**_empty_arrays(arrays), keys=rows_in_slots, values=rows_in_slots)
+        work = Work(**_empty_arrays(work_arrays(settings, shape, rings)))
+        layout = Layout(rotation, key_bits, block, shape.num_kv_heads, is_int8)
+        copy_pieces(index, 1, 2, layout)
+        index_tokens(index, 1, 0, 4096, layout)
+        of_layer = {name: ArraySpec(spec.shape[1:], spec.dtype) for name, spec in arrays.items()}
+        rows_of_layer = empty(rings * shape.num_kv_heads, slots, shape.dim, dtype=dtype)
+        own = Index(**_empty_arrays(of_layer), keys=rows_of_layer, values=rows_of_layer)
+        score_tokens(query, lse, own, work, step, layout)
+        choose_tokens(query, own, work, step, layout)
+        attend_chosen(query, own, work, step, layout, counts)
+        join_parts(work, numbers, wanted, step, (rows, shape.num_heads, shape.dim), counts)
+
+
 def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:
     chosen = empty(4, 8, dtype=torch.int32)
     rows = empty(4, dtype=torch.int32)
@@ -509,6 +549,14 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_fetch_kernel": _blocks,
     "_look_kernel": _blocks,
     "_turns_kernel": _blocks,
+    "_index_kernel": _index,
+    "_copy_pieces_kernel": _index,
+    "_score_kernel": _index,
+    "_count_kernel": _index,
+    "_choose_tokens_kernel": _index,
+    "_slots_kernel": _index,
+    "_attend_kernel": _index,
+    "_join_kernel": _index,
     "_pack_kernel": _pack,
     "_await_answer_kernel": _pack,
     "_scatter_kernel": _scatter,
@@ -605,6 +653,7 @@ FAMILY_KERNELS = (
     "_balanced_kernel", "_match_kernel", "_complete_kernel", "_offload_kernel", "_restore_kernel", "_sum_kernel",
     "_encode_kernel", "_query_sparse_kernel", "_block_sparse_kernel", "_pack_kernel", "_gather_pages_kernel",
     "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel", "_scattered_attention_kernel",
+    "_index_kernel", "_score_kernel", "_choose_tokens_kernel", "_attend_kernel",
 )  # fmt: skip
 QUICK_OF_FAMILIES = ("_rope_kv_write_kernel", "_offload_kernel")
 

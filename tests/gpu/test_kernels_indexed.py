@@ -11,7 +11,7 @@ from gpu.methods.indexed.codes import decode_keys, encode_keys_reference, make_r
 from gpu.methods.indexed.scoring import BINS_PER_OCTAVE, LOWEST_OCTAVE
 from tests.gpu.indexed_stand import KV_HEADS, Stand, make_stand
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
-from tests.tolerances import INDEXED_MEANS, INDEXED_PARTIAL, INDEXED_PARTIAL_BFLOAT16, INDEXED_SCORES
+from tests.tolerances import INDEXED_FLIPS, INDEXED_MEANS, INDEXED_PARTIAL, INDEXED_PARTIAL_BFLOAT16, INDEXED_SCORES
 
 SHAPES = [(64, 3), (128, 4), (96, 1), (128, 16)]
 
@@ -86,7 +86,7 @@ def test_a_budget_of_everything_is_dense_attention(device: str, shape: tuple[int
 
 
 @pytest.mark.parametrize("key_bits", [2, 4, 8])
-@pytest.mark.parametrize("block", [16, 32, 128])
+@pytest.mark.parametrize("block", [16, 32, 64])
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_not_chosen_is_estimated_by_its_keys_in_few_bits_and_its_blocks_means(
     device: str, key_bits: int, block: int
@@ -216,7 +216,7 @@ def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int
             rotated = (keys - wide(whole.index.centres[layer, KV_HEADS + kv_head])) @ wide(whole.layout.rotation)
             codes, scales = encode_keys_reference(torch.tensor(rotated, dtype=torch.float32), key_bits)
             got_codes = whole.index.codes[layer, KV_HEADS + kv_head, :992].cpu()
-            assert float((got_codes != codes).float().mean()) < 2e-3  # at the border of two codes
+            assert float((got_codes != codes).float().mean()) < INDEXED_FLIPS * 2**key_bits
             assert distance(whole.index.scales[layer, KV_HEADS + kv_head, :992], wide(scales)) < INDEXED_PARTIAL
             own = wide(decode_keys(got_codes, scales, key_bits))
             worst = np.abs(own - rotated) / wide(scales)[:, None]

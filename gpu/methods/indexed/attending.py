@@ -101,8 +101,8 @@ def _attend_kernel(
     if (row < 0) | (count <= 0):
         return
     member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)[None, :]
-    at = query + row.to(tl.int64) * row_stride + (kv_head * GROUP + member)[:, None] * DIM + column
-    own = tl.load(at, mask=(member < GROUP)[:, None] & (column < DIM), other=0.0)
+    own_query = query + row.to(tl.int64) * row_stride + (kv_head * GROUP + member)[:, None] * DIM + column
+    own = tl.load(own_query, mask=(member < GROUP)[:, None] & (column < DIM), other=0.0)
     most = tl.full([SIZE], float("-inf"), tl.float32)
     mass, out = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE, WIDE], tl.float32)
     num_read, num_fetched = 0, 0
@@ -213,8 +213,8 @@ def attend_chosen(query: Tensor, index: Index, work: Work, step: RingStep, layou
         index.piece_key_scales, index.piece_value_scales, step.rows, step.num_tokens, work.read_out, work.read_lse,
         counts, query.stride(0), slots, reads,
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)),
-        PIECES=index.lies.shape[2], DIM=dim, WIDE=triton.next_power_of_2(dim), INT8=layout.is_int8, TILE=TILE,
-        num_warps=4,
+        PIECES=index.lies.shape[2], DIM=dim, WIDE=triton.next_power_of_2(dim), INT8=layout.is_int8,
+        TILE=TILE // 2 if index.keys.itemsize * dim > 256 else TILE, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

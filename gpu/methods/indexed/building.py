@@ -16,6 +16,7 @@ from transfer import places
 from transfer.places import COLUMNS
 
 TILE = 64  # tokens that a program indexes, in whole blocks of values
+PART_BYTES = 64  # of a token's codes, that are made at once
 
 _KEYS, _VALUES = tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -38,24 +39,11 @@ def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout
 
 
 @triton.jit
-def _round_plane(
-    key, rotation, scale, plane, W: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BITS: tl.constexpr,
-):  # fmt: skip
-    """Return codes, int32 `[tokens, WIDTH]`, of one plane of the rotated keys."""
-    rotated = _rotate_plane(key, rotation, plane, W, WIDTH, DIM, WIDE)
-    half = 1 << (BITS - 1)
-    code = tl.floor(rotated / scale[:, None]) + half
-    return tl.minimum(tl.maximum(code, 0.0), 2.0 * half - 1.0).to(tl.int32)
-
-
-@triton.jit
-def _rotate_plane(key, rotation, plane, W: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Return dimensions `[plane * W, (plane + 1) * W)` of the rotated keys, float32 `[tokens, WIDTH]`."""
-    row, column = tl.arange(0, WIDE)[:, None], tl.arange(0, WIDTH)[None, :]
-    inside = (row < DIM) & (column < W)
-    own = tl.load(rotation + row * DIM + plane * W + column, mask=inside, other=0.0)
-    return tl.dot(key.to(tl.float32), own, input_precision="ieee")
+def _rotate_part(key, rotation, first, end, PART: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Return dimensions `[first, end)` of the rotated keys, float32 `[tokens, PART]`; 0 behind the end."""
+    row, column = tl.arange(0, WIDE)[:, None], first + tl.arange(0, PART)[None, :]
+    own = tl.load(rotation + row * DIM + column, mask=(row < DIM) & (column < end), other=0.0)
+    return tl.dot(key.to(tl.float16), own.to(tl.float16))
 
 
 @triton.jit
@@ -63,7 +51,8 @@ def _index_kernel(
     codes, scales, means, centres, lies, piece_centres, piece_key_scales, piece_value_scales, rotation, ring,
     num_rings, begin, end, tokens, blocks,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """Index one tile of one KV head in one layer."""
     layer, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), tl.program_id(1) % KV_HEADS
@@ -85,17 +74,21 @@ def _index_kernel(
     value = restored_rows(at, is_there, piece_key_scales + head, piece_value_scales + head * DIM, DIM, WIDE, INT8, True)
 
     most = tl.zeros([TILE], tl.float32)
-    for plane in tl.static_range(8 // BITS):
-        most = tl.maximum(most, tl.max(tl.abs(_rotate_plane(key, rotation, plane, W, WIDTH, DIM, WIDE)), 1))
+    for part in tl.static_range(8 // BITS * PARTS):
+        first, end = part // PARTS * W + part % PARTS * PART, part // PARTS * W + W
+        most = tl.maximum(most, tl.max(tl.abs(_rotate_part(key, rotation, first, end, PART, DIM, WIDE)), 1))
     half = 1 << (BITS - 1)
     stored = (most / (half - 0.5)).to(tl.float16)
     scale = tl.maximum(stored.to(tl.float32), 6.103515625e-05)
-    packed = tl.zeros([TILE, WIDTH], tl.int32)
-    for plane in tl.static_range(8 // BITS):
-        packed |= _round_plane(key, rotation, scale, plane, W, WIDTH, DIM, WIDE, BITS) << (plane * BITS)
-    byte = tl.arange(0, WIDTH)[None, :]
-    to = codes + (place * tokens + token)[:, None] * W + byte
-    tl.store(to, packed.to(tl.uint8), mask=is_there[:, None] & (byte < W))
+    for part in tl.static_range(PARTS):
+        packed = tl.zeros([TILE, PART], tl.int32)
+        for plane in tl.static_range(8 // BITS):
+            rotated = _rotate_part(key, rotation, plane * W + part * PART, plane * W + W, PART, DIM, WIDE)
+            code = tl.minimum(tl.maximum(tl.floor(rotated / scale[:, None]) + half, 0.0), 2.0 * half - 1.0)
+            packed |= code.to(tl.int32) << (plane * BITS)
+        byte = part * PART + tl.arange(0, PART)[None, :]
+        own_codes = codes + (place * tokens + token)[:, None] * W + byte
+        tl.store(own_codes, packed.to(tl.uint8), mask=is_there[:, None] & (byte < W))
     tl.store(scales + place * tokens + token, stored, mask=is_there)
 
     own = tl.where(is_number, value, 0.0)
@@ -119,14 +112,14 @@ def index_tokens(index: Index, ring: int, begin: int, end: int, layout: Layout) 
         index_tokens_reference(index, ring, begin, end, layout)
         return
     num_layers, num_rings, _, pieces = index.lies.shape
-    dim, tile = index.centres.shape[2], max(TILE, layout.block_tokens)
-    width = index.codes.shape[3]
-    _index_kernel[(triton.cdiv(end - begin, tile), num_layers * layout.kv_heads)](
+    dim, width = index.centres.shape[2], index.codes.shape[3]
+    part = max(16, min(PART_BYTES, triton.next_power_of_2(width)))
+    _index_kernel[(triton.cdiv(end - begin, TILE), num_layers * layout.kv_heads)](
         index.codes, index.scales, index.means, index.centres, index.lies, index.piece_centres,
         index.piece_key_scales, index.piece_value_scales, layout.rotation, ring, num_rings, begin, end,
         index.codes.shape[2], index.means.shape[2],
         KV_HEADS=layout.kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), W=width,
-        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits, BLOCK=layout.block_tokens, TILE=tile,
+        PART=part, PARTS=triton.cdiv(width, part), BITS=layout.key_bits, BLOCK=layout.block_tokens, TILE=TILE,
         INT8=layout.is_int8, num_warps=4,
     )  # fmt: skip
 

@@ -103,7 +103,7 @@ def _threshold(histogram, place, count, budget):
 
 
 @triton.jit
-def _choose_kernel(
+def _choose_tokens_kernel(
     query, centres, means, held, rows, num_tokens, budgets, logits, total_lse, histogram, chosen, coming, num_coming,
     rest_out, rest_mass, row_stride, tokens, splits, blocks, words,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
@@ -204,7 +204,7 @@ def choose_tokens(query: Tensor, index: Index, work: Work, step: RingStep, layou
     group, dim = group_shape(query, layout.kv_heads)
     places, tokens = index.scales.shape
     splits, words, slots = work.split_lse.shape[1], work.chosen.shape[1], index.ids.shape[1]
-    _choose_kernel[(places, splits)](
+    _choose_tokens_kernel[(places, splits)](
         query, index.centres, index.means, index.held, step.rows, step.num_tokens, step.budgets, work.logits,
         work.total_lse, work.histogram, work.chosen, work.coming, work.num_coming, work.rest_out, work.rest_mass,
         query.stride(0), tokens, splits, index.means.shape[1], words,

@@ -153,8 +153,8 @@ def _score_kernel(
             product = tl.dot(_plane_of(packed, 3, BITS), fourth, product)
         scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
         rounded = (product * scale[:, None]).to(tl.float16)
-        to = logits + (place * GROUP + member) * tokens + token[:, None]
-        tl.store(to, rounded, mask=is_there[:, None] & (member < GROUP))
+        own_logits = logits + (place * GROUP + member) * tokens + token[:, None]
+        tl.store(own_logits, rounded, mask=is_there[:, None] & (member < GROUP))
         logit = tl.where(is_there[:, None], rounded.to(tl.float32), float("-inf"))
         higher = tl.maximum(most, tl.max(logit, 0))
         mass = mass * tl.exp(most - higher) + tl.sum(tl.exp(logit - higher[None, :]), 0)
@@ -199,8 +199,8 @@ def _count_kernel(
     shift = centre_term(own, centres, place, DIM, WIDE)
     member = tl.arange(0, SIZE)
     side, head = tl.arange(0, SPLITS)[:, None], member[None, :]
-    at = split_lse + (place * splits + side) * GROUP + head
-    lse = tl.load(at, mask=(side * _SPLIT < count) & (head < GROUP), other=float("-inf"))
+    of_splits = split_lse + (place * splits + side) * GROUP + head
+    lse = tl.load(of_splits, mask=(side * _SPLIT < count) & (head < GROUP), other=float("-inf"))
     near = tl.load(resident_lse + row * KV_HEADS * GROUP + kv_head * GROUP + member, mask=member < GROUP, other=0.0)
     most = tl.maximum(tl.max(lse, 0), near)
     total = most + tl.log(tl.sum(tl.exp(lse - most[None, :]), 0) + tl.exp(near - most))

@@ -9,7 +9,7 @@ from transfer.settings_model import Settings
 
 class IndexedSettings(Settings):
     key_bits: Literal[2, 4, 8] = Field(4, description="bits of each dimension of a key in the index")
-    value_block_tokens: Literal[16, 32, 64, 128] = Field(
+    value_block_tokens: Literal[16, 32, 64] = Field(
         32, description="tokens whose values are averaged, for what is estimated"
     )
     budget_share: float = Field(
