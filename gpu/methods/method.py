@@ -33,8 +33,8 @@ class Footprint:
 
     sequence_bytes: int = 0
     sequence_rows: int = 0
-    sequence_numbers: int = 0
     work_bytes: int = 0
+    sequence_numbers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

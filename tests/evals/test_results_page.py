@@ -24,11 +24,12 @@ def table(name: str) -> str:
     return page.partition(f"<!-- {name}: begin -->\n")[2].partition(f"\n<!-- {name}: end -->")[0]
 
 
-def test_verdicts_and_cells_are_those_of_the_rows() -> None:
-    rows = read_rows("real-model-h200.json")
+@pytest.mark.parametrize("prefix", ["", "indexed-"])
+def test_verdicts_and_cells_are_those_of_the_rows(prefix: str) -> None:
+    rows = read_rows(f"{prefix}real-model-h200.json")
     methods = aims.meant(rows, ANY)
-    assert table("verdicts") == "\n".join(render_verdicts(rows, ANY, methods))
-    assert table("cells") == "\n".join(render_cells(rows, methods))
+    assert table(f"{prefix}verdicts") == "\n".join(render_verdicts(rows, ANY, methods))
+    assert table(f"{prefix}cells") == "\n".join(render_cells(rows, methods))
 
 
 @pytest.mark.parametrize(("name", "length"), [("three", 1400), ("nine", 3900)])

@@ -143,7 +143,7 @@ def test_rows_without_a_ring_share_the_step_and_are_exact() -> None:
 
 def test_two_parts_of_a_step_do_not_meet() -> None:
     twins = IndexedTwins(ALL, ringed=(0, 1))
-    twins.offloading.decode_steps.asking.halving.always = 2
+    twins.offloading.decode_steps.host_reader.halving.always = 2
     for slot, prompt in enumerate((PROMPT, document_prompt(280, 3))):
         twins.prefill_down(slot, prompt)
     check_steps(twins, [0, 1], 4)

@@ -110,7 +110,8 @@ REFUSED = [
     (
         "x",
         {"host": "quantised"},
-        "profiles.x.host: unknown method 'quantised' (of exact, offloaded, predicted, predicted+sampled, sampled)",
+        "profiles.x.host: unknown method 'quantised' "
+        "(of exact, indexed, offloaded, predicted, predicted+sampled, sampled)",
     ),
     (
         "x",
@@ -276,7 +277,7 @@ def plan_with(profiles: dict[str, Profile]) -> MemoryPlan:
 @pytest.mark.usefixtures("toy")
 def test_a_folder_is_all_that_a_method_takes() -> None:
     hosts = ["offloaded", "predicted", "predicted+sampled", "sampled"]
-    assert list(list_methods()) == ["exact", "mac", "momo", *hosts, "toy"]
+    assert list(list_methods()) == ["exact", "indexed", "mac", "momo", *hosts, "toy"]
     profiles = resolve(
         {"fast": {"prefill": {"method": "toy", "size": 7}, "host": "sampled"}, "small": {"prefill": "toy"}}
     )

@@ -95,16 +95,18 @@ class Indexed(RingSide):
             index.centres[:, own] = index.centres[:, source]
         super().assign(write)
 
-    def borrow(self, slots: Sequence[int], cells: Sequence[int], asks: Sequence[HostRead | None], lent: Lent) -> None:
+    def borrow(
+        self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent
+    ) -> None:
         """Index what rows have offloaded since their last step."""
-        for row, (slot, ask) in enumerate(zip(slots, asks, strict=True)):
+        for row, (slot, read) in enumerate(zip(slots, host_reads, strict=True)):
             ring = self.held.get(slot)
-            if ring is None or ask is None:
+            if ring is None or read is None:
                 continue
-            known, num_tokens = self._known[ring], ask.end - ask.begin
-            if known.context_id not in (None, ask.context_id):
+            known, num_tokens = self._known[ring], read.end - read.begin
+            if known.context_id not in (None, read.context_id):
                 known.num_tokens = 0
-            known.context_id = ask.context_id
+            known.context_id = read.context_id
             self._place(ring, lent.places(row))
             if known.num_tokens == 0:
                 self.index.centres[:, self._of_ring(ring)] = self.index.piece_centres[:, ring, 0]
@@ -118,7 +120,7 @@ class Indexed(RingSide):
             return
         if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
             self._of_rows[reads.rows] = self._look_up(reads.rows)
-        if not reads.asks:
+        if not reads.reads_host:
             return
         wanted = reads.wanted
         if wanted is None:

@@ -21,7 +21,7 @@ class PredictedSampled(Predicted):
     kv_settings = {**Predicted.kv_settings, "late": "late"}
     reading = Reading.SAMPLE
     plan_words = "predicted blocks, the rest sampled"
-    measured = "not judged by tasks on a pretrained model"
+    measured = "gains 0.8 points (a loss of 0.3 to a gain of 2.1) on SmolLM2-135M-Instruct over 127 prompts: too few"
 
     def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
         if settings.leaves_late and host.residency == "fixed":
