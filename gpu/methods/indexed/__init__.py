@@ -117,8 +117,8 @@ class Indexed(RingMethod):
     plan_words = "indexed tokens, the rest estimated"
     scored = (IndexedSettings(),)
     measured = (
-        "loses 1.1 points (2.0 to 0.2) on SmolLM2-135M-Instruct over 1,056 prompts: at most 1 where needles are sought, 14 "
-        "where words are counted"
+        "loses 1.1 points (2.0 to 0.2) on SmolLM2-135M-Instruct over 1,056 prompts: at most 1 where needles are "
+        "sought, 14 where words are counted"
     )
 
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:

@@ -95,8 +95,8 @@ class Mac(RingMethod):
         "refused": Share("reuse_refused", "reuse_tries"),
     }
     measured = (
-        "loses 0.5 points (1.0 to 0.0) on SmolLM2-135M-Instruct over 2,733 prompts; counting words has a KL of 0.011, where "
-        "0.010 is the most"
+        "loses 0.5 points (1.0 to 0.0) on SmolLM2-135M-Instruct over 2,733 prompts; counting words has a KL of 0.011, "
+        "where 0.010 is the most"
     )
 
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
