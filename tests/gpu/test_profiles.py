@@ -100,7 +100,7 @@ REFUSED = [
         "x",
         {"host": "sampeld"},
         "profiles.x.host: unknown method 'sampeld'; the nearest known one is 'sampled' (of exact, "
-        "offloaded, predicted, predicted+sampled, sampled)",
+        "indexed, offloaded, predicted, predicted+sampled, sampled)",
     ),
     (
         "x",
