@@ -226,7 +226,7 @@ def test_a_device_that_comes_late_fails_its_step_and_leases_end(monkeypatch: pyt
             for cut in range(2)
         ]
         assert "layer 0: row 0 of 1 has stamp 0 after 0.1 s, wanted 1" in steps[0].wait()
-        assert "behind a step that failed" in steps[1].wait()
+        assert "an earlier step failed" in steps[1].wait()
         assert slot.is_released
         assert tier._builder.gate[0] == 0
         device.close(1)

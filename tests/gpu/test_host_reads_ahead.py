@@ -312,9 +312,10 @@ def test_on_cuda_two_steps_in_flight_fail_and_the_device_goes_on(how: str) -> No
     twins = Twins(device="cuda", graph_batch_sizes=(1, 2, 3))
     twins.prefill([*PROMPTS[:2], SHORT])
     check_steps(twins, [0, 1, 2], 1)
-    answer, both_are_launched = twins.tier.answer, Event()
+    answer, both_are_launched, is_begun = twins.tier.answer, Event(), Event()
 
     def fail(parts: list) -> None:
+        is_begun.set()
         assert both_are_launched.wait(PATIENCE_S), "a launch waits for answers"
         raise ExchangeError(LATE)
 
@@ -325,6 +326,7 @@ def test_on_cuda_two_steps_in_flight_fail_and_the_device_goes_on(how: str) -> No
     first = launch_next(twins, [0, 1])
     second = launch_next(twins, [0, 1, 2])
     stopping = Thread(target=twins.offloading.shutdown)
+    assert is_begun.wait(PATIENCE_S)
     if how == "stopped":
         stopping.start()
         while not twins.offloading.decode_steps._answering._is_stopped:
@@ -334,7 +336,7 @@ def test_on_cuda_two_steps_in_flight_fail_and_the_device_goes_on(how: str) -> No
     failures, tokens = tokens_of(second)
     assert tokens == {0: -1, 1: -1, 2: -1}
     assert failures[0] == failures[1] == LATE
-    assert {"late": "behind a step that failed", "stopped": "was stopped"}[how] in failures[2]
+    assert {"late": "an earlier step failed", "stopped": "was stopped"}[how] in failures[2]
     twins.tier.answer = answer
     twins.offloading.launch(StepPlan(released_slots=[0, 1, 2], closed_contexts=[100, 101])).collect()
     twins._record_logits(twins.offloading)
