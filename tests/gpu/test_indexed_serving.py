@@ -179,3 +179,15 @@ def test_a_ring_of_another_slot_begins_empty_and_a_copy_has_what_its_source_had_
     assert twins.side._known[0].num_tokens == 0
     twins.prefill_down(2, document_prompt(280, 3))
     check_steps(twins, [1, 2], 3)
+
+
+def test_a_ring_whose_sequence_has_another_context_forgets_the_one_before() -> None:
+    twins = IndexedTwins(ALL)
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 2)
+    known, fetched = twins.side._known[0], counts_of(twins.side).fetched_rows
+    known.context_id = 7
+    check_steps(twins, [0], 1)
+    assert twins.side._known[0].context_id == twins.sequences[0].context_id
+    counts = counts_of(twins.side)
+    assert counts.fetched_rows - fetched == NUM_KV_HEADS * 2 * known.num_tokens, "all of it, anew"

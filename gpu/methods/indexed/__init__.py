@@ -15,14 +15,13 @@ from gpu.methods.method import Footprint, ReadCost, RingMethod
 from gpu.model.architecture import Architecture
 from transfer.arrays import ArraySpec, sum_bytes
 from transfer.host_config import HostConfig
-from transfer.places import COLUMNS
+from transfer.places import COLUMNS, most_pieces
 from transfer.reading import Reading
 from transfer.tier_shape import WORD_BITS
 
 SPLIT_TOKENS = 2_048  # that one program scores
 READ_SLOTS = 128  # that one program attends to
 BINS = 1_024  # of the histogram from which the threshold of a choice is taken
-PIECE_TOKENS = 2_048  # of a context in host memory: a tail of so many, or more at once
 MASS_UNIT = 1_000_000  # counters are integers: mass is counted in millionths
 
 COUNTERS = {
@@ -39,14 +38,6 @@ def most_tokens(architecture: Architecture) -> int:
     return -(-architecture.max_context_tokens // SPLIT_TOKENS) * SPLIT_TOKENS
 
 
-def most_pieces(architecture: Architecture) -> int:
-    """Return the pieces in host memory of the longest context, a power of two.
-
-    A tail and a prompt's segment take turns at worst.
-    """
-    return 1 << (2 * -(-architecture.max_context_tokens // PIECE_TOKENS) + 2).bit_length()
-
-
 def ring_arrays(
     settings: IndexedSettings, architecture: Architecture, num_layers: int, num_rings: int
 ) -> dict[str, ArraySpec]:
@@ -54,7 +45,7 @@ def ring_arrays(
     rows in slots.
     """
     dim, heads, tokens = architecture.dim, architecture.num_kv_heads, most_tokens(architecture)
-    pieces, places = most_pieces(architecture), num_rings * heads
+    pieces, places = most_pieces(architecture.max_context_tokens), num_rings * heads
     return {
         "codes": ArraySpec((num_layers, places, tokens, dim // settings.planes), "uint8"),
         "scales": ArraySpec((num_layers, places, tokens), "float16"),

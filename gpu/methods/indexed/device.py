@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
-from gpu.methods.indexed import COUNTERS, most_tokens
+from gpu.methods.indexed import COUNTERS
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
@@ -26,7 +26,7 @@ from gpu.operations.decode_attention.paged_decode_attention import DevicePartial
 from gpu.step import HostRead, RingWrite
 from gpu.upload import upload
 from transfer.partial import Owner
-from transfer.places import ALIGN_BYTES, CENTRE, COLUMNS, KEYS, RUN_BEGIN, VALUE_SCALE
+from transfer.places import COLUMNS, RUN_BEGIN, check_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,6 @@ class Indexed(RingSide):
         self._work = new_work(settings, shape, num_rings, device)
         self._layout = new_layout(settings, shape, is_int8, device)
         self._sink_tokens = site.sink_tokens
-        self._most_tokens = most_tokens(shape)
         self._known = [_Known() for _ in range(num_rings)]
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
@@ -79,9 +78,8 @@ class Indexed(RingSide):
     def assign(self, write: RingWrite) -> None:
         """Empty a ring's slots; its index begins anew, or with a copy of what another ring has of the same tokens."""
         own, index = self._of_ring(write.ring), self.index
-        index.ids[:, own] = EMPTY
-        index.held[:, own] = 0
-        known = self._known[write.ring] = _Known()
+        self._empty(write.ring)
+        known = self._known[write.ring]
         if write.source is not None:
             source, block = self._of_ring(write.source.ring), self.settings.value_block_tokens
             shared = min(self._known[write.source.ring].num_tokens, write.source.begin - self._sink_tokens)
@@ -105,7 +103,8 @@ class Indexed(RingSide):
                 continue
             known, num_tokens = self._known[ring], read.end - read.begin
             if known.context_id not in (None, read.context_id):
-                known.num_tokens = 0
+                self._empty(ring)
+                known = self._known[ring]
             known.context_id = read.context_id
             self._place(ring, lent.places(row))
             if known.num_tokens == 0:
@@ -160,6 +159,13 @@ class Indexed(RingSide):
     def counts(self) -> dict[str, list[int]]:
         return {name: [number] for name, number in zip(COUNTERS, self._told.sum(0).tolist(), strict=True)}
 
+    def _empty(self, ring: int) -> None:
+        """Forget the run of a ring: what is indexed of it, and what stands in slots."""
+        own = self._of_ring(ring)
+        self.index.ids[:, own] = EMPTY
+        self.index.held[:, own] = 0
+        self._known[ring] = _Known()
+
     def _of_ring(self, ring: int) -> slice:
         """Return the places of a ring."""
         return slice(ring * self._layout.kv_heads, (ring + 1) * self._layout.kv_heads)
@@ -184,10 +190,8 @@ class Indexed(RingSide):
         if known.places is not None and np.array_equal(known.places, places):
             return
         layers, _, most = self.index.lies[:, ring].shape
+        check_places(places, most)
         num_pieces = places.shape[2]
-        assert num_pieces <= most, f"indexed: a run in {num_pieces} pieces, room for {most}"
-        aligned = [*range(KEYS, CENTRE + 1), VALUE_SCALE]
-        assert not (places[:, aligned] % ALIGN_BYTES).any(), f"indexed: addresses that {ALIGN_BYTES} does not divide"
         table = np.zeros((layers, COLUMNS, most), np.int64)
         table[:, RUN_BEGIN] = BEHIND_ALL
         table[:, :, :num_pieces] = places

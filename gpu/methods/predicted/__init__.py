@@ -16,12 +16,11 @@ from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import Architecture
 from transfer.arrays import ArraySpec, sum_bytes
 from transfer.host_config import HostConfig
-from transfer.places import COLUMNS
+from transfer.places import COLUMNS, most_pieces
 from transfer.reading import Reading
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
 FLOAT_BYTES, ID_BYTES = 4, 4
-PIECE_TOKENS = 2_048  # of a context in host memory: a tail of so many, or more at once
 PROMPT_ROWS = 8  # queries of a prompt's end that are attended with together, for each query head of a group
 
 COUNTERS = {
@@ -41,14 +40,6 @@ def most_blocks(architecture: Architecture) -> int:
     return -(-architecture.max_context_tokens // BLOCK_TOKENS)
 
 
-def most_pieces(architecture: Architecture) -> int:
-    """Return the pieces in host memory of the longest context, a power of two.
-
-    A tail and a prompt's segment take turns at worst.
-    """
-    return 1 << (2 * -(-architecture.max_context_tokens // PIECE_TOKENS) + 2).bit_length()
-
-
 def ring_arrays(
     settings: PredictedSettings, architecture: Architecture, num_layers: int, num_rings: int
 ) -> dict[str, ArraySpec]:
@@ -59,7 +50,7 @@ def ring_arrays(
         "scores": ArraySpec((num_layers, heads, blocks), "float32"),
         "ids": ArraySpec((num_layers, heads, settings.num_slots), "int32"),
         "bits": ArraySpec((num_layers, heads, -(-blocks // WORD_BITS)), "int32"),
-        "lies": ArraySpec((num_layers, num_rings, COLUMNS, most_pieces(architecture)), "int64"),
+        "lies": ArraySpec((num_layers, num_rings, COLUMNS, most_pieces(architecture.max_context_tokens)), "int64"),
     }
 
 

@@ -42,7 +42,7 @@ from gpu.step import HostRead, RingWrite
 from gpu.upload import upload
 from transfer.copies import Streams
 from transfer.partial import Owner, Partial
-from transfer.places import ALIGN_BYTES, CENTRE, COLUMNS, KEYS, VALUE_SCALE
+from transfer.places import COLUMNS, check_places
 from transfer.reading import Reading
 from transfer.tier_shape import BLOCK_TOKENS
 
@@ -335,9 +335,7 @@ class Predicted(RingSide):
         if known is not None and np.array_equal(known, places):
             return
         layers, _, most = self.blocks.lies[:, ring].shape
-        assert places.shape[2] <= most, f"predicted: a run in {places.shape[2]} pieces, room for {most}"
-        aligned = [*range(KEYS, CENTRE + 1), VALUE_SCALE]
-        assert not (places[:, aligned] % ALIGN_BYTES).any(), f"predicted: addresses that {ALIGN_BYTES} does not divide"
+        check_places(places, most)
         table = np.zeros((layers, COLUMNS, most), np.int64)
         table[:, :, : places.shape[2]] = places
         self.blocks.lies[:, ring] = upload(table, self.turns.last_cells.device)
