@@ -71,5 +71,5 @@ def test_the_budget_is_that_of_the_paper() -> None:
 
 def test_settings_without_tables_are_refused() -> None:
     for bits, tables in ((0, 150), (17, 150), (10, 1), (10, 513)):
-        with pytest.raises(ValueError, match="1 to 16 and 2 to 512"):
+        with pytest.raises(ValueError, match="wanted 1 to 16 bits and 2 to 512 tables"):
             log_weights(bits, tables)

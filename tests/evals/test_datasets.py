@@ -72,7 +72,7 @@ def test_broken_rows_name_the_file_the_line_and_the_field(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"rows.jsonl:1: no field context"):
         read("longbench/qasper", path, None)
     path.write_text("not json\n")
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: no JSON"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: not JSON"):
         read("gsm8k", path, None)
     with pytest.raises(KeyError, match="gsm8k"):
         read("unheard-of", path, None)

@@ -45,29 +45,29 @@ OWN_CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
 # What computes something else, and what the refusal says of it.
 MEANING = [
     ("llama2", {"attention_bias": 1}, "attention_bias is 1; wanted true or false"),
-    ("llama2", {"per_layer_config": {"1": {"mlp_bias": True}}}, "per_layer_config is .*, and nothing here knows"),
-    ("llama2", {"is_causal": False}, "is_causal is False, and nothing here knows"),
+    ("llama2", {"per_layer_config": {"1": {"mlp_bias": True}}}, "per_layer_config is .*, and this key is not known"),
+    ("llama2", {"is_causal": False}, "is_causal is False, and this key is not known"),
     ("llama2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; served: 1.0"),
-    ("llama2", {"sliding_window": 4096}, "sliding_window is 4096, and nothing here knows"),
-    ("llama2", {"num_local_experts": 8} | OWN_CODE, "num_local_experts is 8, and nothing here knows"),
-    ("llama2", {"logit_scale": 0.5} | OWN_CODE, "logit_scale is 0.5, and nothing here knows"),
+    ("llama2", {"sliding_window": 4096}, "sliding_window is 4096, and this key is not known"),
+    ("llama2", {"num_local_experts": 8} | OWN_CODE, "num_local_experts is 8, and this key is not known"),
+    ("llama2", {"logit_scale": 0.5} | OWN_CODE, "logit_scale is 0.5, and this key is not known"),
     ("llama2", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope scaling 'mrope'; served: default, "),
     ("llama2", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "'linear' has beta; known: factor"),
     ("llama2", {"rope_condense_ratio": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, "8 beside rope scaling"),
     ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None; served: 'awq'"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is .*; served: None"),
-    ("mistral", {"num_experts": 8} | OWN_CODE, "num_experts is 8, and nothing here knows"),
+    ("mistral", {"num_experts": 8} | OWN_CODE, "num_experts is 8, and this key is not known"),
     ("ministral", {"layer_types": ["linear_attention"] * 3}, "layer_types is .*; wanted 3 of 'sliding_attention'"),
     ("qwen2", {"use_sliding_window": 1}, "use_sliding_window is 1; wanted true or false"),
     (
         "qwen2",
         {"dual_chunk_attention_config": {"chunk_size": 8}} | OWN_CODE,
-        "dual_chunk_attention_config is .*nothing",
+        "dual_chunk_attention_config is .*not known",
     ),
     ("qwen2", {"use_mrope": True}, "use_mrope is True; served: False"),
     ("qwen3", {"attention_bias": True}, "attention_bias is True; served: False"),
-    ("qwen3", {"num_experts": 128} | OWN_CODE, "num_experts is 128, and nothing here knows"),
+    ("qwen3", {"num_experts": 128} | OWN_CODE, "num_experts is 128, and this key is not known"),
     ("qwen3_moe", {"attention_bias": True}, "attention_bias is True; served: False"),
     ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers is .3.; wanted numbers of layers from 0 to 2"),
     ("qwen3_moe", {"mlp_only_layers": "none"}, "mlp_only_layers is 'none'; wanted numbers of layers"),
@@ -83,13 +83,13 @@ MEANING = [
     ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     ("phi3", {"lm_head_bias": True}, "lm_head_bias is True; served: False"),
     ("phi3", {"full_attn_mod": 2}, "full_attn_mod is 2; served: 1"),
-    ("phi3", {"blocksparse_block_size": 64} | OWN_CODE, "blocksparse_block_size is 64, and nothing here knows"),
-    ("glm4", {"rope_ratio": 500} | OWN_CODE, "rope_ratio is 500, and nothing here knows"),
+    ("phi3", {"blocksparse_block_size": 64} | OWN_CODE, "blocksparse_block_size is 64, and this key is not known"),
+    ("glm4", {"rope_ratio": 500} | OWN_CODE, "rope_ratio is 500, and this key is not known"),
     ("glm4", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; wanted a share of a head"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; served: None"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; served: None"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; served: False"),
-    ("gemma3", {"altup_num_inputs": 4} | OWN_CODE, "altup_num_inputs is 4, and nothing here knows"),
+    ("gemma3", {"altup_num_inputs": 4} | OWN_CODE, "altup_num_inputs is 4, and this key is not known"),
 ]
 
 
@@ -340,7 +340,8 @@ def test_end_tokens_are_the_same_for_who_serves_and_who_measures(tmp_path: Path)
 def test_heads_that_the_host_does_not_read_are_refused_when_it_is_planned(name: str, words: str) -> None:
     shape = replace(named_shape(name), dim=40) if name == "tiny" else named_shape(name)
     with pytest.raises(
-        PlanError, match=rf"^host\.rows: .* 64, 96, 128, 256, up to 16 .*heads of {words} a KV head: leave out"
+        PlanError,
+        match=rf"^host: .*has heads of {words} a KV head; .* 64, 96, 128, 256, up to 16 to a KV head; leave out",
     ):
         resolve_host(HostConfig(), keep_as_set(HostConfig(), shape), shape, 16, 2, 8)
 

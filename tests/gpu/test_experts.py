@@ -142,7 +142,7 @@ def test_the_text_of_a_gguf_file_is_that_of_its_numbers(family: str, tmp_path: P
         ({"qwen3moe.expert_count": 0}, "qwen3moe.expert_count is 0; wanted a positive number"),
         ({"qwen3moe.expert_count": 4}, "qwen3moe.expert_count is 4; wanted 8, of which the file has tensors"),
         ({"qwen3moe.expert_used_count": None}, "qwen3moe.expert_used_count is None; wanted a whole number"),
-        ({"qwen3moe.expert_shared_count": 1}, "qwen3moe.expert_shared_count is 1, and nothing here knows"),
+        ({"qwen3moe.expert_shared_count": 1}, "qwen3moe.expert_shared_count is 1, and this key is not known"),
     ],
 )  # fmt: skip
 def test_a_gguf_file_whose_experts_disagree_is_refused(change: dict, words: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_experts_of_which_some_are_plain_are_refused(tmp_path: Path) -> None:
     config, draw = FORMATS["awq"]
     config = config | {"modules_to_not_convert": ["mlp.experts.3", "mlp.gate"]}
     write(checkpoint("qwen3_moe").folder, tmp_path / "model", config, draw, ("mlp.experts.3",))
-    words = r"layers\.0\.mlp\.experts\.3\.gate_proj is left plain and .*experts\.0\.gate_proj is not"
+    words = r"layers\.0\.mlp\.experts\.3\.gate_proj is not quantised and .*experts\.0\.gate_proj is; wanted both alike"
     with pytest.raises(ModelError, match=words):
         packed(tmp_path / "model")
 

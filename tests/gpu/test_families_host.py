@@ -151,5 +151,5 @@ def test_layers_with_a_window_stay_and_a_model_of_nothing_else_has_nothing_to_se
     assert keep_as_set(HostConfig(dense_layers=()), gemma).dense_layers == gemma.window_layers
     page_tokens = GpuConfig().page_tokens
     assert resolve_host(HostConfig(), kept, gemma, page_tokens, 2, 8).tier_shape.layers == (5, 11, 23, 29)
-    with pytest.raises(PlanError, match="all 32 layers stay on the device, 32 since they have a window, nothing"):
+    with pytest.raises(PlanError, match="all 32 layers stay on the device, 32 since they have a window, so nothing"):
         resolve_host(HostConfig(), keep_as_set(HostConfig(), mistral), mistral, page_tokens, 2, 8)

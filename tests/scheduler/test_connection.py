@@ -226,5 +226,5 @@ def test_a_long_submission_goes_on_after_every_short_one(ends: Ends) -> None:
 def test_a_reader_that_ends_is_told_of(ends: Ends) -> None:
     ends.connection.listen(prepare)
     ends.say(b"no message")
-    with pytest.raises(RuntimeError, match="no request can come"):
+    with pytest.raises(RuntimeError, match="no request can arrive"):
         ends.arrivals(1)

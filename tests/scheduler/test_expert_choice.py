@@ -184,7 +184,7 @@ def test_rows_that_no_graph_has_few_enough_of_are_refused_where_they_were_asked_
     with pytest.raises(PlanError, match=r"^gpu.host_experts: asked 5, but only captured steps of up to 5 rows have"):
         wide(RUNNING_48, **MIXTRAL | {"graph_batch_sizes": [8, 16], "host_experts": 5})
     for odd in (33, -1, True, "both"):
-        with pytest.raises(ValidationError, match="wanted auto, fetch, compute, or up to how many rows of a step"):
+        with pytest.raises(ValidationError, match="wanted auto, fetch, compute, or the most rows of a step"):
             make(host_experts=odd)
 
 

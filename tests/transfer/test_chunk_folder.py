@@ -324,7 +324,7 @@ def test_a_chunk_above_the_limit_drives_nobody_out(tmp_path: Path, caplog: pytes
     folder = open_folder(tmp_path, FILE_BYTES)
     big = name_chunk(list(range(100)), SHAPE, "")
     assert not folder.put(big, [memoryview(bytes(SHAPE.layer_bytes(100)))] * 2)
-    assert "above the limit" in caplog.text
+    assert "exceed the limit" in caplog.text
     assert fetch(folder, 1) == layers_of(1)
 
 

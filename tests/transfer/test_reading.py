@@ -29,17 +29,18 @@ def test_hash_tables_are_kept_for_samples_alone() -> None:
         Reading.WHOLE: 0,
         Reading.SAMPLE: 150,
         Reading.BLOCKS: 0,
+        Reading.INDEXED: 0,
     }
 
 
 def test_the_cpu_reads_a_sample_only_by_tables() -> None:
     assert [Reading.SAMPLE.on_cpu(tables) for tables in (0, 150)] == [Reading.WHOLE, Reading.SAMPLE]
-    assert {reading.on_cpu(150) for reading in (Reading.WHOLE, Reading.BLOCKS)} == {Reading.WHOLE}
+    assert {reading.on_cpu(150) for reading in (Reading.WHOLE, Reading.BLOCKS, Reading.INDEXED)} == {Reading.WHOLE}
 
 
-def test_only_predicted_blocks_drop_tokens_and_only_samples_estimate() -> None:
+def test_only_predicted_blocks_drop_tokens_and_only_samples_and_an_index_estimate() -> None:
     assert [reading for reading in Reading if reading.drops_rest] == [Reading.BLOCKS]
-    assert [reading for reading in Reading if reading.is_estimate] == [Reading.SAMPLE]
+    assert [reading for reading in Reading if reading.is_estimate] == [Reading.SAMPLE, Reading.INDEXED]
     assert [reading for reading in Reading if reading.reads_all] == [Reading.NONE, Reading.WHOLE]
 
 
