@@ -108,7 +108,7 @@ class Indexed(RingMethod):
     plan_words = "indexed tokens, the rest estimated"
     scored = (IndexedSettings(),)
     measured = (
-        "loses 1.1 points (2.0 to 0.2) on SmolLM2-135M-Instruct over 1,056 prompts: at most 1 where needles are "
+        "loses 1.1 points (2.0 to 0.2) on SmolLM2-135M-Instruct over 1,056 prompts: about 1 where needles are "
         "sought, 14 where words are counted"
     )
 

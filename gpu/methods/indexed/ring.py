@@ -97,6 +97,7 @@ def new_index(
 
 
 def new_work(settings: IndexedSettings, shape: Architecture, num_rings: int, device: torch.device) -> Work:
+    """Return the buffers of one layer's step, which all layers use in turn."""
     return Work(**allocate_all(work_arrays(settings, shape, num_rings), device))
 
 
@@ -118,6 +119,7 @@ class Layout:
 
 
 def new_layout(settings: IndexedSettings, shape: Architecture, is_int8: bool, device: torch.device) -> Layout:
+    """Return how the index of these settings is written, with its rotation on the device."""
     return Layout(
         make_rotation(shape.dim, device), settings.key_bits, settings.value_block_tokens, shape.num_kv_heads, is_int8
     )
