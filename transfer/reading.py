@@ -8,8 +8,8 @@ class Reading(Enum):
     """A way to read a context in host memory; the properties say all that others may ask of it.
 
     NONE: nothing of the context lies there. WHOLE: the CPU reads all of it. SAMPLE: the CPU reads a sample that hash
-    tables choose. BLOCKS: the device fetches predicted blocks and the rest is dropped; a row without a ring has the CPU
-    read all of it.
+    tables choose. BLOCKS: the device fetches predicted blocks and the rest is dropped. INDEXED: it fetches tokens
+    and estimates the rest. With both, a row without a ring has the CPU read all of it.
     """
 
     NONE = "none"
@@ -52,6 +52,15 @@ class Reading(Enum):
             case Reading.BLOCKS:
                 return True
             case Reading.NONE | Reading.WHOLE | Reading.SAMPLE | Reading.INDEXED:
+                return False
+
+    @property
+    def device_reads_all(self) -> bool:
+        """Tell whether the CPU reads nothing for a row with a ring."""
+        match self:
+            case Reading.INDEXED:
+                return True
+            case Reading.NONE | Reading.WHOLE | Reading.SAMPLE | Reading.BLOCKS:
                 return False
 
     @property

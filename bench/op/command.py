@@ -14,6 +14,7 @@ OPERATIONS = {
     "output": "bench.op.linear:output_cases",
     "attention": "bench.op.attention:decode_cases",
     "prefill": "bench.op.attention:prefill_cases",
+    "indexed": "bench.op.indexed:indexed_cases",
     "hash": "bench.op.hashing:hash_cases",
     "host-attention": "bench.op.host:attention_cases",
     "chunks": "bench.op.host:chunk_cases",

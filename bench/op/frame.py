@@ -21,7 +21,9 @@ WARMUPS, REPEATS = 2, 10
 SEED = 1
 
 Call = Callable[[], object]
-Rate = Literal["device_stream_gb_s", "device_copy_gb_s", "host_stream_gb_s", "host_random_rows_gb_s"]
+Rate = Literal[
+    "device_stream_gb_s", "device_copy_gb_s", "host_to_device_gb_s", "host_stream_gb_s", "host_random_rows_gb_s"
+]
 
 
 @dataclass(frozen=True, slots=True)

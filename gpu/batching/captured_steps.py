@@ -7,20 +7,23 @@ from gpu.batching.halving import FEWEST_ROWS
 
 
 class StepKind(NamedTuple):
-    """A kind of captured step. num_parts: of its host read, 0 to 2; reuses: whether methods that reuse take part."""
+    """A kind of captured step. num_parts: of its request to the CPU, 0 to 2; reuses: whether methods that reuse take
+    part; lends: whether rows read host memory by such methods alone, and request nothing of the CPU.
+    """
 
     num_parts: int
     reuses: bool
+    lends: bool = False
 
 
 def steps_to_capture(
-    batch_sizes: Iterable[int], max_running: int, with_host_reads: bool, with_reuse: bool
+    batch_sizes: Iterable[int], max_running: int, with_host_reads: bool, with_reuse: bool, with_lending: bool = False
 ) -> list[tuple[StepKind, int]]:
     """Return each step as its kind and its number of rows, most rows first.
 
     with_host_reads: whether any layer is offloaded; then a single row with a host read has a graph whatever the sizes.
     with_reuse: whether a profile that is served reuses: then there is each kind with it and without, since rows of all
-    profiles share steps.
+    profiles share steps. with_lending: whether a method reads host memory in the CPU's place.
     """
     sizes = {min(size, max_running) for size in batch_sizes}
     steps = [(0, size) for size in sizes]
@@ -29,4 +32,6 @@ def steps_to_capture(
         steps += [(1, size) for size in reading_sizes] + [(2, size) for size in reading_sizes if size >= FEWEST_ROWS]
     reuses = (False, True) if with_reuse else (False,)
     kinds = [(StepKind(num_parts, reusing), size) for num_parts, size in steps for reusing in reuses]
+    if with_lending:
+        kinds += [(StepKind(0, True, lends=True), size) for num_parts, size in steps if num_parts == 1]
     return sorted(kinds, key=lambda step: (-step[1], step[0]))

@@ -3,8 +3,9 @@
 A layer is norm, QKV, RoPE and KV write; what methods do before attention; the host read; attention to resident cells
 and to what methods have fetched; the host's answer; the merge of all partials; output projection and MLP. Each (row,
 head) states what it reads, by its bounds on the device and by its host read. Every cell of its context is read once, or
-counted as dropped; in a layer with a window, every cell of that window, and methods take no part there. A step with
-host reads makes one, and awaits it, in every offloaded layer, whatever its rows read there.
+counted as dropped; in a layer with a window, every cell of that window, and methods take no part there. A step that
+requests anything of the CPU does so, and awaits the answer, in every offloaded layer, whatever its rows read there. A
+step in which methods alone read host memory requests nothing.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -54,23 +55,25 @@ class LayerLoop:
         return [method for method in self.methods if isinstance(method, RingSide)]
 
     def step(self, rows: StepRows, exchange: SlotExchange | None, reuses: bool,
-             experts: ExpertExchange | None = None) -> Step:  # fmt: skip
-        """Compute one token for each row. exchange: for host reads, or None for a step without them; then no row may
-        skip a range. reuses: whether some row may hold a ring. experts: where the CPU computes experts in host memory;
+             experts: ExpertExchange | None = None, lends: bool = False) -> Step:  # fmt: skip
+        """Compute one token for each row. exchange: for requests to the CPU, or None for a step without any. lends:
+        methods alone read host memory; without that and without an exchange no row may skip a range. reuses: whether
+        some row may hold a ring. experts: where the CPU computes experts in host memory;
         None: they are fetched. It yields once a layer has sent its host reads: what follows reads the answer, or awaits
         it on the device; requests for experts are answered, or awaited, in between.
         """
         decoder = self.decoder
         methods = [method for method in self.methods if reuses or not method.reuses]
-        workspace = self.workspace if exchange is None else self.host_read_workspace
+        workspace = self.workspace if exchange is None and not lends else self.host_read_workspace
         hidden = decoder.embed(self.last_tokens.index_select(0, rows.token_slots))
         windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
         for layer in range(decoder.architecture.num_layers):
             queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None)
             reads = LayerReads(
-                layer, rows, *queries, reads_host=exchange is not None and layer in self.offloaded_layers
-            )
-            if reads.reads_host:
+                layer, rows, *queries, reads_host=exchange is not None and layer in self.offloaded_layers,
+                lends=lends and layer in self.offloaded_layers,
+            )  # fmt: skip
+            if reads.reads_host or reads.lends:
                 reads.bounds = rows.bounds(decoder.architecture.num_heads)
             reads.window = decoder.specs[layer].window_tokens
             if reads.window is not None:

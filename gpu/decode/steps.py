@@ -1,6 +1,7 @@
 """Run decode steps on static buffers: as CUDA graphs for a ladder of batch sizes, else the same loop eagerly.
 
-Steps differ in whether some row reads host memory, and in whether some row holds a ring of a method that reuses. On
+Steps differ in whether some row reads host memory, in whether the CPU does that or methods alone, and in whether some
+row holds a ring of a method that reuses. On
 CUDA a whole step is one graph for the next larger captured size, with both half batches in turns if there are two. It
 awaits each answer on the device, so it is launched once and handed to the thread that answers (`answering`), and the
 next step may be launched behind it. Larger batches, and the CPU device, run the loop eagerly in the launching thread:
@@ -203,19 +204,21 @@ class DecodeSteps:
             return  # it waits for the device in every layer
         max_running = self.loop.max_rows
         with_host_reads = self.host_reader is not None and not LAUNCHES_BLOCK
-        steps = steps_to_capture(batch_sizes, max_running, with_host_reads, bool(self.loop.reusing))
+        lends = any(method.reads_alone for method in self.loop.reusing)
+        steps = steps_to_capture(batch_sizes, max_running, with_host_reads, bool(self.loop.reusing), lends)
         pools = {reads_host: torch.cuda.graph_pool_handle() for reads_host in (False, True)}
         for done, (kind, size) in enumerate(steps):
-            self._captured[kind, size] = self._capture(kind, size, pools[kind.num_parts > 0])
+            self._captured[kind, size] = self._capture(kind, size, pools[kind.num_parts > 0 or kind.lends])
             on_progress((done + 1) / len(steps))
 
     def _run_host_reads(self, batch: Batch) -> LaunchedStep:
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         assert self._answering is not None, "decode: host reads are answered by a thread"
         tier, times, clock = self.host_reader.tier, self.host_reader.times, time.perf_counter
-        num_parts = self.host_reader.halving.choose(batch.cells, batch.host_reads)
+        lends = self._methods_read(batch)
+        num_parts = 1 if lends else self.host_reader.halving.choose(batch.cells, batch.host_reads)
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
-        captured = self._find(StepKind(num_parts, batch.reuses), len(batch))
+        captured = self._find(StepKind(0 if lends else num_parts, batch.reuses, lends), len(batch))
         self._answering.recover()
         if captured is not None:
             self._recover_experts(captured, reads_host=True)
@@ -236,6 +239,10 @@ class DecodeSteps:
                 for each in zip(self.host_reader.exchanges, attentions, map(len, parts), strict=False)
             ]
             times.ready_s += ready - began
+            if captured is None and lends:
+                rows, experts = self._upload(batch, len(batch)), self._eager_experts(len(batch))
+                logits = _logits_of(self.loop.step(rows, None, batch.reuses, experts, lends=True))
+                return self._finish_lent(attentions[0], logits, len(batch), ())
             if captured is None:
                 return LaunchedStep(self._run_eagerly(parts, attentions, batch.reuses))
             for rows, part in zip(captured.rows, parts, strict=True):
@@ -250,10 +257,30 @@ class DecodeSteps:
         finally:
             for loan in loans:
                 loan.end(self._point())
-        answers = self._answering.hand_over(tier, requests), *self._answer_experts(captured, reads_host=True)
+        expert_answers = self._answer_experts(captured, reads_host=True)
+        if lends:
+            times.launch_s += clock() - ready
+            return self._finish_lent(attentions[0], captured.logits[0][: len(batch)], len(batch), expert_answers)
+        answers = self._answering.hand_over(tier, requests), *expert_answers
         times.launch_s += clock() - ready
         logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
         return LaunchedStep(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
+
+    def _methods_read(self, batch: Batch) -> bool:
+        """Return whether methods alone read what rows skip, so that nothing is requested of the CPU."""
+        if not batch.reuses:
+            return False
+        alone = [method for method in self.loop.reusing if method.reads_alone]
+        reading = [slot for slot, read in zip(batch.slots, batch.host_reads, strict=True) if read is not None]
+        return bool(reading) and all(any(method.has_ring(slot) for method in alone) for slot in reading)
+
+    def _finish_lent(
+        self, attention: Attention, logits: Tensor, num_rows: int, answers: tuple[Answers, ...]
+    ) -> LaunchedStep:
+        """Count a launched step that requests nothing of the CPU; its loan holds what the device still reads."""
+        attention.give_up()
+        self._count(num_rows, 0, 0.0)
+        return LaunchedStep(logits, answers)
 
     def _run_eagerly(self, parts: Sequence[Batch], attentions: Sequence[Attention], reuses: bool) -> Tensor:
         """Return the logits of all rows, behind the answers to steps in flight, since their slots are the same."""
@@ -334,19 +361,20 @@ class DecodeSteps:
         empty = Batch([], [], [], [])
         rows_of = [self._upload(empty, part.stop - part.start) for part in cut(size, max(num_parts, 1))]
         most_rows = max(rows.num_rows for rows in rows_of)
-        experts = self._experts_of(most_rows, reads_host=bool(exchanging)) if not LAUNCHES_BLOCK else None
+        reads_host = bool(exchanging) or kind.lends
+        experts = self._experts_of(most_rows, reads_host) if not LAUNCHES_BLOCK else None
         released = [*exchanging, *([] if experts is None else [experts])]
         for one in released:
             one.slot.release()
-        on = self._host_read_stream if exchanging else None
-        graph, logits = capture(lambda: self.compute(rows_of, exchanges, kind.reuses, experts), pool, on)
+        on = self._host_read_stream if exchanging or kind.lends else None
+        graph, logits = capture(lambda: self.compute(rows_of, exchanges, kind.reuses, experts, kind.lends), pool, on)
         for one in released:
             one.forget_requests()
         return _Captured(rows_of, graph, logits, None if experts is None else experts.take_requests())
 
     def compute(
         self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None], reuses: bool,
-        experts: ExpertExchange | None = None,
+        experts: ExpertExchange | None = None, lends: bool = False,
     ) -> list[Tensor]:  # fmt: skip
         """Return the logits of a step's parts, in the order of `_take_turns`; its answers come by themselves. Its
         requests for experts are those that `experts` lists afterwards.
@@ -354,7 +382,7 @@ class DecodeSteps:
         if experts is not None:
             experts.take_requests()
         steps = [
-            self.loop.step(rows, exchange, reuses, experts)
+            self.loop.step(rows, exchange, reuses, experts, lends)
             for rows, exchange in zip(rows_of, exchanges, strict=True)
         ]  # fmt: skip
         for _ in self.loop.offloaded_layers if exchanges[0] is not None else ():

@@ -313,7 +313,8 @@ class Demand:
         if self.device == "cpu":
             return (processes,)
         has_host = self.host is not None
-        graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, has_host, self.reuses))
+        lends = any(state.has_rings and state.part.method.reading.device_reads_all for state in self.states)
+        graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, has_host, self.reuses, lends))
         return (
             processes,
             self.item("CUDA runtime", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),

@@ -49,8 +49,9 @@ class LayerReads:
     """What one layer reads for each row; methods change it before it is read.
 
     query, pre_rope_query: `[rows, heads, dim]`, rotated and not; bounds, has_far, maxima: of what is on the device, see
-    `paged_decode_attention` (bounds None: all of each context). reads_host: whether the host is asked in this
+    `paged_decode_attention` (bounds None: all of each context). reads_host: whether the CPU is asked in this
     layer, and then codes: of the query, uint16 `[rows, heads, tables]`, wanted and excluded: as in the exchange slot.
+    lends: whether methods that read alone read all that rows skip in this layer, so that the CPU is not asked.
     kept: what methods keep of the layer from before they read it until after. fetched: what methods read themselves, a
     partial each. attended: all that was read, merged, by methods that do that themselves; None: nobody has. window: of
     the layer, in cells, or None: bounds say so already, and methods have no part in it.
@@ -61,6 +62,7 @@ class LayerReads:
     query: Tensor
     pre_rope_query: Tensor
     reads_host: bool
+    lends: bool = False
     bounds: Tensor | None = None
     has_far: bool = False
     maxima: Tensor | None = None
@@ -116,13 +118,15 @@ class DeviceSide:
 class RingSide(DeviceSide):
     """The device side of a method with rings: it takes part in the steps of rows that hold one, and is told of prompts.
 
-    borrows: it reads rows in host memory by itself, and is told where they lie before each step with a host read. held:
-    rings by slot, as the host knows them in the order of plans. ring_of_slot: int32 `[max_running + 1]` on the device,
-    -1: none; the last is of padding rows.
+    borrows: it reads rows in host memory by itself, and is told where they lie before each step with a host read.
+    reads_alone: a row that holds one of its rings requests nothing of the CPU (`Reading.device_reads_all`). held: rings
+    by slot, as the host knows them in the order of plans. ring_of_slot: int32 `[max_running + 1]` on the device, -1:
+    none; the last is of padding rows.
     """
 
     reuses: ClassVar[bool] = True
     borrows: ClassVar[bool] = False
+    reads_alone: ClassVar[bool] = False
 
     def __init__(self, site: Site) -> None:
         self.held: dict[int, int] = {}

@@ -141,6 +141,20 @@ def test_rows_without_a_ring_share_the_step_and_are_exact() -> None:
     assert counts_of(twins.side).read_tokens > 0
 
 
+def test_the_cpu_is_asked_nothing_unless_some_row_that_reads_the_host_has_no_ring() -> None:
+    twins = IndexedTwins(ALL)
+    twins.prefill([PROMPT, document_prompt(280, 3)])
+    reader = twins.offloading.decode_steps.host_reader
+    assert reader is not None
+    offloaded = len(twins.offloading.decode_steps.loop.offloaded_layers)
+    for slots, requests in (([0], 0), ([1], offloaded), ([0, 1], offloaded)):
+        steps, before = reader.times.steps, reader.times.requests
+        assert not twins.step(slots).failures
+        assert furthest(twins, slots) < HOP_LOGITS_FLOAT32
+        assert reader.times.steps > steps
+        assert reader.times.requests - before == requests, slots
+
+
 def test_two_parts_of_a_step_do_not_meet() -> None:
     twins = IndexedTwins(ALL, ringed=(0, 1))
     twins.offloading.decode_steps.host_reader.halving.always = 2

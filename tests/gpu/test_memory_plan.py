@@ -244,8 +244,12 @@ def test_every_step_that_is_captured_is_planned() -> None:
     alone = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=8)
     with_host = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=8, host=HostConfig())
     parts_and_rows = [(0, 8), (1, 8), (2, 8), (0, 2), (1, 2), (2, 2), (1, 1)]
-    assert steps_to_capture((2, 8, 64), 8, True, False) == [((parts, False), rows) for parts, rows in parts_and_rows]
+    assert steps_to_capture((2, 8, 64), 8, True, False) == [
+        ((parts, False, False), rows) for parts, rows in parts_and_rows
+    ]
     assert steps_to_capture((), 8, True, True) == []
+    lent = [rows for kind, rows in steps_to_capture((2, 8, 64), 8, True, True, with_lending=True) if kind.lends]
+    assert lent == [8, 2, 1]
     assert find_bytes(alone, "CUDA graphs") == 4 * CUDA_GRAPH_BYTES
     assert find_bytes(with_host, "CUDA graphs") == (4 + 4 + 3) * CUDA_GRAPH_BYTES
 

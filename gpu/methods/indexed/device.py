@@ -56,6 +56,7 @@ class Indexed(RingSide):
     """`num_rings` indexes of every offloaded layer."""
 
     borrows = True
+    reads_alone = True
 
     def __init__(self, settings: IndexedSettings, site: Site, num_rings: int) -> None:
         assert site.tier_shape is not None, "indexed: nothing is offloaded here"
@@ -119,7 +120,7 @@ class Indexed(RingSide):
             return
         if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
             self._of_rows[reads.rows] = self._look_up(reads.rows)
-        if not reads.reads_host:
+        if not (reads.reads_host or reads.lends):
             return
         wanted = reads.wanted
         if wanted is None:

@@ -1,0 +1,144 @@
+"""Time the parts of a decode step that attends through an index: scores, choice, chosen rows, and the whole of a layer.
+
+Rows lie in one run of pinned memory, which all layers share; each layer has an index of its own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.benchmark_rows import require
+from bench.op.frame import COLD_BYTES, SEED, Asked, Call, Case, Work, relative_error
+from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
+from gpu.methods.indexed.building import copy_pieces, index_tokens
+from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.ring import EMPTY, Index, new_index, new_layout, new_work
+from gpu.methods.indexed.scoring import RingStep, score_tokens
+from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
+from transfer.partial import Partial
+from transfer.places import COLUMNS
+
+STAGES = ("score", "choose", "attend", "fetch", "join", "layer")
+MOST_ERROR = 5e-2  # of an output that reads every token in bf16, relative
+
+
+class Stand:
+    """Indexes of some layers over one run of random rows, and the buffers of a step of `batch` sequences alike."""
+
+    def __init__(self, asked: Asked, batch: int, settings: IndexedSettings, num_layers: int) -> None:
+        shape, device = replace(asked.shape, max_context_tokens=asked.tokens), asked.device
+        self.batch, self.tokens, self.shape, self.settings = batch, asked.tokens, shape, settings
+        generator = torch.Generator(device).manual_seed(SEED)
+        index = new_index(settings, shape, num_layers, batch, asked.dtype, device)
+        self.layout = new_layout(settings, shape, False, device)
+        self.work = new_work(settings, shape, batch, device)
+        rows = [
+            torch.empty(shape.num_kv_heads, asked.tokens, shape.dim, dtype=torch.bfloat16, device=device)
+            .normal_(generator=generator)
+            .to("cpu")
+            for _ in range(2)
+        ]
+        self.rows = [one.pin_memory() if device.type == "cuda" else one for one in rows]
+        self.centre = torch.zeros(shape.num_kv_heads, shape.dim)
+        if device.type == "cuda":
+            self.centre = self.centre.pin_memory()
+        row_bytes, head_bytes = 2 * shape.dim, 2 * shape.dim * asked.tokens
+        keys, values = (one.data_ptr() for one in self.rows)
+        table = [0, asked.tokens, keys, head_bytes, row_bytes, values, head_bytes, row_bytes, self.centre.data_ptr()]
+        table += [0] * (COLUMNS - len(table))
+        index.lies[:, :, :, 0] = torch.tensor(np.array(table, np.int64), device=device)
+        for ring in range(batch):
+            copy_pieces(index, ring, 1, self.layout)
+            index_tokens(index, ring, 0, asked.tokens, self.layout)
+        self.index, self.layers = index, [index.layer(layer) for layer in range(num_layers)]
+        options = {"dtype": torch.int32, "device": device}
+        budget = -(-asked.tokens * round(settings.budget_share * SHARE_UNIT) // SHARE_UNIT)
+        budget = min(max(budget, settings.least_tokens), settings.budget_tokens)
+        self.rings = torch.arange(batch, **options)
+        self.step = RingStep(self.rings, torch.full_like(self.rings, asked.tokens), torch.full_like(self.rings, budget))
+        self.query = torch.empty(batch, shape.num_heads, shape.dim, dtype=asked.dtype, device=device)
+        self.query.normal_(generator=generator)
+        self.resident_lse = torch.full((batch, shape.num_heads), -1e9, device=device)
+        self.wanted = torch.ones(batch, shape.num_heads, dtype=torch.uint8, device=device)
+        self.counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device)
+
+    def score(self, layer: Index) -> None:
+        score_tokens(self.query, self.resident_lse, layer, self.work, self.step, self.layout)
+
+    def choose(self, layer: Index) -> None:
+        choose_tokens(self.query, layer, self.work, self.step, self.layout)
+
+    def attend(self, layer: Index) -> None:
+        self.work.fresh.zero_()
+        attend_chosen(self.query, layer, self.work, self.step, self.layout, self.counts)
+
+    def fetch(self, layer: Index) -> None:
+        self.work.fresh.fill_(1)
+        attend_chosen(self.query, layer, self.work, self.step, self.layout, self.counts)
+
+    def join(self, layer: Index) -> Partial:
+        shape = (self.batch, self.shape.num_heads, self.shape.dim)
+        return join_parts(self.work, self.rings, self.wanted, self.step, shape, self.counts)
+
+    def layer(self, layer: Index) -> Partial:
+        """Attend in one layer, with no row in a slot yet."""
+        layer.ids.fill_(EMPTY)
+        layer.held.zero_()
+        self.score(layer)
+        self.choose(layer)
+        attend_chosen(self.query, layer, self.work, self.step, self.layout, self.counts)
+        return self.join(layer)
+
+    def exact(self) -> Tensor:
+        """Return full attention over the run, float64 `[batch, heads, dim]`."""
+        keys, values = (one.to(self.query.device).double() for one in self.rows)
+        own = self.query.double().view(self.batch, self.shape.num_kv_heads, self.shape.group, -1)
+        weights = (torch.einsum("bkgd,ktd->bkgt", own, keys) * self.shape.dim**-0.5).softmax(-1)
+        return torch.einsum("bkgt,ktd->bkgd", weights, values).flatten(1, 2)
+
+
+def indexed_cases(asked: Asked) -> Iterator[Case]:
+    """Yield the parts of a layer's step with the default settings, by batch."""
+    settings = IndexedSettings()
+    for batch in asked.batches:
+        token_bytes = asked.shape.dim * settings.key_bits // 8 + 2
+        index_bytes = batch * asked.shape.num_kv_heads * asked.tokens * token_bytes
+        layers = 1 + COLD_BYTES // index_bytes if asked.device.type == "cuda" else 1
+        stand = Stand(asked, batch, settings, layers)
+        check = partial(_check_everything, asked)
+        for layer in stand.layers:
+            stand.layer(layer)
+        for stage in asked.choose(STAGES):
+            yield _case(stand, stage, asked, check)
+
+
+def _case(stand: Stand, stage: str, asked: Asked, check: Call) -> Case:
+    shape, tokens, is_cuda = stand.shape, stand.tokens, asked.device.type == "cuda"
+    places = stand.batch * shape.num_kv_heads
+    index_bytes = places * tokens * (shape.dim * stand.settings.key_bits // 8 + 2)
+    mean_bytes = 2 * places * tokens * shape.dim // stand.settings.value_block_tokens
+    row_bytes = 2 * places * int(stand.step.budgets[0]) * shape.dim * 2
+    moved = {"score": index_bytes, "choose": mean_bytes, "attend": row_bytes, "fetch": row_bytes, "join": 0,
+             "layer": row_bytes}  # fmt: skip
+    over_link = is_cuda and stage in ("fetch", "layer")
+    call = getattr(stand, stage)
+    return Case(
+        f"indexed, {stage}", f"{stand.batch} x {tokens:,}, {shape.num_heads}/{shape.num_kv_heads} heads",
+        Work(moved[stage], "host_to_device_gb_s" if over_link else asked.stream), check=check,
+        run=lambda: [call(layer) for layer in stand.layers], times=len(stand.layers),
+        peer_name="products of queries and rows alone" if stage == "layer" and not is_cuda else None,
+        peer=(lambda: stand.exact()) if stage == "layer" and not is_cuda else None,
+        config={"stage": stage, "batch": stand.batch, "tokens": tokens, "budget": int(stand.step.budgets[0])},
+    )  # fmt: skip
+
+
+def _check_everything(asked: Asked) -> None:
+    """Hold a budget of every token against full attention in float64."""
+    few = replace(asked, tokens=min(asked.tokens, 512))
+    stand = Stand(few, 1, IndexedSettings(budget_share=1.0), 1)
+    error = relative_error(stand.layer(stand.layers[0]).out, stand.exact())
+    require(error < MOST_ERROR, f"indexed: a budget of everything is {error:.1e} from full attention")
