@@ -48,7 +48,7 @@ def fused_cost(
 
 
 def drop_from_page_cache(paths: Iterable[Path]) -> None:
-    """Have the next read of these files come from the disk."""
+    """Drop the files from the page cache, so that their next read comes from the disk."""
     for path in paths:
         file = os.open(path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -60,7 +60,9 @@ class Client:
     """Requests to one engine, stepped by hand."""
 
     def __init__(self, engine: Engine, vocab_size: int, longest_tokens: dict[str, int]) -> None:
-        """longest_tokens: prompt and output of a request of each profile, at most."""
+        """Take an engine without requests. longest_tokens: by profile, most tokens of a request, prompt and output
+        together.
+        """
         self.engine = engine
         self.vocab_size = vocab_size
         self.longest_tokens = longest_tokens
@@ -198,7 +200,7 @@ class Client:
 
     @contextmanager
     def all_cores(self) -> Iterator[None]:
-        """Let the host's answers take all cores meanwhile, the launching thread's too."""
+        """Use all cores for the host's attention inside the context, the core that launches kernels included."""
         tier = self.engine._tier
         assert tier is not None, "cores: of an engine with a host tier"
         had, tier._cores = tier._cores, replace(tier._cores, launching=0)

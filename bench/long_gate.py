@@ -58,9 +58,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of answers with full attention. same: share of tokens that are its choice too; apart: root mean square of the
-    differences of log-probabilities, over those that both list; most_apart: the largest; behind: most that a chosen
-    token is below full attention's choice; allowed: bound of `apart`.
+    """How far a profile's answers agree with those of full attention. same: share of tokens that full attention chooses
+    too. apart: root mean square of the differences of log-probabilities, over tokens that both list; allowed: its
+    bound. most_apart: the largest difference. behind: the most that a chosen token's log-probability lies below that of
+    full attention's choice.
     """
 
     requests: int

@@ -65,9 +65,9 @@ class Took:
 
 
 def run_http_benchmark(benchmark: HttpBenchmark, plan: ResolvedPlan, floor: Floor, console: Console) -> list[Row]:
-    """One row: milliseconds a step (a token of every stream) over HTTP, with the engine alone as the peer.
+    """Measure the milliseconds of a step (a token of every stream) over HTTP, with the engine alone as the peer.
 
-    Raises GateError if the server does not start or a stream comes back short.
+    Returns one row. Raises GateError if the server does not start or a stream comes back short.
     """
     announce(console, f"{benchmark.streams} streams over HTTP, per token of each", floor.text, floor.ms)
     with _serve(benchmark) as url:

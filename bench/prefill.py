@@ -70,7 +70,7 @@ def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, c
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """One profile's."""
+    """Measures prefill under one profile."""
 
     benchmark: PrefillBenchmark
     deployment: Deployment

@@ -50,7 +50,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class SampleAgreement:
-    """Of the answers: how many there were, the share that agree, and the keys they take, predicted and counted."""
+    """How far the host's sampled answers agree: their count, the share that agree, and the keys read, predicted and
+    counted.
+    """
 
     answers: int
     agree: float
@@ -72,7 +74,7 @@ class WatchedTier:
         self.tier.leave_core(leaves)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
-        """One request after another: the device waits for each answer before it puts the next."""
+        """Answer one request after another: the device waits for each answer before it sends the next request."""
         last, before = len(self.tier.shape.layers) - 1, self.tier.stats().attention
         for layer in range(last + 1):
             for attention, slot in parts:

@@ -47,8 +47,9 @@ class Aim:
 
 @dataclass(frozen=True)
 class Judgement:
-    """pooled: the paired difference over all prompts that count, None without any. tasks: that were pooled; weak: the
-    KL of weaker tasks. reasons: why it does not hold. left_out: cells that count for nothing, and why.
+    """Whether an aim holds, and why. pooled: the paired difference over all prompts that count; None if there are none.
+    tasks: those that were pooled. weak: KL of each task that is too weak to pool. reasons: why the aim does not hold.
+    left_out: cells that were not counted, and why.
     """
 
     verdict: str

@@ -25,7 +25,8 @@ ERROR_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where and how to ask. url: up to and with `/v1`. mode: `completions` or `chat`. extra: further body fields.
+    """A server, and how it is asked. url: up to and with `/v1`. mode: `completions` or `chat`. extra: further body
+    fields.
 
     timeout_s bounds one request, from sending to the last byte.
     """

@@ -36,8 +36,10 @@ class PrefilledBatch:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """tokens: the output of each request, its stop token left out. reads: what was read for it. nll: mean negative
-    log likelihood of the forced tokens, natural log, empty without them."""
+    """What one method decoded for a batch. tokens: the output of each request, without its stop token. reads: the
+    fractions of keys and bytes that each request read. nll: mean negative log-likelihood of each request's forced
+    tokens, in nats; empty without them.
+    """
 
     tokens: list[list[int]]
     reads: list[Fractions]

@@ -110,7 +110,9 @@ def compare_profile(
     decoder: ReferenceDecoder, texts: Sequence[list[int]], method: str, settings: dict[str, Any], speak: Speaker,
     count: int, advance: Callable[[], None],
 ) -> Row:  # fmt: skip
-    """One row: `count` tokens at the end of each text, and as many that the profile chooses after it."""
+    """Compare a profile with full attention, and return one row: over the last `count` tokens of each text, and over as
+    many tokens that the profile generates after it.
+    """
     sums = {name: [0, 0.0, 0.0, 0.0] for name in ("end", "generated")}  # tokens, agreeing, KL, nll
     failures: list[str | None] = []
     for text, said in zip(texts, speak(texts, count), strict=True):

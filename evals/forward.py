@@ -34,7 +34,9 @@ WatchPrompt = Callable[[PromptLayer], None]
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """keys, values: a tensor a layer, `[requests, kv_heads, capacity, dim]`. What stands behind a length is stale."""
+    """The keys and values of a batch, one tensor a layer, `[requests, kv_heads, capacity, dim]`. Rows beyond a
+    request's length are stale.
+    """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]

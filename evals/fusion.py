@@ -86,7 +86,8 @@ def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[Polic
 
 @contextmanager
 def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str, chunk_tokens: int) -> Iterator[Engine]:
-    """An engine with a store of its own in memory, gone at the end. longest_tokens: of prompts, answers included.
+    """Yield an engine whose document store lies in memory and is removed at the end. longest_tokens: most of a prompt
+    with its answer.
 
     Raises ValueError for chunks that it would not store.
     """
@@ -189,7 +190,9 @@ def divergence(exact: Logprob, other: Logprob, vocab_size: int) -> float:
 
 @dataclass
 class Answer:
-    """logprobs: of each token that was drawn, a stop token among them."""
+    """The answer to one prompt. logprobs: of each drawn token, the stop token included. recomputed: tokens of chunks
+    that were computed again.
+    """
 
     logprobs: list[Logprob]
     token_ids: list[int]

@@ -33,7 +33,7 @@ DEFAULT_TASKS = {
 
 @dataclass(frozen=True)
 class FusionPrompt:
-    """spans: of the chunks in `token_ids`, half-open."""
+    """A prompt made of chunks. spans: half-open ranges of the chunks in `token_ids`."""
 
     name: str
     task: str

@@ -37,7 +37,7 @@ LOST_AFTER = 8
 
 @dataclass(frozen=True)
 class Server:
-    """Where to ask: `url` up to and with `/v1`. model: its id there."""
+    """A server that is evaluated. `url`: up to and with `/v1`; model: its id there."""
 
     url: str
     model: str

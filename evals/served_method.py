@@ -19,8 +19,8 @@ PREFIX = "profile:"
 
 @dataclass(frozen=True)
 class ServedMethod:
-    """deployment: the one that is asked for with the method's settings in it; None: what the machine gives. profile:
-    what is named, as it is there.
+    """A serving profile as a method. deployment: the requested one with the method's settings in it; None: the default
+    of the machine. profile: the profile of this name in the deployment.
     """
 
     deployment: Deployment | None

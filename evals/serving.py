@@ -57,7 +57,9 @@ class DecodeRequest:
 
 @dataclass(slots=True)
 class Answer:
-    """prompt_logprobs[i] is of prompt token i + 1. failure: why there is no answer. A stop token is left out."""
+    """The answer to one DecodeRequest, without its stop token. prompt_logprobs[i] belongs to prompt token i + 1.
+    failure: why there is no answer.
+    """
 
     key: str
     token_ids: list[int] = field(default_factory=list)
@@ -73,7 +75,9 @@ class ServingEngine:
         self, engine: Engine, shape: Architecture, profiles: Mapping[str, Profile], max_waiting: int,
         told: Mapping[str, str],
     ) -> None:  # fmt: skip
-        """told: settings of all profiles that change answers and are not those of a deployment that says nothing."""
+        """Take a loaded engine. told: settings that change answers and differ from the defaults, as text by name; they
+        go into each record.
+        """
         self._engine, self._shape, self._profiles, self._max_waiting = engine, shape, profiles, max_waiting
         self._told = told
 
@@ -81,7 +85,7 @@ class ServingEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The device's memory is free afterwards, for the next engine of this process."""
+        """Shut the engine down and free the device's memory for the next engine of this process."""
         self._engine.shutdown()
         del self._engine
         gc.collect()

@@ -42,7 +42,9 @@ FAILED, CUT = 1, 3
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a run leaves its results; None: nowhere. resume: the folder of the store, kept between runs."""
+    """Paths to which a run writes its results; None: it writes none. resume: the folder of the store, kept between
+    runs.
+    """
 
     json: Path | None
     html: Path | None
@@ -51,7 +53,7 @@ class Outputs:
 
 @contextmanager
 def progress_bar(total: int, what: str) -> Iterator[Any]:
-    """A function to call once a record."""
+    """Show a progress bar, and yield a function that advances it by one record."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
@@ -67,7 +69,7 @@ class Forgetful(dict[str, Record]):
 
 @contextmanager
 def open_store(resume: Path | None) -> Iterator[Store | Forgetful]:
-    """The store of a folder, or one that is forgotten afterwards."""
+    """Yield the store of the folder `resume`; without one, a store that is not written."""
     if resume is None:
         yield Forgetful()
         return
@@ -102,7 +104,7 @@ class Pace:
         self._leave_all(records)
 
     def leave_now_and_then(self, records: Mapping[str, Record]) -> None:
-        """So that a cell that takes long, and a process that is killed in it, leave something too."""
+        """Hand the records on if the last time was LEAVE_EVERY_S seconds ago, so that a killed process loses little."""
         if time.monotonic() - self._left > LEAVE_EVERY_S:
             self._leave_all(list(records.values()))
 
@@ -187,8 +189,9 @@ def open_ledger(
     leave: Callable[[list[Record], int], None] | None,
     stop: Stop | None,
 ) -> Iterator[tuple[Ledger, dict[str, Record]]]:
-    """A ledger over the store of a folder, and the run's records by key as they come. Where a
-    run is cut, `stop` knows why, and it ends here; without a stop RunCut is raised.
+    """Yield a ledger over the store of the folder `resume`, and the run's records by key, which grow as they come.
+
+    If the run is cut, the context ends quietly and `stop` has the reason; without a `stop`, RunCut is raised.
     """
     records: dict[str, Record] = {}
     total = sum(cell.num_samples * len(cell.methods) for cell in cells)
@@ -302,14 +305,16 @@ def write_rows(
     seed: int,
     reason: str | None,
 ) -> None:
-    """The JSON of what is finished, where asked; `cut` and `missing` say what a run that was cut lacks."""
+    """Write the JSON of what is finished to `path`; None: nothing. `cut` and `missing` say what an interrupted run
+    lacks.
+    """
     if path is not None:
         left = {"depths": finite(depth_rows(records)), "cut": reason, "missing": missing_rows(cells, records, reason)}
         write_document(path, make_document(summarize(records), configuration, {"prompts": seed}, **left))
 
 
 def missing_rows(cells: Sequence[Cell], records: Sequence[Record], reason: str | None) -> list[Row]:
-    """Where a run that was cut has fewer samples than were asked: `task, length, method, samples, asked`."""
+    """Return the cells for which an interrupted run has too few samples: `task, length, method, samples, asked`."""
     if reason is None:
         return []
     have = Counter((one.cell["task"], one.cell["length"], one.cell["method"]) for one in records)

@@ -24,7 +24,7 @@ class Stop:
         self._seconds, self._begin = seconds, time.monotonic()
 
     def ask(self, name: str) -> None:
-        """A signal of this name came."""
+        """Ask for the end of the run because the signal `name` came."""
         self._signal = name
 
     def check(self) -> None:
@@ -46,7 +46,9 @@ class Stop:
 
 @contextmanager
 def stopping(seconds: float | None) -> Iterator[Stop]:
-    """A stop that TERM and INT ask, while in it. Signals come to the main thread alone: elsewhere only time counts."""
+    """Yield a Stop that SIGTERM and SIGINT trigger inside the context. Outside the main thread only `seconds` counts,
+    because signals do not arrive there.
+    """
     stop = Stop(seconds)
     if threading.current_thread() is not threading.main_thread():
         yield stop

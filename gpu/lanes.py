@@ -58,7 +58,7 @@ class LaneStreams:
 
 @dataclass(slots=True)
 class _Use:
-    """Who used the buffers of decode steps last. lanes: whose next step is behind it, as things stand."""
+    """The last use of the decode steps' buffers. lanes: those whose next step is already ordered behind it."""
 
     is_over: Callable[[], bool]
     lanes: set[Lane]

@@ -34,8 +34,9 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`kv_key` marks the KV that this profile writes (prefix hashes are seeded with it). `parts`: one a filled slot,
-    of which `host` is always one."""
+    """A named choice of methods. `kv_key` marks the KV that it writes (prefix hashes are seeded with it). `parts`: one
+    a filled slot, of which `host` is always one.
+    """
 
     name: str
     kv_key: str

@@ -84,8 +84,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMoves:
-    """How often experts in host memory were used. Of experts in host memory, since the start: fetched one by one,
-    copied with their whole layer, and computed by the CPU; each counted once a layer of a step, or of a prompt's unit.
+    """How often experts in host memory were used since the start: fetched one by one, copied with their whole layer, or
+    computed by the CPU. Each is counted once a layer of a step, or of a prompt's unit.
     """
 
     fetched: int

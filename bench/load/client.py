@@ -78,7 +78,9 @@ class Client:
         return time.perf_counter() - self.start
 
     async def send(self, path: str, body: dict[str, Any], record: RequestRecord) -> None:
-        """POST and read the stream into `record`. A 429 is sent again up to `retries` times, after its Retry-After."""
+        """Send a request and read its stream into `record`. A 429 is sent again up to `retries` times, after its
+        Retry-After.
+        """
         record.sent_s = self.now()
         try:
             async with asyncio.timeout(self.timeout_s):

@@ -19,10 +19,14 @@ _SEEDS = 1_000_003  # of documents, for a seed of the run
 
 
 class CorpusReader:
-    """`ids` are the server's names of the documents, once it has them."""
+    """A corpus written for one run, and the prompts that ask about it. `ids`: the server's ids of the documents, empty
+    until they are registered.
+    """
 
     def __init__(self, plan: LoadPlan, corpus: Corpus, pool: TextPool, run: str) -> None:
-        """`pool`: how long a token is, and what is asked; `run`: its name."""
+        """Write the documents of the corpus. `pool` gives the text and estimates its tokens; `run` names the run in the
+        documents.
+        """
         self.plan, self.corpus, self.pool, self.run = plan, corpus, pool, run
         self.documents = [self._write(index) for index in range(corpus.num_documents)]
         self.ids: list[str] = []

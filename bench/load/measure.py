@@ -171,7 +171,7 @@ async def _warm(run: LoadRun, shared_jobs: list[Job], console: Console) -> None:
 
 
 def _count_answers(records: list[RequestRecord], tokenizer: Tokenizer) -> None:
-    """Tokens of answers whose server told no usage, from their text."""
+    """Count the tokens of each answer from its text where the server reported no usage."""
     for record in records:
         if record.output_source == "chunks" and record.text:
             record.output_tokens = len(tokenizer.encode("".join(record.text), add_special_tokens=False).ids)

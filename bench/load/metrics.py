@@ -16,7 +16,9 @@ from bench.load.records import RequestRecord
 
 @dataclass(frozen=True)
 class Spread:
-    """Of `num` values in ms (linear interpolation between ranks); NaN where there is none."""
+    """Mean, percentiles and maximum of `num` values in ms (linear interpolation between ranks); NaN where there is
+    none.
+    """
 
     num: int
     mean: float
@@ -79,7 +81,7 @@ class Summary:
 
 
 def spread_ms(values_s: Iterable[float]) -> Spread:
-    """Mean and percentiles of seconds, in ms."""
+    """Return the mean and percentiles, in ms, of values in seconds."""
     values = np.asarray(list(values_s)) * 1e3
     if not values.size:
         return Spread(0, *[float("nan")] * 6)

@@ -53,7 +53,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time for a token after the first; None for a single token."""
+        """Return the mean seconds for a token after the first; None for a single token."""
         if self.output_tokens < 2 or len(self.chunk_times_s) < 2:
             return None
         return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / (self.output_tokens - 1)

@@ -19,7 +19,9 @@ MASK = "$$MASK$$"
 
 @dataclass(frozen=True)
 class Dataset:
-    """metric: of `evals.metrics`; options: whether the row's four options follow the question."""
+    """One InfiniteBench task. metric: a name in `evals.metrics`; options: whether the row's four options follow the
+    question.
+    """
 
     before: str
     after: str

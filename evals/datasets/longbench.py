@@ -18,7 +18,9 @@ CHINESE = "请阅读下面的材料，并根据材料回答最后的问题。\n\
 
 @dataclass(frozen=True)
 class Dataset:
-    """metric: of `evals.metrics`; first_line: whether only the first line of a prediction is scored."""
+    """One LongBench task. metric: a name in `evals.metrics`; first_line: whether only a prediction's first line is
+    scored.
+    """
 
     template: str
     metric: str

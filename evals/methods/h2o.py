@@ -28,14 +28,18 @@ from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step,
 
 @dataclass(slots=True)
 class Kept:
-    """mass: float32 `[requests, heads, capacity]`, attention accumulated. kept: bool, not yet evicted."""
+    """H2O's state of one layer. mass: accumulated attention, float32 `[requests, heads, capacity]`. kept: bool of the
+    same shape, False once a key is evicted.
+    """
 
     mass: torch.Tensor
     kept: torch.Tensor
 
 
 class H2O(DecodeMethod):
-    """`budget` keys in all, the `recent` part of them the last ones. `observe`: prompt queries (0: all)."""
+    """H2O: keep the `recent` part of `budget` for the last keys, and the rest for those with the most attention so far.
+    `observe`: last prompt queries whose attention counts; 0 means all.
+    """
 
     name: ClassVar[str] = "h2o"
     paper: ClassVar[str] = "H2O"

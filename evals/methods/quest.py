@@ -20,7 +20,9 @@ from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step,
 
 @dataclass(frozen=True, slots=True)
 class PageBounds:
-    """low, high: `[requests, kv_heads, pages, dim]` of the whole capacity; +inf and -inf in pages still empty."""
+    """Bounds of the keys of each page. low, high: `[requests, kv_heads, pages, dim]` for the whole capacity; +inf and
+    -inf for empty pages.
+    """
 
     low: torch.Tensor
     high: torch.Tensor
@@ -75,7 +77,9 @@ class Quest(DecodeMethod):
 
 
 def spread(keys: torch.Tensor, lengths: torch.Tensor, page: int) -> PageBounds:
-    """Mean - deviation and mean + deviation of each page and channel of `[requests, kv_heads, n, dim]` keys."""
+    """Return bounds of mean - deviation and mean + deviation for each page and channel of keys `[requests, kv_heads, n,
+    dim]`.
+    """
     rows = split_blocks(keys, lengths, page, torch.nan).float()  # [requests, kv_heads, pages, page, dim]
     mean = rows.nanmean(3)
     deviation = (rows - mean[:, :, :, None]).square().nanmean(3).sqrt()

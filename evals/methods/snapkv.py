@@ -27,7 +27,7 @@ from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step,
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """index, chosen: `[requests, heads, m]`, the prompt's keys that were kept. lengths, longest: of the prompts."""
+    """The prompt keys that SnapKV kept. index, chosen: `[requests, heads, m]`. lengths, longest: of the prompts."""
 
     index: torch.Tensor
     chosen: torch.Tensor
@@ -36,7 +36,9 @@ class Snapshot:
 
 
 class SnapKV(DecodeMethod):
-    """`observe` last queries vote and are kept; their votes are pooled over `kernel` neighbours."""
+    """SnapKV: keep the prompt keys that get most attention from its last `observe` queries, and the keys of these
+    queries. Votes are pooled over `kernel` neighbours.
+    """
 
     name: ClassVar[str] = "snapkv"
     paper: ClassVar[str] = "SnapKV"

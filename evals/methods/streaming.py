@@ -15,7 +15,7 @@ from evals.methods.method import BudgetSetting, DecodeMethod, Step, StepResult
 
 
 class Streaming(DecodeMethod):
-    """`budget` keys in all: `sink` first ones, and the last `budget - sink`."""
+    """StreamingLLM: attend to the first `sink` keys and the last `budget - sink`."""
 
     name: ClassVar[str] = "streaming"
     paper: ClassVar[str] = "StreamingLLM"

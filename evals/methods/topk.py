@@ -25,7 +25,9 @@ from evals.methods.method import BudgetSetting, DecodeMethod, Step, StepResult
 
 
 class TopK(DecodeMethod):
-    """`budget` keys in all, of which `sink` first and `window` last ones are taken whatever their logits."""
+    """Exact top-k: attend to the `budget` keys with the largest logits; the first `sink` and the last `window` keys
+    always count among them.
+    """
 
     name: ClassVar[str] = "topk"
     paper: ClassVar[str] = "exact top-k"

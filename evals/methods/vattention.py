@@ -18,8 +18,10 @@ from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step,
 
 
 class VAttention(DecodeMethod):
-    """`budget` keys in all: sink and window, then of what is left of the budget the `heavy` part the best of the other
-    keys, and the rest of it drawn without replacement; the heads of a group choose and draw apart or together."""
+    """vAttention: attend to the sink and window, to the best other keys, and to a uniform sample of the remaining ones.
+    The best keys get the `heavy` part of what sink and window leave of `budget`; the rest is drawn without replacement.
+    The heads of a group choose and draw apart or together.
+    """
 
     name: ClassVar[str] = "vattention"
     paper: ClassVar[str] = "vAttention"

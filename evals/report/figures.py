@@ -190,7 +190,7 @@ def depth_figure(records: Sequence[Row], task: str) -> str | None:
 
 
 def depth_means(records: Sequence[Row], lengths: Sequence[int]) -> np.ndarray:
-    """Mean scores in points, float64 [depth bins, lengths]; NaN where there is no sample."""
+    """Return the mean scores in points, float64 `[depth bins, lengths]`; NaN where there is no sample."""
     sums, counts = np.zeros((2, NUM_DEPTH_BINS, len(lengths)))
     for record in records:
         cell = min(int(record["depth"] * NUM_DEPTH_BINS), NUM_DEPTH_BINS - 1), lengths.index(record["length"])

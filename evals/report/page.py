@@ -86,7 +86,7 @@ def render_page(
 
 
 def page_of_documents(title: str, documents: Sequence[Mapping[str, Any]]) -> str:
-    """One page of what several runs left as JSON: of tasks, of fidelity, of named sets."""
+    """Render one page from the JSON of several runs: of tasks, of fidelity, or of published datasets."""
     parts = {name: [row for document in documents for row in document.get(name, [])] for name in PARTS}
     tables: dict[bool, list[Any]] = {True: [], False: parts["fidelity"]}
     for row in parts["rows"]:

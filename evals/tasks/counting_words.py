@@ -57,7 +57,7 @@ def shuffled(words: list[str], seed: int) -> list[str]:
 
 
 def generate_common(request: Request, index: int) -> Sample:
-    """One sample of `cwe`, after one worked example."""
+    """Generate sample `index` of `cwe`, after one worked example."""
     draw = request.random(index)
     words = words_of(draw)
     seed = draw.getrandbits(32)
@@ -91,7 +91,7 @@ def generate_common(request: Request, index: int) -> Sample:
 
 
 def generate_frequent(request: Request, index: int) -> Sample:
-    """One sample of `fwe`: the first rank is the dots, the next three are the answers."""
+    """Generate sample `index` of `fwe`: the first rank is the dots, the next three are the answers."""
     draw = request.random(index)
     coded = ("".join(draw.choices(string.ascii_lowercase, k=CODED_LETTERS)) for _ in count())
     num_ranks = max(16, request.length_tokens // TOKENS_A_CODED_WORD)

@@ -31,7 +31,9 @@ NUM_DEPTHS = 40
 
 @dataclass(frozen=True)
 class Setting:
-    """haystack: `noise`, `text` or `needle`; key: `words` or `uuids`; value: `numbers` or `uuids`."""
+    """What a needle task hides, and where. haystack: `noise`, `text` or `needle`; key: `words` or `uuids`; value:
+    `numbers` or `uuids`.
+    """
 
     haystack: str
     key: str
@@ -94,12 +96,12 @@ def joined(items: list[str]) -> str:
 
 
 def draw_depth(draw: random.Random) -> float:
-    """One of RULER's forty even depths from 0 to 1."""
+    """Draw one of RULER's forty even depths from 0 to 1."""
     return draw.randrange(NUM_DEPTHS) / (NUM_DEPTHS - 1)
 
 
 def generate_needles(request: Request, index: int) -> Sample:
-    """One sample of a `niah_*` task. request.depths, where given, places the first asked needle."""
+    """Generate sample `index` of a `niah_*` task. request.depths, where given, places the first asked needle."""
     setting = SETTINGS[request.task]
     draw = request.random(index)
     distinct = Distinct(draw, KEY_WORDS)

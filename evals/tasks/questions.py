@@ -96,7 +96,10 @@ def own_questions(questions: list[Question], seed: int) -> list[Question]:
 
 
 def generate_question(request: Request, index: int) -> Sample:
-    """One sample of `qa_1` or `qa_2`: question `index` of the seed's own, in the file's order."""
+    """Generate sample `index` of `qa_1` or `qa_2` from the questions that belong to the seed, in the file's order.
+
+    Raises ValueError if no question file was given.
+    """
     path = request.source.questions.get(request.task)
     if path is None:
         raise ValueError(f"task {request.task}: no question file; give one in SQuAD's or HotpotQA's format")

@@ -81,7 +81,7 @@ def scatter(draw: random.Random, sentences: list[str]) -> Inserts:
 
 
 def needle(draw: random.Random, words: list[str], depth: float | None, num_others: int) -> Plan:
-    """One number to find among num_others of other keys."""
+    """Plan a document with one number to find, among num_others needles of other keys."""
     distinct = Distinct(draw, words)
     key, number = distinct.key(), distinct.number()
     depth = draw_depth(draw) if depth is None else depth
@@ -91,7 +91,7 @@ def needle(draw: random.Random, words: list[str], depth: float | None, num_other
 
 
 def word_needle(draw: random.Random, words: list[str], depth: float | None) -> Plan:
-    """One word to find."""
+    """Plan a document with one word to find."""
     distinct = Distinct(draw, words)
     key, word = distinct.key(), distinct.word()
     depth = draw_depth(draw) if depth is None else depth
@@ -119,7 +119,9 @@ def several_keys(draw: random.Random, words: list[str], num_asked: int, num_keys
 
 
 def facts(draw: random.Random, depth: float | None, hops: int) -> Plan:
-    """Where one of six people lives or what they work as; with two hops, the mayor of the city they live in."""
+    """Plan a question about where one of six people lives or what they work as; with two hops, about the mayor of their
+    city.
+    """
     names = [f"{first} {last}" for first, last in zip(
         draw.sample(FIRST_NAMES, 2 * NUM_PEOPLE), draw.sample(LAST_NAMES, 2 * NUM_PEOPLE), strict=True
     )]  # fmt: skip
@@ -215,14 +217,16 @@ REFERENCE_TASKS = (*PLANS, "continue", *COUNTED, *HARD_PLANS, *ONLY_NEEDLES)
 
 
 def generate_reference(request: Request, index: int) -> Sample:
-    """One sample in the reference model's form, of its own tasks or of the one that is nearest to RULER's task."""
+    """Generate sample `index` in the reference model's form: its own task, or the one nearest to the RULER task asked
+    for.
+    """
     sample = make_reference(request, index)
     behind = len(sample.prompt) - sample.prompt.rindex("\n\n")  # the question is the last paragraph
     return replace(sample, around=(len(TURN_BEGIN), behind))
 
 
 def make_reference(request: Request, index: int) -> Sample:
-    """Likewise, without where its document stands."""
+    """Generate the sample of `generate_reference`, but without `around`, the text around its document."""
     task = OF_RULER.get(request.task, request.task)
     if task == "continue":
         return continue_passage(request, index)
@@ -262,7 +266,7 @@ def few_words(draw: random.Random, words: list[str], most_keys: float) -> list[s
 
 
 def needles_alone(request: Request, index: int, task: str) -> Sample:
-    """One number to find in a document of needles alone, as many as fit; no text stands between them."""
+    """Generate a document of needles alone, as many as fit and without text between them, with one number to find."""
     draw = request.random(index)
     words = plain_words(request.tokenizer)
     if task == "crossed_needles":
@@ -310,7 +314,7 @@ def continue_passage(request: Request, index: int) -> Sample:
 
 
 def common_words(request: Request, index: int, task: str) -> Sample:
-    """One or three words come thirty times in a list whose others come twice."""
+    """Generate a list in which one or three words come thirty times and all others twice."""
     num_common, question = COUNTED[task]
     draw = request.random(index)
     words = words_of(draw)

@@ -39,7 +39,7 @@ def ascending(draw: random.Random, count: int) -> list[float]:
 
 
 def generate_tracing(request: Request, index: int) -> Sample:
-    """One sample of `vt`."""
+    """Generate sample `index` of `vt`, after one worked example."""
     draw = request.random(index)
     distinct = Distinct(draw, KEY_WORDS)
     example_value, value = map(str, draw.sample(range(10_000, 100_000), 2))

@@ -64,7 +64,9 @@ class LayerSamples:
     """One layer's queries at some positions and all its keys, centred as they are held at the first of them."""
 
     def __init__(self, prompt: PromptLayer, positions: torch.Tensor, resident: Resident) -> None:
-        """prompt: of one request. positions: int64 `[queries]`, rising, the first beyond sink and window."""
+        """Take the queries of one request at some positions. positions: int64 `[queries]`, ascending, the first beyond
+        sink and window.
+        """
         key = torch.arange(prompt.longest, device=positions.device)
         self.queries = prompt.queries[0][:, positions]  # [heads, queries, dim]
         keys, self.values = prompt.keys[0][:, : prompt.longest], prompt.values[0][:, : prompt.longest]

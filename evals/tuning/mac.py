@@ -66,8 +66,8 @@ def measure_layers(
 
 
 def choose_taus(rows: Sequence[Row], most_error: float) -> dict[int, float | str]:
-    """For each layer the least threshold from which on all err no more than so much, or `off`: of rows of one window
-    and band.
+    """Return for each layer the lowest threshold from which on no row errs more than `most_error`, or `off` if there is
+    none. All rows have the same window and band.
     """
     chosen: dict[int, float | str] = {}
     for layer in sorted({row["layer"] for row in rows}):

@@ -30,10 +30,10 @@ FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """chooses: tokens of chunks are computed again, by the ratio. looks: which, is known where all of the prompt has
-    gone through the layers before `select_layer`. compares: what is computed in that layer with what is stored. moves:
-    stored keys are rotated to their place in this prompt, else they stay where they were when the chunk was computed
-    alone.
+    """How a fusion policy treats tokens of stored chunks. chooses: some tokens are computed again, by the ratio. looks:
+    which ones is known once the whole prompt has passed the layers before `select_layer`. compares: the choice compares
+    values computed in that layer with the stored ones. moves: stored keys are rotated to their place in this prompt;
+    otherwise they keep the rotation of the chunk computed alone.
     """
 
     chooses: bool = False
@@ -60,7 +60,7 @@ class UnknownPolicyError(ValueError):
 
 
 def get_policy(name: str) -> Policy:
-    """Raises UnknownPolicyError."""
+    """Return the policy of this name. Raises UnknownPolicyError."""
     for known, policy in POLICIES.items():
         if known == name:
             return policy

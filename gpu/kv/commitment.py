@@ -41,7 +41,9 @@ class Commitment:
         return max(1, LEAST_COMMITTED_BYTES // row_bytes) if row_bytes else 1
 
     def commit(self, begin: int, end: int) -> bool:
-        """Have the memory of rows `[begin, end)` of all layers; False: the host has too little left, or refuses it."""
+        """Populate the memory of rows `[begin, end)` in all layers; return False if the host has too little left or
+        refuses.
+        """
         rows = [layer[begin:end] for layer in self._layers]
         if sum(one.nbytes for one in rows) + SPARE_BYTES > self._available():
             return False

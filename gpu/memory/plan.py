@@ -265,7 +265,7 @@ def plan_memory(
 
 
 def require_device(plan: MemoryPlan, gpu: GpuProfile | None, machine_name: str) -> None:
-    """Raises PlanError where the GPU that was planned for is gone, or is another one now, too old or too small."""
+    """Check that the GPU that was planned for is still there, new enough and large enough. Raises PlanError."""
     if plan.device == "cuda":
         card = require_gpu(gpu, machine_name)
         require_memory(plan.limit_bytes["gpu"], card.memory_bytes, card.name)

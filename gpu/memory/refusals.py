@@ -34,7 +34,7 @@ def check_fixed(
 
 
 def check_pinned(fixed: Sequence[MemoryItem], demand: Demand, machine: MachineProfile) -> None:
-    """Raises PlanError where the host has no room for the experts that lie there."""
+    """Check that the host has room for the experts in pinned memory. Raises PlanError."""
     shares = demand.expert_shares
     if not shares.host_bytes:
         return

@@ -25,8 +25,9 @@ from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a method runs. tier_shape: of what is offloaded, or None; sink_tokens: that stay in front of that;
-    max_running: slots; dtype: of the model's activations; stored: of rows in pages (`kv_rows`).
+    """Where a method runs. tier_shape: shape of the offloaded rows, or None; sink_tokens: tokens in front of them that
+    stay on the device; max_running: slots; dtype: of the model's activations; stored: dtype of rows in pages
+    (`kv_rows`).
     """
 
     architecture: Architecture
@@ -100,8 +101,9 @@ class DeviceSide:
         """Read what the method reads itself, into `fetched`; the host is asked, if it is, and near and far are read."""
 
     def after(self, reads: LayerReads, on_device: DevicePartials, filled: Sequence[Partial]) -> None:
-        """Look at what was read, or merge it. What others filled the skipped ranges with is there as well, `fetched`
-        and the host's; nothing is merged yet.
+        """Look at what was read, or merge results of its own into it.
+
+        filled: partials of the ranges that the device skipped, from fetched blocks and from the host; not merged yet.
         """
 
     def finish(self, rows: StepRows) -> None:

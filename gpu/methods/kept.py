@@ -19,8 +19,8 @@ OFFLOAD_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """sink_tokens, window_tokens: of each context in front and behind, before they are rounded up to whole pages;
-    dense_layers: those of which all tokens stay, sorted.
+    """Tokens that stay on the device. sink_tokens, window_tokens: at the front and end of each context, before they are
+    rounded up to whole pages; dense_layers: layers of which all tokens stay, sorted.
     """
 
     sink_tokens: int

@@ -19,7 +19,7 @@ Slot = Literal["prefill", "reuse", "host"]
 
 
 class NoSettings(Settings):
-    """Of a method that has nothing to set."""
+    """Settings of a method that has nothing to set."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,10 +51,10 @@ def make_prefill_sides(parts: Sequence[ProfilePart], site: Site, dense: PrefillS
 def warm_up_sides(
     sides: Iterable[PrefillSide], keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int, layer: int
 ) -> None:
-    """Have each attend to a unit that is its own, where the context goes so far: kernels compile now, not in a prompt.
+    """Compile the kernels of each side on one attention unit of random keys, so that no prompt waits for them.
 
     layer: one that no method leaves to dense prefill, such as the model's last. keys, values: `[kv_heads, context,
-    dim]`, strided as prefill's own buffers are, which they may be: overwritten.
+    dim]`, strided as prefill's own buffers are; overwritten. A side without a unit in so short a context is left out.
     """
     context, dim = keys.shape[1:]
     for side in sides:

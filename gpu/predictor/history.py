@@ -46,8 +46,8 @@ def restore(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(slots=True)
 class History:
-    """ring: `[layers, heads, steps + spare, blocks]` float or uint8; newest: the slot of the last step that was put in;
-    spare: rows that left the window last, which the next prediction compares as well.
+    """Attention of the last steps, by block. ring: `[layers, heads, steps + spare, blocks]`, float or uint8. newest:
+    slot of the last step. spare: rows that left the window last, which the next prediction compares as well.
 
     `heads` may stand for requests times heads: a step is put in for all of a layer at once. All layers have put in the
     same number of steps whenever `advance` is called.

@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Dense(PrefillSide):
-    """No state, and any unit ends. choice: what is fastest here, or None: nothing is measured. gives_way: rows of the
-    other lane wait for the host now, so a block of attention keeps to what `bound_blocks` said.
+    """Dense attention. It keeps no state and any unit may end anywhere. choice: the fastest kernel here; None: not
+    measured. gives_way: rows of the other lane wait for the host now, so a block of attention keeps to the limit of
+    `bound_blocks`.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ PINNED_SHARE = 0.8  # of the host's memory, at most, with all that is planned th
 
 
 def experts_layer_bytes(shape: Architecture, layer: int, dtype_bytes: int) -> int:
-    """All experts of a layer, as a GPU has them."""
+    """Return the bytes of all experts of a layer on a GPU."""
     formats, shapes = layer_formats(shape, layer), matrix_shapes(shape, shape.layers[layer])
     found = 0
     for name in OF_EXPERTS:
@@ -34,12 +34,12 @@ def experts_layer_bytes(shape: Architecture, layer: int, dtype_bytes: int) -> in
 
 
 def most_experts(shape: Architecture) -> int:
-    """Of a layer; 0: the model has none."""
+    """Return the largest number of experts of a layer; 0 if the model has none."""
     return max((spec.experts.num_experts for spec in shape.layer_pattern if spec.experts is not None), default=0)
 
 
 def why_not_computed(shape: Architecture) -> str | None:
-    """What the CPU's kernels have no code for; None: they have."""
+    """Return why the CPU's kernels cannot compute the model's experts; None if they can."""
     layers = [(number, spec) for number, spec in enumerate(shape.layers) if spec.experts is not None]
     if not layers:
         return f"{shape.name} has no experts"
@@ -62,13 +62,15 @@ def why_not_computed(shape: Architecture) -> str | None:
 
 
 def experts_of(shape: Architecture) -> Experts:
-    """Of the first layer that has some, and of all that are alike."""
+    """Return the experts of the first layer that has any; all such layers are alike."""
     return next(spec.experts for spec in shape.layers if spec.experts is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShares:
-    """on_card: of each layer's experts, the first so many, or all if it has no more."""
+    """How experts are shared between card and host. on_card: experts of each layer that lie on the card, the first
+    ones; a layer that has fewer lies there whole.
+    """
 
     shape: Architecture
     dtype_bytes: int
@@ -76,22 +78,22 @@ class ExpertShares:
 
     @property
     def on_host(self) -> int:
-        """Of the layer that has most."""
+        """Return the experts in host memory of the layer that has most of them there."""
         return max((count for count, _, _ in self._layers()), default=0)
 
     @property
     def num_host_layers(self) -> int:
-        """With experts in host memory."""
+        """Return how many layers have experts in host memory."""
         return sum(count > 0 for count, _, _ in self._layers())
 
     @property
     def host_bytes(self) -> int:
-        """Of all layers, pinned."""
+        """Return the bytes of pinned host memory for the experts of all layers."""
         return sum(count * each for count, each, _ in self._layers())
 
     @property
     def card_bytes(self) -> int:
-        """Of all layers, without what is fetched."""
+        """Return the bytes of the experts that lie on the card, of all layers, without buffers for fetched ones."""
         return sum((experts.num_experts - count) * each for count, each, experts in self._layers())
 
     @property
@@ -100,23 +102,29 @@ class ExpertShares:
 
     @property
     def staged_bytes(self) -> int:
-        """What prefill reads them from, and decode steps that are not captured."""
+        """Return the bytes of the staging buffers, from which prefill and steps that are not captured read experts of
+        the host.
+        """
         return STAGED_STACKS * max((count * each for count, each, _ in self._layers()), default=0)
 
     def slot_bytes(self, num_tokens: int) -> int:
-        """What a captured step of so many tokens reads them from: a slot for each that it may take."""
+        """Return the bytes of the slots of a captured step of `num_tokens`: one for each host expert that a layer may
+        take.
+        """
         return max((min(count, num_tokens * experts.per_token) * each for count, each, experts in self._layers()),
                    default=0)  # fmt: skip
 
     def fetched_bytes(self, num_tokens: int) -> float:
-        """Over the link, of a decode step of so many tokens that take their experts at random, in expectation."""
+        """Return the bytes over the link that a decode step of `num_tokens` is expected to fetch; tokens take experts
+        at random.
+        """
         return sum(
             experts.taken(num_tokens) / experts.num_experts * count * each for count, each, experts in self._layers()
         )
 
     def computed_numbers(self, num_tokens: int) -> dict[Kind | None, tuple[float, float]]:
-        """Of such a step's experts in host memory, in expectation: by what their numbers are stored as, None: plain,
-        how many there are, and how many products with a row's.
+        """Return the expected work of the CPU on a step of `num_tokens`, by the kind in which numbers are stored (None:
+        plain): how many numbers it reads, and how many products it makes of them.
         """
         found: dict[Kind | None, tuple[float, float]] = {}
         for layer, (count, _, experts) in zip(self._numbers_of_layers(), self._layers(), strict=True):
@@ -133,15 +141,15 @@ class ExpertShares:
         return found
 
     def near_bytes(self, num_tokens: int) -> float:
-        """Of those on the card, likewise: what such a step reads of them there."""
+        """Return the expected bytes of experts on the card that a step of `num_tokens` reads there."""
         return sum(
             experts.taken(num_tokens) / experts.num_experts * (experts.num_experts - count) * each
             for count, each, experts in self._layers()
         )
 
     def expert_slot_bytes(self, num_rows: int) -> int:
-        """Of one lane, where the CPU computes experts for steps of so many rows: the slot in which it is asked
-        (`transfer.expert_exchange`), and what it computes in (`cpu.experts`), all float32 or int32.
+        """Return the bytes of one lane for experts that the CPU computes in steps of `num_rows`: the exchange slot
+        (`transfer.expert_exchange`) and the work arrays (`cpu.experts`), all float32 or int32.
         """
         experts, hidden = experts_of(self.shape), self.shape.hidden
         row = expert_row_arrays(hidden, experts.per_token)
@@ -149,18 +157,18 @@ class ExpertShares:
         return num_rows * sum_bytes(row.values()) + ANSWERED.num_bytes + sum_bytes(work.values())
 
     def _numbers_of_layers(self) -> Iterator[int]:
-        """Of those with experts."""
+        """Return the numbers of the layers with experts."""
         return (layer for layer, spec in enumerate(self.shape.layers) if spec.experts is not None)
 
     def _layers(self) -> Iterator[tuple[int, int, Experts]]:
-        """Of each layer with experts: how many lie in host memory, bytes of one, and what they are."""
+        """Yield for each layer with experts: how many lie in host memory, the bytes of one, and their description."""
         for experts, each in _layers_with_experts(self.shape, self.dtype_bytes):
             yield max(0, experts.num_experts - self.on_card), each, experts
 
 
 @lru_cache(maxsize=512)
 def _layers_with_experts(shape: Architecture, dtype_bytes: int) -> tuple[tuple[Experts, int], ...]:
-    """Of each layer that has some: what they are, and bytes of one."""
+    """Return for each layer with experts: their description, and the bytes of one."""
     return tuple(
         (spec.experts, experts_layer_bytes(shape, layer, dtype_bytes) // spec.experts.num_experts)
         for layer, spec in enumerate(shape.layers)

@@ -183,7 +183,9 @@ def _made_as(tuning: dict[str, Any]) -> str:
 
 
 def prepare(matrices: Iterable[object], counts: Collection[int], on_progress: Progress) -> None:
-    """Have kernels for products of so many tokens with each HummingMatrix among them; a line says what it took."""
+    """Compile and load the kernels that multiply each HummingMatrix by any of `counts` tokens, and log the time it
+    took.
+    """
     first = {matrix.kernels: matrix for matrix in matrices if isinstance(matrix, HummingMatrix)}
     if not first:
         return
@@ -206,7 +208,7 @@ def num_compiled() -> int:
 
 
 class _Library(NamedTuple):
-    """What is used of it."""
+    """The parts of humming-kernels that are used."""
 
     ops: ModuleType
     get_heuristics_config: Callable[..., Any]

@@ -110,7 +110,7 @@ def wanted_tensors(architecture: Architecture) -> dict[str, StoredTensor]:
 
 
 def _heads(a: Architecture) -> Tensor | None:
-    """Order of all rows of QKV."""
+    """Return the order of all rows of QKV; None if they keep theirs."""
     order = head_order(a)
     if order is None:
         return None

@@ -356,7 +356,8 @@ class Supervisor:
             raise too_long(param, refused.message)
 
     def store_chunks(self, chunks: list[bytes], salt: str) -> "asyncio.Future[ChunksStored | ApiError]":
-        """Have chunks computed and stored while nobody else waits; return the engine's report, or the error.
+        """Let the engine compute and store chunks while nothing else waits; return a future of its report, or of the
+        error.
 
         `chunks`: packed token ids. Raises ApiError 503 (no engine).
         """

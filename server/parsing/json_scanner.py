@@ -116,7 +116,7 @@ class ValuesScanner:
         return (len(text) if ends == OVER else end), False
 
     def _between(self, text: str, at: int, ends: Ends) -> Step | int:
-        """Outside of values, return how the region goes on, or where the next value begins."""
+        """Return how the region goes on outside of values, or where the next value begins."""
         if self._closes is None and self._has_begun:
             return Step(at, at)
         begin = _SPACE.match(text, at).end()

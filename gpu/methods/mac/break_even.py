@@ -16,14 +16,14 @@ PAUSE_WINDOWS = 8  # that a layer which stopped does not match in
 
 
 class BreakEven:
-    """table: int64 `[layers, TABLE_COLUMNS]`, in one piece, so that one copy tells the host all of it: counts, which
-    steps add to, `[layers, NUM_COUNTS]`; num_stops, `[layers]`; last, is_matching, int32 `[layers, 1]`, which steps
-    read.
+    """Decides per layer whether matching pays, and counts for it. table: int64 `[layers, TABLE_COLUMNS]`, in one piece,
+    so that one copy brings all of it to the host: counts, which steps add to, `[layers, NUM_COUNTS]`; num_stops,
+    `[layers]`; last, is_matching, int32 `[layers, 1]`, which steps read.
 
     row_bytes: of a key and a value of one KV head; try_bytes: that a query head reads and writes of its ring in a step
-    (`gpu.methods.mac.try_bytes`); group: query heads to a KV head. is_asked: bool `[layers]`, of
-    which the far cells lie in host memory: there each head that hits spares its own reads, while on the device a KV
-    head is read once for all heads of a group that miss.
+    (`gpu.methods.mac.try_bytes`); group: query heads to a KV head. is_asked: bool `[layers]`, layers whose far cells
+    lie in host memory: there each head that hits saves its own reads. On the device a KV head is read once for all
+    heads of a group that miss.
     """
 
     def __init__(self, is_asked: Tensor, row_bytes: int, try_bytes: int, group: int, stops: bool) -> None:

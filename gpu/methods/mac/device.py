@@ -31,7 +31,9 @@ from transfer.partial import Owner, Partial, merge_all
 
 @dataclass(frozen=True, slots=True)
 class _RingRows:
-    """Of the rows of a step: rings int32 `[rows]`, -1: none; is_estimate uint8 `[rows]`: the host samples for them."""
+    """Rings of a step's rows. rings: int32 `[rows]`, -1: none; is_estimate: uint8 `[rows]`, whether the host samples
+    for the row.
+    """
 
     rings: Tensor
     is_estimate: Tensor
@@ -155,7 +157,9 @@ class Mac(RingSide):
         )  # fmt: skip
 
     def _rows_of(self, reads: LayerReads) -> _RingRows:
-        """Look the rows up in the first layer that matches: a captured step's rows change from replay to replay."""
+        """Return the rings of the step's rows. They are looked up in the first layer that matches, because a captured
+        step's rows change from replay to replay.
+        """
         rows = reads.rows
         if reads.layer == self.layers[0] and self not in reads.kept:
             self._of_rows[rows] = _RingRows(rows.of_slots(self.ring_of_slot), rows.of_slots(self._is_estimate))

@@ -20,8 +20,10 @@ from gpu.model.architecture import ModelError
 
 
 def make_prefill_side(settings: MomoSettings, site: Site, dense: PrefillSide) -> PrefillSide:
-    """Raises ModelError for heads that its kernels do not take (a query block's rows are on chip, whole), and where all
-    of the model's layers would be dense.
+    """Make MOMO's prefill side.
+
+    Raises ModelError if its kernels do not take the head dimension (a query block's rows are on chip, whole), or if all
+    layers of the model would be dense.
     """
     dim, layers = site.architecture.dim, site.architecture.num_layers
     if settings.dense_layers >= layers:

@@ -29,9 +29,9 @@ _OCTAVES = tl.constexpr(OCTAVES)
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Of sparse queries: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`; blocks int32 and scores float32
-    `[rows, heads, k]`, both logarithms natural, in no order, block -1 where a slot is free. All but out and scores are
-    contiguous, and these along their last axis.
+    """The output of sparse queries. out: float32 `[rows, heads, dim]`; lse: float32 `[rows, heads]`; blocks: int32 and
+    scores: float32, `[rows, heads, k]`. Both logarithms are natural. Blocks come in no order, and -1 marks a free slot.
+    All but out and scores are contiguous, and these along their last axis.
     """
 
     out: Tensor
@@ -76,7 +76,9 @@ def _pass_block(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr,
     LOG_K: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Go on with the softmax over one key block, and offer its score. MASKED: not all rows see all of it."""
+    """Advance the softmax over one key block, and offer its score to the selection. MASKED: some rows do not see all of
+    the block.
+    """
     LN2: tl.constexpr = 0.6931471805599453
     token = block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
     column = tl.arange(0, BLOCK_DIM)

@@ -26,7 +26,9 @@ _LOW_FIRST = tl.constexpr(2**31 - 1)  # flips a block, so that of equal weights 
 
 @dataclass(frozen=True, slots=True)
 class KeyLists:
-    """blocks: int32 `[query blocks, heads, most]`, of which the first `counts`, int32 `[query blocks, heads]`, are."""
+    """The key blocks that each query block attends to. blocks: int32 `[query blocks, heads, most]`, of which the first
+    `counts`, int32 `[query blocks, heads]`, are valid.
+    """
 
     blocks: Tensor
     counts: Tensor

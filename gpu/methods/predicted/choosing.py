@@ -100,11 +100,12 @@ def _choose_blocks_kernel(
 def choose_blocks(
     scores: Tensor, limits: Tensor, ids: Tensor, bits: Tensor, is_in: Tensor, counts: Tensor
 ) -> Tensor:  # fmt: skip
-    """Have the blocks of one layer's places be those with the best scores; uint8 `[places, slots]`: whose rows come.
+    """Replace each place's blocks by those with the best scores, and return uint8 `[places, slots]`: which slots need a
+    fetch.
 
-    scores: float32 `[places, blocks]`, -inf: never; limits: int32 `[places]`, blocks behind are not chosen; ids, bits:
-    see `Blocks`, changed; is_in: bool `[places]`, others stay as they are; counts: int64 `[NUM_COUNTS]`, FETCHED is
-    added to. Raises ValueError for another shape or dtype.
+    scores: float32 `[places, blocks]`, -inf: never; limits: int32 `[places]`, blocks from there on are not chosen; ids,
+    bits: see `Blocks`, changed; is_in: bool `[places]`, others stay as they are; counts: int64 `[NUM_COUNTS]`, FETCHED
+    is added to. Raises ValueError for another shape or dtype.
     """
     op, (places, slots), device, blocks = "choose_blocks", ids.shape, ids.device, scores.shape[-1]
     check(op, "scores", scores, (places, blocks), torch.float32, device)

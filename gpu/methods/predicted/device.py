@@ -52,8 +52,9 @@ CHAINS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Of the rows of a step. choices: of the layers, which take them in turn, none where nothing is asked. full,
-    partial: int32 `[rows]`, rings of rows that attend to everything in this step, and of those that do not; -1: others.
+    """What the side knows of a step's rows. choices: layers take them in turn; empty if nothing is to be chosen.
+    full, partial: int32 `[rows]`, the rings of rows that attend to everything in this step, and of those that do not;
+    -1: others.
     """
 
     of_rings: RingRows
@@ -63,7 +64,7 @@ class _Rows:
 
 
 def make_ring_side(settings: PredictedSettings, site: Site, num_rings: int) -> RingSide:
-    """Raises ModelError where the predictor's file cannot be read."""
+    """Make the side of `predicted` over `num_rings` rings. Raises ModelError if the predictor's file cannot be read."""
     return Predicted(settings, site, num_rings)
 
 

@@ -142,8 +142,8 @@ def look_at_blocks_reference(
 
 @triton.jit
 def _list_mine(mine, is_listed, item, before):
-    """Share the listed items of a chunk out to the programs in turn, behind `before` of earlier chunks; what is this
-    one's is written behind what is `mine`. How many they are now.
+    """Deal the listed items of a chunk out to the programs in turn, behind `before` items of earlier chunks, and append
+    this program's share to `mine`. Return how many items there are now in all.
     """
     flag = is_listed.to(tl.int32)
     rank = before + tl.cumsum(flag, 0) - flag

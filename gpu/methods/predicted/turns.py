@@ -26,8 +26,8 @@ _BLOCK, _EDGE = tl.constexpr(BLOCK_TOKENS), tl.constexpr(EDGE_BLOCKS)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Whose next blocks are chosen, by place, and from what: is_in bool, stale, widths, oldest int32 `[places]` (see
-    `predict_blocks`); limits: int32 `[places]`, blocks that are in host memory alone.
+    """The choice of the next blocks, by place. is_in: bool, whether it chooses now; stale, widths, oldest: int32
+    `[places]`, see `predict_blocks`; limits: int32 `[places]`, the number of blocks that are in host memory alone.
     """
 
     is_in: Tensor
@@ -39,7 +39,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class RingRows:
-    """Of a step's rows. rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]`, what is asked of the host."""
+    """Rings of a step's rows. rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]`, what is asked of the
+    host.
+    """
 
     rings: Tensor
     wanted: Tensor
@@ -96,9 +98,9 @@ def _turns_kernel(
 
 
 class Turns:
-    """last_cells, begins: int64 `[rings + 1]`, each ring's last cell and the first one of those that followed one
-    another up to it; the last is of who has no ring. A history has as many rows as steps are seen and lie between
-    predictions.
+    """Decides whose blocks are predicted in a step, and keeps the histories. last_cells, begins: int64 `[rings + 1]`,
+    each ring's last cell, and the first cell of the unbroken run up to it; the last entry serves rows without a ring. A
+    history has as many rows as steps are seen and lie between predictions.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from gpu.methods.predicted.settings import PredictedSettings
 
 
 class PredictedSampledSettings(PredictedSettings):
-    """Of `predicted`, and what becomes of a block that is not there in time."""
+    """Settings of `predicted`, and what becomes of a block that is not there in time."""
 
     late: Literal["wait", "sample"] = Field(
         "wait", description="blocks whose fetch has not begun when a step is computed: wait for them, or leave them to "

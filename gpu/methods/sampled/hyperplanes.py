@@ -23,8 +23,9 @@ MAX_PRODUCTS = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """matrix: `[dim, num_tables * bits_per_table]`, contiguous, any float dtype and device: a hyperplane's normal a
-    column."""
+    """Random hyperplanes of the LSH tables. matrix: `[dim, num_tables * bits_per_table]`, contiguous, any float dtype
+    and device; each column is a hyperplane's normal.
+    """
 
     matrix: Tensor
     bits_per_table: int

@@ -22,7 +22,9 @@ _RUN = tl.constexpr(RUN_CELLS)
 
 @triton.jit
 def order_query(rows, WARPS: tl.constexpr):
-    """Turn `[group, dim]` into logits' second operand, `[warps, dim, group]`, in the order of `_load_keys`."""
+    """Return queries `[group, dim]` as the second operand of the logits' product, `[warps, dim, group]`, in
+    `_load_keys` order.
+    """
     GROUP: tl.constexpr = rows.shape[0]
     DIM: tl.constexpr = rows.shape[1]
     turned = tl.permute(tl.reshape(rows, [GROUP, DIM // 64, 4, 4, 4]), [0, 1, 3, 2, 4])

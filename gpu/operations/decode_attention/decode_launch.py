@@ -19,8 +19,8 @@ class PagedReads(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Where partials go: out float32 `[parts, requests, heads, dim]`; lse float32 and covered int32, or None, `[parts,
-    requests, heads]`.
+    """Buffers for partials. out: float32 `[parts, requests, heads, dim]`; lse: float32 and covered: int32 or None,
+    `[parts, requests, heads]`.
     """
 
     out: Tensor

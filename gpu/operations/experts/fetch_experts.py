@@ -20,9 +20,9 @@ _PAIRS = 64  # looked at together
 
 
 class Listed(NamedTuple):
-    """Where a step's tokens find their experts. places: int32 `[experts]`, of each the number among those on the card,
-    or `~slot`; of one in host memory that nobody takes, `~0`. wanted: int32 `[slots]`, by slot, the number of its
-    expert among those in host memory, of the first `count`, int32 `[1]`; what stands behind them means nothing.
+    """Where a step's tokens find their experts. places: int32 `[experts]`, of an expert on the card its number there;
+    of one in host memory `~slot`, or `~0` if nobody takes it. wanted: int32 `[slots]`, by slot, the expert's number
+    among those in host memory; the first `count`, int32 `[1]`, are valid.
     """
 
     places: Tensor
