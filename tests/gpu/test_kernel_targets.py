@@ -364,7 +364,7 @@ def _prefill(shape: Architecture, dtype: torch.dtype) -> None:
         return
     query = empty(256, shape.num_heads, shape.dim, dtype=dtype)
     keys = empty(shape.num_kv_heads, 1024, shape.dim, dtype=dtype)
-    for name in ("exact", "tree", "estimated") if shape.dim == 128 else ("exact",):
+    for name in ("exact", "estimated") if shape.dim == 128 else ("exact",):
         how = MomoSettings(selection=name).how
         rows = query_sparse_attention(query, keys, keys, 768, 16, 64, how, 1.0)
         lists = unite(rows, 12, 8, 2, 64)
@@ -636,7 +636,7 @@ def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes
     return recorded
 
 
-# Three selections, each with a loop without masks and one with: half a minute; and three kinds of numbers.
+# Two selections, each with a loop without masks and one with: many seconds; and three kinds of numbers.
 SLOW = ("_query_sparse_kernel", "_packed_tiles_kernel", "_tiles_kernel", "_packed_expert_tiles_kernel")
 QUICK = ("_swiglu_kernel", "_reduce_kernel", "_merge_kernel")  # of the card with more shared memory, a sample
 TARGETS = [

@@ -15,7 +15,7 @@ from tests.tolerances import MOMO_BFLOAT16, MOMO_FLOAT32
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]
 ATOL = {torch.float32: MOMO_FLOAT32, torch.bfloat16: MOMO_BFLOAT16}
-EXACT, TREE, ESTIMATED = Selection("exact", 4, 2), Selection("tree", 4, 2), Selection("estimated", 8, 2)
+EXACT, ESTIMATED = Selection("exact", 4, 2), Selection("estimated", 8, 2)
 
 
 def tensors(
@@ -42,7 +42,6 @@ def margin_of(scores: np.ndarray, k: int) -> float:
     return np.inf if len(ordered) <= k else ordered[k - 1] - ordered[k]
 
 
-@pytest.mark.parametrize("selection", [EXACT, TREE], ids=["exact", "tree"])
 @pytest.mark.parametrize(
     ("tokens", "begin", "heads", "kv_heads", "dim"),
     [
@@ -54,9 +53,9 @@ def margin_of(scores: np.ndarray, k: int) -> float:
         pytest.param(70, 208, 2, 1, 96, id="dim96"),
     ],
 )
-def test_sparse_queries_attend_and_choose(tokens, begin, heads, kv_heads, dim, selection, dtype, device):
+def test_sparse_queries_attend_and_choose(tokens, begin, heads, kv_heads, dim, dtype, device):
     query, keys, values = tensors(tokens, begin, heads, kv_heads, dim, dtype, device)
-    rows = query_sparse_attention(query, keys, values, begin, 16, 32, selection, dim**-0.5)
+    rows = query_sparse_attention(query, keys, values, begin, 16, 32, EXACT, dim**-0.5)
     assert rows.out.shape == (-(-tokens // 16), heads, dim)
     assert rows.out.dtype == rows.lse.dtype == rows.scores.dtype == torch.float32
     sets, out, lse = chosen_sets(rows), wide(rows.out), wide(rows.lse)
@@ -70,9 +69,9 @@ def test_sparse_queries_attend_and_choose(tokens, begin, heads, kv_heads, dim, s
             np.testing.assert_allclose(lse[row, head], wanted.lse, atol=MOMO_FLOAT32, rtol=0)
             for block, score in zip(rows.blocks[row, head].tolist(), rows.scores[row, head].tolist(), strict=True):
                 assert block < 0 or abs(score - wanted.scores[block]) < MOMO_FLOAT32
-            if margin_of(wanted.scores, selection.k) > 2 * MOMO_FLOAT32:
+            if margin_of(wanted.scores, EXACT.k) > 2 * MOMO_FLOAT32:
                 compared += 1
-                assert sets[row][head] == oracle.top(wanted.scores, selection.k)
+                assert sets[row][head] == oracle.top(wanted.scores, EXACT.k)
     assert compared > 0.8 * len(rows.out) * heads
 
 
@@ -92,7 +91,7 @@ def test_estimated_selection_is_the_papers(dtype, device):
     assert same >= len(rows.out) * heads - 1  # a score within rounding of its threshold
 
 
-@pytest.mark.parametrize("name", ["exact", "tree", "estimated"])
+@pytest.mark.parametrize("name", ["exact", "estimated"])
 def test_as_many_slots_as_blocks_keep_all_blocks(name, dtype, device):
     query, keys, values = tensors(40, 470, 4, 2, 64, dtype, device)
     rows = query_sparse_attention(query, keys, values, 470, 4, 32, Selection(name, 16, 4), 0.125)
@@ -104,7 +103,7 @@ def test_rows_do_not_depend_on_what_is_computed_with_them(dtype, device):
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("float32 is plain torch on CUDA, whose products of few rows may add in another order")
     query, keys, values = tensors(256, 256, 4, 2, 64, dtype, device)
-    for selection in (EXACT, TREE, ESTIMATED):
+    for selection in (EXACT, ESTIMATED):
         whole = query_sparse_attention(query, keys, values, 256, 16, 32, selection, 0.125)
         parts = [
             query_sparse_attention(query[cut], keys, values, 256 + cut.start, 16, 32, selection, 0.125)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.methods.momo.selection import KINDS, TREE, begin_selection, offer_block, plant_trees, select_reference
+from gpu.methods.momo.selection import begin_selection, offer_block, select_reference
 from gpu.methods.momo.settings import Selection
 from gpu.operations.arguments import check, multiplies_on_tensor_cores
 
@@ -72,9 +72,9 @@ def query_sparse_reference(
 def _pass_block(
     rows, top, mass, out, best, held, lowest, slot, count, mean, squares,
     keys, values, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context,
-    to_blocks, to_scores, to_leaves, scale_log2,
+    to_blocks, to_scores, scale_log2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr,
-    LOG_K: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    IS_ESTIMATED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Advance the softmax over one key block, and offer its score to the selection. MASKED: some rows do not see all of
     the block.
@@ -109,18 +109,18 @@ def _pass_block(
     score = (higher + tl.maximum(tl.log2(block_mass), -_OCTAVES)) * LN2
     best, held, lowest, slot, count, mean, squares = offer_block(
         best, held, lowest, slot, count, mean, squares, score, block, sees, num_blocks, to_blocks, to_scores,
-        to_leaves, K, K_CHIP, LOG_K, KIND,
+        K, K_CHIP, IS_ESTIMATED,
     )  # fmt: skip
     return higher, mass, out, best, held, lowest, slot, count, mean, squares
 
 
 @triton.jit(do_not_specialize=["begin", "num_rows", "context"])  # any unit runs what the first one compiled
 def _query_sparse_kernel(
-    query, keys, values, out, lse, blocks, scores, leaves, begin, num_rows, context, scale_log2,
+    query, keys, values, out, lse, blocks, scores, begin, num_rows, context, scale_log2,
     query_stride, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_GROUP: tl.constexpr,
     ROWS: tl.constexpr, GAMMA: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, K_CHIP: tl.constexpr,
-    LOG_K: tl.constexpr, NODES: tl.constexpr, KIND: tl.constexpr,
+    IS_ESTIMATED: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = ROWS // BLOCK_GROUP
     LN2: tl.constexpr = 0.6931471805599453
@@ -138,16 +138,14 @@ def _query_sparse_kernel(
     from_query = query + which.to(tl.int64)[:, None] * GAMMA * query_stride + head[:, None] * DIM + column[None, :]
     rows = tl.load(from_query, mask=is_column, other=0.0)
     row = which.to(tl.int64) * (KV_HEADS * GROUP) + head
-    to_blocks, to_scores, to_leaves = blocks + row * K, scores + row * NODES, leaves + row * NODES
+    to_blocks, to_scores = blocks + row * K, scores + row * K
     key_head = keys + kv_head.to(tl.int64) * key_head_stride
     value_head = values + kv_head.to(tl.int64) * value_head_stride
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    best, held, lowest, slot, count, mean, squares = begin_selection(ROWS, K, K_CHIP, KIND)
-    if KIND == TREE:
-        plant_trees(to_scores, to_leaves, is_row, K, LOG_K)
+    best, held, lowest, slot, count, mean, squares = begin_selection(ROWS, K_CHIP)
     first = begin + tile * QUERIES * GAMMA
     last = begin + tl.minimum(tile * QUERIES + QUERIES - 1, num_rows - 1) * GAMMA
     num_whole = (first + 1) // KEY_BLOCK
@@ -155,21 +153,20 @@ def _query_sparse_kernel(
         top, mass, total, best, held, lowest, slot, count, mean, squares = _pass_block(
             rows, top, mass, total, best, held, lowest, slot, count, mean, squares,
             key_head, value_head, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context,
-            to_blocks, to_scores, to_leaves, scale_log2, DIM, BLOCK_DIM, KEY_BLOCK, K, K_CHIP, LOG_K, KIND, False,
+            to_blocks, to_scores, scale_log2, DIM, BLOCK_DIM, KEY_BLOCK, K, K_CHIP, IS_ESTIMATED, False,
         )  # fmt: skip
     for block in range(num_whole, last // KEY_BLOCK + 1):
         top, mass, total, best, held, lowest, slot, count, mean, squares = _pass_block(
             rows, top, mass, total, best, held, lowest, slot, count, mean, squares,
             key_head, value_head, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context,
-            to_blocks, to_scores, to_leaves, scale_log2, DIM, BLOCK_DIM, KEY_BLOCK, K, K_CHIP, LOG_K, KIND, True,
+            to_blocks, to_scores, scale_log2, DIM, BLOCK_DIM, KEY_BLOCK, K, K_CHIP, IS_ESTIMATED, True,
         )  # fmt: skip
     to = out + row[:, None] * DIM + column[None, :]
     tl.store(to, total / mass[:, None], mask=is_row[:, None] & is_column)
     tl.store(lse + row, (top + tl.log2(mass)) * LN2, mask=is_row)
-    if KIND != TREE:
-        at = tl.arange(0, K_CHIP)[None, :]
-        tl.store(to_blocks[:, None] + at, held, mask=is_row[:, None])
-        tl.store(to_scores[:, None] + at, best, mask=is_row[:, None])
+    at = tl.arange(0, K_CHIP)[None, :]
+    tl.store(to_blocks[:, None] + at, held, mask=is_row[:, None])
+    tl.store(to_scores[:, None] + at, best, mask=is_row[:, None])
 
 
 def query_sparse_attention(
@@ -198,24 +195,19 @@ def query_sparse_attention(
     if dim not in CONFIGS:
         raise ValueError(f"{op}: dim is {dim}; on {device} wanted one of {sorted(CONFIGS)}")
     tile_rows, num_warps, num_stages = CONFIGS[dim]
-    group, kind, k = heads // kv_heads, KINDS[selection.name], selection.k
+    group, k, is_estimated = heads // kv_heads, selection.k, selection.name == "estimated"
     block_group = triton.next_power_of_2(group)
     tile_rows = max(LEAST_ROWS, tile_rows, block_group)
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
     blocks = torch.full((rows, heads, k), -1, dtype=torch.int32, device=device)
-    if selection.name == "tree":
-        scores = torch.empty(rows, heads, 2 * k, dtype=torch.float32, device=device)
-        leaves = torch.empty(rows, heads, 2 * k, dtype=torch.int32, device=device)
-    else:
-        scores = torch.full((rows, heads, k), -torch.inf, dtype=torch.float32, device=device)
-        leaves = blocks  # not looked at
-    chip = {"exact": k, "tree": 1, "estimated": selection.k_exact}[selection.name]
+    scores = torch.full((rows, heads, k), -torch.inf, dtype=torch.float32, device=device)
     _query_sparse_kernel[(triton.cdiv(rows, tile_rows // block_group), kv_heads)](
-        query, keys, values, out, lse, blocks, scores, leaves, begin, rows, last + 1, scale * 1.4426950408889634,
+        query, keys, values, out, lse, blocks, scores, begin, rows, last + 1, scale * 1.4426950408889634,
         query.stride(0), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_GROUP=block_group,
-        ROWS=tile_rows, GAMMA=gamma, KEY_BLOCK=key_block, K=k, K_CHIP=chip, LOG_K=k.bit_length() - 1,
-        NODES=scores.shape[-1], KIND=kind, num_warps=num_warps, num_stages=num_stages,
+        ROWS=tile_rows, GAMMA=gamma, KEY_BLOCK=key_block, K=k,
+        K_CHIP=selection.k_exact if is_estimated else k, IS_ESTIMATED=is_estimated,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
-    return SparseRows(out, lse, blocks, scores.narrow(2, scores.shape[2] - k, k))
+    return SparseRows(out, lse, blocks, scores)

@@ -1,4 +1,4 @@
-"""Settings of MOMO's prefill, and what one of its selections is. No torch: the plan and the server's process read them.
+"""Settings of MOMO's prefill and its selections of key blocks. No torch: the plan and the server's process read them.
 
 Invariant: blocks of keys, blocks of queries and windows are powers of two and divide each other, so all grids of
 absolute positions meet where a query block begins.
@@ -11,14 +11,14 @@ from pydantic import Field, model_validator
 
 from transfer.settings_model import Settings
 
-SelectionName = Literal["exact", "tree", "estimated"]
-DEFAULT_K: dict[Any, int] = {"exact": 64, "tree": 64, "estimated": 128}
+SelectionName = Literal["exact", "estimated"]
+DEFAULT_K: dict[Any, int] = {"exact": 64, "estimated": 128}
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How a sparse query's row keeps key blocks as it passes over them. k: how many; k_exact: of them by rank, where
-    the others are taken by an estimated threshold (paper: section 3, k and k_exact).
+    """How a sparse query's row keeps key blocks as it passes over them. k: how many. k_exact: how many of them by rank,
+    where the others are taken by an estimated threshold (paper: section 3, k and k_exact).
     """
 
     name: SelectionName
@@ -33,8 +33,8 @@ class MomoSettings(Settings):
     key_block: int = Field(64, ge=16, le=128, description="keys that are chosen together")
     query_block: int = Field(128, ge=16, le=128, description="queries that read the same key blocks; units of prefill "
                              "and shared prefixes end at multiples of it")  # fmt: skip
-    selection: SelectionName = Field("exact", description="how a sparse query chooses: exact (on chip), tree (exact, "
-                                     "in device memory) or estimated (by a threshold)")  # fmt: skip
+    selection: SelectionName = Field("exact", description="how a sparse query chooses: exact (by rank, on chip) or "
+                                     "estimated (by a threshold)")  # fmt: skip
     k: int = Field(64, ge=1, le=1024, description="key blocks that a sparse query chooses; 128 unless given where "
                    "selection is estimated")  # fmt: skip
     k_exact: int = Field(8, ge=1, le=64, description="of them chosen by rank where selection is estimated")
@@ -62,7 +62,7 @@ class MomoSettings(Settings):
                 f"({self.gamma})"
             )
         if self.selection == "exact" and self.k > 128:
-            raise ValueError(f"k is {self.k}; exact selection keeps at most 128 on chip: write `selection: tree`")
+            raise ValueError(f"k is {self.k}; exact selection keeps at most 128 on chip: write `selection: estimated`")
         if self.selection == "estimated" and self.k_exact >= self.k:
             raise ValueError(f"k_exact is {self.k_exact}; wanted less than k ({self.k})")
         if self.k_trim <= self.query_block // self.key_block:
