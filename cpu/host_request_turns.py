@@ -36,7 +36,7 @@ from cpu.workspace import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, TOKENS_
 from transfer.exchange import LOOKS, await_rows
 from transfer.simd.memory import load_int64
 from transfer.simd.region import start
-from transfer.simd.team import atomic_add, atomic_load, look_again, now_ns
+from transfer.simd.team import atomic_add, atomic_load, now_ns, spin_or_yield
 
 TURN, INSIDE, BOARD_INT64 = 0, 8, 16  # the turn (odd: open) and, a line further, how many threads are inside it
 ENDED = 1 << 40  # added to the turn when there is none to come
@@ -79,7 +79,7 @@ def _close_turn(context, totals):
     row[NEXT_HOST_REQUEST] += 1
     looks = 0
     while atomic_load(row[BOARD] + _INSIDE_BYTES) > 0:
-        looks = look_again(looks)
+        looks = spin_or_yield(looks)
     row[ALL_ROWS] += totals[ROWS_READ]
     row[ALL_KEYS] += totals[KEYS_SCORED]
     row[ALL_INDEX_BYTES] += totals[INDEX_BYTES]
@@ -99,7 +99,7 @@ def _enter_turn(context, seen):
             if atomic_load(board) == turn:
                 return turn
             atomic_add(board + _INSIDE_BYTES, -1)
-        looks = look_again(looks)
+        looks = spin_or_yield(looks)
 
 
 @numba.njit(nogil=True, inline="always")

@@ -20,7 +20,7 @@ from gpu.runner_settings import LoadSettings, RunnerSettings
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.humming_matrix import prepare, require_products
 from gpu.weights.weights import Weights, random_weights
-from transfer.simd.compilation import told
+from transfer.simd.compilation import reporting_compilation
 
 RANDOM_SEED = 20_240_901
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -68,7 +68,7 @@ def load_runner(
     def weights_progress(fraction: float) -> None:
         on_progress("weights", fraction)
 
-    compiling = told(COMPILED, lambda fraction: on_progress("kernels", fraction))
+    compiling = reporting_compilation(COMPILED, lambda fraction: on_progress("kernels", fraction))
     with shortage_in_one_line(), compiling:
         if loaded is not None:
             weights = loaded.weights

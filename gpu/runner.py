@@ -325,7 +325,7 @@ class Runner:
     def _warm_up_host(self, reading: Reading) -> None:
         """Run three pages of tokens, of which the one in the middle is offloaded."""
         page = self.limits.page_tokens
-        offload = Offload(0, 0, page, 2 * page, [1], opens=True, reading=reading)
+        offload = Offload(0, 0, page, 2 * page, [1], is_new_context=True, reading=reading)
         release = PageEviction([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])
         decode = [DecodeGroup([0], [3 * page - 1], [1], [HostRead(0, page, 2 * page)])]
         self._rehearse([3 * page - 1], DENSE, [offload], [release], decode)

@@ -302,7 +302,7 @@ Unit = PrefillUnit | LogitsUnit
 class Offload(Frozen):
     """Tokens `[begin, end)` of a running slot are written to its host context, whole pages of the window's old end.
 
-    `page_ids` hold them, and go on to. `opens`: the context is new (`begin` is then the sink's end).
+    `page_ids` hold them, and go on to. `is_new_context`: it is opened by this (`begin` is then the sink's end).
     """
 
     slot: int
@@ -310,7 +310,7 @@ class Offload(Frozen):
     begin: int
     end: int
     page_ids: tuple[int, ...]
-    opens: bool
+    is_new_context: bool
     reading: Reading
 
 

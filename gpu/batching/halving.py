@@ -19,9 +19,9 @@ _SMOOTHING = 0.5
 _RETRY_STEPS = 128  # after so many steps of a size in two halves one goes whole: D is seen in these alone
 
 
-def step_seconds(parts: int, device_s: float, again_s: float, host_s: float) -> float:
-    """Return the seconds of a step in so many parts. again_s: of the device, to read weights a second time."""
-    return device_s + host_s if parts == 1 else max(device_s + again_s, host_s)
+def step_seconds(parts: int, device_s: float, reread_s: float, host_s: float) -> float:
+    """Return the seconds of a step in so many parts. reread_s: of the device, to read weights a second time."""
+    return device_s + host_s if parts == 1 else max(device_s + reread_s, host_s)
 
 
 @dataclass(slots=True)
@@ -54,8 +54,8 @@ class Halving:
         size.steps += 1
         if size.device_s is None or size.host_s is None or size.steps % _RETRY_STEPS == 0:
             return 1
-        again_s = size.device_s * self._reads.again_share(cells, host_reads)
-        one, two = (step_seconds(parts, size.device_s, again_s, size.host_s) for parts in (1, 2))
+        reread_s = size.device_s * self._reads.reread_share(cells, host_reads)
+        one, two = (step_seconds(parts, size.device_s, reread_s, size.host_s) for parts in (1, 2))
         return 2 if two < one else 1
 
     def observe(self, rows: int, parts: int, waited_s: float, attended_s: float) -> None:

@@ -44,7 +44,7 @@ class StepReads:
         on_host = 0 if host_read is None else (host_read.end - host_read.begin) * self._num_offloaded_layers
         return max(seen - on_host, 0) * self._layer_token_bytes
 
-    def again_share(self, cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> float:
+    def reread_share(self, cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> float:
         """Return the share of bytes that two half batches read twice. `cells[i]`: row i's last cell."""
         contexts = sum(self.context(cell + 1, host_read) for cell, host_read in zip(cells, host_reads, strict=True))
         whole = self.weights(len(cells))

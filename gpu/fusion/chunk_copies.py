@@ -37,7 +37,7 @@ class Documents:
         size = (self.shape.num_layers, 2, num_tokens, width)
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
-    def send_down(self, rows: Tensor, host: Tensor) -> None:
+    def copy_to_host(self, rows: Tensor, host: Tensor) -> None:
         """Copy to host memory, beside what is computed next."""
         with self.streams.aside(self.streams.down):
             host.copy_(rows, non_blocking=True)

@@ -119,6 +119,6 @@ class ChunkJob:
         try:
             for part in range(2):
                 stored = store_rows(rows[:, part], self._documents.shape)
-                self._documents.send_down(stored, self._kept[number][layer, part, own])
+                self._documents.copy_to_host(stored, self._kept[number][layer, part, own])
         except ValueError as error:  # int8 rows that are not finite
             self._refused[number] = str(error)

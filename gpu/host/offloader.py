@@ -48,7 +48,7 @@ class Offloader:
     def close(self, context_ids: Sequence[int]) -> None:
         """Close contexts; waits for a prefix that a dropped prompt still reloads, since memory may go at once."""
         if context_ids:
-            self._row_transfer.wait_for_brought()
+            self._row_transfer.wait_for_loads()
             self._fetched.synchronize()
         for context_id in context_ids:
             self.tier.close(context_id)
@@ -56,7 +56,7 @@ class Offloader:
     def offload(self, offload: Offload) -> None:
         """Send an offload's rows down; asynchronous. Raises HostMemoryError."""
         num_tokens = offload.end - offload.begin
-        if offload.opens:
+        if offload.is_new_context:
             self.tier.open(offload.context_id, offload.reading)
         reservations = self.tier.reserve(offload.context_id, num_tokens)
         layers = range(len(self.tier.shape.layers))
@@ -71,21 +71,21 @@ class Offloader:
         self._lost = None
         layers = self.tier.shape.layers
         try:
-            brought = [self.tier.rows(fetch.context_id, place, fetch.end) for place in range(len(layers))]
+            loaded = [self.tier.rows(fetch.context_id, place, fetch.end) for place in range(len(layers))]
         except HostMemoryError as error:
             self._lost = error
             return
         streams, staging, own = self._row_transfer.streams, self._staging, slice(0, fetch.end - fetch.begin)
         page_ids = upload(np.array(fetch.page_ids, dtype=np.int64), self._pool.device)
         streams.keep((page_ids,), streams.up)
-        for place, (layer, rows) in enumerate(zip(layers, brought, strict=True)):
+        for place, (layer, rows) in enumerate(zip(layers, loaded, strict=True)):
             keys, values = staging.buffer(place)
             with streams.aside(streams.up):
                 streams.wait_for(staging.read[place % len(staging.read)])
-            self._row_transfer.bring(_cut(rows, fetch.begin), keys[:, own], values[:, own])
+            self._row_transfer.load(_cut(rows, fetch.begin), keys[:, own], values[:, own])
             with streams.aside(streams.up):
                 self._pool.scatter_rows(layer, page_ids, keys[:, own], values[:, own])
-                self._fetched = staging.brought[place % len(staging.brought)] = streams.record()
+                self._fetched = staging.loaded[place % len(staging.loaded)] = streams.record()
 
     def restore(self, restore: FinishedReload) -> None:
         """Put what was fetched in its place, behind the rows; asynchronous. Raises HostMemoryError where they could not

@@ -51,7 +51,7 @@ class RowTransfer:
         is_cpu = device.type == "cpu"
         self._down = None if is_cpu else _Buffers(shape, shape.num_tables, device)
         self._up = None if is_cpu else _Buffers(shape, 0, device)
-        self._brought: Event = PASSED
+        self._last_load: Event = PASSED
 
     def send(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> Sent:
         """Send keys and values `[kv_heads, tokens, dim]` of one layer to `rows`; see `send_offload_block`."""
@@ -80,7 +80,7 @@ class RowTransfer:
                 read = self._send_piece(*piece, part, has_centre, self._down)
             return Sent(read, self.streams.record())
 
-    def bring(self, rows: Sequence[LayerRows], into_keys: Tensor, into_values: Tensor) -> Event:
+    def load(self, rows: Sequence[LayerRows], into_keys: Tensor, into_values: Tensor) -> Event:
         """Bring one layer's rows, in order, to keys and values `[kv_heads, tokens, dim]` in the compute dtype
         (strided).
 
@@ -94,15 +94,15 @@ class RowTransfer:
             for segment in rows:
                 end = begin + segment.keys.shape[1]
                 for _, heads in _pieces(1, self.shape.num_kv_heads, end - begin):
-                    self._bring_piece(of_heads(segment, heads), into_keys[heads, begin:end],
+                    self._load_piece(of_heads(segment, heads), into_keys[heads, begin:end],
                                       into_values[heads, begin:end])  # fmt: skip
                 begin = end
-            self._brought = self.streams.record()
-        return self._brought
+            self._last_load = self.streams.record()
+        return self._last_load
 
-    def wait_for_brought(self) -> None:
+    def wait_for_loads(self) -> None:
         """Wait on the host until no rows are on their way to the device. Only then may their memory go."""
-        self._brought.synchronize()
+        self._last_load.synchronize()
 
     def _write(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> None:
         """Write one layer on the CPU."""
@@ -126,9 +126,9 @@ class RowTransfer:
         """Send keys `[layers, heads, tokens, dim]` of a piece, on the down stream. Returns when the source is read."""
         shape = keys.shape
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [layers * heads, tokens, dim]
-        middles = self._middles(rows) if has_centre else self._new_middles(keys, values, rows)
+        centres = self._stored_centres(rows) if has_centre else self._new_centres(keys, values, rows)
         stored_keys, stored_values = buffers.rows(keys.shape)
-        offload_rows(keys, values, *middles, stored_keys, stored_values)
+        offload_rows(keys, values, *centres, stored_keys, stored_values)
         read = self.streams.record()
         _copy_down(stored_keys.view(*shape[:2], 1, -1), [_runs(layer.keys) for layer in rows])
         _copy_down(stored_values.view(*shape[:2], 1, -1), [_runs(layer.values) for layer in rows])
@@ -138,7 +138,7 @@ class RowTransfer:
             _copy_down(codes.view(*shape[:2], -1, shape[2]), [_present(layer.codes) for layer in rows])
         return read
 
-    def _middles(self, rows: list[LayerRows]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _stored_centres(self, rows: list[LayerRows]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return centre and scales `[layers * heads, ...]` from the host, in stream order."""
         if rows[0].key_scale is None:
             return self._gather([layer.centre for layer in rows]), None, None
@@ -154,7 +154,7 @@ class RowTransfer:
             into.copy_(part, non_blocking=True)
         return together.flatten(0, 1)
 
-    def _new_middles(
+    def _new_centres(
         self, keys: Tensor, values: Tensor, rows: list[LayerRows]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return centre and scales of keys and values `[layers * heads, tokens, dim]`, and their copies down."""
@@ -172,7 +172,7 @@ class RowTransfer:
         for part, source in zip(parts, together.chunk(len(parts)), strict=True):
             part.copy_(source, non_blocking=True)
 
-    def _bring_piece(self, rows: LayerRows, into_keys: Tensor, into_values: Tensor) -> None:
+    def _load_piece(self, rows: LayerRows, into_keys: Tensor, into_values: Tensor) -> None:
         """Bring some heads of one segment, on the up stream."""
         if self._up is None:
             restore_rows(
@@ -183,7 +183,7 @@ class RowTransfer:
         for stored, host in ((stored_keys, rows.keys), (stored_values, rows.values)):
             for own, run in zip(stored, host, strict=True):
                 own.copy_(run, non_blocking=True)
-        restore_rows(stored_keys, stored_values, *self._middles([rows]), into_keys, into_values)
+        restore_rows(stored_keys, stored_values, *self._stored_centres([rows]), into_keys, into_values)
 
 
 class _Buffers:

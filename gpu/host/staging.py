@@ -32,7 +32,7 @@ class Staging:
         self.keys = allocate(spec, pool.device)
         self.values = torch.empty_like(self.keys).zero_()
         self.read: list[Event] = [PASSED] * STAGED_LAYERS  # what left each buffer is read
-        self.brought: list[Event] = [PASSED] * STAGED_LAYERS  # what came up into each buffer is there
+        self.loaded: list[Event] = [PASSED] * STAGED_LAYERS  # what came up into each buffer is there
         self._one_page = torch.zeros(pool.max_slots, 1, dtype=torch.int32, device=pool.device)
 
     def buffer(self, place: int) -> tuple[Tensor, Tensor]:
@@ -65,12 +65,12 @@ class StagedPrompt:
         self.begin = prompt.begin
         self.end = len(prompt.token_ids)
         if host.source_id is not None:
-            tier.fork(host.source_id, host.context_id, self._num_there, host.reading)
+            tier.fork(host.source_id, host.context_id, self._num_offloaded, host.reading)
         elif prompt.begin == 0:
             tier.open(host.context_id, host.reading)
         num_tokens = host.end - max(self.begin, host.sink)
         self._reservations = tier.reserve(host.context_id, num_tokens) if num_tokens > 0 else []
-        self._bring(0)
+        self._load_prefix(0)
 
     def place(self, layer: int) -> int | None:
         """Return the layer's place among offloaded layers; None: it is dense."""
@@ -81,10 +81,10 @@ class StagedPrompt:
         """Prepare the layer's buffer before its first unit: it is free, and holds what the prompt does not compute."""
         staging, index = self.staging, place % STAGED_LAYERS
         staging.row_transfer.streams.wait_for(staging.read[index])
-        staging.row_transfer.streams.wait_for(staging.brought[index])
+        staging.row_transfer.streams.wait_for(staging.loaded[index])
         if self.begin:
             self._take_from_pages(place, self.host.sink)
-        self._bring(place + 1)
+        self._load_prefix(place + 1)
 
     def end_layer(self, place: int) -> None:
         """Offload the layer's run after its last unit; sink, window and the resident end of the run are written to
@@ -105,22 +105,22 @@ class StagedPrompt:
             staging.read[place % STAGED_LAYERS] = sent.read  # the last one's: they are read in turn
 
     @property
-    def _num_there(self) -> int:
+    def _num_offloaded(self) -> int:
         """Return how many tokens of the prefix are offloaded already."""
         return max(0, self.begin - self.host.sink)
 
-    def _bring(self, place: int) -> None:
+    def _load_prefix(self, place: int) -> None:
         """Start the copies of a layer's prefix up; the device goes on."""
         staging = self.staging
-        if self._num_there == 0 or place >= len(staging.tier.shape.layers):
+        if self._num_offloaded == 0 or place >= len(staging.tier.shape.layers):
             return
         streams, index = staging.row_transfer.streams, place % STAGED_LAYERS
         with streams.aside(streams.up):
             streams.wait_for(staging.read[index])
         keys, values = staging.buffer(place)
         own = slice(self.host.sink, self.begin)
-        rows = staging.tier.rows(self.host.context_id, place, self._num_there)
-        staging.brought[index] = staging.row_transfer.bring(rows, keys[:, own], values[:, own])
+        rows = staging.tier.rows(self.host.context_id, place, self._num_offloaded)
+        staging.loaded[index] = staging.row_transfer.load(rows, keys[:, own], values[:, own])
 
     def _take_from_pages(self, place: int, end: int) -> None:
         """Read tokens `[0, end)`, whole pages, into the buffer."""

@@ -105,7 +105,7 @@ class ExpertMlp:
             return self._fetch(ids, slots)
         assert self._staged is not None, "experts in host memory: something knows their places"
         exchange.request(self._layer, normed, ids, shares, self.experts.num_experts - host.count, slots)
-        return self._staged.left_out(self._layer)
+        return self._staged.without_experts(self._layer)
 
     def _fetch(self, ids: Tensor, slots: Tensor | None) -> FarExperts | None:
         """Fetch the experts in host memory that some token takes. Tokens that take as many as there are take nearly all
@@ -116,7 +116,7 @@ class ExpertMlp:
             return None
         assert self._staged is not None, "experts in host memory: something brings them to the card"
         if num_pairs >= num_experts and self._staged.is_kept:
-            return self._staged.whole(self._layer)
+            return self._staged.copy_layer(self._layer)
         listed = list_experts(ids, num_experts - host.count, num_experts, min(host.count, num_pairs), slots,
                               self._staged.num_listed)  # fmt: skip
-        return self._staged.some(self._layer, listed)
+        return self._staged.fetch_listed(self._layer, listed)

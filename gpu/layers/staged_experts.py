@@ -54,20 +54,21 @@ class StagedExperts:
         self._last: int | None = None
         self.num_listed = torch.zeros(1, dtype=torch.int64, device=device)
         """On the device: what was fetched one by one since the start, also by steps that are replayed."""
-        self._told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._most_told = 0
+        self._host_count = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._num_fetched = 0
         self.num_copied = 0
         """Experts of layers that were copied whole."""
 
     @property
     def num_fetched(self) -> int:
         """Return `num_listed` up to the last step that is over; waits for nothing."""
-        self._most_told = max(self._most_told, int(self._told))  # a lane may tell less, behind one that told more
-        return self._most_told
+        # The copies of two lanes may land in either order, so a later one can be smaller.
+        self._num_fetched = max(self._num_fetched, int(self._host_count))
+        return self._num_fetched
 
     def end_step(self) -> None:
         """Count what the last launched step fetches once it is over."""
-        self._told.copy_(self.num_listed, non_blocking=True)
+        self._host_count.copy_(self.num_listed, non_blocking=True)
 
     @property
     def is_kept(self) -> bool:
@@ -76,7 +77,7 @@ class StagedExperts:
             return True
         return torch.cuda.current_stream(self._device) == self._stream and not torch.cuda.is_current_stream_capturing()
 
-    def some(self, layer: int, listed: Listed) -> FarExperts:
+    def fetch_listed(self, layer: int, listed: Listed) -> FarExperts:
         """Return the listed experts in their slots; the caller launches what reads them before the next call."""
         own, num_slots = self._of(layer), len(listed.wanted)
         if self.is_kept:
@@ -89,11 +90,11 @@ class StagedExperts:
         own.fetch(slots, listed)
         return FarExperts(slots.gate_up, slots.down, listed.places)
 
-    def left_out(self, layer: int) -> FarExperts:
+    def without_experts(self, layer: int) -> FarExperts:
         """Return none of a layer's experts, for something else computes them."""
         return FarExperts(None, None, self._places[layer])
 
-    def whole(self, layer: int) -> FarExperts:
+    def copy_layer(self, layer: int) -> FarExperts:
         """Return all experts of a layer, in their order; the caller launches what reads them before the next call. The
         next layer's copy follows if this layer came behind the one before it.
         """

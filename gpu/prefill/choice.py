@@ -69,7 +69,7 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
     out = {}
     for name, attend in kernels.items():
         own = slice(0, min(context, most + PIECE_TOKENS))
-        why = why_out(attend, query[:most], keys[:, own], values[:, own], scale)
+        why = find_fault(attend, query[:most], keys[:, own], values[:, own], scale)
         if why is not None:
             out[name] = why
             log.warning("prefill_attention candidate=%s is out: %s", name, why)
@@ -134,7 +134,7 @@ def _whole(name: Whole) -> Attend:
     return lambda query, keys, values, scale: prefill_attention(query, keys, values, scale, name)
 
 
-def why_out(attend: Attend, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> str | None:
+def find_fault(attend: Attend, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> str | None:
     """Return what is wrong with a kernel's attention of a context's last queries, or None."""
     try:
         got = attend(query, keys, values, scale)

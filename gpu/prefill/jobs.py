@@ -25,7 +25,7 @@ from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, ends_with, pack_job
 from gpu.prefill.outputs import FinishedJob, finish_job, score_tokens
 from gpu.prefill.unit_attention import UnitAttention
-from gpu.prefill.window_attention import Own, WindowedUnit, WindowPrefill
+from gpu.prefill.window_attention import UnitPart, WindowedUnit, WindowPrefill
 from gpu.sampling.sampler import Sampler
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, Unit
 from transfer.chunks.chunk_format import ChunkKey
@@ -200,7 +200,7 @@ class Prefill:
         assert window is not None, "prefill: a layer without a window has its rows in pages"
         if state.windowed is None or state.windowed[0] != chunk:
             parts = [
-                Own(
+                UnitPart(
                     part.prompt.slot, part.begin - chunk.start, part.end - chunk.start, part.context, part.prompt.branch
                 )
                 for part in state.parts(chunk.start, chunk.stop)

@@ -62,7 +62,7 @@ def score_tokens(decoder: Decoder, state: JobState, unit: LogitsUnit) -> None:
         assert num_top is not None
         for rows in cut_rows(begin, end, prompt.num_scored_tokens):
             logits = decoder.logits(hidden[rows.computed])[rows.wanted]
-            state.scored[prompt.slot].append(gather_logprobs(logits, token_ids[rows.told], num_top))
+            state.scored[prompt.slot].append(gather_logprobs(logits, token_ids[rows.reported], num_top))
 
 
 def finish_job(decoder: Decoder, state: JobState) -> FinishedJob:

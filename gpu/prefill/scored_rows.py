@@ -14,11 +14,11 @@ LEAST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Rows `told` of a prompt are rows `wanted` of the product of rows `computed`."""
+    """Rows of one product. The rows `computed` are multiplied; `wanted` of these are rows `reported` of the prompt."""
 
     computed: slice
     wanted: slice
-    told: slice
+    reported: slice
 
 
 def cut_rows(begin: int, end: int, num_rows: int) -> Iterator[ScoredRows]:

@@ -24,7 +24,7 @@ from transfer.allocation import allocate, allocate_empty
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class UnitPart:
     """Tokens `[begin, end)` of a unit are those of `slot` that end its first `context`. branch: of its prompt."""
 
     slot: int
@@ -51,7 +51,7 @@ class WindowedUnit:
     positions, slots: of its tokens.
     """
 
-    def __init__(self, pool: KvPool, parts: Sequence[Own], positions: Tensor, slots: Tensor) -> None:
+    def __init__(self, pool: KvPool, parts: Sequence[UnitPart], positions: Tensor, slots: Tensor) -> None:
         self.parts = parts
         num_cells = pool.windows.num_cells
         self.kept = [slice(max(part.begin, part.end - num_cells), part.end) for part in parts]
@@ -123,7 +123,7 @@ class WindowPrefill:
         self._keys.fill_(float("nan"))
         self._values.fill_(float("nan"))
 
-    def _before(self, layer: int, part: Own, window: int, own: list[Tensor]) -> list[Tensor]:
+    def _before(self, layer: int, part: UnitPart, window: int, own: list[Tensor]) -> list[Tensor]:
         """Return keys and values `[kv_heads, tokens, dim]` of a prompt's tokens and those in front that they see."""
         first = max(0, part.first - window + 1)
         if first == part.first:

@@ -135,7 +135,7 @@ def _q8_0(block: Tensor) -> _Parts:
     return block[:, 2:] ^ 128, d, -d, _alike(d, 1), _alike(d, -128)
 
 
-def _sixes(block: Tensor) -> tuple[Tensor, Tensor]:
+def _six_bit_scales(block: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and offsets of eight groups, six bits each, of twelve bytes."""
     low, middle, high = block[:, 4:8], block[:, 8:12], block[:, 12:16]
     scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)
@@ -145,14 +145,14 @@ def _sixes(block: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(block: Tensor) -> _Parts:
     q = _nibbles(block[:, 16:].reshape(-1, 4, 32))
-    return q.flatten(1), _half(block, 0), _half(block, 2), *_sixes(block)
+    return q.flatten(1), _half(block, 0), _half(block, 2), *_six_bit_scales(block)
 
 
 def _q5_k(block: Tensor) -> _Parts:
     shifts = torch.arange(8, dtype=torch.uint8, device=block.device)[:, None]
     fifth = ((block[:, None, 16:48] >> shifts) & 1) << 4  # [blocks, groups, 32]
     q = _nibbles(block[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | fifth
-    return q.flatten(1), _half(block, 0), _half(block, 2), *_sixes(block)
+    return q.flatten(1), _half(block, 0), _half(block, 2), *_six_bit_scales(block)
 
 
 def _q6_k(block: Tensor) -> _Parts:

@@ -171,12 +171,12 @@ def row_scales(stored: MatrixFormat, part: ModuleRows, row_block: int, dtypes: t
         shapes = ((rows, 1), (rows,), (), (1,), (1, 1))
 
     def fill(scales: Tensor) -> None:
-        part.put_scales(a_row_each(scales), row_block)
+        part.put_scales(with_group_axis(scales), row_block)
 
     return StoredTensor(shapes, dtypes, fill)
 
 
-def a_row_each(values: Tensor) -> Tensor:
+def with_group_axis(values: Tensor) -> Tensor:
     """Return `[rows, groups]`, also of a file that has one for each row, or one for all, without the second axis."""
     return values if values.ndim == 2 else values.reshape(-1, 1)
 

@@ -133,13 +133,13 @@ class Roster:
         else:
             self._leave_slot(sequence)
         sequence.state = State.FINISHED
-        self.let_go(sequence)
+        self.release_chunks(sequence)
         del self._unfinished[sequence.request_id]
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release_chunks(self, sequence: Sequence) -> None:
         """Release the document chunks of a sequence that has read them, or will not."""
         if self._documents is not None:
-            self._documents.let_go(sequence)
+            self._documents.release(sequence)
 
     def retract(self, sequence: Sequence) -> None:
         """Withdraw a sequence's document chunks, which gave no finite logits."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-_MOST_FRONTS = 16  # remembered fronts
+_MOST_PREFIXES = 16  # remembered fronts
 
 
 def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, end: int) -> int:
@@ -39,7 +39,7 @@ def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, en
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class PrefixPages:
     """The pages of a prompt's first blocks, in the two forms in which they are wanted: int64 `[blocks]` and a list."""
 
     array: np.ndarray
@@ -67,7 +67,7 @@ def commit_more(memory: Memory, num_there: int, num_all: int, counts: Sequence[i
     return num_there
 
 
-_NO_FRONT = Front(np.zeros(0, np.int64), [])
+_NO_PREFIX = PrefixPages(np.zeros(0, np.int64), [])
 
 
 class PagePool:
@@ -80,11 +80,11 @@ class PagePool:
         self.num_pages = num_pages
         self.is_refused = False
         self._memory = memory
-        self._num_there = num_pages if memory is None else 0
+        self._num_committed = num_pages if memory is None else 0
         self.prefix_cache = prefix_cache
         self._first_page = first_page
         self._holders = np.zeros(num_pages, np.int32)
-        self._blank: deque[int] = deque(range(first_page, first_page + self._num_there))
+        self._blank: deque[int] = deque(range(first_page, first_page + self._num_committed))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -92,7 +92,7 @@ class PagePool:
         self._num_behind: dict[bytes, int] = {}  # published blocks right behind one, where there are any
         self._twins: dict[bytes, int] = {}  # a held page with a block that is published in another
         self._twin_of: dict[int, bytes] = {}
-        self._fronts: dict[bytes, Front] = {}  # those that were asked for, by their last blocks
+        self._prefixes: dict[bytes, PrefixPages] = {}  # those that were asked for, by their last blocks
 
     @property
     def num_available(self) -> int:
@@ -100,12 +100,12 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        return self._num_there - self.num_available
+        return self._num_committed - self.num_available
 
     @property
     def num_committed(self) -> int:
         """Return the number of pages whose memory the host has given, which is all of them on a GPU."""
-        return self._num_there
+        return self._num_committed
 
     @property
     def num_idle(self) -> int:
@@ -120,11 +120,11 @@ class PagePool:
         num_short = count - len(self._blank)
         if self._memory is None or num_short <= 0:
             return
-        before, first = self._num_there, self._first_page
+        before, first = self._num_committed, self._first_page
         counts = max(num_short, self._memory.least_rows), num_short, count - self.num_available
-        self._num_there = commit_more(self._memory, before, self.num_pages, counts)
-        self._blank.extend(range(first + before, first + self._num_there))
-        self.is_refused = self.num_available < count and self._num_there < self.num_pages
+        self._num_committed = commit_more(self._memory, before, self.num_pages, counts)
+        self._blank.extend(range(first + before, first + self._num_committed))
+        self.is_refused = self.num_available < count and self._num_committed < self.num_pages
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` pages of unknown content, held once. The caller has checked `num_available`."""
@@ -149,7 +149,7 @@ class PagePool:
         places = np.array(pages[::-1], np.int64) - self._first_page
         self._holders[places] -= 1
         for place in places[self._holders[places] == 0].tolist():
-            self._let_go(place + self._first_page)
+            self._free_page(place + self._first_page)
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
@@ -170,19 +170,19 @@ class PagePool:
         """
         return count_front(hashes, self._is_held, near, end)
 
-    def front_of(self, hashes: list[bytes], count: int) -> Front:
+    def prefix_pages(self, hashes: list[bytes], count: int) -> PrefixPages:
         """Return the pages of the first `count` blocks, which are published; they are not held, and not to be
         changed.
         """
         if not count:
-            return _NO_FRONT
-        front = self._fronts.get(hashes[count - 1])
+            return _NO_PREFIX
+        front = self._prefixes.get(hashes[count - 1])
         if front is None:
             page_ids = list(map(self._page_of.__getitem__, hashes[:count]))
-            front = Front(np.array(page_ids, np.int64), page_ids)
-            if len(self._fronts) == _MOST_FRONTS:
-                self._fronts.clear()
-            self._fronts[hashes[count - 1]] = front
+            front = PrefixPages(np.array(page_ids, np.int64), page_ids)
+            if len(self._prefixes) == _MOST_PREFIXES:
+                self._prefixes.clear()
+            self._prefixes[hashes[count - 1]] = front
         return front
 
     def publish(self, hashes: list[bytes], pages: list[int], begin: int, end: int) -> None:
@@ -226,7 +226,7 @@ class PagePool:
     def _is_held(self, digest: bytes) -> bool:
         return bool(self._holders[self._page_of[digest] - self._first_page])
 
-    def _let_go(self, page: int) -> None:
+    def _free_page(self, page: int) -> None:
         """Free a page that nobody holds any more."""
         digest = self._hash_of.get(page)
         twin = None if digest is None else self._twins.get(digest)
@@ -239,7 +239,7 @@ class PagePool:
             self._drop_twin(twin)
             del self._hash_of[page]
             self._hash_of[twin], self._page_of[digest] = digest, twin
-            self._fronts.clear()
+            self._prefixes.clear()
             self._blank.append(page)
 
     def _drop_twin(self, page: int) -> None:
@@ -268,7 +268,7 @@ class PagePool:
                 self._num_behind[before] -= 1
         if digest in self._twins:
             self._drop_twin(self._twins[digest])
-        self._fronts.pop(digest, None)
+        self._prefixes.pop(digest, None)
         page = self._page_of.pop(digest)
         del self._hash_of[page]
         if page in self._idle:

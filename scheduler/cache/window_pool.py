@@ -48,11 +48,11 @@ class Windows:
                  memory: Memory | None = None) -> None:  # fmt: skip
         self.count = count
         self._memory = memory
-        self._num_there = count if memory is None else 0
+        self._num_committed = count if memory is None else 0
         self._spare_tokens = spare_tokens
         self._page_tokens = page_tokens
         self._keeps = keeps
-        self._free = list(range(self._num_there - 1, -1, -1))
+        self._free = list(range(self._num_committed - 1, -1, -1))
         self._kept: OrderedDict[int, _Kept] = OrderedDict()  # last used last
         self._written = [0] * count  # cells that a window, or what it was copied from, ever had
         self._roots: dict[int, bytes] = {}  # of the windows that are held: of the first block, where there was one
@@ -183,9 +183,9 @@ class Windows:
     def _reach(self) -> None:
         """Have a free window, as far as the host gives memory for one."""
         if self._memory is not None and not self._free:
-            before = self._num_there
-            self._num_there = commit_more(self._memory, before, self.count, (1,))
-            self._free += range(before, self._num_there)
+            before = self._num_committed
+            self._num_committed = commit_more(self._memory, before, self.count, (1,))
+            self._free += range(before, self._num_committed)
 
     def _take_one(self) -> int:
         return self._free.pop() if self._free else self._kept.popitem(last=False)[0]

@@ -39,7 +39,7 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 def answer(question: bytes) -> str:
     """Return why the grammar cannot be compiled, or which of its lexemes cannot be held; empty if all is well."""
     grammar, lexemes = json.loads(question)
-    found = (f"{one.told}: {GROWS}" for one in (Lexeme(*lexeme) for lexeme in lexemes) if grows(one.grammar, one.text))
+    found = (f"{one.label}: {GROWS}" for one in (Lexeme(*lexeme) for lexeme in lexemes) if grows(one.grammar, one.text))
     return check(grammar) or next(found, "")
 
 

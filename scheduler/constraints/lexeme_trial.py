@@ -33,11 +33,11 @@ _NOTATION = frozenset("\\^$.|?*+()[]{}")
 
 
 class Lexeme(NamedTuple):
-    """One lexeme of a grammar. `told`: begins what is said of one that grows; `grammar`: of it alone; `text`: as it is
+    """One lexeme of a grammar. `label`: how an error about it begins; `grammar`: of it alone; `text`: as it is
     written.
     """
 
-    told: str
+    label: str
     grammar: str
     text: str
 

@@ -58,7 +58,7 @@ class Engine:
             tuple[StepPlan, InFlight, float]
         ] = []  # in the order of their launches, and when that was
         self._undrawn: dict[Lane, InFlight] = {}
-        self._told: list[Delta] = []  # of steps that were collected so that others could be drawn
+        self._unreported: list[Delta] = []  # of steps that were collected so that others could be drawn
         self._num_steps = 0
         self._step_seconds = 0.0
         self._decode_context_tokens = 0
@@ -121,10 +121,10 @@ class Engine:
         plans = [plan for lane in self.scheduler.lanes if (plan := self._launch(lane)) is not None]
         most = self.most_in_flight - 1 if self._is_pipelined else 0
         if not plans or any(self._num_in_flight(plan.lane) > most for plan in plans):
-            self._told += self._collect(self._next_over())
+            self._unreported += self._collect(self._next_finished())
             for lane in list(self._undrawn):
                 self._draw(lane)
-        deltas, self._told = self._told, []
+        deltas, self._unreported = self._unreported, []
         if not plans and not deltas and not self._in_flight:
             time.sleep(_LOOK_SECONDS)  # for copies of chunks to land, and the disk
         self._step_seconds += time.perf_counter() - began
@@ -135,9 +135,9 @@ class Engine:
 
     def stats(self) -> Stats:
         parts = self._host_stats(), self._method_counts(), self._expert_stats()
-        told = self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
+        stats = self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
         documents = self.scheduler.documents
-        return told if documents is None else structs.replace(told, chunks=documents.stats())
+        return stats if documents is None else structs.replace(stats, chunks=documents.stats())
 
     def _method_counts(self) -> dict[str, list[int]]:
         """Return the sums over the parts of profiles."""
@@ -211,7 +211,7 @@ class Engine:
         if self._num_in_flight(lane) >= self.most_in_flight or lane in self._undrawn:
             return None
         plan = self.scheduler.schedule(self._runner.is_ready, lane)
-        self._told += self.scheduler.take_refused()
+        self._unreported += self.scheduler.take_refused()
         if plan.is_empty:
             return None
         if plan.is_fenced or plan.released_slots:
@@ -248,13 +248,13 @@ class Engine:
         for lane in list(self._undrawn):
             self._draw(lane)
             while lane in self._undrawn:
-                self._told += self._collect(next(i for i in range(len(self._in_flight)) if self._may_be_next(i)))
+                self._unreported += self._collect(next(i for i in range(len(self._in_flight)) if self._may_be_next(i)))
                 self._draw(lane)
 
     def _num_in_flight(self, lane: Lane) -> int:
         return sum(plan.lane is lane for plan, _, _ in self._in_flight)
 
-    def _next_over(self) -> int | None:
+    def _next_finished(self) -> int | None:
         """Return which step in flight is collected next: the only one there may be, or the first that is over.
 
         None if that takes long. One that takes very long is waited for with all that comes, so that whoever watches

@@ -38,7 +38,7 @@ from transfer.chunks.chunk_store import open_chunks
 from transfer.expert_exchange import OpenExperts
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import probe_gpu
-from transfer.simd.compilation import told
+from transfer.simd.compilation import reporting_compilation
 from transfer.tier_shape import TierShape
 
 log = logging.getLogger(__name__)
@@ -72,10 +72,13 @@ def load_engine(
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
     tier = library = None
     if config.host is not None and shape is not None:
-        with _told(on_progress, "host_attention"), told(COMPILED, partial(on_progress, "host_attention")):
+        with (
+            _reporting_stage(on_progress, "host_attention"),
+            reporting_compilation(COMPILED, partial(on_progress, "host_attention")),
+        ):
             tier = load_tier(config.host, shape, plan)
     if config.documents is not None:
-        with _told(on_progress, "documents"):
+        with _reporting_stage(on_progress, "documents"):
             library = open_library(config.documents, config.model, architecture, plan)
     runner = load_runner(
         config.model,
@@ -115,7 +118,7 @@ def load_engine(
         Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
     )
     if plan.device == "cuda":
-        with _told(on_progress, "rehearsal"):
+        with _reporting_stage(on_progress, "rehearsal"):
             rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
@@ -133,7 +136,7 @@ def load_engine(
 
 
 @contextmanager
-def _told(on_progress: Callable[[str, float], None], stage: str) -> Iterator[None]:
+def _reporting_stage(on_progress: Callable[[str, float], None], stage: str) -> Iterator[None]:
     on_progress(stage, 0.0)
     yield
     on_progress(stage, 1.0)

@@ -123,7 +123,7 @@ def choose(
     said = f"the host reads {times.host_gb_s:g} GB/s, the link {times.link_gb_s:g}"
     if times.is_bound_by_cores(1):
         said = f"{said}; its {plan.threads} threads are slower than that at such numbers"
-    said = f"{said}{_tell_assumed(times, rates)}"
+    said = f"{said}{_describe_assumed_rates(times, rates)}"
     if computed_rows:
         sizes = _captured_sizes(gpu, max_running)
         next_size = min((size for size in sizes if computed_rows < size <= MOST_COMPUTED_ROWS), default=None)
@@ -142,7 +142,7 @@ def choose(
     )
 
 
-def _tell_assumed(times: ExpertTimes, rates: Rates) -> str:
+def _describe_assumed_rates(times: ExpertTimes, rates: Rates) -> str:
     """Return what of the rates that count nobody has measured."""
     names = {"the host's": ["host_stream_gb_s"], "the link's": ["host_to_device_gb_s"]}
     if times.is_bound_by_cores(1):

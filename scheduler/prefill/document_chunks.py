@@ -154,12 +154,12 @@ class Documents:
             found = (chunk.end - chunk.begin for chunk in sequence.chunks if chunk not in sequence.missing)
             sequence.num_found_tokens = sum(found)
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Release the chunks that a sequence has read, or will not."""
         if sequence.holds_chunks:
             sequence.holds_chunks = False
             for chunk in sequence.chunks:
-                self._library.let_go(chunk.key)
+                self._library.release(chunk.key)
 
     def retract(self, sequence: Sequence) -> None:
         """Withdraw the chunks of a sequence that gave no finite logits, so that they are computed anew."""
@@ -174,7 +174,7 @@ class Documents:
         for chunk in [one for one in sequence.missing if self._library.is_refused(one.key)]:
             sequence.missing.remove(chunk)
             sequence.chunks.remove(chunk)
-            self._library.let_go(chunk.key)
+            self._library.release(chunk.key)
         return not sequence.missing
 
     def plan(self, sequence: Sequence, begin: int) -> FusionPlan | None:

@@ -145,10 +145,10 @@ class PrefillQueue:
         units: list[Unit] = []
         left_tokens = self._config.chunk_tokens
         kind = None
-        while left_tokens > 0 and (able := self._able(seconds, bool(units))):
-            entry = min(able, key=lambda one: (one.priority, one.remaining(self._num_layers)))
+        while left_tokens > 0 and (eligible := self._eligible_jobs(seconds, bool(units))):
+            entry = min(eligible, key=lambda one: (one.priority, one.remaining(self._num_layers)))
             if not units:
-                if self.jobs[0] in able and self._is_oldest_due(seconds):
+                if self.jobs[0] in eligible and self._is_oldest_due(seconds):
                     entry = self.jobs[0]
                 left_tokens, kind = self._most_tokens(entry, seconds), self._kind(entry)
             if self._kind(entry) != kind:
@@ -202,7 +202,7 @@ class PrefillQueue:
         """Return the seconds of work for a prompt's tokens `[begin, end)` in all layers."""
         return self._num_layers * self._costs.unit_seconds(end - begin, end, method)
 
-    def _able(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
+    def _eligible_jobs(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
         """Return jobs that may have the next unit: those of the background only where there are no others; one whose
         next layer is on its way from the disk only where there is nothing else to do.
         """

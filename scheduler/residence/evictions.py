@@ -25,7 +25,7 @@ class _Span:
     owner: HostContext
     first: int
     last: int
-    sharing: list[HostContext]
+    sharers: list[HostContext]
 
     @property
     def own(self) -> tuple[int, int]:
@@ -120,15 +120,15 @@ class Evictor:
         if not owner.is_written:
             return False
         num_new = self._host.layout.blocks_for(span.own[1]) - len(owner.storage)
-        num_freed = sum(self._pages.num_holders(page) == len(span.sharing) for page in page_ids)
+        num_freed = sum(self._pages.num_holders(page) == len(span.sharers) for page in page_ids)
         if num_new > num_freed + self._pages.num_available:
             return False
-        for _ in span.sharing:
+        for _ in span.sharers:
             self._pages.release(page_ids)
         owner.storage += self._pages.allocate(num_new)
         dense_page_ids = self._host.layout.dense_pages(owner.storage, *span.own)
         places = self._exchange(span, dense_page_ids)
-        for one in span.sharing:
+        for one in span.sharers:
             one.num_evicted = span.last
         self._evictions.append(PageEviction(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
         self.num_evictions += 1
@@ -156,7 +156,7 @@ class Evictor:
         span = self._span_before(context, num_blocks)
         host, page_tokens = self._host, self._host.page_tokens
         host_read = HostRead(span.owner.context_id, host.sink_tokens, host.end_of_blocks(span.last))
-        if not all(one.is_written for one in (span.owner, *span.sharing)) or not is_ready(host_read):
+        if not all(one.is_written for one in (span.owner, *span.sharers)) or not is_ready(host_read):
             return None
         page_ids = self._pages.allocate(span.last - span.first)
         self._coming = span, page_ids
@@ -174,14 +174,14 @@ class Evictor:
         if owner.is_closed:
             self._pages.release(page_ids)
             return
-        sharing = self._contexts.sharing(owner, span.first)
-        assert all(one.num_evicted == span.last for one in sharing), "what is reloaded is still evicted, for all"
-        span = _Span(owner, span.first, span.last, sharing)
-        for _ in sharing[1:]:
+        sharers = self._contexts.sharers(owner, span.first)
+        assert all(one.num_evicted == span.last for one in sharers), "what is reloaded is still evicted, for all"
+        span = _Span(owner, span.first, span.last, sharers)
+        for _ in sharers[1:]:
             self._pages.hold(page_ids)
         dense_page_ids = owner.pages[span.first : span.last]
         places = self._exchange(span, page_ids)
-        for one in sharing:
+        for one in sharers:
             one.num_evicted = span.first
         kept = self._host.layout.blocks_for(span.own[0])
         self._pages.release(owner.storage[kept:])
@@ -199,28 +199,28 @@ class Evictor:
     def _span_from(self, context: HostContext, num_blocks: int) -> _Span:
         """Return the first resident blocks of one owner, as many as all contexts that share them have alike."""
         first = context.num_evicted
-        owner, sharing = owner_of(context, first), self._contexts.sharing(context, first)
+        owner, sharers = owner_of(context, first), self._contexts.sharers(context, first)
         page_ids = owner.pages[first : first + num_blocks]
-        alike = min(_count_alike(one.pages[first : first + len(page_ids)], page_ids) for one in sharing)
-        return _Span(owner, first, first + alike, sharing)
+        alike = min(_count_alike(one.pages[first : first + len(page_ids)], page_ids) for one in sharers)
+        return _Span(owner, first, first + alike, sharers)
 
     def _span_before(self, context: HostContext, num_blocks: int) -> _Span:
         """Return the last evicted blocks of one owner that the same contexts share, none of which has more evicted."""
         while True:
             last = context.num_evicted
-            owner, sharing = owner_of(context, last - 1), self._contexts.sharing(context, last - 1)
-            further = max(sharing, key=lambda one: one.num_evicted)
+            owner, sharers = owner_of(context, last - 1), self._contexts.sharers(context, last - 1)
+            further = max(sharers, key=lambda one: one.num_evicted)
             if further.num_evicted == last:
                 break
             context = further
-        ends = [end_of_shared(one, owner) for one in self._contexts if one not in sharing]
-        return _Span(owner, max(owner.size.num_shared, last - num_blocks, *ends, 0), last, sharing)
+        ends = [end_of_shared(one, owner) for one in self._contexts if one not in sharers]
+        return _Span(owner, max(owner.size.num_shared, last - num_blocks, *ends, 0), last, sharers)
 
     def _exchange(self, span: _Span, page_ids: list[int]) -> list[TablePlace]:
         """Exchange the pages of a span's blocks in all that have them, and return where page tables change."""
         places = []
         before = self._host.num_sink_blocks
-        for one in span.sharing:
+        for one in span.sharers:
             one.pages[span.first : span.last] = page_ids
             sequence = self.holders.get(one)
             if sequence is not None:

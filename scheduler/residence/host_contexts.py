@@ -124,7 +124,7 @@ class HostContexts:
         context.pages += self._layout.dense_pages(context.storage, begin, end)
         context.num_evicted += num_blocks
 
-    def sharing(self, context: HostContext, block: int) -> list[HostContext]:
+    def sharers(self, context: HostContext, block: int) -> list[HostContext]:
         """Return all contexts that have this block of the run: its owner, and forks that stand on that one."""
         owner = owner_of(context, block)
         behind = [one for one in self._contexts.values() if block < one.num_blocks]
@@ -138,7 +138,7 @@ class HostContexts:
             self._owners.setdefault(digest, []).append(context)
             context.hashes.append(digest)
 
-    def let_go(self, context: HostContext, is_kept: bool) -> None:
+    def release(self, context: HostContext, is_kept: bool) -> None:
         """Release a context whose sequence is done with it; `is_kept`: its blocks are good for others."""
         context.is_held = False
         context.num_landed = context.num_blocks
@@ -164,7 +164,7 @@ class HostContexts:
         for context in list(self._contexts.values()):
             self._close_unused(context)
 
-    def num_standing(self, context: HostContext) -> int:
+    def num_pages_once_evicted(self, context: HostContext) -> int:
         """Return the pages that the context and those it stands on have at least, once all is evicted."""
         pages, one = len(context.sink_pages), context
         while True:

@@ -106,7 +106,7 @@ class OffloadedPrompts:
         if not self._contexts.num_held and not self._contexts.has_room(need.size, source):
             return False
         num_pages = need.num_new + need.num_spare + self._least_pages(need)
-        return num_pages + self._contexts.num_standing(source) <= self._pages.num_pages
+        return num_pages + self._contexts.num_pages_once_evicted(source) <= self._pages.num_pages
 
     # --- what one takes -----------------------------------------------------------------------------------------------
 

@@ -136,15 +136,15 @@ class Offloads:
         """Offload the run up to `end`, which is paid for."""
         context, host = sequence.context, self._host
         assert context is not None, "an offload is planned after its room is reserved"
-        opens = not context.is_open
-        if opens:
+        is_new_context = not context.is_open
+        if is_new_context:
             self._contexts.keep_sink(context, sequence.pages[: host.num_sink_blocks])
             context.is_open = True
         begin = self._run_end(context)
         page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
         self._contexts.append(context, page_ids)
         reading = sequence.profile.reading
-        return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), opens, reading)
+        return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), is_new_context, reading)
 
     def _is_resident(self, sequence: Sequence) -> bool:
         """Tell whether it is on the device whole, and long enough to have a middle."""

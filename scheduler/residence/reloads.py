@@ -29,7 +29,7 @@ class Reloads:
         self._num_releases = 0
         self.num_quiet_steps = 0
 
-    def hasten(self) -> None:
+    def allow_now(self) -> None:
         """Allow a reload at once: a next turn's prefill has read all of what was evicted."""
         self.num_quiet_steps = QUIET_STEPS
 

@@ -96,7 +96,7 @@ class Residence:
         """
         if start.end and self.prompts is not None:
             return self.prompts.take(sequence, start, num_spare, kept)
-        front = self.pages.front_of(sequence.hashes, self._blocks(start.begin))
+        front = self.pages.prefix_pages(sequence.hashes, self._blocks(start.begin))
         self.pages.hold(front.array)
         num_new = sequence.num_pages - len(front.page_ids)
         if not self.room.has_pages(num_new + num_spare, kept) or not self.room.free_pages(num_new, kept):
@@ -111,7 +111,7 @@ class Residence:
         if context is not None and self.prompts is not None:
             self.prompts.finish_prefill(sequence, context)
             if context.parent is not None and context.num_evicted:
-                self._reloads.hasten()
+                self._reloads.allow_now()
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Residence:
         self.pages.release(sequence.pages[:first] + sequence.pages[last:])
         self.offloads.forget(sequence)
         del self.evictor.holders[context]
-        self.contexts.let_go(context, is_kept)
+        self.contexts.release(context, is_kept)
 
     # --- growing back -------------------------------------------------------------------------------------------------
 

@@ -187,10 +187,10 @@ def _ways(rows: int, contexts: int, costs: Costs, shared: float) -> list[tuple[f
     """
     reads = costs.reads
     device_s = costs.device_s * (reads.weights(rows) + contexts)
-    again_s = costs.device_s * (reads.weights_of_halves(rows) - reads.weights(rows))
-    ways = [(step_seconds(1, shared * device_s, shared * again_s, costs.host_s), device_s)]
+    reread_s = costs.device_s * (reads.weights_of_halves(rows) - reads.weights(rows))
+    ways = [(step_seconds(1, shared * device_s, shared * reread_s, costs.host_s), device_s)]
     if rows >= FEWEST_ROWS:
-        ways.append((step_seconds(2, shared * device_s, shared * again_s, costs.host_s), device_s + again_s))
+        ways.append((step_seconds(2, shared * device_s, shared * reread_s, costs.host_s), device_s + reread_s))
     return ways
 
 

@@ -57,9 +57,9 @@ class Results:
                 continue
             sequence.num_in_flight -= 1
             if sequence.state is not State.FINISHED:
-                told = self._append(sequence, token, result)
+                new_deltas = self._append(sequence, token, result)
                 is_more = bool(deltas) and deltas[-1].request_id == sequence.request_id
-                deltas += join_deltas(deltas.pop(), told) if is_more else told
+                deltas += join_deltas(deltas.pop(), new_deltas) if is_more else new_deltas
         for run in launched.offloaded:
             self._residence.publish_run(run.sequence, run.context, run.num_blocks)
         return deltas
@@ -70,7 +70,7 @@ class Results:
         if constraint is not None and token.token_id >= 0 and sequence.request.max_tokens:
             self._constraints.consume([(constraint, token.token_id)])
         if sequence.state is State.RUNNING:  # its prompt is done
-            self._roster.let_go(sequence)
+            self._roster.release_chunks(sequence)
             self._residence.give_back_evicted(sequence)
         if constraint is not None and constraint.error:
             self._roster.retire(sequence)
@@ -137,11 +137,11 @@ def make_delta(
     )
 
 
-def join_deltas(last: Delta, told: list[Delta]) -> list[Delta]:
-    """Join `last` and what is told of the same request behind it, where that goes on with tokens."""
-    more = told[0]
+def join_deltas(last: Delta, new_deltas: list[Delta]) -> list[Delta]:
+    """Join `last` with the deltas of the same request behind it, where they go on with tokens."""
+    more = new_deltas[0]
     if not (more.token_ids and last.token_ids):
-        return [last, *told]
+        return [last, *new_deltas]
     joined = structs.replace(
         last,
         token_ids=last.token_ids + more.token_ids,
@@ -149,7 +149,7 @@ def join_deltas(last: Delta, told: list[Delta]) -> list[Delta]:
         finish_reason=more.finish_reason,
         figures=more.figures,
     )
-    return [joined, *told[1:]]
+    return [joined, *new_deltas[1:]]
 
 
 def make_failure(sequence: Sequence, why: str, may_retry: bool = False) -> Delta:

@@ -335,7 +335,7 @@ class Scheduler:
         if (
             plan.finished_reloads
             or not self._are_of(plan.lane, plan.evictions)
-            or any(offload.opens for offload in plan.offloads)
+            or any(offload.is_new_context for offload in plan.offloads)
             or any(write.source is not None for write in plan.ring_writes)  # whose sequence may step in either lane
             or any(write.source is not None for write in plan.window_writes)
             or (plan.lane is Lane.HOST and reads_nothing)  # such a step has the other lane's buffers

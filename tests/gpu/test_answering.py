@@ -22,7 +22,7 @@ from transfer.exchange import ExchangeError, ExchangeSlot, new_slot
 from transfer.host_tier import Answered, ContextRead
 from transfer.reading import Reading
 from transfer.simd.memory import load_acquire_int32, store_release_int32
-from transfer.simd.team import look_again, now_ns
+from transfer.simd.team import now_ns, spin_or_yield
 from transfer.slot_shape import SlotShape
 
 CPU = torch.device("cpu")
@@ -241,13 +241,13 @@ def run_device(flags, answered, steps, layers, gap_ns, waited_ns):
     for step in range(steps):
         began_ns, looks = now_ns(), 1 << 20
         while now_ns() - began_ns < gap_ns:
-            looks = look_again(looks)
+            looks = spin_or_yield(looks)
         for layer in range(layers):
             stamp += 1
             asked_ns = now_ns()
             store_release_int32(flags, stamp)
             while load_acquire_int32(answered) != stamp:
-                looks = look_again(looks)
+                looks = spin_or_yield(looks)
             waited_ns[step, layer] = now_ns() - asked_ns
 
 

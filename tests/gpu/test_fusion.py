@@ -244,7 +244,7 @@ def test_a_chunk_that_cannot_be_kept_is_told_of_and_nobody_waits_for_it(
     assert stand.library.take_done() == [(key, None)], "the scheduler is told"
     assert ("an illegal memory access" if what == "copy" else "no more of it") in caplog.text
     assert stand.library.room_bytes == room
-    stand.library.let_go(key)
+    stand.library.release(key)
 
 
 def test_layers_of_a_lost_chunk_stay_until_copies_have_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_on_a_gpu_codes_that_are_no_numbers_reach_nobody(is_broken: bool, tmp_pa
     rows[1, 1, 3] = torch.inf if is_broken else 2.0
     layers = documents.layers_for(3)
     for part in range(2):
-        documents.send_down(store_rows(rows, shape), layers[0, part])
+        documents.copy_to_host(store_rows(rows, shape), layers[0, part])
     documents.keep(key, layers)
     end = time.monotonic() + 20
     while not (library.is_refused(key) or library.is_there(key)):
@@ -61,5 +61,5 @@ def test_on_a_gpu_codes_that_are_no_numbers_reach_nobody(is_broken: bool, tmp_pa
         time.sleep(0.01)
     assert library.is_refused(key) == is_broken
     assert library.is_there(key) != is_broken
-    library.let_go(key)
+    library.release(key)
     documents.shutdown()

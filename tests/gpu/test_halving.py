@@ -7,9 +7,9 @@ import pytest
 from gpu.batching.halving import Halving, cut, most_rows_of_parts, step_seconds
 
 
-def halving_of(again_share: float, always: int | None = None) -> Halving:
-    """again_share: of all that a batch reads, what halves read again."""
-    return Halving(SimpleNamespace(again_share=lambda cells, asks: again_share), always)
+def halving_of(reread_share: float, always: int | None = None) -> Halving:
+    """reread_share: of all that a batch reads, what halves read again."""
+    return Halving(SimpleNamespace(reread_share=lambda cells, asks: reread_share), always)
 
 
 def run(halving: Halving, rows: int, device_s: float, host_s: float, steps: int) -> list[int]:
@@ -39,10 +39,10 @@ def test_two_halves_go_where_the_host_takes_longer_than_the_device() -> None:
     assert run(halving_of(1.0), 4, device_s=0.005, host_s=0.003, steps=20) == [1] * 20
 
 
-@pytest.mark.parametrize(("again_share", "parts"), [(0.5, 2), (0.7, 1)])
-def test_halves_pay_where_the_host_takes_longer_than_weights_are_read_again(again_share: float, parts: int) -> None:
+@pytest.mark.parametrize(("reread_share", "parts"), [(0.5, 2), (0.7, 1)])
+def test_halves_pay_where_the_host_takes_longer_than_weights_are_read_again(reread_share: float, parts: int) -> None:
     """Though it does not take as long as the device, most of whose time may be of contexts."""
-    assert run(halving_of(again_share), 4, device_s=0.016, host_s=0.010, steps=20)[-1] == parts
+    assert run(halving_of(reread_share), 4, device_s=0.016, host_s=0.010, steps=20)[-1] == parts
 
 
 def test_a_step_waits_for_the_host_and_the_device_in_one_part_and_for_the_slower_one_in_two() -> None:

@@ -67,7 +67,7 @@ def test_fetched_experts_multiply_as_those_in_host_memory(device: str, name: str
     layer = draw_layer(1, name, device=device)
     staged = StagedExperts([layer], [ON_CARD], torch.device(device))
     chosen = torch.tensor([[6, 1, 3], [0, 3, 4]], dtype=torch.int32, device=device)
-    slots = staged.some(0, list_experts(chosen, ON_CARD, EXPERTS, 5))
+    slots = staged.fetch_listed(0, list_experts(chosen, ON_CARD, EXPERTS, 5))
     check_rows(slots.gate_up, layer.gate_up, [1, 2, 4], 5)
     check_rows(slots.down, layer.down, [1, 2, 4], 5)
 
@@ -78,7 +78,7 @@ def test_a_layer_is_copied_whole(device: str, name: str) -> None:
     layers = [None, draw_layer(1, name, device=device), draw_layer(2, name, device=device)]
     staged = StagedExperts(layers, [ON_CARD] * 3, torch.device(device))
     for number in (1, 2, 1):
-        slots, layer = staged.whole(number), layers[number]
+        slots, layer = staged.copy_layer(number), layers[number]
         assert slots.places.tolist() == [0, 1, ~0, ~1, ~2, ~3, ~4]
         check_rows(slots.gate_up, layer.gate_up, range(5), 5)
         check_rows(slots.down, layer.down, range(5), 5)
@@ -108,7 +108,7 @@ def test_what_was_fetched_is_never_told_to_be_less_than_before() -> None:
     staged, _ = make_staged(1)
     assert staged.num_fetched == 0
     for told, known in ((7, 7), (5, 7), (9, 9)):
-        staged._told.fill_(told)
+        staged._host_count.fill_(told)
         assert staged.num_fetched == known
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_in_chunks_copies_each_layer_once_and_ahead(copied: list[HostEx
     staged, layers = make_staged(4)
     for layer in range(4):
         for _ in range(3):
-            check_rows(staged.whole(layer).down, layers[layer].down, range(5), 5)
+            check_rows(staged.copy_layer(layer).down, layers[layer].down, range(5), 5)
             ahead = min(layer + 1, 3)
             assert numbers_of(copied, layers) == list(range(ahead + 1))
 
@@ -128,24 +128,24 @@ def test_a_prompt_in_chunks_copies_each_layer_once_and_ahead(copied: list[HostEx
 def test_two_prompts_in_turn_copy_nothing_twice_while_they_stay_in_their_layers(copied: list[HostExperts]) -> None:
     staged, layers = make_staged(6)
     for layer in (0, 1, 4):
-        staged.whole(layer)
+        staged.copy_layer(layer)
     copied.clear()
     for _ in range(3):
-        staged.whole(1), staged.whole(4)
+        staged.copy_layer(1), staged.copy_layer(4)
     assert not copied
-    staged.whole(5)
+    staged.copy_layer(5)
     assert numbers_of(copied, layers) == [5]
 
 
 def test_what_a_small_step_fetches_takes_the_place_that_was_used_longest_ago(copied: list[HostExperts]) -> None:
     staged, layers = make_staged(4)
-    staged.whole(1), staged.whole(3)
+    staged.copy_layer(1), staged.copy_layer(3)
     copied.clear()
     listed = list_experts(torch.tensor([[5, 0]], dtype=torch.int32), ON_CARD, EXPERTS, 2)
-    check_rows(staged.some(0, listed).down, layers[0].down, [3], 5)
-    check_rows(staged.whole(3).down, layers[3].down, range(5), 5)
+    check_rows(staged.fetch_listed(0, listed).down, layers[0].down, [3], 5)
+    check_rows(staged.copy_layer(3).down, layers[3].down, range(5), 5)
     assert not copied
-    check_rows(staged.whole(1).down, layers[1].down, range(5), 5)
+    check_rows(staged.copy_layer(1).down, layers[1].down, range(5), 5)
     assert numbers_of(copied, layers) == [1]
 
 
@@ -198,7 +198,7 @@ def test_pinned_memory_is_read_in_a_graph_and_given_back() -> None:
         chosen = torch.zeros(1, 3, dtype=torch.int32, device="cuda")
 
         def step(staged: StagedExperts = staged, chosen: torch.Tensor = chosen) -> torch.Tensor:
-            slots = staged.some(0, list_experts(chosen, ON_CARD, EXPERTS, 3))
+            slots = staged.fetch_listed(0, list_experts(chosen, ON_CARD, EXPERTS, 3))
             assert isinstance(slots.down, torch.Tensor)
             return slots.down.clone()
 
@@ -224,7 +224,7 @@ def test_copies_ahead_never_overtake_what_is_read() -> None:
     for _ in range(40):
         layer = int(draw.integers(0, 5))
         for number in range(layer, min(layer + 3, 5)):
-            slots = staged.whole(number)
+            slots = staged.copy_layer(number)
             assert isinstance(slots.down, torch.Tensor)
             sums.append(slots.down.double().sum())
             asked.append(number)

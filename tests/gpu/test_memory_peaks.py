@@ -11,7 +11,7 @@ from gpu.kv.windows import WindowShape
 from gpu.layers.layer_arrays import activation_bytes
 from gpu.memory.demand import Demand
 from gpu.model.architecture import named_shape
-from gpu.prefill.window_attention import Own, WindowPrefill
+from gpu.prefill.window_attention import UnitPart, WindowPrefill
 from gpu.sampling import logprobs
 from gpu.sampling.sampler import Sampler
 from gpu.sampling.sampling_arrays import drawing_bytes
@@ -81,6 +81,6 @@ def test_rows_beside_a_window_take_what_is_planned() -> None:
         prefill = WindowPrefill(pool, 1.0)
         prefill.pages(tokens)
         own = [rows[0, :, :tokens] for rows in (prefill._keys, prefill._values)]
-        seen = prefill._before(shape.window_layers[0], Own(0, 0, tokens, 2 * tokens, None), 129, own)
+        seen = prefill._before(shape.window_layers[0], UnitPart(0, 0, tokens, 2 * tokens, None), 129, own)
     assert all(rows.shape[1] >= tokens + 128 for rows in seen)
     assert LEAST_SHARE * planned <= live.peak <= planned

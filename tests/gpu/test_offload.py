@@ -60,7 +60,7 @@ def test_a_context_is_closed_when_nothing_is_on_its_way_up() -> None:
         def synchronize(self) -> None:
             contexts.append(100 in twins.tier.contexts)
 
-    offload_of(twins)._row_transfer._brought = Late()
+    offload_of(twins)._row_transfer._last_load = Late()
     twins.offloading.launch(StepPlan(released_slots=[0]))
     assert contexts == []
     twins.offloading.launch(StepPlan(closed_contexts=[100]))

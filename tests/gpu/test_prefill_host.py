@@ -316,15 +316,15 @@ def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_
     run_down(stand, prompt, 0, CONTEXT, 100)
     row_transfer, log = stand.prefill.staging.row_transfer, []
     row_transfer.streams = LoggedStreams()
-    send, bring, layer = row_transfer.send, row_transfer.bring, stand.decoder.layer
+    send, load, layer = row_transfer.send, row_transfer.load, stand.decoder.layer
 
     def logged_send(keys: Tensor, *others: object) -> Sent:
         log.append(("sent", keys.data_ptr(), send(keys, *others)))
         return log[-1][2]
 
-    def logged_bring(rows: object, keys: Tensor, values: Tensor) -> Event:
-        assert left_before(keys) <= set(row_transfer.streams.waited), "a bring overtakes the send of the same buffer"
-        log.append(("brought", keys.data_ptr(), bring(rows, keys, values)))
+    def logged_load(rows: object, keys: Tensor, values: Tensor) -> Event:
+        assert left_before(keys) <= set(row_transfer.streams.waited), "a load overtakes the send of the same buffer"
+        log.append(("brought", keys.data_ptr(), load(rows, keys, values)))
         return log[-1][2]
 
     def left_before(keys: Tensor) -> set[Event]:
@@ -348,7 +348,7 @@ def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_
 
     num_waits: list[int] = []
     monkeypatch.setattr(row_transfer, "send", logged_send)
-    monkeypatch.setattr(row_transfer, "bring", logged_bring)
+    monkeypatch.setattr(row_transfer, "load", logged_load)
     monkeypatch.setattr(stand.decoder, "layer", logged_layer)
     if has_prefix:
         run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)

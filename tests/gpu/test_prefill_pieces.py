@@ -14,7 +14,7 @@ import gpu.prefill.past_attention
 from gpu.attention.prefill_attention import past_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.operations.prefill_attention.merge_attended import merge_attended
-from gpu.prefill.choice import KernelChoice, decide, why_out
+from gpu.prefill.choice import KernelChoice, decide, find_fault
 from gpu.prefill.dense import Dense
 from gpu.prefill.past_attention import (
     LEAST_QUERIES,
@@ -251,10 +251,10 @@ def test_a_kernel_that_rounds_is_in_and_one_that_is_wrong_or_raises_is_out(heads
         attended.out[-1] = torch.nan
         return attended
 
-    assert why_out(by_reference, *given, SCALE) is None
-    assert why_out(raises, *given, SCALE) == "No available kernel."
+    assert find_fault(by_reference, *given, SCALE) is None
+    assert find_fault(raises, *given, SCALE) == "No available kernel."
     for wrong in (forgets, counts_wrongly, leaves_out):
-        assert "is off by" in (why_out(wrong, *given, SCALE) or "")
+        assert "is off by" in (find_fault(wrong, *given, SCALE) or "")
 
 
 def ask(tokens: int, past: int) -> PrefillQuery:

@@ -131,7 +131,7 @@ def test_a_layer_goes_down_and_comes_back(kv_heads, tokens, dim, rows, way):
     staging = torch.full((2, kv_heads, tokens + 9, dim), float("nan"), dtype=keys.dtype, device=keys.device)
     into = staging[:, :, 4 : tokens + 4]
     halves = [store.rows(0, begin, end) for begin, end in ((0, tokens // 3), (tokens // 3, tokens)) if begin < end]
-    row_transfer.streams.wait_for(row_transfer.bring(halves, *into))
+    row_transfer.streams.wait_for(row_transfer.load(halves, *into))
     for got, wanted in zip(into, store.restored(), strict=True):
         assert distance(got, wanted[0]) < (KERNEL_BFLOAT16 if keys.dtype == torch.bfloat16 else KERNEL_FLOAT32)
     assert staging[:, :, :4].isnan().all()
@@ -178,7 +178,7 @@ def test_pieces_and_the_way_runs_are_copied_change_nothing(piece_rows, run_bytes
     for name in ("keys", "values", "codes", "centre", "key_scale", "value_scale"):
         assert torch.equal(getattr(got, name).nan_to_num(), getattr(wanted, name).nan_to_num()), name
     staging = torch.empty(2, 2, 100, 64, dtype=keys.dtype, device=keys.device)
-    row_transfer.bring([got.rows(1, 10, 110)], *staging).synchronize()
+    row_transfer.load([got.rows(1, 10, 110)], *staging).synchronize()
     assert distance(staging[0], wanted.restored()[0][1, :, 10:110]) < KERNEL_BFLOAT16
 
 
@@ -213,7 +213,7 @@ def test_a_row_transfer_is_given_rooms_that_fit(way):
     store = Store(row_transfer, 1, 50)
     keys, values = make_source(row_transfer, 1, 50)
     with pytest.raises(AssertionError, match="50 rows for a room of 49"):
-        row_transfer.bring([store.rows(0, 0, 50)], keys[0, :, :49], values[0, :, :49])
+        row_transfer.load([store.rows(0, 0, 50)], keys[0, :, :49], values[0, :, :49])
     with pytest.raises(AssertionError, match=f"0 tokens of a segment, wanted 1 to {PIECE_ROWS}"):
         row_transfer.send(keys[0, :, :0], values[0, :, :0], store.rows(0, 0, 0), False)
 

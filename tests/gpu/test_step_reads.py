@@ -40,5 +40,5 @@ def test_halves_read_weights_twice_and_of_experts_what_the_rows_of_each_take() -
 def test_what_halves_read_again_is_a_share_of_weights_and_contexts() -> None:
     reads = reads_of("llama-3.1-8b", 30)
     contexts = (10_000 * 32 + 10_000 * 32 - 9_000 * 30) * HEADS_BYTES
-    share = reads.again_share([9_999, 9_999], [None, HostRead(0, 16, 9_016)])
+    share = reads.reread_share([9_999, 9_999], [None, HostRead(0, 16, 9_016)])
     assert share == pytest.approx(reads.weights(2) / (reads.weights(2) + contexts), rel=1e-12)

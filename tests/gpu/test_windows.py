@@ -9,7 +9,7 @@ import torch
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
 from gpu.model.architecture import read_architecture
-from gpu.prefill.window_attention import Own
+from gpu.prefill.window_attention import UnitPart
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, StepPlan, WindowBranch, WindowWrite
@@ -138,12 +138,12 @@ def test_a_branch_has_its_last_cells_of_each_unit_once() -> None:
         (5, 60, 90, (5, 25)),
         (0, 40, 70, (0, 30)),
     ):
-        kept = Own(0, begin, begin + context - first, context, branch).branched(48)
+        kept = UnitPart(0, begin, begin + context - first, context, branch).branched(48)
         assert (kept.start, kept.stop) == wanted
     for first, context in ((80, 100), (0, 20)):
-        kept = Own(0, 0, context - first, context, branch).branched(48)
+        kept = UnitPart(0, 0, context - first, context, branch).branched(48)
         assert kept.start >= kept.stop
-    assert Own(0, 3, 9, 9, None).branched(48) == slice(3, 3)
+    assert UnitPart(0, 3, 9, 9, None).branched(48) == slice(3, 3)
 
 
 def test_a_window_is_copied_whole_and_given_to_its_slot_alone() -> None:

@@ -333,7 +333,7 @@ class Twins:
         pages = slice(begin // self.page_tokens, end // self.page_tokens)
         return [
             Offload(sequence.slot, sequence.context_id, begin, end, sequence.pages[pages],
-                    opens=not sequence.run_end, reading=self.reading)
+                    is_new_context=not sequence.run_end, reading=self.reading)
         ]  # fmt: skip
 
     def _release(self, sequence: Sequence, offloads: list[Offload]) -> PageEviction | None:

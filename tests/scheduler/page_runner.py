@@ -297,7 +297,7 @@ class PageRunner:
             self._fail(prompt.slot)
 
     def _offload(self, offload: Offload) -> None:
-        if offload.opens:
+        if offload.is_new_context:
             self.context_of[offload.slot] = offload.context_id
             self.contexts[offload.context_id] = []
             self.readings[offload.context_id] = offload.reading

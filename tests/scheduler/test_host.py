@@ -40,7 +40,7 @@ def test_a_conversation_of_thousands_of_turns_is_let_go_at_once(way: str) -> Non
         turn.is_open = True
         contexts.append(turn, pages.allocate(1))
         contexts.publish(turn, [b"first", b"%d" % number][: num_shared + 1])
-        contexts.let_go(turn, is_kept=True)
+        contexts.release(turn, is_kept=True)
     assert len(contexts) == num_turns
     first = next(iter(contexts))
     contexts.retract([b"%d" % (num_turns - 1)]) if way == "retract" else contexts.discard(first)
@@ -63,7 +63,7 @@ def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelin
     assert WINDOW <= length - host.end < WINDOW + PAGE
     blocks = [offload for plan in runner.plans for offload in plan.offloads]
     assert len(blocks) >= 3
-    assert all(offload.end - offload.begin == OFFLOAD_BLOCK and not offload.opens for offload in blocks)
+    assert all(offload.end - offload.begin == OFFLOAD_BLOCK and not offload.is_new_context for offload in blocks)
     check_idle(engine, runner)
 
 
@@ -72,7 +72,7 @@ def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_an_offloa
     request = ask("a", prompt_of(RESIDENT), max_tokens=210)
     answer(engine, [request])
     offloads = [offload for plan in runner.plans for offload in plan.offloads]
-    assert [offload.opens for offload in offloads] == [True, False, False]
+    assert [offload.is_new_context for offload in offloads] == [True, False, False]
     assert (offloads[0].begin, offloads[0].end) == (SINK, RESIDENT + OFFLOAD_BLOCK - WINDOW)
     asks = [group.host_reads for plan in runner.plans for group in plan.decode]
     assert asks[0] is None

@@ -152,7 +152,7 @@ def test_a_step_that_hangs_is_waited_for_so_that_it_is_seen() -> None:
     engine, _ = two_lanes()
     long_ago = time.perf_counter() - 2 * _PATIENCE_SECONDS
     engine._in_flight = [(StepPlan(Lane.HOST), Step(), long_ago), (StepPlan(), Step(), time.perf_counter())]
-    assert engine._next_over() == 0
+    assert engine._next_finished() == 0
 
 
 def test_pages_that_were_released_are_taken_behind_a_fence_however_often_the_other_lane_has_nothing_to_do() -> None:
@@ -264,13 +264,13 @@ def test_a_fenced_step_is_told_of_behind_those_launched_before_it() -> None:
     engine._in_flight = [(plan, Step(), time.perf_counter()) for plan in plans]
     for _, step, _ in engine._in_flight[1:]:
         step.is_over = True
-    assert engine._next_over() == 1
+    assert engine._next_finished() == 1
     engine._in_flight.pop(1)
-    assert engine._next_over() is None
+    assert engine._next_finished() is None
     engine._in_flight[0][1].is_over = True
-    assert engine._next_over() == 0
+    assert engine._next_finished() == 0
     engine._in_flight.pop(0)
-    assert engine._next_over() == 0
+    assert engine._next_finished() == 0
 
 
 @pytest.mark.parametrize("order", [None, Random(1)])

@@ -307,7 +307,7 @@ def test_short_contexts_are_written_down_before_anybody_gives_way(profile: str, 
     requests = [short(f"r{salt}", salt, profile) for salt in (1, 2)]
     answer(engine, requests)
     assert engine.stats().preemptions == 0
-    assert [offload.opens for offload in offloads_of(runner)][:1] == [True]
+    assert [offload.is_new_context for offload in offloads_of(runner)][:1] == [True]
     assert all((one.end - one.begin) % OFFLOAD_BLOCK == 0 for one in offloads_of(runner))
     assert releases_of(runner)
     check_idle(engine, runner)

@@ -60,7 +60,7 @@ def test_a_chunk_that_was_computed_is_held_as_the_stores_once_it_is_stored(num_i
     out = np.empty(LAYER_BYTES, np.uint8)
     assert source_before.layer(0, out).result(20).tobytes() == layers_of(1)[0], "who reads it goes on"
     source_before.release()
-    library.let_go(key_of(1))
+    library.release(key_of(1))
     assert library._held == {}
     library.shutdown()
 
@@ -75,7 +75,7 @@ def test_a_chunk_that_waits_for_the_writer_is_found_and_takes_no_more_memory(tmp
     assert read(library, 1) == layers_of(1), "who does not hold it"
     assert library.hold(key_of(1))
     assert library.room_bytes == room - CHUNK_BYTES
-    library.let_go(key_of(1))
+    library.release(key_of(1))
     assert library.room_bytes == room - CHUNK_BYTES, "it still waits"
     assert library.hold(key_of(1))
     may_go.set()
@@ -85,7 +85,7 @@ def test_a_chunk_that_waits_for_the_writer_is_found_and_takes_no_more_memory(tmp
     assert library.room_bytes == room
     assert library._held[key_of(1).name].layers is None, "it is the store's"
     assert read(library, 1) == layers_of(1)
-    library.let_go(key_of(1))
+    library.release(key_of(1))
     library.shutdown()
 
 
@@ -101,7 +101,7 @@ def test_a_chunk_that_waited_for_a_disk_without_room_stays_with_who_holds_it(tmp
     assert library.room_bytes == room - CHUNK_BYTES
     assert read(library, 1) == layers_of(1)
     assert library.open(key_of(2)) is None
-    library.let_go(key_of(1))
+    library.release(key_of(1))
     assert library.room_bytes == room
     library.shutdown()
 
@@ -125,7 +125,7 @@ def test_a_chunk_that_is_found_while_it_is_computed_is_held_once(
     assert settle(library) == [True]
     assert library._held[key_of(1).name].layers is None
     assert read(library, 1) == layers_of(1)
-    library.let_go(key_of(1))
+    library.release(key_of(1))
     assert [entry.num_leases for entry in library.store._entries.values()] == [0]
     library.shutdown()
 
@@ -140,10 +140,10 @@ def test_a_chunk_that_the_store_has_no_room_for_stays_until_nobody_holds_it(tmp_
         assert settle(library) == [False]
         assert library.room_bytes == room - CHUNK_BYTES
         assert read(library, 1) == layers_of(1)
-        library.let_go(key_of(1))
+        library.release(key_of(1))
         assert library.hold(key_of(1)), "somebody has it"
-        library.let_go(key_of(1))
-        library.let_go(key_of(1))
+        library.release(key_of(1))
+        library.release(key_of(1))
         assert library.room_bytes == room
         assert not library.has(key_of(1))
     library.keep(key_of(2), pages(2))  # nobody waits for it any more
@@ -192,7 +192,7 @@ def test_codes_that_are_no_numbers_are_refused_before_anybody_has_them(number: s
     assert not library.is_there(key)
     assert library.open(key) is None
     assert settle(library) == [None]
-    library.let_go(key)
+    library.release(key)
     assert not library.has(key)
     rows[7, 8:12] = 0
     library.keep(key, [rows.reshape(-1)])

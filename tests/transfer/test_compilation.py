@@ -2,7 +2,7 @@
 
 import numba
 
-from transfer.simd.compilation import find_callees, told
+from transfer.simd.compilation import find_callees, reporting_compilation
 
 
 @numba.njit
@@ -37,12 +37,12 @@ def test_what_a_function_calls_is_found_but_for_what_becomes_a_part_of_it():
 
 def test_each_function_is_told_of_once_and_one_that_is_compiled_already_never():
     fractions: list[float] = []
-    with told((_root,), fractions.append):
+    with reporting_compilation((_root,), fractions.append):
         _other(1)
         assert fractions == []
         assert _root(1) == 6.5
     assert fractions == [1 / 4, 2 / 4, 3 / 4]
-    with told((_root,), fractions.append):
+    with reporting_compilation((_root,), fractions.append):
         _root(2)
     _twice(1.5)
     assert len(fractions) == 3

@@ -102,7 +102,7 @@ class ChunkLibrary:
             return None if writing is None else writing.is_written
 
     def hold(self, key: ChunkKey) -> bool:
-        """Hold a chunk until `let_go`, and return whether it is there; if it is computed from now on it is kept."""
+        """Hold a chunk until `release`, and return whether it is there; if it is computed from now on it is kept."""
         with self._lock:
             held = self._held.setdefault(key.name, _Held())
             held.count += 1
@@ -119,7 +119,7 @@ class ChunkLibrary:
             lease.release()
         return is_there
 
-    def let_go(self, key: ChunkKey) -> None:
+    def release(self, key: ChunkKey) -> None:
         """Release a chunk, once for each `hold`."""
         with self._lock:
             held = self._held[key.name]

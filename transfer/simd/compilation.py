@@ -26,7 +26,7 @@ def find_callees(*roots: Any) -> set[Any]:
 
 
 @contextmanager
-def told(roots: tuple[Any, ...], on_progress: Callable[[float], None]) -> Iterator[None]:
+def reporting_compilation(roots: tuple[Any, ...], on_progress: Callable[[float], None]) -> Iterator[None]:
     """Call `on_progress(fraction)` whenever another callee of these functions is compiled inside the block."""
     listener = _Listener(find_callees(*roots), on_progress)
     with event.install_listener("numba:compile", listener):

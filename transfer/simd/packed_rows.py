@@ -56,11 +56,11 @@ def unit_columns(number: str) -> int:
     return RUN * places_of(number)
 
 
-def packed_kind(number: str, gains_a_unit: int) -> tuple[Any, ...]:
+def packed_kind(number: str, gains_per_unit: int) -> tuple[Any, ...]:
     """Return what stands for rows of "int4", "int8" or "fp8" in numba code, as a float32 or a uint16 does for plain
     ones.
     """
-    return (_TAGS[number](0),) * gains_a_unit
+    return (_TAGS[number](0),) * gains_per_unit
 
 
 def product_block(rows: int, vectors: int) -> Any:
@@ -110,8 +110,8 @@ def widen_row(typing_context, kind, out_kind, words, gains, offsets, inner, out,
 class _Rows:
     """The emitter of a loop over packed rows; subclasses say what it takes of them."""
 
-    def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, rows: int) -> None:
-        self.builder, self.number, self.gains_a_unit, self.rows = builder, number, gains_a_unit, rows
+    def __init__(self, builder: ir.IRBuilder, number: str, gains_per_unit: int, rows: int) -> None:
+        self.builder, self.number, self.gains_per_unit, self.rows = builder, number, gains_per_unit, rows
         self.places, self.columns = places_of(number), unit_columns(number)
 
     def take(self, numbers: list[Any], unit: Any, column: int) -> None:
@@ -139,11 +139,11 @@ class _Rows:
         """Emit one unit in straight code: values that follow from gains are computed once."""
         builder, made = self.builder, {}
         row_byte = builder.mul(unit, int64(LINE_BYTES))
-        first_gain = builder.mul(unit, int64(4 * self.gains_a_unit))
+        first_gain = builder.mul(unit, int64(4 * self.gains_per_unit))
         for place in places:
             for begin in range(0, RUN, LANES):
                 column = place * RUN + begin
-                gain = column * self.gains_a_unit // self.columns
+                gain = column * self.gains_per_unit // self.columns
                 ours = []
                 for row in range(self.rows):
                     if (row, gain) not in made:
@@ -177,8 +177,8 @@ class _Rows:
 class _Block(_Rows):
     """The emitter of products of rows and vectors."""
 
-    def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, rows: int, vectors: int) -> None:
-        super().__init__(builder, number, gains_a_unit, rows)
+    def __init__(self, builder: ir.IRBuilder, number: str, gains_per_unit: int, rows: int, vectors: int) -> None:
+        super().__init__(builder, number, gains_per_unit, rows)
         self.vectors = vectors
         self.sums = [cgutils.alloca_once_value(builder, zero()) for _ in range(rows * vectors)]
 
@@ -203,8 +203,8 @@ class _Block(_Rows):
 class _WidenedRow(_Rows):
     """The emitter of one row's numbers, in `size` bytes each."""
 
-    def __init__(self, builder: ir.IRBuilder, number: str, gains_a_unit: int, out: Any, size: int) -> None:
-        super().__init__(builder, number, gains_a_unit, 1)
+    def __init__(self, builder: ir.IRBuilder, number: str, gains_per_unit: int, out: Any, size: int) -> None:
+        super().__init__(builder, number, gains_per_unit, 1)
         self.out, self.size = out, size
 
     def take(self, numbers: list[Any], unit: Any, column: int) -> None:

@@ -96,7 +96,7 @@ def _yield_core(typing_context):
 
 
 @numba.njit(nogil=True)
-def look_again(looks):
+def spin_or_yield(looks):
     """Wait a little after so many looks in vain: at first on this core, then without it. Return one look more."""
     if looks < SPINS:
         pause()
@@ -145,5 +145,5 @@ def end_stage(team, stage, items, done):
     is_last = done > 0 and atomic_add(counter, done) + done == items
     looks = 0
     while atomic_load(counter) < items:
-        looks = look_again(looks)
+        looks = spin_or_yield(looks)
     return is_last

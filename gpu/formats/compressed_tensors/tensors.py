@@ -11,12 +11,12 @@ from gpu.weights.stored import (
     ModuleRows,
     StoredError,
     StoredTensor,
-    a_row_each,
     fp8_weight,
     group_order,
     input_scale,
     row_scales,
     unpack_numbers,
+    with_group_axis,
 )
 
 
@@ -56,7 +56,7 @@ def _compressed(stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[
     is_float = stored.kind == "fp8"
 
     def fill_zeros(zeros: Tensor) -> None:
-        part.put_zeros(_from_middle(a_row_each(zeros)))
+        part.put_zeros(_from_middle(with_group_axis(zeros)))
 
     tensors = {
         ".weight": fp8_weight(part) if is_float else StoredTensor(

@@ -68,7 +68,9 @@ class Mac(RingSide):
         self._is_estimate = torch.zeros(site.max_running + 1, dtype=torch.uint8, device=device)
         self._no_skips = torch.zeros(3, site.max_running, dtype=torch.int32, device=device)
         self._of_rows: WeakKeyDictionary[StepRows, _RingRows] = WeakKeyDictionary()
-        self._told = torch.zeros(self.break_even.table.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host_counts = torch.zeros(
+            self.break_even.table.shape, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
 
     # --- who holds a ring ---------------------------------------------------------------------------------------------
 
@@ -139,10 +141,10 @@ class Mac(RingSide):
 
     def end_step(self) -> None:
         self.break_even.end_step()
-        self._told.copy_(self.break_even.table, non_blocking=True)
+        self._host_counts.copy_(self.break_even.table, non_blocking=True)
 
     def counts(self) -> dict[str, list[int]]:
-        columns = self._told.T.tolist()
+        columns = self._host_counts.T.tolist()
         matching = [int(layer in self._rings and bool(flag)) for layer, flag in enumerate(columns[-1])]
         return dict(zip(COUNTERS, [*columns[: NUM_COUNTS + 1], matching], strict=True))
 

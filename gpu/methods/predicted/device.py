@@ -103,7 +103,7 @@ class Predicted(RingSide):
         )  # fmt: skip
         self._num_rings = num_rings
         self._chosen: dict[int, tuple[int, int]] = {}  # by ring: the cell behind which blocks are known, of how many
-        self._known_places: dict[int, np.ndarray] = {}
+        self._written_places: dict[int, np.ndarray] = {}
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._streams = Streams(device)
         self._chains = [Streams(device).up for _ in range(CHAINS)]
@@ -112,7 +112,7 @@ class Predicted(RingSide):
         self._num_open = 0  # of the step that is launched
         self._used: list[Tensor] = []  # what the other stream reads, until it is waited for
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
-        self._told = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host_counts = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     # --- who holds a ring ---------------------------------------------------------------------------------------------
 
@@ -256,10 +256,10 @@ class Predicted(RingSide):
         return {Owner.FETCHED: tokens, Owner.DROPPED: skip if self._reading.drops_rest else torch.zeros_like(skip)}
 
     def end_step(self) -> None:
-        self._told.copy_(self._counts, non_blocking=True)
+        self._host_counts.copy_(self._counts, non_blocking=True)
 
     def counts(self) -> dict[str, list[int]]:
-        sums = self._told.sum(0).tolist()
+        sums = self._host_counts.sum(0).tolist()
         dropped = sums[SKIP] - sums[READ] - sums[WHOLE] if self._reading.drops_rest else 0
         told = sums[SKIP], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE]
         return {name: [number] for name, number in zip(COUNTERS, told, strict=True)}
@@ -332,7 +332,7 @@ class Predicted(RingSide):
 
     def _place(self, ring: int, places: np.ndarray) -> None:
         """Write where a ring's run lies, in stream order, if it has moved or grown."""
-        known = self._known_places.get(ring)
+        known = self._written_places.get(ring)
         if known is not None and np.array_equal(known, places):
             return
         layers, _, most = self.blocks.lies[:, ring].shape
@@ -340,4 +340,4 @@ class Predicted(RingSide):
         table = np.zeros((layers, COLUMNS, most), np.int64)
         table[:, :, : places.shape[2]] = places
         self.blocks.lies[:, ring] = upload(table, self.turns.last_cells.device)
-        self._known_places[ring] = places
+        self._written_places[ring] = places

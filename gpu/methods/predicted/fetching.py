@@ -141,7 +141,7 @@ def look_at_blocks_reference(
 
 
 @triton.jit
-def _list_mine(mine, is_listed, item, before):
+def _list_own_items(mine, is_listed, item, before):
     """Deal the listed items of a chunk out to the programs in turn, behind `before` items of earlier chunks, and append
     this program's share to `mine`. Return how many items there are now in all.
     """
@@ -153,7 +153,7 @@ def _list_mine(mine, is_listed, item, before):
 
 
 @triton.jit
-def _number_of_mine(listed):
+def _count_own_items(listed):
     """Return a program's part of so many that were listed."""
     return (listed - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
 
@@ -241,9 +241,9 @@ def _fetch_kernel(
     for begin in range(0, all_slots, CHUNK):
         slot = begin + tl.arange(0, CHUNK)
         is_fresh = tl.load(fresh + slot, mask=slot < all_slots, other=0) != 0
-        listed = _list_mine(mine, is_fresh, slot, listed)
+        listed = _list_own_items(mine, is_fresh, slot, listed)
     tl.debug_barrier()
-    count = _number_of_mine(listed)
+    count = _count_own_items(listed)
     item = tl.arange(0, ITEMS)
     page, block, piece = _find_blocks(mine, item, count, ids, lies, slots, KV_HEADS, PIECES)
     for begin in range(0, count, ITEMS):
@@ -324,9 +324,9 @@ def _look_kernel(
         is_there = is_there & (block < limit)
         place = ring.to(tl.int64) * KV_HEADS + kv_head
         held = tl.load(bits + place * words + block // _WORD, mask=is_there, other=0) >> (block % _WORD)
-        listed = _list_mine(mine, is_there & ((held & 1) == 0), look, listed)
+        listed = _list_own_items(mine, is_there & ((held & 1) == 0), look, listed)
     tl.debug_barrier()
-    count = _number_of_mine(listed)
+    count = _count_own_items(listed)
     for begin in range(0, count, ITEMS):
         item = begin + tl.arange(0, ITEMS)
         is_there = item < count

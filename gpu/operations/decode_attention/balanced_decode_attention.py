@@ -41,7 +41,7 @@ CONFIGS = {
 _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
 
 
-def merged_at_once(pieces: int, pairs: int) -> int:
+def num_merged_together(pieces: int, pairs: int) -> int:
     """Return how many partials of a span are merged together: about twice what it has, if all of them are as long."""
     return min(PIECES_AT_ONCE, max(PIECES_A_WARP, triton.next_power_of_2(2 * pieces // pairs + 1)))
 
@@ -245,7 +245,7 @@ def launch_balanced(
         FAR=parts == 2, MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind,
         num_warps=num_warps, num_stages=num_stages, maxnreg=registers,
     )  # fmt: skip
-    at_once = merged_at_once(pieces, pairs)
+    at_once = num_merged_together(pieces, pairs)
     _merge_pieces_kernel[(requests, heads, parts)](
         piece_out, piece_lse, counts, out, lse, ends if covered is None else covered, ends, pairs * parts, pieces,
         GROUP=group, HEADS=heads, DIM=dim, BLOCK_DIM=block_dim, PIECES=at_once, PARTS=parts, COUNTED=is_counted,

@@ -111,7 +111,7 @@ def _find_tile(
 
 
 @triton.jit
-def _own_tile(
+def _tile_of_program(
     logits, tile_experts, takers, shares, num_tokens, ROUTES: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
@@ -138,7 +138,7 @@ def _tiles_kernel(
     BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
-    expert, taker = _own_tile(
+    expert, taker = _tile_of_program(
         logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
         BY_PAIR, BLOCK_PAIRS,
     )  # fmt: skip
@@ -202,7 +202,7 @@ def _packed_expert_tiles_kernel(
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
-    expert, taker = _own_tile(
+    expert, taker = _tile_of_program(
         logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
         BY_PAIR, BLOCK_PAIRS,
     )  # fmt: skip
