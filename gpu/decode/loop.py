@@ -64,16 +64,17 @@ class LayerLoop:
         """
         decoder = self.decoder
         methods = [method for method in self.methods if reuses or not method.reuses]
-        workspace = self.workspace if exchange is None and not lends else self.host_read_workspace
+        skips = lends or exchange is not None
+        workspace = self.host_read_workspace if skips else self.workspace
         hidden = decoder.embed(self.last_tokens.index_select(0, rows.token_slots))
         windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
         for layer in range(decoder.architecture.num_layers):
             queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None)
+            is_offloaded = layer in self.offloaded_layers
             reads = LayerReads(
-                layer, rows, *queries, reads_host=exchange is not None and layer in self.offloaded_layers,
-                lends=lends and layer in self.offloaded_layers,
-            )  # fmt: skip
-            if reads.reads_host or reads.lends:
+                layer, rows, *queries, reads_host=exchange is not None and is_offloaded, skips=skips and is_offloaded
+            )
+            if reads.skips:
                 reads.bounds = rows.bounds(decoder.architecture.num_heads)
             reads.window = decoder.specs[layer].window_tokens
             if reads.window is not None:

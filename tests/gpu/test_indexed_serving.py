@@ -41,9 +41,15 @@ def indexed_part(settings: dict[str, Any]) -> ProfilePart:
 class IndexedTwins(Twins):
     """Slots of `ringed` hold the rings of their numbers."""
 
-    def __init__(self, settings: dict[str, Any], ringed: tuple[int, ...] = (0,), **more: Any) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        ringed: tuple[int, ...] = (0,),
+        beside: tuple[ProfilePart, ...] = (),
+        **more: Any,
+    ) -> None:
         self.part = indexed_part(settings)
-        super().__init__(more_parts=[self.part], reading=Reading.INDEXED, check_coverage=True, **more)
+        super().__init__(more_parts=[self.part, *beside], reading=Reading.INDEXED, check_coverage=True, **more)
         for slot in ringed:
             self.assign(slot, slot)
 
@@ -153,6 +159,15 @@ def test_the_cpu_is_asked_nothing_unless_some_row_that_reads_the_host_has_no_rin
         assert furthest(twins, slots) < HOP_LOGITS_FLOAT32
         assert reader.times.steps > steps
         assert reader.times.requests - before == requests, slots
+
+
+def test_methods_of_other_rows_leave_a_row_that_skips_host_memory_alone() -> None:
+    composition = Composition.model_validate({"reuse": {"method": "mac", "min_context_tokens": 0}})
+    mac = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_part
+    assert mac is not None
+    twins = IndexedTwins(ALL, beside=(mac,))
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 6)
 
 
 def test_two_parts_of_a_step_do_not_meet() -> None:

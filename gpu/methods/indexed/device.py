@@ -120,7 +120,7 @@ class Indexed(RingSide):
             return
         if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
             self._of_rows[reads.rows] = self._look_up(reads.rows)
-        if not (reads.reads_host or reads.lends):
+        if not reads.skips:
             return
         wanted = reads.wanted
         if wanted is None:

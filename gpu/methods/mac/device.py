@@ -101,7 +101,7 @@ class Mac(RingSide):
         if ring is None:
             return
         own = self._rows_of(reads)
-        skips = rows.skips if reads.reads_host else self._no_skips[:, : rows.num_rows]
+        skips = rows.skips if reads.skips else self._no_skips[:, : rows.num_rows]
         layer = reads.layer
         matched = match(
             reads.pre_rope_query, ring, own.rings, rows.cells, skips, self._limits[layer],
