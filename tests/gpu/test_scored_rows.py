@@ -97,7 +97,7 @@ def test_every_row_is_told_once_and_products_are_no_smaller_than_their_block_all
     told = []
     for rows in cut_rows(begin, end, num_rows):
         computed = range(num_rows)[rows.computed]
-        assert list(computed[rows.wanted]) == list(range(rows.told.start, rows.told.stop))
+        assert list(computed[rows.wanted]) == list(range(rows.reported.start, rows.reported.stop))
         block = computed.start // LOGITS_BLOCK_ROWS
         assert block == (computed.stop - 1) // LOGITS_BLOCK_ROWS, "a product is of one block"
         in_block = min(LOGITS_BLOCK_ROWS, num_rows - block * LOGITS_BLOCK_ROWS)
