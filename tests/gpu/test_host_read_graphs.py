@@ -137,7 +137,9 @@ class Log(list[str]):
         slot = SimpleNamespace(release=release, advance=advance, rows=1, is_released=False)
         return SimpleNamespace(name=name, slot=slot)
 
-    def step(self, rows: StepRows, exchange: SimpleNamespace, reuses: bool, experts: None) -> Iterator[None]:
+    def step(
+        self, rows: StepRows, exchange: SimpleNamespace, reuses: bool, experts: None, lends: bool
+    ) -> Iterator[None]:
         self.append(f"begin {exchange.name}")
         for ask in range(2):
             yield
