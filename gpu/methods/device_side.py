@@ -52,7 +52,7 @@ class LayerReads:
     query, pre_rope_query: `[rows, heads, dim]`, rotated and not; bounds, has_far, maxima: of what is on the device, see
     `paged_decode_attention` (bounds None: all of each context). reads_host: whether the CPU is asked in this
     layer, and then codes: of the query, uint16 `[rows, heads, tables]`, wanted and excluded: as in the exchange slot.
-    skips: whether rows skip what is in host memory in this layer: where the CPU is asked, and where methods read it all.
+    skips: whether rows skip what is in host memory in this layer: where the CPU is asked, or methods read all of it.
     kept: what methods keep of the layer from before they read it until after. fetched: what methods read themselves, a
     partial each. attended: all that was read, merged, by methods that do that themselves; None: nobody has. window: of
     the layer, in cells, or None: bounds say so already, and methods have no part in it.

@@ -138,7 +138,7 @@ class Log(list[str]):
         return SimpleNamespace(name=name, slot=slot)
 
     def step(
-        self, rows: StepRows, exchange: SimpleNamespace, reuses: bool, experts: None, lends: bool
+        self, rows: StepRows, exchange: SimpleNamespace, reuses: bool, experts: None, lends: bool = False
     ) -> Iterator[None]:
         self.append(f"begin {exchange.name}")
         for ask in range(2):
