@@ -9,11 +9,11 @@ from rich.console import Console
 from lab.speed.beside import BesideBenchmark, _Clock, run_beside_benchmark
 from scheduler.messages import Delta
 from server.deployment import Deployment
-from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
+from tests.bench.test_long_context import DEPLOYMENT, measure_little
 
 
 def test_rows_are_of_each_kind_next_to_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
+    measure_little(monkeypatch)
     deployment = Deployment.model_validate({**DEPLOYMENT, "scheduler": {"max_running": 4, "max_context_tokens": 4096}})
     benchmark = BesideBenchmark(2, 20, 1, 2000, "sampled", 0.3)
     rows = run_beside_benchmark(benchmark, deployment, Console(file=io.StringIO()))

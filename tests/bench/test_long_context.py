@@ -52,13 +52,19 @@ DEPLOYMENT = {
 }
 
 
+def measure_little(patch: pytest.MonkeyPatch) -> None:
+    """Have rates measured over SMALL_GIB."""
+    for module in ("cpu.memory_rates", "bench.long_floors"):
+        patch.setattr(f"{module}.default_gib", lambda: SMALL_GIB)
+
+
 @pytest.fixture(scope="module")
 def run():
     """What was printed, and the rows after each profile; no time for more than the fewest steps."""
     deployment, printed = Deployment.model_validate(DEPLOYMENT), io.StringIO()
     benchmark = LongContextBenchmark(2304, 2, (1, 2), 8, 0.0, ("sampled", "offloaded"), 2304, True, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
+        measure_little(patch)
         reported = list(run_long_context_benchmark(benchmark, deployment, Console(file=printed, width=200)))
     return printed.getvalue(), reported
 
@@ -362,7 +368,7 @@ def test_of_a_profile_that_reuses_it_is_told_how_many_heads_do_and_a_peer_that_s
     deployment, printed = Deployment.model_validate(DEPLOYMENT | {"profiles": profiles}), io.StringIO()
     benchmark = LongContextBenchmark(2400, 2, (2,), 4, 0.0, ("again", "sampled"), 0, None, False, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
+        measure_little(patch)
         *_, rows = run_long_context_benchmark(benchmark, deployment, Console(file=printed, width=200))
     ours, _, peer, _ = rows
     assert (ours.name, peer.name) == ("decode step, again", "decode step, sampled")

@@ -9,11 +9,11 @@ from rich.console import Console
 
 from bench.prefill import PrefillBenchmark, run_prefill_benchmark
 from server.deployment import Deployment
-from tests.bench.test_long_context import DEPLOYMENT, SMALL_GIB
+from tests.bench.test_long_context import DEPLOYMENT, measure_little
 
 
 def test_the_benchmark_times_prompts_and_the_next_turn_of_each_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
+    measure_little(monkeypatch)
     deployment, printed = Deployment.model_validate(DEPLOYMENT), io.StringIO()
     benchmark = PrefillBenchmark((150, 300, 10_000), ("exact", "sampled"), 200, 40, peers=True)
     *_, rows = run_prefill_benchmark(benchmark, deployment, Console(file=printed, width=200))

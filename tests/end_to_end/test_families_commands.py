@@ -11,6 +11,7 @@ from bench.cli import app as bench
 from evals.cli import app as evals
 from evals.tuning.command import app as tune
 from server.commands.tandem import app as tandem
+from tests.bench.test_long_context import SMALL_GIB
 from tests.gpu.family_checkpoints import CONFIGS, checkpoint
 from tests.gpu.reference_model import FOLDER
 
@@ -55,7 +56,8 @@ def test_a_familys_checkpoint_is_planned_measured_and_tuned(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_random_weights_of_a_family_are_timed_beside_their_floor(shape: str) -> None:
+def test_random_weights_of_a_family_are_timed_beside_their_floor(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
     timed = CliRunner().invoke(
         bench, ["engine", "--random-weights", shape, "--batch", "1,2", "--prompt-tokens", "8", "--steps", "8",
                 "--rounds", "1", "--device", "cpu", "--dtype", "float32"]

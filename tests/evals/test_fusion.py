@@ -212,7 +212,7 @@ def test_an_attention_map_is_a_softmax_over_what_a_query_sees() -> None:
 
 def test_processes_make_the_prompts_that_are_made_here() -> None:
     plan = replace(PLAN, tasks=("several_values", "facts_one_hop"), num_prompts=3)
-    with prompts_ahead(plan, [256, 512], 2) as prompts_of:
+    with prompts_ahead(plan, [256, 512], 1) as prompts_of:
         assert [prompts_of(length) for length in (512, 256)] == [fusion_prompts(plan, length) for length in (512, 256)]
     assert [prompt.task for prompt in fusion_prompts(plan, 256)] == [*plan.tasks, "several_values"]
 

@@ -104,6 +104,7 @@ TRITON_TYPES = {
 }
 COMPILE_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
+Source = tuple[ASTSource, tuple[tuple[str, Any], ...]]  # and the options with which it is compiled
 SERVED = ("tiny", "llama-3.1-8b")
 MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b")
 FAMILIES = ("phi-3-mini", "gemma-3-4b", "glm-4-9b")  # heads of 96 and of 256, and 16 to a KV head
@@ -638,14 +639,7 @@ def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes
 
 # Two selections, each with a loop without masks and one with: many seconds; and three kinds of numbers.
 SLOW = ("_query_sparse_kernel", "_packed_tiles_kernel", "_tiles_kernel", "_packed_expert_tiles_kernel")
-QUICK = ("_swiglu_kernel", "_reduce_kernel", "_merge_kernel")  # of the card with more shared memory, a sample
-TARGETS = [
-    pytest.param(
-        name, capability, marks=[] if (capability == 89 and name not in SLOW) or name in QUICK else pytest.mark.long
-    )
-    for name in LAUNCHES
-    for capability in SHARED_KIB
-]
+QUICK = ("_swiglu_kernel", "_reduce_kernel", "_merge_kernel")  # every launch, on the card with more shared memory too
 
 
 FAMILY_KERNELS = (
@@ -658,31 +652,67 @@ FAMILY_KERNELS = (
 QUICK_OF_FAMILIES = ("_rope_kv_write_kernel", "_offload_kernel")
 
 
-@pytest.mark.parametrize(("name", "capability"), TARGETS)
-def test_every_launch_compiles_within_the_shared_memory_of_the_card(name, capability, launches):
-    _compile_all(name, capability, launches)
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name not in SLOW])
+def test_a_launch_with_each_constant_and_type_compiles_within_the_shared_memory_of_the_smaller_card(name, launches):
+    _compile(_fewest(_sources(name, launches)), 89)
+
+
+@pytest.mark.parametrize("name", QUICK_OF_FAMILIES)
+def test_a_launch_of_other_families_with_each_constant_and_type_compiles_likewise(name, family_launches):
+    _compile(_fewest(_sources(name, family_launches)), 89)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK_OF_FAMILIES else pytest.param(name, marks=pytest.mark.long)
-             for name in FAMILY_KERNELS]
-)  # fmt: skip
+    ("name", "capability"),
+    [
+        pytest.param(name, capability, marks=[] if name in QUICK else pytest.mark.long)
+        for name in LAUNCHES
+        for capability in SHARED_KIB
+    ],
+)
+def test_every_launch_compiles_within_the_shared_memory_of_the_card(name, capability, launches):
+    _compile(_sources(name, launches), capability)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILY_KERNELS)
 def test_every_launch_of_other_families_compiles_likewise(name, family_launches):
-    _compile_all(name, 89, family_launches)
+    _compile(_sources(name, family_launches), 89)
 
 
-def _compile_all(name: str, capability: int, launches: list[Launch]) -> None:
-    seen = set()
-    own = [launch for launch in launches if launch[0].__name__ == name]
-    for kernel, args, options in own:
-        source, compile_options = _source(kernel, args, options)
-        key = (str(source.signature), str(source.constants), str(source.attrs), str(compile_options))
-        if key in seen:
-            continue
-        seen.add(key)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compile_options)
-        assert compiled.metadata.shared <= SHARED_KIB[capability] * 1024, (name, options)
-    assert seen, f"{name} is listed but was not launched"
+def _sources(name: str, launches: list[Launch]) -> list[Source]:
+    """Return what a kernel's launches compile, each once."""
+    found: dict[str, Source] = {}
+    for kernel, args, options in launches:
+        if kernel.__name__ == name:
+            source, compile_options = _source(kernel, args, options)
+            key = f"{source.signature} {source.constants} {source.attrs} {compile_options}"
+            found.setdefault(key, (source, tuple(compile_options.items())))
+    assert found, f"{name} is listed but was not launched"
+    return list(found.values())
+
+
+def _fewest(sources: list[Source]) -> list[Source]:
+    """Return a few sources that have every value of every constant and type; those of the larger models come first."""
+    left = {source: _choices(*source) for source in reversed(sources)}
+    missing, chosen = set().union(*left.values()), []
+    while missing:
+        chosen.append(max(left, key=lambda source: len(left[source] & missing)))
+        missing -= left[chosen[-1]]
+    return chosen
+
+
+def _choices(source: ASTSource, compile_options: tuple[tuple[str, Any], ...]) -> set[tuple[str, Any]]:
+    """Return the value of each constant, the type of each other argument, and the options."""
+    names = source.fn.arg_names
+    constants = {(names[place], value) for (place,), value in source.constants.items()}
+    return {*source.signature.items(), *constants, *compile_options}
+
+
+def _compile(sources: list[Source], capability: int) -> None:
+    for source, compile_options in sources:
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(compile_options))
+        assert compiled.metadata.shared <= SHARED_KIB[capability] * 1024, (source.name, source.constants)
 
 
 def test_tiles_of_every_format_are_compiled_with_experts_left_out_and_far_away(launches):
