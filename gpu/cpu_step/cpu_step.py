@@ -4,6 +4,8 @@ A row's logits are the same to the last bit in every batch up to MAX_ROWS and on
 are used in place.
 """
 
+from dataclasses import fields
+
 import numba
 import numpy as np
 import torch
@@ -25,11 +27,21 @@ _KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 _PADDING = 16  # columns between rows: widths that are powers of two would all share a few sets of the cache
 
 
+# Fields of an architecture that the step computes whatever their values are: sizes, or what loading has applied to
+# weights and rotation tables. All others must have their defaults, and so must all fields of each layer.
+COMPUTED = frozenset({
+    "name", "family", "hidden", "intermediate", "num_layers", "num_heads", "num_kv_heads", "dim", "vocab_size",
+    "max_context_tokens", "rms_norm_eps", "tied_embeddings", "rope", "rotary_dim", "has_neighbour_pairs",
+    "bos_token_id", "eos_token_ids", "quantisation",
+})  # fmt: skip
+
+
 def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the compiled step computes this model here: plain Llama layers, whole lines of weights, whole
-    blocks of a head. Matrices of few bits are those that `multiplies` serves.
+    blocks of a head. Whether it multiplies matrices of few bits, `numba_packed_linear.multiplies` says of each.
     """
-    if not architecture.is_plain or architecture.norm_offset:
+    others = (field for field in fields(architecture) if field.name not in COMPUTED)
+    if any(getattr(architecture, field.name) != field.default for field in others):
         return False
     if device.type != "cpu" or dtype not in _KINDS or not HAS_VECTORS:
         return False

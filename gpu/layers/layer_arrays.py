@@ -1,4 +1,7 @@
-"""What the layers of a decoder take beside weights and KV: rotation tables, and one layer's activations. No torch."""
+"""What the layers of a decoder take beside weights and KV: rotation tables, and one layer's activations. No torch.
+
+`tests/gpu/test_memory_peaks.py` compares the numbers of copies with what layers hold while they run.
+"""
 
 from gpu.model.architecture import Architecture, LayerSpec
 from transfer.arrays import FLOATS, ArraySpec

@@ -1,5 +1,7 @@
 """The matrix products of a layer, with the norms, activation and residuals around them.
 
+Norms of hidden states are applied here, by `ExpertMlp`, and by the compiled step of the CPU; norms of heads by
+`rope_kv_write`.
 Bytes moved: the weights once for each call. On the CPU a library repacks them in every call, which prefill does not
 notice; small decode batches go through `gpu.cpu_step.cpu_step` there.
 """

@@ -1,8 +1,8 @@
 """The keys of a `config.json` that the transformers library knows, read from its source and kept in JSON files.
 
-`python -m gpu.model.library_keys` writes the files anew, one here and one in each family's folder, from the source of
-the transformers that is installed. A key that neither a model type's configuration class nor its modeling code names
-changes nothing that transformers computes.
+`python -m gpu.model.library_keys` writes the files anew from the source of the transformers that is installed: one here
+and one in the folder of each family that transformers has. A key that neither a model type's configuration class nor
+its modeling code names changes nothing that transformers computes.
 """
 
 import ast
@@ -39,7 +39,9 @@ def read_library_keys() -> dict[str, Any]:
 
 
 def find_library_keys(model_types: list[str]) -> dict[str, Any]:
-    """Return what `read_library_keys` should, by the source of the transformers that is installed."""
+    """Return what `read_library_keys` should, by the source of the transformers that is installed. Model types that it
+    lacks are left out.
+    """
     spec = find_spec("transformers")
     assert spec is not None, "transformers is one of the packages for tests"
     root = Path((spec.submodule_search_locations or [""])[0])
@@ -48,15 +50,23 @@ def find_library_keys(model_types: list[str]) -> dict[str, Any]:
     return {
         "transformers": version("transformers"),
         "own": sorted(own - shared),
-        "named": {name: sorted(shared | _of_model(root, name)) for name in sorted(model_types)},
+        "named": {
+            name: sorted(shared | _of_model(root, name))
+            for name in sorted(model_types)
+            if _files_of(root, name)[0].exists()
+        },
     }
 
 
 def _of_model(root: Path, model_type: str) -> set[str]:
+    configuration, modeling = _files_of(root, model_type)
+    return {*_fields(ast.parse(configuration.read_text())), *_named(configuration), *_named(modeling)}
+
+
+def _files_of(root: Path, model_type: str) -> tuple[Path, Path]:
     module = model_type.removesuffix("_text")
     folder = root / "models" / module
-    configuration, modeling = folder / f"configuration_{module}.py", folder / f"modeling_{module}.py"
-    return {*_fields(ast.parse(configuration.read_text())), *_named(configuration), *_named(modeling)}
+    return folder / f"configuration_{module}.py", folder / f"modeling_{module}.py"
 
 
 def _fields(tree: ast.AST) -> Iterator[str]:
@@ -117,8 +127,9 @@ def write_library_keys() -> None:
     named = found.pop("named")
     _write(FILE, found)
     for folder, family in family_folders().items():
-        keys = {name: named[name] for name in family.model_types}
-        _write(Path(next(iter(gpu.model.families.__path__)), folder, FILE.name), keys)
+        keys = {name: named[name] for name in family.model_types if name in named}
+        if keys:
+            _write(Path(next(iter(gpu.model.families.__path__)), folder, FILE.name), keys)
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:

@@ -235,7 +235,7 @@ def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matri
         return None
     stored = quantisation.layers
     if stored.row_block > 1:
-        is_moved = matrix == "qkv" and (a.is_interleaved or a.rotary_dim not in (None, a.dim))
+        is_moved = matrix == "qkv" and (a.has_neighbour_pairs or a.rotary_dim not in (None, a.dim))
         parts = {rows for _, rows in matrix_parts(a, spec, matrix)}
         stored = replace(stored, row_block=1 if is_moved else math.gcd(stored.row_block, *parts))
     if stored.has_order and matrix in OF_EXPERTS:

@@ -26,8 +26,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's gated MLPs, of which a token takes those few that its router likes best. intermediate: of one;
-    is_normalised: whether the weights of those that are taken, a softmax over all, are made to sum to 1.
+    """A layer's gated MLPs, of which a token takes the few with the largest router logits.
+
+    intermediate: columns of one expert. is_normalised: the weights of the experts that a token takes are scaled to sum
+    to 1; they come from a softmax over all experts.
     """
 
     num_experts: int
@@ -42,13 +44,15 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What a layer computes beside two norms, projections, rotary attention and a gated MLP.
+    """What a layer computes beyond a Llama's: two RMSNorms, projections, rotary attention and a gated MLP.
 
-    qkv_bias: added to queries, keys and values; output_bias: to attention's output; mlp_bias: to gate, up and what
-    comes down; qk_norm: RMSNorm of each query and key head before the rotation;
-    post_norms: of attention's and the MLP's outputs, before they are added. activation: of the gate. window_tokens: a
-    token sees itself and those before it, so many together; None: all. rope: its own frequencies, None: the model's.
-    experts: in place of the one MLP, None: that.
+    qkv_bias: added to queries, keys and values. output_bias: added to attention's output. mlp_bias: added to gate, up
+    and down. qk_norm: RMSNorm of each query and key head before the rotation. post_norms: RMSNorms of attention's and
+    the MLP's outputs, before these are added. activation: of the gate. window_tokens: a token attends to itself and to
+    those before it, so many together; None: to all. rope: its own frequencies; None: the model's. experts: in place of
+    the one MLP; None: there are none.
+
+    New arithmetic is a new field here or in `Architecture`; `docs/MODELS.md` says where it is applied.
     """
 
     qkv_bias: bool = False
@@ -65,10 +69,11 @@ class LayerSpec:
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A decoder's shape. family: names the adapter. layer_pattern: of the first layers, repeated over all. rotary_dim:
-    of a head's leading elements that are rotated, None: all; is_interleaved: a checkpoint's pairs are neighbours, not
-    halves. norm_offset: added to a checkpoint's norm weights; query_gain: what its query norms are multiplied by, so
-    that the logits' scale is always dim**-0.5; embedding_scale: of the input embedding, in the model's dtype.
-    quantisation: which matrices have few bits, None: none (`gpu.model.matrix_formats` says what that weighs).
+    of a head's leading elements that are rotated; None: all. has_neighbour_pairs: elements that are rotated together
+    are neighbours in the checkpoint, not halves. norm_weight_offset: added to the checkpoint's norm weights.
+    query_gain: factor of the query norms' weights, for a model that scales its logits by other than dim**-0.5.
+    embedding_scale: factor of the input embedding, in the model's dtype. quantisation: which matrices have few bits;
+    None: none (`gpu.model.matrix_formats` says what that weighs).
     """
 
     name: str
@@ -88,8 +93,8 @@ class Architecture:
     family: str = "llama"
     layer_pattern: tuple[LayerSpec, ...] = (LayerSpec(),)
     rotary_dim: int | None = None
-    is_interleaved: bool = False
-    norm_offset: float = 0.0
+    has_neighbour_pairs: bool = False
+    norm_weight_offset: float = 0.0
     query_gain: float = 1.0
     embedding_scale: float = 1.0
     quantisation: Quantisation | None = None
@@ -117,11 +122,6 @@ class Architecture:
             if spec.rope is not None and spec.rope not in ropes:
                 ropes.append(spec.rope)
         return tuple(ropes)
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether every layer is a Llama's: norms, projections, one rotation, attention to all tokens."""
-        return self.layer_pattern == (LayerSpec(),) and self.embedding_scale == 1.0
 
     @property
     def num_layer_weights(self) -> int:

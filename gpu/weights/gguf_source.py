@@ -34,7 +34,7 @@ class GgufSource:
         self._tensors = checkpoint_names(self._file, architecture)
         self._names = stored_names(architecture)
         form = families()[architecture.family].gguf
-        self._is_permuted = form is not None and form.pairs_neighbours
+        self._is_permuted = form is not None and form.has_neighbour_pairs
         self.listed_by = path
         self.files: dict[Path, list[str]] = {path: [] for path in self._file.paths}
         for name, tensor in self._tensors.items():
@@ -62,8 +62,8 @@ class GgufSource:
             order = torch.arange(heads * a.dim).view(heads, a.dim // 2, 2).transpose(1, 2).flatten()
         if tensor.kind in BLOCK_KINDS:
             return partial(_as_blocks, tensor.kind, order)
-        if len(tensor.shape) == 1 and a.norm_offset and name.endswith("norm.weight"):
-            return lambda norm: norm.float() - a.norm_offset
+        if len(tensor.shape) == 1 and a.norm_weight_offset and name.endswith("norm.weight"):
+            return lambda norm: norm.float() - a.norm_weight_offset
         return None if order is None else lambda rows: rows.index_select(0, order.to(rows.device))
 
 

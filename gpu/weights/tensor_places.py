@@ -67,16 +67,17 @@ def head_order(architecture: Architecture) -> Tensor | None:
     i + dim / 2; None: the same one. What is not rotated stands behind what is, in both halves.
     """
     dim, rotary = architecture.dim, architecture.rotary_dim or architecture.dim
-    if rotary == dim and not architecture.is_interleaved:
+    if rotary == dim and not architecture.has_neighbour_pairs:
         return None
-    rotated = torch.arange(rotary).view(-1, 2).T if architecture.is_interleaved else torch.arange(rotary).view(2, -1)
+    leading = torch.arange(rotary)
+    rotated = leading.view(-1, 2).T if architecture.has_neighbour_pairs else leading.view(2, -1)
     still = torch.arange(rotary, dim).view(2, -1)
     return torch.cat([rotated, still], 1).flatten()
 
 
 def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTensor]:
     """Return by canonical name which tensors are wanted, and what puts each into its place in `weights`."""
-    offset = architecture.norm_offset
+    offset = architecture.norm_weight_offset
     found = {
         "model.embed_tokens.weight": Place(weights.embedding).wanted,
         "model.norm.weight": Place(weights.final_norm, offset=offset).wanted,
@@ -152,7 +153,7 @@ def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Archi
 
 def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place]:
     """Return the plain places of one layer, by what a family's table calls them (`gpu.model.family`)."""
-    query, key, offset = a.num_heads * a.dim, a.num_kv_heads * a.dim, a.norm_offset
+    query, key, offset = a.num_heads * a.dim, a.num_kv_heads * a.dim, a.norm_weight_offset
     order, heads = head_order(a), _heads(a)
     places = {
         "attention_norm": Place(layer.attention_norm, offset=offset),

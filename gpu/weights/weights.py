@@ -278,7 +278,7 @@ def allocate_weights(
         return tensor
 
     def norm(width: int) -> Tensor:
-        return torch.empty(width, dtype=torch.float32 if a.norm_offset else dtype, device=device)
+        return torch.empty(width, dtype=torch.float32 if a.norm_weight_offset else dtype, device=device)
 
     def matrix(rows: int, inner: int, stored: MatrixFormat | None) -> Stored:
         return empty(rows, inner) if stored is None else allocate_packed(rows, inner, stored, dtype, device, scales)

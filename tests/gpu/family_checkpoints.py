@@ -1,7 +1,8 @@
 """Tiny random checkpoints of every family, made by transformers, whose own forward pass is the oracle.
 
-Configurations are spelled as published files are. Weights are drawn so that attention is neither flat nor one-hot and
-norms and biases matter.
+Configurations are spelled as published files are, of models that transformers has. A family that transformers lacks has
+an oracle in a test file of its own, as `test_new_family.py` has. Weights are drawn so that attention is neither flat
+nor one-hot and norms and biases matter.
 """
 
 import json

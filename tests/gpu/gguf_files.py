@@ -34,8 +34,10 @@ EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj":
                 "mlp.experts.down_proj": "ffn_down_exps", "mlp.gate": "ffn_gate_inp",
                 "block_sparse_moe.experts.w1": "ffn_gate_exps", "block_sparse_moe.experts.w3": "ffn_up_exps",
                 "block_sparse_moe.experts.w2": "ffn_down_exps", "block_sparse_moe.gate": "ffn_gate_inp"}  # fmt: skip
+# `general.architecture` of a `model_type`; a new family with a GGUF form gets an entry.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
                  "qwen3_moe": "qwen3moe", "phi3": "phi3", "glm4": "glm4", "gemma3_text": "gemma3"}  # fmt: skip
+NEIGHBOUR_PAIRS = {"llama"}  # architectures whose query and key rows are in the order of neighbours
 Kinds = Callable[[str], str]
 
 
@@ -116,6 +118,7 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     if config.get("tie_word_embeddings", False):
         tensors.pop("lm_head.weight", None)
     generator, meant = np.random.default_rng(seed), {}
+    assert config["model_type"] in ARCHITECTURES, f"add {config['model_type']!r} to gguf_files.ARCHITECTURES"
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
     for key, value in (_metadata(config, tensors, architecture) | dict(metadata or {})).items():
@@ -137,7 +140,7 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
             meant[name] = from_numpy(_meant(kind, stored, array.shape).astype(np.float32))
         if array.ndim == 1 and architecture == "gemma3" and name.endswith("norm.weight"):
             stored = stored + 1
-        if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
+        if architecture in NEIGHBOUR_PAIRS and module.endswith(("q_proj", "k_proj")):
             heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
             stored = stored.reshape(heads, 2, -1, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
         block_type = None if kind in ("F32", "F16") else getattr(gguf.GGMLQuantizationType, kind)

@@ -1,12 +1,12 @@
 """The compiled decode step against plain torch in float64, and the same bits whatever the batch and the threads."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 
-from gpu.cpu_step.cpu_step import CpuStep, serves
+from gpu.cpu_step.cpu_step import COMPUTED, CpuStep, serves
 from gpu.cpu_step.step_arrays import MAX_ROWS, PART_TOKENS
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import DecodeSteps
@@ -14,7 +14,8 @@ from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import DeviceSide
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import Hyperplanes
-from gpu.model.architecture import named_shape
+from gpu.model.architecture import Architecture, LayerSpec, named_shape
+from gpu.model.spec import Experts
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
@@ -155,6 +156,28 @@ def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go
     assert not serves(TINY, torch.float16, CPU)
     assert not serves(replace(TINY, dim=72), torch.float32, CPU)  # no whole block, however wide vectors are
     assert not serves(replace(TINY, intermediate=500), torch.float32, CPU)
+
+
+# Of each field of a layer, and of each field of an architecture outside COMPUTED, a value that is refused.
+LAYERS_BEYOND = {
+    "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True, "post_norms": True,
+    "activation": "gelu_tanh", "window_tokens": 64, "rope": TINY.rope, "experts": Experts(8, 2, 64, True),
+}  # fmt: skip
+MODELS_BEYOND = {
+    "layer_pattern": (LayerSpec(), LayerSpec(qkv_bias=True)), "norm_weight_offset": 1.0, "query_gain": 2.0,
+    "embedding_scale": 2.0,
+}  # fmt: skip
+
+
+def test_every_field_of_a_model_is_computed_by_the_compiled_step_or_refused_by_it() -> None:
+    what_to_do = "compute a new field in gpu/cpu_step and name it in COMPUTED, or give a refused value of it here"
+    assert {field.name for field in fields(Architecture)} == COMPUTED | MODELS_BEYOND.keys(), what_to_do
+    assert {field.name for field in fields(LayerSpec)} == LAYERS_BEYOND.keys(), what_to_do
+    assert serves(TINY, torch.float32, CPU)
+    for name, value in LAYERS_BEYOND.items():
+        assert not serves(replace(TINY, layer_pattern=(LayerSpec(**{name: value}),)), torch.float32, CPU), name
+    for name, value in MODELS_BEYOND.items():
+        assert not serves(replace(TINY, **{name: value}), torch.float32, CPU), name
 
 
 def test_exp_is_right_to_some_units_in_the_last_place() -> None:

@@ -1,7 +1,6 @@
 """Models of every family agree with transformers' own forward pass, and so do the CPU's two ways to take a step."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,15 +121,11 @@ def test_random_weights_of_every_family_are_decoded_as_the_benchmarks_peer_decod
     assert len(set(tokens[0].tolist())) > 1
 
 
-def test_the_compiled_step_serves_layers_of_a_llama_alone_and_agrees_where_it_does() -> None:
-    served = ["tiny"] if named_shape("tiny-phi3").dim % COLUMN_BLOCK else ["tiny", "tiny-phi3"]  # vectors of 16 or 8
-    assert [name for name in TINY if serves(named_shape(name), torch.float32, CPU)] == served
-    plain = named_shape("tiny")
-    for change in ({"qkv_bias": True}, {"output_bias": True}, {"mlp_bias": True}, {"qk_norm": True},
-                   {"post_norms": True}, {"activation": "gelu_tanh"}, {"window_tokens": 64},
-                   {"rope": plain.rope}):  # fmt: skip
-        assert not serves(replace(plain, layer_pattern=(LayerSpec(**change),)), torch.float32, CPU)
-    assert not serves(replace(plain, embedding_scale=2.0), torch.float32, CPU)
+def test_the_compiled_step_serves_plain_layers_alone() -> None:
+    served = {name for name in TINY if serves(named_shape(name), torch.float32, CPU)}
+    assert "tiny" in served
+    assert ("tiny-phi3" in served) is (named_shape("tiny-phi3").dim % COLUMN_BLOCK == 0)  # vectors of 16 or 8
+    assert all(set(named_shape(name).layers) == {LayerSpec()} for name in served)
 
 
 def test_fused_and_interleaved_tensors_are_put_in_our_order() -> None:

@@ -58,7 +58,7 @@ def test_texts_on_the_gpu_are_those_of_the_cpu_and_of_plain_torch(name: str) -> 
     prompts = draw_prompts(2, PROMPT_TOKENS, shape.vocab_size)
     wanted = decode(build_runner(shape, weights, 2, context, torch.float32, CPU), prompts, STEPS).tokens
     for dtype in (torch.float32, torch.bfloat16):
-        own = moved(weights, dtype, shape.norm_offset != 0)
+        own = moved(weights, dtype, shape.norm_weight_offset != 0)
         tokens = decode(build_runner(shape, own, 2, context, dtype, CUDA), prompts, STEPS).tokens
         if dtype == torch.float32:
             assert (tokens == wanted).mean() >= MIN_AGREEMENT[dtype] - 1 / tokens.size  # one near-tie

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import gpu.formats
 import gpu.model.families
+from gpu.model import library_keys
 from gpu.model.architecture import ModelError, read_architecture
 from gpu.model.family import family_folders
 from gpu.model.library_keys import read_library_keys
@@ -34,14 +35,14 @@ from gpu.model.spec import Architecture, LayerSpec
 
 def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.only("hidden_act", "silu")
-    return parse_sizes(keys, name, (LayerSpec(),), norm_offset=keys.positive("norm_offset", float))
+    return parse_sizes(keys, name, (LayerSpec(),), norm_weight_offset=keys.positive("norm_weight_offset", float))
 
 
 FAMILY = Family(
     model_types=("lessened",),
     parse=parse,
     tensors=lambda shape: LAYER_TENSORS,
-    defaults={"norm_offset": 1.0},
+    defaults={"norm_weight_offset": 1.0},
     prefixes=(("decoder.", "model."),),
     gguf=GgufForm("lessened", tensor_names="llama"),
 )
@@ -154,6 +155,14 @@ def test_a_key_that_a_new_family_does_not_know_is_refused(tmp_path: Path) -> Non
     folder = _write(tmp_path / "folder", {}, model_type="lessened", pretraining_tp=None, swing=3)
     with pytest.raises(ModelError, match="swing is 3, and this key is not known"):
         read_architecture(folder)
+
+
+@pytest.mark.usefixtures("family")
+def test_keys_of_a_family_that_transformers_lacks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(library_keys, "_write", lambda path, tree: written.append(path.parent.name))
+    library_keys.write_library_keys()
+    assert set(written) == {"model", *family_folders()} - {"lessened"}
 
 
 @pytest.mark.usefixtures("steps_format")

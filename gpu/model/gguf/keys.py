@@ -128,11 +128,11 @@ class GgufForm:
     """How llama.cpp writes the files of a family.
 
     architecture: `general.architecture`. claims: whether a file of that architecture is of this family; None: it is
-    where no other family claims it. translate: keys of `config.json` beyond those that all families have. has_experts,
-    has_windows: whether its layers have. pairs_neighbours: rows of queries and keys are in the order in which
-    neighbours are rotated together. end_tokens: control tokens that end its turns and no other family's.
-    merges_by_id: tokens are merged in the order of their ids. tensor_names: the architecture of the `gguf` package
-    whose names its tensors have; None: its own.
+    where no other family claims it. translate: returns keys of `config.json` from the file's keys and from those that
+    all families have (`as_config`); it wins where both have one. has_experts, has_windows: whether its layers have.
+    has_neighbour_pairs: rows of queries and keys are in the order in which neighbours are rotated together.
+    end_tokens: control tokens that end its turns and no other family's. merges_by_id: tokens are merged in the order
+    of their ids. tensor_names: the architecture of the `gguf` package whose names its tensors have; None: its own.
     """
 
     architecture: str
@@ -140,7 +140,7 @@ class GgufForm:
     translate: Callable[[GgufKeys, dict[str, Any]], dict[str, Any]] = _no_keys
     has_experts: bool = False
     has_windows: bool = False
-    pairs_neighbours: bool = False
+    has_neighbour_pairs: bool = False
     end_tokens: frozenset[str] = frozenset()
     merges_by_id: bool = False
     tensor_names: str | None = None

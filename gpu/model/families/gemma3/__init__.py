@@ -39,7 +39,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     dim, hidden = keys.positive("head_dim", int), keys.positive("hidden_size", int)
     scalar = keys.positive("query_pre_attn_scalar", float)
     return parse_sizes(
-        keys, name, specs, rope=whole, max_context_tokens=max_positions, norm_offset=1.0,
+        keys, name, specs, rope=whole, max_context_tokens=max_positions, norm_weight_offset=1.0,
         query_gain=(dim / scalar) ** 0.5, embedding_scale=hidden**0.5,
     )  # fmt: skip
 

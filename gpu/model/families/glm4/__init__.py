@@ -11,7 +11,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.only("hidden_act", "silu")
     keys.only("mlp_bias", False)
     spec = LayerSpec(qkv_bias=keys.flag("attention_bias"), post_norms=True)
-    return parse_sizes(keys, name, (spec,), rotates_part=True, is_interleaved=True)
+    return parse_sizes(keys, name, (spec,), rotates_part=True, has_neighbour_pairs=True)
 
 
 def tensors(shape: Architecture) -> dict[str, str]:

@@ -10,4 +10,4 @@ def translate(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
     return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_gate.bias" in tensors}
 
 
-GGUF = GgufForm("llama", translate=translate, has_windows=True, pairs_neighbours=True)
+GGUF = GgufForm("llama", translate=translate, has_windows=True, has_neighbour_pairs=True)

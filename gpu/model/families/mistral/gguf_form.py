@@ -7,4 +7,4 @@ def is_mistral(keys: GgufKeys) -> bool:
     return keys.has("attention.sliding_window") and not keys.has("expert_count")
 
 
-GGUF = GgufForm("llama", claims=is_mistral, has_windows=True, pairs_neighbours=True)
+GGUF = GgufForm("llama", claims=is_mistral, has_windows=True, has_neighbour_pairs=True)

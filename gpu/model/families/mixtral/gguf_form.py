@@ -7,4 +7,4 @@ def is_mixtral(keys: GgufKeys) -> bool:
     return keys.has("expert_count")
 
 
-GGUF = GgufForm("llama", claims=is_mixtral, has_experts=True, pairs_neighbours=True)
+GGUF = GgufForm("llama", claims=is_mixtral, has_experts=True, has_neighbour_pairs=True)
