@@ -91,7 +91,12 @@ class GpuConfig(Settings):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     memory_limit_gib: float | None = Field(None, gt=0, description="of device memory, all included")
-    kv_cache_gib: float | None = Field(None, gt=0, description="KV pages; default: what the limit leaves")
+    kv_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="KV pages; default: what the limit leaves. With too few, running requests are preempted "
+        "(`tandem_preemptions_total`)",
+    )
     kv_windows: int | None = Field(
         None,
         ge=1,

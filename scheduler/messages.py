@@ -10,10 +10,15 @@ from typing import Self
 
 import msgspec
 
+from gpu.methods.counters import RequestFigure
 from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
 
 _TOKEN_BYTES = 4
+
+PREEMPTIONS = "preemptions"
+FIGURES = {PREEMPTIONS: RequestFigure("how often the request was preempted, to make room for another or for itself")}
+"""The scheduler's own figures of a request, by name."""
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -319,6 +324,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
+    recomputed_tokens: int  # that preempted requests had computed, and computed again
     steps: int
     step_seconds: float
     rings_free: int

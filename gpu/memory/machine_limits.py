@@ -3,6 +3,7 @@
 No torch. Invariant: what is refused is refused by the setting's name.
 """
 
+import math
 from typing import Literal
 
 from gpu.config import GpuConfig
@@ -19,6 +20,13 @@ CODES_DIM_STEP = 16  # of a row in codes: what a load takes at once
 
 def in_gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
+
+
+def least_gib(num_bytes: int) -> str:
+    """Return what a setting in GiB must be for so many bytes: rounded up, to three digits or two behind the point."""
+    gib = num_bytes / GIB
+    scale = 10 ** max(2, 2 - math.floor(math.log10(gib)))
+    return f"{math.ceil(gib * scale) / scale:g} GiB"
 
 
 def resolve_device(gpu: GpuConfig, machine: MachineProfile) -> Literal["cuda", "cpu"]:

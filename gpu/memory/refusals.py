@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gpu.config import GpuConfig
 from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
-from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib
+from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib, least_gib
 from gpu.weights.expert_shares import PINNED_SHARE, most_experts
 from transfer.machine import GIB, MachineProfile
 
@@ -75,7 +75,7 @@ def check_pages(
     tokens = max(num_pages, 0) * demand.page_tokens
     if context >= wanted and tokens >= wanted:
         return
-    needed = in_gib(wanted * demand.kv_token_bytes)
+    needed = least_gib(wanted * demand.kv_token_bytes)
     have = f"{tokens:,} tokens fit" if tokens else "not one page fits"
     lower = "scheduler.max_context_tokens" if asked is not None else "scheduler.prefill.chunk_tokens"
     if gpu.kv_cache_gib is not None and gpu.kv_cache_gib * GIB <= spare:

@@ -5,6 +5,7 @@ waits for a prefix, is overtaken a bounded number of times. The cost of looking 
 prompt.
 """
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from scheduler.residence.residence import Residence
 from scheduler.sequences.capacity import QueueFullError
 from scheduler.sequences.offloaded_context import HostContext
 from scheduler.sequences.sequence import Sequence, State
+
+log = logging.getLogger(__name__)
 
 _MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
 _MANY_PAGES = 1 << 62
@@ -85,6 +88,9 @@ class Admission:
     """The queue of waiting requests, and the decision which of them are admitted. `waiting`: in order, by priority and
     then by arrival, where preempted ones came first; one that was overtaken by so many of less priority is overtaken by
     none. `free_slots`: the last one is taken first.
+
+    Counters since the engine started: `num_queried_tokens` of prompts that began, `num_cached_tokens` of these that the
+    prefix cache had, and `num_recomputed_tokens` that preempted sequences computed again.
     """
 
     def __init__(
@@ -98,6 +104,9 @@ class Admission:
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.free_slots = list(range(config.max_running - 1, -1, -1))
+        self.num_queried_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_recomputed_tokens = 0
         self._config = config
         self._max_hidden_tokens = max_hidden_tokens
         self._residence = residence
@@ -135,7 +144,7 @@ class Admission:
 
     def awaited(self) -> list[HostContext]:
         """Return the contexts that preempted sequences left and will begin with again."""
-        return [sequence.left for sequence in self.waiting if sequence.left is not None]
+        return [sequence.left_context for sequence in self.waiting if sequence.left_context is not None]
 
     def admit(self, holding: list[Sequence]) -> Admitted:
         """Admit, in order, the sequences that fit beside those that hold pages, and start their prefill jobs.
@@ -170,9 +179,8 @@ class Admission:
             else:
                 other = prefixes.look(sequence)
                 is_waiting = other is not None and self._is_worth_waiting(sequence, other, this)
-                if not is_waiting and (
-                    sequence.num_pages - sequence.num_known_blocks < this.fewest_refused or sequence.left is not None
-                ):
+                num_pages = sequence.num_pages - sequence.num_known_blocks
+                if not is_waiting and (num_pages < this.fewest_refused or sequence.left_context is not None):
                     start = self._try(sequence, this)
             if start is not None:
                 self._enter(sequence, start, this, holding)
@@ -246,16 +254,17 @@ class Admission:
         """Give it what its prompt needs, if there is room; its known blocks are counted.
 
         Numbers are looked at before any page is held: it asks for all pages but those that somebody holds already.
+        `Residence.take` looks again, since pages that are found and held are no longer those of idle contexts.
         """
         begin = sequence.num_known_blocks * self._residence.page_tokens
         if this.num_hidden + sequence.num_tokens - begin > self._max_hidden_tokens:
             return None
         num_pages = sequence.num_pages - self._residence.prefixes.count_held(sequence)
-        if num_pages >= this.fewest_refused and sequence.left is None:  # one that gave way may take what it left
-            return None
+        if num_pages >= this.fewest_refused and sequence.left_context is None:
+            return None  # a preempted sequence may take the pages of the context that it left
         kept = self._kept(sequence, this)
         if not self._residence.room.has_pages(num_pages + this.num_coming_pages, kept):
-            if sequence.left is None:
+            if sequence.left_context is None:
                 this.fewest_refused = num_pages
             return None
         start = Start(begin, 0, None)
@@ -276,7 +285,7 @@ class Admission:
 
     def _kept(self, sequence: Sequence, this: _Round) -> list[HostContext]:
         """Return the idle contexts that must not be dropped for it."""
-        return [context for context in this.kept if context is not sequence.left] if this.has_others else []
+        return [context for context in this.kept if context is not sequence.left_context] if this.has_others else []
 
     def _enter(self, sequence: Sequence, start: Start, this: _Round, holding: list[Sequence]) -> None:
         self.waiting.remove(sequence)
@@ -290,7 +299,10 @@ class Admission:
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()
             sequence.num_cached_tokens = start.begin
-            self._residence.prefixes.count(sequence.num_tokens, start.begin)
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_cached_tokens += start.begin
+        else:
+            self._note_resumed(sequence, start.begin)
         this.batches.add(sequence, start, sequence.profile.prefill_method)
         this.num_hidden += sequence.num_tokens - start.begin
         this.num_coming_pages += self._residence.room.num_coming_pages(sequence)
@@ -299,6 +311,19 @@ class Admission:
         this.has_others = True
         if self._documents is not None:
             self._documents.count_begun()
+
+    def _note_resumed(self, sequence: Sequence, num_found: int) -> None:
+        """Count and log what the preemption of a sequence cost, which begins again behind `num_found` tokens."""
+        num_recomputed = max(0, sequence.num_computed_tokens - num_found)
+        self.num_recomputed_tokens += num_recomputed
+        log.info(
+            "resumed request=%s waited_s=%.3f found_tokens=%d of=%d recomputed_tokens=%d",
+            sequence.request_id,
+            time.monotonic() - sequence.preempted_s,
+            num_found,
+            sequence.num_tokens,
+            num_recomputed,
+        )
 
     def _start_job(self, batch: list[tuple[Sequence, Start]]) -> PrefillJob:
         offloaded = self._residence.prompts
@@ -321,6 +346,12 @@ class Admission:
         self._next_job_id += 1
         profile = batch[0][0].profile
         self._prefill.jobs.append(
-            JobInProgress(job, [sequence for sequence, _ in batch], profile.prefill_method, profile.align_tokens)
+            JobInProgress(
+                job,
+                [sequence for sequence, _ in batch],
+                profile.prefill_method,
+                profile.align_tokens,
+                self._prefill.num_layers,
+            )
         )
         return job

@@ -5,19 +5,23 @@ front, with the tokens it has. If a sequence leaves its prefill job, the others 
 """
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 
 from gpu.step import Lane, PageWrite
 from scheduler.admission.admission import Admission
 from scheduler.cache.ring_pool import Rings
+from scheduler.messages import PREEMPTIONS
 from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
-from scheduler.residence.residence import Residence
+from scheduler.residence.residence import Residence, Shortage
 from scheduler.sequences.lane_fences import Lanes
 from scheduler.sequences.offloaded_context import HostContext
 from scheduler.sequences.sequence import Sequence, State
 
 log = logging.getLogger(__name__)
+
+_REMEDIES: dict[Shortage, str] = {"pages": "raise=gpu.kv_cache_gib", "host": "raise=host.memory_limit_gib"}
 
 
 class Roster:
@@ -102,29 +106,50 @@ class Roster:
         writes = []
         spared = self._spared_contexts()
         for sequence in sorted(stepping, key=_turn):
-            while sequence.wants_draw and (short := self._residence.reserve(sequence, spared)) is not None:
-                if short == "pages" and self._residence.offload_short(self.running):
+            while sequence.wants_draw and (shortage := self._residence.find_shortage(sequence, spared)) is not None:
+                if shortage == "pages" and self._residence.offload_short(self.running):
                     continue
-                others = [other for other in self.holding() if short == "pages" or other.context is not None]
-                self.preempt_youngest([sequence, *others])
+                self._preempt_for(sequence, shortage)
                 spared = self._spared_contexts()
             if sequence.wants_draw:
                 writes += self._residence.grow(sequence)
         held = {sequence.slot for sequence in self.running}
         return [write for write in writes if write.slot in held]
 
-    def preempt_youngest(self, candidates: Iterable[Sequence]) -> None:
-        """Preempt the last of these by priority and then by age."""
+    def _preempt_for(self, taker: Sequence, shortage: Shortage) -> None:
+        """Preempt one of those that hold what the taker lacks, the taker among them, and log why."""
+        pages = self._residence.pages
+        num_free, remedy = pages.num_available, _REMEDIES[shortage]
+        if shortage == "pages" and pages.is_refused:
+            remedy = "lower=gpu.kv_cache_gib"  # the host has no memory for pages that it was to have
+        others = [other for other in self.holding() if shortage == "pages" or other.context is not None]
+        victim = self.preempt_last([taker, *others])
+        log.warning(
+            "preempted request=%s for=%s short=%s context_tokens=%d pages_free=%d %s",
+            victim.request_id,
+            taker.request_id,
+            shortage,
+            victim.num_tokens,
+            num_free,
+            remedy,
+        )
+
+    def preempt_last(self, candidates: Iterable[Sequence]) -> Sequence:
+        """Preempt the last of these by priority and then by arrival, and return it."""
         candidates = list(candidates)
         victim = max(candidates, key=_turn)
-        victim.num_overtaken += any(_arrival(one) > _arrival(victim) for one in candidates)
-        log.warning("preempted request=%s context_tokens=%d", victim.request_id, victim.num_tokens)
+        victim.num_overtaken += any(one.request.arrival_s > victim.request.arrival_s for one in candidates)
         self.num_preemptions += 1
+        victim.figures[PREEMPTIONS] = victim.figures.get(PREEMPTIONS, 0) + 1
+        victim.preempted_s = time.monotonic()
+        job = self._prefill.job_of(victim)
+        victim.num_computed_tokens = victim.next_position if job is None else job.num_done_tokens(victim)
         self._leave_slot(victim)
         victim.state = State.WAITING
         if self._documents is not None:
             self._documents.hold(victim)
         self._admission.requeue(victim)
+        return victim
 
     def retire(self, sequence: Sequence) -> None:
         """Finish a sequence, whatever it was doing."""
@@ -175,9 +200,5 @@ class Roster:
         sequence.slot = -1
 
 
-def _arrival(sequence: Sequence) -> float:
-    return sequence.request.arrival_s
-
-
 def _turn(sequence: Sequence) -> tuple[float, float]:
-    return sequence.priority, _arrival(sequence)
+    return sequence.priority, sequence.request.arrival_s

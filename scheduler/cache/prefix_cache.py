@@ -35,8 +35,6 @@ class PrefixCache:
         self.is_enabled = enabled
         self._model_key = model_key
         self._computing: dict[bytes, Sequence] = {}
-        self.queries_tokens = 0
-        self.hits_tokens = 0
 
     # --- hashes -------------------------------------------------------------------------------------------------------
 
@@ -119,10 +117,6 @@ class PrefixCache:
             differs = bisect_left(range(end), True, key=lambda block: sequence.hashes[block] != other.hashes[block])
             sequence.shares = (other, differs)
         return sequence.shares[1]
-
-    def count(self, num_tokens: int, num_cached_tokens: int) -> None:
-        self.queries_tokens += num_tokens
-        self.hits_tokens += num_cached_tokens
 
     # --- what is being computed ---------------------------------------------------------------------------------------
 

@@ -207,7 +207,9 @@ class Documents:
         """
         prompts: list[PrefillPrompt] = []
         most, room_bytes, is_due = min(self._most_tokens, room_tokens), self._room_bytes, self.is_due
-        entry = JobInProgress(PrefillJob(job_id, ()), [], DENSE, 1, is_background=is_idle and not is_due)
+        entry = JobInProgress(
+            PrefillJob(job_id, ()), [], DENSE, 1, len(self._windows), is_background=is_idle and not is_due
+        )
         num_to_store = len(self._to_store)
         while (is_idle or is_due) and room_bytes > 0 and (found := self._next_to_store(most)) is not None:
             most -= found.key.num_tokens

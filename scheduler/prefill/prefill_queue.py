@@ -33,6 +33,7 @@ class JobInProgress:
     sequences: list[Sequence]
     method: PartId
     align_tokens: int
+    num_layers: int
     layer: int = 0
     begin: int = 0
     is_background: bool = False
@@ -48,38 +49,65 @@ class JobInProgress:
         return self.job.is_scattered(self.layer)
 
     @property
+    def is_scoring(self) -> bool:
+        """Tell whether all layers are done, and its next unit is of logits."""
+        return self.layer == self.num_layers
+
+    @property
     def unit_method(self) -> PartId:
         """Return the method by which its next unit is attended to, and learnt."""
         return FUSED if self.is_scattered else self.method
 
-    def remaining(self, num_layers: int) -> int:
+    @property
+    def num_left(self) -> int:
+        """Count the tokens of the layer, or the scored tokens, from where the job stands."""
+        job = self.job
+        return (job.num_scored_tokens if self.is_scoring else job.num_tokens_in(self.layer)) - self.begin
+
+    def remaining(self) -> int:
         """Count the token-layers still to do; the logits of a scored token count as one."""
-        return self._token_layers(self.layer, num_layers) + self.job.num_scored_tokens - self.begin
+        return self._token_layers(self.layer) + self.job.num_scored_tokens - self.begin
 
-    def total(self, num_layers: int) -> int:
-        return self._token_layers(0, num_layers) + self.job.num_scored_tokens
+    def share_left(self) -> float:
+        """Return the share of the job's work that is still to do, in [0, 1]."""
+        return self.remaining() / (self._token_layers(0) + self.job.num_scored_tokens)
 
-    def _token_layers(self, first: int, num_layers: int) -> int:
+    def num_done_tokens(self, sequence: Sequence) -> int:
+        """Count the tokens of a sequence that were found or are computed; all layers of one token are one."""
+        prompt = self.job.prompts[self.sequences.index(sequence)]
+        return prompt.begin + int((1.0 - self.share_left()) * prompt.num_computed_tokens)
+
+    def _token_layers(self, first: int) -> int:
         """Count the token-layers of layers from `first` on."""
-        stages = pairwise([*self.job.stages, (num_layers, 0)])
+        stages = pairwise([*self.job.stages, (self.num_layers, 0)])
         return sum(tokens * max(0, end - max(begin, first)) for (begin, tokens), (end, _) in stages)
 
-    def advance(self, length: int, num_layers: int) -> None:
-        """Advance by so many planned tokens of the layer, or scored tokens behind the last one."""
-        self.begin += length
-        if self.layer < num_layers and self.begin == self.job.num_tokens_in(self.layer):
+    def take_unit(self, length: int) -> Unit:
+        """Return the next unit, of so many tokens of the layer or scored tokens, and advance behind it."""
+        job_id, begin, end = self.job.job_id, self.begin, self.begin + length
+        unit: Unit
+        if self.is_scoring:
+            unit = LogitsUnit(job_id, begin, end)
+        else:
+            unit = PrefillUnit(job_id, self.layer, begin, end, self.unit_method)
+        self._stand_at(end)
+        return unit
+
+    def _stand_at(self, token: int) -> None:
+        """Stand at that token of the layer, or at the front of the next layer if the layer ends there."""
+        self.begin = token
+        if not self.is_scoring and self.begin == self.job.num_tokens_in(self.layer):
             self.layer, self.begin = self.layer + 1, 0
 
-    def cut(self, sequence: Sequence, num_layers: int) -> None:
+    def cut(self, sequence: Sequence) -> None:
         """Take one of several prompts out: the job stands where it stood, without that one's tokens."""
         index = self.sequences.index(sequence)
         prompts = self.job.prompts
-        is_scoring = self.layer == num_layers
-        counts = [prompt.num_scored_tokens if is_scoring else prompt.num_computed_tokens for prompt in prompts]
+        counts = [prompt.num_scored_tokens if self.is_scoring else prompt.num_computed_tokens for prompt in prompts]
         self.begin -= min(counts[index], max(0, self.begin - sum(counts[:index])))
         self.job = replace(self.job, prompts=(*prompts[:index], *prompts[index + 1 :]))
         del self.sequences[index]
-        self.advance(0, num_layers)
+        self._stand_at(self.begin)
 
     def context_of(self, unit: Unit) -> int:
         """Return where a unit ends in its prompt; logits have no context."""
@@ -121,7 +149,7 @@ class JobInProgress:
 class PrefillQueue:
     def __init__(self, config: PrefillConfig, num_layers: int, costs: CostModel) -> None:
         self._config = config
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self._costs = costs
         self._owed_seconds = 0.0  # to the oldest job, by the shorter ones that passed it
         self.is_loaded: Callable[[int, int], bool] = lambda job_id, layer: True  # whether it could go on with a layer
@@ -137,23 +165,24 @@ class PrefillQueue:
         `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
         one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more.
         """
-        finished = [entry for entry in self.jobs if not entry.remaining(self._num_layers)]
+        finished = [entry for entry in self.jobs if not entry.remaining()]
         if finished:  # what was left of them was cut out
             for entry in finished:
                 self.drop(entry)
-            return [self._unit(entry, 0) for entry in finished], finished
+            return [entry.take_unit(0) for entry in finished], finished
         units: list[Unit] = []
         left_tokens = self._config.chunk_tokens
-        kind = None
+        kind: PartId | None = None  # of the step's units: their method, or None for logits
         while left_tokens > 0 and (eligible := self._eligible_jobs(seconds, bool(units))):
-            entry = min(eligible, key=lambda one: (one.priority, one.remaining(self._num_layers)))
+            entry = min(eligible, key=lambda one: (one.priority, one.remaining()))
             if not units:
                 if self.jobs[0] in eligible and self._is_oldest_due(seconds):
                     entry = self.jobs[0]
-                left_tokens, kind = self._most_tokens(entry, seconds), self._kind(entry)
-            if self._kind(entry) != kind:
+                left_tokens = self._most_tokens(entry, seconds)
+            entry_kind = None if entry.is_scoring else entry.unit_method
+            if units and entry_kind != kind:
                 break
-            rest = self._left(entry)
+            kind, rest = entry_kind, entry.num_left
             if units and entry.begin == 0 and left_tokens < rest <= self._config.chunk_tokens:
                 break  # what fits of it would be a launch more
             whole = min(left_tokens, rest)
@@ -164,10 +193,9 @@ class PrefillQueue:
                 if units and cost > seconds:
                     break
                 seconds -= cost
-            units.append(self._unit(entry, length))
+            units.append(entry.take_unit(length))
             self._charge(entry, cost)
-            entry.advance(length, self._num_layers)
-            if entry.remaining(self._num_layers) == 0:
+            if entry.remaining() == 0:
                 self.drop(entry)
                 finished.append(entry)
             left_tokens -= length
@@ -177,11 +205,16 @@ class PrefillQueue:
 
     def cut(self, sequence: Sequence) -> None:
         """Take a sequence's prompt out of its job; one of no other prompt is dropped."""
-        entry = next(entry for entry in self.jobs if sequence in entry.sequences)
+        entry = self.job_of(sequence)
+        assert entry is not None, f"prefill: {sequence.request_id} is in no job"
         if len(entry.sequences) == 1:
             self.drop(entry)
         else:
-            entry.cut(sequence, self._num_layers)
+            entry.cut(sequence)
+
+    def job_of(self, sequence: Sequence) -> JobInProgress | None:
+        """Return the job that computes the sequence's prompt, if one does."""
+        return next((entry for entry in self.jobs if sequence in entry.sequences), None)
 
     def drop(self, entry: JobInProgress) -> None:
         if entry is self.jobs[0]:
@@ -190,17 +223,17 @@ class PrefillQueue:
 
     def seconds_left(self, sequence: Sequence) -> float | None:
         """Return the seconds of work until the sequence's job is done, whatever comes between; None if it has none."""
-        for entry in self.jobs:
-            if sequence in entry.sequences:
-                prompts, method = entry.job.prompts, entry.method
-                whole = sum(self.prompt_seconds(prompt.begin, len(prompt.token_ids), method) for prompt in prompts)
-                whole += self._costs.logits_seconds(entry.job.num_scored_tokens)
-                return whole * entry.remaining(self._num_layers) / entry.total(self._num_layers)
-        return None
+        entry = self.job_of(sequence)
+        if entry is None:
+            return None
+        prompts, method = entry.job.prompts, entry.method
+        whole = sum(self.prompt_seconds(prompt.begin, len(prompt.token_ids), method) for prompt in prompts)
+        whole += self._costs.logits_seconds(entry.job.num_scored_tokens)
+        return whole * entry.share_left()
 
     def prompt_seconds(self, begin: int, end: int, method: PartId) -> float:
         """Return the seconds of work for a prompt's tokens `[begin, end)` in all layers."""
-        return self._num_layers * self._costs.unit_seconds(end - begin, end, method)
+        return self.num_layers * self._costs.unit_seconds(end - begin, end, method)
 
     def _eligible_jobs(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
         """Return jobs that may have the next unit: those of the background only where there are no others; one whose
@@ -230,8 +263,8 @@ class PrefillQueue:
 
     def _next_unit(self, entry: JobInProgress, left_tokens: int, seconds: float | None) -> tuple[int, float]:
         """Return tokens of a job's next unit, and what it takes, as estimated."""
-        length = min(left_tokens, self._left(entry))
-        if self._is_scoring(entry):
+        length = min(left_tokens, entry.num_left)
+        if entry.is_scoring:
             length = min(length, MOST_SCORED_TOKENS)
             if seconds is not None:
                 familiar = max(self._costs.familiar_rows, LEAST_UNIT_TOKENS)
@@ -243,24 +276,6 @@ class PrefillQueue:
             length = self._costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS, method)
         length = entry.aligned(length)
         return length, self._costs.unit_seconds(length, begin + length, method)
-
-    def _kind(self, entry: JobInProgress) -> PartId | None:
-        """Return what units of a step have in common: the method of their jobs, or None for logits."""
-        return None if self._is_scoring(entry) else entry.unit_method
-
-    def _is_scoring(self, entry: JobInProgress) -> bool:
-        return entry.layer == self._num_layers
-
-    def _left(self, entry: JobInProgress) -> int:
-        """Return tokens of a layer, or scored tokens, from where the job stands."""
-        job = entry.job
-        return (job.num_scored_tokens if self._is_scoring(entry) else job.num_tokens_in(entry.layer)) - entry.begin
-
-    def _unit(self, entry: JobInProgress, length: int) -> Unit:
-        begin, end = entry.begin, entry.begin + length
-        if self._is_scoring(entry):
-            return LogitsUnit(entry.job.job_id, begin, end)
-        return PrefillUnit(entry.job.job_id, entry.layer, begin, end, entry.unit_method)
 
     def _charge(self, entry: JobInProgress, cost: float) -> None:
         if entry is self.jobs[0]:

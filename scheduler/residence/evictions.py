@@ -1,4 +1,4 @@
-"""Evict the resident pages of offloaded blocks, and restore them where pages are free.
+"""Evict the resident pages of offloaded blocks, and reload them where pages are free.
 
 A block moves for its context and for all that share it. Invariants: evicted blocks are in front of resident ones; an
 evicted block has a dense page, a resident one a resident page. Rows come back in two plans: one reloads them to pages
@@ -136,8 +136,8 @@ class Evictor:
 
     def take_evictions(self) -> list[PageEviction]:
         """Return what was evicted since the last call."""
-        releases, self._evictions = self._evictions, []
-        return releases
+        evictions, self._evictions = self._evictions, []
+        return evictions
 
     # --- reload -------------------------------------------------------------------------------------------------------
 
@@ -191,8 +191,8 @@ class Evictor:
 
     def take_reloads(self) -> list[FinishedReload]:
         """Return what was reloaded since the last call."""
-        restores, self._reloads = self._reloads, []
-        return restores
+        reloads, self._reloads = self._reloads, []
+        return reloads
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

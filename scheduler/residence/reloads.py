@@ -26,7 +26,7 @@ class Reloads:
         self._host = host
         self._evictor = evictor
         self._pages = pages
-        self._num_releases = 0
+        self._num_evictions = 0
         self.num_quiet_steps = 0
 
     def allow_now(self) -> None:
@@ -38,9 +38,9 @@ class Reloads:
 
         is_quiet: nobody waits or begins. num_coming_pages: what running sequences may take soon.
         """
-        has_released = self._evictor.num_evictions != self._num_releases
-        self._num_releases = self._evictor.num_evictions
-        self.num_quiet_steps = self.num_quiet_steps + 1 if is_quiet and not has_released else 0
+        has_evicted = self._evictor.num_evictions != self._num_evictions
+        self._num_evictions = self._evictor.num_evictions
+        self.num_quiet_steps = self.num_quiet_steps + 1 if is_quiet and not has_evicted else 0
         if self.num_quiet_steps < QUIET_STEPS or self._evictor.is_reloading:
             return None
         num_free = self._pages.num_available - num_coming_pages - self._pages.num_pages // _FREE_SHARE

@@ -115,8 +115,8 @@ class Residence:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, sequence: Sequence, kept: Collection[HostContext]) -> Shortage | None:
-        """Make room for the next draw and the offload that it makes due; return what is short, or None.
+    def find_shortage(self, sequence: Sequence, kept: Collection[HostContext]) -> Shortage | None:
+        """Make room for the next draw and the offload that it makes due; return what is short of that, or None.
 
         Idle contexts but `kept` are dropped for it.
         """
@@ -130,7 +130,7 @@ class Residence:
     def grow(self, sequence: Sequence) -> list[PageWrite]:
         """Take the page that the next token begins, if it begins one, and evict what settles with it.
 
-        `reserve` has made room, and is called for nobody else in between.
+        `find_shortage` has made room, and is called for nobody else in between.
         """
         if self.offloads is not None:
             self.offloads.land(sequence)
@@ -215,7 +215,7 @@ class Residence:
 
     def leave(self, sequence: Sequence, is_kept: bool) -> None:
         """Give all back; `is_kept`: an offloaded context stays, idle, for prompts that begin with its tokens."""
-        context = sequence.left = sequence.context
+        context = sequence.left_context = sequence.context
         if context is None:
             self.pages.release(sequence.pages)
         else:

@@ -24,26 +24,16 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens known so far, and what the sequence holds while it is prefilling or running.
-
-    `prompt` is int32 `[tokens]`, shared with those of the same prompt; `hashes` are of the full blocks of prompt and
-    output known so far. While it waits, `num_pages` is what its tokens take, its prefill may begin at each multiple of
-    `border_blocks`, `num_usable_blocks` need no computing where they are known, the first `num_final_blocks` do not
-    depend on where the tokens end (others may find these, and what is drawn behind them), and its offloaded run ends at
-    `run_end`, or 0. At the last look `num_known_blocks` were in the prefix cache, `num_held_blocks` of these in pages
-    that somebody held: there the next look begins; `num_seen_blocks` were there in pages, if not with the window that
-    ends them. `shares`: a sequence that computes blocks of this one, and how many they have in common. `num_in_flight`
-    counts tokens launched and not collected, draws and what comes without one, so the next draw is number `num_drawn`
-    and the last token (known or not) stands at `next_position`. `num_left_out`: of the steps before this one, running,
-    those that went without it. `num_overtaken`: how often one of less priority, that came later, was let pass it.
-    """
+    """Tokens known so far, and what the sequence holds while it is prefilling or running."""
 
     request: EngineRequest
     profile: Profile
-    prompt: np.ndarray
-    hashes: list[bytes]
+    prompt: np.ndarray  # int32 [tokens], shared with sequences of the same prompt
+    hashes: list[bytes]  # of the full blocks of prompt and output known so far
     output: list[int] = field(default_factory=list)
     state: State = State.WAITING
+
+    # While it is prefilling or running:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     lane: Lane = Lane.DEVICE  # that its last step was launched in
@@ -52,29 +42,35 @@ class Sequence:
     window: int | None = None  # while it holds one: its number
     branch: WindowBranch | None = None  # the window that its prefill leaves further to the front
     context: HostContext | None = None  # in host memory, while it holds one
-    left: HostContext | None = None  # the one that it gave back last, to begin with again if it only gave way
-    num_in_flight: int = 0
-    num_left_out: int = 0
-    num_pages: int = 0
-    border_blocks: int = 1
-    num_usable_blocks: int = 0
-    num_final_blocks: int = 0
-    run_end: int = 0
-    num_known_blocks: int = 0
-    num_seen_blocks: int = 0
-    num_held_blocks: int = 0
-    shares: "tuple[Sequence, int] | None" = None
-    num_published: int = 0
-    num_cached_tokens: int = 0
-    chunks: list[PlacedChunk] = field(default_factory=list)
-    missing: list[PlacedChunk] = field(default_factory=list)
-    holds_chunks: bool = False
-    num_found_tokens: int | None = None
+    num_published: int = 0  # blocks of it that others may find
+    num_in_flight: int = 0  # tokens launched and not collected: draws, and tokens that come without one
+    num_left_out: int = 0  # steps in a row that went without it, while it was running
     num_dropped: int = 0  # of its prompt's tokens, once that is done: so many cells before its positions it goes on
-    figures: dict[str, int] = field(default_factory=dict)
-    started_s: float | None = None
-    num_bypassed: int = 0
-    num_overtaken: int = 0
+
+    # While it waits:
+    num_pages: int = 0  # that its tokens take
+    border_blocks: int = 1  # its prefill may begin at each multiple of so many blocks
+    num_usable_blocks: int = 0  # in front, that need no computing where they are known
+    num_final_blocks: int = 0  # in front, that others may find: they do not depend on where the tokens end
+    run_end: int = 0  # where its offloaded run ends; 0: it has none
+    num_known_blocks: int = 0  # in the prefix cache at the last look, where the next look begins
+    num_seen_blocks: int = 0  # likewise in pages, also where the window that ends them is not kept
+    num_held_blocks: int = 0  # of the known blocks, in pages that somebody held
+    shares: "tuple[Sequence, int] | None" = None  # one that computes blocks of this one, and how many are common
+    num_bypassed: int = 0  # admissions that passed it, since it did not fit
+    num_overtaken: int = 0  # how often a later one of less priority was let pass it
+
+    # Since it came:
+    started_s: float | None = None  # when its first prefill began
+    num_cached_tokens: int = 0  # that its first prefill found
+    preempted_s: float = 0.0  # when it was preempted last, if it was
+    num_computed_tokens: int = 0  # of its context, when it was preempted last
+    left_context: HostContext | None = None  # in host memory, that it gave back last and may begin with again
+    chunks: list[PlacedChunk] = field(default_factory=list)  # of documents, in its prompt
+    missing: list[PlacedChunk] = field(default_factory=list)  # of these, those that are not computed yet
+    holds_chunks: bool = False
+    num_found_tokens: int | None = None  # of chunks that were there when it came
+    figures: dict[str, int] = field(default_factory=dict)  # by the names of `RequestFigure`s
     has_reported: bool = False
     has_failed: bool = False
 

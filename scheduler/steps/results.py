@@ -175,15 +175,14 @@ def make_end(sequence: Sequence) -> Delta:
     )
 
 
-def make_progress(entry: JobInProgress, num_layers: int) -> list[Progress]:
+def make_progress(entry: JobInProgress) -> list[Progress]:
     """Return how far a prefill job is, for each of its members: they advance together."""
     if not entry.sequences:  # chunks
         return []
-    share = 1.0 - entry.remaining(num_layers) / entry.total(num_layers)
     return [
         Progress(
             request_id=sequence.request_id,
-            done_tokens=prompt.begin + int(share * prompt.num_computed_tokens),
+            done_tokens=entry.num_done_tokens(sequence),
             total_tokens=len(prompt.token_ids),
             cached_tokens=prompt.begin,
         )

@@ -231,7 +231,7 @@ class Scheduler:
 
     def _choose_work(self, draft: _Draft, is_ready: IsReady) -> None:
         """Choose prefill units and the rows that draw: rows wait for units only within the token gap."""
-        still = set(self._stepping_in(draft.lane))  # admission may have preempted some
+        still = set(self._stepping_in(draft.lane))  # `Roster.grow` may have preempted some
         drawing = [one for one in draft.stepping if one in still and one.wants_draw]
         if draft.lane is Lane.DEVICE:
             entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
@@ -358,7 +358,7 @@ class Scheduler:
 
     def progress(self) -> list[Progress]:
         """Return how far each prefill under way is."""
-        return [report for entry in self._prefill.jobs for report in make_progress(entry, self._num_layers)]
+        return [report for entry in self._prefill.jobs for report in make_progress(entry)]
 
     def stats(
         self, steps: int, step_seconds: float, host: HostStats | None, methods: dict[str, list[int]],
@@ -373,9 +373,10 @@ class Scheduler:
             pages_cached=self.pages.num_idle + num_idle_pages,
             pages_total=self.pages.num_pages,
             pages_committed=self.pages.num_committed,
-            prefix_queries_tokens=self.prefixes.queries_tokens,
-            prefix_hits_tokens=self.prefixes.hits_tokens,
+            prefix_queries_tokens=self._admission.num_queried_tokens,
+            prefix_hits_tokens=self._admission.num_cached_tokens,
             preemptions=self.roster.num_preemptions,
+            recomputed_tokens=self._admission.num_recomputed_tokens,
             steps=steps,
             step_seconds=step_seconds,
             rings_free=sum(self.rings.num_free.values()),

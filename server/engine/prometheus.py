@@ -51,9 +51,15 @@ class Metrics:
         self.engine_up = self._gauge("tandem_engine_up", "1 while the engine serves")
         self.prompt_tokens = self._counter("tandem_prompt_tokens", "tokens of accepted prompts")
         self.generated_tokens = self._counter("tandem_generated_tokens", "tokens generated")
-        self.prefix_queries = self._counter("tandem_prefix_cache_query_tokens", "prompt tokens looked up")
+        self.prefix_queries = self._counter("tandem_prefix_cache_query_tokens", "prompt tokens looked up, once each")
         self.prefix_hits = self._counter("tandem_prefix_cache_hit_tokens", "prompt tokens found")
-        self.preemptions = self._counter("tandem_preemptions", "sequences that lost their pages and began again")
+        self.preemptions = self._counter(
+            "tandem_preemptions", "times a running or prefilling request gave up its pages; its tokens stay"
+        )
+        self.recomputed = self._counter(
+            "tandem_preempted_tokens_recomputed",
+            "tokens that preempted requests had computed, and computed again when they were resumed",
+        )
         self.engine_steps = self._counter("tandem_engine_steps", "engine steps")
         self.engine_step_s = self._counter("tandem_engine_step_seconds", "time spent in engine steps")
         self.engine_restarts = self._counter("tandem_engine_restarts", "engine processes started after the first")
@@ -166,6 +172,7 @@ class Metrics:
         self.prefix_queries.inc(stats.prefix_queries_tokens - (last.prefix_queries_tokens if last else 0))
         self.prefix_hits.inc(stats.prefix_hits_tokens - (last.prefix_hits_tokens if last else 0))
         self.preemptions.inc(stats.preemptions - (last.preemptions if last else 0))
+        self.recomputed.inc(stats.recomputed_tokens - (last.recomputed_tokens if last else 0))
         self.engine_steps.inc(stats.steps - (last.steps if last else 0))
         self.engine_step_s.inc(stats.step_seconds - (last.step_seconds if last else 0.0))
         self.rings_free.set(stats.rings_free)

@@ -1,16 +1,17 @@
-"""The numbers of a request that its answer's usage has beside tokens: of documents and of attention methods."""
+"""The numbers in an answer's usage beside tokens: of documents, the scheduler and attention methods."""
 
 from functools import cache
 
 from gpu.fusion.fusion_plan import FIGURES
 from gpu.methods.counters import RequestFigure
 from gpu.methods.registry import list_figures
+from scheduler import messages
 
 
 @cache
 def find_figures() -> dict[str, RequestFigure]:
     """Return all figures by name."""
-    return {**FIGURES, **list_figures()}
+    return {**FIGURES, **messages.FIGURES, **list_figures()}
 
 
 def figure_names(of_prompt: bool) -> list[str]:

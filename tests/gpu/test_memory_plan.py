@@ -1,5 +1,6 @@
 """The memory plan: items fit their limits, what was asked for holds, and what does not fit says so in one line."""
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -276,6 +277,13 @@ def test_what_does_not_fit_is_refused_with_its_numbers_and_the_key_to_change(
         make_plan(SHAPE_8B, machine, gpu, context, hidden)
     for part in parts:
         assert part in str(error.value)
+
+
+def test_pages_of_the_size_that_a_refusal_asks_for_are_enough() -> None:
+    with pytest.raises(PlanError, match=r"asked 0\.001 GiB, one sequence of 1,024 tokens needs 0\.0\d+ GiB") as error:
+        make_plan(SHAPE_TINY, "laptop", GpuConfig(device="cpu", kv_cache_gib=0.001), 1024)
+    needed = re.search(r"needs (0\.\d+) GiB", str(error.value))[1]
+    assert make_plan(SHAPE_TINY, "laptop", GpuConfig(device="cpu", kv_cache_gib=float(needed)), 1024).num_pages == 64
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "codellama-34b"])

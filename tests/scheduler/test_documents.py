@@ -687,7 +687,7 @@ def test_one_that_gives_way_is_fused_again(tmp_path: Path) -> None:
     tokens: list[int] = []
     while len(tokens) < 9:
         tokens += [token for delta in engine.step() for token in delta.token_ids]
-    engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
+    engine.scheduler.roster.preempt_last(engine.scheduler.roster.running)
     tokens += [token for delta in run(engine)["b"] for token in delta.token_ids]
     assert len(tokens) == 30
     assert tokens[:9] == wanted[:9]
@@ -769,7 +769,7 @@ def test_a_context_that_loses_little_goes_on_at_its_positions(tmp_path: Path) ->
         while engine.has_work:
             found += [dict(one.top) for delta in engine.step() for one in delta.logprobs or []]
             if gives_way and len(found) == 4:
-                engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
+                engine.scheduler.roster.preempt_last(engine.scheduler.roster.running)
                 gives_way = False
         return found
 

@@ -115,7 +115,7 @@ def test_two_whole_units_of_the_oldest_never_come_in_a_row_while_a_shorter_promp
     before = len(runner.plans)
     shorter: list[bool] = []
     while "long" not in clients.step():
-        left = {entry.job.job_id: entry.remaining(SHAPE.num_layers) for entry in engine.scheduler._prefill.jobs}
+        left = {entry.job.job_id: entry.remaining() for entry in engine.scheduler._prefill.jobs}
         shorter.append(min(left.values()) < max(left.values()) > SHAPE.num_layers * 500)
     job_id = job_of(runner, long)
     wholes = [[unit.job_id for unit in plan.units if unit.end - unit.begin == CHUNK] for plan in runner.plans[before:]]

@@ -188,7 +188,7 @@ def test_what_is_on_its_way_back_is_settled_whatever_becomes_of_its_context(how:
         assert engine.scheduler.residence.room.free_pages(engine.scheduler.pages.num_available + 30, [])
         assert not evictor.is_reloading
     else:
-        engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
+        engine.scheduler.roster.preempt_last(engine.scheduler.roster.running)
     drain(engine)
     assert not evictor.is_reloading
     check_idle(engine, runner)

@@ -122,7 +122,7 @@ def test_one_that_gives_way_in_a_run_goes_on_as_if_it_had_not(engine: Engine) ->
         for delta in engine.step():
             told.setdefault(delta.request_id, []).append(delta)
         if step % 9 == 8 and scheduler.roster.running:
-            scheduler.roster.preempt_youngest([scheduler.roster.running[step % len(scheduler.roster.running)]])
+            scheduler.roster.preempt_last([scheduler.roster.running[step % len(scheduler.roster.running)]])
         if step == 20:
             engine.cancel(["5"])
     assert scheduler.roster.num_preemptions > preemptions + 3

@@ -178,7 +178,7 @@ def test_a_preempted_prompt_gives_its_pages_and_the_others_in_its_job_keep_their
     engine.submit(requests)
     told.step()
     assert [len(entry.sequences) for entry in engine.scheduler._prefill.jobs] == [3]
-    engine.scheduler.roster.preempt_youngest(list(engine.scheduler.roster.holding()))
+    engine.scheduler.roster.preempt_last(list(engine.scheduler.roster.holding()))
     assert [len(entry.sequences) for entry in engine.scheduler._prefill.jobs] == [2]
     while engine.has_work:
         told.step()

@@ -101,7 +101,7 @@ def test_units_cover_a_job_and_end_at_multiples_or_with_a_prompt(
         first += prompt.num_computed_tokens
         ends.add(first)
     queue = PrefillQueue(PrefillConfig(chunk_tokens=chunk_tokens), SHAPE.num_layers, CostModel(SHAPE))
-    queue.jobs.append(JobInProgress(PrefillJob(0, listed), [], BLOCKY, align_tokens))
+    queue.jobs.append(JobInProgress(PrefillJob(0, listed), [], BLOCKY, align_tokens, SHAPE.num_layers))
     at = (0, 0)
     while queue.jobs:
         for unit in queue.next_units(seconds)[0]:

@@ -28,7 +28,7 @@ def make_job(job_id: int, *prompts: tuple[int, int]) -> JobInProgress:
         PrefillPrompt(slot, np.zeros(tokens, np.int32), begin, tokens, SamplingParams(), "exact")
         for slot, (begin, tokens) in enumerate(prompts)
     ]
-    return JobInProgress(PrefillJob(job_id, listed), [], DENSE, 1)
+    return JobInProgress(PrefillJob(job_id, listed), [], DENSE, 1, LAYERS)
 
 
 def run_steps(queue: PrefillQueue, num_steps: int) -> list[tuple[bool, float]]:
@@ -77,7 +77,7 @@ def test_the_job_with_the_least_left_runs_first_though_its_prompt_is_the_longer_
     queue.jobs.append(make_job(0, (0, 2 * CHUNK)))
     for _ in range(2 * LAYERS - 1):
         queue.next_units(None)
-    assert queue.jobs[0].remaining(LAYERS) == CHUNK
+    assert queue.jobs[0].remaining() == CHUNK
     queue.jobs.append(make_job(1, (0, CHUNK)))
     assert [unit.job_id for unit in queue.next_units(None)[0]] == [0]
 

@@ -362,7 +362,7 @@ def test_one_that_gives_way_in_the_plan_that_writes_it_down_leaves_nothing() -> 
     scheduler = engine.scheduler
     assert scheduler.residence.offload_short(scheduler.roster.running)
     assert scheduler.residence.room.free_pages(scheduler.pages.num_available + 2, [])
-    scheduler.roster.preempt_youngest(scheduler.roster.running)
+    scheduler.roster.preempt_last(scheduler.roster.running)
     assert len(scheduler.residence.contexts) == 0
     deltas += drain(engine)["a"]
     check_output(request, deltas)

@@ -78,7 +78,7 @@ def test_who_gives_way_gives_its_ring_back_and_begins_again_with_an_empty_one(pr
     engine, runner = make_engine(num_rings=2, num_pages=60, prefix_cache=False)
     request = ask("a", prompt_of(200), 60, profile)
     deltas = start(engine, [request])
-    engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
+    engine.scheduler.roster.preempt_last(engine.scheduler.roster.running)
     assert engine.scheduler.rings.num_free == {RINGS: 2}
     finish(engine, [request], deltas)
     assert [write.source for write in ring_writes(runner)] == [None, None]

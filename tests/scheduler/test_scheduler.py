@@ -305,7 +305,7 @@ def test_what_gave_no_finite_logits_is_found_by_nobody_though_it_was_preempted_m
     deltas = [delta for _ in range(6) for delta in engine.step()]
     runner.broken.add(engine.scheduler.roster.running[0].slot)
     engine.step()
-    engine.scheduler.roster.preempt_youngest(engine.scheduler.roster.running)
+    engine.scheduler.roster.preempt_last(engine.scheduler.roster.running)
     assert engine.stats().num_waiting == 1
     deltas += drain(engine)["a"]
     runner.broken.clear()

@@ -33,7 +33,7 @@ def make_queue(*prompts: tuple[int, int | None]) -> PrefillQueue:
         for slot, (tokens, top) in enumerate(prompts)
     ]
     queue = PrefillQueue(PrefillConfig(chunk_tokens=2048), TINY.num_layers, CostModel(TINY))
-    queue.jobs.append(JobInProgress(PrefillJob(0, listed), [], DENSE, 1))
+    queue.jobs.append(JobInProgress(PrefillJob(0, listed), [], DENSE, 1, TINY.num_layers))
     return queue
 
 
@@ -91,7 +91,7 @@ def test_a_prompt_that_is_not_scored_has_no_unit_and_no_time_more() -> None:
     queue, scored = make_queue((700, None), (300, None)), make_queue((700, 0), (300, None))
     units = []
     entry = queue.jobs[0]
-    assert scored.jobs[0].remaining(TINY.num_layers) - entry.remaining(TINY.num_layers) == 699
+    assert scored.jobs[0].remaining() - entry.remaining() == 699
     while queue.jobs:
         units += queue.next_units(None)[0]
     assert {type(unit) for unit in units} == {PrefillUnit}

@@ -123,6 +123,6 @@ def leave_and_preempt(engine: Engine, left: list[str], preempted: list[str]) -> 
             left.remove(name)
         for name in preempted:
             if name in running and running[name].num_drawn == 12:
-                engine.scheduler.roster.preempt_youngest([running[name]])
+                engine.scheduler.roster.preempt_last([running[name]])
 
     return before_step

@@ -226,7 +226,8 @@ class FakeEngine:
             stats = Stats(
                 num_running=len(self.running), num_prefilling=0, num_waiting=0, pages_used=len(self.running),
                 pages_cached=2, pages_total=1024, pages_committed=1024, prefix_queries_tokens=100,
-                prefix_hits_tokens=40, preemptions=1, steps=self.steps, step_seconds=7.0, rings_free=0,
+                prefix_hits_tokens=40, preemptions=1, recomputed_tokens=30, steps=self.steps, step_seconds=7.0,
+                rings_free=0,
                 host=HOST_STATS if "host" in self.settings else None, 
             )  # fmt: skip
         if deltas or progress or stats:

@@ -8,6 +8,7 @@ import pytest
 
 from gpu.sampling_params import SamplingParams
 from scheduler.messages import Delta, EngineRequest, Ready
+from server import logs
 from server.api_error import ApiError, internal
 from server.bodies.answer_form import ResponseFormat, StructuredOutputs
 from server.bodies.generation_bodies import CompletionBody
@@ -262,3 +263,24 @@ async def test_an_answer_that_outgrows_its_grammar_is_its_requests_error(tokeniz
             "response.failed",
             {"code": code, "message": error.message},
         )
+
+
+async def test_preemptions_stand_in_usage_and_in_the_line_that_joins_the_ids(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = Call(tokenizer, [[1, 2, 3]], n=2)
+    await call.submit()
+    caplog.set_level("INFO", logger="tandem")
+    token = logs.request_id.set("of-the-http-request")
+    try:
+        await call.feed(0, [100], figures={"preemptions": 1})
+        await call.feed(0, [100], "length", figures={"preemptions": 2})
+        await call.feed(1, [100], "length", figures={"preemptions": 1})
+    finally:
+        logs.request_id.reset(token)
+    assert call.generation.figures(of_prompt=False) == {"preemptions": 3}
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("generated ")]
+    fields = dict(field.partition("=")[::2] for field in line.split()[1:])
+    assert fields["preemptions"] == "3"
+    assert (fields["id"], fields["request_id"]) == (call.generation.id, "of-the-http-request")
+    assert [request.request_id for request in call.engine.requests] == [f"{call.generation.id}-{i}" for i in range(2)]

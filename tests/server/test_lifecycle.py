@@ -218,6 +218,7 @@ async def test_counters_only_grow_when_the_engine_is_replaced(live):
     assert await live.metric("tandem_prefix_cache_query_tokens_total") == 200
     assert await live.metric("tandem_prefix_cache_hit_tokens_total") == 80
     assert await live.metric("tandem_preemptions_total") == 2
+    assert await live.metric("tandem_preempted_tokens_recomputed_total") == 60
     assert await live.metric("tandem_engine_steps_total") >= steps
 
 

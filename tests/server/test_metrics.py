@@ -21,8 +21,8 @@ METHODS = {f"reuse_{name}": [2 * number + 1, 2 * number + 2] for number, name in
 }  # fmt: skip
 STATS = Stats(
     num_running=1, num_prefilling=2, num_waiting=3, pages_used=4, pages_cached=5, pages_total=6, pages_committed=16,
-    prefix_queries_tokens=7, prefix_hits_tokens=8, preemptions=9, steps=10, step_seconds=11.5, rings_free=36, host=HOST,
-    methods=METHODS,
+    prefix_queries_tokens=7, prefix_hits_tokens=8, preemptions=9, recomputed_tokens=39, steps=10, step_seconds=11.5,
+    rings_free=36, host=HOST, methods=METHODS,
     experts=ExpertStats(fetched=70, copied=71, computed=72),
     chunks=ChunkStats(memory_bytes=80, written=81, refused=82, evicted=83, set_aside=84, lost=85),
 )  # fmt: skip
@@ -35,9 +35,9 @@ GAUGES = {
 }  # fmt: skip
 CAPACITIES = {"pages_capacity": 6, "host_bytes_capacity": 23}
 COUNTERS = {
-    "prefix_cache_query_tokens": 7, "prefix_cache_hit_tokens": 8, "preemptions": 9, "engine_steps": 10,
-    "engine_step_seconds": 11.5, "host_tables_built": 27, "host_tables_failed": 28, "host_tokens_covered": 29,
-    "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_restored": 35,
+    "prefix_cache_query_tokens": 7, "prefix_cache_hit_tokens": 8, "preemptions": 9, "preempted_tokens_recomputed": 39,
+    "engine_steps": 10, "engine_step_seconds": 11.5, "host_tables_built": 27, "host_tables_failed": 28,
+    "host_tokens_covered": 29, "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_restored": 35,
     "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5, "fetch_hole_tokens": 37,
     "fetch_read_tokens": 38, "fetch_dropped_tokens": 39, "fetch_fetched_blocks": 40, "fetch_looked_blocks": 41,
     "fetch_late_blocks": 42, "experts_fetched": 70, "experts_copied": 71, "experts_computed": 72,

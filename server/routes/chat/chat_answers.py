@@ -13,7 +13,7 @@ StopReason = Literal["time_limit"] | None  # beside `length`: there was no more 
 
 
 def _declare_figures(name: str, of_prompt: bool) -> Any:
-    """Return a type whose fields are what documents and methods tell of a request."""
+    """Return a type whose fields are the figures of a request."""
     fields = [(figure, Count) for figure in figure_names(of_prompt)]
     return msgspec.defstruct(name, fields, bases=(Answer,), kw_only=True, forbid_unknown_fields=True)
 
@@ -25,17 +25,17 @@ class PromptTokensDetails(_declare_figures("PromptFigures", of_prompt=True)):  #
 
 
 class CompletionTokensDetails(_declare_figures("CompletionFigures", of_prompt=False)):  # type: ignore[misc]
-    """Tell what attention methods counted of the answers."""
+    """Count what the scheduler and attention methods report of the answers. `preemptions`: of all choices together."""
 
 
 class Usage(Answer):
-    """Count tokens. `completion_tokens_details` comes if a method tells something of answers."""
+    """Count tokens."""
 
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobs(Answer):

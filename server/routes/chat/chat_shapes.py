@@ -93,7 +93,6 @@ class _Frame:
     def _usage(self) -> dict[str, Any]:
         generation = self.generation
         prompt, generated = generation.num_prompt_tokens, generation.num_generated_tokens
-        told = generation.figures(of_prompt=False)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -102,7 +101,7 @@ class _Frame:
                 "cached_tokens": generation.num_cached_tokens,
                 **generation.figures(of_prompt=True),
             },
-            **({"completion_tokens_details": told} if told else {}),
+            "completion_tokens_details": generation.figures(of_prompt=False),
         }
 
 
