@@ -168,9 +168,9 @@ class MethodChoice(BaseModel):
 
 
 class Composition(Settings):
-    """Attention profiles beside the built-in ones, which are the methods of the slot `host` by their names (but for
-    `predicted` and `predicted+sampled`, which need a predictor): under a name of your own, a method for each slot,
-    or a mapping with `method` and its settings. A request may name one in `attention_profile`, and so may
+    """Attention profiles beside the built-in ones, which are the methods of the slot `host` by their names, without
+    those that plan device memory for each sequence (`rings`): under a name of your own, a method for each slot, or a
+    mapping with `method` and its settings. A request may name one in `attention_profile`, and so may
     `scheduler.default_profile`. The methods are listed at the end of this page. A slot that is left out does what its
     default says; a key with nothing behind it is an error.
     """

@@ -142,7 +142,7 @@ def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tupl
     for part in served_parts(profiles):
         method, count = part.method, None
         if method.has_rings:
-            if not method.footprint(part.settings, architecture, 1).sequence_bytes:
+            if not method.works_in(part.settings, architecture):
                 raise ProfileError(
                     f"profiles: {method.name!r} has no layer of {architecture.name} to work in: each one has a "
                     "window, or is off; take it out of the profiles"

@@ -360,8 +360,9 @@ class FinishedReload(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """What a row reads of its context in host memory: cells `[begin, end)`, in the offloaded layers. They are the
-    first `end - begin` tokens of the run of `context_id` there; all other cells are on the device.
+    """What a row reads of its context in host memory: cells `[begin, end)`, in the offloaded layers. They are the range
+    `[sink, evicted)` of docs/ARCHITECTURE.md, the first `end - begin` tokens of the run of `context_id` there; all
+    other cells are on the device.
     """
 
     context_id: int

@@ -8,8 +8,8 @@ class Reading(Enum):
     """A way to read a context in host memory; the properties say all that others may ask of it.
 
     NONE: nothing of the context lies there. WHOLE: the CPU reads all of it. SAMPLE: the CPU reads a sample that hash
-    tables choose. BLOCKS: the device fetches predicted blocks and the rest is dropped. INDEXED: it fetches tokens
-    and estimates the rest. With both, a row without a ring has the CPU read all of it.
+    tables choose. BLOCKS: the device or the CPU reads some blocks and the rest is dropped. INDEXED: the device fetches
+    tokens and estimates the rest. With the last two, the CPU reads all of it for a row without a ring.
     """
 
     NONE = "none"
@@ -47,7 +47,7 @@ class Reading(Enum):
 
     @property
     def drops_rest(self) -> bool:
-        """Tell whether nobody reads the tokens that the device does not fetch."""
+        """Tell whether nobody reads the tokens that the method leaves out."""
         match self:
             case Reading.BLOCKS:
                 return True

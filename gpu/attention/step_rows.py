@@ -17,9 +17,12 @@ _WIDE, _NARROW = 3, 5  # int64 and int32 columns
 
 
 class StepRows:
-    """The rows of a decode step, as views of one buffer. positions (of the rotation), token_slots (where the input
-    token stands in `last_tokens`), cells: int64 `[rows]`; slots, context_lens (in cells, this token's with them): int32
-    `[rows]`; skips: int32 `[3, rows]`, begin, end and end again of what the row reads from the host.
+    """The rows of a decode step, as views of one buffer.
+
+    positions (of the rotation), token_slots (where the input token stands in `last_tokens`), cells: int64 `[rows]`.
+    slots, context_lens (in cells, this token's with them): int32 `[rows]`. skips: int32 `[3, rows]`, begin and end of
+    the row's host read, which attention on the device skips, and the end again: the three bounds that
+    `paged_decode_attention` takes. 0, 0, 0: the row has no host read.
 
     A buffer is uint8 `[num_bytes(rows)]`.
     """

@@ -49,13 +49,21 @@ class Site:
 class LayerReads:
     """What one layer reads for each row; methods change it before it is read.
 
-    query, pre_rope_query: `[rows, heads, dim]`, rotated and not; bounds, has_far, maxima: of what is on the device, see
-    `paged_decode_attention` (bounds None: all of each context). reads_host: whether the CPU is asked in this
-    layer, and then codes: of the query, uint16 `[rows, heads, tables]`, wanted and excluded: as in the exchange slot.
-    skips: whether rows skip what is in host memory in this layer: where the CPU is asked, or methods read all of it.
+    rows: of all profiles; `RingSide.ring_of_slot` says which ones are a method's own. query, pre_rope_query: `[rows,
+    heads, dim]`, rotated and not. bounds, has_far, maxima: of what is on the device, see `paged_decode_attention`
+    (bounds None: all of each context). window: of the layer, in cells, or None: bounds say so already, and methods have
+    no part in it.
+
+    reads_host: whether the CPU is asked in this layer for the rows' host reads. What it is asked:
+    - codes: of the query, uint16 `[rows, heads, tables]`; None: there are no hash tables.
+    - wanted: uint8 `[rows, heads]`, 0: the head asks for nothing; None: all heads ask. Combine with `&`.
+    - excluded: int32 `[rows, kv_heads, site.exclusion_words]`; None: nothing is excluded. Bit b of word w stands for
+      tokens `[16 n, 16 n + 16)` of the row's host read, `n = 32 w + b`, counted from `rows.skips[0]`: if it is set, the
+      CPU leaves them out. Bits behind the end of a host read mean nothing. Combine with `|`.
+    skips: whether rows skip their host reads in this layer: where the CPU is asked, or methods read all of it.
+
     kept: what methods keep of the layer from before they read it until after. fetched: what methods read themselves, a
-    partial each. attended: all that was read, merged, by methods that do that themselves; None: nobody has. window: of
-    the layer, in cells, or None: bounds say so already, and methods have no part in it.
+    partial each. attended: all that was read, merged, by methods that do that themselves; None: nobody has.
     """
 
     layer: int

@@ -26,9 +26,9 @@ class NoSettings(Settings):
 class Footprint:
     """Device memory that a method takes, in bytes.
 
-    sequence_bytes: for each sequence that holds its state. sequence_rows: keys and values of one KV head beside that,
-    stored as in KV pages. sequence_numbers: beside both, numbers of the type that computes. work_bytes: that its steps
-    and prompts pass through, for all sequences together.
+    sequence_bytes: of a ring, or for each running sequence of a method without rings. sequence_rows: keys and values of
+    one KV head beside that, stored as in KV pages. sequence_numbers: beside both, numbers of the type that computes.
+    work_bytes: that its steps and prompts pass through, for all sequences together.
     """
 
     sequence_bytes: int = 0
@@ -52,47 +52,45 @@ class ReadCost:
 
 
 class Method:
-    """An attention method; `gpu/methods/<name>/__init__.py` has an instance as `METHOD`. `_` in a folder's name is `+`.
+    """An attention method; `gpu/methods/<name>/__init__.py` has an instance as `METHOD`.
 
-    Only `name` and `summary` are needed. The defaults are those of full attention on the device.
-
-    slot: that it fills in a composition. settings: their model, with descriptions. shared_key: the key of the `host`
-    section that has the settings of all profiles; None: each profile has its own. kv_settings, kv_host: settings, of
-    its own and of the `host` section, that change the KV it writes, by their short names in `kv_key`; none: it writes
-    the model's own. refuses: methods that it is not composed with, by how their names begin, and why. reading: how a
-    context's part in host memory is read. has_rings: its state is too large for all sequences; who has one holds a
-    ring, and who finds none free waits in admission. excludes_blocks: it takes blocks of a context off the host.
-    device_side: module with torch whose `make_device_side(settings, site)` or, with rings, `make_ring_side(settings,
-    site, num_rings)` makes its part in decode steps (`gpu.methods.device_side`). prefill_side: module whose
-    `make_prefill_side(settings, site, dense)` makes its part in prefill (`gpu.methods.prefill_side`).
-    token_outputs: what its sides make of a token of a step or prompt, in outputs as wide as a query. counters: what
-    its device side counts, by name. figures: what it tells of each request that holds a ring. shares: quotients of
-    counters that evaluations report. plan_name, plan_words: what `tandem plan` calls it, else `name`. scored:
-    settings that the evaluations' set of served profiles runs. measured: what it lost on a pretrained model, as
-    `tandem plan` says it; empty: it reads everything.
+    `_` in a folder's name is `+` in the method's, which joins two methods: the name of one is a single word. Only
+    `name` and `summary` are needed. The defaults are those of full attention on the device.
     """
 
+    # What it is called, and where it stands in a profile.
     name: ClassVar[str]
-    summary: ClassVar[str]
+    summary: ClassVar[str]  # one sentence for docs/CONFIGURATION.md
     slot: ClassVar[Slot] = "host"
+    refuses: ClassVar[Mapping[str, str]] = {}  # why it is not composed with others, by how their names begin
+    # Its settings.
     settings: ClassVar[type[Settings]] = NoSettings
-    shared_key: ClassVar[str | None] = None
-    kv_settings: ClassVar[Mapping[str, str]] = {}
-    kv_host: ClassVar[Mapping[str, str]] = {}
-    refuses: ClassVar[Mapping[str, str]] = {}
+    shared_key: ClassVar[str | None] = None  # of `host`: settings of all profiles there; None: each has its own
+    # Settings that change the KV it writes, by their short names in `kv_key`; none: it writes the model's own KV.
+    kv_settings: ClassVar[Mapping[str, str]] = {}  # settings of its own
+    kv_host: ClassVar[Mapping[str, str]] = {}  # settings of the `host` section
+    # What it does with a context in host memory.
     reading: ClassVar[Reading] = Reading.NONE
+    excludes_blocks: ClassVar[bool] = False  # its device side sets `LayerReads.excluded`
+    # What it does in decode steps and prefill. A sequence of a method with rings holds a ring while it runs, if it has
+    # `least_ring_tokens`, and waits in admission while none is free. A step has rows of all profiles, and
+    # `RingSide.ring_of_slot` alone says whose they are: a method that changes its own rows only has rings, even if it
+    # keeps nothing in them.
     has_rings: ClassVar[bool] = False
-    excludes_blocks: ClassVar[bool] = False
+    # Module with `make_device_side(settings, site)`, or of a method with rings `make_ring_side(settings, site,
+    # num_rings)`: see `gpu.methods.device_side`.
     device_side: ClassVar[str | None] = None
-    prefill_side: ClassVar[str | None] = None
-    token_outputs: ClassVar[int] = 0
-    counters: ClassVar[Mapping[str, Counter]] = {}
-    figures: ClassVar[Mapping[str, RequestFigure]] = {}
-    shares: ClassVar[Mapping[str, Share]] = {}
-    plan_name: ClassVar[str] = ""
-    plan_words: ClassVar[str] = ""
-    scored: ClassVar[tuple[Settings, ...]] = ()
-    measured: ClassVar[str] = ""
+    prefill_side: ClassVar[str | None] = None  # module with make_prefill_side(settings, site, dense)
+    token_outputs: ClassVar[int] = 0  # memory that its sides take for a token, in outputs as wide as a query
+    # What it counts.
+    counters: ClassVar[Mapping[str, Counter]] = {}  # of `DeviceSide.counts`, on /metrics
+    figures: ClassVar[Mapping[str, RequestFigure]] = {}  # of `RingSide.figures_of`, in an answer's `usage`
+    shares: ClassVar[Mapping[str, Share]] = {}  # quotients of counters that evaluations report
+    # What `tandem plan` and evaluations say of it.
+    plan_name: ClassVar[str] = ""  # empty: `name`
+    plan_words: ClassVar[str] = ""  # how contexts are read; empty: "device and host", and its name
+    measured: ClassVar[str] = ""  # what it lost on a pretrained model; empty: it reads everything
+    scored: ClassVar[tuple[Settings, ...]] = ()  # settings that the evaluations' set of served profiles runs
 
     def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
         """Return why these settings cannot stand beside a `host` section, or None where they can."""
@@ -109,12 +107,16 @@ class Method:
         """
         return 1
 
+    def works_in(self, settings: Any, architecture: Architecture) -> bool:
+        """Return whether the model has a layer for it. A profile with rings is refused where there is none."""
+        return len(architecture.window_layers) < architecture.num_layers
+
     def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
         """Return the device memory that it takes with at most `max_running` sequences."""
         return Footprint()
 
     def count_rings(self, settings: Any) -> int | None:
-        """Return how many rings there are; None: as many as an eighth of the free memory holds."""
+        """Return how many rings there are; None: as many as an eighth of the free memory holds, if they take any."""
         return None
 
     def least_ring_tokens(self, settings: Any) -> int:

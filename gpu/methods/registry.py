@@ -12,8 +12,8 @@ def list_methods() -> dict[str, Method]:
     """Return all methods by name, sorted."""
     names = sorted(module.name for module in iter_modules(gpu.methods.__path__) if module.ispkg)
     methods = {name.replace("_", "+"): import_module(f"gpu.methods.{name}").METHOD for name in names}
-    misnamed = [name for name, method in methods.items() if method.name != name]
-    assert not misnamed, f"methods: {misnamed[0]!r} is not the name of its folder"
+    for name, method in methods.items():
+        assert method.name == name, f"methods: {method.name!r} is in a folder for {name!r}, where `_` is `+`"
     sideless = [name for name, method in methods.items() if (method.slot == "prefill") != bool(method.prefill_side)]
     assert not sideless, f"methods: {sideless[0]!r}: methods of the slot `prefill` have a prefill side, and no other"
     return methods

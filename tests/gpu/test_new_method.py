@@ -73,6 +73,7 @@ def test_a_methods_folder_is_on_the_configuration_page_and_its_price_in_the_plan
     assert "### `alternate`" in write_page()
     machine, page = load_machine(LAPTOP), io.StringIO()
     plan = resolve_plan(deployment(), machine)
+    assert set(plan.memory.num_rings.values()) == {2}, "as many as may run: they take no memory"
     rates = find_rates(machine, measured_path())
     assert rates is not None
     found = compare_placements(plan.deployment, plan, rates)

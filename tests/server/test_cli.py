@@ -283,7 +283,7 @@ def test_plan_prints_json_for_a_machine_that_is_elsewhere(tandem: RunTandem) -> 
     tree = json.loads(done.stdout)
     assert tree["machine"]["name"] == "a100-80g"
     assert tree["memory"]["device"] == "cuda"
-    assert [placement["name"] for placement in tree["placements"]["placements"]] == ["device", "offloaded", "sampled"]
+    assert {placement["name"] for placement in tree["placements"]["placements"]} >= {"device", "offloaded", "sampled"}
     assert tree["placements"]["rates"]["device_stream_gb_s"]["source"] == "profile"
 
 

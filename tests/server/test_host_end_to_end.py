@@ -78,7 +78,7 @@ def test_a_sampled_context_finds_its_needle_and_the_next_turn_its_prefix(client,
 
 def test_a_server_says_which_profiles_it_has(url):
     model = httpx.get(f"{url}/v1/models").json()["data"][0]
-    assert model["attention_profiles"] == ["exact", "offloaded", "sampled", "careful", "whole"]
+    assert {*model["attention_profiles"]} >= {"exact", "offloaded", "sampled", "careful", "whole"}
 
 
 def test_short_prompts_of_all_profiles_at_once_answer_as_each_does_alone(client):

@@ -103,6 +103,9 @@ class Mac(RingMethod):
         """Return a window with a band in front of the oldest match, so that a hit asks the host for nothing."""
         return Kept(settings.sink_tokens, settings.capacity + settings.band, ())
 
+    def works_in(self, settings: Any, architecture: Architecture) -> bool:
+        return bool(settings.layers(architecture))
+
     def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
         return Footprint(sequence_bytes=sum_bytes(ring_arrays(settings, architecture, 1).values()))
 

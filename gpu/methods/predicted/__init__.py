@@ -101,6 +101,9 @@ class Predicted(RingMethod):
         own = Kept(settings.sink_tokens, settings.local_tokens, tuple(range(settings.exempt_layers)))
         return join_kept([own, keep_as_set(host, architecture)])
 
+    def works_in(self, settings: Any, architecture: Architecture) -> bool:
+        return bool(settings.layers(architecture))
+
     def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
         """Return the bytes for all layers that may predict; layers that the `host` section keeps take none of it."""
         num_layers = len(settings.layers(architecture))

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from gpu.methods.counters import Counter, RequestFigure, SavedReads, Share
 from gpu.methods.kept import OFFLOAD_KEYS, keep_as_set
-from gpu.methods.method import Footprint, Method, ReadCost
+from gpu.methods.method import Method, ReadCost
 from transfer.reading import Reading
 from transfer.settings_model import Settings
 
@@ -19,8 +19,8 @@ class Alternate(Method):
     settings = AlternateSettings
     kv_settings = {"first": "first"}
     kv_host = OFFLOAD_KEYS
-    reading = Reading.WHOLE
-    has_rings = True
+    reading = Reading.BLOCKS
+    has_rings = True  # to know its rows; a ring holds nothing
     excludes_blocks = True
     device_side = "gpu.methods.alternate.device"
     counters = {
@@ -35,9 +35,6 @@ class Alternate(Method):
 
     def find_kept(self, settings, host, architecture):
         return keep_as_set(host, architecture)
-
-    def footprint(self, settings, architecture, max_running):
-        return Footprint(sequence_bytes=4)
 
     def read_cost(self, settings, context_tokens, host_tokens):
         return ReadCost(streamed=host_tokens / 2)

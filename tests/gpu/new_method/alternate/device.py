@@ -24,6 +24,9 @@ class AlternateSide(RingSide):
         self.counted_layer = site.tier_shape.layers[0]
         self.of_slot = torch.zeros(site.max_running + 1, dtype=torch.int64, device=site.device)
         self.num_blocks = torch.zeros(2, dtype=torch.int64, device=site.device)
+        self.told_blocks, self.told_of_slot = self.num_blocks.cpu(), self.of_slot.cpu()
+        if site.device.type == "cuda":
+            self.told_blocks, self.told_of_slot = self.told_blocks.pin_memory(), self.told_of_slot.pin_memory()
 
     def before(self, reads):
         if not reads.reads_host:
@@ -43,16 +46,21 @@ class AlternateSide(RingSide):
     def skipped(self, blocks):
         return (blocks + 1 - self.first) // 2
 
+    def end_step(self):
+        self.told_blocks.copy_(self.num_blocks, non_blocking=True)
+        self.told_of_slot.copy_(self.of_slot, non_blocking=True)
+
     def counts(self):
-        blocks, skipped = self.num_blocks.tolist()
+        blocks, skipped = self.told_blocks.tolist()
         return {"alternate_blocks": [blocks], "alternate_skipped_blocks": [skipped]}
 
     def assign(self, write):
         super().assign(write)
         self.of_slot[write.slot] = 0
+        self.told_of_slot[write.slot] = 0
 
     def figures_of(self, slot):
-        return {"skipped_blocks": int(self.of_slot[slot])}
+        return {"skipped_blocks": int(self.told_of_slot[slot])}
 
     def covered(self, reads):
         if not reads.reads_host:
