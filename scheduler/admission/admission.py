@@ -116,7 +116,10 @@ class Admission:
         self._next_job_id = 0
 
     def queue(self, sequences: list[Sequence]) -> None:
-        """Queue all of these sequences or none. Raises QueueFullError."""
+        """Queue all of these sequences or none, each behind all but those that it may overtake.
+
+        Raises QueueFullError.
+        """
         if len(self.waiting) + len(sequences) > self._config.max_queue + len(self.free_slots):
             raise QueueFullError(
                 f"queue: {len(self.waiting)} requests wait, asked {len(sequences)} more, room for "
@@ -124,7 +127,11 @@ class Admission:
             )
         for sequence in sequences:
             self._residence.await_room(sequence)
-            self._line_up(sequence)
+            place = len(self.waiting)
+            while place and sequence.goes_before(self.waiting[place - 1]):
+                place -= 1
+                self.waiting[place].num_overtaken += 1
+            self.waiting.insert(place, sequence)
 
     def requeue(self, sequence: Sequence) -> None:
         """Put a preempted sequence in front, behind those of higher priority."""
@@ -132,14 +139,6 @@ class Admission:
         place = 0
         while place < len(self.waiting) and self.waiting[place].goes_before(sequence):
             place += 1
-        self.waiting.insert(place, sequence)
-
-    def _line_up(self, sequence: Sequence) -> None:
-        """Put a sequence behind all but those that it may overtake."""
-        place = len(self.waiting)
-        while place and sequence.goes_before(self.waiting[place - 1]):
-            place -= 1
-            self.waiting[place].num_overtaken += 1
         self.waiting.insert(place, sequence)
 
     def awaited(self) -> list[HostContext]:
@@ -263,7 +262,7 @@ class Admission:
         if num_pages >= this.fewest_refused and sequence.left_context is None:
             return None  # a preempted sequence may take the pages of the context that it left
         kept = self._kept(sequence, this)
-        if not self._residence.room.has_pages(num_pages + this.num_coming_pages, kept):
+        if not self._residence.room.could_free_pages(num_pages + this.num_coming_pages, kept):
             if sequence.left_context is None:
                 this.fewest_refused = num_pages
             return None

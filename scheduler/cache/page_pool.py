@@ -80,11 +80,11 @@ class PagePool:
         self.num_pages = num_pages
         self.is_refused = False
         self._memory = memory
-        self._num_committed = num_pages if memory is None else 0
+        self.num_committed = num_pages if memory is None else 0  # pages whose memory the host has given
         self.prefix_cache = prefix_cache
         self._first_page = first_page
         self._holders = np.zeros(num_pages, np.int32)
-        self._blank: deque[int] = deque(range(first_page, first_page + self._num_committed))
+        self._blank: deque[int] = deque(range(first_page, first_page + self.num_committed))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -100,12 +100,7 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        return self._num_committed - self.num_available
-
-    @property
-    def num_committed(self) -> int:
-        """Return the number of pages whose memory the host has given, which is all of them on a GPU."""
-        return self._num_committed
+        return self.num_committed - self.num_available
 
     @property
     def num_idle(self) -> int:
@@ -120,11 +115,11 @@ class PagePool:
         num_short = count - len(self._blank)
         if self._memory is None or num_short <= 0:
             return
-        before, first = self._num_committed, self._first_page
+        before, first = self.num_committed, self._first_page
         counts = max(num_short, self._memory.least_rows), num_short, count - self.num_available
-        self._num_committed = commit_more(self._memory, before, self.num_pages, counts)
-        self._blank.extend(range(first + before, first + self._num_committed))
-        self.is_refused = self.num_available < count and self._num_committed < self.num_pages
+        self.num_committed = commit_more(self._memory, before, self.num_pages, counts)
+        self._blank.extend(range(first + before, first + self.num_committed))
+        self.is_refused = self.num_available < count and self.num_committed < self.num_pages
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` pages of unknown content, held once. The caller has checked `num_available`."""

@@ -92,17 +92,13 @@ class PrefixCache:
         hashes, end = sequence.hashes, sequence.num_usable_blocks
         known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
         sequence.num_seen_blocks = known // sequence.border_blocks * sequence.border_blocks
-        sequence.num_known_blocks = self.align_blocks(sequence, known)
+        sequence.num_known_blocks = self._windows.last_end(hashes, known, sequence.border_blocks)
         if self._windows.count:  # what is behind the last window is computed anew, whether it is known or not
             known = sequence.num_known_blocks
         other = self._computing.get(hashes[known]) if known < end and self._computing else None
         if other is None or not self._windows.count:
             return other
         return other if known < self._windows.first_end(other) <= self.count_shared(sequence, other) else None
-
-    def align_blocks(self, sequence: Sequence, num_blocks: int) -> int:
-        """Return the most of these blocks in front that end where a prefill of its profile may begin."""
-        return self._windows.last_end(sequence.hashes, num_blocks, sequence.border_blocks)
 
     def count_held(self, sequence: Sequence) -> int:
         """Count, of the blocks that `look` has counted, those in front whose pages somebody holds."""

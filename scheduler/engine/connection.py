@@ -35,7 +35,6 @@ from scheduler.sequences.sequence import Sequence
 _POLL_MS = 100
 _REST_SECONDS = 50e-6  # long enough for whoever waits for the interpreter to have it
 _SHORT_TOKENS = 8192  # to hash, some 3 ms
-_BYTES_PER_TOKEN = 4
 
 Prepare = Callable[[list[EngineRequest], Callable[[], None]], list[Sequence]]
 
@@ -136,8 +135,7 @@ class _Reader(threading.Thread):
             message = self._decoder.decode(self._requests.recv())
             if isinstance(message, Submit):
                 self._unready.update(request.request_id for request in message.packed)
-                is_short = _tokens_to_hash(message) <= _SHORT_TOKENS and not _has_grammar(message)
-                (self._short if is_short else self._long).append(message)
+                (self._short if _is_short(message) else self._long).append(message)
                 continue
             if isinstance(message, Cancel):
                 self._unready.difference_update(message.request_ids)
@@ -173,10 +171,7 @@ class _Reader(threading.Thread):
         self._rest()
 
 
-def _tokens_to_hash(message: Submit) -> int:
-    """Count the tokens of all prompts; one that requests share is hashed, and sent, once."""
-    return sum(len(request.prompt) for request in message.packed) // _BYTES_PER_TOKEN
-
-
-def _has_grammar(message: Submit) -> bool:
-    return any(request.grammar for request in message.packed)
+def _is_short(message: Submit) -> bool:
+    """Tell whether it has few tokens to hash, where a prompt that requests share counts once, and no grammar."""
+    num_tokens = sum(request.num_prompt_tokens for request in message.packed)
+    return num_tokens <= _SHORT_TOKENS and not any(request.grammar for request in message.packed)

@@ -31,7 +31,6 @@ from scheduler.messages import (
     Stats,
     StoreChunks,
 )
-from scheduler.sequences.sequence import Sequence
 from scheduler.steps.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -72,20 +71,9 @@ class Engine:
         has_documents = documents is not None and documents.has_work
         return scheduler.roster.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes or has_documents
 
-    def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
-        """Prepare sequences for `queue`; any thread may call this. `rest` is called every tenth of a millisecond or so.
-
-        Raises TooLargeError and GrammarError.
-        """
-        return self.scheduler.intake.prepare(requests, rest)
-
-    def queue(self, sequences: list[Sequence]) -> None:
-        """Queue all or none. Raises QueueFullError."""
-        self.scheduler.roster.queue(sequences)
-
     def submit(self, requests: list[EngineRequest]) -> None:
         """Prepare and queue all or none. Raises QueueFullError, TooLargeError or GrammarError."""
-        self.queue(self.prepare(requests, lambda: None))
+        self.scheduler.roster.queue(self.scheduler.intake.prepare(requests, lambda: None))
 
     def cancel(self, request_ids: list[str]) -> None:
         self.scheduler.roster.cancel(request_ids)

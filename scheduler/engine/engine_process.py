@@ -91,7 +91,7 @@ class Loop:
             self._connection.send(message)
             return
         try:
-            self._engine.queue(message.sequences)
+            self._engine.scheduler.roster.queue(message.sequences)
         except QueueFullError as error:
             self._connection.send(Refused(message.submit_id, "queue_full", str(error)))
         else:
@@ -126,7 +126,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
         connection.send(Failed(" ".join(str(error).split())))
         connection.close()
         return 1
-    connection.listen(engine.prepare)
+    connection.listen(engine.scheduler.intake.prepare)
     gc.collect()
     gc.freeze()  # of what stands now nothing is ever garbage, and to look at all of it takes longer than a token does
     connection.send(ready)

@@ -71,11 +71,11 @@ class HostContexts:
 
     def has_room(self, size: RunSize, parent: HostContext | None) -> bool:
         """Tell whether `add` would find room, idle ones gone but `parent` and what that stands on."""
-        return self._can_free(self._bytes_of(size), _some(parent))
+        return self._can_free(self._bytes_of(size), [parent])
 
     def add(self, size: RunSize, parent: HostContext | None) -> HostContext | None:
         """Add a held context that shares its front with a parent; None if there is no room now."""
-        if not self._make_room(self._bytes_of(size), _some(parent)):
+        if not self._make_room(self._bytes_of(size), [parent]):
             return None
         num_shared = size.num_shared
         shared = [] if parent is None else parent.pages[:num_shared]
@@ -194,7 +194,7 @@ class HostContexts:
             assert freed, "what can be freed was counted"
         return True
 
-    def evict_idle(self, kept: Collection[HostContext]) -> bool:
+    def evict_idle(self, kept: Collection[HostContext | None]) -> bool:
         """Close the idle context without forks that was used longest ago, but not `kept`; False if there is none."""
         return self._evict(self._idle(kept))
 
@@ -210,11 +210,11 @@ class HostContexts:
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def _can_free(self, num_bytes: int, kept: Collection[HostContext]) -> bool:
+    def _can_free(self, num_bytes: int, kept: Collection[HostContext | None]) -> bool:
         spare_bytes = self.limit_bytes - self.used_bytes + sum(context.charged_bytes for context in self._idle(kept))
         return num_bytes <= spare_bytes
 
-    def _idle(self, kept: Collection[HostContext]) -> list[HostContext]:
+    def _idle(self, kept: Collection[HostContext | None]) -> list[HostContext]:
         """Return contexts that may go: those that are held stay, and `kept`, and what these stand on."""
         pinned: set[HostContext] = set()
         context: HostContext | None
@@ -231,7 +231,7 @@ class HostContexts:
             self.discard(min(leaves, key=lambda context: context.used))
         return bool(leaves)
 
-    def _make_room(self, num_bytes: int, kept: Collection[HostContext]) -> bool:
+    def _make_room(self, num_bytes: int, kept: Collection[HostContext | None]) -> bool:
         """Drop idle contexts but `kept`, only if that is enough; tell whether there is room."""
         if not self._can_free(num_bytes, kept):
             return False
@@ -300,7 +300,3 @@ class HostContexts:
 def _held(context: HostContext) -> list[int]:
     """Return pages of the device that a context holds."""
     return [*context.sink_pages, *context.storage, *context.pages[context.num_evicted :]]
-
-
-def _some(context: HostContext | None) -> list[HostContext]:
-    return [] if context is None else [context]

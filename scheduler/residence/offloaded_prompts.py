@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gpu.step import HostPrompt
 from scheduler.cache.page_pool import PagePool
-from scheduler.cache.prefix_cache import PrefixCache
+from scheduler.cache.window_pool import Windows
 from scheduler.residence.evictions import Evictor
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.residence.page_room import PageRoom
@@ -59,14 +59,14 @@ class OffloadedPrompts:
         evictor: Evictor,
         pages: PagePool,
         room: PageRoom,
-        prefixes: PrefixCache,
+        windows: Windows,
     ) -> None:
         self._host = host
         self._contexts = contexts
         self._evictor = evictor
         self._pages = pages
         self._room = room
-        self._prefixes = prefixes
+        self._windows = windows
 
     def run_end(self, sequence: Sequence) -> int:
         """Return where the offloaded run of its prompt ends; 0: it has none."""
@@ -93,7 +93,8 @@ class OffloadedPrompts:
             return None, 0
         if not self._evictor.is_adaptive:
             num_shared = min(num_shared, source.num_landed)
-        num_shared = max(0, self._prefixes.align_blocks(sequence, num_sink + num_shared) - num_sink)
+        end = self._windows.last_end(sequence.hashes, num_sink + num_shared, sequence.border_blocks)
+        num_shared = max(0, end - num_sink)
         if num_shared == 0 or not self._fits_beside(sequence, source, num_shared):
             return None, 0
         return source, num_shared
@@ -121,7 +122,9 @@ class OffloadedPrompts:
         if not self._make_room(need, num_left, kept if source is None else [*kept, source]):
             return False
         num_evicted = self._num_to_evict(need, need.num_new + num_left, source)
-        if not self._evict_source(need, num_evicted, source) or not self._has_pages(need, num_evicted):
+        if not self._evict_source(need, num_evicted, source):
+            return False
+        if need.num_new + self._own_pages(need, num_evicted) > self._pages.num_available:
             return False
         context = self._add_context(need, source)
         if context is None:
@@ -166,7 +169,7 @@ class OffloadedPrompts:
     def _make_room(self, need: _Need, num_left: int, kept: Collection[HostContext]) -> bool:
         """Tell whether the fewest pages that will do are free, and `num_left` more may be, once others are dropped."""
         num_pages = need.num_new + self._least_pages(need)
-        return self._room.has_pages(num_pages + num_left, kept) and self._room.free_pages(num_pages, kept)
+        return self._room.could_free_pages(num_pages + num_left, kept) and self._room.free_pages(num_pages, kept)
 
     def _num_to_evict(self, need: _Need, num_other: int, source: HostContext | None) -> int:
         """Return how many of a prompt's own blocks must begin evicted, so that `num_other` pages are left.
@@ -193,9 +196,6 @@ class OffloadedPrompts:
         if source is None or (self._evictor.is_adaptive and not num_evicted):
             return True
         return self._evictor.evict_to(source, need.num_shared)
-
-    def _has_pages(self, need: _Need, num_evicted: int) -> bool:
-        return need.num_new + self._own_pages(need, num_evicted) <= self._pages.num_available
 
     def _add_context(self, need: _Need, source: HostContext | None) -> HostContext | None:
         """Add a context for the run, with host memory for some output, too; None: there is no room now."""

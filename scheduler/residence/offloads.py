@@ -106,9 +106,6 @@ class Offloads:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _blocks(self, num_tokens: int) -> int:
-        return num_tokens // self._host.page_tokens
-
     def _run_end(self, context: HostContext) -> int:
         return self._host.end_of_blocks(context.num_blocks)
 
@@ -141,7 +138,7 @@ class Offloads:
             self._contexts.keep_sink(context, sequence.pages[: host.num_sink_blocks])
             context.is_open = True
         begin = self._run_end(context)
-        page_ids = sequence.pages[self._blocks(begin) : self._blocks(end)]
+        page_ids = sequence.pages[begin // host.page_tokens : end // host.page_tokens]
         self._contexts.append(context, page_ids)
         reading = sequence.profile.reading
         return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), is_new_context, reading)

@@ -28,7 +28,7 @@ class PageRoom:
 
     # --- free pages ---------------------------------------------------------------------------------------------------
 
-    def has_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
+    def could_free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
         """Tell whether so many pages may be free once offloaded blocks are evicted and idle contexts but `kept`
         dropped.
 

@@ -48,15 +48,12 @@ class Reloads:
         num_blocks = min(num_free, FETCHED_TOKENS // self._host.page_tokens) // block_pages * block_pages
         if num_blocks <= 0:
             return None
-        for context in sorted(filter(_may_reload, self._evictor.holders), key=_turn):
+        evicted = [one for one in self._evictor.holders if one.num_evicted and one.is_written]
+        for context in sorted(evicted, key=_turn):
             fetch = self._evictor.begin_reload(context, num_blocks, is_ready)
             if fetch is not None:
                 return fetch
         return None
-
-
-def _may_reload(context: HostContext) -> bool:
-    return context.num_evicted > 0 and context.is_written
 
 
 def _turn(context: HostContext) -> tuple[int, int]:

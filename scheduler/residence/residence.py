@@ -46,7 +46,7 @@ class Residence:
         self, capacity: Capacity, prefix_cache: bool, model_key: bytes,
         page_memory: Memory | None = None, window_memory: Memory | None = None,
     ) -> None:  # fmt: skip
-        page_tokens = capacity.page_tokens
+        self.page_tokens = page_tokens = capacity.page_tokens
         self._capacity = capacity
         self.pages = PagePool(0, capacity.num_pages, prefix_cache, page_memory)
         self.windows = Windows(
@@ -65,13 +65,9 @@ class Residence:
         self.room = PageRoom(capacity, self.pages, self.contexts, self.evictor)
         self.counts = ResidenceCounts(page_tokens, self.contexts, self.evictor)
         if host is not None and self.contexts is not None and self.evictor is not None:
-            self.prompts = OffloadedPrompts(host, self.contexts, self.evictor, self.pages, self.room, self.prefixes)
+            self.prompts = OffloadedPrompts(host, self.contexts, self.evictor, self.pages, self.room, self.windows)
             self.offloads = Offloads(host, self.contexts, self.evictor, self.pages)
             self._reloads = Reloads(host, self.evictor, self.pages)
-
-    @property
-    def page_tokens(self) -> int:
-        return self._capacity.page_tokens
 
     @property
     def is_adaptive(self) -> bool:
@@ -96,10 +92,10 @@ class Residence:
         """
         if start.end and self.prompts is not None:
             return self.prompts.take(sequence, start, num_spare, kept)
-        front = self.pages.prefix_pages(sequence.hashes, self._blocks(start.begin))
+        front = self.pages.prefix_pages(sequence.hashes, start.begin // self.page_tokens)
         self.pages.hold(front.array)
         num_new = sequence.num_pages - len(front.page_ids)
-        if not self.room.has_pages(num_new + num_spare, kept) or not self.room.free_pages(num_new, kept):
+        if not self.room.could_free_pages(num_new + num_spare, kept) or not self.room.free_pages(num_new, kept):
             self.pages.release(front.page_ids)
             return False
         sequence.pages = front.page_ids + self.pages.allocate(num_new)
@@ -145,9 +141,9 @@ class Residence:
 
         That leaves `num_spare` pages, and nobody is preempted or evicted for it.
         """
-        self.pages.reach(num_spare + most // self._capacity.page_tokens + 1)
+        self.pages.reach(num_spare + most // self.page_tokens + 1)
         num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
-        most = min(most, num_pages * self._capacity.page_tokens - sequence.next_cell - 1)
+        most = min(most, num_pages * self.page_tokens - sequence.next_cell - 1)
         if self.windows.count:
             most = min(most, self._capacity.spare_window_tokens)  # or they take the place of what the first ones see
         if most <= 0 or self.offloads is None:
@@ -156,7 +152,7 @@ class Residence:
 
     def grow_known(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
         """Take the pages of so many tokens behind the next draw's: no more than `most_known` says."""
-        num_pages = (sequence.next_cell + num_tokens) // self._capacity.page_tokens + 1 - len(sequence.pages)
+        num_pages = (sequence.next_cell + num_tokens) // self.page_tokens + 1 - len(sequence.pages)
         if num_pages <= 0:
             return []
         write = PageWrite(sequence.slot, len(sequence.pages), tuple(self.pages.allocate(num_pages)))
@@ -166,7 +162,7 @@ class Residence:
     def give_back_evicted(self, sequence: Sequence) -> None:
         """Free the pages behind a prompt's remaining cells, once those that it dropped have moved up."""
         if sequence.num_dropped:
-            first = self._blocks(sequence.next_cell) + 1
+            first = sequence.next_cell // self.page_tokens + 1
             self.pages.release(sequence.pages[first:])
             del sequence.pages[first:]
 
@@ -269,8 +265,5 @@ class Residence:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _blocks(self, num_tokens: int) -> int:
-        return num_tokens // self._capacity.page_tokens
-
     def _needs_page(self, sequence: Sequence) -> bool:
-        return sequence.next_cell // self._capacity.page_tokens >= len(sequence.pages)
+        return sequence.next_cell // self.page_tokens >= len(sequence.pages)

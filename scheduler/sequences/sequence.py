@@ -92,17 +92,13 @@ class Sequence:
         return len(self.prompt)
 
     @property
-    def num_output_tokens(self) -> int:
-        return len(self.output)
-
-    @property
     def num_tokens(self) -> int:
         """Count the tokens of prompt and output."""
         return len(self.prompt) + len(self.output)
 
     @property
     def num_drawn(self) -> int:
-        return self.num_output_tokens + self.num_in_flight
+        return len(self.output) + self.num_in_flight
 
     @property
     def open_context(self) -> HostContext | None:

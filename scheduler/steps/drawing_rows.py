@@ -65,7 +65,11 @@ class LateRows:
 
         If all are late and the step has nothing else to do (`is_busy`), the one stays that has waited longest.
         """
-        late = [row for row in rows if _is_late(row, is_ready)]
+        late = [
+            (sequence, host_read)
+            for sequence, host_read in rows
+            if host_read is not None and sequence.num_left_out < MOST_STEPS and not is_ready(host_read)
+        ]
         if late and not is_busy and len(late) == len(rows):
             late.remove(max(late, key=lambda row: row[0].num_left_out))
         return [row for row in rows if row not in late]
@@ -76,11 +80,6 @@ class LateRows:
         for sequence, _ in rows:
             sequence.num_left_out = 0 if sequence in taking else sequence.num_left_out + 1
         self.num_left_out += len(rows) - len(taken)
-
-
-def _is_late(row: Row, is_ready: IsReady) -> bool:
-    sequence, host_read = row
-    return host_read is not None and sequence.num_left_out < MOST_STEPS and not is_ready(host_read)
 
 
 class KnownTokens:

@@ -102,12 +102,11 @@ def finish_reason(sequence: Sequence, token_id: int) -> str | None:
     time.
     """
     request = sequence.request
-    num_output = sequence.num_output_tokens + 1
     if token_id < 0:
         return "error"
     if request.max_tokens and token_id in request.stop_token_ids:
         return "stop"
-    return "length" if num_output >= request.max_tokens else None
+    return "length" if len(sequence.output) + 1 >= request.max_tokens else None
 
 
 def make_delta(

@@ -131,6 +131,7 @@ class Scheduler:
             config, capacity.max_hidden_tokens, self.residence, self._prefill, self.rings, documents
         )
         self._lanes = Lanes(device.lanes)
+        self.lanes = device.lanes
         self._reads = device.reads or StepReads(architecture, 2, False, "bfloat16", architecture.num_layers)
         self._grouping = Grouping(self._reads, self._costs.decode_seconds)
         self.roster = Roster(self.residence, self.rings, self._admission, self._prefill, self._lanes, documents)
@@ -165,10 +166,6 @@ class Scheduler:
 
     # --- the next step ------------------------------------------------------------------------------------------------
 
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        return self._lanes.all
-
     def schedule(self, is_ready: IsReady, lane: Lane = Lane.DEVICE) -> StepPlan:
         """Plan the next step of a lane; it is empty if there is nothing to launch until a result or a request comes.
 
@@ -202,7 +199,7 @@ class Scheduler:
             units=tuple(draft.units),
             decode=_group(draft.taken, draft.known),
             masked_slots=draft.masked_slots,
-            gives_way=bool(draft.units) and len(self._lanes.all) > 1 and bool(self._stepping_in(Lane.HOST)),
+            gives_way=bool(draft.units) and len(self.lanes) > 1 and bool(self._stepping_in(Lane.HOST)),
         )
         if plan.is_empty:
             return plan
@@ -295,7 +292,7 @@ class Scheduler:
         """Return what the result of a lane's oldest launched plan means for its requests, in no particular order."""
         launched = self._launched[lane].popleft()
         deltas = self._results.tell(result, launched)
-        if result.decode_seconds and len(self._lanes.all) > 1:
+        if result.decode_seconds and len(self.lanes) > 1:
             self._learn_grouping(launched, result, lane)
         return deltas
 
@@ -313,7 +310,7 @@ class Scheduler:
 
     def _stepping_in(self, lane: Lane) -> list[Sequence]:
         """Return the running sequences whose next step is in this lane, as things stand."""
-        if len(self._lanes.all) == 1:
+        if len(self.lanes) == 1:
             return list(self.roster.running)
         reading_host = {sequence for sequence in self.roster.running if self.residence.host_read(sequence) is not None}
         joins = bool(reading_host) and self._grouping.is_joint
@@ -323,7 +320,7 @@ class Scheduler:
         """Return the plan's rows and what they read on the device; of nothing where there is one lane."""
         reading_host: list[int] = []
         others: list[int] = []
-        for group in plan.decode if len(self._lanes.all) > 1 else ():
+        for group in plan.decode if len(self.lanes) > 1 else ():
             cells = group.positions if group.cells is None else group.cells
             for cell, host_read in zip(cells, group.host_reads or repeat(None), strict=False):
                 (others if host_read is None else reading_host).append(self._reads.context(cell + 1, host_read))

@@ -12,7 +12,8 @@ from scheduler.engine import engine_process
 def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen: list[int] = []
     connection = SimpleNamespace(listen=lambda prepare: None, send=lambda message: None, close=lambda: None)
-    engine = SimpleNamespace(prepare=None, shutdown=lambda: None)
+    scheduler = SimpleNamespace(intake=SimpleNamespace(prepare=None))
+    engine = SimpleNamespace(scheduler=scheduler, shutdown=lambda: None)
     start = SimpleNamespace(config=None, memory=None)
     for name, instead in {
         "Connection": lambda requests, replies: connection,

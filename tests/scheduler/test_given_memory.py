@@ -171,7 +171,7 @@ def test_an_engine_on_the_cpu_lives_through_memory_that_it_is_refused(monkeypatc
     assert memory is not None
     pool = engine._runner.pool
     page_bytes = sum(arena.nbytes for arena in pool.arenas) // pool.num_pages
-    monkeypatch.setattr(memory, "_available", lambda: SPARE_BYTES + (7 - pages._num_committed) * page_bytes)
+    monkeypatch.setattr(memory, "_available", lambda: SPARE_BYTES + (7 - pages.num_committed) * page_bytes)
     requests = [make_request(name, prompt_of(length, salt), 12) for name, length, salt in
                 (("large", 150, 0), ("first", 45, 1), ("second", 45, 2))]  # fmt: skip
     engine.submit(requests)
@@ -183,5 +183,5 @@ def test_an_engine_on_the_cpu_lives_through_memory_that_it_is_refused(monkeypatc
         assert deltas[name][-1].finish_reason == "length"
         assert sum(len(delta.token_ids) for delta in deltas[name]) == 12
     assert [delta.token_ids for delta in deltas["first"]] == [delta.token_ids for delta in deltas["again"]]
-    assert pages._num_committed == 7
+    assert pages.num_committed == 7
     engine.shutdown()
