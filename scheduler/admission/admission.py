@@ -14,7 +14,8 @@ from gpu.step import DENSE, PageWrite, PartId, PrefillJob, PrefillPrompt
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine_config import SchedulerConfig
 from scheduler.prefill.document_chunks import Documents
-from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.prefill.job_in_progress import JobInProgress
+from scheduler.prefill.prefill_queue import PrefillQueue
 from scheduler.residence.offloaded_prompts import Start
 from scheduler.residence.residence import Residence
 from scheduler.sequences.capacity import QueueFullError
@@ -292,9 +293,7 @@ class Admission:
         sequence.slot = self.free_slots.pop()
         sequence.num_bypassed = 0
         self._rings.take(sequence, start.begin, [one for one in holding if one.state is State.RUNNING])
-        num_seen = 0 if sequence.run_end else sequence.num_seen_blocks
-        self._residence.windows.take(sequence, start.begin // self._residence.page_tokens, num_seen)
-        self._residence.prefixes.start(sequence, start.begin)
+        self._residence.start_prefill(sequence, start.begin)
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()
             sequence.num_cached_tokens = start.begin

@@ -13,7 +13,8 @@ from scheduler.admission.admission import Admission
 from scheduler.cache.ring_pool import Rings
 from scheduler.messages import PREEMPTIONS
 from scheduler.prefill.document_chunks import Documents
-from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.prefill.job_in_progress import JobInProgress
+from scheduler.prefill.prefill_queue import PrefillQueue
 from scheduler.residence.residence import Residence, Shortage
 from scheduler.sequences.lane_fences import Lanes
 from scheduler.sequences.offloaded_context import HostContext
@@ -88,10 +89,7 @@ class Roster:
     def start(self, entry: JobInProgress) -> dict[int, Sequence]:
         """Start the draws of a job whose last unit is planned: its blocks can be shared from now on."""
         for sequence in entry.sequences:
-            self._residence.prefixes.stop(sequence)
             self._residence.finish_prefill(sequence)
-            self._residence.publish(sequence, sequence.num_tokens)
-            self._residence.windows.keep_prompt(sequence)
             sequence.state = State.RUNNING
             sequence.num_in_flight += 1
             self.running.append(sequence)
@@ -190,7 +188,6 @@ class Roster:
         else:
             self.running.remove(sequence)
         is_kept = sequence.state is State.RUNNING and not sequence.has_failed
-        self._residence.windows.give_back(sequence, is_kept)
         self._residence.leave(sequence, is_kept)
         self._rings.give_back(sequence)
         self._lanes.give_back(sequence.lane)

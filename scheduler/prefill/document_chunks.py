@@ -17,7 +17,7 @@ from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusionPlan, PlacedChunk, PrefillJob, PrefillPrompt
 from scheduler.messages import ChunksStored, ChunkStats, DropChunks, EngineRequest, StoreChunks
-from scheduler.prefill.prefill_queue import JobInProgress
+from scheduler.prefill.job_in_progress import JobInProgress
 from scheduler.sequences.capacity import TooLargeError
 from scheduler.sequences.sequence import MOST_OVERTAKEN, Sequence
 from transfer.chunks.chunk_format import ChunkKey, name_chunk, name_digest

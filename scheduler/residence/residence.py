@@ -101,13 +101,22 @@ class Residence:
         sequence.pages = front.page_ids + self.pages.allocate(num_new)
         return True
 
+    def start_prefill(self, sequence: Sequence, begin: int) -> None:
+        """Give a window to a sequence that begins at token `begin`, and note the blocks that its prefill computes."""
+        num_seen = 0 if sequence.run_end else sequence.num_seen_blocks
+        self.windows.take(sequence, begin // self.page_tokens, num_seen)
+        self.prefixes.start(sequence, begin)
+
     def finish_prefill(self, sequence: Sequence) -> None:
-        """Mark what a prompt offloaded as written: the plan under way ends its prefill."""
+        """Let others find a prompt, and mark what it offloaded as written: the plan under way ends its prefill."""
+        self.prefixes.stop(sequence)
         context = sequence.context
         if context is not None and self.prompts is not None:
             self.prompts.finish_prefill(sequence, context)
             if context.parent is not None and context.num_evicted:
                 self._reloads.allow_now()
+        self.publish(sequence, sequence.num_tokens)
+        self.windows.keep_prompt(sequence)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -210,7 +219,8 @@ class Residence:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def leave(self, sequence: Sequence, is_kept: bool) -> None:
-        """Give all back; `is_kept`: an offloaded context stays, idle, for prompts that begin with its tokens."""
+        """Give all back; `is_kept`: its window and its offloaded context stay, idle, for prompts that begin alike."""
+        self.windows.give_back(sequence, is_kept)
         context = sequence.left_context = sequence.context
         if context is None:
             self.pages.release(sequence.pages)

@@ -14,7 +14,7 @@ from scheduler.admission.roster import Roster
 from scheduler.constraints.constraints import Constraints
 from scheduler.messages import Delta, Logprob, Progress
 from scheduler.prefill.cost_model import CostModel
-from scheduler.prefill.prefill_queue import JobInProgress
+from scheduler.prefill.job_in_progress import JobInProgress
 from scheduler.residence.residence import Residence
 from scheduler.sequences.sequence import Sequence, State
 from scheduler.steps.launched_plan import LaunchedPlan

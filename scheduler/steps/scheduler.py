@@ -39,7 +39,8 @@ from scheduler.engine_config import SchedulerConfig
 from scheduler.messages import Delta, ExpertStats, HostStats, Progress, Stats
 from scheduler.prefill.cost_model import CostModel
 from scheduler.prefill.document_chunks import Documents
-from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.prefill.job_in_progress import JobInProgress
+from scheduler.prefill.prefill_queue import PrefillQueue
 from scheduler.residence.residence import Residence
 from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.lane_fences import Lanes, rows_of

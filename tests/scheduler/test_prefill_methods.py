@@ -17,7 +17,8 @@ from gpu.step import DENSE, PartId, PrefillJob, PrefillPrompt, PrefillUnit, Step
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import PrefillConfig, SchedulerConfig
 from scheduler.prefill.cost_model import CostModel
-from scheduler.prefill.prefill_queue import JobInProgress, PrefillQueue
+from scheduler.prefill.job_in_progress import JobInProgress
+from scheduler.prefill.prefill_queue import PrefillQueue
 from scheduler.sequences.capacity import Capacity
 from scheduler.steps.scheduler import Scheduler
 from tests.scheduler import host_engines

@@ -10,7 +10,8 @@ from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, PrefillJob, PrefillPrompt
 from scheduler.engine_config import PrefillConfig
 from scheduler.prefill.cost_model import CostModel
-from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS, JobInProgress, PrefillQueue
+from scheduler.prefill.job_in_progress import JobInProgress
+from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS, PrefillQueue
 
 SHAPE = NAMED_SHAPES["tiny"]
 LAYERS = SHAPE.num_layers

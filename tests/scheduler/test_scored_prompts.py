@@ -10,7 +10,8 @@ from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit
 from scheduler.engine_config import PrefillConfig
 from scheduler.prefill.cost_model import CostModel
-from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS, MOST_SCORED_TOKENS, JobInProgress, PrefillQueue
+from scheduler.prefill.job_in_progress import JobInProgress
+from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS, MOST_SCORED_TOKENS, PrefillQueue
 from tests.scheduler.engines import PAGE, SHAPE, check_empty, check_output, drain, make_engine, make_request
 from tests.scheduler.engines import prompt_of as draw_prompt
 from tests.scheduler.page_runner import PageRunner
