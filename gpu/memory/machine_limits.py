@@ -24,6 +24,8 @@ def in_gib(num_bytes: int) -> str:
 
 def least_gib(num_bytes: int) -> str:
     """Return what a setting in GiB must be for so many bytes: rounded up, to three digits or two behind the point."""
+    if not num_bytes:  # pages of a model that keeps windows alone
+        return "0 GiB"
     gib = num_bytes / GIB
     scale = 10 ** max(2, 2 - math.floor(math.log10(gib)))
     return f"{math.ceil(gib * scale) / scale:g} GiB"

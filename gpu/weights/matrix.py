@@ -36,7 +36,7 @@ class Matrix(Protocol):
         """Return `x @ self.T (+ residual)`; x of any floating dtype."""
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
-        """Return `rms_norm(x, norm, eps) @ self.T (+ bias)`."""
+        """Return `rms_norm(x, norm, eps) @ self.T (+ bias)`. `Projections` alone calls this and `norm_gate_up`."""
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
         """Return `activation(gate) * up` of the two halves of `rms_norm(x, norm, eps) @ self.T`, gate first."""

@@ -8,14 +8,13 @@ import torch
 from bench.decode_loop import build_runner, decode
 from bench.engine import MIN_AGREEMENT, draw_prompts
 from bench.plain_decode import PlainDecode
-from gpu.model.architecture import LayerSpec, named_shape
+from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape
 from gpu.model.matrix_formats import rounded
 from gpu.weights.weights import ExpertWeights, LayerWeights, Weights, random_weights, unpacked
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NAMES = ("tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-phi3", "tiny-glm4", "tiny-gemma3", "tiny-qwen3-moe",
-         "tiny-mixtral")  # fmt: skip
+NAMES = [name for name in NAMED_SHAPES if name.startswith("tiny-")]
 BIASED = LayerSpec(qkv_bias=True, output_bias=True, mlp_bias=True)
 SHAPES = {name: named_shape(name) for name in NAMES} | {
     "tiny with biases": replace(named_shape("tiny"), layer_pattern=(BIASED,))

@@ -22,6 +22,7 @@ from gpu.kv.windows import WindowShape
 from gpu.memory.demand import CUDA_GRAPH_BYTES, Demand
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import DENSE_SHARE, resolve_host
+from gpu.memory.machine_limits import least_gib
 from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import keep_as_set
 from gpu.methods.method import MethodState, ProfilePart
@@ -123,6 +124,11 @@ def test_a_plan_fits_its_limits_and_holds_its_longest_context_or_is_refused_in_o
         assert plan.window_pages * page_tokens >= longest + plan.spare_window_tokens
         assert plan.window_bytes == len(plan.window_layers) * plan.window_pages * page_tokens * token_bytes
         assert find_bytes(plan, "KV windows") == plan.num_windows * plan.window_bytes
+
+
+@pytest.mark.parametrize(("num_bytes", "words"), [(0, "0 GiB"), (2**20, "0.000977 GiB"), (3 * 2**30 + 1, "3.01 GiB")])
+def test_what_a_setting_must_be_is_rounded_up(num_bytes: int, words: str) -> None:
+    assert least_gib(num_bytes) == words
 
 
 def test_a_long_context_of_a_model_with_windows_takes_a_sixth_of_its_layers_and_what_they_see() -> None:

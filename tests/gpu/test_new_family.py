@@ -162,7 +162,8 @@ def test_keys_of_a_family_that_transformers_lacks_are_not_kept(monkeypatch: pyte
     written: list[str] = []
     monkeypatch.setattr(library_keys, "_write", lambda path, tree: written.append(path.parent.name))
     library_keys.write_library_keys()
-    assert set(written) == {"model", *family_folders()} - {"lessened"}
+    assert "lessened" not in written
+    assert {"model", "llama"} < {*written}
 
 
 @pytest.mark.usefixtures("steps_format")
