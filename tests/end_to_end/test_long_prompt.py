@@ -80,7 +80,9 @@ def changes(folder: Path, prefix_cache: bool) -> dict:
     }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["prefix_cache_off", "prefix_cache_on"])
+@pytest.fixture(scope="module", params=[
+    pytest.param(False, marks=pytest.mark.long, id="prefix_cache_off"), pytest.param(True, id="prefix_cache_on")
+])  # fmt: skip
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("served")
     write_model(folder)

@@ -132,9 +132,10 @@ def test_texts_are_those_of_a_model_that_is_whole_and_prompts_are_fetched(name: 
 
 
 PACKED = {"awq": (2, 200), "fp8-blocks": (2,), "Q4_K": (2,), "Q8_0": (2,)}
+LONG = ("fp8-blocks", "Q8_0")  # whose products `tests/cpu/test_packed_experts.py` has
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", ["awq", "Q4_K", *(pytest.param(one, marks=pytest.mark.long) for one in LONG)])
 def test_texts_of_experts_of_few_bits_are_those_of_their_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

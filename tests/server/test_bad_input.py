@@ -19,6 +19,14 @@ NAMED = {"type": "function", "function": {"name": "g"}}
 DEEP = "[" * 100_000 + "]" * 20_000
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def live(shared_live: Running) -> Running:
+    return shared_live
+
+
 def tool_with(function: dict) -> dict:
     return {"type": "function", "function": {"name": "f"} | function}
 

@@ -13,6 +13,14 @@ SLOW = {"attention_profile": "slow"}  # 50 ms a token
 NEVER = {"attention_profile": "long_prefill"}
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def live(shared_live: Running) -> Running:
+    return shared_live
+
+
 async def until_idle(live: Running) -> None:
     async def idle() -> bool:
         return await live.metric("tandem_requests_running") == 0
@@ -69,7 +77,7 @@ async def test_a_request_that_ends_before_its_limit_is_as_it_was_and_its_clock_s
     assert "stop_reason" not in limited["choices"][0]
 
 
-def test_the_least_of_the_limits_counts_and_a_header_that_is_no_number_of_seconds_is_refused():
+async def test_the_least_of_the_limits_counts_and_a_header_that_is_no_number_of_seconds_is_refused():
     def chosen(header: str | None, asked: float | None, most: float | None) -> float | None:
         return choose_limit(Headers({} if header is None else {"x-request-timeout": header}), asked, most)
 

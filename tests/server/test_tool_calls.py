@@ -27,6 +27,15 @@ CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_ca
 Served = tuple[Running, Script]
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def hermes(shared_hermes: Served) -> Served:
+    shared_hermes[1].path.write_text("")
+    return shared_hermes
+
+
 async def chat(served: Served, says: str, **options: Any) -> Any:
     running, script = served
     script.add(says)
