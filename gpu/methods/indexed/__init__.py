@@ -19,7 +19,7 @@ from transfer.places import COLUMNS, most_pieces
 from transfer.reading import Reading
 from transfer.tier_shape import WORD_BITS
 
-SPLIT_TOKENS = 2_048  # that one program scores
+SPLIT_TOKENS = 1_024  # that one program scores, counts, or chooses from
 READ_SLOTS = 128  # that one program attends to
 BINS = 1_024  # of the histogram from which the threshold of a choice is taken
 MASS_UNIT = 1_000_000  # counters are integers: mass is counted in millionths
@@ -66,13 +66,16 @@ def work_arrays(settings: IndexedSettings, architecture: Architecture, num_rings
     places, splits = num_rings * architecture.num_kv_heads, tokens // SPLIT_TOKENS
     reads = -(-settings.budget_tokens // READ_SLOTS)
     return {
-        "logits": ArraySpec((places, group, tokens), "float16"),
+        "rotated": ArraySpec((places, group, dim), "float16"),
+        "shift": ArraySpec((places, group), "float32"),
+        "logits": ArraySpec((places, tokens, group), "float16"),
         "split_lse": ArraySpec((places, splits, group), "float32"),
         "total_lse": ArraySpec((places, group), "float32"),
         "histogram": ArraySpec((places, BINS), "int32"),
         "chosen": ArraySpec((places, tokens // WORD_BITS), "int32"),
         "coming": ArraySpec((places, tokens), "int32"),
         "num_coming": ArraySpec((places, splits), "int32"),
+        "coming_before": ArraySpec((places, splits), "int32"),
         "rest_out": ArraySpec((places, splits, group, dim), "float32"),
         "rest_mass": ArraySpec((places, splits, group), "float32"),
         "fresh": ArraySpec((places, settings.budget_tokens), "uint8"),

@@ -13,20 +13,9 @@ from torch import Tensor
 
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
-from gpu.methods.indexed.scoring import (
-    RingStep,
-    bin_of,
-    bins_of,
-    centre_term,
-    centre_terms,
-    group_shape,
-    load_query,
-    score_of,
-)
+from gpu.methods.indexed.scoring import RingStep, bin_of, bins_of, group_shape, shares_of
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
-
-TILE = 512  # tokens that are chosen at once; of its blocks, 16 or more are multiplied with
 
 _SPLIT, _BINS, _WORD = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS), tl.constexpr(WORD_BITS)
 
@@ -61,8 +50,8 @@ def choose_tokens_reference(
         if row < 0 or not count:
             continue
         for place in range(ring * layout.kv_heads, (ring + 1) * layout.kv_heads):
-            shift = centre_terms(query, index, place, row, layout) - work.total_lse[place]
-            shares = (work.logits[place, :, :count].float() + shift[:, None]).exp()
+            shift = work.shift[place] - work.total_lse[place]
+            shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
             threshold = find_threshold(work.histogram[place], count, budget)
             is_chosen = bin_of(shares.sum(0)) > threshold
             rest = torch.where(is_chosen, 0.0, shares)
@@ -104,85 +93,79 @@ def _threshold(histogram, place, count, budget):
 
 @triton.jit
 def _choose_tokens_kernel(
-    query, centres, means, held, rows, num_tokens, budgets, logits, total_lse, histogram, chosen, coming, num_coming,
-    rest_out, rest_mass, row_stride, tokens, splits, blocks, words,
+    means, held, rows, num_tokens, budgets, shifts, logits, total_lse, histogram, chosen, coming, num_coming, rest_out,
+    rest_mass, tokens, splits, blocks, words,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Choose among one split's tokens of one place, and estimate the others."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring, kv_head = place // KV_HEADS, place % KV_HEADS
-    row, count = tl.load(rows + ring), tl.load(num_tokens + ring)
-    begin = split * _SPLIT
-    if (row < 0) | (begin >= count):
+    ring = place // KV_HEADS
+    count, begin = tl.load(num_tokens + ring), split * _SPLIT
+    if (tl.load(rows + ring) < 0) | (begin >= count):
         return
     threshold = _threshold(histogram, place, count, tl.load(budgets + ring))
-    own = load_query(query, row, row_stride, kv_head * GROUP, DIM, WIDE, GROUP, SIZE)
-    shift = centre_term(own, centres, place, DIM, WIDE)
-    member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)[None, :]
-    total = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
-    out, mass = tl.zeros([SIZE, WIDE], tl.float32), tl.zeros([SIZE], tl.float32)
-    listed = 0
-    for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
-        token = at + tl.arange(0, TILE)
-        is_there = token < count
-        share = score_of(logits, total, shift, place, token, is_there, tokens, GROUP, SIZE)
-        is_chosen = is_there & (bins_of(tl.sum(share, 1)) > threshold)
-        share = tl.where(is_chosen[:, None], 0.0, share)
-        of_blocks = tl.sum(tl.reshape(share, [TILE // BLOCK, BLOCK, SIZE]), 1)  # [blocks, SIZE]
-        block = at // BLOCK + tl.arange(0, TILE // BLOCK)
-        own_means = means + (place * blocks + block)[:, None] * DIM + column
-        is_block = (block * BLOCK < count)[:, None] & (column < DIM)
-        mean = tl.load(own_means, mask=is_block, other=0.0).to(tl.float32)
-        if TILE // BLOCK >= 16:
-            out = tl.dot(tl.trans(of_blocks), mean, out, input_precision="tf32")
-        else:
-            out += tl.sum(of_blocks[:, :, None] * mean[:, None, :], 0)
-        mass += tl.sum(of_blocks, 0)
-        word = at // _WORD + tl.arange(0, TILE // _WORD)
-        bit = tl.arange(0, _WORD)[None, :]
-        own_bits = tl.sum(tl.reshape(is_chosen.to(tl.int32), [TILE // _WORD, _WORD]) << bit, 1)
-        tl.store(chosen + place * words + word, own_bits)
-        held_bits = tl.load(held + place * words + word)
-        is_held = tl.reshape((held_bits[:, None] >> bit) & 1, [TILE])
-        is_new = (is_chosen & (is_held == 0)).to(tl.int32)
-        rank = listed + tl.cumsum(is_new, 0) - is_new
-        tl.store(coming + place * tokens + begin + rank, token, mask=is_new != 0)
-        listed += tl.sum(is_new, 0)
-    tl.store(num_coming + place * splits + split, listed)
-    to = (place * splits + split) * GROUP + member
-    tl.store(rest_out + to[:, None] * DIM + column, out, mask=(member < GROUP)[:, None] & (column < DIM))
-    tl.store(rest_mass + to, mass, mask=member < GROUP)
+    member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
+    less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
+    less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
+    token = begin + tl.arange(0, _SPLIT)
+    is_there = token < count
+    share = shares_of(logits, less, place, token, is_there, tokens, GROUP, SIZE)
+    is_chosen = is_there & (bins_of(tl.sum(share, 1)) > threshold)
+    share = tl.where(is_chosen[:, None], 0.0, share)
+
+    of_blocks = tl.sum(tl.reshape(share, [_SPLIT // BLOCK, BLOCK, SIZE]), 1)  # [blocks, SIZE]
+    block = begin // BLOCK + tl.arange(0, _SPLIT // BLOCK)
+    is_block = (block * BLOCK < count)[:, None] & (column < DIM)[None, :]
+    at = means + (place * blocks + block)[:, None] * DIM + column[None, :]
+    mean = tl.load(at, mask=is_block, other=0.0).to(tl.float32)
+    to = (place * splits + split) * GROUP
+    for head in tl.static_range(GROUP):
+        mass = tl.sum(tl.where(member[None, :] == head, of_blocks, 0.0), 1)  # [blocks]
+        tl.store(rest_out + (to + head) * DIM + column, tl.sum(mass[:, None] * mean, 0), mask=column < DIM)
+        tl.store(rest_mass + to + head, tl.sum(mass, 0))
+
+    word, bit = begin // _WORD + tl.arange(0, _SPLIT // _WORD), tl.arange(0, _WORD)[None, :]
+    own_bits = tl.sum(tl.reshape(is_chosen.to(tl.int32), [_SPLIT // _WORD, _WORD]) << bit, 1)
+    tl.store(chosen + place * words + word, own_bits)
+    held_bits = tl.load(held + place * words + token // _WORD)
+    is_new = (is_chosen & (((held_bits >> (token % _WORD)) & 1) == 0)).to(tl.int32)
+    rank = tl.cumsum(is_new, 0) - is_new
+    tl.store(coming + place * tokens + begin + rank, token, mask=is_new != 0)
+    tl.store(num_coming + place * splits + split, tl.sum(is_new, 0))
 
 
 @triton.jit
 def _slots_kernel(
-    ids, held, rows, num_tokens, chosen, coming, num_coming, fresh, tokens, splits, words, slots,
+    ids, held, rows, num_tokens, chosen, coming, num_coming, coming_before, fresh, tokens, splits, words, slots,
     KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Give slots to one place's chosen tokens."""
+    """Give slots to one place's chosen tokens: the n-th free slot to the n-th token that comes."""
     place = tl.program_id(0).to(tl.int64)
     ring = place // KV_HEADS
     count = tl.load(num_tokens + ring)
     if (tl.load(rows + ring) < 0) | (count <= 0):
         return
+    split = tl.arange(0, SPLITS)
+    listed = tl.load(num_coming + place * splits + split, mask=split * _SPLIT < count, other=0)
+    before = coming_before + place * splits
+    tl.store(before + split, tl.cumsum(listed, 0) - listed, mask=split < splits)
     slot = tl.arange(0, SLOTS)
     inside = slot < slots
     own = tl.load(ids + place * slots + slot, mask=inside, other=-1)
-    word = own // _WORD
     is_known = (own >= 0) & (own < count)
-    bits = tl.load(chosen + place * words + word, mask=is_known, other=0)
+    bits = tl.load(chosen + place * words + own // _WORD, mask=is_known, other=0)
     is_free = inside & (((bits >> (own % _WORD)) & 1) == 0)
     rank = tl.cumsum(is_free.to(tl.int32), 0) - is_free.to(tl.int32)
-    split = tl.arange(0, SPLITS)
-    listed = tl.load(num_coming + place * splits + split, mask=split * _SPLIT < count, other=0)
-    before, where_from, first = 0, tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.int32)
-    for each in range(tl.cdiv(count, _SPLIT)):
-        is_here = rank >= before
-        where_from = tl.where(is_here, each, where_from)
-        first = tl.where(is_here, before, first)
-        before += tl.sum(tl.where(split == each, listed, 0), 0)
-    is_fresh = is_free & (rank < before)
+    is_fresh = is_free & (rank < tl.sum(listed, 0))
+    tl.debug_barrier()  # what other threads have stored of `before` is read
+    where_from = tl.zeros([SLOTS], tl.int32)
+    for level in tl.static_range(1, 20):
+        if (SPLITS >> level) > 0:
+            probe = where_from + (SPLITS >> level)
+            begin = tl.load(before + probe, mask=is_fresh & (probe * _SPLIT < count), other=2147483647)
+            where_from = tl.where(begin <= rank, probe, where_from)
+    first = tl.load(before + where_from, mask=is_fresh, other=0)
     come = tl.load(coming + place * tokens + where_from * _SPLIT + rank - first, mask=is_fresh, other=-1)
     tl.store(ids + place * slots + slot, tl.where(is_free, come, own), mask=inside)
     tl.store(fresh + place * slots + slot, is_fresh.to(tl.uint8), mask=inside)
@@ -205,15 +188,15 @@ def choose_tokens(query: Tensor, index: Index, work: Work, step: RingStep, layou
     places, tokens = index.scales.shape
     splits, words, slots = work.split_lse.shape[1], work.chosen.shape[1], index.ids.shape[1]
     _choose_tokens_kernel[(places, splits)](
-        query, index.centres, index.means, index.held, step.rows, step.num_tokens, step.budgets, work.logits,
-        work.total_lse, work.histogram, work.chosen, work.coming, work.num_coming, work.rest_out, work.rest_mass,
-        query.stride(0), tokens, splits, index.means.shape[1], words,
-        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)), DIM=dim,
-        WIDE=triton.next_power_of_2(dim), BLOCK=layout.block_tokens, TILE=TILE, num_warps=8,
+        index.means, index.held, step.rows, step.num_tokens, step.budgets, work.shift, work.logits, work.total_lse,
+        work.histogram, work.chosen, work.coming, work.num_coming, work.rest_out, work.rest_mass, tokens, splits,
+        index.means.shape[1], words,
+        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group), DIM=dim,
+        WIDE=triton.next_power_of_2(dim), BLOCK=layout.block_tokens, num_warps=8,
     )  # fmt: skip
     _slots_kernel[(places,)](
-        index.ids, index.held, step.rows, step.num_tokens, work.chosen, work.coming, work.num_coming, work.fresh,
-        tokens, splits, words, slots,
+        index.ids, index.held, step.rows, step.num_tokens, work.chosen, work.coming, work.num_coming,
+        work.coming_before, work.fresh, tokens, splits, words, slots,
         KV_HEADS=layout.kv_heads, SPLITS=triton.next_power_of_2(splits), WORDS=triton.next_power_of_2(words),
-        SLOTS=triton.next_power_of_2(slots), num_warps=8,
+        SLOTS=triton.next_power_of_2(slots), num_warps=16,
     )  # fmt: skip

@@ -31,9 +31,10 @@ from transfer.places import COLUMNS, RUN_BEGIN, check_places
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A step by row and by ring. rings: int32 `[rows]`, -1: none."""
+    """A step by row and by ring. rings: int32 `[rows]`, -1: none; all_wanted: uint8 `[rows, heads]`, ones."""
 
     rings: Tensor
+    all_wanted: Tensor
     step: RingStep
 
 
@@ -64,6 +65,7 @@ class Indexed(RingSide):
         shape, tier, device = site.architecture, site.tier_shape, site.device
         is_int8 = tier.rows == "int8"
         self.settings = settings
+        self._num_heads = shape.num_heads
         self.index = new_index(settings, shape, len(tier.layers), num_rings, site.dtype, device)
         self._layers = [self.index.layer(place) for place in range(len(tier.layers))]
         self._places = {layer: place for place, layer in enumerate(tier.layers)}
@@ -122,11 +124,10 @@ class Indexed(RingSide):
             self._of_rows[reads.rows] = self._look_up(reads.rows)
         if not reads.skips:
             return
-        wanted = reads.wanted
-        if wanted is None:
-            wanted = torch.ones(reads.query.shape[:2], dtype=torch.uint8, device=reads.query.device)
-        reads.kept[self] = wanted
-        reads.wanted = torch.where((self._of_rows[reads.rows].rings >= 0)[:, None], 0, wanted).to(torch.uint8)
+        own = self._of_rows[reads.rows]
+        reads.kept[self] = wanted = own.all_wanted if reads.wanted is None else reads.wanted
+        if reads.reads_host:
+            reads.wanted = torch.where((own.rings >= 0)[:, None], 0, wanted).to(torch.uint8)
 
     def read(self, reads: LayerReads, on_device: DevicePartials) -> None:
         wanted, place = reads.kept.get(self), self._places.get(reads.layer)
@@ -183,7 +184,8 @@ class Indexed(RingSide):
         num_tokens.index_copy_(0, to, rows.skips[1] - rows.skips[0])
         share = (num_tokens.long() * round(settings.budget_share * SHARE_UNIT) + SHARE_UNIT - 1) // SHARE_UNIT
         budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
-        return _Rows(rings, RingStep(row_of[:num_rings], num_tokens[:num_rings], budgets[:num_rings]))
+        all_wanted = torch.ones(rows.num_rows, self._num_heads, dtype=torch.uint8, device=device)
+        return _Rows(rings, all_wanted, RingStep(row_of[:num_rings], num_tokens[:num_rings], budgets[:num_rings]))
 
     def _place(self, ring: int, places: np.ndarray) -> None:
         """Write where a ring's run lies, in stream order, if it has moved or grown."""

@@ -54,14 +54,22 @@ class Index:
 class Work:
     """What one layer's step passes through, by place.
 
-    logits: float16 `[places, group, tokens]`, estimated and without the centre's term; split_lse: float32 `[places,
-    splits, group]`, of all tokens of a split; total_lse: float32 `[places, group]`, of those and of what is resident;
-    histogram: int32 `[places, BINS]`; chosen: int32 `[places, words]`, bits; coming: int32 `[places, tokens]`, chosen
-    tokens that are in no slot, from each split's first token on, of which `num_coming`, int32 `[places, splits]`, says
-    how many; rest_out, rest_mass: float32 `[places, splits, group(, dim)]`, relative to total_lse; fresh: uint8
-    `[places, slots]`, slots whose rows come in this step; read_out, read_lse: float32 `[places, reads, group(, dim)]`.
+    rotated: float16 `[places, group, dim]`, queries over sqrt(dim) in the index's dimensions.
+    shift: float32 `[places, group]`, these queries' products with the centre.
+    logits: float16 `[places, tokens, group]`, estimated and without the centre's term.
+    split_lse: float32 `[places, splits, group]`, of all tokens of a split.
+    total_lse: float32 `[places, group]`, of those and of what is resident.
+    histogram: int32 `[places, BINS]`.
+    chosen: int32 `[places, words]`, bits.
+    coming: int32 `[places, tokens]`, chosen tokens that are in no slot, from each split's first token on.
+    num_coming, coming_before: int32 `[places, splits]`, how many of these a split has, and all splits before it.
+    rest_out, rest_mass: float32 `[places, splits, group(, dim)]`, relative to total_lse.
+    fresh: uint8 `[places, slots]`, slots whose rows come in this step.
+    read_out, read_lse: float32 `[places, reads, group(, dim)]`.
     """
 
+    rotated: Tensor
+    shift: Tensor
     logits: Tensor
     split_lse: Tensor
     total_lse: Tensor
@@ -69,6 +77,7 @@ class Work:
     chosen: Tensor
     coming: Tensor
     num_coming: Tensor
+    coming_before: Tensor
     rest_out: Tensor
     rest_mass: Tensor
     fresh: Tensor

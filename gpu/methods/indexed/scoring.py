@@ -1,8 +1,9 @@
 """Score all offloaded tokens of a layer by their keys in few bits, and count scores by size.
 
-logit of a token = (R q . code * scale + q . centre) / sqrt(dim), with the rotation R of the index. A KV head's index is
-read once for all query heads of its group. A token's score is the sum, over these heads, of its share of the whole
-softmax, resident tokens included. Bytes: the index, once, and two bytes a query head and token, written and read.
+logit of a token = (R q . code * scale + q . centre) / sqrt(dim), with the rotation R of the index. Queries are rotated
+once; a KV head's index is read once for all query heads of its group. A token's score is the sum, over these heads, of
+its share of the whole softmax, resident tokens included. Bytes: the index, once, and two bytes a query head and token,
+written once and read twice.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.operations.arguments import runs_on_triton
 
 TILE = 128  # tokens that are scored at once
-COUNT_TILE = 1_024  # tokens that are counted at once
 BINS_PER_OCTAVE = 32
 LOWEST_OCTAVE = -28  # scores of 2^-28 and less are alike
 
@@ -68,9 +68,9 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
             place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
             keys = decode_keys(index.codes[place, :num_tokens], index.scales[place, :num_tokens], layout.key_bits)
             logits = (query[row, heads].float() @ layout.rotation * dim**-0.5) @ keys.T
-            work.logits[place, :, :num_tokens] = logits.half()
-            logits = work.logits[place, :, :num_tokens].float()
-            logits = logits + centre_terms(query, index, place, row, layout)[:, None]
+            work.logits[place, :num_tokens] = logits.T.half()
+            work.shift[place] = centre_terms(query, index, place, row, layout)
+            logits = work.logits[place, :num_tokens].T.float() + work.shift[place][:, None]
             total = torch.logaddexp(logits.logsumexp(-1), resident_lse[row, heads].float())
             work.total_lse[place] = total
             scores = (logits - total[:, None]).exp().sum(0)
@@ -78,66 +78,75 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
 
 
 @triton.jit
-def load_query(query, row, row_stride, head, DIM: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
-               SIZE: tl.constexpr):  # fmt: skip
-    """Return a KV head's queries over sqrt(dim), float32 `[SIZE, WIDE]`, zeros behind the group and the dimensions."""
-    member, column = tl.arange(0, SIZE)[:, None], tl.arange(0, WIDE)[None, :]
-    at = query + row.to(tl.int64) * row_stride + (head + member) * DIM + column
-    own = tl.load(at, mask=(member < GROUP) & (column < DIM), other=0.0).to(tl.float32)
-    return own / tl.sqrt(DIM * 1.0)
+def _rotate_kernel(
+    query, rotation, centres, rows, num_tokens, rotated, shifts, histogram, row_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """Rotate the queries of one place, and clear its histogram."""
+    place = tl.program_id(0).to(tl.int64)
+    ring, kv_head = place // KV_HEADS, place % KV_HEADS
+    row = tl.load(rows + ring)
+    if (row < 0) | (tl.load(num_tokens + ring) <= 0):
+        return
+    tl.store(histogram + place * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
+    member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
+    own = query + row.to(tl.int64) * row_stride + (kv_head * GROUP + member)[:, None] * DIM
+    out, shift = tl.zeros([SIZE, WIDE], tl.float32), tl.zeros([SIZE], tl.float32)
+    for first in range(0, DIM, PART):
+        dim = first + tl.arange(0, PART)
+        numbers = tl.load(own + dim[None, :], mask=(member < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
+        numbers = numbers.to(tl.float32) / tl.sqrt(DIM * 1.0)
+        inside = (dim < DIM)[:, None] & (column < DIM)[None, :]
+        turned = tl.load(rotation + dim[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+        out += tl.sum(numbers[:, :, None] * turned[None, :, :], 1)
+        centre = tl.load(centres + place * DIM + dim, mask=dim < DIM, other=0.0)
+        shift += tl.sum(numbers * centre[None, :], 1)
+    to = place * GROUP + member
+    is_number = (member < GROUP)[:, None] & (column < DIM)[None, :]
+    tl.store(rotated + to[:, None] * DIM + column[None, :], out.to(tl.float16), mask=is_number)
+    tl.store(shifts + to, shift, mask=member < GROUP)
 
 
 @triton.jit
-def centre_term(query, centres, place, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Return query . centre, `[SIZE]`."""
-    column = tl.arange(0, WIDE)
-    centre = tl.load(centres + place * DIM + column, mask=column < DIM, other=0.0)
-    return tl.sum(query * centre[None, :], 1)
-
-
-@triton.jit
-def _rotate_query(query, rotation, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
-                  WIDE: tl.constexpr):  # fmt: skip
-    """Return one plane of the rotated queries, float16 `[WIDTH, SIZE]`."""
-    row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDE)[None, :]
-    inside = (row < W) & (column < DIM)
-    own = tl.load(rotation + column * DIM + PLANE * W + row, mask=inside, other=0.0)
-    return tl.dot(own, tl.trans(query), input_precision="ieee").to(tl.float16)
+def _query_plane(rotated, place, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+                 GROUP: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """Return one plane of a place's rotated queries, float16 `[WIDTH, SIZE]`."""
+    byte, member = tl.arange(0, WIDTH)[:, None], tl.arange(0, SIZE)[None, :]
+    at = rotated + (place * GROUP + member) * DIM + PLANE * W + byte
+    return tl.load(at, mask=(byte < W) & (member < GROUP), other=0.0)
 
 
 @triton.jit
 def _plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """Return one plane's rounded numbers over the scale, float16."""
-    code = (packed >> (PLANE * BITS)) & ((1 << BITS) - 1)
-    return code.to(tl.float16) + (0.5 - (1 << (BITS - 1)))
+    """Return one plane's codes, float16."""
+    return ((packed >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float16)
 
 
 @triton.jit
 def _score_kernel(
-    query, codes, scales, centres, rotation, rows, num_tokens, logits, split_lse, histogram, row_stride, tokens,
-    splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    W: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    rotated, shifts, codes, scales, rows, num_tokens, logits, split_lse, tokens, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Score one split of one place; the first split's program also clears the histogram."""
+    """Score one split of one place. Codes stand for numbers around 0, whose offset is taken off the products."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring, kv_head = place // KV_HEADS, place % KV_HEADS
-    row, count = tl.load(rows + ring), tl.load(num_tokens + ring)
-    begin = split * _SPLIT
-    if (row < 0) | (begin >= count):
+    ring = place // KV_HEADS
+    count, begin = tl.load(num_tokens + ring), split * _SPLIT
+    if (tl.load(rows + ring) < 0) | (begin >= count):
         return
-    if split == 0:
-        tl.store(histogram + place * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
-    own = load_query(query, row, row_stride, kv_head * GROUP, DIM, WIDE, GROUP, SIZE)
-    shift = centre_term(own, centres, place, DIM, WIDE)
-    first = _rotate_query(own, rotation, 0, W, WIDTH, DIM, WIDE)
+    first = _query_plane(rotated, place, 0, W, WIDTH, DIM, GROUP, SIZE)
     second, third, fourth = first, first, first
+    sums = tl.sum(first.to(tl.float32), 0)
     if BITS <= 4:
-        second = _rotate_query(own, rotation, 1, W, WIDTH, DIM, WIDE)
+        second = _query_plane(rotated, place, 1, W, WIDTH, DIM, GROUP, SIZE)
+        sums += tl.sum(second.to(tl.float32), 0)
     if BITS == 2:
-        third = _rotate_query(own, rotation, 2, W, WIDTH, DIM, WIDE)
-        fourth = _rotate_query(own, rotation, 3, W, WIDTH, DIM, WIDE)
-    byte, member = tl.arange(0, WIDTH)[None, :], tl.arange(0, SIZE)[None, :]
+        third = _query_plane(rotated, place, 2, W, WIDTH, DIM, GROUP, SIZE)
+        fourth = _query_plane(rotated, place, 3, W, WIDTH, DIM, GROUP, SIZE)
+        sums += tl.sum(third.to(tl.float32), 0) + tl.sum(fourth.to(tl.float32), 0)
+    offset = sums * ((1 << (BITS - 1)) - 0.5)
+    byte, member = tl.arange(0, WIDTH)[None, :], tl.arange(0, SIZE)
     most = tl.full([SIZE], float("-inf"), tl.float32)
     mass = tl.zeros([SIZE], tl.float32)
     for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
@@ -152,26 +161,28 @@ def _score_kernel(
             product = tl.dot(_plane_of(packed, 2, BITS), third, product)
             product = tl.dot(_plane_of(packed, 3, BITS), fourth, product)
         scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
-        rounded = (product * scale[:, None]).to(tl.float16)
-        own_logits = logits + (place * GROUP + member) * tokens + token[:, None]
-        tl.store(own_logits, rounded, mask=is_there[:, None] & (member < GROUP))
+        rounded = ((product - offset[None, :]) * scale[:, None]).to(tl.float16)
+        own_logits = logits + cell[:, None] * GROUP + member[None, :]
+        tl.store(own_logits, rounded, mask=is_there[:, None] & (member < GROUP)[None, :])
         logit = tl.where(is_there[:, None], rounded.to(tl.float32), float("-inf"))
         higher = tl.maximum(most, tl.max(logit, 0))
         mass = mass * tl.exp(most - higher) + tl.sum(tl.exp(logit - higher[None, :]), 0)
         most = higher
-    head = tl.arange(0, SIZE)
-    to = split_lse + (place * splits + split) * GROUP + head
-    tl.store(to, most + tl.log(mass) + shift, mask=head < GROUP)
+    shift = tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
+    to = split_lse + (place * splits + split) * GROUP + member
+    tl.store(to, most + tl.log(mass) + shift, mask=member < GROUP)
 
 
 @triton.jit
-def score_of(logits, total, shift, place, token, is_there, tokens, GROUP: tl.constexpr, SIZE: tl.constexpr):
-    """Return tokens' shares of each query head's softmax, float32 `[tokens, SIZE]`, 0 where nothing is there."""
+def shares_of(logits, less, place, token, is_there, tokens, GROUP: tl.constexpr, SIZE: tl.constexpr):
+    """Return tokens' shares of each query head's softmax, float32 `[tokens, SIZE]`, 0 where nothing is there.
+
+    less: the lse of the whole softmax, without the centre's term, `[SIZE]`.
+    """
     member = tl.arange(0, SIZE)[None, :]
     inside = is_there[:, None] & (member < GROUP)
-    at = logits + (place * GROUP + member) * tokens + token[:, None]
-    logit = tl.load(at, mask=inside, other=0.0).to(tl.float32) + (shift - total)[None, :]
-    return tl.where(inside, tl.exp(logit), 0.0)
+    logit = tl.load(logits + (place * tokens + token)[:, None] * GROUP + member, mask=inside, other=0.0)
+    return tl.where(inside, tl.exp(logit.to(tl.float32) - less[None, :]), 0.0)
 
 
 @triton.jit
@@ -184,9 +195,8 @@ def bins_of(score):
 
 @triton.jit
 def _count_kernel(
-    query, centres, resident_lse, rows, num_tokens, logits, split_lse, total_lse, histogram, row_stride, tokens, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    SPLITS: tl.constexpr, TILE: tl.constexpr,
+    resident_lse, shifts, rows, num_tokens, logits, split_lse, total_lse, histogram, tokens, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Count one split's scores of one place; the first split's program also stores the lse of the whole softmax."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -195,8 +205,6 @@ def _count_kernel(
     begin = split * _SPLIT
     if (row < 0) | (begin >= count):
         return
-    own = load_query(query, row, row_stride, kv_head * GROUP, DIM, WIDE, GROUP, SIZE)
-    shift = centre_term(own, centres, place, DIM, WIDE)
     member = tl.arange(0, SIZE)
     side, head = tl.arange(0, SPLITS)[:, None], member[None, :]
     of_splits = split_lse + (place * splits + side) * GROUP + head
@@ -206,11 +214,11 @@ def _count_kernel(
     total = most + tl.log(tl.sum(tl.exp(lse - most[None, :]), 0) + tl.exp(near - most))
     if split == 0:
         tl.store(total_lse + place * GROUP + member, total, mask=member < GROUP)
-    counted = tl.zeros([_BINS], tl.int32)
-    for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
-        token = at + tl.arange(0, TILE)
-        score = tl.sum(score_of(logits, total, shift, place, token, token < count, tokens, GROUP, SIZE), 1)
-        counted += tl.histogram(bins_of(score), _BINS)
+    less = total - tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
+    token = begin + tl.arange(0, _SPLIT)
+    is_there = token < count
+    score = tl.sum(shares_of(logits, less, place, token, is_there, tokens, GROUP, SIZE), 1)
+    counted = tl.histogram(bins_of(score), _BINS)
     number = tl.arange(0, _BINS)
     tl.atomic_add(histogram + place * _BINS + number, counted, mask=(counted > 0) & (number > 0), sem="relaxed")
 
@@ -227,18 +235,19 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
         return
     group, dim = group_shape(query, layout.kv_heads)
     places, tokens, width = index.codes.shape
-    splits = work.split_lse.shape[1]
-    grid, size = (places, splits), max(16, triton.next_power_of_2(group))
-    shape = {"KV_HEADS": layout.kv_heads, "GROUP": group, "DIM": dim, "WIDE": triton.next_power_of_2(dim)}
-    _score_kernel[grid](
-        query, index.codes, index.scales, index.centres, layout.rotation, step.rows, step.num_tokens, work.logits,
-        work.split_lse, work.histogram, query.stride(0), tokens, splits,
-        SIZE=size, W=width, WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits, TILE=TILE, num_warps=4,
+    splits, size = work.split_lse.shape[1], triton.next_power_of_2(group)
+    shape = {"KV_HEADS": layout.kv_heads, "GROUP": group}
+    _rotate_kernel[(places,)](
+        query, layout.rotation, index.centres, step.rows, step.num_tokens, work.rotated, work.shift, work.histogram,
+        query.stride(0), SIZE=size, DIM=dim, WIDE=triton.next_power_of_2(dim), PART=max(1, 32 // size), num_warps=8,
         **shape,
     )  # fmt: skip
-    _count_kernel[grid](
-        query, index.centres, resident_lse, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
-        work.histogram, query.stride(0), tokens, splits,
-        SIZE=triton.next_power_of_2(group), SPLITS=triton.next_power_of_2(splits), TILE=COUNT_TILE, num_warps=4,
-        **shape,
+    _score_kernel[(places, splits)](
+        work.rotated, work.shift, index.codes, index.scales, step.rows, step.num_tokens, work.logits, work.split_lse,
+        tokens, splits, SIZE=max(16, size), DIM=dim, W=width, WIDTH=max(16, triton.next_power_of_2(width)),
+        BITS=layout.key_bits, TILE=TILE, num_warps=4, **shape,
+    )  # fmt: skip
+    _count_kernel[(places, splits)](
+        resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
+        work.histogram, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits), num_warps=4, **shape,
     )  # fmt: skip
