@@ -21,7 +21,7 @@ from transfer.tier_shape import WORD_BITS
 
 SPLIT_TOKENS = 1_024  # that one program scores, counts, or chooses from
 READ_SLOTS = 128  # that one program attends to
-BINS = 1_024  # of the histogram from which the threshold of a choice is taken
+BINS = 512  # of the histogram from which the threshold of a choice is taken
 MASS_UNIT = 1_000_000  # counters are integers: mass is counted in millionths
 
 COUNTERS = {

@@ -16,11 +16,11 @@ from torch import Tensor
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.codes import decode_keys
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.operations.arguments import runs_on_triton
+from gpu.operations.arguments import INTERPRETED, runs_on_triton
 
 TILE = 128  # tokens that are scored at once
-BINS_PER_OCTAVE = 32
-LOWEST_OCTAVE = -28  # scores of 2^-28 and less are alike
+BINS_PER_OCTAVE = 20
+LOWEST_OCTAVE = -20  # scores of 2^-20 and less are alike
 
 _SPLIT, _BINS = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS)
 _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE)
@@ -118,8 +118,20 @@ def _query_plane(rotated, place, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """Return one plane's codes, float16."""
+def _plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, FOURFOLD: tl.constexpr):
+    """Return one plane's codes, float16.
+
+    FOURFOLD: four codes of 4 bits at once, by way of the float16 numbers 1024 + code, whose low bits are the code.
+    """
+    if FOURFOLD and BITS == 4:
+        if PLANE == 1:
+            packed = packed >> 4
+        shifted = tl.inline_asm_elementwise(
+            "{ .reg .b32 codes; and.b32 codes, $2, 0x0F0F0F0F; prmt.b32 $0, codes, 0x64646464, 0x4140; "
+            "prmt.b32 $1, codes, 0x64646464, 0x4342; }",
+            "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+        return shifted - 1024.0
     return ((packed >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float16)
 
 
@@ -127,7 +139,7 @@ def _plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr):
 def _score_kernel(
     rotated, shifts, codes, scales, rows, num_tokens, logits, split_lse, tokens, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, FOURFOLD: tl.constexpr,
 ):  # fmt: skip
     """Score one split of one place. Codes stand for numbers around 0, whose offset is taken off the products."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -154,12 +166,12 @@ def _score_kernel(
         is_there = token < count
         cell = place * tokens + token
         packed = tl.load(codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
-        product = tl.dot(_plane_of(packed, 0, BITS), first)
+        product = tl.dot(_plane_of(packed, 0, BITS, FOURFOLD), first)
         if BITS <= 4:
-            product = tl.dot(_plane_of(packed, 1, BITS), second, product)
+            product = tl.dot(_plane_of(packed, 1, BITS, FOURFOLD), second, product)
         if BITS == 2:
-            product = tl.dot(_plane_of(packed, 2, BITS), third, product)
-            product = tl.dot(_plane_of(packed, 3, BITS), fourth, product)
+            product = tl.dot(_plane_of(packed, 2, BITS, FOURFOLD), third, product)
+            product = tl.dot(_plane_of(packed, 3, BITS, FOURFOLD), fourth, product)
         scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
         rounded = ((product - offset[None, :]) * scale[:, None]).to(tl.float16)
         own_logits = logits + cell[:, None] * GROUP + member[None, :]
@@ -188,7 +200,7 @@ def shares_of(logits, less, place, token, is_there, tokens, GROUP: tl.constexpr,
 @triton.jit
 def bins_of(score):
     """Return the histogram's bins of scores, int32."""
-    octave = tl.log2(tl.maximum(score, 1.862645149230957e-09))  # 2^-29
+    octave = tl.log2(tl.maximum(score, 4.76837158203125e-07))  # 2^-21
     number = tl.floor((octave - _LOWEST) * _PER_OCTAVE)
     return tl.minimum(tl.maximum(number, 0.0), _BINS - 1.0).to(tl.int32)
 
@@ -245,7 +257,7 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     _score_kernel[(places, splits)](
         work.rotated, work.shift, index.codes, index.scales, step.rows, step.num_tokens, work.logits, work.split_lse,
         tokens, splits, SIZE=max(16, size), DIM=dim, W=width, WIDTH=max(16, triton.next_power_of_2(width)),
-        BITS=layout.key_bits, TILE=TILE, num_warps=4, **shape,
+        BITS=layout.key_bits, TILE=TILE, FOURFOLD=not INTERPRETED, num_warps=4, **shape,
     )  # fmt: skip
     _count_kernel[(places, splits)](
         resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
