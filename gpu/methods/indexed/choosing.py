@@ -123,7 +123,7 @@ def _choose_tokens_kernel(
     for head in tl.static_range(GROUP):
         mass = tl.sum(tl.where(member[None, :] == head, of_blocks, 0.0), 1)  # [blocks]
         tl.store(rest_out + (to + head) * DIM + column, tl.sum(mass[:, None] * mean, 0), mask=column < DIM)
-        tl.store(rest_mass + to + head, tl.sum(mass, 0))
+    tl.store(rest_mass + to + member, tl.sum(of_blocks, 0), mask=member < GROUP)
 
     word, bit = begin // _WORD + tl.arange(0, _SPLIT // _WORD), tl.arange(0, _WORD)[None, :]
     own_bits = tl.sum(tl.reshape(is_chosen.to(tl.int32), [_SPLIT // _WORD, _WORD]) << bit, 1)
@@ -192,11 +192,11 @@ def choose_tokens(query: Tensor, index: Index, work: Work, step: RingStep, layou
         work.histogram, work.chosen, work.coming, work.num_coming, work.rest_out, work.rest_mass, tokens, splits,
         index.means.shape[1], words,
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group), DIM=dim,
-        WIDE=triton.next_power_of_2(dim), BLOCK=layout.block_tokens, num_warps=8,
+        WIDE=triton.next_power_of_2(dim), BLOCK=layout.block_tokens, num_warps=4,
     )  # fmt: skip
     _slots_kernel[(places,)](
         index.ids, index.held, step.rows, step.num_tokens, work.chosen, work.coming, work.num_coming,
         work.coming_before, work.fresh, tokens, splits, words, slots,
         KV_HEADS=layout.kv_heads, SPLITS=triton.next_power_of_2(splits), WORDS=triton.next_power_of_2(words),
-        SLOTS=triton.next_power_of_2(slots), num_warps=16,
+        SLOTS=triton.next_power_of_2(slots), num_warps=32,
     )  # fmt: skip

@@ -251,13 +251,13 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     shape = {"KV_HEADS": layout.kv_heads, "GROUP": group}
     _rotate_kernel[(places,)](
         query, layout.rotation, index.centres, step.rows, step.num_tokens, work.rotated, work.shift, work.histogram,
-        query.stride(0), SIZE=size, DIM=dim, WIDE=triton.next_power_of_2(dim), PART=max(1, 32 // size), num_warps=8,
+        query.stride(0), SIZE=size, DIM=dim, WIDE=triton.next_power_of_2(dim), PART=max(4, 128 // size), num_warps=4,
         **shape,
     )  # fmt: skip
     _score_kernel[(places, splits)](
         work.rotated, work.shift, index.codes, index.scales, step.rows, step.num_tokens, work.logits, work.split_lse,
         tokens, splits, SIZE=max(16, size), DIM=dim, W=width, WIDTH=max(16, triton.next_power_of_2(width)),
-        BITS=layout.key_bits, TILE=TILE, FOURFOLD=not INTERPRETED, num_warps=4, **shape,
+        BITS=layout.key_bits, TILE=TILE, FOURFOLD=not INTERPRETED, num_warps=2, **shape,
     )  # fmt: skip
     _count_kernel[(places, splits)](
         resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
