@@ -21,8 +21,10 @@ from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
 from transfer.partial import Partial
 from transfer.places import COLUMNS
+from transfer.tier_shape import WORD_BITS
 
-STAGES = ("score", "choose", "attend", "fetch", "join", "layer")
+STAGES = ("score", "choose", "attend", "fetch", "join", "layer", "layer-kept")
+NEW_SHARE = 0.4  # of chosen rows, that were not in slots a step before: SmolLM2 on novels (docs/methods/indexed.md)
 MOST_ERROR = 5e-2  # of an output that reads every token in bf16, relative
 
 
@@ -88,6 +90,26 @@ class Stand:
         """Attend in one layer, with no row in a slot yet."""
         layer.ids.fill_(EMPTY)
         layer.held.zero_()
+        return self._step(layer)
+
+    def keep_most(self) -> None:
+        """Note slots after a step, less a share whose tokens count as new, for `layer_kept`."""
+        is_new = torch.rand(self.index.ids.shape, device=self.query.device) < NEW_SHARE
+        self._kept_ids = torch.where(is_new, EMPTY, self.index.ids)
+        flags = torch.zeros(*self.index.held.shape[:2], self.index.held.shape[2] * WORD_BITS, dtype=torch.int64)
+        flags = flags.to(self.query.device)
+        flags.scatter_add_(2, self._kept_ids.clamp_min(0).long(), (self._kept_ids != EMPTY).long())
+        words = (flags.view(*self.index.held.shape, WORD_BITS) << torch.arange(WORD_BITS, device=flags.device)).sum(-1)
+        self._kept_held = torch.where(words >= 2**31, words - 2**32, words).int()
+
+    def layer_kept(self, layer: Index) -> Partial:
+        """Attend in one layer, with most chosen rows in slots."""
+        place = next(number for number, one in enumerate(self.layers) if one is layer)
+        layer.ids.copy_(self._kept_ids[place])
+        layer.held.copy_(self._kept_held[place])
+        return self._step(layer)
+
+    def _step(self, layer: Index) -> Partial:
         self.score(layer)
         self.choose(layer)
         attend_chosen(self.query, layer, self.work, self.step, self.layout, self.counts)
@@ -112,6 +134,7 @@ def indexed_cases(asked: Asked) -> Iterator[Case]:
         check = partial(_check_everything, asked)
         for layer in stand.layers:
             stand.layer(layer)
+        stand.keep_most()
         for stage in asked.choose(STAGES):
             yield _case(stand, stage, asked, check)
 
@@ -123,9 +146,9 @@ def _case(stand: Stand, stage: str, asked: Asked, check: Call) -> Case:
     mean_bytes = 2 * places * tokens * shape.dim // stand.settings.value_block_tokens
     row_bytes = 2 * places * int(stand.step.budgets[0]) * shape.dim * 2
     moved = {"score": index_bytes, "choose": mean_bytes, "attend": row_bytes, "fetch": row_bytes, "join": 0,
-             "layer": row_bytes}  # fmt: skip
-    over_link = is_cuda and stage in ("fetch", "layer")
-    call = getattr(stand, stage)
+             "layer": row_bytes, "layer-kept": round(NEW_SHARE * row_bytes)}  # fmt: skip
+    over_link = is_cuda and stage in ("fetch", "layer", "layer-kept")
+    call = getattr(stand, stage.replace("-", "_"))
     return Case(
         f"indexed, {stage}", f"{stand.batch} x {tokens:,}, {shape.num_heads}/{shape.num_kv_heads} heads",
         Work(moved[stage], "host_to_device_gb_s" if over_link else asked.stream), check=check,

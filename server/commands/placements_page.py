@@ -82,5 +82,5 @@ def _parts(step: StepEstimate) -> str:
     if not step.down_tokens:
         return parts
     if step.fetch_ms:
-        parts += f", predicted blocks fetched {step.fetch_ms:.1f} at most"
+        parts += f", rows fetched {step.fetch_ms:.1f} at most"
     return f"{parts}, link {step.link_ms:.2f}, host {step.host_ms:.1f} of {step.down_tokens:,} tokens"

@@ -1,14 +1,15 @@
 """Where a deployment could have its contexts, and what a token would take there: one placement held against another.
 
-Those of the built-in profiles are planned and the default profile's, each with a memory plan of its own. What a step
-reads is each method's own statement (`Method.read_cost`). A step takes bytes over rates, one after the other, as the
+Those of the built-in profiles are planned, those that the deployment's profiles name, and on a GPU those in which the
+device alone reads host memory; each has a memory plan of its own. What a step reads is each method's own statement
+(`Method.read_cost`). A step takes bytes over rates, one after the other, as the
 floors of `tandem bench long` are: hops, launches and what overlaps are not in it. Nothing is allocated or measured.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpu.config import Profiles
+from gpu.config import Composition, Profiles
 from gpu.memory.demand import PlanError
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.plan import MemoryPlan
@@ -41,8 +42,8 @@ class StepEstimate:
     """Estimate a step of `batch` rows, each with a whole context, in milliseconds by purpose.
 
     `down_tokens`: offloaded tokens of each, read on the host. `experts_ms`: host experts that the rows take, over the
-    link or on the CPU. `link_ms`: queries and partials. `fetch_ms`: predicted blocks, if each prediction chooses other
-    ones.
+    link or on the CPU. `link_ms`: queries and partials. `fetch_ms`: rows that the device reads over the link, if each
+    step chooses other ones.
     """
 
     batch: int
@@ -129,10 +130,8 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     sampled = (deployment.host or HostConfig()).sampled
     share = expected_share(sampled.bits_per_table, sampled.num_tables)
     own = plan.profiles[deployment.scheduler.default_profile].host_part
-    standard = [profile.host_part for profile in resolve_profiles({}, deployment.host or HostConfig()).values()]
-    parts = [own if part.method is own.method else part for part in standard]
     found = []
-    for part in parts if own in parts else [*parts, own]:
+    for part in _list_parts(deployment, plan, own):
         try:
             found.append(_place(_plan_for(part, part is own, deployment, plan), batches, share, rates))
         except (PlanError, ProfileError) as error:
@@ -145,6 +144,28 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     verdict = _explain(found, taken, best, context, is_asked=deployment.scheduler.default_profile)
     return Comparison(context, batches, share, rates, tuple(found), taken, verdict, _judge_sampling(found),
                       _tell_experts(plan, batches, rates))  # fmt: skip
+
+
+def _list_parts(deployment: Deployment, plan: ResolvedPlan, own: ProfilePart) -> list[ProfilePart]:
+    """Return a part for each method that is compared, built-in ones first; `own` is the default profile's.
+
+    A method that the deployment names has the settings of the first profile that does.
+    """
+    host = deployment.host or HostConfig()
+    on_device: Profiles = {}
+    if plan.memory.device == "cuda":
+        names = [name for name, method in list_methods().items() if method.reading.device_reads_all]
+        on_device = {name: _compose(name) for name in names}
+    standard = list(resolve_profiles({}, host).values())
+    named = [own, *(profile.host_part for profile in plan.profiles.values())]
+    chosen = {part.method.name: part for part in reversed(named)}
+    order = [*(profile.host_part for profile in standard), *named]
+    order += [profile.host_part for profile in resolve_profiles(on_device, host).values()]
+    return list({part.method.name: chosen.get(part.method.name, part) for part in order}.values())
+
+
+def _compose(method: str) -> Composition:
+    return Composition.model_validate({"host": {"method": method}})
 
 
 def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> str | None:
@@ -232,6 +253,8 @@ def _plan_for(part: ProfilePart, is_taken: bool, deployment: Deployment, plan: R
     profiles = deployment.profiles
     if part.method.reading is Reading.NONE:
         host, profiles = None, _without_host(profiles)
+    elif part.method.has_rings and part.id not in plan.memory.num_rings:
+        profiles = profiles | {part.method.name: _compose(part.method.name)}
     config = deployment.model_copy(update={"host": host, "profiles": profiles, "scheduler": scheduler})
     return _Planned(part, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context)
 

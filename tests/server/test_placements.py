@@ -311,7 +311,8 @@ def test_the_page_and_the_json_say_the_same() -> None:
     found = compare_placements(deployment, resolve_plan(deployment, machine), find_rates(machine, NOWHERE))
     tree = json.loads(json.dumps(describe_comparison(found)))
     assert tree["taken"] == "sampled"
-    device, exact, sampled = tree["placements"]
+    device, exact, sampled, indexed = tree["placements"]
+    assert indexed["name"] == "indexed"
     assert device["most_contexts"] == 0
     assert "gpu.memory_limit_gib" in device["why_not"]
     assert device["steps"][0] is None
@@ -408,7 +409,22 @@ def test_a_default_profile_is_priced_as_what_it_reads(name: str) -> None:
     page = io.StringIO()
     print_comparison(found, Console(width=400, file=page))
     assert f"{found.get(found.taken).words} (taken)" in page.getvalue()
-    assert ("predicted blocks fetched" in page.getvalue()) == bool(read)
+    words = found.get(found.taken).words
+    made_of = next(line for line in page.getvalue().splitlines() if line.startswith(f"{words}, batch 1"))
+    assert ("rows fetched" in made_of) == bool(read)
+
+
+def test_an_index_is_priced_beside_what_the_cpu_reads_and_with_the_settings_of_a_profile_that_names_it() -> None:
+    found = compare(eight_b()).get("indexed").first
+    read = -(-DOWN // 50)
+    on_card = (CONTEXT * 32 - DOWN * 30) * 4096 + 30 * 4096 * (read + DOWN // 8)
+    assert found.device_kv_ms == pytest.approx(on_card / 1e9, rel=2e-3)
+    assert found.fetch_ms == pytest.approx(30 * 8 * read * 512 / 10 / 1e6, rel=2e-3)
+    assert found.host_ms == 0.0
+    tree = eight_b() | {"profiles": {"more": {"host": {"method": "indexed", "budget_share": 0.04, "rings": 2}}}}
+    more = compare(tree).get("indexed")
+    assert more.first.fetch_ms == pytest.approx(2 * found.fetch_ms, rel=2e-3)
+    assert more.most_contexts == 2
 
 
 def test_steps_that_attend_to_everything_are_priced_by_their_share() -> None:

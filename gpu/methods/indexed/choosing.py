@@ -1,9 +1,9 @@
 """Choose the tokens that a KV head reads exactly, estimate all others, and give the chosen ones slots.
 
 A token is chosen if its score's bin is above the threshold: the lowest bin with no more than the budget above it.
-Tokens of one bin are alike to 3.5 %, so fewer than the budget may be chosen, and equal ones are all chosen or none is. Of
-what is not chosen, each block's estimated mass times its mean value is summed; a block's mean holds the chosen tokens'
-values too. Which token gets which slot does not depend on the order in which programs run.
+Tokens of one bin are alike to 3.5 %, so fewer than the budget may be chosen, and equal ones are all chosen or none is.
+Of what is not chosen, each block's estimated mass times its mean value is summed; a block's mean holds the chosen
+tokens' values too. Which token gets which slot does not depend on the order in which programs run.
 """
 
 import torch
