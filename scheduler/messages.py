@@ -260,9 +260,9 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes_limit: int
     contexts: int  # held by requests and idle
     tokens: int  # that are offloaded, shared ones once
-    tokens_released: int  # of these, without pages of all layers on the device
+    tokens_evicted: int  # of these, without pages of all layers on the device
     tokens_resident: int  # with pages of all layers, of contexts that have a part here: not only what is offloaded
-    tokens_restored: int  # that came back there
+    tokens_reloaded: int  # to such pages, since the engine started
     segments: int
     tables_built: int  # layers of segments
     tables_failed: int  # read exactly

@@ -70,16 +70,16 @@ class Metrics:
         self.host_bytes_capacity = self._gauge("tandem_host_bytes_capacity", "host memory that contexts may take")
         self.host_contexts = self._gauge("tandem_host_contexts", "contexts in host memory, idle ones among them")
         self.host_tokens = self._gauge("tandem_host_tokens", "tokens in host memory, shared ones once")
-        self.host_tokens_released = self._gauge(
-            "tandem_host_tokens_released", "tokens in host memory that have no KV pages on the device any more"
+        self.host_tokens_evicted = self._gauge(
+            "tandem_host_tokens_evicted", "tokens in host memory that have no KV pages on the device any more"
         )
         self.host_tokens_resident = self._gauge(
             "tandem_host_tokens_resident",
             "tokens with KV pages on the device, of contexts that have a part in host memory, windows among them",
         )
-        self.host_tokens_restored = self._counter(
-            "tandem_host_tokens_restored",
-            "tokens that were brought back to KV pages of the device, where these were free",
+        self.host_tokens_reloaded = self._counter(
+            "tandem_host_tokens_reloaded",
+            "tokens that were reloaded to KV pages of the device, where these were free",
         )
         self.host_segments = self._gauge("tandem_host_segments", "segments of tokens with tables of their own")
         self.host_tables_built = self._counter("tandem_host_tables_built", "hash tables of a layer of a segment built")
@@ -198,9 +198,9 @@ class Metrics:
         self.host_bytes_capacity.set(host.bytes_limit)
         self.host_contexts.set(host.contexts)
         self.host_tokens.set(host.tokens)
-        self.host_tokens_released.set(host.tokens_released)
+        self.host_tokens_evicted.set(host.tokens_evicted)
         self.host_tokens_resident.set(host.tokens_resident)
-        self.host_tokens_restored.inc(host.tokens_restored - (last.tokens_restored if last else 0))
+        self.host_tokens_reloaded.inc(host.tokens_reloaded - (last.tokens_reloaded if last else 0))
         self.host_segments.set(host.segments)
         self.host_tables_built.inc(host.tables_built - (last.tables_built if last else 0))
         self.host_tables_failed.inc(host.tables_failed - (last.tables_failed if last else 0))
@@ -233,7 +233,7 @@ class Metrics:
         self._last = None
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
         of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
-        of_tokens = (self.host_tokens, self.host_tokens_released, self.host_tokens_resident)
+        of_tokens = (self.host_tokens, self.host_tokens_evicted, self.host_tokens_resident)
         for gauge in (*of_device, *of_host, *of_tokens, self.pages_committed, self.rings_free, self.chunks_memory):
             gauge.set(0)
 

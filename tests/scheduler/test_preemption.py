@@ -10,6 +10,7 @@ from scheduler.messages import PREEMPTIONS
 from tests.scheduler import host_engines
 from tests.scheduler.engines import check_output, drain, make_engine, make_request, prompt_of
 from tests.scheduler.host_engines import RESIDENT, ask
+from tests.scheduler.test_given_memory import Host, make
 from tests.scheduler.test_giving_way import run
 
 PAGES = 14
@@ -52,6 +53,13 @@ def test_a_preemption_for_host_memory_names_that(caplog: pytest.LogCaptureFixtur
     (line,) = lines(caplog, "preempted")
     assert (line["request"], line["short"], line["raise"]) == ("younger", "host", "host.memory_limit_gib")
     assert int(line["pages_free"]) > 0
+
+
+def test_where_the_host_refuses_pages_a_preemption_asks_for_fewer(caplog: pytest.LogCaptureFixture) -> None:
+    outgrow(make(Host(PAGES), max_running=4))
+    settings = [line.keys() & {"raise", "lower"} for line in lines(caplog, "preempted")]
+    assert settings
+    assert all(named == {"lower"} for named in settings)
 
 
 def test_a_resumed_request_says_how_long_it_waited_and_what_it_found(caplog: pytest.LogCaptureFixture) -> None:

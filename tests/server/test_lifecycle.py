@@ -231,7 +231,7 @@ async def test_metrics_show_the_host_tier():
         await live.until(is_told)
         asked = ("bytes_used", "bytes_promised", "bytes_capacity", "contexts", "tokens", "segments")
         assert [await live.metric(f"tandem_host_{name}") for name in asked] == [5000, 6000, 9000, 3, 400, 2]
-        asked = ("tables_built", "tables_failed", "tokens_covered", "rows_read", "rows_left_out", "tokens_restored",
+        asked = ("tables_built", "tables_failed", "tokens_covered", "rows_read", "rows_left_out", "tokens_reloaded",
                  "ready_seconds",
                  "wait_seconds", "attend_seconds")  # fmt: skip
         assert [await live.metric(f"tandem_host_{name}_total") for name in asked] == [

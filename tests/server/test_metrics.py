@@ -6,8 +6,8 @@ from scheduler.messages import ChunkStats, ExpertStats, HostStats, Stats
 from server.engine.prometheus import Metrics
 
 HOST = HostStats(
-    bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, tokens_released=20, tokens_resident=19,
-    tokens_restored=35, segments=26, tables_built=27,
+    bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, tokens_evicted=20, tokens_resident=19,
+    tokens_reloaded=35, segments=26, tables_built=27,
     tables_failed=28, tokens_covered=29, rows_read=30, rows_left_out=34,
     ready_seconds=31.5, wait_seconds=32.5, attend_seconds=33.5,
     answers_estimated=60, answers_heavy=61, answers_beyond=62, answers_heavy_beyond=63, steps_beyond=64,
@@ -30,14 +30,14 @@ GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
     "pages_committed": 16, "host_bytes_used": 21, "host_bytes_promised": 22, "host_contexts": 24, "host_tokens": 25,
     "host_segments": 26,
-    "host_tokens_released": 20, "host_tokens_resident": 19,
+    "host_tokens_evicted": 20, "host_tokens_resident": 19,
     "reuse_rings_free": 36, "chunks_memory_bytes": 80,
 }  # fmt: skip
 CAPACITIES = {"pages_capacity": 6, "host_bytes_capacity": 23}
 COUNTERS = {
     "prefix_cache_query_tokens": 7, "prefix_cache_hit_tokens": 8, "preemptions": 9, "preempted_tokens_recomputed": 39,
     "engine_steps": 10, "engine_step_seconds": 11.5, "host_tables_built": 27, "host_tables_failed": 28,
-    "host_tokens_covered": 29, "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_restored": 35,
+    "host_tokens_covered": 29, "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_reloaded": 35,
     "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5, "fetch_hole_tokens": 37,
     "fetch_read_tokens": 38, "fetch_dropped_tokens": 39, "fetch_fetched_blocks": 40, "fetch_looked_blocks": 41,
     "fetch_late_blocks": 42, "experts_fetched": 70, "experts_copied": 71, "experts_computed": 72,
