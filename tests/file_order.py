@@ -34,6 +34,7 @@ COMPILING = (
     "tests/cpu/test_experts.py",
 )
 LONG = (
+    "tests/gpu/test_kernel_targets.py",  # with an empty Triton cache
     "tests/gpu/test_kernels_interpreted.py",
     "tests/end_to_end/test_responsiveness.py",
     "tests/server/test_lifecycle.py",
