@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 HEAD = b"POST /v1/%b HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 PROSE = "It was the best of times, it was the worst of times. "
@@ -32,6 +33,7 @@ MANY_ITEMS = [  # path, and a list: how it begins, an item, how many of them, ho
     (b"completions", b'{"prompt": "a", "logit_bias": {', b'"70": 1', 1_200_000, b"}}"),
 ]
 READ_S = 20.0
+LINGER_S = 6.0  # after the last strike: longer than the server's deadlines for heads, bodies and who does not read
 
 
 class Wire:
@@ -169,11 +171,13 @@ async def attack(url: str, seconds: float) -> Counter[str]:
     async def go_on(kind: str) -> None:
         await asyncio.sleep(random.random())
         while time.monotonic() < ends:
-            await attacks.with_wire(getattr(attacks, kind))
             struck[kind] += 1
+            await attacks.with_wire(getattr(attacks, kind))
             await asyncio.sleep(PAUSE_S)
 
-    await asyncio.gather(*(go_on(kind) for kind, number in KINDS.items() for _ in range(number)))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds + LINGER_S):
+            await asyncio.gather(*(go_on(kind) for kind, number in KINDS.items() for _ in range(number)))
     return struck
 
 
