@@ -315,7 +315,7 @@ class Admission:
         num_recomputed = max(0, sequence.num_computed_tokens - num_found)
         self.num_recomputed_tokens += num_recomputed
         log.info(
-            "resumed request=%s waited_s=%.3f found_tokens=%d of=%d recomputed_tokens=%d",
+            "resumed request=%s waited_s=%.3f found_tokens=%d of=%d computed_again=%d",
             sequence.request_id,
             time.monotonic() - sequence.preempted_s,
             num_found,

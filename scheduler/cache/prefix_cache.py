@@ -133,7 +133,12 @@ class PrefixCache:
     # --- what is published --------------------------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Make the sequence's final blocks among its first `num_computed_tokens` tokens findable."""
+        """Publish the final blocks among a sequence's first `num_computed_tokens` tokens, once a plan computes them.
+
+        Of a context with offloaded tokens, `Residence.publish_run` publishes what lies in host memory.
+        """
+        if sequence.open_context is not None:
+            return
         end = min(num_computed_tokens // self._page_tokens, sequence.num_final_blocks)
         if not self.is_enabled or not sequence.pages or end <= sequence.num_published:
             return

@@ -115,7 +115,7 @@ class Residence:
             self.prompts.finish_prefill(sequence, context)
             if context.parent is not None and context.num_evicted:
                 self._reloads.allow_now()
-        self.publish(sequence, sequence.num_tokens)
+        self.prefixes.publish(sequence, sequence.num_tokens)
         self.windows.keep_prompt(sequence)
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -189,11 +189,6 @@ class Residence:
         return HostRead(context.context_id, host.sink_tokens, host.end_of_blocks(context.num_evicted))
 
     # --- what others may find -----------------------------------------------------------------------------------------
-
-    def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Publish the blocks of a context that is on the device wholly, once a plan computes them."""
-        if sequence.open_context is None:
-            self.prefixes.publish(sequence, num_tokens)
 
     def publish_run(self, sequence: Sequence, context: HostContext, num_blocks: int) -> None:
         """Publish the first `num_blocks` of a context's run, unless the sequence has failed: then it is discarded."""

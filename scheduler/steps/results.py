@@ -87,7 +87,7 @@ class Results:
             if sequence.state is State.WAITING:  # it was preempted while this draw was in flight
                 self._residence.await_room(sequence)
             else:
-                self._residence.publish(sequence, sequence.num_tokens - 1)
+                self._residence.prefixes.publish(sequence, sequence.num_tokens - 1)
             return [delta]
         if token.token_id == NOT_FINITE:
             sequence.has_failed = True

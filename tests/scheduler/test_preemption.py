@@ -80,7 +80,7 @@ def test_tokens_that_are_computed_again_are_counted_and_new_ones_are_not(caplog:
     engine, _ = make_engine(num_pages=PAGES, max_running=4, prefix_cache=False)
     outgrow(engine)
     stats, resumed = engine.stats(), lines(caplog, "resumed")
-    again = [(int(line["of"]) - 1, int(line["recomputed_tokens"])) for line in resumed]
+    again = [(int(line["of"]) - 1, int(line["computed_again"])) for line in resumed]
     assert all(found == wanted for wanted, found in again), "all but the token that it was to feed next"
     assert stats.recomputed_tokens == sum(found for _, found in again) > 0
     assert stats.prefix_queries_tokens == 4 * 30, "a resumed request looks for its tokens, and is counted once"
