@@ -152,12 +152,7 @@ class Metrics:
         self.prefill_s = self._histogram(
             "tandem_prefill_seconds", "from the start of prefill to the first token, as the engine measures it", _LONG_S
         )
-        self._last: Stats | None = None
-
-    @property
-    def latest(self) -> Stats | None:
-        """Return what the engine said last, None before the first time."""
-        return self._last
+        self.latest: Stats | None = None  # what the engine reported last
 
     def take(self, stats: Stats) -> None:
         """Take the engine's latest gauges and counters."""
@@ -168,7 +163,7 @@ class Metrics:
         self.pages_cached.set(stats.pages_cached)
         self.pages_capacity.set(stats.pages_total)
         self.pages_committed.set(stats.pages_committed)
-        last = self._last
+        last = self.latest
         self.prefix_queries.inc(stats.prefix_queries_tokens - (last.prefix_queries_tokens if last else 0))
         self.prefix_hits.inc(stats.prefix_hits_tokens - (last.prefix_hits_tokens if last else 0))
         self.preemptions.inc(stats.preemptions - (last.preemptions if last else 0))
@@ -190,7 +185,7 @@ class Metrics:
                 counter.inc(getattr(stats.chunks, name) - before)
         if stats.host is not None:
             self._take_host(stats.host, last.host if last else None)
-        self._last = stats
+        self.latest = stats
 
     def _take_host(self, host: HostStats, last: HostStats | None) -> None:
         self.host_bytes.set(host.bytes_used)
@@ -230,7 +225,7 @@ class Metrics:
 
     def engine_gone(self) -> None:
         """Clear the engine's gauges; the next engine counts from zero."""
-        self._last = None
+        self.latest = None
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
         of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
         of_tokens = (self.host_tokens, self.host_tokens_evicted, self.host_tokens_resident)
