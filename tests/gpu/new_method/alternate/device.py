@@ -24,9 +24,9 @@ class AlternateSide(RingSide):
         self.counted_layer = site.tier_shape.layers[0]
         self.of_slot = torch.zeros(site.max_running + 1, dtype=torch.int64, device=site.device)
         self.num_blocks = torch.zeros(2, dtype=torch.int64, device=site.device)
-        self.told_blocks, self.told_of_slot = self.num_blocks.cpu(), self.of_slot.cpu()
-        if site.device.type == "cuda":
-            self.told_blocks, self.told_of_slot = self.told_blocks.pin_memory(), self.told_of_slot.pin_memory()
+        is_cuda = site.device.type == "cuda"  # on the host, to read without waiting
+        self.told_of_slot = torch.zeros(len(self.of_slot), dtype=torch.int64, pin_memory=is_cuda)
+        self.told_blocks = torch.zeros(2, dtype=torch.int64, pin_memory=is_cuda)
 
     def before(self, reads):
         if not reads.reads_host:
