@@ -8,9 +8,9 @@ prompt.
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
-from gpu.step import DENSE, PageWrite, PartId, PrefillJob, PrefillPrompt
+from gpu.step import PageWrite, PrefillJob, PrefillPrompt
+from scheduler.admission.admission_round import Admitted, Batches, Round
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine_config import SchedulerConfig
 from scheduler.prefill.document_chunks import Documents
@@ -25,64 +25,7 @@ from scheduler.sequences.sequence import Sequence, State
 log = logging.getLogger(__name__)
 
 _MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
-_MANY_PAGES = 1 << 62
 _MOST_TRIED_OFFLOADED = 4  # of a round: where the host has no room for these, others will not fit either
-
-
-@dataclass(slots=True)
-class _Batches:
-    """Prompts that share a job: in order, up to one chunk of tokens together, of one prefill method; an offloaded one
-    is alone, and so is one that takes documents' chunks.
-    """
-
-    chunk_tokens: int
-    jobs: list[list[tuple[Sequence, Start]]] = field(default_factory=list)
-    room: int = 0
-    method: PartId = DENSE
-
-    def add(self, sequence: Sequence, start: Start, method: PartId) -> None:
-        num_new = sequence.num_tokens - start.begin
-        is_alone = bool(start.end or sequence.chunks)
-        if not is_alone and num_new <= self.room and method == self.method:
-            self.jobs[-1].append((sequence, start))
-            self.room -= num_new
-        else:
-            self.jobs.append([(sequence, start)])
-            self.room = 0 if is_alone else self.chunk_tokens - num_new
-            self.method = method
-
-
-@dataclass(slots=True)
-class _Round:
-    """What one round of admission has given away and seen refused.
-
-    `num_coming_pages`: what those that hold pages may take soon; `seconds_left`: of prefills that others wait for;
-    `fewest_refused`: pages that were asked and not there, so that nobody who asks as many needs another look;
-    `refused`: the first that the host refuses memory while nobody else could give any back.
-    """
-
-    batches: _Batches
-    num_hidden: int
-    num_coming_pages: int
-    is_offloading: bool
-    kept: list[HostContext]
-    has_others: bool
-    num_admitted: int = 0
-    num_tried_offloaded: int = 0
-    fewest_refused: int = _MANY_PAGES
-    refused: Sequence | None = None
-    seconds_left: dict[Sequence, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """New prefill jobs, and the pages of their sequences. refused: the host refuses it memory, though nobody else holds
-    any.
-    """
-
-    jobs: list[PrefillJob] = field(default_factory=list)
-    page_writes: list[PageWrite] = field(default_factory=list)
-    refused: Sequence | None = None
 
 
 class Admission:
@@ -198,7 +141,7 @@ class Admission:
         writes = [PageWrite(sequence.slot, 0, tuple(sequence.pages)) for batch in batches for sequence, _ in batch]
         return Admitted([self._start_job(batch) for batch in batches], writes, None if batches else this.refused)
 
-    def _refuse(self, sequence: Sequence, this: _Round) -> None:
+    def _refuse(self, sequence: Sequence, this: Round) -> None:
         """Note the first sequence that the host refuses memory while nobody else could give any back."""
         if not this.has_others and not self._prefill.jobs and this.refused is None:
             this.refused = sequence
@@ -222,9 +165,9 @@ class Admission:
         self._prefill.jobs.append(entry)
         return [entry.job]
 
-    def _begin_round(self, holding: list[Sequence]) -> _Round:
-        return _Round(
-            batches=_Batches(self._config.prefill.chunk_tokens),
+    def _begin_round(self, holding: list[Sequence]) -> Round:
+        return Round(
+            batches=Batches(self._config.prefill.chunk_tokens),
             num_hidden=self._prefill.num_hidden_tokens,
             num_coming_pages=sum(map(self._residence.room.num_coming_pages, holding)),
             is_offloading=any(prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts),
@@ -232,7 +175,7 @@ class Admission:
             has_others=bool(holding),
         )
 
-    def _is_worth_waiting(self, sequence: Sequence, other: Sequence, this: _Round) -> bool:
+    def _is_worth_waiting(self, sequence: Sequence, other: Sequence, this: Round) -> bool:
         """Tell whether waiting for another prefill, which computes the next blocks, saves more work than it costs.
 
         What is computed once is saved twice: for the one that waits, and for the one under way, which it would
@@ -250,7 +193,7 @@ class Admission:
         begin, end = sequence.num_known_blocks * page_tokens, num_shared * page_tokens
         return 2 * self._prefill.prompt_seconds(begin, end, method) > left
 
-    def _try(self, sequence: Sequence, this: _Round) -> Start | None:
+    def _try(self, sequence: Sequence, this: Round) -> Start | None:
         """Give it what its prompt needs, if there is room; its known blocks are counted.
 
         Numbers are looked at before any page is held: it asks for all pages but those that somebody holds already.
@@ -270,7 +213,7 @@ class Admission:
         start = Start(begin, 0, None)
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
 
-    def _try_offloaded(self, sequence: Sequence, this: _Round) -> Start | None:
+    def _try_offloaded(self, sequence: Sequence, this: Round) -> Start | None:
         """Give a prompt of which a part is offloaded what it needs, if there is room."""
         assert self._residence.prompts is not None, "admission: a prompt is offloaded where there is host memory"
         start = self._residence.prompts.find(sequence)
@@ -283,11 +226,11 @@ class Admission:
         kept = self._kept(sequence, this)
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
 
-    def _kept(self, sequence: Sequence, this: _Round) -> list[HostContext]:
+    def _kept(self, sequence: Sequence, this: Round) -> list[HostContext]:
         """Return the idle contexts that must not be dropped for it."""
         return [context for context in this.kept if context is not sequence.left_context] if this.has_others else []
 
-    def _enter(self, sequence: Sequence, start: Start, this: _Round, holding: list[Sequence]) -> None:
+    def _enter(self, sequence: Sequence, start: Start, this: Round, holding: list[Sequence]) -> None:
         self.waiting.remove(sequence)
         sequence.state = State.PREFILLING
         sequence.slot = self.free_slots.pop()
