@@ -552,6 +552,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_turns_kernel": _blocks,
     "_index_kernel": _index,
     "_copy_pieces_kernel": _index,
+    "_rotate_kernel": _index,
     "_score_kernel": _index,
     "_count_kernel": _index,
     "_choose_tokens_kernel": _index,
