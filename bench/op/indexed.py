@@ -15,13 +15,12 @@ from bench.benchmark_rows import require
 from bench.op.frame import COLD_BYTES, SEED, Asked, Call, Case, Work, relative_error
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
-from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.choosing import choose_tokens, set_bits
 from gpu.methods.indexed.ring import EMPTY, Index, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
-from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
+from gpu.methods.indexed.settings import IndexedSettings
 from transfer.partial import Partial
 from transfer.places import COLUMNS
-from transfer.tier_shape import WORD_BITS
 
 STAGES = ("score", "choose", "attend", "fetch", "join", "layer", "layer-kept")
 NEW_SHARE = 0.4  # of chosen rows, that were not in slots a step before: SmolLM2 on novels (docs/methods/indexed.md)
@@ -58,8 +57,7 @@ class Stand:
             index_tokens(index, ring, 0, asked.tokens, self.layout)
         self.index, self.layers = index, [index.layer(layer) for layer in range(num_layers)]
         options = {"dtype": torch.int32, "device": device}
-        budget = -(-asked.tokens * round(settings.budget_share * SHARE_UNIT) // SHARE_UNIT)
-        budget = min(max(budget, settings.least_tokens), settings.budget_tokens)
+        budget = settings.count_chosen(asked.tokens)
         self.rings = torch.arange(batch, **options)
         self.step = RingStep(self.rings, torch.full_like(self.rings, asked.tokens), torch.full_like(self.rings, budget))
         self.query = torch.empty(batch, shape.num_heads, shape.dim, dtype=asked.dtype, device=device)
@@ -93,14 +91,13 @@ class Stand:
         return self._step(layer)
 
     def keep_most(self) -> None:
-        """Note slots after a step, less a share whose tokens count as new, for `layer_kept`."""
+        """Keep the slots of the last step for `layer_kept`, but for the share whose tokens are new there."""
         is_new = torch.rand(self.index.ids.shape, device=self.query.device) < NEW_SHARE
         self._kept_ids = torch.where(is_new, EMPTY, self.index.ids)
-        flags = torch.zeros(*self.index.held.shape[:2], self.index.held.shape[2] * WORD_BITS, dtype=torch.int64)
-        flags = flags.to(self.query.device)
-        flags.scatter_add_(2, self._kept_ids.clamp_min(0).long(), (self._kept_ids != EMPTY).long())
-        words = (flags.view(*self.index.held.shape, WORD_BITS) << torch.arange(WORD_BITS, device=flags.device)).sum(-1)
-        self._kept_held = torch.where(words >= 2**31, words - 2**32, words).int()
+        held, num_words = self.index.held, self.index.held.shape[2]
+        own = self._kept_ids.flatten(0, 1)
+        words = [set_bits(ids[ids != EMPTY].long(), num_words) for ids in own]
+        self._kept_held = torch.stack(words).view_as(held)
 
     def layer_kept(self, layer: Index) -> Partial:
         """Attend in one layer, with most chosen rows in slots."""
@@ -124,7 +121,11 @@ class Stand:
 
 
 def indexed_cases(asked: Asked) -> Iterator[Case]:
-    """Yield the parts of a layer's step with the default settings, by batch."""
+    """Yield the parts of a layer's step with the default settings, by batch.
+
+    The floor of a whole layer is that of its rows over the link: all chosen ones (`layer`), or the share that is new
+    (`layer-kept`). What the card reads of its own is shorter, and there is no peer: nothing else attends this way.
+    """
     settings = IndexedSettings()
     for batch in asked.batches:
         token_bytes = asked.shape.dim * settings.key_bits // 8 + 2

@@ -20,7 +20,8 @@ fetch experts.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -160,7 +161,7 @@ class DecodeSteps:
 
     def _launch(self, batch: Batch) -> LaunchedStep:
         if batch.has_host_reads or any(host_read is not None for host_read in batch.host_reads):
-            return self._run_host_reads(batch)
+            return self._run_lent(batch) if self._methods_read(batch) else self._run_host_reads(batch)
         if self._compiled is not None and not batch.reuses and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
@@ -215,39 +216,72 @@ class DecodeSteps:
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         assert self._answering is not None, "decode: host reads are answered by a thread"
         tier, times, clock = self.host_reader.tier, self.host_reader.times, time.perf_counter
-        lends = self._methods_read(batch)
-        num_parts = 1 if lends else self.host_reader.halving.choose(batch.cells, batch.host_reads)
+        num_parts = self.host_reader.halving.choose(batch.cells, batch.host_reads)
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
-        captured = self._find(StepKind(0 if lends else num_parts, batch.reuses, lends), len(batch))
+        captured = self._find(StepKind(num_parts, batch.reuses), len(batch))
         self._answering.recover()
         if captured is not None:
             self._recover_experts(captured, reads_host=True)
         began = clock()
-        attentions: list[Attention] = []
-        loans: list[Loan] = []
-        borrowing = [method for method in self.loop.reusing if batch.reuses and method.borrows]
-        try:
-            for part in parts:
-                attentions.append(tier.attention([_context_read(host_read) for host_read in part.host_reads]))
-            for part, attention in zip(parts, attentions, strict=True) if borrowing else ():
-                loans.append(attention.lend())
-                for method in borrowing:
-                    method.borrow(part.slots, part.cells, part.host_reads, attention)
+        with self._attentions_of(parts) as attentions:
             ready = clock()
             requests = [
                 SlotRequests(*each)
                 for each in zip(self.host_reader.exchanges, attentions, map(len, parts), strict=False)
             ]
             times.ready_s += ready - began
-            if captured is None and lends:
-                rows, experts = self._upload(batch, len(batch)), self._eager_experts(len(batch))
-                logits = _logits_of(self.loop.step(rows, None, batch.reuses, experts, lends=True))
-                return self._finish_lent(attentions[0], logits, len(batch), ())
             if captured is None:
                 return LaunchedStep(self._run_eagerly(parts, attentions, batch.reuses))
             for rows, part in zip(captured.rows, parts, strict=True):
                 self._fill(rows, part)
             captured.graph.replay()
+        answers = self._answering.hand_over(tier, requests), *self._answer_experts(captured, reads_host=True)
+        times.launch_s += clock() - ready
+        logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
+        return LaunchedStep(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
+
+    def _run_lent(self, batch: Batch) -> LaunchedStep:
+        """Launch a step whose rows are read in host memory by methods alone, behind no answer of the CPU."""
+        assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
+        times, clock = self.host_reader.times, time.perf_counter
+        captured = self._find(StepKind(0, batch.reuses, lends=True), len(batch))
+        if captured is not None:
+            self._recover_experts(captured, reads_host=True)
+        began = clock()
+        with self._attentions_of([batch]) as (attention,):
+            ready = clock()
+            times.ready_s += ready - began
+            if captured is None:
+                rows, experts = self._upload(batch, len(batch)), self._eager_experts(len(batch))
+                logits = _logits_of(self.loop.step(rows, None, batch.reuses, experts, lends=True))
+            else:
+                self._fill(captured.rows[0], batch)
+                captured.graph.replay()
+                logits = captured.logits[0][: len(batch)]
+        attention.give_up()  # the loan holds what the device still reads
+        answers = () if captured is None else self._answer_experts(captured, reads_host=True)
+        times.launch_s += clock() - ready
+        self._count(len(batch), 0, 0.0)
+        return LaunchedStep(logits, answers)
+
+    @contextmanager
+    def _attentions_of(self, parts: Sequence[Batch]) -> Iterator[list[Attention]]:
+        """Yield the tier's attention of each part, lent to methods that read by themselves until the device has passed
+        what is launched meanwhile. Gives all of them up where that fails.
+        """
+        assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
+        attentions: list[Attention] = []
+        loans: list[Loan] = []
+        borrowing = [method for method in self.loop.reusing if parts[0].reuses and method.borrows]
+        try:
+            for part in parts:
+                reads = [_context_read(host_read) for host_read in part.host_reads]
+                attentions.append(self.host_reader.tier.attention(reads))
+            for part, attention in zip(parts, attentions, strict=True) if borrowing else ():
+                loans.append(attention.lend())
+                for method in borrowing:
+                    method.borrow(part.slots, part.cells, part.host_reads, attention)
+            yield attentions
         except BaseException:
             for attention in attentions:
                 attention.give_up()
@@ -257,14 +291,6 @@ class DecodeSteps:
         finally:
             for loan in loans:
                 loan.end(self._point())
-        expert_answers = self._answer_experts(captured, reads_host=True)
-        if lends:
-            times.launch_s += clock() - ready
-            return self._finish_lent(attentions[0], captured.logits[0][: len(batch)], len(batch), expert_answers)
-        answers = self._answering.hand_over(tier, requests), *expert_answers
-        times.launch_s += clock() - ready
-        logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
-        return LaunchedStep(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
 
     def _methods_read(self, batch: Batch) -> bool:
         """Return whether methods alone read what rows skip, so that nothing is requested of the CPU."""
@@ -273,14 +299,6 @@ class DecodeSteps:
         alone = [method for method in self.loop.reusing if method.reads_alone]
         reading = [slot for slot, read in zip(batch.slots, batch.host_reads, strict=True) if read is not None]
         return bool(reading) and all(any(method.has_ring(slot) for method in alone) for slot in reading)
-
-    def _finish_lent(
-        self, attention: Attention, logits: Tensor, num_rows: int, answers: tuple[Answers, ...]
-    ) -> LaunchedStep:
-        """Count a launched step that requests nothing of the CPU; its loan holds what the device still reads."""
-        attention.give_up()
-        self._count(num_rows, 0, 0.0)
-        return LaunchedStep(logits, answers)
 
     def _run_eagerly(self, parts: Sequence[Batch], attentions: Sequence[Attention], reuses: bool) -> Tensor:
         """Return the logits of all rows, behind the answers to steps in flight, since their slots are the same."""
