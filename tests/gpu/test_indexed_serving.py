@@ -20,6 +20,7 @@ from gpu.profiles import resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt
+from tests.gpu.test_host_read_graphs import Recorded, fake_graphs
 from tests.gpu.twin_runners import NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32, INDEXED_ERROR, INDEXED_LOGITS
 from transfer.host_config import HostConfig
@@ -49,7 +50,7 @@ class IndexedTwins(Twins):
         **more: Any,
     ) -> None:
         self.part = indexed_part(settings)
-        super().__init__(more_parts=[self.part, *beside], reading=Reading.INDEXED, check_coverage=True, **more)
+        super().__init__(more_parts=[self.part, *beside], reading=Reading.INDEXED, **{"check_coverage": True, **more})
         for slot in ringed:
             self.assign(slot, slot)
 
@@ -159,6 +160,22 @@ def test_the_cpu_is_asked_nothing_unless_some_row_that_reads_the_host_has_no_rin
         assert furthest(twins, slots) < HOP_LOGITS_FLOAT32
         assert reader.times.steps > steps
         assert reader.times.requests - before == requests, slots
+
+
+def test_a_captured_step_of_rows_with_rings_is_replayed_without_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = IndexedTwins(ALL, check_coverage=False)
+    twins.prefill([PROMPT, document_prompt(280, 3)])
+    fake_graphs(monkeypatch)
+    steps = twins.offloading.decode_steps
+    with torch.inference_mode():
+        steps.capture((2,), lambda fraction: None)
+    assert {size for kind, size in steps._captured if kind.lends} == {1, 2}
+    assert steps.host_reader is not None
+    for slots, asks in (([0], False), ([0, 1], True), ([0], False)):
+        Recorded.running, before = None, steps.host_reader.times.requests
+        check_steps(twins, slots, 3)
+        assert Recorded.running is not None
+        assert (steps.host_reader.times.requests > before) == asks, slots
 
 
 def test_methods_of_other_rows_leave_a_row_that_skips_host_memory_alone() -> None:
