@@ -23,7 +23,7 @@ LONG_TOKENS = int(os.environ.get("TANDEM_LONG_TOKENS", "16000"))
 ANSWER_TOKENS = 48
 ROOM_TOKENS = 2 * ANSWER_TOKENS
 WAIT_S = 120 * max(1.0, LONG_TOKENS / 16_000)  # a request; alone on a core it takes a tenth of it at most
-RELEASE_S = 20
+RELEASE_S = 10
 STATS_S = 1.0  # the engine reports its gauges four times a second
 GIB = 2**30
 HIDDEN, DIM, VOCAB, NUM_LAYERS = 64, 64, 8192, 2  # a head of keys, and one of queries
@@ -110,23 +110,18 @@ def gauges(server: ServerProcess) -> dict[str, float]:
     return {name: values[name] for name in names}
 
 
-def wait_until_no_more_is_held(server: ServerProcess, before: dict[str, float]) -> float:
-    """Seconds until then. Less may be: idle contexts give way."""
+def is_released(server: ServerProcess, before: dict[str, float]) -> bool:
+    """Wait until no more is held than before, and return whether that came. Less may be: idle contexts are evicted."""
     began = time.monotonic()
     while any(value > before[name] for name, value in gauges(server).items()):
-        assert time.monotonic() < began + RELEASE_S, (gauges(server), before)
+        if time.monotonic() > began + RELEASE_S:
+            return False
         time.sleep(0.05)
-    return time.monotonic() - began
+    return True
 
 
-def test_a_prefill_that_is_cancelled_halfway_leaves_nothing_while_others_are_answered(server: ServerProcess) -> None:
-    """With a prefix cache, contexts of other tests stay, idle."""
-    short = body(300, 1, max_tokens=8)
-    alone = ask(server, short)["choices"][0]["text"]
-    time.sleep(STATS_S)
-    before = gauges(server)
-    assert server.has_prefix_cache or not any(before.values())
-    request = body(LONG_TOKENS, 2, stream=True, return_progress=True)
+def cancel_halfway(server: ServerProcess, request: dict, short: dict, before: dict[str, float]) -> str:
+    """Close a stream when half of its prompt is computed. Return the text of a short request that ran beside it."""
     url, others = f"{server.url}/v1/completions", []
     with ThreadPoolExecutor(1) as pool, httpx.stream("POST", url, json=request, timeout=WAIT_S) as answer:
         for line in answer.iter_lines():
@@ -141,12 +136,25 @@ def test_a_prefill_that_is_cancelled_halfway_leaves_nothing_while_others_are_ans
         assert held["host_bytes_promised"] > before["host_bytes_promised"]
         assert progress["processed"] < progress["total"]
         answer.close()
-        beside = others[0].result()["choices"][0]["text"]
-    seconds = wait_until_no_more_is_held(server, before)
-    print(
-        f"\ncancelled at {progress['processed']:,} of {progress['total']:,}; held {held}; empty after {seconds:.2f} s"
-    )
-    assert beside == alone
+        return others[0].result()["choices"][0]["text"]
+
+
+def test_a_prefill_that_is_cancelled_halfway_leaves_nothing_while_others_are_answered(server: ServerProcess) -> None:
+    """With a prefix cache, contexts of other tests stay, idle."""
+    short = body(300, 1, max_tokens=8)
+    alone = ask(server, short)["choices"][0]["text"]
+    time.sleep(STATS_S)
+    before = gauges(server)
+    assert server.has_prefix_cache or not any(before.values())
+    for salt in (20, 21, 22):
+        beside = cancel_halfway(server, body(LONG_TOKENS, salt, stream=True, return_progress=True), short, before)
+        assert beside == alone
+        if is_released(server, before):
+            break
+        assert server.has_prefix_cache, (gauges(server), before)
+        before = gauges(server)  # on a busy machine the prompt was done before the server saw the end: it stays, idle
+    else:
+        raise AssertionError(f"a cancelled prefill leaves memory each time: {gauges(server)}")
     assert ask(server, short)["choices"][0]["text"] == alone
 
 
