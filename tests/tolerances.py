@@ -416,8 +416,8 @@ INDEXED_PARTIAL = 1e-3
 INDEXED_PARTIAL_BFLOAT16 = 1e-2
 # Estimated logits are stored in float16, as are rotated queries: 2**-11 of logits of a few, and of sums of 64 products.
 INDEXED_SCORES = 4e-3
-# Block means are stored in bf16: 2**-9 of each, at random.
-INDEXED_MEANS = 4e-3
+# Weights of rounded values are rounded to bf16: 2**-9 of each, at random.
+INDEXED_WEIGHTS = 4e-3
 # Logits of four layers of the reference model, of 300 tokens, with 22 read exactly of each 220: 0.5 was seen.
 INDEXED_LOGITS = 2.0
 # Error of a layer's attention there, 5 % of 800 tokens read: 0.06 was seen, and 0.13 without the estimate.

@@ -16,13 +16,14 @@ from bench.op.frame import COLD_BYTES, SEED, Asked, Call, Case, Work, relative_e
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens, set_bits
+from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.ring import EMPTY, Index, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
 from transfer.partial import Partial
 from transfer.places import COLUMNS
 
-STAGES = ("score", "choose", "attend", "fetch", "join", "layer", "layer-kept")
+STAGES = ("score", "choose", "estimate", "attend", "fetch", "join", "layer", "layer-kept")
 NEW_SHARE = 0.4  # of chosen rows, that were not in slots a step before: SmolLM2 on novels (docs/methods/indexed.md)
 MOST_ERROR = 5e-2  # of an output that reads every token in bf16, relative
 
@@ -70,7 +71,10 @@ class Stand:
         score_tokens(self.query, self.resident_lse, layer, self.work, self.step, self.layout)
 
     def choose(self, layer: Index) -> None:
-        choose_tokens(self.query, layer, self.work, self.step, self.layout)
+        choose_tokens(layer, self.work, self.step, self.layout)
+
+    def estimate(self, layer: Index) -> None:
+        estimate_rest(layer, self.work, self.step, self.layout)
 
     def attend(self, layer: Index) -> None:
         self.work.fresh.zero_()
@@ -82,7 +86,7 @@ class Stand:
 
     def join(self, layer: Index) -> Partial:
         shape = (self.batch, self.shape.num_heads, self.shape.dim)
-        return join_parts(self.work, self.rings, self.wanted, self.step, shape, self.counts)
+        return join_parts(self.work, self.rings, self.wanted, self.step, self.layout, shape, self.counts)
 
     def layer(self, layer: Index) -> Partial:
         """Attend in one layer, with no row in a slot yet."""
@@ -109,6 +113,7 @@ class Stand:
     def _step(self, layer: Index) -> Partial:
         self.score(layer)
         self.choose(layer)
+        self.estimate(layer)
         attend_chosen(self.query, layer, self.work, self.step, self.layout, self.counts)
         return self.join(layer)
 
@@ -144,10 +149,11 @@ def _case(stand: Stand, stage: str, asked: Asked, check: Call) -> Case:
     shape, tokens, is_cuda = stand.shape, stand.tokens, asked.device.type == "cuda"
     places = stand.batch * shape.num_kv_heads
     index_bytes = places * tokens * (shape.dim * stand.settings.key_bits // 8 + 2)
-    mean_bytes = 2 * places * tokens * shape.dim // stand.settings.value_block_tokens
+    logit_bytes = 2 * stand.batch * shape.num_heads * tokens
+    value_bytes = places * tokens * (shape.dim * stand.settings.value_bits // 8 + 2) + logit_bytes
     row_bytes = 2 * places * int(stand.step.budgets[0]) * shape.dim * 2
-    moved = {"score": index_bytes, "choose": mean_bytes, "attend": row_bytes, "fetch": row_bytes, "join": 0,
-             "layer": row_bytes, "layer-kept": round(NEW_SHARE * row_bytes)}  # fmt: skip
+    moved = {"score": index_bytes, "choose": logit_bytes, "estimate": value_bytes, "attend": row_bytes,
+             "fetch": row_bytes, "join": 0, "layer": row_bytes, "layer-kept": round(NEW_SHARE * row_bytes)}  # fmt: skip
     over_link = is_cuda and stage in ("fetch", "layer", "layer-kept")
     call = getattr(stand, stage.replace("-", "_"))
     return Case(

@@ -9,6 +9,7 @@ import torch
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.ring import BEHIND_ALL, Index, Layout, Work, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
@@ -92,12 +93,13 @@ class Stand:
         step = RingStep(rows, tokens, torch.tensor([0, budget], dtype=torch.int32, device=device))
         own = self.index.layer(layer)
         score_tokens(query, resident_lse, own, self.work, step, self.layout)
-        choose_tokens(query, own, self.work, step, self.layout)
+        choose_tokens(own, self.work, step, self.layout)
+        estimate_rest(own, self.work, step, self.layout)
         attend_chosen(query, own, self.work, step, self.layout, self.counts)
         rings = torch.tensor([-1, 1], dtype=torch.int32, device=device)
         if wanted is None:
             wanted = torch.ones(query.shape[:2], dtype=torch.uint8, device=device)
-        return join_parts(self.work, rings, wanted, step, tuple(query.shape), self.counts)
+        return join_parts(self.work, rings, wanted, step, self.layout, tuple(query.shape), self.counts)
 
     def chosen(self, layer: int = 1) -> list[list[int]]:
         """Return the tokens in slots of ring 1, ascending, by KV head."""
@@ -106,16 +108,16 @@ class Stand:
 
 
 def make_stand(
-    dim: int, group: int, lengths: list[int], device: str, *, key_bits: int = 4, block: int = 32, is_int8: bool = False,
-    dtype: torch.dtype = torch.float32, indexed: int | None = None,
+    dim: int, group: int, lengths: list[int], device: str, *, key_bits: int = 4, value_bits: int = 2,
+    is_int8: bool = False, dtype: torch.dtype = torch.float32, indexed: int | None = None,
 ) -> Stand:  # fmt: skip
     """Return an index of the first `indexed` tokens, or all, of runs in pieces of these lengths."""
-    settings = IndexedSettings(key_bits=key_bits, value_block_tokens=block, budget_tokens=256, least_tokens=16)
+    settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_tokens=256, least_tokens=16)
     shape: Any = Shape(dim, group)
     draw, on = np.random.default_rng(7), torch.device(device)
     index = new_index(settings, shape, NUM_LAYERS, NUM_RINGS, dtype, on)
     work = new_work(settings, shape, NUM_RINGS, on)
-    for one in (index.scales, index.means, index.keys, index.values, *vars_of(work)):
+    for one in (index.scales, index.value_scales, index.keys, index.values, *vars_of(work)):
         if one.is_floating_point():
             one.fill_(torch.nan)
     layout = new_layout(settings, shape, is_int8, on)

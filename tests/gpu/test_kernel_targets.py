@@ -30,6 +30,7 @@ from gpu.methods.indexed.attending import NUM_COUNTS as NUM_INDEX_COUNTS
 from gpu.methods.indexed.attending import attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
@@ -462,22 +463,23 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
     counts = empty(NUM_INDEX_COUNTS, dtype=torch.int64)
     wanted = empty(rows, shape.num_heads, dtype=torch.uint8)
     rotation = empty(shape.dim, shape.dim)
-    for key_bits, block, is_int8 in ((4, 32, False), (4, 32, True), (2, 64, False), (8, 16, True)):
-        settings = IndexedSettings(key_bits=key_bits, value_block_tokens=block, budget_tokens=slots)
+    for key_bits, value_bits, is_int8 in ((4, 2, False), (4, 2, True), (2, 4, False), (8, 2, True)):
+        settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_tokens=slots)
         arrays = ring_arrays(settings, shape, 1, rings)
         rows_in_slots = empty(1, rings * shape.num_kv_heads, slots, shape.dim, dtype=dtype)
         index = Index(**_empty_arrays(arrays), keys=rows_in_slots, values=rows_in_slots)
         work = Work(**_empty_arrays(work_arrays(settings, shape, rings)))
-        layout = Layout(rotation, key_bits, block, shape.num_kv_heads, is_int8)
+        layout = Layout(rotation, key_bits, value_bits, shape.num_kv_heads, is_int8)
         copy_pieces(index, 1, 2, layout)
         index_tokens(index, 1, 0, 4096, layout)
         of_layer = {name: ArraySpec(spec.shape[1:], spec.dtype) for name, spec in arrays.items()}
         rows_of_layer = empty(rings * shape.num_kv_heads, slots, shape.dim, dtype=dtype)
         own = Index(**_empty_arrays(of_layer), keys=rows_of_layer, values=rows_of_layer)
         score_tokens(query, lse, own, work, step, layout)
-        choose_tokens(query, own, work, step, layout)
+        choose_tokens(own, work, step, layout)
+        estimate_rest(own, work, step, layout)
         attend_chosen(query, own, work, step, layout, counts)
-        join_parts(work, numbers, wanted, step, (rows, shape.num_heads, shape.dim), counts)
+        join_parts(work, numbers, wanted, step, layout, (rows, shape.num_heads, shape.dim), counts)
 
 
 def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:
@@ -556,6 +558,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_score_kernel": _index,
     "_count_kernel": _index,
     "_choose_tokens_kernel": _index,
+    "_estimate_kernel": _index,
     "_slots_kernel": _index,
     "_attend_kernel": _index,
     "_join_kernel": _index,
@@ -648,7 +651,7 @@ FAMILY_KERNELS = (
     "_balanced_kernel", "_match_kernel", "_complete_kernel", "_offload_kernel", "_restore_kernel", "_sum_kernel",
     "_encode_kernel", "_query_sparse_kernel", "_block_sparse_kernel", "_pack_kernel", "_gather_pages_kernel",
     "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel", "_scattered_attention_kernel",
-    "_index_kernel", "_score_kernel", "_choose_tokens_kernel", "_attend_kernel",
+    "_index_kernel", "_score_kernel", "_choose_tokens_kernel", "_estimate_kernel", "_attend_kernel",
 )  # fmt: skip
 QUICK_OF_FAMILIES = ("_rope_kv_write_kernel", "_offload_kernel")
 

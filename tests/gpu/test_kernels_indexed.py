@@ -7,11 +7,11 @@ import torch
 from gpu.methods.indexed import BINS
 from gpu.methods.indexed.attending import FETCHED, HEADS, MASS, OFFLOADED, READ
 from gpu.methods.indexed.building import index_tokens
-from gpu.methods.indexed.codes import decode_keys, encode_keys_reference, make_rotation
+from gpu.methods.indexed.codes import decode_reference, encode_keys_reference, encode_values_reference, make_rotation
 from gpu.methods.indexed.scoring import BINS_PER_OCTAVE, LOWEST_OCTAVE
 from tests.gpu.indexed_stand import KV_HEADS, Stand, make_stand
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
-from tests.tolerances import INDEXED_FLIPS, INDEXED_MEANS, INDEXED_PARTIAL, INDEXED_PARTIAL_BFLOAT16, INDEXED_SCORES
+from tests.tolerances import INDEXED_FLIPS, INDEXED_PARTIAL, INDEXED_PARTIAL_BFLOAT16, INDEXED_SCORES, INDEXED_WEIGHTS
 
 SHAPES = [(64, 3), (128, 4), (96, 1), (128, 16)]
 
@@ -27,8 +27,16 @@ def draw_query(stand: Stand, device: str, seed: int = 3) -> tuple[torch.Tensor, 
 def estimated_keys(stand: Stand, kv_head: int, count: int, layer: int = 1) -> np.ndarray:
     """Return keys as the index rounds them, float64 `[tokens, dim]`, in the space of queries, from the stored codes."""
     index, place = stand.index, KV_HEADS + kv_head
-    rounded = decode_keys(index.codes[layer, place, :count], index.scales[layer, place, :count], stand.layout.key_bits)
+    codes, scales = index.codes[layer, place, :count], index.scales[layer, place, :count]
+    rounded = decode_reference(codes, scales, stand.layout.key_bits)
     return wide(rounded) @ wide(stand.layout.rotation).T + wide(index.centres[layer, place])
+
+
+def estimated_values(stand: Stand, kv_head: int, count: int, layer: int = 1) -> np.ndarray:
+    """Return values as the index rounds them, float64 `[tokens, dim]`, from the stored codes."""
+    index, place = stand.index, KV_HEADS + kv_head
+    codes, scales = index.value_codes[layer, place, :count], index.value_scales[layer, place, :count]
+    return wide(decode_reference(codes, scales, stand.layout.value_bits)) @ wide(stand.layout.rotation).T
 
 
 def softmax_logits(query: torch.Tensor, keys: np.ndarray) -> np.ndarray:
@@ -41,9 +49,12 @@ def partial_of(logits: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def expected(stand: Stand, query: torch.Tensor, count: int, chosen: list[list[int]], layer: int = 1,
-             means: np.ndarray | None = None, rest_times: float = 1.0) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Return out and lse of the second row over `count` tokens, of which `chosen` are read exactly."""
-    group, block = stand.shape.group, stand.layout.block_tokens
+             stale: int | None = None, rest_times: float = 1.0) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return out and lse of the second row over `count` tokens, of which `chosen` are read exactly.
+
+    stale: a token whose rounded value is that of the next one.
+    """
+    group = stand.shape.group
     outs, lses = [], []
     for kv_head in range(KV_HEADS):
         own = query[1, kv_head * group : (kv_head + 1) * group]
@@ -51,12 +62,11 @@ def expected(stand: Stand, query: torch.Tensor, count: int, chosen: list[list[in
         exact = softmax_logits(own, keys[:count])
         logits = softmax_logits(own, estimated_keys(stand, kv_head, count, layer))
         rest = np.setdiff1d(np.arange(count), chosen[kv_head])
-        if means is None:
-            used = np.stack([values[first : first + block].mean(0) for first in range(0, count, block)])
-        else:
-            used = means[kv_head]
+        rounded = estimated_values(stand, kv_head, count, layer)
+        if stale is not None:
+            rounded[stale] = rounded[stale + 1]
         weights = [exact[:, chosen[kv_head]], logits[:, rest] + np.log(rest_times)]
-        rows = np.concatenate([values[chosen[kv_head]], used[rest // block]])
+        rows = np.concatenate([values[chosen[kv_head]], rounded[rest]])
         out, lse = partial_of(np.concatenate(weights, 1), rows)
         outs.append(out)
         lses.append(lse)
@@ -86,29 +96,23 @@ def test_a_budget_of_everything_is_dense_attention(device: str, shape: tuple[int
 
 
 @pytest.mark.parametrize("key_bits", [2, 4, 8])
-@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("value_bits", [2, 4])
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_not_chosen_is_estimated_by_its_keys_in_few_bits_and_its_blocks_means(
-    device: str, key_bits: int, block: int
+def test_what_is_not_chosen_is_estimated_by_its_keys_and_values_in_few_bits(
+    device: str, key_bits: int, value_bits: int
 ) -> None:
-    stand = make_stand(64, 3, [2100, 76], device, key_bits=key_bits, block=block)
+    stand = make_stand(64, 3, [2100, 76], device, key_bits=key_bits, value_bits=value_bits)
     query, resident = draw_query(stand, device)
     partial = stand.step(query, resident, 2160, 100)
     chosen = stand.chosen()
     assert all(80 <= len(own) <= 100 for own in chosen)
     out, lse = expected(stand, query, 2160, chosen)
-    if 2160 % block:  # the last block's mean holds tokens that came back to the device
-        out = expected(stand, query, 2160, chosen, means=means_of(stand))[0]
     assert distance(partial.out[1], out) < INDEXED_PARTIAL + INDEXED_SCORES
     assert np.abs(wide(partial.lse[1]) - lse).max() < INDEXED_SCORES
 
 
-def means_of(stand: Stand, layer: int = 1) -> np.ndarray:
-    return wide(stand.index.means[layer, KV_HEADS:])
-
-
 @pytest.mark.parametrize("device", DEVICES)
-def test_one_wrong_token_a_stale_mean_and_a_rest_that_counts_twice_are_seen(device: str) -> None:
+def test_one_wrong_token_a_stale_value_and_a_rest_that_counts_twice_are_seen(device: str) -> None:
     stand = make_stand(64, 3, [2100, 76], device)
     query, resident = draw_query(stand, device)
     partial = stand.step(query, resident, 2176, 100)
@@ -118,9 +122,9 @@ def test_one_wrong_token_a_stale_mean_and_a_rest_that_counts_twice_are_seen(devi
         other = [list(own) for own in chosen]
         other[kv_head][0] = next(token for token in range(2176) if token not in other[kv_head])
         assert distance(partial.out[1], expected(stand, query, 2176, other)[0]) > limit
-    stale = means_of(stand)
-    stale[0, 3] = stale[0, 4]
-    assert distance(partial.out[1], expected(stand, query, 2176, chosen, means=stale)[0]) > limit
+    likeliest = np.argsort(-wide(stand.work.logits[KV_HEADS, :2175, 0]))
+    stale = int(next(token for token in likeliest if token not in chosen[0]))
+    assert distance(partial.out[1], expected(stand, query, 2176, chosen, stale=stale)[0]) > limit
     twice = expected(stand, query, 2176, chosen, rest_times=2.0)
     assert distance(partial.out[1], twice[0]) > limit
     assert np.abs(wide(partial.lse[1]) - twice[1]).min() > INDEXED_SCORES
@@ -153,8 +157,8 @@ def test_equal_scores_are_chosen_all_or_none_and_nothing_is_lost(device: str) ->
     query, resident = draw_query(stand, device)
     partial = stand.step(torch.zeros_like(query), resident, 256, 100)
     assert stand.chosen() == [[], []]
-    values = np.stack([run.mean(0) for run in stand.runs[1].values]).repeat(3, 0)
-    assert distance(partial.out[1], values) < INDEXED_MEANS
+    values = np.stack([estimated_values(stand, kv_head, 256).mean(0) for kv_head in range(KV_HEADS)]).repeat(3, 0)
+    assert distance(partial.out[1], values) < INDEXED_WEIGHTS
     assert np.abs(wide(partial.lse[1]) - np.log(256)).max() < INDEXED_SCORES
 
 
@@ -206,10 +210,9 @@ def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int
     grown = make_stand(128, 4, lengths, device, key_bits=key_bits, is_int8=is_int8, indexed=16)
     for begin, end in ((0, 560), (544, 592), (576, 992)):
         index_tokens(grown.index, 1, begin, end, grown.layout)
-    for name in ("codes", "scales", "means"):
+    for name in ("codes", "scales", "value_codes", "value_scales"):
         got, wanted = getattr(grown.index, name), getattr(whole.index, name)
-        count = 992 // 32 if name == "means" else 992
-        assert torch.equal(got[:, KV_HEADS:, :count], wanted[:, KV_HEADS:, :count])
+        assert torch.equal(got[:, KV_HEADS:, :992], wanted[:, KV_HEADS:, :992])
     for layer in range(2):
         for kv_head in range(KV_HEADS):
             keys = whole.runs[layer].keys[kv_head]
@@ -218,11 +221,27 @@ def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int
             got_codes = whole.index.codes[layer, KV_HEADS + kv_head, :992].cpu()
             assert float((got_codes != codes).float().mean()) < INDEXED_FLIPS * 2**key_bits
             assert distance(whole.index.scales[layer, KV_HEADS + kv_head, :992], wide(scales)) < INDEXED_PARTIAL
-            own = wide(decode_keys(got_codes, scales, key_bits))
+            own = wide(decode_reference(got_codes, scales, key_bits))
             worst = np.abs(own - rotated) / wide(scales)[:, None]
             assert worst.max() < 0.51 + 0.01 * 2**key_bits / 16
-    with pytest.raises(ValueError, match="multiple of 32"):
-        index_tokens(grown.index, 1, 16, 64, grown.layout)
+            values = torch.tensor(whole.runs[layer].values[kv_head] @ wide(whole.layout.rotation), dtype=torch.float32)
+            codes, scales = encode_values_reference(values, 2)
+            got_codes = whole.index.value_codes[layer, KV_HEADS + kv_head, :992].cpu()
+            assert float((got_codes != codes).float().mean()) < INDEXED_FLIPS * 2**2
+            assert distance(whole.index.value_scales[layer, KV_HEADS + kv_head, :992], wide(scales)) < INDEXED_SCORES
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_rounded_value_keeps_its_length_along_itself_so_that_sums_are_not_too_short(bits: int) -> None:
+    draw = np.random.default_rng(1)
+    values = torch.tensor(draw.normal(size=(4000, 64)) + 0.2 * draw.normal(size=64), dtype=torch.float32)
+    rounded = decode_reference(*encode_values_reference(values, bits), bits)
+    assert torch.allclose((rounded * values).sum(-1), values.square().sum(-1), rtol=1e-3)
+    mean = values.mean(0)
+    assert abs(float(rounded.mean(0) @ mean / mean.square().sum()) - 1) < 0.03
+    assert 0.5 * {2: 0.37, 4: 0.11}[bits] < distance(rounded, wide(values)) < {2: 0.37, 4: 0.11}[bits]
+    zero = encode_values_reference(torch.zeros(1, 64), bits)
+    assert float(decode_reference(*zero, bits).abs().max()) == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,8 +1,8 @@
-"""Attention to offloaded tokens through an index of keys in few bits, which the device keeps.
+"""Attention to offloaded tokens through an index of keys and values in few bits, which the device keeps.
 
 Every offloaded key has a copy of 4 bits a dimension on the device, so a step scores all of them there. The tokens with
 the most of the softmax of a KV head's query heads are read exactly, over the link, into slots that keep them while they
-stay chosen. All others are estimated: each block's mass by the scores, times the mean value of the block. Nothing is
+stay chosen. All others are estimated, by their scores and a copy of their values of 2 bits a dimension. Nothing is
 dropped, and the CPU reads nothing for a sequence that holds an index.
 """
 
@@ -47,9 +47,10 @@ def ring_arrays(
     dim, heads, tokens = architecture.dim, architecture.num_kv_heads, most_tokens(architecture)
     pieces, places = most_pieces(architecture.max_context_tokens), num_rings * heads
     return {
-        "codes": ArraySpec((num_layers, places, tokens, dim // settings.planes), "uint8"),
+        "codes": ArraySpec((num_layers, places, tokens, dim * settings.key_bits // 8), "uint8"),
         "scales": ArraySpec((num_layers, places, tokens), "float16"),
-        "means": ArraySpec((num_layers, places, tokens // settings.value_block_tokens, dim), "bfloat16"),
+        "value_codes": ArraySpec((num_layers, places, tokens, dim * settings.value_bits // 8), "uint8"),
+        "value_scales": ArraySpec((num_layers, places, tokens), "float16"),
         "centres": ArraySpec((num_layers, places, dim), "float32"),
         "ids": ArraySpec((num_layers, places, settings.budget_tokens), "int32"),
         "held": ArraySpec((num_layers, places, tokens // WORD_BITS), "int32"),
@@ -93,7 +94,7 @@ class Indexed(RingMethod):
     settings = IndexedSettings
     kv_settings = {
         "bits": "key_bits",
-        "block": "value_block_tokens",
+        "values": "value_bits",
         "share": "budget_share",
         "least": "least_tokens",
         "budget": "budget_tokens",
@@ -133,15 +134,14 @@ class Indexed(RingMethod):
         if context_tokens < settings.min_context_tokens:
             return super().read_cost(settings, context_tokens, host_tokens)
         read = min(settings.count_chosen(host_tokens), host_tokens)
-        return ReadCost(fetched=read, on_device=read + host_tokens * settings.key_bits // 32)
+        return ReadCost(fetched=read, on_device=read + host_tokens * (settings.key_bits + settings.value_bits) // 32)
 
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
         """Return what was not read exactly; reading the index counts against it."""
         offloaded, read = sum(counts["index_offloaded_tokens"]), sum(counts["index_read_tokens"])
-        block = settings.value_block_tokens
-        token_bytes = architecture.dim * settings.key_bits // 8 + 2 + 2 * architecture.dim // block
+        index_bytes = offloaded * settings.token_bytes(architecture.dim)
         saved = offloaded - read
-        return SavedReads(architecture.group * saved, saved, offloaded * token_bytes, rows_include_host=True)
+        return SavedReads(architecture.group * saved, saved, index_bytes, rows_include_host=True)
 
 
 METHOD = Indexed()

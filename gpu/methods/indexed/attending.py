@@ -57,8 +57,8 @@ def attend_chosen_reference(
             counts[FETCHED] += work.fresh[place].sum()
 
 
-def join_parts_reference(work: Work, rings: Tensor, wanted: Tensor, step: RingStep, shape: tuple[int, int, int],
-                         counts: Tensor) -> Partial:  # fmt: skip
+def join_parts_reference(work: Work, rings: Tensor, wanted: Tensor, step: RingStep, layout: Layout,
+                         shape: tuple[int, int, int], counts: Tensor) -> Partial:  # fmt: skip
     """Compute `join_parts` in plain torch."""
     rows, heads, dim = shape
     found = Partial.empty(rows, heads, dim, work.rest_out.device)
@@ -75,10 +75,8 @@ def join_parts_reference(work: Work, rings: Tensor, wanted: Tensor, step: RingSt
                 continue
             rest_lse = mass.log() + work.total_lse[place, member]
             lses = torch.cat([work.read_lse[place, :, member], rest_lse[None]])
-            outs = torch.cat([
-                work.read_out[place, :, member],
-                (work.rest_out[place, :, member].sum(0) / mass.clamp_min(1e-38))[None],
-            ])  # fmt: skip
+            rest = work.rest_out[place, :, member].sum(0) @ layout.rotation.T / mass.clamp_min(1e-38)
+            outs = torch.cat([work.read_out[place, :, member], rest[None]])
             lse = lses.logsumexp(0)
             weights = (lses - lse).exp()
             used = weights > 0
@@ -157,11 +155,12 @@ def _attend_kernel(
 
 @triton.jit
 def _join_kernel(
-    rings, wanted, num_tokens, total_lse, rest_out, rest_mass, read_out, read_lse, out, lse, counts, splits, reads,
+    rings, wanted, num_tokens, rotation, total_lse, rest_out, rest_mass, read_out, read_lse, out, lse, counts, splits,
+    reads,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
-    READS: tl.constexpr,
+    READS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Merge what one query head of one row has read and estimated."""
+    """Merge what one query head of one row has read, and what is estimated, which is rotated back."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ring, column = tl.load(rings + row), tl.arange(0, WIDE)
     to = row * HEADS + head
@@ -185,13 +184,18 @@ def _join_kernel(
     own_lse = tl.load(read_lse + at, mask=is_part, other=float("-inf"))
     most = tl.maximum(tl.max(own_lse, 0), tl.where(mass > 0, total, float("-inf")))
     weight = tl.exp(own_lse - most)
-    inside = is_part[:, None] & (column < DIM)[None, :]
-    read = tl.load(read_out + at[:, None] * DIM + column[None, :], mask=inside, other=0.0)
     of_rest = tl.where(mass > 0, tl.exp(tl.minimum(total - most, 0.0)), 0.0)
     sums = tl.sum(weight, 0) + mass * of_rest
-    answer = (tl.sum(read * weight[:, None], 0) + rest * of_rest) / sums
+    rest *= of_rest
     is_wanted = tl.load(wanted + to) != 0
-    tl.store(out + to * DIM + column, tl.where(is_wanted, answer, 0.0), mask=column < DIM)
+    for first in range(0, DIM, PART):
+        dim = first + tl.arange(0, PART)
+        is_turned = (dim < DIM)[:, None] & (column < DIM)[None, :]
+        turned = tl.load(rotation + dim[:, None] * DIM + column[None, :], mask=is_turned, other=0.0)
+        is_read = is_part[:, None] & (dim < DIM)[None, :]
+        read = tl.load(read_out + at[:, None] * DIM + dim[None, :], mask=is_read, other=0.0)
+        answer = (tl.sum(read * weight[:, None], 0) + tl.sum(turned * rest[None, :], 1)) / sums
+        tl.store(out + to * DIM + dim, tl.where(is_wanted, answer, 0.0), mask=dim < DIM)
     tl.store(lse + to, tl.where(is_wanted, most + tl.log(sums), float("-inf")))
     tl.atomic_add(counts + _HEADS, tl.full([], 1, tl.int64), sem="relaxed")
     tl.atomic_add(counts + _MASS, (mass * _MASS_UNIT).to(tl.int64), sem="relaxed")
@@ -218,24 +222,24 @@ def attend_chosen(query: Tensor, index: Index, work: Work, step: RingStep, layou
     )  # fmt: skip
 
 
-def join_parts(work: Work, rings: Tensor, wanted: Tensor, step: RingStep, shape: tuple[int, int, int],
-               counts: Tensor) -> Partial:  # fmt: skip
+def join_parts(work: Work, rings: Tensor, wanted: Tensor, step: RingStep, layout: Layout,
+               shape: tuple[int, int, int], counts: Tensor) -> Partial:  # fmt: skip
     """Return the partial over all offloaded tokens of rows with a ring, the empty one for others.
 
     rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]`, 0: the head reads nothing of it; shape: rows, heads
     and dim; counts: int64 `[NUM_COUNTS]`, HEADS and MASS are added to.
     """
     if not runs_on_triton(work.logits):
-        return join_parts_reference(work, rings, wanted, step, shape, counts)
+        return join_parts_reference(work, rings, wanted, step, layout, shape, counts)
     rows, heads, dim = shape
     device = work.logits.device
     found = Partial(torch.empty(shape, device=device), torch.empty(rows, heads, device=device))
     splits, group = work.rest_mass.shape[1:]
     reads = work.read_lse.shape[1]
     _join_kernel[(rows, heads)](
-        rings, wanted, step.num_tokens, work.total_lse, work.rest_out, work.rest_mass, work.read_out, work.read_lse,
-        found.out, found.lse, counts, splits, reads,
+        rings, wanted, step.num_tokens, layout.rotation, work.total_lse, work.rest_out, work.rest_mass, work.read_out,
+        work.read_lse, found.out, found.lse, counts, splits, reads,
         HEADS=heads, GROUP=group, DIM=dim, WIDE=triton.next_power_of_2(dim), SPLITS=triton.next_power_of_2(splits),
-        READS=triton.next_power_of_2(reads), num_warps=4,
+        READS=triton.next_power_of_2(reads), PART=32, num_warps=4,
     )  # fmt: skip
     return found

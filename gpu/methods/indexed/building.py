@@ -8,23 +8,24 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.methods.indexed.codes import encode_keys_reference
+from gpu.methods.indexed.codes import VALUE_STEPS, encode_keys_reference, encode_values_reference
 from gpu.methods.indexed.host_rows import bytes_at, find_piece, read_rows, restored_rows, row_address
 from gpu.methods.indexed.ring import Index, Layout
 from gpu.operations.arguments import runs_on_triton
 from transfer import places
 from transfer.places import COLUMNS
 
-TILE = 64  # tokens that a program indexes, in whole blocks of values
+TILE = 64  # tokens that a program indexes
 PART_BYTES = 64  # of a token's codes, that are made at once
+LEAST_STEP = float(torch.finfo(torch.float16).tiny)
 
 _KEYS, _VALUES = tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
-_COLUMNS = tl.constexpr(COLUMNS)
+_COLUMNS, _LEAST_STEP = tl.constexpr(COLUMNS), tl.constexpr(LEAST_STEP)
 
 
 def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout: Layout) -> None:
     """Compute `index_tokens` in plain torch."""
-    block, tokens = layout.block_tokens, torch.arange(begin, end)
+    tokens = torch.arange(begin, end)
     for layer in range(len(index.codes)):
         for kv_head in range(layout.kv_heads):
             place = ring * layout.kv_heads + kv_head
@@ -33,26 +34,45 @@ def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout
             codes, scales = encode_keys_reference(rotated, layout.key_bits)
             index.codes[layer, place, begin:end] = codes
             index.scales[layer, place, begin:end] = scales
-            for first in range(begin, end, block):
-                mean = values[first - begin : first - begin + block].mean(0)
-                index.means[layer, place, first // block] = mean.to(index.means.dtype)
+            codes, scales = encode_values_reference(values @ layout.rotation, layout.value_bits)
+            index.value_codes[layer, place, begin:end] = codes
+            index.value_scales[layer, place, begin:end] = scales
 
 
 @triton.jit
-def _rotate_part(key, rotation, first, end, PART: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Return dimensions `[first, end)` of the rotated keys, float32 `[tokens, PART]`; 0 behind the end."""
+def _rotate_part(rows, rotation, first, end, PART: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Return dimensions `[first, end)` of the rotated rows, float32 `[tokens, PART]`; 0 behind the end."""
     row, column = tl.arange(0, WIDE)[:, None], first + tl.arange(0, PART)[None, :]
     own = tl.load(rotation + row * DIM + column, mask=(row < DIM) & (column < end), other=0.0)
-    return tl.dot(key.to(tl.float16), own.to(tl.float16))
+    return tl.dot(rows.to(tl.float16), own.to(tl.float16))
+
+
+@triton.jit
+def _codes_of(rotated, step, BITS: tl.constexpr):
+    half = 1 << (BITS - 1)
+    return tl.minimum(tl.maximum(tl.floor(rotated / step[:, None]) + half, 0.0), 2.0 * half - 1.0)
+
+
+@triton.jit
+def _store_codes(codes, rows, rotation, cell, is_there, step, W: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+                 BITS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Store the packed codes of rows, in steps `[tokens]`, at cells `[tokens]`."""
+    for part in tl.static_range(PARTS):
+        packed = tl.zeros([TILE, PART], tl.int32)
+        for plane in tl.static_range(8 // BITS):
+            rotated = _rotate_part(rows, rotation, plane * W + part * PART, plane * W + W, PART, DIM, WIDE)
+            packed |= _codes_of(rotated, step, BITS).to(tl.int32) << (plane * BITS)
+        byte = part * PART + tl.arange(0, PART)[None, :]
+        tl.store(codes + cell[:, None] * W + byte, packed.to(tl.uint8), mask=is_there[:, None] & (byte < W))
 
 
 @triton.jit
 def _index_kernel(
-    codes, scales, means, centres, lies, piece_centres, piece_key_scales, piece_value_scales, rotation, ring,
-    num_rings, begin, end, tokens, blocks,
+    codes, scales, value_codes, value_scales, centres, lies, piece_centres, piece_key_scales, piece_value_scales,
+    rotation, ring, num_rings, begin, end, tokens, value_step,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    INT8: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, VALUE_W: tl.constexpr, VALUE_PART: tl.constexpr,
+    VALUE_BITS: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Index one tile of one KV head in one layer."""
     layer, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), tl.program_id(1) % KV_HEADS
@@ -77,49 +97,47 @@ def _index_kernel(
     for part in tl.static_range(8 // BITS * PARTS):
         first, end = part // PARTS * W + part % PARTS * PART, part // PARTS * W + W
         most = tl.maximum(most, tl.max(tl.abs(_rotate_part(key, rotation, first, end, PART, DIM, WIDE)), 1))
-    half = 1 << (BITS - 1)
-    stored = (most / (half - 0.5)).to(tl.float16)
-    scale = tl.maximum(stored.to(tl.float32), 6.103515625e-05)
-    for part in tl.static_range(PARTS):
-        packed = tl.zeros([TILE, PART], tl.int32)
-        for plane in tl.static_range(8 // BITS):
-            rotated = _rotate_part(key, rotation, plane * W + part * PART, plane * W + W, PART, DIM, WIDE)
-            code = tl.minimum(tl.maximum(tl.floor(rotated / scale[:, None]) + half, 0.0), 2.0 * half - 1.0)
-            packed |= code.to(tl.int32) << (plane * BITS)
-        byte = part * PART + tl.arange(0, PART)[None, :]
-        own_codes = codes + (place * tokens + token)[:, None] * W + byte
-        tl.store(own_codes, packed.to(tl.uint8), mask=is_there[:, None] & (byte < W))
-    tl.store(scales + place * tokens + token, stored, mask=is_there)
+    cell = place * tokens + token
+    stored = (most / ((1 << (BITS - 1)) - 0.5)).to(tl.float16)
+    step = tl.maximum(stored.to(tl.float32), _LEAST_STEP)
+    _store_codes(codes, key, rotation, cell, is_there, step, W, PART, PARTS, BITS, DIM, WIDE, TILE)
+    tl.store(scales + cell, stored, mask=is_there)
 
-    own = tl.where(is_number, value, 0.0)
-    sums = tl.sum(tl.reshape(own, [TILE // BLOCK, BLOCK, WIDE]), 1)
-    count = tl.sum(tl.reshape(is_there.to(tl.float32), [TILE // BLOCK, BLOCK]), 1)
-    block = (begin + tl.program_id(0) * TILE) // BLOCK + tl.arange(0, TILE // BLOCK)
-    mean = sums / tl.maximum(count, 1.0)[:, None]
-    to = means + (place * blocks + block)[:, None] * DIM + column
-    tl.store(to, mean.to(means.dtype.element_ty), mask=(count > 0)[:, None] & (column < DIM))
+    value = tl.where(is_number, value, 0.0)
+    square = tl.sum(value * value, 1)  # which the rotation keeps
+    step = tl.maximum(tl.sqrt(square / DIM) * value_step, _LEAST_STEP)
+    along = tl.zeros([TILE], tl.float32)
+    for plane in tl.static_range(8 // VALUE_BITS):
+        first, end = plane * VALUE_W, plane * VALUE_W + VALUE_W
+        rotated = _rotate_part(value, rotation, first, end, VALUE_PART, DIM, WIDE)
+        number = _codes_of(rotated, step, VALUE_BITS) + 0.5 - (1 << (VALUE_BITS - 1))
+        along += tl.sum(rotated * number, 1)  # 0 behind the end
+    _store_codes(
+        value_codes, value, rotation, cell, is_there, step, VALUE_W, VALUE_PART, 1, VALUE_BITS, DIM, WIDE, TILE
+    )
+    stored = (square / tl.maximum(along, 1.1754943508222875e-38)).to(tl.float16)
+    tl.store(value_scales + cell, stored, mask=is_there)
 
 
 def index_tokens(index: Index, ring: int, begin: int, end: int, layout: Layout) -> None:
-    """Write codes, scales and block means of tokens `[begin, end)` of a ring's run, in all layers.
+    """Write codes and scales of tokens `[begin, end)` of a ring's run, in all layers.
 
     index: with the axis of layers; its table of pieces and what is copied of them are of this run, and `centres` are
-    set. begin: a multiple of the block of values. Raises ValueError for another.
+    set.
     """
-    if begin % layout.block_tokens:
-        raise ValueError(f"index_tokens: begin {begin}; wanted a multiple of {layout.block_tokens}")
     if not runs_on_triton(index.codes):
         index_tokens_reference(index, ring, begin, end, layout)
         return
     num_layers, num_rings, _, pieces = index.lies.shape
-    dim, width = index.centres.shape[2], index.codes.shape[3]
+    dim, width, value_width = index.centres.shape[2], index.codes.shape[3], index.value_codes.shape[3]
     part = max(16, min(PART_BYTES, triton.next_power_of_2(width)))
     _index_kernel[(triton.cdiv(end - begin, TILE), num_layers * layout.kv_heads)](
-        index.codes, index.scales, index.means, index.centres, index.lies, index.piece_centres,
-        index.piece_key_scales, index.piece_value_scales, layout.rotation, ring, num_rings, begin, end,
-        index.codes.shape[2], index.means.shape[2],
+        index.codes, index.scales, index.value_codes, index.value_scales, index.centres, index.lies,
+        index.piece_centres, index.piece_key_scales, index.piece_value_scales, layout.rotation, ring, num_rings, begin,
+        end, index.codes.shape[2], VALUE_STEPS[layout.value_bits],
         KV_HEADS=layout.kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), W=width,
-        PART=part, PARTS=triton.cdiv(width, part), BITS=layout.key_bits, BLOCK=layout.block_tokens, TILE=TILE,
+        PART=part, PARTS=triton.cdiv(width, part), BITS=layout.key_bits, VALUE_W=value_width,
+        VALUE_PART=max(16, triton.next_power_of_2(value_width)), VALUE_BITS=layout.value_bits, TILE=TILE,
         INT8=layout.is_int8, num_warps=4,
     )  # fmt: skip
 

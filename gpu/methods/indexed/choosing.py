@@ -1,9 +1,8 @@
-"""Choose the tokens that a KV head reads exactly, estimate all others, and give the chosen ones slots.
+"""Choose the tokens that a KV head reads exactly, and give them slots.
 
 A token is chosen if its score's bin is above the threshold: the lowest bin with no more than the budget above it.
 Tokens of one bin are alike to 3.5 %, so fewer than the budget may be chosen, and equal ones are all chosen or none is.
-Of what is not chosen, each block's estimated mass times its mean value is summed; a block's mean holds the chosen
-tokens' values too. Which token gets which slot does not depend on the order in which programs run.
+Which token gets which slot does not depend on the order in which programs run.
 """
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
-from gpu.methods.indexed.scoring import RingStep, bin_of, bins_of, group_shape, shares_of
+from gpu.methods.indexed.scoring import RingStep, bin_of, bins_of, shares_of
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
@@ -41,9 +40,7 @@ def has_bits(words: Tensor, tokens: Tensor) -> Tensor:
     return (words[tokens // WORD_BITS] >> (tokens % WORD_BITS)) & 1 != 0
 
 
-def choose_tokens_reference(
-    query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout
-) -> None:  # fmt: skip
+def choose_tokens_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
     """Compute `choose_tokens` in plain torch."""
     for ring, row in enumerate(step.rows.tolist()):
         count, budget = int(step.num_tokens[ring]), int(step.budgets[ring])
@@ -54,13 +51,6 @@ def choose_tokens_reference(
             shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
             threshold = find_threshold(work.histogram[place], count, budget)
             is_chosen = bin_of(shares.sum(0)) > threshold
-            rest = torch.where(is_chosen, 0.0, shares)
-            own = torch.nn.functional.pad(rest, (0, -count % layout.block_tokens))
-            mass = own.view(len(rest), -1, layout.block_tokens).sum(-1)
-            work.rest_out[place] = 0.0
-            work.rest_mass[place] = 0.0
-            work.rest_out[place, 0] = mass @ index.means[place, : mass.shape[1]].float()
-            work.rest_mass[place, 0] = mass.sum(-1)
             chosen = is_chosen.nonzero().flatten()
             work.chosen[place] = set_bits(chosen, work.chosen.shape[1])
             _give_slots(index, work, place, chosen)
@@ -93,37 +83,24 @@ def _threshold(histogram, place, count, budget):
 
 @triton.jit
 def _choose_tokens_kernel(
-    means, held, rows, num_tokens, budgets, shifts, logits, total_lse, histogram, chosen, coming, num_coming, rest_out,
-    rest_mass, tokens, splits, blocks, words,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    held, rows, num_tokens, budgets, shifts, logits, total_lse, histogram, chosen, coming, num_coming, tokens, splits,
+    words,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Choose among one split's tokens of one place, and estimate the others."""
+    """Choose among one split's tokens of one place."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ring = place // KV_HEADS
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
     if (tl.load(rows + ring) < 0) | (begin >= count):
         return
     threshold = _threshold(histogram, place, count, tl.load(budgets + ring))
-    member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
+    member = tl.arange(0, SIZE)
     less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
     less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
     token = begin + tl.arange(0, _SPLIT)
     is_there = token < count
     share = shares_of(logits, less, place, token, is_there, tokens, GROUP, SIZE)
     is_chosen = is_there & (bins_of(tl.sum(share, 1)) > threshold)
-    share = tl.where(is_chosen[:, None], 0.0, share)
-
-    of_blocks = tl.sum(tl.reshape(share, [_SPLIT // BLOCK, BLOCK, SIZE]), 1)  # [blocks, SIZE]
-    block = begin // BLOCK + tl.arange(0, _SPLIT // BLOCK)
-    is_block = (block * BLOCK < count)[:, None] & (column < DIM)[None, :]
-    at = means + (place * blocks + block)[:, None] * DIM + column[None, :]
-    mean = tl.load(at, mask=is_block, other=0.0).to(tl.float32)
-    to = (place * splits + split) * GROUP
-    for head in tl.static_range(GROUP):
-        mass = tl.sum(tl.where(member[None, :] == head, of_blocks, 0.0), 1)  # [blocks]
-        tl.store(rest_out + (to + head) * DIM + column, tl.sum(mass[:, None] * mean, 0), mask=column < DIM)
-    tl.store(rest_mass + to + member, tl.sum(of_blocks, 0), mask=member < GROUP)
 
     word, bit = begin // _WORD + tl.arange(0, _SPLIT // _WORD), tl.arange(0, _WORD)[None, :]
     own_bits = tl.sum(tl.reshape(is_chosen.to(tl.int32), [_SPLIT // _WORD, _WORD]) << bit, 1)
@@ -175,24 +152,22 @@ def _slots_kernel(
     tl.store(held + place * words + number, now, mask=number < words)
 
 
-def choose_tokens(query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout) -> None:
+def choose_tokens(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
     """Choose the tokens that rows read exactly in one layer, by `work.histogram`: their slots, in `index.ids`, and
-    which of these are `fresh`; and estimate what is not chosen: `rest_out` and `rest_mass`, by split.
+    which of these are `fresh`.
 
-    query: `[rows, heads, dim]`, rotated by position; index: of the layer.
+    index: of the layer.
     """
     if not runs_on_triton(index.codes):
-        choose_tokens_reference(query, index, work, step, layout)
+        choose_tokens_reference(index, work, step, layout)
         return
-    group, dim = group_shape(query, layout.kv_heads)
     places, tokens = index.scales.shape
-    splits, words, slots = work.split_lse.shape[1], work.chosen.shape[1], index.ids.shape[1]
+    splits, group = work.split_lse.shape[1:]
+    words, slots = work.chosen.shape[1], index.ids.shape[1]
     _choose_tokens_kernel[(places, splits)](
-        index.means, index.held, step.rows, step.num_tokens, step.budgets, work.shift, work.logits, work.total_lse,
-        work.histogram, work.chosen, work.coming, work.num_coming, work.rest_out, work.rest_mass, tokens, splits,
-        index.means.shape[1], words,
-        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group), DIM=dim,
-        WIDE=triton.next_power_of_2(dim), BLOCK=layout.block_tokens, num_warps=4,
+        index.held, step.rows, step.num_tokens, step.budgets, work.shift, work.logits, work.total_lse, work.histogram,
+        work.chosen, work.coming, work.num_coming, tokens, splits, words,
+        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group), num_warps=4,
     )  # fmt: skip
     _slots_kernel[(places,)](
         index.ids, index.held, step.rows, step.num_tokens, work.chosen, work.coming, work.num_coming,

@@ -1,13 +1,21 @@
-"""Keys in few bits: centred, rotated by a fixed orthogonal matrix, and rounded with one scale a token and KV head.
+"""Keys and values in few bits: rotated by a fixed orthogonal matrix, and rounded with one scale a token and KV head.
 
 The rotation spreads what single dimensions hold over all of them, so that one scale fits. Codes are at the middles of
-their steps: a code c of b bits stands for (c + 1/2 - 2^(b-1)) times the scale.
+their steps: a code c of b bits stands for the number n = c + 1/2 - 2^(b-1) times the scale.
+
+The largest number of a key fits its codes. The numbers x of a value have steps that lose least of a normal
+distribution, and the scale is (x . x) / (x . n), so that the rounded value has the whole of the value's length along
+the value itself: a sum over many tokens is then not too short. The scale that errs least in each one would be
+(x . n) / (n . n), which makes a sum of values in 2 bits 12 % too short.
 """
 
 import torch
 from torch import Tensor
 
 ROTATION_SEED = 0
+VALUE_STEPS = {2: 0.9957, 4: 0.3352}
+"""The step that loses least of a normal distribution, in standard deviations, by bits: Max, "Quantizing for minimum
+distortion", IRE Transactions on Information Theory 6 (1960), table II."""
 
 
 def make_rotation(dim: int, device: torch.device) -> Tensor:
@@ -21,18 +29,38 @@ def encode_keys_reference(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return packed codes, uint8 `[..., dim * bits / 8]`, and scales, float16 `[...]`, of centred and rotated keys,
     float32 `[..., dim]`.
     """
+    scales = (keys.abs().amax(-1) / (2.0 ** (bits - 1) - 0.5)).half()
+    return _pack(_round(keys, scales.float(), bits), bits), scales
+
+
+def encode_values_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return packed codes and scales as `encode_keys_reference`, of rotated values."""
+    codes = _round(values, VALUE_STEPS[bits] * values.square().mean(-1).sqrt(), bits)
+    along = (values * _numbers(codes, bits)).sum(-1)
+    scales = values.square().sum(-1) / along.clamp_min(torch.finfo(torch.float32).tiny)
+    return _pack(codes, bits), scales.half()
+
+
+def decode_reference(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Return rounded keys or values, float32 `[..., dim]`, as they were encoded."""
+    planes = [(packed >> (plane * bits)) & (2**bits - 1) for plane in range(8 // bits)]
+    return _numbers(torch.cat(planes, -1), bits) * scales.float()[..., None]
+
+
+def _round(rows: Tensor, steps: Tensor, bits: int) -> Tensor:
+    """Return codes, uint8, of rows `[..., dim]` in steps `[...]`."""
     half = 2.0 ** (bits - 1)
-    scales = (keys.abs().amax(-1) / (half - 0.5)).half()
-    step = scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
-    codes = (torch.floor(keys / step) + half).clamp(0, 2 * half - 1).to(torch.uint8)
-    width = keys.shape[-1] * bits // 8
-    packed = torch.zeros(*keys.shape[:-1], width, dtype=torch.uint8, device=keys.device)
+    step = steps.clamp_min(torch.finfo(torch.float16).tiny)[..., None]
+    return (torch.floor(rows / step) + half).clamp(0, 2 * half - 1).to(torch.uint8)
+
+
+def _numbers(codes: Tensor, bits: int) -> Tensor:
+    return codes.float() + 0.5 - 2.0 ** (bits - 1)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    width = codes.shape[-1] * bits // 8
+    packed = torch.zeros(*codes.shape[:-1], width, dtype=torch.uint8, device=codes.device)
     for plane in range(8 // bits):
         packed |= codes[..., plane * width : (plane + 1) * width] << (plane * bits)
-    return packed, scales
-
-
-def decode_keys(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return rounded keys, float32 `[..., dim]`, centred and rotated."""
-    planes = [(packed >> (plane * bits)) & (2**bits - 1) for plane in range(8 // bits)]
-    return (torch.cat(planes, -1).float() + 0.5 - 2.0 ** (bits - 1)) * scales.float()[..., None]
+    return packed

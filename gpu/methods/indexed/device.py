@@ -19,6 +19,7 @@ from gpu.methods.indexed import COUNTERS
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.ring import BEHIND_ALL, EMPTY, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
@@ -84,15 +85,11 @@ class Indexed(RingSide):
         self._empty(write.ring)
         known = self._known[write.ring]
         if write.source is not None:
-            source, block = self._of_ring(write.source.ring), self.settings.value_block_tokens
+            source = self._of_ring(write.source.ring)
             shared = min(self._known[write.source.ring].num_tokens, write.source.begin - self._sink_tokens)
-            known.num_tokens = max(shared, 0) // block * block
-            for array, count in (
-                (index.codes, known.num_tokens),
-                (index.scales, known.num_tokens),
-                (index.means, known.num_tokens // block),
-            ):
-                array[:, own, :count] = array[:, source, :count]
+            known.num_tokens = max(shared, 0)
+            for array in (index.codes, index.scales, index.value_codes, index.value_scales):
+                array[:, own, : known.num_tokens] = array[:, source, : known.num_tokens]
             index.centres[:, own] = index.centres[:, source]
         super().assign(write)
 
@@ -113,8 +110,7 @@ class Indexed(RingSide):
             if known.num_tokens == 0:
                 self.index.centres[:, self._of_ring(ring)] = self.index.piece_centres[:, ring, 0]
             if known.num_tokens < num_tokens:
-                block = self.settings.value_block_tokens
-                index_tokens(self.index, ring, known.num_tokens // block * block, num_tokens, self._layout)
+                index_tokens(self.index, ring, known.num_tokens, num_tokens, self._layout)
                 known.num_tokens = num_tokens
 
     def before(self, reads: LayerReads) -> None:
@@ -138,10 +134,12 @@ class Indexed(RingSide):
         if on_device.far is not None:
             resident = torch.logaddexp(resident, on_device.far.lse)
         score_tokens(query, resident.contiguous(), layer, self._work, own.step, self._layout)
-        choose_tokens(query, layer, self._work, own.step, self._layout)
+        choose_tokens(layer, self._work, own.step, self._layout)
+        estimate_rest(layer, self._work, own.step, self._layout)
         attend_chosen(query, layer, self._work, own.step, self._layout, counts)
         rows, heads, dim = query.shape
-        reads.fetched.append(join_parts(self._work, own.rings, wanted, own.step, (rows, heads, dim), counts))
+        shape = (rows, heads, dim)
+        reads.fetched.append(join_parts(self._work, own.rings, wanted, own.step, self._layout, shape, counts))
 
     def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
         wanted, place = reads.kept.get(self), self._places.get(reads.layer)

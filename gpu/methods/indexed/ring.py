@@ -24,18 +24,19 @@ BEHIND_ALL = 2**62
 class Index:
     """All of a layer, or with one axis in front, of layers.
 
-    codes: uint8 `[places, tokens, dim / planes]`, rotated keys; byte b of a token has dimensions b, b + width, ...
-    scales: float16 `[places, tokens]`. means: bfloat16 `[places, blocks, dim]`, of values. centres: float32 `[places,
-    dim]`, subtracted from keys before they are rotated. ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held:
-    int32 `[places, words]`, a bit for each of these tokens. lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places`
-    of each ring's run. piece_centres: float32 `[rings, pieces, kv_heads, dim]`, and of int8 rows key scales `[rings,
-    pieces, kv_heads]` and value scales `[rings, pieces, kv_heads, dim]`, all copied from host memory. keys, values:
-    `[places, slots, dim]`, restored rows in slots.
+    codes, value_codes: uint8 `[places, tokens, dim * bits / 8]`, rotated keys and values; byte b of a token has
+    dimensions b, b + width, ... scales, value_scales: float16 `[places, tokens]`. centres: float32 `[places, dim]`,
+    subtracted from keys before they are rotated. ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held: int32
+    `[places, words]`, a bit for each of these tokens. lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each
+    ring's run. piece_centres: float32 `[rings, pieces, kv_heads, dim]`, and of int8 rows key scales `[rings, pieces,
+    kv_heads]` and value scales `[rings, pieces, kv_heads, dim]`, all copied from host memory. keys, values: `[places,
+    slots, dim]`, restored rows in slots.
     """
 
     codes: Tensor
     scales: Tensor
-    means: Tensor
+    value_codes: Tensor
+    value_scales: Tensor
     centres: Tensor
     ids: Tensor
     held: Tensor
@@ -63,7 +64,7 @@ class Work:
     chosen: int32 `[places, words]`, bits.
     coming: int32 `[places, tokens]`, chosen tokens that are in no slot, from each split's first token on.
     num_coming, coming_before: int32 `[places, splits]`, how many of these a split has, and all splits before it.
-    rest_out, rest_mass: float32 `[places, splits, group(, dim)]`, relative to total_lse.
+    rest_out, rest_mass: float32 `[places, splits, group(, dim)]`, relative to total_lse; rest_out is rotated.
     fresh: uint8 `[places, slots]`, slots whose rows come in this step.
     read_out, read_lse: float32 `[places, reads, group(, dim)]`.
     """
@@ -112,23 +113,18 @@ def new_work(settings: IndexedSettings, shape: Architecture, num_rings: int, dev
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an index is written. rotation: float32 `[dim, dim]`, orthogonal; key_bits, block_tokens: see the settings;
+    """How an index is written. rotation: float32 `[dim, dim]`, orthogonal; key_bits, value_bits: see the settings;
     is_int8: rows in host memory are.
     """
 
     rotation: Tensor
     key_bits: int
-    block_tokens: int
+    value_bits: int
     kv_heads: int
     is_int8: bool
-
-    @property
-    def planes(self) -> int:
-        return 8 // self.key_bits
 
 
 def new_layout(settings: IndexedSettings, shape: Architecture, is_int8: bool, device: torch.device) -> Layout:
     """Return how the index of these settings is written, with its rotation on the device."""
-    return Layout(
-        make_rotation(shape.dim, device), settings.key_bits, settings.value_block_tokens, shape.num_kv_heads, is_int8
-    )
+    rotation = make_rotation(shape.dim, device)
+    return Layout(rotation, settings.key_bits, settings.value_bits, shape.num_kv_heads, is_int8)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
-from gpu.methods.indexed.codes import decode_keys
+from gpu.methods.indexed.codes import decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.operations.arguments import INTERPRETED, runs_on_triton
 
@@ -66,7 +66,7 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
             continue
         for kv_head in range(layout.kv_heads):
             place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
-            keys = decode_keys(index.codes[place, :num_tokens], index.scales[place, :num_tokens], layout.key_bits)
+            keys = decode_reference(index.codes[place, :num_tokens], index.scales[place, :num_tokens], layout.key_bits)
             logits = (query[row, heads].float() @ layout.rotation * dim**-0.5) @ keys.T
             work.logits[place, :num_tokens] = logits.T.half()
             work.shift[place] = centre_terms(query, index, place, row, layout)

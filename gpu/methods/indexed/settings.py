@@ -9,8 +9,8 @@ from transfer.settings_model import Settings
 
 class IndexedSettings(Settings):
     key_bits: Literal[2, 4, 8] = Field(4, description="bits of each dimension of a key in the index")
-    value_block_tokens: Literal[16, 32, 64] = Field(
-        32, description="tokens whose values are averaged, for what is estimated"
+    value_bits: Literal[2, 4] = Field(
+        2, description="bits of each dimension of a value in the index, for what is estimated"
     )
     budget_share: float = Field(
         0.02, gt=0.0, le=1.0, description="share of the offloaded tokens that a KV head reads exactly at each step"
@@ -29,10 +29,9 @@ class IndexedSettings(Settings):
         "default: what an eighth of the memory beside the weights holds, at least one",
     )
 
-    @property
-    def planes(self) -> int:
-        """Return the codes in a byte."""
-        return 8 // self.key_bits
+    def token_bytes(self, dim: int) -> int:
+        """Return the index's bytes of one token and KV head: codes and two scales."""
+        return dim * (self.key_bits + self.value_bits) // 8 + 4
 
     def count_chosen(self, num_tokens: int) -> int:
         """Return how many of so many offloaded tokens a KV head reads at most."""

@@ -1,0 +1,140 @@
+"""Estimate attention to all tokens that were not chosen, from their scores and their values in few bits.
+
+rest_mass = sum over these tokens of share(t)        rest_out = sum of share(t) * rounded rotated value(t)
+
+share(t) is the token's estimated part of the whole softmax, so both are relative to `work.total_lse`. A sum over many
+tokens averages out what rounding does to single values. `join_parts` turns rest_out back. Bytes: codes and scales of
+values, once for all query heads of a KV head, and two bytes a query head and token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu.methods.indexed import SPLIT_TOKENS
+from gpu.methods.indexed.choosing import has_bits
+from gpu.methods.indexed.codes import decode_reference
+from gpu.methods.indexed.ring import Index, Layout, Work
+from gpu.methods.indexed.scoring import RingStep, shares_of
+from gpu.operations.arguments import INTERPRETED, runs_on_triton
+from transfer.tier_shape import WORD_BITS
+
+TILE = 128  # tokens that are estimated at once
+
+_SPLIT, _WORD = tl.constexpr(SPLIT_TOKENS), tl.constexpr(WORD_BITS)
+
+
+def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
+    """Compute `estimate_rest` in plain torch."""
+    for ring, row in enumerate(step.rows.tolist()):
+        count = int(step.num_tokens[ring])
+        if row < 0 or not count:
+            continue
+        for place in range(ring * layout.kv_heads, (ring + 1) * layout.kv_heads):
+            shift = work.shift[place] - work.total_lse[place]
+            shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
+            is_chosen = has_bits(work.chosen[place], torch.arange(count, device=shares.device))
+            rest = torch.where(is_chosen, 0.0, shares)
+            values = decode_reference(
+                index.value_codes[place, :count], index.value_scales[place, :count], layout.value_bits
+            )
+            work.rest_out[place] = 0.0
+            work.rest_mass[place] = 0.0
+            work.rest_out[place, 0] = rest @ values
+            work.rest_mass[place, 0] = rest.sum(-1)
+
+
+UNPACK = (
+    "{{ .reg .b32 codes; and.b32 codes, $2, 0x{0}{0}{0}{0}; prmt.b32 $0, codes, 0x43434343, 0x4140; "
+    "prmt.b32 $1, codes, 0x43434343, 0x4342; }}"
+)
+LOW_BITS = {2: "03", 4: "0F"}
+"""UNPACK makes four numbers 128 + code in bfloat16, whose low bits are the code, of four bytes with one code each."""
+
+
+@triton.jit
+def _plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, UNPACK: tl.constexpr):
+    """Return one plane's codes, float32, or by UNPACK, 128 more in bfloat16."""
+    if PLANE > 0:
+        packed = packed >> (PLANE * BITS)
+    if UNPACK == "":
+        codes = (packed & ((1 << BITS) - 1)).to(tl.float32)
+    else:
+        codes = tl.inline_asm_elementwise(UNPACK, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return codes
+
+
+@triton.jit
+def _store_plane(rest_out, to, member, sums, offset, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
+                 DIM: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    byte = tl.arange(0, WIDTH)[None, :]
+    at = rest_out + (to + member)[:, None] * DIM + PLANE * W + byte
+    tl.store(at, sums - offset[:, None], mask=(member < GROUP)[:, None] & (byte < W))
+
+
+@triton.jit
+def _estimate_kernel(
+    value_codes, value_scales, rows, num_tokens, shifts, logits, total_lse, chosen, rest_out, rest_mass, tokens, splits,
+    words,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, UNPACK: tl.constexpr,
+):  # fmt: skip
+    """Estimate what is not chosen of one split of one place. Codes stand for numbers around 0, as in the scores."""
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ring = place // KV_HEADS
+    count, begin = tl.load(num_tokens + ring), split * _SPLIT
+    if (tl.load(rows + ring) < 0) | (begin >= count):
+        return
+    member, byte = tl.arange(0, SIZE), tl.arange(0, WIDTH)[None, :]
+    less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
+    less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
+    mass, weights = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    first = tl.zeros([SIZE, WIDTH], tl.float32)
+    second, third, fourth = first, first, first
+    for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
+        token = at + tl.arange(0, TILE)
+        is_there = token < count
+        cell = place * tokens + token
+        bits = tl.load(chosen + place * words + token // _WORD, mask=is_there, other=0)
+        is_rest = is_there & (((bits >> (token % _WORD)) & 1) == 0)
+        share = shares_of(logits, less, place, token, is_rest, tokens, GROUP, SIZE)
+        mass += tl.sum(share, 0)
+        scale = tl.load(value_scales + cell, mask=is_there, other=0.0).to(tl.float32)
+        weight = (share * scale[:, None]).to(tl.bfloat16)
+        weights += tl.sum(weight.to(tl.float32), 0)
+        weight = tl.trans(weight)
+        if UNPACK == "":
+            weight = weight.to(tl.float32)
+        packed = tl.load(value_codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
+        first = tl.dot(weight, _plane_of(packed, 0, BITS, UNPACK), first)
+        second = tl.dot(weight, _plane_of(packed, 1, BITS, UNPACK), second)
+        if BITS == 2:
+            third = tl.dot(weight, _plane_of(packed, 2, BITS, UNPACK), third)
+            fourth = tl.dot(weight, _plane_of(packed, 3, BITS, UNPACK), fourth)
+    offset = weights * ((1 << (BITS - 1)) - 0.5 + (0 if UNPACK == "" else 128))
+    to = (place * splits + split) * GROUP
+    _store_plane(rest_out, to, member, first, offset, 0, W, WIDTH, DIM, GROUP)
+    _store_plane(rest_out, to, member, second, offset, 1, W, WIDTH, DIM, GROUP)
+    if BITS == 2:
+        _store_plane(rest_out, to, member, third, offset, 2, W, WIDTH, DIM, GROUP)
+        _store_plane(rest_out, to, member, fourth, offset, 3, W, WIDTH, DIM, GROUP)
+    tl.store(rest_mass + to + member, mass, mask=member < GROUP)
+
+
+def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
+    """Estimate what rows do not read exactly in one layer: `work.rest_out` and `rest_mass`, by split.
+
+    index: of the layer; work: `choose_tokens` has passed.
+    """
+    if not runs_on_triton(index.codes):
+        estimate_rest_reference(index, work, step, layout)
+        return
+    places, tokens, width = index.value_codes.shape
+    splits, group, dim = work.rest_out.shape[1:]
+    unpack = "" if INTERPRETED else UNPACK.format(LOW_BITS[layout.value_bits])
+    _estimate_kernel[(places, splits)](
+        index.value_codes, index.value_scales, step.rows, step.num_tokens, work.shift, work.logits, work.total_lse,
+        work.chosen, work.rest_out, work.rest_mass, tokens, splits, work.chosen.shape[1],
+        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)), DIM=dim, W=width,
+        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE, UNPACK=unpack, num_warps=4,
+    )  # fmt: skip
