@@ -416,12 +416,12 @@ def test_a_default_profile_is_priced_as_what_it_reads(name: str) -> None:
 
 def test_an_index_is_priced_beside_what_the_cpu_reads_and_with_the_settings_of_a_profile_that_names_it() -> None:
     found = compare(eight_b()).get("indexed").first
-    read = -(-DOWN // 50)
-    on_card = (CONTEXT * 32 - DOWN * 30) * 4096 + 30 * 4096 * (read + DOWN // 8)
+    read = -(-DOWN // 200)
+    on_card = (CONTEXT * 32 - DOWN * 30) * 4096 + 30 * 4096 * (read + DOWN * 6 // 32)
     assert found.device_kv_ms == pytest.approx(on_card / 1e9, rel=2e-3)
     assert found.fetch_ms == pytest.approx(30 * 8 * read * 512 / 10 / 1e6, rel=2e-3)
     assert found.host_ms == 0.0
-    tree = eight_b() | {"profiles": {"more": {"host": {"method": "indexed", "budget_share": 0.04, "rings": 2}}}}
+    tree = eight_b() | {"profiles": {"more": {"host": {"method": "indexed", "budget_share": 0.01, "rings": 2}}}}
     more = compare(tree).get("indexed")
     assert more.first.fetch_ms == pytest.approx(2 * found.fetch_ms, rel=2e-3)
     assert more.most_contexts == 2

@@ -15,7 +15,7 @@ from gpu.operations.arguments import runs_on_triton
 from transfer import places
 from transfer.places import COLUMNS
 
-TILE = 64  # tokens that a program indexes
+TILE = 32  # tokens that a program indexes; with 64, products of Triton 3.6 on Hopper read outside of shared memory
 PART_BYTES = 64  # of a token's codes, that are made at once
 LEAST_STEP = float(torch.finfo(torch.float16).tiny)
 

@@ -16,10 +16,11 @@ from gpu.methods.indexed.choosing import has_bits
 from gpu.methods.indexed.codes import decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, shares_of
-from gpu.operations.arguments import INTERPRETED, runs_on_triton
+from gpu.methods.indexed.unpacking import BFLOAT16, FOURFOLD, plane_of, unpack_assembly
+from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
-TILE = 128  # tokens that are estimated at once
+TILE = 64  # tokens that are estimated at once
 
 _SPLIT, _WORD = tl.constexpr(SPLIT_TOKENS), tl.constexpr(WORD_BITS)
 
@@ -44,26 +45,6 @@ def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: La
             work.rest_mass[place, 0] = rest.sum(-1)
 
 
-UNPACK = (
-    "{{ .reg .b32 codes; and.b32 codes, $2, 0x{0}{0}{0}{0}; prmt.b32 $0, codes, 0x43434343, 0x4140; "
-    "prmt.b32 $1, codes, 0x43434343, 0x4342; }}"
-)
-LOW_BITS = {2: "03", 4: "0F"}
-"""UNPACK makes four numbers 128 + code in bfloat16, whose low bits are the code, of four bytes with one code each."""
-
-
-@triton.jit
-def _plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, UNPACK: tl.constexpr):
-    """Return one plane's codes, float32, or by UNPACK, 128 more in bfloat16."""
-    if PLANE > 0:
-        packed = packed >> (PLANE * BITS)
-    if UNPACK == "":
-        codes = (packed & ((1 << BITS) - 1)).to(tl.float32)
-    else:
-        codes = tl.inline_asm_elementwise(UNPACK, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-    return codes
-
-
 @triton.jit
 def _store_plane(rest_out, to, member, sums, offset, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
                  DIM: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
@@ -77,7 +58,7 @@ def _estimate_kernel(
     value_codes, value_scales, rows, num_tokens, shifts, logits, total_lse, chosen, rest_out, rest_mass, tokens, splits,
     words,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, UNPACK: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Estimate what is not chosen of one split of one place. Codes stand for numbers around 0, as in the scores."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -103,15 +84,15 @@ def _estimate_kernel(
         weight = (share * scale[:, None]).to(tl.bfloat16)
         weights += tl.sum(weight.to(tl.float32), 0)
         weight = tl.trans(weight)
-        if UNPACK == "":
+        if not FOURFOLD:
             weight = weight.to(tl.float32)
         packed = tl.load(value_codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
-        first = tl.dot(weight, _plane_of(packed, 0, BITS, UNPACK), first)
-        second = tl.dot(weight, _plane_of(packed, 1, BITS, UNPACK), second)
+        first = tl.dot(weight, plane_of(packed, 0, BITS, ASSEMBLY, False), first)
+        second = tl.dot(weight, plane_of(packed, 1, BITS, ASSEMBLY, False), second)
         if BITS == 2:
-            third = tl.dot(weight, _plane_of(packed, 2, BITS, UNPACK), third)
-            fourth = tl.dot(weight, _plane_of(packed, 3, BITS, UNPACK), fourth)
-    offset = weights * ((1 << (BITS - 1)) - 0.5 + (0 if UNPACK == "" else 128))
+            third = tl.dot(weight, plane_of(packed, 2, BITS, ASSEMBLY, False), third)
+            fourth = tl.dot(weight, plane_of(packed, 3, BITS, ASSEMBLY, False), fourth)
+    offset = weights * ((1 << (BITS - 1)) - 0.5 + (128 if FOURFOLD else 0))
     to = (place * splits + split) * GROUP
     _store_plane(rest_out, to, member, first, offset, 0, W, WIDTH, DIM, GROUP)
     _store_plane(rest_out, to, member, second, offset, 1, W, WIDTH, DIM, GROUP)
@@ -131,10 +112,10 @@ def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> N
         return
     places, tokens, width = index.value_codes.shape
     splits, group, dim = work.rest_out.shape[1:]
-    unpack = "" if INTERPRETED else UNPACK.format(LOW_BITS[layout.value_bits])
+    assembly = unpack_assembly(layout.value_bits, BFLOAT16)
     _estimate_kernel[(places, splits)](
         index.value_codes, index.value_scales, step.rows, step.num_tokens, work.shift, work.logits, work.total_lse,
         work.chosen, work.rest_out, work.rest_mass, tokens, splits, work.chosen.shape[1],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)), DIM=dim, W=width,
-        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE, UNPACK=unpack, num_warps=4,
+        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE, ASSEMBLY=assembly, num_warps=2,
     )  # fmt: skip

@@ -16,7 +16,8 @@ from torch import Tensor
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.codes import decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.operations.arguments import INTERPRETED, runs_on_triton
+from gpu.methods.indexed.unpacking import FLOAT16, FOURFOLD, plane_of, unpack_assembly
+from gpu.operations.arguments import runs_on_triton
 
 TILE = 128  # tokens that are scored at once
 BINS_PER_OCTAVE = 20
@@ -118,28 +119,19 @@ def _query_plane(rotated, place, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, FOURFOLD: tl.constexpr):
-    """Return one plane's codes, float16.
-
-    FOURFOLD: four codes of 4 bits at once, by way of the float16 numbers 1024 + code, whose low bits are the code.
-    """
-    if FOURFOLD and BITS == 4:
-        if PLANE == 1:
-            packed = packed >> 4
-        shifted = tl.inline_asm_elementwise(
-            "{ .reg .b32 codes; and.b32 codes, $2, 0x0F0F0F0F; prmt.b32 $0, codes, 0x64646464, 0x4140; "
-            "prmt.b32 $1, codes, 0x64646464, 0x4342; }",
-            "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
-        return shifted - 1024.0
-    return ((packed >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float16)
+def _numbers_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return one plane's codes, float16."""
+    codes = plane_of(packed, PLANE, BITS, ASSEMBLY, True)
+    if FOURFOLD:
+        codes -= 1024.0
+    return codes.to(tl.float16)
 
 
 @triton.jit
 def _score_kernel(
     rotated, shifts, codes, scales, rows, num_tokens, logits, split_lse, tokens, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, FOURFOLD: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Score one split of one place. Codes stand for numbers around 0, whose offset is taken off the products."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -166,12 +158,12 @@ def _score_kernel(
         is_there = token < count
         cell = place * tokens + token
         packed = tl.load(codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
-        product = tl.dot(_plane_of(packed, 0, BITS, FOURFOLD), first)
+        product = tl.dot(_numbers_of(packed, 0, BITS, ASSEMBLY), first)
         if BITS <= 4:
-            product = tl.dot(_plane_of(packed, 1, BITS, FOURFOLD), second, product)
+            product = tl.dot(_numbers_of(packed, 1, BITS, ASSEMBLY), second, product)
         if BITS == 2:
-            product = tl.dot(_plane_of(packed, 2, BITS, FOURFOLD), third, product)
-            product = tl.dot(_plane_of(packed, 3, BITS, FOURFOLD), fourth, product)
+            product = tl.dot(_numbers_of(packed, 2, BITS, ASSEMBLY), third, product)
+            product = tl.dot(_numbers_of(packed, 3, BITS, ASSEMBLY), fourth, product)
         scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
         rounded = ((product - offset[None, :]) * scale[:, None]).to(tl.float16)
         own_logits = logits + cell[:, None] * GROUP + member[None, :]
@@ -257,7 +249,7 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     _score_kernel[(places, splits)](
         work.rotated, work.shift, index.codes, index.scales, step.rows, step.num_tokens, work.logits, work.split_lse,
         tokens, splits, SIZE=max(16, size), DIM=dim, W=width, WIDTH=max(16, triton.next_power_of_2(width)),
-        BITS=layout.key_bits, TILE=TILE, FOURFOLD=not INTERPRETED, num_warps=2, **shape,
+        BITS=layout.key_bits, TILE=TILE, ASSEMBLY=unpack_assembly(layout.key_bits, FLOAT16), num_warps=2, **shape,
     )  # fmt: skip
     _count_kernel[(places, splits)](
         resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,

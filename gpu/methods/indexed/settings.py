@@ -13,11 +13,11 @@ class IndexedSettings(Settings):
         2, description="bits of each dimension of a value in the index, for what is estimated"
     )
     budget_share: float = Field(
-        0.02, gt=0.0, le=1.0, description="share of the offloaded tokens that a KV head reads exactly at each step"
+        0.005, gt=0.0, le=1.0, description="share of the offloaded tokens that a KV head reads exactly at each step"
     )
     least_tokens: int = Field(64, ge=16, le=8192, description="that it reads at least, as far as there are so many")
     budget_tokens: int = Field(
-        4096, ge=64, le=8192, multiple_of=64, description="that it reads at most: slots on the device for their rows"
+        2048, ge=64, le=8192, multiple_of=64, description="that it reads at most: slots on the device for their rows"
     )
     min_context_tokens: int = Field(
         1024, ge=0, description="prompt and answer that are shorter together are read in full by the CPU"
@@ -39,5 +39,5 @@ class IndexedSettings(Settings):
         return min(max(share, self.least_tokens), self.budget_tokens)
 
 
-SHARE_UNIT = 1 << 12
+SHARE_UNIT = 1 << 16
 """Budgets are counted in integers on host and device alike: in this part of the tokens."""
