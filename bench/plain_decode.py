@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture
-from gpu.model.spec import Experts
+from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Activation, LayerSpec
 from gpu.weights.weights import ExpertWeights, LayerWeights, Weights
 
 _WARMUPS = 3
@@ -86,12 +86,11 @@ class PlainDecode:
             hidden = hidden + self._norm(attended, layer.attention_post_norm)
             normed = self._norm(hidden, layer.mlp_norm)
             if layer.experts is not None and spec.experts is not None:
-                hidden = hidden + _mix(normed, layer.experts, spec.experts)
+                hidden = hidden + _mix(normed, layer.experts, spec)
                 continue
             gate_up, down = layer.mlp
-            gate, up = F.linear(normed, gate_up, layer.gate_up_bias).chunk(2, 1)
-            gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-            hidden = hidden + self._norm(F.linear(gate * up, down, layer.down_bias), layer.mlp_post_norm)
+            product = _gate(F.linear(normed, gate_up, layer.gate_up_bias), spec.activation)
+            hidden = hidden + self._norm(F.linear(product, down, layer.down_bias), layer.mlp_post_norm)
         normed = self._norm(hidden, self.weights.final_norm)
         self.tokens.copy_(F.linear(normed, self.weights.logits).argmax(1))
         self.position.add_(1)
@@ -115,21 +114,42 @@ class PlainDecode:
         self._keys[index].index_copy_(2, self.position, _rotate(key, cos, sin)[:, :, None])
         self._values[index].index_copy_(2, self.position, value[:, :, None])
         grouped = _rotate(query, cos, sin).view(batch, a.num_kv_heads, a.group, a.dim)  # a group's heads as queries
-        attended = F.scaled_dot_product_attention(
-            grouped, self._keys[index], self._values[index], attn_mask=mask[None, None, None]
-        )
-        return attended.reshape(batch, -1)
+        keys, values = self._keys[index], self._values[index]
+        if layer.sinks is None:
+            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[None, None, None])
+            return attended.reshape(batch, -1)
+        unseen = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, float("-inf"))
+        logits = (grouped @ keys.transpose(2, 3)) * a.dim**-0.5 + unseen  # [batch, kv_heads, group, context]
+        sinks = layer.sinks.view(1, a.num_kv_heads, a.group, 1).expand(*logits.shape[:3], 1)
+        shares = torch.softmax(torch.cat([logits, sinks], -1).float(), -1)[..., :-1].to(values.dtype)
+        return (shares @ values).reshape(batch, -1)
 
 
-def _mix(normed: Tensor, weights: ExpertWeights, experts: Experts) -> Tensor:
+def _gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Return an MLP's activated product of gate and up, whose halves `gate_up` has."""
+    gate, up = gate_up.chunk(2, -1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return gate * torch.sigmoid(CLAMPED_GAIN * gate) * (up + 1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def _mix(normed: Tensor, weights: ExpertWeights, spec: LayerSpec) -> Tensor:
     """Gather the matrices that each token takes, as a graph needs it."""
-    shares, ids = torch.softmax(normed.float() @ weights.router.float().t(), 1).topk(experts.per_token, 1)
+    experts = spec.experts
+    assert experts is not None, "the layer has experts"
+    bias = None if weights.router_bias is None else weights.router_bias.float()
+    shares, ids = torch.softmax(F.linear(normed.float(), weights.router.float(), bias), 1).topk(experts.per_token, 1)
     if experts.is_normalised:
         shares = shares / shares.sum(1, keepdim=True)
     gate_up = weights.gate_up.view(experts.num_experts, -1, normed.shape[1])[ids]  # [tokens, taken, rows, hidden]
-    gate, up = torch.einsum("th,tkrh->tkr", normed, gate_up).chunk(2, 2)
+    product = torch.einsum("th,tkrh->tkr", normed, gate_up)
+    if weights.gate_up_bias is not None:
+        product = product + weights.gate_up_bias.view(experts.num_experts, -1)[ids]
     down = weights.down.view(experts.num_experts, normed.shape[1], -1)[ids]
-    made = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, down)
+    made = torch.einsum("tki,tkhi->tkh", _gate(product, spec.activation), down)
+    if weights.down_bias is not None:
+        made = made + weights.down_bias.view(experts.num_experts, -1)[ids]
     return (made.float() * shares[:, :, None]).sum(1).to(normed.dtype)
 
 

@@ -148,7 +148,7 @@ class _Run:
         """Return logits after `tokens`; only rows in `active` are metered."""
         self._lengths, self._longest = self._lengths + 1, self._longest + 1
 
-        def attend(step: Step) -> torch.Tensor:
+        def attend(step: Step) -> StepResult:
             handled = self._method.handles(step.layer, self._batch.decoder.architecture.num_layers)
             result = self._method.step(step, self._states[step.layer]) if handled else attend_all(step)
             self.meter.add(
@@ -158,6 +158,6 @@ class _Run:
                 self.meter.add_reused(result.accepted, result.skipped, active)
             if handled and self._watch is not None:
                 self._watch(step, result, active)
-            return result.out
+            return result
 
         return self._batch.decoder.step(self._batch.cache, tokens, self._lengths, self._longest, attend)

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from evals.methods.method import PromptLayer, Step
+from evals.methods.method import PromptLayer, Step, StepResult
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture, read_architecture
-from gpu.model.spec import Experts
+from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Activation, LayerSpec
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.weights import ExpertWeights, LayerWeights, Weights, unpacked
 
@@ -25,8 +25,8 @@ CHUNK_TOKENS = 1 << 17
 WINDOW_QUERIES = 1024
 """Of a prompt, to their windows at once."""
 
-AttendStep = Callable[[Step], torch.Tensor]
-"""A step to its output, `[requests, heads, dim]` in any dtype."""
+AttendStep = Callable[[Step], StepResult]
+"""A step to its output and mass, without sinks."""
 
 WatchPrompt = Callable[[PromptLayer], None]
 """Called with each layer of a prompt that has no window, as the prefill leaves it."""
@@ -74,7 +74,7 @@ class ReferenceDecoder:
             cache.values.append(functional.pad(v, (0, 0, 0, capacity - longest)))
             if window is None:
                 watch(PromptLayer(layer, query, plain_q, cache.keys[-1], cache.values[-1], lengths, longest))
-            out = attend_causal(query, key, v, window)
+            out = attend_causal(query, key, v, window, weights.sinks)
             del plain_q, plain_k, query, key, v
             for request in range(0, len(tokens), max(1, CHUNK_TOKENS // longest)):
                 rows = slice(request, request + max(1, CHUNK_TOKENS // longest))
@@ -102,9 +102,12 @@ class ReferenceDecoder:
             keys, values = cache.keys[layer][:, :, :longest], cache.values[layer][:, :, :longest]
             query = rotate(plain_q, cos, sin)[:, :, 0]
             if window is None:
-                out = attend(Step(layer, query, plain_q[:, :, 0], keys, values, lengths, longest))
+                result = attend(Step(layer, query, plain_q[:, :, 0], keys, values, lengths, longest))
+                out = result.out
+                if weights.sinks is not None:
+                    out = out * torch.sigmoid(result.lse - weights.sinks.float())[..., None]
             else:
-                out = attend_window(query, keys, values, lengths, window)
+                out = attend_window(query, keys, values, lengths, window, weights.sinks)
             hidden = self._finish(hidden, out.to(hidden.dtype)[:, None], layer)
         return self.logits(hidden[:, 0])
 
@@ -139,20 +142,32 @@ class ReferenceDecoder:
         hidden = hidden + output
         normed, spec = rms_norm(hidden, weights.mlp_norm, eps), self.architecture.layers[layer]
         if weights.experts is not None and spec.experts is not None:
-            return hidden + _mix(normed.flatten(0, 1), weights.experts, spec.experts).view_as(hidden)
+            return hidden + _mix(normed.flatten(0, 1), weights.experts, spec).view_as(hidden)
         gate_up, down = weights.mlp
-        gate, up = functional.linear(normed, gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        is_silu = spec.activation == "silu"
-        gate = functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")
-        product = functional.linear(gate * up, down, weights.down_bias)
+        product = gate_linear(functional.linear(normed, gate_up, weights.gate_up_bias), spec.activation)
+        product = functional.linear(product, down, weights.down_bias)
         if weights.mlp_post_norm is not None:
             product = rms_norm(product, weights.mlp_post_norm, eps)
         return hidden + product
 
 
-def _mix(tokens: torch.Tensor, weights: ExpertWeights, experts: Experts) -> torch.Tensor:
+def gate_linear(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return an MLP's activated product of gate and up, whose halves `gate_up` has."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return gate * torch.sigmoid(CLAMPED_GAIN * gate) * (up + 1)
+    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
+
+
+def _mix(tokens: torch.Tensor, weights: ExpertWeights, spec: LayerSpec) -> torch.Tensor:
     """Return a mixture's output of `[tokens, hidden]`, expert by expert."""
-    shares, ids = torch.softmax(tokens.float() @ weights.router.float().t(), 1).topk(experts.per_token, 1)
+    experts = spec.experts
+    assert experts is not None, "the layer has experts"
+    bias = None if weights.router_bias is None else weights.router_bias.float()
+    shares, ids = torch.softmax(functional.linear(tokens.float(), weights.router.float(), bias), 1).topk(
+        experts.per_token, 1
+    )
     if experts.is_normalised:
         shares = shares / shares.sum(1, keepdim=True)
     gate_ups = weights.gate_up.view(experts.num_experts, -1, tokens.shape[1])
@@ -160,8 +175,12 @@ def _mix(tokens: torch.Tensor, weights: ExpertWeights, experts: Experts) -> torc
     mixed = torch.zeros_like(tokens, dtype=torch.float32)
     for expert in range(experts.num_experts):
         token, place = (ids == expert).nonzero(as_tuple=True)
-        gate, up = functional.linear(tokens[token], gate_ups[expert]).chunk(2, dim=-1)
-        made = functional.linear(functional.silu(gate) * up, downs[expert])
+        gate_up_bias, down_bias = (
+            None if bias is None else bias.view(experts.num_experts, -1)[expert]
+            for bias in (weights.gate_up_bias, weights.down_bias)
+        )  # fmt: skip
+        product = functional.linear(tokens[token], gate_ups[expert], gate_up_bias)
+        made = functional.linear(gate_linear(product, spec.activation), downs[expert], down_bias)
         mixed.index_add_(0, token, made.float() * shares[token, place, None])
     return mixed.to(tokens.dtype)
 
@@ -190,33 +209,51 @@ def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(rows.dtype)
 
 
-def attend_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
+def attend_masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Return attention `[requests, heads, queries, dim]` to keys where `mask`, bool, is set. sinks: `[heads]`, logits
+    of one more key for each head, of value 0.
+    """
+    if sinks is None:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    key, value = functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))
+    unseen = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
+    unseen = unseen.expand(len(query), len(sinks), query.shape[2], -1)
+    more = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*unseen.shape[:3], 1)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=torch.cat([unseen, more], -1))
+
+
+def attend_causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return exact causal attention `[requests, heads, tokens, dim]`, of a window's tokens or all; KV heads are
-    repeated, so any flash kernel serves.
+    repeated, so any flash kernel serves. sinks: see `attend_masked`.
     """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    if window is None:
+    if window is None and sinks is None:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    outs = []
+    window, outs = window or query.shape[2], []
     for begin in range(0, query.shape[2], WINDOW_QUERIES):
         rows = torch.arange(begin, min(begin + WINDOW_QUERIES, query.shape[2]), device=query.device)
         seen = torch.arange(max(0, begin - window + 1), begin + len(rows), device=query.device)
         mask = (seen <= rows[:, None]) & (seen > rows[:, None] - window)
         keys, values = key[:, :, seen[0] : begin + len(rows)], value[:, :, seen[0] : begin + len(rows)]
         own = query[:, :, begin : begin + len(rows)]
-        outs.append(functional.scaled_dot_product_attention(own, keys, values, attn_mask=mask))
+        outs.append(attend_masked(own, keys, values, mask[None, None], sinks))
     return torch.cat(outs, dim=2)
 
 
 def attend_window(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int
-) -> torch.Tensor:
-    """Return a step's queries `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens."""
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return a step's queries `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens. sinks:
+    see `attend_masked`.
+    """
     group = query.shape[1] // keys.shape[1]
     places = torch.arange(keys.shape[2], device=query.device)
     mask = (places < lengths[:, None]) & (places >= lengths[:, None] - window)  # [requests, tokens]
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    return functional.scaled_dot_product_attention(query[:, :, None], keys, values, attn_mask=mask[:, None, None])[
-        :, :, 0
-    ]
+    return attend_masked(query[:, :, None], keys, values, mask[:, None, None], sinks)[:, :, 0]

@@ -136,11 +136,17 @@ def served_parts(profiles: Iterable[Profile]) -> tuple[ProfilePart, ...]:
 def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tuple[MethodState, ...]:
     """Return what the methods of these profiles keep on the device, a state for each part.
 
-    Raises ProfileError where a method with rings has no layer of this model to work in.
+    Raises ProfileError where a method with rings has no layer of this model to work in, and where attention has sinks
+    and a method no mass to merge them with.
     """
     states = []
     for part in served_parts(profiles):
         method, count = part.method, None
+        if not method.has_mass and any(spec.sinks for spec in architecture.layer_pattern):
+            raise ProfileError(
+                f"profiles: {method.name!r} computes no softmax mass, with which {architecture.name} merges its "
+                "attention sinks; take it out of the profiles"
+            )
         if method.has_rings:
             if not method.works_in(part.settings, architecture):
                 raise ProfileError(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.attention.prefill_query import Attended
+from gpu.attention.prefill_query import Attended, joined
 from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel, serves
 from transfer.partial import Partial, merge
 
@@ -91,9 +91,7 @@ def scattered_attention(
         last = positions[own, None]
         mask.masked_fill_((seen > last) | (seen <= last - (window or context)), float("-inf"))
         attended.append(_masked(query[own], key, value, mask, scale))
-    if len(attended) == 1:
-        return attended[0]
-    return Attended(torch.cat([one.out for one in attended]), torch.cat([one.partial_lse for one in attended]))
+    return joined(attended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +128,23 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, s
         mask = torch.zeros(len(rows), high - low, dtype=query.dtype, device=query.device)
         mask.masked_fill_((seen > last[:, None]) | (seen <= last[:, None] - window), float("-inf"))
         attended.append(_masked(rows, key[:, low:high], value[:, low:high], mask, scale))
-    return Attended(torch.cat([one.out for one in attended]), torch.cat([one.partial_lse for one in attended]))
+    return joined(attended)
 
 
 def packed_prefill_attention(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None = None
-) -> Tensor:
-    """Return the output of `prefill_attention` of each prompt, or of `windowed_attention`, by one kernel; where
+) -> Attended:
+    """Return `prefill_attention` of each prompt, or of `windowed_attention`, by one kernel; where
     `has_flash`.
 
-    query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`. As query.
+    query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`.
     """
-    out, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, packing.query_begins, packing.key_begins, packing.most_queries, packing.most_keys,
         0.0, True, False, scale=scale, window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )  # fmt: skip
-    return out
+    return Attended(out, lse.transpose(0, 1))
 
 
 def default_kernel(query: Tensor) -> Whole:

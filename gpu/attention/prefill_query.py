@@ -1,7 +1,9 @@
 """The queries of one prompt in one layer of a prefill unit, and what a prefill method returns for them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from transfer.partial import Partial
@@ -48,3 +50,12 @@ class Attended:
 
     def partial(self) -> Partial:
         return Partial(self.out.float(), self.partial_lse)
+
+
+def joined(attended: Sequence[Attended]) -> Attended:
+    """Return the outputs of queries that stand behind each other as one; without an lse if any has none."""
+    if len(attended) == 1:
+        return attended[0]
+    lses = [one.lse for one in attended if one.lse is not None]
+    lse = torch.cat(lses) if len(lses) == len(attended) else None
+    return Attended(torch.cat([one.out for one in attended]), lse)

@@ -98,7 +98,7 @@ class LayerLoop:
                 check_coverage(reads, on_device, answers, self.reusing if reuses else [])
             far = [] if on_device.far is None else [on_device.far]
             attended = reads.attended or merge_all([on_device.near, *far, *filled])
-            hidden = decoder.leave(layer, hidden, attended.out, rows.slots, experts)
+            hidden = decoder.leave(layer, hidden, attended.out, attended.lse, rows.slots, experts)
         logits = decoder.logits(hidden)
         for method in methods:
             method.finish(rows)

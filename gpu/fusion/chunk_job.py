@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu.attention.prefill_attention import windowed_attention
-from gpu.attention.prefill_query import Attended, PrefillQuery
+from gpu.attention.prefill_query import Attended, PrefillQuery, joined
 from gpu.fusion.chunk_copies import Documents
 from gpu.fusion.chunk_rows import store_rows
 from gpu.fusion.fusion_arrays import computed_rows
@@ -57,12 +57,13 @@ class ChunkJob:
         own = slice(begin, end)
         parts = list(self._parts(begin, end))
 
-        def attend(query: Tensor, pre_rope_query: Tensor) -> Tensor:
-            rows = [
-                self._attend(layer, number, first, last, query[first - begin : last - begin])
-                for number, first, last in parts
-            ]
-            return rows[0] if len(rows) == 1 else torch.cat(rows)
+        def attend(query: Tensor, pre_rope_query: Tensor) -> Attended:
+            return joined(
+                [
+                    self._attend(layer, number, first, last, query[first - begin : last - begin])
+                    for number, first, last in parts
+                ]
+            )
 
         def see(rows: Tensor) -> None:
             for number, first, last in parts:
@@ -100,18 +101,18 @@ class ChunkJob:
         parts = [(number, max(begin, first), min(end, last)) for number, (first, last) in bounds]
         return [part for part in parts if part[1] < part[2]]
 
-    def _attend(self, layer: int, number: int, begin: int, end: int, query: Tensor) -> Tensor:
+    def _attend(self, layer: int, number: int, begin: int, end: int, query: Tensor) -> Attended:
         """Attend packed tokens `[begin, end)` of a chunk to it, up to themselves."""
         chunk = self._begins[number]
         keys, values = (rows[:, chunk:end] for rows in self._rows)
         window = self._decoder.specs[layer].window_tokens
         if window is not None:
-            return windowed_attention(query, keys, values, window, self._decoder.scale).out
+            return windowed_attention(query, keys, values, window, self._decoder.scale)
         positions, num_tokens = self._positions[begin:end], self._begins[number + 1] - chunk
         prefill_query = PrefillQuery(
             layer, query, query, keys, values, positions, begin - chunk, num_tokens, self._decoder.scale, None
         )
-        return self._attend_to(prefill_query).out
+        return self._attend_to(prefill_query)
 
     def _keep(self, layer: int, number: int, begin: int, end: int, rows: Tensor) -> None:
         """Copy rows `[tokens, 2, kv_heads, dim]` to host memory as they are stored."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_query import Attended
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.kv.pool import KvPool
 from gpu.layers.projections import Projections
@@ -18,10 +19,11 @@ from gpu.operations.arguments import runs_on_numba
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.kv.numba_rope_kv_write import rope_kv_write_cpu
 from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.operations.sinks import add_sinks
 from gpu.weights.weights import Weights
 
 # (query, pre_rope_query), both [tokens, heads, dim], to attention's output, of that shape and any floating dtype.
-Attend = Callable[[Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor], Attended]
 
 # (keys and values before rotation, [tokens, 2, kv_heads, dim], a view), of those tokens that a layer computes.
 See = Callable[[Tensor], None]
@@ -75,7 +77,8 @@ class Decoder:
         query, pre_rope_query = self.enter(
             index, hidden, positions, positions if cells is None else cells, slots, pages, see
         )
-        return self.leave(index, hidden, attend(query, pre_rope_query), slots)
+        attended = attend(query, pre_rope_query)
+        return self.leave(index, hidden, attended.out, attended.lse, slots)
 
     def enter(self, index: int, hidden: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
               pages: Pages | None, see: See | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -109,12 +112,17 @@ class Decoder:
             norms,
         )  # fmt: skip
 
-    def leave(self, index: int, hidden: Tensor, attended: Tensor, slots: Tensor,
+    def leave(self, index: int, hidden: Tensor, attended: Tensor, lse: Tensor | None, slots: Tensor,
               exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
         """Compute the part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype,
-        projected and added to `hidden`, and the MLP. slots: see `layer`; exchange: where the CPU computes experts, if
-        it does.
+        projected and added to `hidden`, and the MLP. The layer's sinks, if it has some, are merged here, into
+        `attended`. lse: `[tokens, heads]` of all that was attended to, None only for a layer without sinks; slots: see
+        `layer`; exchange: where the CPU computes experts, if it does.
         """
+        sinks = self.weights.layers[index].sinks
+        if sinks is not None:
+            assert lse is not None, "a layer with sinks is attended to by a softmax, whose mass is known"
+            attended = add_sinks(attended, lse, sinks)
         rows = attended.reshape(-1, self.query_columns)
         return self.projections.mlp(index, self.projections.output(index, rows, hidden), slots, exchange)
 

@@ -67,21 +67,27 @@ class ExpertMlp:
         gate_up, down = weights.gate_up, weights.down
         if not runs_on_triton(hidden) or len(hidden) == 0:
             normed = rms_norm(hidden, norm, eps)
-            ids, shares = route_reference(normed, weights.router, experts)
+            ids, shares = route_reference(normed, weights.router, experts, weights.router_bias)
             far = self._find_far(normed, ids.int(), shares, slots, exchange)
-            return experts_reference(normed, ids, shares, gate_up, down, experts, self.activation, far).add_(hidden)
-        normed, logits = router_logits(hidden, norm, eps, weights.router)
+            made = experts_reference(
+                normed, ids, shares, gate_up, down, experts, self.activation, far, weights.gate_up_bias,
+                weights.down_bias,
+            )  # fmt: skip
+            return made.add_(hidden)
+        normed, logits = router_logits(hidden, norm, eps, weights.router, weights.router_bias)
         taken, is_few = None, len(hidden) <= LEAST_PAIRS  # tiles of few tokens find their pairs in the logits
         if weights.host is not None or not is_few:
             taken = choose(logits, experts)
         far = None if taken is None else self._find_far(normed, *taken, slots, exchange)
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and len(hidden) <= MOST_ALONE:
-            product, ids, shares = gate_up_rows(normed, logits, gate_up, experts, self.activation, far)
-            return down_rows(product, ids, shares, down, hidden, experts, far)
+            product, ids, shares = gate_up_rows(
+                normed, logits, gate_up, experts, self.activation, far, weights.gate_up_bias
+            )
+            return down_rows(product, ids, shares, down, hidden, experts, far, weights.down_bias)
         has_packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
         tiles = pair_few(logits, experts) if is_few or taken is None else pair_up(*taken, experts, has_packed)
-        product = gate_up_tiles(normed, tiles, gate_up, experts, self.activation, far)
-        return down_tiles(product, tiles, down, hidden, experts, far)
+        product = gate_up_tiles(normed, tiles, gate_up, experts, self.activation, far, weights.gate_up_bias)
+        return down_tiles(product, tiles, down, hidden, experts, far, weights.down_bias)
 
     def warm_up(self, most_tokens: int, norm: Tensor) -> None:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""

@@ -81,6 +81,8 @@ class Method:
     # num_rings)`: see `gpu.methods.device_side`.
     device_side: ClassVar[str | None] = None
     prefill_side: ClassVar[str | None] = None  # module with make_prefill_side(settings, site, dense)
+    # Whether its outputs come with the mass of what they stand for, which attention sinks are merged with.
+    has_mass: ClassVar[bool] = True
     token_outputs: ClassVar[int] = 0  # memory that its sides take for a token, in outputs as wide as a query
     # What it counts.
     counters: ClassVar[Mapping[str, Counter]] = {}  # of `DeviceSide.counts`, on /metrics

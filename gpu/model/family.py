@@ -43,8 +43,19 @@ EXPERT_TENSORS = {
     "mlp.experts.*.up_proj.weight": "up",
     "mlp.experts.*.down_proj.weight": "down",
 }
+SINKS = {"self_attn.sinks": "sinks"}
 QK_NORMS = {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"}
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class StackLayout:
+    """How a checkpoint has the experts of a layer in one tensor, `[experts, rows, inner]`. is_transposed: each expert's
+    rows are columns; is_interleaved: rows of gate and up come in turns.
+    """
+
+    is_transposed: bool = False
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +65,9 @@ class Family:
     model_types: of `config.json`, the first one names the family. parse: returns an Architecture of its keys. tensors:
     where a layer's go, as LAYER_TENSORS. defaults: what absent keys mean; harmless: keys that change nothing. unwrap:
     returns the part of a configuration that is the decoder's. prefixes: of names of tensors, taken off; skipped: of
-    tensors that the decoder has no use for. gguf: how GGUF files have it, None: none does. shapes: configurations by
-    name, for random weights.
+    tensors that the decoder has no use for. stacks: the layout of a layer's experts that `tensors` calls
+    `experts_gate_up` and `experts_down`, all in one tensor, or of their biases. gguf: how GGUF files have it, None:
+    none does. shapes: configurations by name, for random weights.
     """
 
     model_types: tuple[str, ...]
@@ -66,6 +78,7 @@ class Family:
     unwrap: Callable[[dict[str, Any]], dict[str, Any]] = field(default=lambda config: config)
     prefixes: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
+    stacks: StackLayout = StackLayout()
     gguf: GgufForm | None = None
     shapes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from gpu.model.matrix_format import Quantisation
 
 ROPE_TYPES = ("default", "llama3", "linear", "dynamic", "yarn", "longrope")
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+CLAMPED_GAIN, CLAMPED_LIMIT = 1.702, 7.0  # of "clamped_swiglu": gpt-oss's `swiglu_alpha` and `swiglu_limit`
 
 
 class ModelError(Exception):
@@ -29,13 +30,15 @@ class Experts:
     """A layer's gated MLPs, of which a token takes the few with the largest router logits.
 
     intermediate: columns of one expert. is_normalised: the weights of the experts that a token takes are scaled to sum
-    to 1; they come from a softmax over all experts.
+    to 1; they come from a softmax over all experts. has_biases: the router has a bias, and so have gate, up and down of
+    each expert.
     """
 
     num_experts: int
     per_token: int
     intermediate: int
     is_normalised: bool
+    has_biases: bool = False
 
     def taken(self, num_tokens: int) -> float:
         """Return how many experts a step of so many tokens reads, in expectation, if tokens draw at random."""
@@ -50,7 +53,7 @@ class LayerSpec:
     and down. qk_norm: RMSNorm of each query and key head before the rotation. post_norms: RMSNorms of attention's and
     the MLP's outputs, before these are added. activation: of the gate. window_tokens: a token attends to itself and to
     those before it, so many together; None: to all. rope: its own frequencies; None: the model's. experts: in place of
-    the one MLP; None: there are none.
+    the one MLP; None: there are none. sinks: each query head has one logit more in its softmax, without a value.
 
     New arithmetic is a new field here or in `Architecture`; `docs/MODELS.md` says where it is applied.
     """
@@ -64,6 +67,7 @@ class LayerSpec:
     window_tokens: int | None = None
     rope: RopeScaling | None = None
     experts: Experts | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +156,10 @@ class Architecture:
     def _weights_of(self, spec: LayerSpec, count: Callable[[Experts], float]) -> float:
         qkv, mlp = self.dim * (self.num_heads + 2 * self.num_kv_heads), 3.0 * self.hidden * self.intermediate
         if spec.experts is not None:
-            router = self.hidden * spec.experts.num_experts
-            mlp = router + 3 * self.hidden * spec.experts.intermediate * count(spec.experts)
-        norms = spec.qk_norm * 2 * self.dim + (2 + 2 * spec.post_norms) * self.hidden
+            router = (self.hidden + spec.experts.has_biases) * spec.experts.num_experts
+            biases_of_one = spec.experts.has_biases * (2 * spec.experts.intermediate + self.hidden)
+            mlp = router + (3 * self.hidden * spec.experts.intermediate + biases_of_one) * count(spec.experts)
+        norms = spec.qk_norm * 2 * self.dim + (2 + 2 * spec.post_norms) * self.hidden + spec.sinks * self.num_heads
         biases = spec.qkv_bias * qkv + (spec.output_bias + spec.mlp_bias) * self.hidden
         vectors = norms + biases + spec.mlp_bias * 2 * self.intermediate
         return self.hidden * (qkv + self.dim * self.num_heads) + mlp + vectors

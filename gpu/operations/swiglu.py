@@ -1,5 +1,7 @@
 """SwiGLU, silu(gate) * up, or GeGLU, gelu(gate) * up by its tanh, over one buffer whose first half is the gate.
 
+Clamped, with gate <= 7 and |up| <= 7, it is gate * sigmoid(1.702 gate) * (up + 1).
+
 Bytes moved per token: 3 * intermediate * itemsize.
 """
 
@@ -9,40 +11,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.model.spec import Activation
+from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Activation
 from gpu.operations.arguments import check, check_dtype, runs_on_triton
 
 BLOCK = 1024
 
-
-def activate(gate: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation in plain torch."""
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+_GAIN, _LIMIT = tl.constexpr(CLAMPED_GAIN), tl.constexpr(CLAMPED_LIMIT)
 
 
 def swiglu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """Compute `swiglu` in plain torch: gate_up `[tokens, 2 * intermediate]` -> `[tokens, intermediate]`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return activate(gate, activation).mul_(up)
+    if activation == "clamped_swiglu":
+        gate = gate.clamp(max=CLAMPED_LIMIT)
+        return (gate * CLAMPED_GAIN).sigmoid_().mul_(gate).mul_(up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT) + 1)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return activated.mul_(up)
 
 
 @triton.jit
-def gated(gate, up, GELU: tl.constexpr):
-    """Return activation(gate) * up in float32; tanh(z) is 2 * sigmoid(2 z) - 1."""
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """Return activation(gate) * up in float32; tanh(z) is 2 * sigmoid(2 z) - 1. NaN stays NaN where it is clamped."""
     inner = gate
-    if GELU:
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
+        inner = gate * _GAIN
+    elif ACTIVATION == "gelu_tanh":
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate * tl.sigmoid(inner) * up
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _swiglu_kernel(gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INTERMEDIATE
     gate = tl.load(gate_up + token * row_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * row_stride + INTERMEDIATE + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * INTERMEDIATE + column, gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * INTERMEDIATE + column, gated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
@@ -65,7 +72,7 @@ def swiglu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         gate_up.stride(0),
         INTERMEDIATE=width // 2,
         BLOCK=BLOCK,
-        GELU=activation == "gelu_tanh",
+        ACTIVATION=activation or "silu",
         num_warps=4,
     )
     return out

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu.attention.prefill_attention import scattered_attention
+from gpu.attention.prefill_query import Attended
 from gpu.fusion.chunk_copies import Documents
 from gpu.fusion.chunk_job import ChunkJob
 from gpu.fusion.chunk_rows import read_rows, store_rows
@@ -177,7 +178,7 @@ class Prefill:
             state.hidden[chunk] = self._compute_windowed(self.windows, state, unit.layer, chunk, state.hidden[chunk])
             return
 
-        def attend(query: Tensor, pre_rope_query: Tensor) -> Tensor:
+        def attend(query: Tensor, pre_rope_query: Tensor) -> Attended:
             if state.eviction is not None and (num_own := state.num_of_tail(unit)):
                 state.eviction.note(query[len(query) - num_own :])
             return self.attention.attend(state, unit, query, pre_rope_query)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gpu.attention.prefill_attention import (
@@ -18,7 +17,7 @@ from gpu.attention.prefill_attention import (
     scattered_attention,
     windowed_attention,
 )
-from gpu.attention.prefill_query import PrefillQuery
+from gpu.attention.prefill_query import Attended, PrefillQuery, joined
 from gpu.host.gathered import GatheredKv
 from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import RingSide
@@ -47,7 +46,7 @@ class UnitAttention:
         self._device = gathered.pool.device
         self._most_packed_tokens = min(MOST_PACKED_TOKENS, gathered.pool.max_pages * gathered.pool.page_tokens)
 
-    def attend(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
+    def attend(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Attended:
         """Attend for a unit whose keys and values are written; all `[tokens, heads, dim]`."""
         if state.job.is_scattered(unit.layer):
             return self._attend_scattered(state, unit, query, pre_rope_query)
@@ -59,7 +58,7 @@ class UnitAttention:
         prompt = state.job.prompts[0]
         return self._keys_and_values(state, prompt, layer, len(prompt.token_ids))
 
-    def _attend_scattered(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
+    def _attend_scattered(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Attended:
         """Attend densely for a unit of few tokens among the prompt's."""
         keys, values = self.whole(state, unit.layer)
         positions, window = state.positions[unit.begin : unit.end], self._decoder.specs[unit.layer].window_tokens
@@ -71,7 +70,7 @@ class UnitAttention:
             self.watch(prefill_query)
         if window is None:
             self._show_tail(state, unit, prefill_query)
-        return scattered_attention(query, keys, values, positions, scale, window).out
+        return scattered_attention(query, keys, values, positions, scale, window)
 
     def _show_tail(self, state: JobState, unit: PrefillUnit, prefill_query: PrefillQuery) -> None:
         """Show a prompt's last queries, in order, to the methods that want them."""
@@ -91,7 +90,7 @@ class UnitAttention:
         )
         self._show(tail, slot)
 
-    def _attend_packed(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Tensor:
+    def _attend_packed(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Attended:
         """Attend for a packed chunk: all prompts at once, or prompt by prompt; all `[tokens, heads, dim]`."""
         parts = state.parts(unit.begin, unit.end)
         window = self._decoder.specs[unit.layer].window_tokens
@@ -99,17 +98,16 @@ class UnitAttention:
         if is_packed and sum(part.context for part in parts) <= self._most_packed_tokens:
             packed = self._pack(state, unit, parts)
             keys, values = self._gathered.pack(unit.layer, packed.rows)
-            out = packed_prefill_attention(query, keys, values, packed.packing, self._decoder.scale, window)
+            packed_attended = packed_prefill_attention(query, keys, values, packed.packing, self._decoder.scale, window)
             for part in parts if window is None else ():
                 if any(method.has_ring(part.prompt.slot) for method in self.reusing):
                     self._show(self._query_of(state, unit, part, query, pre_rope_query), part.prompt.slot)
-            return out
-        attended = [self._attend_part(state, unit, part, query, pre_rope_query) for part in parts]
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
+            return packed_attended
+        return joined([self._attend_part(state, unit, part, query, pre_rope_query) for part in parts])
 
     def _attend_part(
         self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
-    ) -> Tensor:
+    ) -> Attended:
         """Attend for one prompt's part by the unit's method; both queries are the unit's."""
         side, prompt = self.sides[unit.method], part.prompt
         num_prompt_tokens = len(prompt.token_ids)
@@ -117,7 +115,7 @@ class UnitAttention:
         if window is not None:  # which methods have no part in
             keys, values = self._keys_and_values(state, prompt, unit.layer, part.context)
             own = slice(part.begin - unit.begin, part.end - unit.begin)
-            return windowed_attention(query[own], keys, values, window, self._decoder.scale).out
+            return windowed_attention(query[own], keys, values, window, self._decoder.scale)
         begin = part.context - (part.end - part.begin)
         keeps_state = unit.method != DENSE  # whose prompts may have begun packed with others
         if keeps_state and begin == prompt.begin:
@@ -129,7 +127,7 @@ class UnitAttention:
         self._show(prefill_query, prompt.slot)
         if keeps_state and part.context == num_prompt_tokens:
             del state.method_states[prompt.slot]
-        return attended.out
+        return attended
 
     def _show(self, query: PrefillQuery, slot: int) -> None:
         """Show queries to the methods that will reuse what queries like these read."""

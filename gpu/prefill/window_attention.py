@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu.attention.prefill_attention import Packing, has_flash, packed_prefill_attention, windowed_attention
+from gpu.attention.prefill_query import Attended, joined
 from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Pages
 from gpu.prefill.prefill_arrays import seen_rows, window_buffer
@@ -99,7 +100,7 @@ class WindowPrefill:
         """Return the cells of a unit's tokens in the buffer, int64."""
         return self._cells[:num_tokens]
 
-    def attend(self, unit: WindowedUnit, layer: int, window: int, query: Tensor) -> Tensor:
+    def attend(self, unit: WindowedUnit, layer: int, window: int, query: Tensor) -> Attended:
         """Attend for all of a unit's prompts, whose rows are in the buffer; query, out: `[tokens, heads, dim]`."""
         keys, values = self._keys[0], self._values[0]
         if len(unit.parts) > 1 and unit.is_whole() and has_flash(query):
@@ -109,8 +110,8 @@ class WindowPrefill:
         for part in unit.parts:
             own = [rows[:, part.begin : part.end] for rows in (keys, values)]
             seen = self._before(layer, part, window, own)
-            attended.append(windowed_attention(query[part.begin : part.end], seen[0], seen[1], window, self.scale).out)
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
+            attended.append(windowed_attention(query[part.begin : part.end], seen[0], seen[1], window, self.scale))
+        return joined(attended)
 
     def keep(self, unit: WindowedUnit, layer: int) -> None:
         """Write the last rows of each prompt to its window, once they are attended to."""

@@ -4,15 +4,23 @@ Queries and keys are rotated in halves here. So rows of a checkpoint whose pairs
 rotated in part, are put in that order, which no product of a query and a key notices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gpu.model.family import Family, families
+from gpu.model.family import Family, StackLayout, families
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import MatrixFormat
-from gpu.model.matrix_formats import layer_formats, layer_tensors, matrix_parts, module_names, output_format
+from gpu.model.matrix_formats import (
+    OF_EXPERTS,
+    layer_formats,
+    layer_tensors,
+    matrix_parts,
+    matrix_shapes,
+    module_names,
+    output_format,
+)
 from gpu.model.spec import Architecture, LayerSpec
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.gguf_blocks import Blocks, widen_blocks
@@ -60,6 +68,31 @@ class Place:
             (tuple(self.tensor.shape),), kinds, self.fill, fill_rows=self.fill_rows,
             as_is=self.tensor if is_same else None,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlace:
+    """Where one tensor of all experts goes. experts: each one's rows, or their biases, on the device or not."""
+
+    experts: list[Tensor]
+    layout: StackLayout
+
+    @property
+    def wanted(self) -> StoredTensor:
+        shape = self.experts[0].shape[::-1] if self.layout.is_transposed else self.experts[0].shape
+        return StoredTensor(((len(self.experts), *shape),), PLAIN, self.fill, fill_rows=self.fill_rows)
+
+    def fill(self, stored: Tensor) -> None:
+        self.fill_rows(0, stored)
+
+    def fill_rows(self, begin: int, stored: Tensor) -> None:
+        """Place experts of the checkpoint's tensor from `begin` on; of pinned memory, asynchronously."""
+        for place, expert in zip(self.experts[begin : begin + len(stored)], stored, strict=True):
+            rows = expert.to(place.device, non_blocking=True)
+            rows = rows.T if self.layout.is_transposed and rows.ndim == 2 else rows
+            if self.layout.is_interleaved:
+                rows = rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+            place.copy_(rows)
 
 
 def head_order(architecture: Architecture) -> Tensor | None:
@@ -151,11 +184,11 @@ def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Archi
     return {module + end: tensor for end, tensor in tensors.items()}
 
 
-def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place]:
+def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place | StackPlace]:
     """Return the plain places of one layer, by what a family's table calls them (`gpu.model.family`)."""
     query, key, offset = a.num_heads * a.dim, a.num_kv_heads * a.dim, a.norm_weight_offset
     order, heads = head_order(a), _heads(a)
-    places = {
+    places: dict[str, Place | StackPlace] = {
         "attention_norm": Place(layer.attention_norm, offset=offset),
         "mlp_norm": Place(layer.mlp_norm, offset=offset),
     }
@@ -171,12 +204,17 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
             begin += rows
     if layer.experts is not None:
         places["router"] = Place(layer.experts.router)
+        if layer.experts.router_bias is not None:
+            places["router_bias"] = Place(layer.experts.router_bias)
+        places |= _stack_places(layer, a, spec)
     for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
         if isinstance(rows, Tensor):
             places["qkv" + suffix] = Place(rows, heads)
             places["query" + suffix] = Place(rows[:query], None if heads is None else heads[:query])
             places["key" + suffix] = Place(rows[query : query + key], None if heads is None else heads[:key])
             places["value" + suffix] = Place(rows[query + key :])
+    if layer.sinks is not None:
+        places["sinks"] = Place(layer.sinks)
     for name, bias in layer.biases.items():
         begin = 0
         places.setdefault(name + "_bias", Place(bias))
@@ -190,3 +228,19 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         places["attention_post_norm"] = Place(layer.attention_post_norm, offset=offset)
         places["mlp_post_norm"] = Place(layer.mlp_post_norm, offset=offset)
     return places
+
+
+def _stack_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, StackPlace]:
+    """Return the places of tensors that have a matrix, or a bias, of all experts."""
+    assert spec.experts is not None, "its weights are of experts"
+    layout, found = family_of(a).stacks, {}
+    for name in OF_EXPERTS:
+        rows = matrix_shapes(a, spec)[name][0] // spec.experts.num_experts
+        own = replace(layout, is_interleaved=layout.is_interleaved and name == "experts_gate_up")
+        stacks = [stack for stack in layer.stacks(name) if isinstance(stack, Tensor) and len(stack)]
+        if stacks:
+            found[name] = StackPlace([expert for stack in stacks for expert in stack.split(rows)], own)
+        bias = layer.biases.get(name)
+        if bias is not None:
+            found[name + "_bias"] = StackPlace(list(bias.split(rows)), own)
+    return found

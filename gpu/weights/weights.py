@@ -45,13 +45,17 @@ Progress = Callable[[float], None]
 class ExpertWeights:
     """The weights of all experts of a layer. Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts *
     2 * intermediate, hidden]`, one after another, of each its gate first; down `[experts * hidden, intermediate]`.
-    host: the last ones, if they lie in host memory; the two matrices then have the first ones alone.
+    host: the last ones, if they lie in host memory; the two matrices then have the first ones alone. Biases, where they
+    are, are of all experts, in the order of the rows, and on the card.
     """
 
     router: Tensor
     gate_up: Stored
     down: Stored
     host: HostExperts | None = None
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,8 @@ class LayerWeights:
     """The weights of a layer. attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`; output
     `[hidden, heads * dim]`; gate_up `[2 * intermediate, hidden]`, gate first; down `[hidden, intermediate]`; or, in
     place of these two, experts. Where the layer's spec has them: qkv_bias, output_bias, gate_up_bias and down_bias, of
-    the matrix's rows; query_norm, key_norm `[dim]`; attention_post_norm, mlp_post_norm `[hidden]`. Norms that a
+    the matrix's rows; query_norm, key_norm `[dim]`; attention_post_norm, mlp_post_norm `[hidden]`; sinks `[heads]`,
+    logits of each query head's softmax that have no value. Norms that a
     checkpoint stores less one are float32: what they lack of one would be rounded away.
     """
 
@@ -78,6 +83,7 @@ class LayerWeights:
     key_norm: Tensor | None = None
     attention_post_norm: Tensor | None = None
     mlp_post_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def matrices(self) -> dict[str, Held]:
@@ -90,7 +96,10 @@ class LayerWeights:
     @property
     def biases(self) -> dict[str, Tensor]:
         """Return the biases by the names of their matrices."""
-        held = {"qkv": self.qkv_bias, "output": self.output_bias, "gate_up": self.gate_up_bias, "down": self.down_bias}
+        experts = self.experts
+        held = {"qkv": self.qkv_bias, "output": self.output_bias, "gate_up": self.gate_up_bias, "down": self.down_bias,
+                "experts_gate_up": experts and experts.gate_up_bias,
+                "experts_down": experts and experts.down_bias}  # fmt: skip
         return {name: bias for name, bias in held.items() if bias is not None}
 
     def stacks(self, name: str) -> list[Held]:
@@ -209,8 +218,10 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
         for norm in (layer.attention_post_norm, layer.mlp_post_norm):
             if norm is not None:
                 norm.fill_(residual_scale)
-        for bias in layer.biases.values():
-            bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
+        router_bias = layer.experts and layer.experts.router_bias
+        for bias in (*layer.biases.values(), router_bias, layer.sinks):
+            if bias is not None:
+                bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
         draw(layer.qkv, 1.0)
         draw(layer.output, residual_scale)
         gate_up, down = ("gate_up", "down") if layer.experts is None else OF_EXPERTS
@@ -302,12 +313,19 @@ def allocate_weights(
     def layer(index: int, spec: LayerSpec) -> LayerWeights:
         width = (a.num_heads + 2 * a.num_kv_heads) * a.dim
         formats, held, host = layer_formats(a, index), spec.experts, hosts[index]
-        shapes = matrix_shapes(a, spec)
+        shapes = of_all = matrix_shapes(a, spec)
         if host is not None and held is not None:
             on_card = held.num_experts - host.count
-            shapes |= {name: (shapes[name][0] // held.num_experts * on_card, shapes[name][1]) for name in OF_EXPERTS}
+            near = {name: (of_all[name][0] // held.num_experts * on_card, of_all[name][1]) for name in OF_EXPERTS}
+            shapes = of_all | near
         made = {name: matrix(*shape, formats[name]) for name, shape in shapes.items()}
-        router = None if held is None else empty(held.num_experts, a.hidden)
+        experts = None
+        if held is not None:
+            biases = (held.num_experts, of_all["experts_gate_up"][0], of_all["experts_down"][0])
+            experts = ExpertWeights(
+                empty(held.num_experts, a.hidden), made["experts_gate_up"], made["experts_down"], host,
+                *(empty(rows) if held.has_biases else None for rows in biases),
+            )  # fmt: skip
         return LayerWeights(
             attention_norm=norm(a.hidden),
             qkv=made["qkv"],
@@ -315,9 +333,7 @@ def allocate_weights(
             mlp_norm=norm(a.hidden),
             gate_up=made.get("gate_up"),
             down=made.get("down"),
-            experts=router
-            if router is None
-            else ExpertWeights(router, made["experts_gate_up"], made["experts_down"], host),
+            experts=experts,
             qkv_bias=empty(width) if spec.qkv_bias else None,
             output_bias=empty(a.hidden) if spec.output_bias else None,
             gate_up_bias=empty(2 * a.intermediate) if spec.mlp_bias else None,
@@ -326,6 +342,7 @@ def allocate_weights(
             key_norm=norm(a.dim) if spec.qk_norm else None,
             attention_post_norm=norm(a.hidden) if spec.post_norms else None,
             mlp_post_norm=norm(a.hidden) if spec.post_norms else None,
+            sinks=empty(a.num_heads) if spec.sinks else None,
         )
 
     embedding = empty(a.vocab_size, a.hidden)

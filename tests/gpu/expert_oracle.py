@@ -1,14 +1,14 @@
 """Mixtures of experts, drawn, and what they compute in float64 numpy, expert by expert, from the formula."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from gpu.model.spec import Experts
+from gpu.model.spec import Activation, Experts
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.weights import ExpertWeights
-from tests.gpu.kernel_oracles import random, rms_norm, swiglu, wide
+from tests.gpu.kernel_oracles import clamped_swiglu, random, rms_norm, swiglu, wide
 from tests.gpu.packed_oracle import draw_packed, poisoned
 
 # kind of matrices, group, row_block, has_zeros, columns of a run
@@ -24,13 +24,24 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Mixture:
-    """gate_up `[experts, 2 * intermediate, hidden]`, down `[experts, hidden, intermediate]`, router: float64."""
+    """gate_up `[experts, 2 * intermediate, hidden]`, down `[experts, hidden, intermediate]`, router: float64. Experts
+    with biases have the activation that comes with them in gpt-oss.
+    """
 
     experts: Experts
     weights: ExpertWeights
     router: np.ndarray
     gate_up: np.ndarray
     down: np.ndarray
+
+    @property
+    def activation(self) -> Activation:
+        return "clamped_swiglu" if self.experts.has_biases else "silu"
+
+    def bias(self, name: str) -> np.ndarray:
+        """Of every expert, `[experts, rows]`; zero where there is none."""
+        bias = getattr(self.weights, f"{name}_bias")
+        return np.zeros((self.experts.num_experts, 1)) if bias is None else wide(bias).reshape(len(self.gate_up), -1)
 
 
 def draw_mixture(experts: Experts, hidden: int, kind: str, dtype: torch.dtype, device: str) -> Mixture:
@@ -51,6 +62,11 @@ def draw_mixture(experts: Experts, hidden: int, kind: str, dtype: torch.dtype, d
             drawn = draw_packed(name_of, rows, inner, group, block, has_zeros, False, dtype, device, run)
             stored[name], numbers[name] = drawn.packed, drawn.wanted
     weights = ExpertWeights(router, stored["gate_up"], stored["down"])
+    if experts.has_biases:
+        biases = {"router_bias": count, "gate_up_bias": count * 2 * width, "down_bias": count * hidden}
+        drawn = {name: 4 * poisoned(random(generator, (rows,), dtype, device), float("nan"))
+                 for name, rows in biases.items()}  # fmt: skip
+        weights = replace(weights, **drawn)
     return Mixture(
         experts, weights, wide(router), numbers["gate_up"].reshape(count, 2 * width, hidden),
         numbers["down"].reshape(count, hidden, width),
@@ -69,13 +85,16 @@ def choose(logits: np.ndarray, experts: Experts) -> tuple[np.ndarray, np.ndarray
 
 def mix(normed: np.ndarray, ids: np.ndarray, weights: np.ndarray, mixture: Mixture) -> np.ndarray:
     """What the experts make of tokens behind the norm."""
-    out = np.zeros_like(normed)
+    out, activate = np.zeros_like(normed), clamped_swiglu if mixture.experts.has_biases else swiglu
+    gate_up_bias, down_bias = mixture.bias("gate_up"), mixture.bias("down")
     for token, (taken, shares) in enumerate(zip(ids, weights, strict=True)):
         for expert, share in zip(taken, shares, strict=True):
-            out[token] += share * (mixture.down[expert] @ swiglu(mixture.gate_up[expert] @ normed[token]))
+            made = activate(mixture.gate_up[expert] @ normed[token] + gate_up_bias[expert])
+            out[token] += share * (mixture.down[expert] @ made + down_bias[expert])
     return out
 
 
 def layer(x: np.ndarray, norm: np.ndarray, eps: float, mixture: Mixture) -> np.ndarray:
     normed = rms_norm(x, norm, eps)
-    return x + mix(normed, *choose(normed @ mixture.router.T, mixture.experts), mixture)
+    logits = normed @ mixture.router.T + mixture.bias("router").T
+    return x + mix(normed, *choose(logits, mixture.experts), mixture)

@@ -85,6 +85,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
                "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 32,
                "sliding_window_pattern": 3, "num_hidden_layers": 4, "tie_word_embeddings": True,
                "final_logit_softcapping": None, "attn_logit_softcapping": None, "cache_implementation": "hybrid"},
+    "gpt_oss": {"model_type": "gpt_oss", "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
+                "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 4, "experts_per_token": 4,
+                "hidden_act": "silu", "attention_bias": True, "sliding_window": 32, "swiglu_limit": 7.0,
+                "rope_theta": 150_000, "initial_context_length": 128, "max_position_embeddings": 4096,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                 "truncate": False, "original_max_position_embeddings": 128},
+                "output_router_logits": False, "router_aux_loss_coef": 0.9, "pad_token_id": 0},
 }  # fmt: skip
 
 
@@ -118,6 +126,8 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
             drawn = 0.3 * drawn + (0.0 if is_offset else 1.0)
         elif key.endswith("bias"):
             drawn *= 0.5
+        elif key.endswith("sinks"):
+            drawn = drawn + 2.0
         else:
             drawn *= (0.4 if "embed" in key and written["tie_word_embeddings"] else 1.5) * parameter.shape[-1] ** -0.5
         parameter.data.copy_(drawn)

@@ -55,6 +55,12 @@ def swiglu(gate_up: np.ndarray) -> np.ndarray:
     return gate / (1.0 + np.exp(-gate)) * up
 
 
+def clamped_swiglu(gate_up: np.ndarray) -> np.ndarray:
+    gate, up = np.split(gate_up, 2, axis=-1)
+    gate = np.minimum(gate, 7.0)
+    return gate / (1.0 + np.exp(-1.702 * gate)) * (np.clip(up, -7.0, 7.0) + 1.0)
+
+
 def rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
     """Pairs (i, i + dim / 2) of x `[tokens, heads, dim]` as complex numbers, turned by angles `[tokens, dim / 2]`."""
     half = x.shape[-1] // 2

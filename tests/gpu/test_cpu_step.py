@@ -162,6 +162,7 @@ def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go
 LAYERS_BEYOND = {
     "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True, "post_norms": True,
     "activation": "gelu_tanh", "window_tokens": 64, "rope": TINY.rope, "experts": Experts(8, 2, 64, True),
+    "sinks": True,
 }  # fmt: skip
 MODELS_BEYOND = {
     "layer_pattern": (LayerSpec(), LayerSpec(qkv_bias=True)), "norm_weight_offset": 1.0, "query_gain": 2.0,

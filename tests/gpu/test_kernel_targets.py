@@ -81,6 +81,7 @@ from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel
 from gpu.operations.race import race
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
+from gpu.operations.sinks import add_sinks
 from gpu.operations.swiglu import swiglu
 from gpu.predictor.predict import PackedNetwork, predict_blocks
 from gpu.weights.weights import ExpertWeights, allocate_packed
@@ -129,7 +130,7 @@ def _norms(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
         swiglu(empty(2, 2 * shape.intermediate, dtype=dtype), activation)
 
 
@@ -281,6 +282,12 @@ def _merge(shape: Architecture, dtype: torch.dtype) -> None:
         out = empty(2, shape.num_heads, shape.dim)
         lse = empty(2, shape.num_heads)
         transfer.merge.merge_outputs([out, out], [lse, lse])
+
+
+def _sinks(shape: Architecture, dtype: torch.dtype) -> None:
+    sinks = empty(shape.num_heads, dtype=dtype)
+    for out in {dtype, torch.float32}:
+        add_sinks(empty(2, shape.num_heads, shape.dim, dtype=out), empty(2, shape.num_heads), sinks)
 
 
 def _rows(shape: Architecture, dtype: torch.dtype) -> None:
@@ -531,6 +538,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_sum_pairs_kernel": _experts,
     "_race_kernel": _race,
     "_merge_kernel": _merge,
+    "_add_sinks_kernel": _sinks,
     "_offload_kernel": _rows,
     "_restore_kernel": _rows,
     "_sum_kernel": _rows,

@@ -81,6 +81,14 @@ def test_geglu_equals_its_formula(dtype, device):
     assert distance(swiglu(gate_up), wanted) > KERNEL_TOLERANCE[dtype]
 
 
+def test_a_clamped_swiglu_equals_its_formula(dtype, device):
+    gate_up = 6 * random(np.random.default_rng(3), (3, 200), dtype, device)
+    wanted = oracle.clamped_swiglu(wide(gate_up))
+    assert distance(swiglu(gate_up, "clamped_swiglu"), wanted) < KERNEL_TOLERANCE[dtype]
+    assert distance(swiglu(gate_up.clamp(-5, 5), "clamped_swiglu"), wanted) > KERNEL_TOLERANCE[dtype]
+    assert swiglu(torch.full_like(gate_up, torch.nan), "clamped_swiglu").isnan().all()
+
+
 @pytest.mark.parametrize(("tokens", "hidden"), SHAPES)
 def test_swiglu_equals_its_formula(tokens, hidden, dtype, device):
     gate_up = random(np.random.default_rng(hidden), (tokens, 2 * hidden), dtype, device)

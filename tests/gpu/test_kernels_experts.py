@@ -32,6 +32,8 @@ MIXTURES = {
     "odd": (Experts(5, 3, 40, False), 72),
     "one": (Experts(6, 1, 32, True), 96),
     "all": (Experts(2, 2, 64, True), 64),
+    "biased": (Experts(5, 3, 40, True, has_biases=True), 72),
+    "biased words": (Experts(6, 2, 64, True, has_biases=True), 64),
 }
 SHARED = {"rows": 3, "few": 13, "tiles": 50}  # tokens of one expert
 SIZES = [("rows", 1), ("rows", 3), ("few", 1), ("few", 3), ("few", LEAST_PAIRS), ("tiles", 2), ("tiles", 40)]
@@ -56,17 +58,23 @@ def computed(path: str, normed: Tensor, logits: Tensor, mixture: Mixture, residu
     """By kernels of a kind, whatever the number of tokens; where none run, by the reference."""
     experts, weights = mixture.experts, mixture.weights
     if not runs_on_triton(normed):
-        made = experts_reference(normed, *choose(logits, experts), weights.gate_up, weights.down, experts, "silu")
+        made = experts_reference(
+            normed, *choose(logits, experts), weights.gate_up, weights.down, experts, mixture.activation, None,
+            weights.gate_up_bias, weights.down_bias,
+        )  # fmt: skip
         return made + residual
+    gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
     if path == "rows":
-        product, ids, shares = gate_up_rows(normed, logits, weights.gate_up, experts, "silu")
-        return down_rows(product, ids, shares, weights.down, residual, experts)
+        product, ids, shares = gate_up_rows(
+            normed, logits, weights.gate_up, experts, mixture.activation, None, gate_up_bias
+        )
+        return down_rows(product, ids, shares, weights.down, residual, experts, None, down_bias)
     if path == "few":
         pairs = pair_few(logits, experts)
     else:
         pairs = pair_up(*choose(logits, experts), experts, isinstance(weights.gate_up, Packed))
-    product = gate_up_tiles(normed, pairs, weights.gate_up, experts, "silu")
-    return down_tiles(product, pairs, weights.down, residual, experts)
+    product = gate_up_tiles(normed, pairs, weights.gate_up, experts, mixture.activation, None, gate_up_bias)
+    return down_tiles(product, pairs, weights.down, residual, experts, None, down_bias)
 
 
 def assert_is_mixture(path: str, tokens: int, mixture: Mixture, dtype: torch.dtype, device: str) -> None:
@@ -82,7 +90,7 @@ def assert_is_mixture(path: str, tokens: int, mixture: Mixture, dtype: torch.dty
 
 
 @pytest.mark.parametrize(("path", "tokens"), SIZES)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name != "biased words"])
 @everywhere
 def test_experts_are_weighed_and_added(dtype, device, name, path, tokens):
     assert_is_mixture(path, tokens, draw_mixture(*MIXTURES[name], "plain", dtype, device), dtype, device)
@@ -95,14 +103,20 @@ def test_experts_of_few_bits_are_those_of_their_numbers(dtype, device, kind, pat
     assert_is_mixture(path, tokens, draw_mixture(*MIXTURES["many"], kind, dtype, device), dtype, device)
 
 
+@pytest.mark.parametrize(("path", "tokens"), [("few", 3), ("tiles", 40)])
+@everywhere
+def test_experts_of_few_bits_have_their_biases(dtype, device, path, tokens):
+    assert_is_mixture(path, tokens, draw_mixture(*MIXTURES["biased words"], "int4", dtype, device), dtype, device)
+
+
 @pytest.mark.parametrize("tokens", [1, MOST_ALONE, MOST_ALONE + 1, LEAST_PAIRS, LEAST_PAIRS + 1, 33, 65])
-@pytest.mark.parametrize("name", ["many", "odd"])
+@pytest.mark.parametrize("name", ["many", "odd", "biased"])
 @everywhere
 def test_a_layer_is_its_norm_its_routing_and_its_experts(dtype, device, name, tokens):
     """In bfloat16 a token whose experts are taken by a hair may take another: few do, so most tokens agree."""
     mixture = draw_mixture(*MIXTURES[name], "plain", dtype, device)
     x, norm = draw_tokens(tokens, mixture.router.shape[1], dtype, device)
-    got = ExpertMlp(mixture.weights, mixture.experts, "silu")(x, norm, NORM_EPS)
+    got = ExpertMlp(mixture.weights, mixture.experts, mixture.activation)(x, norm, NORM_EPS)
     wanted = oracle.layer(wide(x), wide(norm), NORM_EPS, mixture)
     off = np.linalg.norm(wide(got) - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
     assert np.mean(off < 2 * CHAIN_TOLERANCE[dtype]) >= (1.0 if dtype == torch.float32 else 0.9)

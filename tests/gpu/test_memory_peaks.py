@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.attention.prefill_query import Attended
 from gpu.kv.pool import KvPool
 from gpu.kv.windows import WindowShape
 from gpu.layers.layer_arrays import activation_bytes
@@ -66,7 +67,7 @@ def test_a_layer_takes_no_more_than_its_activations(name: str, dtype: torch.dtyp
     known = [hidden, positions, slots, decoder.cos, decoder.sin, *decoder.pool.arenas]
     known += held_tensors(decoder.weights)
     with LiveBytes(known) as live:
-        decoder.layer(0, hidden, positions, slots, lambda query, _: query.clone())
+        decoder.layer(0, hidden, positions, slots, lambda query, _: Attended(query.clone(), None))
     planned = activation_bytes(shape, tokens, dtype.itemsize, 0)
     assert LEAST_SHARE * planned <= live.peak <= planned
 

@@ -147,7 +147,7 @@ def test_prompts_that_are_packed_have_their_windows_each() -> None:
     begins = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
     packing = Packing(begins, begins, 200, 200)
     flat = [rows.transpose(0, 1).contiguous() for rows in (key, value)]
-    got = packed_prefill_attention(query, *flat, packing, 128**-0.5, 50)
+    got = packed_prefill_attention(query, *flat, packing, 128**-0.5, 50).out
     for begin, end in ((0, 100), (100, 300)):
         own = [rows.double().cpu().numpy() for rows in (query[begin:end], key[:, begin:end], value[:, begin:end])]
         wanted = windowed_oracle(*own, 50, 128**-0.5)

@@ -6,6 +6,7 @@ import torch
 
 import gpu.prefill.unit_attention
 from gpu.attention.prefill_attention import Packing, packed_prefill_attention, prefill_attention_reference
+from gpu.attention.prefill_query import Attended, joined
 from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool
 from gpu.model.architecture import named_shape
@@ -34,7 +35,7 @@ def test_each_of_many_prompts_is_attended_to_by_the_definition(heads: int, kv_he
         for rows, width in ((counts, heads), (contexts, kv_heads), (contexts, kv_heads))
     )
     packing = Packing(starts(counts, "cuda"), starts(contexts, "cuda"), max(counts), max(contexts))
-    got = packed_prefill_attention(query.cuda(), key.cuda(), value.cuda(), packing, 0.125)
+    got = packed_prefill_attention(query.cuda(), key.cuda(), value.cuda(), packing, 0.125).out
     of_queries = [tensor.cpu().double().split(counts) for tensor in (query, got)]
     of_keys = [tensor.double().split(contexts) for tensor in (key, value)]
     for own, out, keys, values in zip(*of_queries, *of_keys, strict=True):
@@ -123,15 +124,16 @@ def test_prompts_behind_those_that_are_cut_out_are_packed_anew(monkeypatch: pyte
 
 
 def packed_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing,
-                     scale: float, window: int | None = None) -> torch.Tensor:  # fmt: skip
+                     scale: float, window: int | None = None) -> Attended:  # fmt: skip
     assert window is None
     queries, keys = (begins.tolist() for begins in (packing.query_begins, packing.key_begins))
-    outs = []
+    attended = []
     for at in range(len(queries) - 1):
         own = slice(queries[at], queries[at + 1])
         rows = [one[keys[at] : keys[at + 1]].transpose(0, 1) for one in (key, value)]
-        outs.append(prefill_attention_reference(query[own], *rows, scale).out)
-    return torch.cat(outs).to(query.dtype)
+        alone = prefill_attention_reference(query[own], *rows, scale)
+        attended.append(Attended(alone.out.to(query.dtype), alone.lse))
+    return joined(attended)
 
 
 def prompt_logprobs() -> dict[int, np.ndarray]:

@@ -27,6 +27,7 @@ class Momo(Method):
         "layers": "dense_layers",
     }
     prefill_side = "gpu.methods.momo.prefill"
+    has_mass = False
     measured = (
         "not judged where it begins by default: no pretrained model at hand is so long. From 2,048 tokens on "
         "it loses 2.1 points (3.5 to 0.8) on SmolLM2-135M-Instruct at 8,000"

@@ -61,10 +61,10 @@ def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
 
 @triton.jit
 def _gate_up_kernel(
-    x, weight, far, places, logits, ids, shares, out, HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
-    INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    x, weight, far, places, bias, logits, ids, shares, out, HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
-    GELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = HIDDEN % BLOCK_INNER == 0
     token = tl.program_id(1).to(tl.int64)
@@ -89,16 +89,21 @@ def _gate_up_kernel(
         values = tl.load(x + inner, mask=inside, other=0.0).to(tl.float32)
         sums += rows * values
         up_sums += ups * values
-    result = gated(tl.sum(sums, 1), tl.sum(up_sums, 1), GELU)
+    gates, ups = tl.sum(sums, 1), tl.sum(up_sums, 1)
+    if HAS_BIAS:
+        biases = bias + expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
+        gates += tl.load(biases, mask=is_ours, other=0.0).to(tl.float32)
+        ups += tl.load(biases + INTERMEDIATE, mask=is_ours, other=0.0).to(tl.float32)
+    result = gated(gates, ups, ACTIVATION)
     tl.store(out + place * INTERMEDIATE + row, result.to(out.dtype.element_ty), mask=is_ours & (row < INTERMEDIATE))
 
 
 @triton.jit
 def _down_kernel(
-    product, weight, far, places, ids, shares, residual, out, residual_stride,
-    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
-    PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
-    UNROLL: tl.constexpr,
+    product, weight, far, places, bias, ids, shares, residual, out, residual_stride,
+    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = INTERMEDIATE % BLOCK_INNER == 0
     token = tl.program_id(1).to(tl.int64)
@@ -116,7 +121,10 @@ def _down_kernel(
         rows = tl.load(source + inner, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         values = tl.load(product + place[:, None] * INTERMEDIATE + inner, mask=inside, other=0.0).to(tl.float32)
         sums += rows * values
-    _store_sum(tl.sum(sums, 1) * share, residual, out, token, residual_stride, HIDDEN, SLOTS, BLOCK_ROWS)
+    made = tl.sum(sums, 1)
+    if HAS_BIAS:
+        made += tl.load(bias + expert * HIDDEN + tl.minimum(row, HIDDEN - 1), mask=is_ours, other=0.0).to(tl.float32)
+    _store_sum(made * share, residual, out, token, residual_stride, HIDDEN, SLOTS, BLOCK_ROWS)
 
 
 @triton.jit
@@ -133,15 +141,16 @@ def _store_sum(
 
 def gate_up_rows(
     normed: Tensor, logits: Tensor, gate_up: Tensor, experts: Experts, activation: Activation,
-    far: FarExperts | None = None,
+    far: FarExperts | None = None, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return `activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype,
     and the experts: ids int32 and weights float32, as `routing.choose` gives them.
 
     normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of experts that
-    lie elsewhere. Raises ValueError for another shape, dtype or device, and for packed experts.
+    lie elsewhere; bias: of all experts. Raises ValueError for another shape, dtype or device, and for packed experts.
     """
     tokens, hidden = normed.shape
+    check_bias("gate_up_rows", bias, experts, 2 * experts.intermediate, normed)
     _refuse_packed("gate_up_rows", "gate_up", gate_up, far and far.gate_up)
     check_experts(
         "gate_up_rows", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
@@ -154,25 +163,27 @@ def gate_up_rows(
     there, places = far_matrix(gate_up, far and far.gate_up), places_of(far, ids)
     rows, block, num_warps, unroll, slots = _sized(CONFIGS["gate_up"], experts)
     _gate_up_kernel[triton.cdiv(experts.intermediate, rows), tokens](
-        normed, gate_up, there, places, logits, ids, shares, out, **taking(experts), HAS_FAR=far is not None,
-        LEAVES_OUT=leaves_out(far), INTERMEDIATE=experts.intermediate, HIDDEN=hidden, SLOTS=slots,
-        GELU=activation != "silu", BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
+        normed, gate_up, there, places, normed if bias is None else bias, logits, ids, shares, out, **taking(experts),
+        HAS_FAR=far is not None, LEAVES_OUT=leaves_out(far), HAS_BIAS=bias is not None,
+        INTERMEDIATE=experts.intermediate, HIDDEN=hidden, SLOTS=slots,
+        ACTIVATION=activation, BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
     return out, ids, shares
 
 
 def down_rows(
     product: Tensor, ids: Tensor, shares: Tensor, down: Tensor, residual: Tensor, experts: Experts,
-    far: FarExperts | None = None,
+    far: FarExperts | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
     dtype, or float32 where some are left out.
 
     product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
-    `weights.ExpertWeights`; far: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device, and for
-    packed experts.
+    `weights.ExpertWeights`; far, bias: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device, and
+    for packed experts.
     """
     tokens, hidden = residual.shape
+    check_bias("down_rows", bias, experts, hidden, product)
     _refuse_packed("down_rows", "down", down, far and far.down)
     check_experts("down_rows", "down", down, far, far and far.down, experts, hidden, product)
     check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
@@ -180,8 +191,9 @@ def down_rows(
     there, places = far_matrix(down, far and far.down), places_of(far, ids)
     rows, block, num_warps, unroll, slots = _sized(CONFIGS["down"], experts)
     _down_kernel[triton.cdiv(hidden, rows), tokens](
-        product, down, there, places, ids, shares, residual, out, residual.stride(0), HAS_FAR=far is not None,
-        LEAVES_OUT=leaves_out(far), HIDDEN=hidden, INTERMEDIATE=experts.intermediate, PER_TOKEN=experts.per_token,
+        product, down, there, places, product if bias is None else bias, ids, shares, residual, out,
+        residual.stride(0), HAS_FAR=far is not None, LEAVES_OUT=leaves_out(far), HAS_BIAS=bias is not None,
+        HIDDEN=hidden, INTERMEDIATE=experts.intermediate, PER_TOKEN=experts.per_token,
         SLOTS=slots, BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
     return out
@@ -195,6 +207,12 @@ def dtype_of_sum(product: Tensor, far: FarExperts | None) -> torch.dtype:
 def far_matrix(near: Stored, stored: Stored | None) -> Stored:
     """Return the far matrix, or anything where nothing is read there."""
     return near if stored is None else stored
+
+
+def check_bias(op: str, bias: Tensor | None, experts: Experts, num_rows: int, x: Tensor) -> None:
+    """Raise ValueError unless a bias is of so many rows of each expert, on the card or not."""
+    if bias is not None:
+        check(op, "bias", bias, (experts.num_experts * num_rows,), x.dtype, x.device)
 
 
 def check_experts(

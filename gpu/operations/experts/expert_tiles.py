@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu.model.spec import Activation, Experts
 from gpu.operations.arguments import check
-from gpu.operations.experts.expert_rows import check_experts, dtype_of_sum, far_matrix
+from gpu.operations.experts.expert_rows import check_bias, check_experts, dtype_of_sum, far_matrix
 from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
 from gpu.operations.experts.routing import SORTED_BLOCKS, keys_of, logit_of, take_experts, taking, tile_pairs
 from gpu.operations.linear.packed_matrix import Packed, Stored
@@ -130,11 +130,11 @@ def _tile_of_program(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiles_kernel(
-    x, weight, far, places, logits, tile_experts, takers, shares, out, num_tokens,
+    x, weight, far, places, bias, logits, tile_experts, takers, shares, out, num_tokens, HAS_BIAS: tl.constexpr,
     ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr,
     PAIRS_OF_ROW: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
@@ -164,15 +164,30 @@ def _tiles_kernel(
                 ups_at = rows_at + begin + NUM_ROWS * INNER
                 ups = tl.load(ups_at, mask=None if EVEN else inside[:, None], other=None if EVEN else 0.0)
                 up_sums = tl.dot(values, ups, up_sums, input_precision="ieee")
-        _store_tile(sums, up_sums, out, pair, row, taker >= 0, NUM_ROWS, GATES, GELU)
+        if HAS_BIAS:
+            inside = row < NUM_ROWS
+            if LEAVES_OUT:
+                inside = inside & (is_far == 0)
+            sums, up_sums = _add_bias(sums, up_sums, bias, expert, row, inside, NUM_ROWS, GATES)
+        _store_tile(sums, up_sums, out, pair, row, taker >= 0, NUM_ROWS, GATES, ACTIVATION)
+
+
+@triton.jit
+def _add_bias(sums, up_sums, bias, expert, row, inside, NUM_ROWS: tl.constexpr, GATES: tl.constexpr):
+    """Add an expert's bias to sums, `[pairs, rows]`, of rows that are `inside`."""
+    source = bias + expert.to(tl.int64) * (2 * NUM_ROWS if GATES else NUM_ROWS) + row
+    sums += tl.load(source, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATES:
+        up_sums += tl.load(source + NUM_ROWS, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return sums, up_sums
 
 
 @triton.jit
 def _store_tile(
-    sums, up_sums, out, pair, row, is_pair, NUM_ROWS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr
+    sums, up_sums, out, pair, row, is_pair, NUM_ROWS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr
 ):
     if GATES:
-        sums = gated(sums, up_sums, GELU)
+        sums = gated(sums, up_sums, ACTIVATION)
     place = out + pair.to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
     tl.store(place, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & (row < NUM_ROWS)[None, :])
 
@@ -191,14 +206,15 @@ def _leave_out(places, expert, taker, out, NUM_ROWS: tl.constexpr, BLOCK_PAIRS: 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _packed_expert_tiles_kernel(
-    x, words, scales, zeros, far_words, far_scales, far_zeros, places, logits, tile_experts, takers, shares, out,
-    num_tokens, ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
+    x, words, scales, zeros, far_words, far_scales, far_zeros, places, bias, logits, tile_experts, takers, shares, out,
+    num_tokens, HAS_BIAS: tl.constexpr, ROUTES: tl.constexpr,
+    PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
     DTYPE: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
@@ -251,7 +267,10 @@ def _packed_expert_tiles_kernel(
             scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
             scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
         )
-        _store_tile(tl.trans(sums), tl.trans(up_sums), out, pair, row, taker >= 0, NUM_ROWS, GATES, GELU)
+        sums, up_sums = tl.trans(sums), tl.trans(up_sums)
+        if HAS_BIAS:
+            sums, up_sums = _add_bias(sums, up_sums, bias, expert, row, row < NUM_ROWS, NUM_ROWS, GATES)
+        _store_tile(sums, up_sums, out, pair, row, taker >= 0, NUM_ROWS, GATES, ACTIVATION)
 
 
 @triton.jit
@@ -306,36 +325,40 @@ def pair_few(logits: Tensor, experts: Experts) -> Tiles:
 
 def gate_up_tiles(
     normed: Tensor, tiles: Tiles, gate_up: Stored, experts: Experts, activation: Activation,
-    far: FarExperts | None = None,
+    far: FarExperts | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `activation(gate) * up` of each pair, `[pairs, intermediate]` of normed's dtype, pairs by token and place.
 
-    normed `[tokens, hidden]`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of experts that lie elsewhere.
-    Raises ValueError for another shape, dtype or device.
+    normed `[tokens, hidden]`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of experts that lie elsewhere;
+    bias: of all experts. Raises ValueError for another shape, dtype or device.
     """
+    check_bias("gate_up_tiles", bias, experts, 2 * experts.intermediate, normed)
     check_experts(
         "gate_up_tiles", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
     )
     check("gate_up_tiles", "normed", normed, (len(tiles.shares), normed.shape[1]), normed.dtype, tiles.shares.device)
     there = far_matrix(gate_up, far and far.gate_up)
-    return _launch(normed, gate_up, there, far, tiles, experts, experts.intermediate, experts.per_token, activation)
+    return _launch(
+        normed, gate_up, there, far, tiles, experts, experts.intermediate, experts.per_token, activation, bias
+    )
 
 
 def down_tiles(
     product: Tensor, tiles: Tiles, down: Stored, residual: Tensor, experts: Experts,
-    far: FarExperts | None = None,
+    far: FarExperts | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
     dtype, or float32 where some are left out.
 
-    product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in `weights.ExpertWeights`; far: as
-    in `gate_up_tiles`. Raises ValueError for another shape, dtype or device.
+    product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in `weights.ExpertWeights`; far,
+    bias: as in `gate_up_tiles`. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = residual.shape
+    check_bias("down_tiles", bias, experts, hidden, product)
     check_experts("down_tiles", "down", down, far, far and far.down, experts, hidden, product)
     check("down_tiles", "residual", residual, (tokens, hidden), product.dtype, product.device)
     there = far_matrix(down, far and far.down)
-    made = _launch(product, down, there, far, tiles, experts, hidden, 1, None)
+    made = _launch(product, down, there, far, tiles, experts, hidden, 1, None, bias)
     out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
@@ -348,24 +371,25 @@ def down_tiles(
 
 def _launch(
     x: Tensor, stored: Stored, there: Stored, far: FarExperts | None, tiles: Tiles, experts: Experts, num_rows: int,
-    pairs_of_row: int, activation: Activation | None,
+    pairs_of_row: int, activation: Activation | None, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    places = places_of(far, tiles.takers)
+    places, biases = places_of(far, tiles.takers), x if bias is None else bias
     gates = activation is not None
     routes = gates and tiles.logits is not None
     out = torch.empty(tiles.shares.numel(), num_rows, dtype=x.dtype, device=x.device)
     listed = (tiles.experts if tiles.logits is None else tiles.logits, tiles.experts, tiles.takers, tiles.shares)
     common = {
-        "ROUTES": routes, "BY_PAIR": routes and tiles.shares.numel() < experts.num_experts,
+        "HAS_BIAS": bias is not None, "ROUTES": routes,
+        "BY_PAIR": routes and tiles.shares.numel() < experts.num_experts,
         "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": pairs_of_row, **taking(experts),
-        "GATES": gates, "GELU": activation == "gelu_tanh", "BLOCK_PAIRS": tiles.per_tile,
+        "GATES": gates, "ACTIVATION": activation or "silu", "BLOCK_PAIRS": tiles.per_tile,
     }  # fmt: skip
     if isinstance(stored, Packed) and isinstance(there, Packed):
         rows, num_warps, num_stages = PACKED_CONFIGS[tiles.per_tile, gates]
         if x.dtype == torch.float32:
             rows, num_warps, num_stages = 16, 4, 1
         _packed_expert_tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
-            x, *tensors_of(stored), *tensors_of(there), places, *listed, out, len(tiles.shares),
+            x, *tensors_of(stored), *tensors_of(there), places, biases, *listed, out, len(tiles.shares),
             **tile_layout(stored), **common, LEAVES_OUT=leaves_out(far), BLOCK_ROWS=rows, num_warps=num_warps,
             num_stages=num_stages,
         )  # fmt: skip
@@ -374,7 +398,7 @@ def _launch(
     if x.dtype == torch.float32:
         block, num_stages = max(16, block // 2), 2
     _tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
-        x, stored, there, places, *listed, out, len(tiles.shares), **common, LEAVES_OUT=leaves_out(far),
+        x, stored, there, places, biases, *listed, out, len(tiles.shares), **common, LEAVES_OUT=leaves_out(far),
         INNER=x.shape[1], BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

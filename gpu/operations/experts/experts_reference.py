@@ -15,14 +15,18 @@ from gpu.operations.linear.packed_matrix import Stored, unpack_reference
 from gpu.operations.swiglu import swiglu_reference
 
 
-def route_reference(normed: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def route_reference(
+    normed: Tensor, router: Tensor, experts: Experts, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return each token's experts: ids int64 and weights float32 (float64 of such tokens), both `[tokens, per_token]`,
     the largest first and of equals the lower one.
 
-    normed `[tokens, hidden]`, behind the layer's norm; router `[experts, hidden]`. Logits are never rounded.
+    normed `[tokens, hidden]`, behind the layer's norm; router `[experts, hidden]`, bias `[experts]`. Logits are never
+    rounded.
     """
     wide = torch.float64 if normed.dtype == torch.float64 else torch.float32
-    return choose_reference(normed.to(wide) @ router.to(wide).t(), experts)
+    logits = F.linear(normed.to(wide), router.to(wide), None if bias is None else bias.to(wide))
+    return choose_reference(logits, experts)
 
 
 def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
@@ -33,12 +37,13 @@ def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Stored, down: Stored, experts: Experts,
-                      activation: Activation, far: FarExperts | None = None) -> Tensor:  # fmt: skip
+                      activation: Activation, far: FarExperts | None = None, gate_up_bias: Tensor | None = None,
+                      down_bias: Tensor | None = None) -> Tensor:  # fmt: skip
     """Return the experts' outputs of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
-    `route_reference`; gate_up, down: as in `weights.ExpertWeights`; far: of those that lie elsewhere. Where some are
-    left out, not of the tokens' dtype, but as wide as the weights.
+    `route_reference`; gate_up, down: as in `weights.ExpertWeights`; far: of those that lie elsewhere; the
+    biases: of all experts. Where some are left out, not of the tokens' dtype, but as wide as the weights.
     """
-    tokens, width = normed.shape[0], experts.intermediate
+    (tokens, hidden), width = normed.shape, experts.intermediate
     made = normed.new_zeros(tokens, experts.per_token, normed.shape[1])
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
@@ -48,12 +53,18 @@ def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Sto
             if found is None:
                 continue
             own, number = found
-        product = F.linear(normed[token], rows_of(own[0], 2 * width * number, 2 * width, normed.dtype))
-        product = swiglu_reference(product, activation)
-        made[token, place] = F.linear(product, rows_of(own[1], normed.shape[1] * number, normed.shape[1], normed.dtype))
+        gate_up_rows = rows_of(own[0], 2 * width * number, 2 * width, normed.dtype)
+        product = F.linear(normed[token], gate_up_rows, _bias_of(gate_up_bias, expert, 2 * width))
+        down_rows = rows_of(own[1], hidden * number, hidden, normed.dtype)
+        made[token, place] = F.linear(swiglu_reference(product, activation), down_rows,
+                                      _bias_of(down_bias, expert, hidden))  # fmt: skip
     wide = torch.promote_types(weights.dtype, normed.dtype)
     total = (made.to(wide) * weights[:, :, None]).sum(1)
     return total if leaves_out(far) else total.to(normed.dtype)
+
+
+def _bias_of(bias: Tensor | None, expert: int, num_rows: int) -> Tensor | None:
+    return None if bias is None else bias[expert * num_rows : (expert + 1) * num_rows]
 
 
 def rows_of(stored: Stored, begin: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -23,8 +23,8 @@ SORTED_BLOCKS = (128, 1024, 4096)  # pairs that a program looks at together: few
 
 @triton.jit
 def _router_logits_kernel(
-    x, norm_weight, router, logits, normed, x_stride, eps, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    x, norm_weight, router, bias, logits, normed, x_stride, eps, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
@@ -41,6 +41,8 @@ def _router_logits_kernel(
     if tl.program_id(0) == 0:
         tl.store(normed + token * HIDDEN + column, rounded, mask=inside)
     sums = tl.sum(rows * rounded.to(tl.float32)[None, :], 1)
+    if HAS_BIAS:
+        sums += tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)
     tl.store(logits + token * NUM_EXPERTS + expert, sums, mask=expert < NUM_EXPERTS)
 
 
@@ -124,25 +126,31 @@ def _tile_pairs_kernel(
         tl.store(tile_experts + tile + at, tl.where(at * PER_TILE < count, expert, -1), mask=at < num_tiles)
 
 
-def router_logits(x: Tensor, norm: Tensor, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
+def router_logits(
+    x: Tensor, norm: Tensor, eps: float, router: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return `rms_norm(x)` of x's dtype, `[tokens, hidden]`, and its products with the router, float32 `[tokens,
     experts]`.
 
-    x `[tokens, hidden]`, norm `[hidden]` of its dtype or float32, router `[experts, hidden]` of its dtype. Raises
-    ValueError for another shape, dtype or device.
+    x `[tokens, hidden]`, norm `[hidden]` of its dtype or float32, router `[experts, hidden]` and bias `[experts]` of
+    its dtype. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = x.shape
+    if bias is not None:
+        check("router_logits", "bias", bias, (router.shape[0],), x.dtype, x.device)
     check_norm("router_logits", "norm", norm, x)
     check("router_logits", "router", router, (router.shape[0], hidden), x.dtype, x.device)
     if not runs_on_triton(x) or not 0 < tokens <= MOST_ROUTED:
         normed = rms_norm(x, norm, eps)
-        return normed, logits_linear(normed, router)
+        logits = logits_linear(normed, router)
+        return normed, logits if bias is None else logits.add_(bias)
     x = x if x.stride(1) == 1 else x.contiguous()
     normed = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     logits = torch.empty(tokens, len(router), dtype=torch.float32, device=x.device)
     _router_logits_kernel[(triton.cdiv(len(router), ROUTED_EXPERTS), tokens)](
-        x, norm, router, logits, normed, x.stride(0), eps, NUM_EXPERTS=len(router), HIDDEN=hidden,
-        BLOCK_EXPERTS=ROUTED_EXPERTS, BLOCK=triton.next_power_of_2(hidden), num_warps=4,
+        x, norm, router, router if bias is None else bias, logits, normed, x.stride(0), eps, NUM_EXPERTS=len(router),
+        HIDDEN=hidden, HAS_BIAS=bias is not None, BLOCK_EXPERTS=ROUTED_EXPERTS,
+        BLOCK=triton.next_power_of_2(hidden), num_warps=4,
     )  # fmt: skip
     return normed, logits
 

@@ -177,8 +177,9 @@ def _packed_tiles_kernel(
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AT_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr, ADDS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr,
+    AHEAD: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, ADDS_RESIDUAL: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -229,7 +230,7 @@ def _packed_tiles_kernel(
     )
     result = tl.sum(sums, 0) if SPLITS > 1 else sums
     if GATES:
-        result = gated(result, tl.sum(up_sums, 0) if SPLITS > 1 else up_sums, GELU)
+        result = gated(result, tl.sum(up_sums, 0) if SPLITS > 1 else up_sums, ACTIVATION)
     inside = (row < num_rows)[:, None] & (token < num_tokens)[None, :]
     if ADDS_RESIDUAL:
         place = token.to(tl.int64)[None, :] * residual_stride + row[:, None]
@@ -288,7 +289,7 @@ def packed_tiles(
     residual, stride = (out, 0) if added is None else (added.contiguous(), 0 if added.ndim == 1 else num_rows)
     _packed_tiles_kernel[(triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, tiles.tokens))](
         x, *tensors_of(packed), residual, out, tokens, num_rows, x.stride(0), stride, **tile_layout(packed),
-        GATES=gates, GELU=activation == "gelu_tanh", ADDS_RESIDUAL=added is not None, BLOCK_TOKENS=tiles.tokens,
+        GATES=gates, ACTIVATION=activation or "silu", ADDS_RESIDUAL=added is not None, BLOCK_TOKENS=tiles.tokens,
         BLOCK_ROWS=tiles.rows, SPLITS=tiles.splits, UNROLL=tiles.unroll,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -41,7 +41,7 @@ def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) 
 @triton.jit
 def _gemv_kernel(
     x, weight, norm_weight, residual, out, eps, num_rows,
-    INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr,
+    INNER: tl.constexpr, NORMS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr,
     ADDS_RESIDUAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def _gemv_kernel(
         scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / INNER + eps)
         result *= scale
     if GATES:
-        result = gated(result, tl.sum(up_sums, 1) * scale, GELU)
+        result = gated(result, tl.sum(up_sums, 1) * scale, ACTIVATION)
     if ADDS_RESIDUAL:
         result += tl.load(residual + row, mask=row < num_rows, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < num_rows)
@@ -178,7 +178,7 @@ def _launch(
     _gemv_kernel[(triton.cdiv(num_rows, block_rows),)](
         x, weight, weight if norm_weight is None else norm_weight, out if residual is None else residual.contiguous(),
         out, eps, num_rows, INNER=inner, NORMS=norm_weight is not None, GATES=gates,
-        GELU=activation == "gelu_tanh", ADDS_RESIDUAL=residual is not None,
+        ACTIVATION=activation or "silu", ADDS_RESIDUAL=residual is not None,
         BLOCK_ROWS=block_rows, BLOCK_INNER=block_inner, STAGES=num_stages, UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
     return out

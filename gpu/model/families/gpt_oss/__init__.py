@@ -1,0 +1,75 @@
+"""gpt-oss: attention with sinks and biases, every other layer with a window, and a mixture of experts with biases.
+
+All experts of a layer stand in one tensor, whose rows of gate and up come in turns.
+"""
+
+from dataclasses import replace
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.config_rope import parse_rope
+from gpu.model.experts_config import parse_experts
+from gpu.model.families.gpt_oss.shapes import SHAPES, YARN
+from gpu.model.family import (
+    LAYER_TENSORS,
+    OUTPUT_BIAS,
+    QKV_BIASES,
+    SINKS,
+    Family,
+    StackLayout,
+    find_windows,
+    parse_sizes,
+)
+from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Architecture, LayerSpec
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    keys.only("hidden_act", "silu")
+    keys.only("attention_bias", True)
+    keys.only("swiglu_alpha", CLAMPED_GAIN)
+    keys.only("swiglu_limit", CLAMPED_LIMIT)
+    num_layers = keys.positive("num_hidden_layers", int)
+    is_window_layer = [layer % 2 == 0 for layer in range(num_layers)]
+    windows = find_windows(keys, keys.optional("sliding_window", int), is_window_layer, parse_rope(keys)[1])
+    experts = replace(parse_experts(keys, "num_local_experts", "intermediate_size", True), has_biases=True)
+    specs = [
+        LayerSpec(qkv_bias=True, output_bias=True, activation="clamped_swiglu", window_tokens=window, experts=experts,
+                  sinks=True)
+        for window in windows
+    ]  # fmt: skip
+    return parse_sizes(keys, name, specs)
+
+
+def tensors(shape: Architecture) -> dict[str, str]:
+    attention = {name: what for name, what in LAYER_TENSORS.items() if not name.startswith("mlp.")}
+    return attention | QKV_BIASES | OUTPUT_BIAS | SINKS | {
+        "mlp.router.weight": "router",
+        "mlp.router.bias": "router_bias",
+        "mlp.experts.gate_up_proj": "experts_gate_up",
+        "mlp.experts.gate_up_proj_bias": "experts_gate_up_bias",
+        "mlp.experts.down_proj": "experts_down",
+        "mlp.experts.down_proj_bias": "experts_down_bias",
+    }  # fmt: skip
+
+
+FAMILY = Family(
+    model_types=("gpt_oss",),
+    parse=parse,
+    tensors=tensors,
+    defaults={
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131_072,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": YARN,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+    },
+    harmless=frozenset(  # of training, and names of old code for keys that stand beside them
+        {"experts_per_token", "initial_context_length", "output_router_logits", "router_aux_loss_coef"}
+    ),
+    stacks=StackLayout(is_transposed=True, is_interleaved=True),
+    shapes=SHAPES,
+)
