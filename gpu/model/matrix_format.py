@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["int4", "int8", "fp8"]
-BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8}
+Kind = Literal["int4", "int8", "fp8", "fp4"]
+BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
 WORD_BITS = 32
 UNIT_WORDS = 16  # a row holds whole units of them (`word_layout`)
 MOST_PACKED_TOKENS = 128  # that are multiplied by a matrix as it is stored; for more it is widened first
@@ -70,6 +70,8 @@ class MatrixFormat:
     def why_not_humming(self, rows: int, inner: int) -> str | None:
         """Return what keeps the library from multiplying such a matrix; None: nothing."""
         group = inner if self.group is None else self.group
+        if self.kind == "fp4":
+            return "numbers of FP4"
         if self.run is not None:
             return "scales of runs (GGUF)"
         if self.has_order:

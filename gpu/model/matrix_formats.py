@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from gpu.model.family import EACH, families
-from gpu.model.matrix_format import MULTIPLIED_COLUMNS, MULTIPLIED_GROUP, ROUNDED, MatrixFormat, Quantisation
+from gpu.model.matrix_format import BITS, MULTIPLIED_COLUMNS, MULTIPLIED_GROUP, ROUNDED, MatrixFormat, Quantisation
 from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError
 
 WIDENED_BYTES = 512 * 2**20
@@ -256,7 +256,7 @@ def _multiplied(
 
 def _fitting(stored: MatrixFormat, inner: int, name: str) -> MatrixFormat:
     """Return the format. Raises ModelError where a row of `inner` columns, or a group of it, is not of whole words."""
-    wanted = 8 if stored.kind == "int4" else 4
+    wanted = 8 if BITS[stored.kind] == 4 else 4
     for what, size in (("rows", inner), ("groups", stored.group or inner)):
         if size % wanted:
             raise ModelError(f"model: {name} in {stored.kind} has {what} of {size}; wanted a multiple of {wanted}")

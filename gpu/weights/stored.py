@@ -4,7 +4,7 @@ A module's tensors may lie in different files, so each is put into its place alo
 columns, the tensor that says so comes first. Numbers, scales and zero points are those of the file, exactly.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu.model.matrix_format import MatrixFormat
+from gpu.model.spec import ModelError
 from gpu.model.weight_format import find_format
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.linear.word_layout import pack_words
@@ -81,6 +82,12 @@ class ModuleRows:
             raise StoredError("holds scales that are not finite; wanted finite numbers")
         self._put(self.packed.scales, scales, row_block)
 
+    def put_exponents(self, exponents: Tensor) -> None:
+        """Place FP4's scales, uint8 `[rows, groups]`. Raises StoredError for NaN."""
+        if bool((exponents == 255).any()):
+            raise StoredError("holds scales that are NaN; wanted exponents up to 254")
+        self._put(self.packed.scales, exponents, 1)
+
     def put_zeros(self, zeros: Tensor) -> None:
         """Place zero points, uint8 `[rows, groups]`, or one for all."""
         assert self.packed.zeros is not None, "zero points have a place"
@@ -143,6 +150,20 @@ def stored_tensors(scheme: str, stored: MatrixFormat, part: ModuleRows, row_bloc
     """
     module = import_module(find_format(scheme).tensors)
     found: dict[str, StoredTensor] = module.stored_tensors(scheme, stored, part, row_block)
+    return found
+
+
+def stacked_tensors(scheme: str, stored: MatrixFormat, experts: Sequence[ModuleRows]) -> dict[str, StoredTensor]:
+    """Return the tensors of all experts of a layer by the ends of their names. Raises ModelError where the format has
+    none.
+    """
+    module = import_module(find_format(scheme).tensors)
+    if not hasattr(module, "stacked_tensors"):
+        raise ModelError(
+            f"model: experts that stand in one tensor are not served in {scheme}; served: bfloat16, and mxfp4 where "
+            "the checkpoint has it"
+        )
+    found: dict[str, StoredTensor] = module.stacked_tensors(stored, experts)
     return found
 
 

@@ -24,7 +24,7 @@ from gpu.model.matrix_formats import (
 from gpu.model.spec import Architecture, LayerSpec
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.gguf_blocks import Blocks, widen_blocks
-from gpu.weights.stored import PLAIN, ModuleRows, StoredTensor, stored_tensors
+from gpu.weights.stored import PLAIN, ModuleRows, StoredTensor, stacked_tensors, stored_tensors
 from gpu.weights.weights import LayerWeights, Weights, allocate_weights
 
 
@@ -170,11 +170,33 @@ def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str
                 order = heads[begin : begin + rows] - begin
             parts[what] = ModuleRows(packed, begin, begin + rows, order)
             begin += rows
+        if matrix in OF_EXPERTS and matrix in layer_tensors(a, a.layers[index]).values():
+            found |= _stacked(layer, a, index, matrix)
+            continue
         whole = ModuleRows(packed, 0, begin, heads if matrix == "qkv" else None)
         parts[matrix] = whole if len(parts) > 1 else parts[matrix]
         for what, module in module_names(a, index, matrix).items():
             found |= _stored(module, stored, parts[what], a)
     return found
+
+
+def _stacked(layer: LayerWeights, a: Architecture, index: int, matrix: str) -> dict[str, StoredTensor]:
+    """Return the tensors that have the words or scales of all experts of a layer."""
+    spec, stored = a.layers[index], layer_formats(a, index)[matrix]
+    assert spec.experts is not None, "its matrices are of experts"
+    assert a.quantisation is not None, "it is of a quantised model"
+    assert stored is not None, "a packed matrix has a format"
+    rows, is_gated = matrix_shapes(a, spec)[matrix][0] // spec.experts.num_experts, matrix == "experts_gate_up"
+    order = torch.arange(rows)
+    if is_gated and family_of(a).stacks.is_interleaved:
+        order = order.view(-1, 2).T.flatten()
+    experts = [
+        ModuleRows(stack, begin, begin + rows, order)
+        for stack in layer.stacks(matrix) if isinstance(stack, Packed)
+        for begin in range(0, stack.rows, rows)
+    ]  # fmt: skip
+    (module,) = module_names(a, index, matrix).values()
+    return {module + end: tensor for end, tensor in stacked_tensors(a.quantisation.scheme, stored, experts).items()}
 
 
 def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Architecture) -> dict[str, StoredTensor]:

@@ -5,6 +5,7 @@ and up another.
 """
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from gpu.model.humming_formats import describe_own
 from gpu.model.matrix_format import BITS, MatrixFormat, num_words
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
 from gpu.model.spec import Architecture, LayerSpec
-from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.operations.linear.packed_matrix import EXPONENT_BIAS, FP4_NUMBERS, Packed, Stored
 from gpu.operations.linear.word_layout import pack_words
 from gpu.weights.host_experts import HostExperts, in_host_memory
 from gpu.weights.humming_matrix import HummingMatrix
@@ -35,6 +36,8 @@ RANDOM_BIAS_SPREAD = 0.1  # of random weights' biases: seen in every result, and
 
 # Of random numbers of few bits: the standard deviation of what a scale multiplies.
 RANDOM_STEPS = {"int4": 2.7, "int8": 40.0, "fp8": 16.0}
+
+_SCALE_DTYPES = {1: torch.uint8, 4: torch.float32}  # by their bytes; of two bytes there are several types
 
 UNSET = -1  # of a column's place, until a checkpoint has said
 
@@ -244,6 +247,9 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
 
 def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> None:
     """Draw numbers of this standard deviation, normal but for their rounding."""
+    if matrix.kind == "fp4":
+        _draw_fp4(matrix, spread, generator)
+        return
     step = RANDOM_STEPS[matrix.kind]
     for words in matrix.words.split(4096):
         drawn = torch.empty(len(words), matrix.inner, device=generator.device).normal_(0.0, step, generator=generator)
@@ -258,6 +264,18 @@ def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> No
     matrix.scales.fill_(spread / step)
     if matrix.zeros is not None:
         matrix.zeros.fill_(matrix.middle)
+
+
+def _draw_fp4(matrix: Packed, spread: float, generator: torch.Generator) -> None:
+    """Draw numbers of FP4: one power of two for all groups, and what it multiplies of a deviation near 2."""
+    exponent = round(math.log2(spread / 2))
+    numbers = torch.tensor(FP4_NUMBERS, device=generator.device)
+    for words in matrix.words.split(4096):
+        drawn = torch.empty(len(words), matrix.inner, device=generator.device)
+        drawn.normal_(0.0, spread / 2**exponent, generator=generator)
+        nearest = torch.bucketize(drawn.abs(), (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
+        words.copy_(pack_words(nearest | (drawn < 0).to(torch.uint8) << 3, matrix.bits))
+    matrix.scales.fill_(EXPONENT_BIAS + exponent)
 
 
 def _fill_runs(matrix: Packed, step: float) -> None:
@@ -365,7 +383,7 @@ def allocate_packed(
     return Packed(
         kind=stored.kind, dtype=dtype, inner=inner, group=group, row_block=stored.row_block,
         words=words,
-        scales=torch.empty(shape, dtype=torch.float32 if stored.scale_bytes == 4 else scales, device=device),
+        scales=torch.empty(shape, dtype=_SCALE_DTYPES.get(stored.scale_bytes, scales), device=device),
         zeros=torch.empty(shape, dtype=torch.uint8, device=device) if stored.has_zeros else None,
         order=torch.full((inner,), UNSET, dtype=torch.int64, device=device) if stored.has_order else None,
         runs=None if stored.run is None else torch.empty(rows, inner // stored.run, dtype=torch.int32, device=device),

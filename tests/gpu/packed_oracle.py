@@ -25,6 +25,13 @@ def e4m3(codes: np.ndarray) -> np.ndarray:
     return sign * np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7.0))
 
 
+def e2m1(codes: np.ndarray) -> np.ndarray:
+    """float64 of four bits: a sign, two bits of exponent less 1, one of mantissa; exponent 0 has no leading one."""
+    sign = np.where(codes & 8, -1.0, 1.0)
+    exponent, mantissa = ((codes >> 1) & 3).astype(int), (codes & 1) / 2.0
+    return sign * np.where(exponent == 0, mantissa, (1 + mantissa) * 2.0 ** (exponent - 1.0))
+
+
 def draw_codes(generator: np.random.Generator, kind: str, shape: tuple[int, int]) -> np.ndarray:
     """uint8: every number of the kind, small FP8 ones as often as large ones, and no NaN."""
     codes = generator.integers(0, 2 ** BITS[kind], shape, dtype=np.uint8)
@@ -43,11 +50,18 @@ def draw_packed(
     shape = (-(-rows // row_block), -(-inner // group))
     scales = torch.from_numpy(generator.uniform(0.5, 1.5, shape) * 2.0 ** -BITS[kind])
     scales = scales.float() if kind == "fp8" else scales.bfloat16()
+    if kind == "fp4":
+        exponents = generator.integers(120, 127, shape, dtype=np.uint8)
+        exponents[0, 0] = 0  # too small for a float32, and of numbers that are 0 in files
+        codes[0, :group] = 0
+        scales = torch.from_numpy(2.0 ** (exponents - 127.0))
     zeros = generator.integers(0, 2 ** BITS[kind], shape, dtype=np.uint8) if has_zeros else None
     order = generator.permutation(inner) if has_order else None
     wide_scales = np.repeat(np.repeat(scales.double().numpy(), row_block, 0), group, 1)[:rows, :inner]
     if kind == "fp8":
         numbers = e4m3(codes)
+    elif kind == "fp4":
+        numbers, scales = e2m1(codes), torch.from_numpy(exponents)
     elif zeros is None:
         numbers = codes - 2.0 ** (BITS[kind] - 1)
     else:
@@ -59,7 +73,8 @@ def draw_packed(
         wanted = placed
     words = pack_words(torch.from_numpy(codes), BITS[kind])
     packed = Packed(
-        kind, dtype, inner, group, row_block, words.to(device), poisoned(scales.to(device), float("nan")),
+        kind, dtype, inner, group, row_block, words.to(device),
+        poisoned(scales.to(device), 255 if kind == "fp4" else float("nan")),
         None if zeros is None else poisoned(torch.from_numpy(zeros).to(device), 255),
         None if order is None else torch.from_numpy(order).to(device),
     )  # fmt: skip

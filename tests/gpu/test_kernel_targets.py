@@ -108,7 +108,7 @@ COMPILE_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "la
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 Source = tuple[ASTSource, tuple[tuple[str, Any], ...]]  # and the options with which it is compiled
 SERVED = ("tiny", "llama-3.1-8b")
-MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b")
+MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")
 FAMILIES = ("phi-3-mini", "gemma-3-4b", "glm-4-9b")  # heads of 96 and of 256, and 16 to a KV head
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -239,6 +239,11 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
     formats = [MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
                MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256),
                MatrixFormat("int8", 16, run=256)]  # fmt: skip
+    activation, biases = shape.layer_pattern[0].activation, [None] * 3
+    if experts.has_biases:
+        formats = [MatrixFormat("fp4", 32, scale_bytes=1)]
+        sizes = (experts.num_experts, 2 * rows, experts.num_experts * shape.hidden)
+        biases = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     norm, router = (torch.empty(*size, dtype=dtype, device=device) for size in ((shape.hidden,), (
         experts.num_experts, shape.hidden)))  # fmt: skip
     for stored in (None, *(formats if is_wide else ())):
@@ -247,21 +252,21 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
             torch.empty(*size, dtype=dtype, device=device) if stored is None
             else allocate_packed(*size, stored, dtype, device, torch.bfloat16) for size in sizes
         )  # fmt: skip
-        mlp = ExpertMlp(ExpertWeights(router, gate_up, down), experts, "silu")
+        mlp = ExpertMlp(ExpertWeights(router, gate_up, down, None, *biases), experts, activation)
         mlp(torch.empty(1, shape.hidden, dtype=dtype, device=device), norm, 1e-5)
         places = torch.empty(experts.num_experts, dtype=torch.int32, device=device)
         far, others = FarExperts(gate_up, down, places), FarExperts(None, None, places)
         x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
         for there in (far, others) if stored is None else ():
             product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts,
-                                   "silu", there)  # fmt: skip
-            down_rows(*product, down, x, experts, there)
+                                   activation, there, biases[1])  # fmt: skip
+            down_rows(*product, down, x, experts, there, biases[2])
         for tokens in {max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS}:
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts)
             for there in (None, *([far] if isinstance(gate_up, Packed) else []), others):
-                product = gate_up_tiles(x, few, gate_up, experts, "silu", there)
-                down_tiles(product, few, down, x, experts, there)
+                product = gate_up_tiles(x, few, gate_up, experts, activation, there, biases[1])
+                down_tiles(product, few, down, x, experts, there, biases[2])
         means = (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64)
         for mean in means:
             tokens = max(LEAST_PAIRS + 1, mean * experts.num_experts // experts.per_token)
@@ -269,8 +274,8 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
             pairs = pair_up(*choose(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts), experts,
                             stored is not None)  # fmt: skip
             for there in (None, far, others) if mean == means[1] else (None,):
-                product = gate_up_tiles(x, pairs, gate_up, experts, "silu", there)
-                down_tiles(product, pairs, down, x, experts, there)
+                product = gate_up_tiles(x, pairs, gate_up, experts, activation, there, biases[1])
+                down_tiles(product, pairs, down, x, experts, there, biases[2])
 
 
 def _race(shape: Architecture, dtype: torch.dtype) -> None:
@@ -735,8 +740,8 @@ def test_tiles_of_every_format_are_compiled_with_experts_left_out_and_far_away(l
             stored = options["KIND"], options["GROUP"], options["NUM_RUNS"] > 0
             found[options["LEAVES_OUT"]].add((*stored, options["ROUTES"], options["GATES"]))
     assert found[True] == found[False]
-    assert len({(kind, group) for kind, group, *_ in found[True]}) == 5  # int4, int8, fp8, and runs of int4 and int8
-    assert len(found[True]) == 5 * 3  # gates of tokens that find their pairs, and of listed ones; downs
+    assert len({(kind, group) for kind, group, *_ in found[True]}) == 6  # runs of int4 and int8 are groups of their own
+    assert len(found[True]) == 6 * 3  # gates of tokens that find their pairs, and of listed ones; downs
 
 
 @pytest.mark.parametrize("tokens", [1, 16])

@@ -58,7 +58,7 @@ def test_pages_of_codes_take_what_is_planned_and_little_more_than_a_byte_an_elem
     assert 2 * gathered.keys.nbytes + gathered.values.nbytes == CONTEXT * one_head.gathered_token_bytes
 
 
-@pytest.mark.parametrize("name", NAMED_SHAPES)
+@pytest.mark.parametrize("name", [name for name, shape in NAMED_SHAPES.items() if shape.quantisation is None])
 def test_rounding_at_load_fits_into_what_steps_take_later(name: str) -> None:
     """Of the smallest deployment. While weights are loaded there are no logits and no widened matrices yet."""
     shape = rounded(NAMED_SHAPES[name], "int8", "weights")

@@ -264,8 +264,8 @@ def _packed_expert_tiles_kernel(
                     IS_EXACT, AT_ONCE, AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
                 )  # fmt: skip
         sums, up_sums = (
-            scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
-            scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
+            scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS, KIND),
+            scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS, KIND),
         )
         sums, up_sums = tl.trans(sums), tl.trans(up_sums)
         if HAS_BIAS:

@@ -39,7 +39,7 @@ def _unpack_kernel(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    PLACES: tl.constexpr = 4 if KIND == 4 else 2  # of a half
+    PLACES: tl.constexpr = 4 if KIND % 8 == 4 else 2  # of a half
     row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
     at = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
     packed = tl.load(words + row * NUM_WORDS + at, mask=(row < num_rows) & (at < NUM_WORDS), other=0)

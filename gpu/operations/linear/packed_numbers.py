@@ -4,7 +4,8 @@ An integer becomes a float without a conversion. Put at the top of the mantissa 
 - zero) * scale` is that less `1 + zero / 2**bits`, times `scale * 2**bits`. Four bits below the bits of 128.0 in bf16
 are `128 + q`, so one mask and one sum make two exact numbers of a word; eight bits are two times four. An FP8 byte,
 moved to the sign, exponent and mantissa of a float of 8 bits of exponent, is its number times 2**-120, also if
-subnormal.
+subnormal; four bits of FP4 are, likewise, times 2**-126. FP4's scales are exponents: such a byte, moved to a float's
+exponent, is its power of two.
 """
 
 import triton
@@ -14,7 +15,7 @@ from gpu.model.matrix_format import unit_columns
 from gpu.operations.arguments import INTERPRETED
 from gpu.operations.linear.packed_matrix import Packed
 
-KINDS = {"int4": 4, "int8": 8, "fp8": 0}
+KINDS = {"int4": 4, "int8": 8, "fp8": 0, "fp4": 12}  # modulo 8 four: of 4 bits; multiples of 12: floats
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -31,6 +32,11 @@ _EIGHT = tl.constexpr(
 # FP8 in the upper byte of each half: moved, times 2**120.
 _FLOAT = tl.constexpr(
     "{ .reg .b32 m, z; shr.u32 m, $1, 4; and.b32 m, m, 0x07f007f0; lop3.b32 m, $1, 0x80008000, m, 0xea;"
+    " mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, m, $2, z; }"
+)  # fmt: skip
+# FP4 in the top four bits of each half: moved, times 2**126.
+_SMALL_FLOAT = tl.constexpr(
+    "{ .reg .b32 m, z; shr.u32 m, $1, 6; and.b32 m, m, 0x01c001c0; lop3.b32 m, $1, 0x80008000, m, 0xea;"
     " mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, m, $2, z; }"
 )  # fmt: skip
 
@@ -56,11 +62,15 @@ def _moved(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def factor(words, PLACE: tl.constexpr, KIND: tl.constexpr):
-    """Return float32 of the numbers at a place of words: `1 + q / 2**bits`, or an FP8 number times 2**-120."""
+    """Return float32 of the numbers at a place of words: `1 + q / 2**bits`, or an FP8 number times 2**-120, or an FP4
+    number times 2**-126.
+    """
     if KIND == 4:
         bits = (_moved(words, 19 - 4 * PLACE) & 0x00780000) | 0x3F800000
     elif KIND == 8:
         bits = (_moved(words, 15 - 8 * PLACE) & 0x007F8000) | 0x3F800000
+    elif KIND == 12:
+        bits = (_moved(words, 28 - 4 * PLACE) >> 6) & -0x7E400000  # sign, and three bits about the mantissa's top
     else:
         bits = (_moved(words, 24 - 8 * PLACE) >> 4) & -0x78100000  # sign, and seven bits below the exponent's top
     return bits.to(tl.float32, bitcast=True)
@@ -127,13 +137,21 @@ def beside(
 
 
 @triton.jit
+def scale_of(stored, KIND: tl.constexpr):
+    """Return a scale as float32; of FP4 it is stored as an exponent, of which 0 counts as 0."""
+    if KIND == 12:
+        return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return stored.to(tl.float32)
+
+
+@triton.jit
 def scales_of(
     scales, zeros, row, column, inside, HAS_ZEROS: tl.constexpr, KIND: tl.constexpr, ROW_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Return what is taken off factors times a gain, and that gain, float32 as rows and columns broadcast; of FP8 0 and
-    the scale. All three have so few bits that the difference is exact. zeros: runs, where there are NUM_RUNS of a row;
-    what is taken off is then an offset alone, and factors are less one.
+    """Return what is taken off factors times a gain, and that gain, float32 as rows and columns broadcast; of FP8 and
+    FP4 0 and the scale. All three have so few bits that the difference is exact. zeros: runs, where there are NUM_RUNS
+    of a row; what is taken off is then an offset alone, and factors are less one.
     """
     BASE: tl.constexpr = 16.0 if KIND == 4 else 256.0
     if NUM_RUNS > 0:
@@ -141,8 +159,8 @@ def scales_of(
         offset, scale = group_of_run(scales, both, row, column, inside, GROUP, NUM_GROUPS)
         return offset, scale * BASE
     at = (row // ROW_BLOCK) * NUM_GROUPS + column // GROUP
-    scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-    if KIND == 0:
+    scale = scale_of(tl.load(scales + at, mask=inside, other=0.0), KIND)
+    if KIND % 12 == 0:
         return scale * 0.0, scale
     less = 1.5 * BASE
     if HAS_ZEROS:
@@ -157,6 +175,8 @@ def widened(words, less, gain, PLACE: tl.constexpr, KIND: tl.constexpr, NUM_RUNS
         return (factor(words, PLACE, KIND) - 1.0) * gain - less  # the product is exact
     if KIND == 0:
         return factor(words, PLACE, KIND) * 2.0**120 * gain
+    if KIND == 12:
+        return factor(words, PLACE, KIND) * 2.0**126 * gain
     return factor(words, PLACE, KIND) * gain - less
 
 
@@ -183,12 +203,12 @@ def no_byte(words, unit):
 @triton.jit
 def exact_pairs(words, zero, byte, PLACE: tl.constexpr, KIND: tl.constexpr):
     """Return bf16 `[.., words, 2]`: the numbers of both halves of words at a place, less `zero` (which broadcasts), not
-    yet scaled. zero: int32, of FP8 not looked at; byte: of `no_byte`.
+    yet scaled. zero: int32, of FP8 and FP4 not looked at; byte: of `no_byte`.
     """
-    PLACES: tl.constexpr = 4 if KIND == 4 else 2
+    PLACES: tl.constexpr = 4 if KIND % 8 == 4 else 2
     if _INTERPRETED:  # which knows no assembly
-        STEPS: tl.constexpr = 2.0**120 if KIND == 0 else 2.0**KIND
-        less = zero * 0.0 if KIND == 0 else zero + STEPS
+        STEPS: tl.constexpr = 2.0**120 if KIND == 0 else 2.0**126 if KIND == 12 else 2.0**KIND
+        less = zero * 0.0 if KIND % 12 == 0 else zero + STEPS
         low = (factor(words, PLACE, KIND) * STEPS - less).to(tl.bfloat16)
         high = (factor(words, PLACE + PLACES, KIND) * STEPS - less).to(tl.bfloat16)
     else:
@@ -205,6 +225,12 @@ def exact_pairs(words, zero, byte, PLACE: tl.constexpr, KIND: tl.constexpr):
             both = tl.inline_asm_elementwise(
                 _EIGHT, "=r,r,r,r,r,r,r", [words >> (8 * PLACE), less, more, one, sixteen, byte],
                 dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        elif KIND == 12:
+            highest = tl.full(words.shape, 0x7E807E80, tl.int32)
+            both = tl.inline_asm_elementwise(
+                _SMALL_FLOAT, "=r,r,r,r", [words << (12 - 4 * PLACE), highest, byte], dtype=tl.int32, is_pure=True,
+                pack=1,
             )  # fmt: skip
         else:
             highest = tl.full(words.shape, 0x7B807B80, tl.int32)

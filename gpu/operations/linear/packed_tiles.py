@@ -31,6 +31,7 @@ from gpu.operations.linear.packed_numbers import (
     no_byte,
     ones_like,
     run_of,
+    scale_of,
     scales_of,
     widened,
     zeros_of,
@@ -103,7 +104,7 @@ def row_tile(
     of whole rows are left to `scaled`. AT_ONCE: columns of a product, a run or half a run: then without `no_byte`,
     since four threads of eight columns would hold them twice, and Triton 3.6 multiply them twice.
     """
-    PLACES: tl.constexpr = 4 if KIND == 4 else 2
+    PLACES: tl.constexpr = 4 if KIND % 8 == 4 else 2
     IS_WHOLE: tl.constexpr = NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS
     MIDDLE: tl.constexpr = 8 if KIND == 4 else 128
     if SPLITS > 1:
@@ -160,15 +161,15 @@ def row_tile(
                 if AHEAD == 0:
                     at = (row // ROW_BLOCK) * NUM_GROUPS + group // GROUP
                     scale = tl.load(scales + at, mask=group < INNER, other=0.0)
-                sums += part * scale.to(tl.float32)
+                sums += part * scale_of(scale, KIND)
                 part = tl.zeros_like(sums)
     return part if IS_WHOLE else sums + part
 
 
 @triton.jit
-def scaled(sums, scale, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr, HAS_ZEROS: tl.constexpr):
+def scaled(sums, scale, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr, HAS_ZEROS: tl.constexpr, KIND: tl.constexpr):
     """Scale sums of `row_tile`, where a row has one scale and no zero point: that is `beside` its first unit."""
-    return sums * scale.to(tl.float32) if NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS else sums
+    return sums * scale_of(scale, KIND) if NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS else sums
 
 
 @triton.jit
@@ -225,8 +226,8 @@ def _packed_tiles_kernel(
                 AT_ONCE, AHEAD, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_TOKENS,
             )  # fmt: skip
     sums, up_sums = (
-        scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
-        scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS),
+        scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS, KIND),
+        scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS, KIND),
     )
     result = tl.sum(sums, 0) if SPLITS > 1 else sums
     if GATES:
