@@ -423,7 +423,7 @@ def test_an_index_is_priced_beside_what_the_cpu_reads_and_with_the_settings_of_a
     assert found.host_ms == 0.0
     tree = eight_b() | {"profiles": {"more": {"host": {"method": "indexed", "budget_share": 0.01, "rings": 2}}}}
     more = compare(tree).get("indexed")
-    assert more.first.fetch_ms == pytest.approx(2 * found.fetch_ms, rel=2e-3)
+    assert more.first.fetch_ms == pytest.approx(2 * found.fetch_ms, rel=4e-3)
     assert more.most_contexts == 2
 
 
