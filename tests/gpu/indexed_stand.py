@@ -117,7 +117,7 @@ def make_stand(
     draw, on = np.random.default_rng(7), torch.device(device)
     index = new_index(settings, shape, NUM_LAYERS, NUM_RINGS, dtype, on)
     work = new_work(settings, shape, NUM_RINGS, on)
-    for one in (index.scales, index.value_scales, index.keys, index.values, *vars_of(work)):
+    for one in (index.scales, index.value_scales, index.value_centres, index.keys, index.values, *vars_of(work)):
         if one.is_floating_point():
             one.fill_(torch.nan)
     layout = new_layout(settings, shape, is_int8, on)

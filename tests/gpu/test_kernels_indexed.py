@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.methods.indexed import BINS
+from gpu.methods.indexed import BINS, BLOCK_TOKENS
 from gpu.methods.indexed.attending import FETCHED, HEADS, MASS, OFFLOADED, READ
 from gpu.methods.indexed.building import index_tokens
 from gpu.methods.indexed.codes import decode_reference, encode_keys_reference, encode_values_reference, make_rotation
@@ -36,7 +36,9 @@ def estimated_values(stand: Stand, kv_head: int, count: int, layer: int = 1) -> 
     """Return values as the index rounds them, float64 `[tokens, dim]`, from the stored codes."""
     index, place = stand.index, KV_HEADS + kv_head
     codes, scales = index.value_codes[layer, place, :count], index.value_scales[layer, place, :count]
-    return wide(decode_reference(codes, scales, stand.layout.value_bits)) @ wide(stand.layout.rotation).T
+    centres = wide(index.value_centres[layer, place])[np.arange(count) // BLOCK_TOKENS]
+    rounded = centres + wide(decode_reference(codes, scales, stand.layout.value_bits))
+    return rounded @ wide(stand.layout.rotation).T
 
 
 def softmax_logits(query: torch.Tensor, keys: np.ndarray) -> np.ndarray:
@@ -210,9 +212,10 @@ def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int
     grown = make_stand(128, 4, lengths, device, key_bits=key_bits, is_int8=is_int8, indexed=16)
     for begin, end in ((0, 560), (544, 592), (576, 992)):
         index_tokens(grown.index, 1, begin, end, grown.layout)
-    for name in ("codes", "scales", "value_codes", "value_scales"):
+    for name in ("codes", "scales", "value_codes", "value_scales", "value_centres"):
         got, wanted = getattr(grown.index, name), getattr(whole.index, name)
-        assert torch.equal(got[:, KV_HEADS:, :992], wanted[:, KV_HEADS:, :992])
+        count = 992 // BLOCK_TOKENS if name == "value_centres" else 992
+        assert torch.equal(got[:, KV_HEADS:, :count], wanted[:, KV_HEADS:, :count])
     for layer in range(2):
         for kv_head in range(KV_HEADS):
             keys = whole.runs[layer].keys[kv_head]
@@ -229,6 +232,23 @@ def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int
             got_codes = whole.index.value_codes[layer, KV_HEADS + kv_head, :992].cpu()
             assert float((got_codes != codes).float().mean()) < INDEXED_FLIPS * 2**2
             assert distance(whole.index.value_scales[layer, KV_HEADS + kv_head, :992], wide(scales)) < INDEXED_SCORES
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_values_are_estimated_nearly_exactly_and_unequal_ones_have_no_centre(device: str, is_int8: bool) -> None:
+    """Values that are rounded alike err alike, which no sum averages out."""
+    stand = make_stand(64, 3, [2048], device, is_int8=is_int8)
+    assert not stand.index.value_centres[:, KV_HEADS:, :64].any()
+    for run in stand.runs:  # all tokens have the value of the first
+        stored = run.alive[1]
+        stored.copy_(stored[:, :1].clone().expand_as(stored))
+    index_tokens(stand.index, 1, 0, 2048, stand.layout)
+    query, resident = draw_query(stand, device)
+    partial = stand.step(query, resident, 2048, 20)
+    own = stand.runs[1].alive[1][:, 0].float()
+    own = own * stand.runs[1].alive[4] if is_int8 else own
+    assert distance(partial.out[1], wide(own).repeat(3, 0)) < INDEXED_WEIGHTS
 
 
 @pytest.mark.parametrize("bits", [2, 4])

@@ -20,6 +20,7 @@ from transfer.reading import Reading
 from transfer.tier_shape import WORD_BITS
 
 SPLIT_TOKENS = 1_024  # that one program scores, counts, or chooses from
+BLOCK_TOKENS = 32  # whose values have one centre in the index
 READ_SLOTS = 128  # that one program attends to
 BINS = 512  # of the histogram from which the threshold of a choice is taken
 MASS_UNIT = 1_000_000  # counters are integers: mass is counted in millionths
@@ -51,6 +52,7 @@ def ring_arrays(
         "scales": ArraySpec((num_layers, places, tokens), "float16"),
         "value_codes": ArraySpec((num_layers, places, tokens, dim * settings.value_bits // 8), "uint8"),
         "value_scales": ArraySpec((num_layers, places, tokens), "float16"),
+        "value_centres": ArraySpec((num_layers, places, tokens // BLOCK_TOKENS, dim), "bfloat16"),
         "centres": ArraySpec((num_layers, places, dim), "float32"),
         "ids": ArraySpec((num_layers, places, settings.budget_tokens), "int32"),
         "held": ArraySpec((num_layers, places, tokens // WORD_BITS), "int32"),
@@ -139,7 +141,8 @@ class Indexed(RingMethod):
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
         """Return what was not read exactly; reading the index counts against it."""
         offloaded, read = sum(counts["index_offloaded_tokens"]), sum(counts["index_read_tokens"])
-        index_bytes = offloaded * settings.token_bytes(architecture.dim)
+        token_bytes = settings.token_bytes(architecture.dim) + 2 * architecture.dim // BLOCK_TOKENS
+        index_bytes = offloaded * token_bytes
         saved = offloaded - read
         return SavedReads(architecture.group * saved, saved, index_bytes, rows_include_host=True)
 

@@ -8,14 +8,21 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.methods.indexed.codes import VALUE_STEPS, encode_keys_reference, encode_values_reference
+from gpu.methods.indexed import BLOCK_TOKENS
+from gpu.methods.indexed.codes import (
+    CENTRED_SHARE,
+    VALUE_STEPS,
+    encode_keys_reference,
+    encode_values_reference,
+    find_centre_reference,
+)
 from gpu.methods.indexed.host_rows import bytes_at, find_piece, read_rows, restored_rows, row_address
 from gpu.methods.indexed.ring import Index, Layout
 from gpu.operations.arguments import runs_on_triton
 from transfer import places
 from transfer.places import COLUMNS
 
-TILE = 32  # tokens that a program indexes; with 64, products of Triton 3.6 on Hopper read outside of shared memory
+TILE = BLOCK_TOKENS  # that a program indexes; with 64, products of Triton 3.6 on Hopper read outside of shared memory
 PART_BYTES = 64  # of a token's codes, that are made at once
 LEAST_STEP = float(torch.finfo(torch.float16).tiny)
 
@@ -34,7 +41,13 @@ def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout
             codes, scales = encode_keys_reference(rotated, layout.key_bits)
             index.codes[layer, place, begin:end] = codes
             index.scales[layer, place, begin:end] = scales
-            codes, scales = encode_values_reference(values @ layout.rotation, layout.value_bits)
+            rotated = values @ layout.rotation
+            for first in range(0, end - begin, BLOCK_TOKENS):
+                block = rotated[first : first + BLOCK_TOKENS]
+                centre = find_centre_reference(block)
+                index.value_centres[layer, place, (begin + first) // BLOCK_TOKENS] = centre
+                block -= centre.float()
+            codes, scales = encode_values_reference(rotated, layout.value_bits)
             index.value_codes[layer, place, begin:end] = codes
             index.value_scales[layer, place, begin:end] = scales
 
@@ -54,22 +67,16 @@ def _codes_of(rotated, step, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(codes, rows, rotation, cell, is_there, step, W: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-                 BITS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Store the packed codes of rows, in steps `[tokens]`, at cells `[tokens]`."""
-    for part in tl.static_range(PARTS):
-        packed = tl.zeros([TILE, PART], tl.int32)
-        for plane in tl.static_range(8 // BITS):
-            rotated = _rotate_part(rows, rotation, plane * W + part * PART, plane * W + W, PART, DIM, WIDE)
-            packed |= _codes_of(rotated, step, BITS).to(tl.int32) << (plane * BITS)
-        byte = part * PART + tl.arange(0, PART)[None, :]
-        tl.store(codes + cell[:, None] * W + byte, packed.to(tl.uint8), mask=is_there[:, None] & (byte < W))
+def _mean_of(rotated, is_there):
+    """Return the mean of the tokens that are there, `[PART]`."""
+    count = tl.maximum(tl.sum(is_there.to(tl.float32), 0), 1.0)
+    return tl.sum(tl.where(is_there[:, None], rotated, 0.0), 0) / count
 
 
 @triton.jit
 def _index_kernel(
-    codes, scales, value_codes, value_scales, centres, lies, piece_centres, piece_key_scales, piece_value_scales,
-    rotation, ring, num_rings, begin, end, tokens, value_step,
+    codes, scales, value_codes, value_scales, value_centres, centres, lies, piece_centres, piece_key_scales,
+    piece_value_scales, rotation, ring, num_rings, begin, end, tokens, blocks, value_step, centred_share,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, VALUE_W: tl.constexpr, VALUE_PART: tl.constexpr,
     VALUE_BITS: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
@@ -100,31 +107,53 @@ def _index_kernel(
     cell = place * tokens + token
     stored = (most / ((1 << (BITS - 1)) - 0.5)).to(tl.float16)
     step = tl.maximum(stored.to(tl.float32), _LEAST_STEP)
-    _store_codes(codes, key, rotation, cell, is_there, step, W, PART, PARTS, BITS, DIM, WIDE, TILE)
+    for part in tl.static_range(PARTS):
+        packed = tl.zeros([TILE, PART], tl.int32)
+        for plane in tl.static_range(8 // BITS):
+            rotated = _rotate_part(key, rotation, plane * W + part * PART, plane * W + W, PART, DIM, WIDE)
+            packed |= _codes_of(rotated, step, BITS).to(tl.int32) << (plane * BITS)
+        byte = part * PART + tl.arange(0, PART)[None, :]
+        tl.store(codes + cell[:, None] * W + byte, packed.to(tl.uint8), mask=is_there[:, None] & (byte < W))
     tl.store(scales + cell, stored, mask=is_there)
 
     value = tl.where(is_number, value, 0.0)
-    square = tl.sum(value * value, 1)  # which the rotation keeps
-    step = tl.maximum(tl.sqrt(square / DIM) * value_step, _LEAST_STEP)
-    along = tl.zeros([TILE], tl.float32)
+    mean = _mean_of(value, is_there)
+    squares = tl.sum(value * value)  # which the rotation keeps
+    count = tl.sum(is_there.to(tl.float32), 0)
+    is_centred = (count * tl.sum(mean * mean, 0) > centred_share * squares).to(tl.float32)
+    own_centre = value_centres + (place * blocks + (begin // TILE + tl.program_id(0))) * DIM
+    square, along = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    dim = tl.arange(0, VALUE_PART)
     for plane in tl.static_range(8 // VALUE_BITS):
-        first, end = plane * VALUE_W, plane * VALUE_W + VALUE_W
-        rotated = _rotate_part(value, rotation, first, end, VALUE_PART, DIM, WIDE)
-        number = _codes_of(rotated, step, VALUE_BITS) + 0.5 - (1 << (VALUE_BITS - 1))
-        along += tl.sum(rotated * number, 1)  # 0 behind the end
-    _store_codes(
-        value_codes, value, rotation, cell, is_there, step, VALUE_W, VALUE_PART, 1, VALUE_BITS, DIM, WIDE, TILE
-    )
+        first, end_of = plane * VALUE_W, plane * VALUE_W + VALUE_W
+        rotated = _rotate_part(value, rotation, first, end_of, VALUE_PART, DIM, WIDE)
+        centre = (_mean_of(rotated, is_there) * is_centred).to(tl.bfloat16)
+        tl.store(own_centre + first + dim, centre, mask=dim < VALUE_W)
+        rotated -= centre.to(tl.float32)[None, :]
+        square += tl.sum(rotated * rotated, 1)
+    step = tl.maximum(tl.sqrt(square / DIM) * value_step, _LEAST_STEP)
+    packed = tl.zeros([TILE, VALUE_PART], tl.int32)
+    for plane in tl.static_range(8 // VALUE_BITS):
+        first, end_of = plane * VALUE_W, plane * VALUE_W + VALUE_W
+        rotated = _rotate_part(value, rotation, first, end_of, VALUE_PART, DIM, WIDE)
+        rotated -= (_mean_of(rotated, is_there) * is_centred).to(tl.bfloat16).to(tl.float32)[None, :]
+        code = _codes_of(rotated, step, VALUE_BITS)
+        along += tl.sum(rotated * (code + 0.5 - (1 << (VALUE_BITS - 1))), 1)  # 0 behind the end
+        packed |= code.to(tl.int32) << (plane * VALUE_BITS)
+    own_codes = value_codes + cell[:, None] * VALUE_W + dim[None, :]
+    tl.store(own_codes, packed.to(tl.uint8), mask=is_there[:, None] & (dim < VALUE_W)[None, :])
     stored = (square / tl.maximum(along, 1.1754943508222875e-38)).to(tl.float16)
     tl.store(value_scales + cell, stored, mask=is_there)
 
 
 def index_tokens(index: Index, ring: int, begin: int, end: int, layout: Layout) -> None:
-    """Write codes and scales of tokens `[begin, end)` of a ring's run, in all layers.
+    """Write codes, scales and centres of values of tokens `[begin, end)` of a ring's run, in all layers.
 
     index: with the axis of layers; its table of pieces and what is copied of them are of this run, and `centres` are
-    set.
+    set. begin: a multiple of BLOCK_TOKENS. Raises ValueError for another.
     """
+    if begin % BLOCK_TOKENS:
+        raise ValueError(f"index_tokens: begin {begin}; wanted a multiple of {BLOCK_TOKENS}")
     if not runs_on_triton(index.codes):
         index_tokens_reference(index, ring, begin, end, layout)
         return
@@ -132,9 +161,10 @@ def index_tokens(index: Index, ring: int, begin: int, end: int, layout: Layout) 
     dim, width, value_width = index.centres.shape[2], index.codes.shape[3], index.value_codes.shape[3]
     part = max(16, min(PART_BYTES, triton.next_power_of_2(width)))
     _index_kernel[(triton.cdiv(end - begin, TILE), num_layers * layout.kv_heads)](
-        index.codes, index.scales, index.value_codes, index.value_scales, index.centres, index.lies,
-        index.piece_centres, index.piece_key_scales, index.piece_value_scales, layout.rotation, ring, num_rings, begin,
-        end, index.codes.shape[2], VALUE_STEPS[layout.value_bits],
+        index.codes, index.scales, index.value_codes, index.value_scales, index.value_centres, index.centres,
+        index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales, layout.rotation, ring,
+        num_rings, begin, end, index.codes.shape[2], index.value_centres.shape[2], VALUE_STEPS[layout.value_bits],
+        CENTRED_SHARE,
         KV_HEADS=layout.kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), W=width,
         PART=part, PARTS=triton.cdiv(width, part), BITS=layout.key_bits, VALUE_W=value_width,
         VALUE_PART=max(16, triton.next_power_of_2(value_width)), VALUE_BITS=layout.value_bits, TILE=TILE,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
-from gpu.methods.indexed import COUNTERS
+from gpu.methods.indexed import BLOCK_TOKENS, COUNTERS
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
@@ -87,9 +87,11 @@ class Indexed(RingSide):
         if write.source is not None:
             source = self._of_ring(write.source.ring)
             shared = min(self._known[write.source.ring].num_tokens, write.source.begin - self._sink_tokens)
-            known.num_tokens = max(shared, 0)
+            known.num_tokens = max(shared, 0) // BLOCK_TOKENS * BLOCK_TOKENS
             for array in (index.codes, index.scales, index.value_codes, index.value_scales):
                 array[:, own, : known.num_tokens] = array[:, source, : known.num_tokens]
+            blocks = known.num_tokens // BLOCK_TOKENS
+            index.value_centres[:, own, :blocks] = index.value_centres[:, source, :blocks]
             index.centres[:, own] = index.centres[:, source]
         super().assign(write)
 
@@ -110,7 +112,8 @@ class Indexed(RingSide):
             if known.num_tokens == 0:
                 self.index.centres[:, self._of_ring(ring)] = self.index.piece_centres[:, ring, 0]
             if known.num_tokens < num_tokens:
-                index_tokens(self.index, ring, known.num_tokens, num_tokens, self._layout)
+                begin = known.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+                index_tokens(self.index, ring, begin, num_tokens, self._layout)
                 known.num_tokens = num_tokens
 
     def before(self, reads: LayerReads) -> None:

@@ -1,17 +1,17 @@
 """Estimate attention to all tokens that were not chosen, from their scores and their values in few bits.
 
-rest_mass = sum over these tokens of share(t)        rest_out = sum of share(t) * rounded rotated value(t)
+rest_mass = sum over these tokens of share(t)        rest_out = sum of share(t) * (centre(t) + rounded value(t))
 
 share(t) is the token's estimated part of the whole softmax, so both are relative to `work.total_lse`. A sum over many
-tokens averages out what rounding does to single values. `join_parts` turns rest_out back. Bytes: codes and scales of
-values, once for all query heads of a KV head, and two bytes a query head and token.
+tokens averages out what rounding does to single values. Values are rotated; `join_parts` turns rest_out back. Bytes:
+codes, scales and centres of values, once for all query heads of a KV head, and two bytes a query head and token.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from gpu.methods.indexed import SPLIT_TOKENS
+from gpu.methods.indexed import BLOCK_TOKENS, SPLIT_TOKENS
 from gpu.methods.indexed.choosing import has_bits
 from gpu.methods.indexed.codes import decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
@@ -22,7 +22,7 @@ from transfer.tier_shape import WORD_BITS
 
 TILE = 64  # tokens that are estimated at once
 
-_SPLIT, _WORD = tl.constexpr(SPLIT_TOKENS), tl.constexpr(WORD_BITS)
+_SPLIT, _WORD, _BLOCK = tl.constexpr(SPLIT_TOKENS), tl.constexpr(WORD_BITS), tl.constexpr(BLOCK_TOKENS)
 
 
 def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
@@ -36,13 +36,23 @@ def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: La
             shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
             is_chosen = has_bits(work.chosen[place], torch.arange(count, device=shares.device))
             rest = torch.where(is_chosen, 0.0, shares)
-            values = decode_reference(
-                index.value_codes[place, :count], index.value_scales[place, :count], layout.value_bits
-            )
+            scales = index.value_scales[place, :count]
+            values = decode_reference(index.value_codes[place, :count], scales, layout.value_bits)
+            values += index.value_centres[place, torch.arange(count, device=shares.device) // BLOCK_TOKENS].float()
             work.rest_out[place] = 0.0
             work.rest_mass[place] = 0.0
             work.rest_out[place, 0] = rest @ values
             work.rest_mass[place, 0] = rest.sum(-1)
+
+
+@triton.jit
+def _add_centres(sums, of_blocks, centres, block, is_block, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
+                 DIM: tl.constexpr):  # fmt: skip
+    """Return sums `[SIZE, WIDTH]` with each block's mass `[blocks, SIZE]` times its centre added."""
+    byte = tl.arange(0, WIDTH)[None, :]
+    at = centres + block[:, None] * DIM + PLANE * W + byte
+    centre = tl.load(at, mask=is_block[:, None] & (byte < W), other=0.0).to(tl.float32)
+    return sums + tl.sum(of_blocks[:, :, None] * centre[:, None, :], 0)
 
 
 @triton.jit
@@ -55,8 +65,8 @@ def _store_plane(rest_out, to, member, sums, offset, PLANE: tl.constexpr, W: tl.
 
 @triton.jit
 def _estimate_kernel(
-    value_codes, value_scales, rows, num_tokens, shifts, logits, total_lse, chosen, rest_out, rest_mass, tokens, splits,
-    words,
+    value_codes, value_scales, value_centres, rows, num_tokens, shifts, logits, total_lse, chosen, rest_out, rest_mass,
+    tokens, splits, blocks, words,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +89,10 @@ def _estimate_kernel(
         bits = tl.load(chosen + place * words + token // _WORD, mask=is_there, other=0)
         is_rest = is_there & (((bits >> (token % _WORD)) & 1) == 0)
         share = shares_of(logits, less, place, token, is_rest, tokens, GROUP, SIZE)
-        mass += tl.sum(share, 0)
+        of_blocks = tl.sum(tl.reshape(share, [TILE // _BLOCK, _BLOCK, SIZE]), 1)
+        mass += tl.sum(of_blocks, 0)
+        block = at // _BLOCK + tl.arange(0, TILE // _BLOCK)
+        is_block, centres = block * _BLOCK < count, value_centres + place * blocks * DIM
         scale = tl.load(value_scales + cell, mask=is_there, other=0.0).to(tl.float32)
         weight = (share * scale[:, None]).to(tl.bfloat16)
         weights += tl.sum(weight.to(tl.float32), 0)
@@ -88,10 +101,14 @@ def _estimate_kernel(
             weight = weight.to(tl.float32)
         packed = tl.load(value_codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
         first = tl.dot(weight, plane_of(packed, 0, BITS, ASSEMBLY, False), first)
+        first = _add_centres(first, of_blocks, centres, block, is_block, 0, W, WIDTH, DIM)
         second = tl.dot(weight, plane_of(packed, 1, BITS, ASSEMBLY, False), second)
+        second = _add_centres(second, of_blocks, centres, block, is_block, 1, W, WIDTH, DIM)
         if BITS == 2:
             third = tl.dot(weight, plane_of(packed, 2, BITS, ASSEMBLY, False), third)
+            third = _add_centres(third, of_blocks, centres, block, is_block, 2, W, WIDTH, DIM)
             fourth = tl.dot(weight, plane_of(packed, 3, BITS, ASSEMBLY, False), fourth)
+            fourth = _add_centres(fourth, of_blocks, centres, block, is_block, 3, W, WIDTH, DIM)
     offset = weights * ((1 << (BITS - 1)) - 0.5 + (128 if FOURFOLD else 0))
     to = (place * splits + split) * GROUP
     _store_plane(rest_out, to, member, first, offset, 0, W, WIDTH, DIM, GROUP)
@@ -114,8 +131,9 @@ def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> N
     splits, group, dim = work.rest_out.shape[1:]
     assembly = unpack_assembly(layout.value_bits, BFLOAT16)
     _estimate_kernel[(places, splits)](
-        index.value_codes, index.value_scales, step.rows, step.num_tokens, work.shift, work.logits, work.total_lse,
-        work.chosen, work.rest_out, work.rest_mass, tokens, splits, work.chosen.shape[1],
+        index.value_codes, index.value_scales, index.value_centres, step.rows, step.num_tokens, work.shift,
+        work.logits, work.total_lse, work.chosen, work.rest_out, work.rest_mass, tokens, splits,
+        index.value_centres.shape[1], work.chosen.shape[1],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)), DIM=dim, W=width,
         WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE, ASSEMBLY=assembly, num_warps=2,
     )  # fmt: skip

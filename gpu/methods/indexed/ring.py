@@ -25,18 +25,20 @@ class Index:
     """All of a layer, or with one axis in front, of layers.
 
     codes, value_codes: uint8 `[places, tokens, dim * bits / 8]`, rotated keys and values; byte b of a token has
-    dimensions b, b + width, ... scales, value_scales: float16 `[places, tokens]`. centres: float32 `[places, dim]`,
-    subtracted from keys before they are rotated. ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held: int32
-    `[places, words]`, a bit for each of these tokens. lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each
-    ring's run. piece_centres: float32 `[rings, pieces, kv_heads, dim]`, and of int8 rows key scales `[rings, pieces,
-    kv_heads]` and value scales `[rings, pieces, kv_heads, dim]`, all copied from host memory. keys, values: `[places,
-    slots, dim]`, restored rows in slots.
+    dimensions b, b + width, ... scales, value_scales: float16 `[places, tokens]`. value_centres: bfloat16 `[places,
+    blocks, dim]`, subtracted from rotated values. centres: float32 `[places, dim]`, subtracted from keys before they
+    are rotated. ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held: int32 `[places, words]`, a bit for
+    each of these tokens. lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's run. piece_centres:
+    float32 `[rings, pieces, kv_heads, dim]`, and of int8 rows key scales `[rings, pieces, kv_heads]` and value scales
+    `[rings, pieces, kv_heads, dim]`, all copied from host memory. keys, values: `[places, slots, dim]`, restored rows
+    in slots.
     """
 
     codes: Tensor
     scales: Tensor
     value_codes: Tensor
     value_scales: Tensor
+    value_centres: Tensor
     centres: Tensor
     ids: Tensor
     held: Tensor
