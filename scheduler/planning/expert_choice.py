@@ -111,10 +111,11 @@ def choose(
             )
         return 0, None
     times, most = find_times(shares, rates, plan.threads), configured_rows(asked)
+    cannot = why_not_computed(shape)
     if most is None:
-        most = times.most_computed_rows()
+        most = 0 if cannot is not None else times.most_computed_rows()
     computed_rows = captured_rows(gpu, max_running, most)
-    reason = why_not_computed(shape) or _why_not_captured(gpu, computed_rows, most) or _why_not_plain(plan)
+    reason = cannot or _why_not_captured(gpu, computed_rows, most) or _why_not_plain(plan)
     if reason is not None:
         if configured_rows(asked):
             raise PlanError(f"gpu.host_experts: asked {asked}, but {reason}; use fetch, or auto")

@@ -20,7 +20,8 @@ from transfer.reading import Reading
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PAIRS = [("laptop", "laptop"), ("reference", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"),
-         ("rtx4090-30b-a3b", "rtx4090"), ("a100", "a100-80g")]  # fmt: skip
+         ("rtx4090-30b-a3b", "rtx4090"), ("a100", "a100-80g"), ("gpt-oss-20b-16g", "rtx4090"),
+         ("gpt-oss-20b-24g", "rtx4090"), ("gpt-oss-120b", "rtx4090")]  # fmt: skip
 
 
 def plan_recorded(config: str, machine: str) -> ResolvedPlan:
@@ -303,3 +304,11 @@ def test_who_multiplies_is_planned_as_it_is_loaded_and_noted_where_it_is_not_all
     own, notes = find_architecture(model.model_copy(update={"products": "own"}))
     assert own != architecture
     assert not any("humming" in note for note in notes)
+
+
+def test_a_mixture_in_mxfp4_has_most_experts_in_host_memory_and_fetches_them() -> None:
+    """As the file says of itself."""
+    plan = plan_recorded("gpt-oss-120b", "rtx4090").memory
+    said = (DEPLOY / "gpt-oss-120b.yaml").read_text()
+    assert f"keeps {plan.experts_on_card} of its 128 experts" in said
+    assert any("experts in host memory are fetched: the CPU computes experts with SiLU" in note for note in plan.notes)
