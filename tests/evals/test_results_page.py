@@ -24,7 +24,7 @@ def table(name: str) -> str:
     return page.partition(f"<!-- {name}: begin -->\n")[2].partition(f"\n<!-- {name}: end -->")[0]
 
 
-@pytest.mark.parametrize("prefix", ["", "indexed-"])
+@pytest.mark.parametrize("prefix", ["", "indexed-", "indexed-budgets-"])
 def test_verdicts_and_cells_are_those_of_the_rows(prefix: str) -> None:
     rows = read_rows(f"{prefix}real-model-h200.json")
     methods = aims.meant(rows, ANY)
