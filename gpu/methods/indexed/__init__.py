@@ -112,7 +112,6 @@ class Indexed(RingMethod):
         "index_fetched": Share("index_fetched_rows", "index_read_tokens"),
     }
     plan_words = "indexed tokens, the rest estimated"
-    scored = (IndexedSettings(),)
     measured = (
         "holds: gains 0.3 points (a loss of 0.2 to a gain of 0.8) on SmolLM2-135M-Instruct over 2,000 prompts, and has "
         "a KL of 0.003 at most where the model is weak"
