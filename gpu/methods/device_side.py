@@ -19,6 +19,7 @@ from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import HostRead, PartId, RingWrite
+from transfer.host_tier import Loan
 from transfer.partial import Owner, Partial
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
@@ -88,6 +89,8 @@ class Lent(Protocol):
     """What a step's rows ask for in host memory, where it lies: see `transfer.host_tier.Attention.places`."""
 
     def places(self, row: int) -> np.ndarray: ...
+
+    def lend(self) -> Loan: ...
 
 
 class DeviceSide:

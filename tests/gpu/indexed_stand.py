@@ -90,7 +90,7 @@ class Stand:
         device = query.device
         rows = torch.tensor([-1, 1], dtype=torch.int32, device=device)
         tokens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-        step = RingStep(rows, tokens, torch.tensor([0, budget], dtype=torch.int32, device=device))
+        step = RingStep(rows, tokens, torch.tensor([0, 0, budget, budget], dtype=torch.int32, device=device))
         own = self.index.layer(layer)
         score_tokens(query, resident_lse, own, self.work, step, self.layout)
         choose_tokens(own, self.work, step, self.layout)

@@ -25,12 +25,13 @@ import gpu.operations
 import gpu.predictor
 import transfer.merge
 from gpu.layers.expert_mlp import ExpertMlp
-from gpu.methods.indexed import ring_arrays, work_arrays
+from gpu.methods.indexed import report_arrays, ring_arrays, work_arrays
 from gpu.methods.indexed.attending import NUM_COUNTS as NUM_INDEX_COUNTS
 from gpu.methods.indexed.attending import attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
 from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.reporting import Report, report_errors
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
@@ -471,7 +472,7 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
     rows, rings, slots = 2, 3, 256
     query, lse = empty(rows, shape.num_heads, shape.dim, dtype=dtype), empty(rows, shape.num_heads)
     numbers = empty(rings, dtype=torch.int32)
-    step = RingStep(numbers, numbers, numbers)
+    step = RingStep(numbers, numbers, empty(rings * shape.num_kv_heads, dtype=torch.int32))
     counts = empty(NUM_INDEX_COUNTS, dtype=torch.int64)
     wanted = empty(rows, shape.num_heads, dtype=torch.uint8)
     rotation = empty(shape.dim, shape.dim)
@@ -491,7 +492,12 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
         choose_tokens(own, work, step, layout)
         estimate_rest(own, work, step, layout)
         attend_chosen(query, own, work, step, layout, counts)
-        join_parts(work, numbers, wanted, step, layout, (rows, shape.num_heads, shape.dim), counts)
+        found = join_parts(work, numbers, wanted, step, layout, (rows, shape.num_heads, shape.dim), counts)
+        own_specs = {
+            name: spec if name in ("of_rings", "is_over") else ArraySpec(spec.shape[1:], spec.dtype)
+            for name, spec in report_arrays(shape, 1, rings).items()
+        }
+        report_errors(query, found, found, work, Report(**_empty_arrays(own_specs)), step, layout, 0.1)
 
 
 def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:
@@ -575,6 +581,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_slots_kernel": _index,
     "_attend_kernel": _index,
     "_join_kernel": _index,
+    "_report_kernel": _index,
     "_pack_kernel": _pack,
     "_await_answer_kernel": _pack,
     "_scatter_kernel": _scatter,

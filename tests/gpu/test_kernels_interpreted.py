@@ -17,7 +17,7 @@ from gpu.operations.arguments import INTERPRETED
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "offload_rows", "exchange", "merge", "gather", "momo",
            "mac", "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
-           "far_experts", "expert_request", "indexed")  # fmt: skip
+           "far_experts", "expert_request", "indexed", "indexed_errors")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py",
          "lab/tests/test_predicted_decode.py"]  # fmt: skip
@@ -39,6 +39,7 @@ SELECTED = " or ".join(
         "(test_kernels_predicted and cpu)",
         "(test_kernels_indexed and cpu and (equal_scores or wants_nothing or (stay_in_their and int8)))",
         "(test_kernels_indexed and cpu and ((grows and 4-int8) or (means and 16-2) or (groups_softmax and 100)))",
+        "(test_kernels_indexed_errors and cpu and (64-3-4-2 or halve))",
         "(test_kernels_scattered and cpu and float32 and (shape0 or shape1 or shape3) and 199)",
         "(test_partial and cpu and not partition)",
         "(test_kernels_gather and cpu and float32)",
@@ -98,7 +99,7 @@ BENCHED = "(test_predicted_decode and cpu and (one_share or recorded))"
 @pytest.mark.parametrize(
     ("names", "least_passed"),
     [
-        pytest.param(SELECTED, 316, id="small"),
+        pytest.param(SELECTED, 318, id="small"),
         pytest.param(BENCHED, 1, marks=pytest.mark.long, id="benched"),
         pytest.param(LARGER, 100, marks=pytest.mark.long, id="larger"),
     ],

@@ -8,7 +8,7 @@ dropped, and the CPU reads nothing for a sequence that holds an index.
 
 from typing import Any
 
-from gpu.methods.counters import Counter, Counts, SavedReads, Share
+from gpu.methods.counters import Counter, Counts, RequestFigure, SavedReads, Share
 from gpu.methods.indexed.settings import IndexedSettings
 from gpu.methods.kept import OFFLOAD_KEYS, Kept, keep_as_set
 from gpu.methods.method import Footprint, ReadCost, RingMethod
@@ -23,14 +23,36 @@ SPLIT_TOKENS = 1_024  # that one program scores, counts, or chooses from
 BLOCK_TOKENS = 32  # whose values have one centre in the index
 READ_SLOTS = 128  # that one program attends to
 BINS = 512  # of the histogram from which the threshold of a choice is taken
-MASS_UNIT = 1_000_000  # counters are integers: mass is counted in millionths
+MASS_UNIT = 1_000_000  # counters are integers: mass and errors are counted in millionths
+NUM_OF_LAYERS, NUM_OF_RINGS = 3, 5  # sums that `gpu.methods.indexed.reporting` keeps of a layer, and of a ring
 
 COUNTERS = {
     "index_offloaded_tokens": Counter("offloaded tokens of rows with an index, for each KV head and layer"),
     "index_read_tokens": Counter("of these, those that were chosen and read exactly"),
     "index_fetched_rows": Counter("of these, those whose rows came over the link in that step"),
-    "index_heads": Counter("query heads of rows with an index, for each layer"),
-    "index_estimated_mass": Counter("millionths of the softmax that were estimated, summed over these query heads"),
+    "index_heads": Counter("query heads of rows with an index", by_layer=True),
+    "index_estimated_mass": Counter(
+        "millionths of the softmax that were estimated, summed over these query heads", by_layer=True
+    ),
+    "index_read_mass": Counter("of it, those of offloaded tokens that were read exactly", by_layer=True),
+    "index_bound": Counter("millionths of relative error that these heads' bounds were, summed", by_layer=True),
+    "index_heads_over": Counter("of these heads, those whose bound was above errors.epsilon", by_layer=True),
+    "index_audited_heads": Counter("of these heads, those whose true error was found, by reading all", by_layer=True),
+    "index_audit_error": Counter("millionths of relative error that theirs were, summed", by_layer=True),
+    "index_audit_beyond": Counter("of these, those whose error was above its bound", by_layer=True),
+    "index_bound_factor": Counter(
+        "thousandths of the factor by which audits widen bounds", by_layer=True, is_gauge=True
+    ),
+    "index_audit_worst": Counter("millionths of relative error that were the largest since the start", is_gauge=True),
+}
+
+FIGURES = {
+    "index_heads": RequestFigure("query heads that read by index, over layers and steps"),
+    "index_estimated_mass": RequestFigure("millionths of the softmax that were estimated, summed over these heads"),
+    "index_read_mass": RequestFigure("of it, those of offloaded tokens that were read exactly"),
+    "index_steps_over": RequestFigure("steps with a head whose bound was above errors.epsilon"),
+    "index_audited_heads": RequestFigure("of these heads, those whose true error was found, by reading all"),
+    "index_audit_error": RequestFigure("millionths of relative error that theirs were, summed"),
 }
 
 
@@ -81,9 +103,28 @@ def work_arrays(settings: IndexedSettings, architecture: Architecture, num_rings
         "coming_before": ArraySpec((places, splits), "int32"),
         "rest_out": ArraySpec((places, splits, group, dim), "float32"),
         "rest_mass": ArraySpec((places, splits, group), "float32"),
+        "rest_square": ArraySpec((places, splits, group), "float32"),
         "fresh": ArraySpec((places, settings.budget_tokens), "uint8"),
         "read_out": ArraySpec((places, reads, group, dim), "float32"),
         "read_lse": ArraySpec((places, reads, group), "float32"),
+    }
+
+
+def report_arrays(architecture: Architecture, num_layers: int, num_rings: int) -> dict[str, ArraySpec]:
+    """Return what steps note of their errors, by the fields of `gpu.methods.indexed.reporting.Report`."""
+    dim, group, places = architecture.dim, architecture.group, num_rings * architecture.num_kv_heads
+    heads = (num_layers, places, group)
+    return {
+        "queries": ArraySpec((*heads, dim), "float32"),
+        "near_out": ArraySpec((*heads, dim), "float32"),
+        "near_lse": ArraySpec(heads, "float32"),
+        "out": ArraySpec((*heads, dim), "float32"),
+        "error": ArraySpec(heads, "float32"),
+        "doublings": ArraySpec((num_layers, places), "int32"),
+        "of_layers": ArraySpec((num_layers, NUM_OF_LAYERS), "int64"),
+        "of_rings": ArraySpec((num_rings, NUM_OF_RINGS), "int64"),
+        "is_over": ArraySpec((num_rings,), "int32"),
+        "factor": ArraySpec((num_layers,), "float32"),
     }
 
 
@@ -101,15 +142,18 @@ class Indexed(RingMethod):
         "least": "least_tokens",
         "budget": "budget_tokens",
         "from": "min_context_tokens",
+        "epsilon": "epsilon",
     }
     kv_host = OFFLOAD_KEYS
     refuses = {"mac": "a running sequence holds one ring, and both methods want one"}
     reading = Reading.INDEXED
     device_side = "gpu.methods.indexed.device"
     counters = COUNTERS
+    figures = FIGURES
     shares = {
         "index_read": Share("index_read_tokens", "index_offloaded_tokens"),
         "index_fetched": Share("index_fetched_rows", "index_read_tokens"),
+        "index_beyond": Share("index_audit_beyond", "index_audited_heads", of_all_layers=True),
     }
     plan_words = "indexed tokens, the rest estimated"
     measured = (
@@ -125,9 +169,11 @@ class Indexed(RingMethod):
         num_layers = architecture.num_layers - len(architecture.window_layers)
         arrays = ring_arrays(settings, architecture, num_layers, 1)
         work = work_arrays(settings, architecture, 1)
+        report = report_arrays(architecture, num_layers, 1)
         slots = num_layers * architecture.num_kv_heads * settings.budget_tokens
         return Footprint(
-            sum_bytes(arrays.values()) + sum_bytes(work.values()), sequence_numbers=2 * slots * architecture.dim
+            sum_bytes([*arrays.values(), *work.values(), *report.values()]),
+            sequence_numbers=2 * slots * architecture.dim,
         )
 
     def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:

@@ -43,13 +43,13 @@ def has_bits(words: Tensor, tokens: Tensor) -> Tensor:
 def choose_tokens_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
     """Compute `choose_tokens` in plain torch."""
     for ring, row in enumerate(step.rows.tolist()):
-        count, budget = int(step.num_tokens[ring]), int(step.budgets[ring])
+        count = int(step.num_tokens[ring])
         if row < 0 or not count:
             continue
         for place in range(ring * layout.kv_heads, (ring + 1) * layout.kv_heads):
             shift = work.shift[place] - work.total_lse[place]
             shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
-            threshold = find_threshold(work.histogram[place], count, budget)
+            threshold = find_threshold(work.histogram[place], count, int(step.budgets[place]))
             is_chosen = bin_of(shares.sum(0)) > threshold
             chosen = is_chosen.nonzero().flatten()
             work.chosen[place] = set_bits(chosen, work.chosen.shape[1])
@@ -93,7 +93,7 @@ def _choose_tokens_kernel(
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
     if (tl.load(rows + ring) < 0) | (begin >= count):
         return
-    threshold = _threshold(histogram, place, count, tl.load(budgets + ring))
+    threshold = _threshold(histogram, place, count, tl.load(budgets + place))
     member = tl.arange(0, SIZE)
     less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
     less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)

@@ -22,6 +22,11 @@ VALUE_STEPS = {2: 0.9957, 4: 0.3352}
 """The step that loses least of a normal distribution, in standard deviations, by bits: Max, "Quantizing for minimum
 distortion", IRE Transactions on Information Theory 6 (1960), table II."""
 
+VALUE_LOSS = {2: 0.1188, 4: 0.01154}
+"""The square of a rounded value's error, of the rounded value's own square; from the same table."""
+NUMBER_SQUARE = {bits: (1 - VALUE_LOSS[bits]) / step**2 for bits, step in VALUE_STEPS.items()}
+"""The mean square of a value's numbers, for a normal distribution."""
+
 
 def make_rotation(dim: int, device: torch.device) -> Tensor:
     """Return a random orthogonal matrix, float32 `[dim, dim]`, the same in every process."""

@@ -6,7 +6,7 @@ host. The CPU is asked nothing for rows with an index.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,39 +15,62 @@ from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
-from gpu.methods.indexed import BLOCK_TOKENS, COUNTERS
-from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
+from gpu.methods.indexed import BLOCK_TOKENS, COUNTERS, FIGURES, MASS_UNIT
+from gpu.methods.indexed.attending import (
+    FETCHED,
+    HEADS,
+    MASS,
+    NUM_COUNTS,
+    OFFLOADED,
+    READ,
+    attend_chosen,
+    join_parts,
+)
+from gpu.methods.indexed.auditing import Audits, AuditSums, Reading
 from gpu.methods.indexed.building import copy_pieces, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
 from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.reporting import (
+    BOUND,
+    GENERATION,
+    OVER,
+    READ_MASS,
+    STEPS_OVER,
+    new_report,
+    report_errors,
+)
 from gpu.methods.indexed.ring import BEHIND_ALL, EMPTY, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import HostRead, RingWrite
 from gpu.upload import upload
-from transfer.partial import Owner
+from transfer.partial import Owner, merge
 from transfer.places import COLUMNS, RUN_BEGIN, check_places
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A step by row and by ring. rings: int32 `[rows]`, -1: none; all_wanted: uint8 `[rows, heads]`, ones."""
+    """A step by row and by ring. rings: int32 `[rows]`, -1: none; all_wanted: uint8 `[rows, heads]`, ones; steps: of
+    each layer.
+    """
 
     rings: Tensor
     all_wanted: Tensor
-    step: RingStep
+    steps: list[RingStep]
 
 
 @dataclass(slots=True)
 class _Known:
     """What of a ring's run is indexed. context_id: whose run it is; num_tokens: from its first token on; places: the
-    table of pieces that the device has.
+    table of pieces that the device has; generation: assignments of the ring so far; audited: since the last one.
     """
 
     context_id: int | None = None
     num_tokens: int = 0
     places: np.ndarray | None = None
+    generation: int = 0
+    audited: AuditSums = field(default_factory=AuditSums)
 
 
 def make_ring_side(settings: IndexedSettings, site: Site, num_rings: int) -> RingSide:
@@ -75,15 +98,24 @@ class Indexed(RingSide):
         self._layout = new_layout(settings, shape, is_int8, device)
         self._sink_tokens = site.sink_tokens
         self._known = [_Known() for _ in range(num_rings)]
+        self._report = new_report(shape, len(tier.layers), num_rings, device)
+        self._of_layers = [self._report.layer(place) for place in range(len(tier.layers))]
+        self.audits = Audits(self._report, settings.errors.audit_steps, shape.num_kv_heads, is_int8)
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
-        self._told = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._num_layers = shape.num_layers
+        counted = (self._counts, self._report.of_layers, self._report.of_rings)
+        is_cuda = device.type == "cuda"
+        self._told = [torch.zeros(one.shape, dtype=torch.int64, pin_memory=is_cuda) for one in counted]
 
     def assign(self, write: RingWrite) -> None:
         """Empty a ring's slots; its index begins anew, or with a copy of what another ring has of the same tokens."""
         own, index = self._of_ring(write.ring), self.index
         self._empty(write.ring)
         known = self._known[write.ring]
+        known.generation, known.audited = known.generation + 1, AuditSums()
+        self._report.of_rings[write.ring].fill_(0)
+        self._report.of_rings[write.ring, GENERATION].fill_(known.generation)
         if write.source is not None:
             source = self._of_ring(write.source.ring)
             shared = min(self._known[write.source.ring].num_tokens, write.source.begin - self._sink_tokens)
@@ -98,7 +130,8 @@ class Indexed(RingSide):
     def borrow(
         self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent
     ) -> None:
-        """Index what rows have offloaded since their last step."""
+        """Index what rows have offloaded since their last step, and pick what is audited of this one."""
+        readings = []
         for row, (slot, read) in enumerate(zip(slots, host_reads, strict=True)):
             ring = self.held.get(slot)
             if ring is None or read is None:
@@ -115,6 +148,12 @@ class Indexed(RingSide):
                 begin = known.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
                 index_tokens(self.index, ring, begin, num_tokens, self._layout)
                 known.num_tokens = num_tokens
+            if num_tokens and known.places is not None:
+                readings.append(Reading(ring, num_tokens, known.places, known.audited))
+        self.audits.pick(readings, lent)
+
+    def give_up(self) -> None:
+        self.audits.give_up()
 
     def before(self, reads: LayerReads) -> None:
         if reads.layer not in self._places:
@@ -136,13 +175,17 @@ class Indexed(RingSide):
         query, resident = reads.query, on_device.near.lse
         if on_device.far is not None:
             resident = torch.logaddexp(resident, on_device.far.lse)
-        score_tokens(query, resident.contiguous(), layer, self._work, own.step, self._layout)
-        choose_tokens(layer, self._work, own.step, self._layout)
-        estimate_rest(layer, self._work, own.step, self._layout)
-        attend_chosen(query, layer, self._work, own.step, self._layout, counts)
+        step = own.steps[place]
+        score_tokens(query, resident.contiguous(), layer, self._work, step, self._layout)
+        choose_tokens(layer, self._work, step, self._layout)
+        estimate_rest(layer, self._work, step, self._layout)
+        attend_chosen(query, layer, self._work, step, self._layout, counts)
         rows, heads, dim = query.shape
-        shape = (rows, heads, dim)
-        reads.fetched.append(join_parts(self._work, own.rings, wanted, own.step, self._layout, shape, counts))
+        found = join_parts(self._work, own.rings, wanted, step, self._layout, (rows, heads, dim), counts)
+        reads.fetched.append(found)
+        near = on_device.near if on_device.far is None else merge(on_device.near, on_device.far)
+        report = self._of_layers[place]
+        report_errors(query, near, found, self._work, report, step, self._layout, self.settings.epsilon)
 
     def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
         wanted, place = reads.kept.get(self), self._places.get(reads.layer)
@@ -156,18 +199,56 @@ class Indexed(RingSide):
         read = torch.where(is_own & (skips > 0), num_read, 0)
         return {Owner.FETCHED: read, Owner.ESTIMATED: torch.where(is_own, skips, 0) - read}
 
+    def finish(self, rows: StepRows) -> None:
+        own = self._of_rows.get(rows)
+        if self.settings.epsilon is not None and own is not None:
+            is_own = own.steps[0].rows >= 0
+            self._report.of_rings[:, STEPS_OVER] += torch.where(is_own, self._report.is_over, 0)
+            self._report.is_over.masked_fill_(is_own, 0)
+
     def end_step(self) -> None:
-        self._told.copy_(self._counts, non_blocking=True)
+        for to, counts in zip(self._told, (self._counts, self._report.of_layers, self._report.of_rings), strict=True):
+            to.copy_(counts, non_blocking=True)
+        self.audits.follow()
 
     def counts(self) -> dict[str, list[int]]:
-        return {name: [number] for name, number in zip(COUNTERS, self._told.sum(0).tolist(), strict=True)}
+        read, noted, audits = self._told[0], self._told[1], self.audits
+        tokens = read.sum(0)[[OFFLOADED, READ, FETCHED]].tolist()
+        of_layers = [
+            read[:, HEADS].tolist(),
+            read[:, MASS].tolist(),
+            *(noted[:, column].tolist() for column in (READ_MASS, BOUND, OVER)),
+            [one.heads for one in audits.of_layers],
+            [round(one.error * MASS_UNIT) for one in audits.of_layers],
+            [one.beyond for one in audits.of_layers],
+            [round(float(one) * 1000) for one in audits.factors],
+        ]
+        worst = [round(audits.worst * MASS_UNIT)]
+        numbers = [*([one] for one in tokens), *map(self._by_layer, of_layers), worst]
+        return dict(zip(COUNTERS, numbers, strict=True))
+
+    def figures_of(self, slot: int) -> dict[str, int]:
+        ring = self.held[slot]
+        known, numbers = self._known[ring], self._told[2][ring].tolist()
+        if numbers[GENERATION] != known.generation:
+            return {}  # no step of this request is over
+        audited = known.audited
+        figures = [*numbers[:GENERATION], audited.heads, round(audited.error * MASS_UNIT)]
+        return dict(zip(FIGURES, figures, strict=True))
+
+    def _by_layer(self, numbers: list[int]) -> list[int]:
+        """Return numbers of all layers of the model, from those of offloaded layers."""
+        own = dict(zip(self._places, numbers, strict=True))
+        return [own.get(layer, 0) for layer in range(self._num_layers)]
 
     def _empty(self, ring: int) -> None:
         """Forget the run of a ring: what is indexed of it, and what stands in slots."""
         own = self._of_ring(ring)
         self.index.ids[:, own] = EMPTY
         self.index.held[:, own] = 0
-        self._known[ring] = _Known()
+        self._report.doublings[:, own] = 0
+        known = self._known[ring]
+        self._known[ring] = _Known(generation=known.generation, audited=known.audited)
 
     def _of_ring(self, ring: int) -> slice:
         """Return the places of a ring."""
@@ -186,7 +267,12 @@ class Indexed(RingSide):
         share = (num_tokens.long() * round(settings.budget_share * SHARE_UNIT) + SHARE_UNIT - 1) // SHARE_UNIT
         budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
         all_wanted = torch.ones(rows.num_rows, self._num_heads, dtype=torch.uint8, device=device)
-        return _Rows(rings, all_wanted, RingStep(row_of[:num_rings], num_tokens[:num_rings], budgets[:num_rings]))
+        of_places = budgets[:num_rings, None].expand(-1, self._layout.kv_heads).flatten()
+        step = RingStep(row_of[:num_rings], num_tokens[:num_rings], of_places)
+        if settings.epsilon is None:
+            return _Rows(rings, all_wanted, [step] * len(self._layers))
+        doubled = (of_places << self._report.doublings).clamp_max(settings.budget_tokens)
+        return _Rows(rings, all_wanted, [replace(step, budgets=of_layer) for of_layer in doubled])
 
     def _place(self, ring: int, places: np.ndarray) -> None:
         """Write where a ring's run lies, in stream order, if it has moved or grown."""

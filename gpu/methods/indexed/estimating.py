@@ -1,10 +1,12 @@
 """Estimate attention to all tokens that were not chosen, from their scores and their values in few bits.
 
 rest_mass = sum over these tokens of share(t)        rest_out = sum of share(t) * (centre(t) + rounded value(t))
+rest_square = sum of (share(t) * scale of value(t))^2 * (what rounding its value and its key errs: `reporting`)
 
 share(t) is the token's estimated part of the whole softmax, so both are relative to `work.total_lse`. A sum over many
 tokens averages out what rounding does to single values. Values are rotated; `join_parts` turns rest_out back. Bytes:
-codes, scales and centres of values, once for all query heads of a KV head, and two bytes a query head and token.
+codes, scales and centres of values, once for all query heads of a KV head, scales of keys, and two bytes a query head and
+token.
 """
 
 import torch
@@ -13,7 +15,7 @@ import triton.language as tl
 
 from gpu.methods.indexed import BLOCK_TOKENS, SPLIT_TOKENS
 from gpu.methods.indexed.choosing import has_bits
-from gpu.methods.indexed.codes import decode_reference
+from gpu.methods.indexed.codes import VALUE_LOSS, decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, shares_of
 from gpu.methods.indexed.unpacking import BFLOAT16, FOURFOLD, plane_of, unpack_assembly
@@ -21,7 +23,10 @@ from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
 TILE = 64  # tokens that are estimated at once
+KEY_VARIANCE = 12.0  # of a rounded number: its step's square over this
+MOST_VARIANCE = 4.0  # of a logit; beyond that the estimate is a guess anyway
 
+_KEY_VARIANCE, _MOST_VARIANCE = tl.constexpr(KEY_VARIANCE), tl.constexpr(MOST_VARIANCE)
 _SPLIT, _WORD, _BLOCK = tl.constexpr(SPLIT_TOKENS), tl.constexpr(WORD_BITS), tl.constexpr(BLOCK_TOKENS)
 
 
@@ -43,6 +48,11 @@ def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: La
             work.rest_mass[place] = 0.0
             work.rest_out[place, 0] = rest @ values
             work.rest_mass[place, 0] = rest.sum(-1)
+            work.rest_square[place] = 0.0
+            own = work.rotated[place].float().square().sum(-1) / KEY_VARIANCE
+            steps = index.scales[place, :count].float().square()
+            noise = VALUE_LOSS[layout.value_bits] + (own[:, None] * steps).clamp_max(MOST_VARIANCE).expm1()
+            work.rest_square[place, 0] = ((rest * scales.float()).square() * noise).sum(-1)
 
 
 @triton.jit
@@ -65,10 +75,10 @@ def _store_plane(rest_out, to, member, sums, offset, PLANE: tl.constexpr, W: tl.
 
 @triton.jit
 def _estimate_kernel(
-    value_codes, value_scales, value_centres, rows, num_tokens, shifts, logits, total_lse, chosen, rest_out, rest_mass,
-    tokens, splits, blocks, words,
+    value_codes, value_scales, value_centres, key_scales, rotated, rows, num_tokens, shifts, logits, total_lse, chosen,
+    rest_out, rest_mass, rest_square, tokens, splits, blocks, words, value_loss,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Estimate what is not chosen of one split of one place. Codes stand for numbers around 0, as in the scores."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -79,7 +89,11 @@ def _estimate_kernel(
     member, byte = tl.arange(0, SIZE), tl.arange(0, WIDTH)[None, :]
     less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
     less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
-    mass, weights = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    mass, weights, square = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    column = tl.arange(0, WIDE)[None, :]
+    is_query = (member < GROUP)[:, None] & (column < DIM)
+    query = tl.load(rotated + (place * GROUP + member)[:, None] * DIM + column, mask=is_query, other=0.0)
+    key_noise = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1) / _KEY_VARIANCE
     first = tl.zeros([SIZE, WIDTH], tl.float32)
     second, third, fourth = first, first, first
     for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
@@ -94,7 +108,11 @@ def _estimate_kernel(
         block = at // _BLOCK + tl.arange(0, TILE // _BLOCK)
         is_block, centres = block * _BLOCK < count, value_centres + place * blocks * DIM
         scale = tl.load(value_scales + cell, mask=is_there, other=0.0).to(tl.float32)
-        weight = (share * scale[:, None]).to(tl.bfloat16)
+        weight = share * scale[:, None]
+        key_scale = tl.load(key_scales + cell, mask=is_there, other=0.0).to(tl.float32)
+        variance = tl.minimum((key_scale * key_scale)[:, None] * key_noise[None, :], _MOST_VARIANCE)
+        square += tl.sum(weight * weight * (tl.exp(variance) - 1.0 + value_loss), 0)
+        weight = weight.to(tl.bfloat16)
         weights += tl.sum(weight.to(tl.float32), 0)
         weight = tl.trans(weight)
         if not FOURFOLD:
@@ -117,6 +135,7 @@ def _estimate_kernel(
         _store_plane(rest_out, to, member, third, offset, 2, W, WIDTH, DIM, GROUP)
         _store_plane(rest_out, to, member, fourth, offset, 3, W, WIDTH, DIM, GROUP)
     tl.store(rest_mass + to + member, mass, mask=member < GROUP)
+    tl.store(rest_square + to + member, square, mask=member < GROUP)
 
 
 def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
@@ -131,9 +150,11 @@ def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> N
     splits, group, dim = work.rest_out.shape[1:]
     assembly = unpack_assembly(layout.value_bits, BFLOAT16)
     _estimate_kernel[(places, splits)](
-        index.value_codes, index.value_scales, index.value_centres, step.rows, step.num_tokens, work.shift,
-        work.logits, work.total_lse, work.chosen, work.rest_out, work.rest_mass, tokens, splits,
-        index.value_centres.shape[1], work.chosen.shape[1],
+        index.value_codes, index.value_scales, index.value_centres, index.scales, work.rotated, step.rows,
+        step.num_tokens, work.shift, work.logits, work.total_lse, work.chosen, work.rest_out, work.rest_mass,
+        work.rest_square, tokens, splits, index.value_centres.shape[1], work.chosen.shape[1],
+        VALUE_LOSS[layout.value_bits],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)), DIM=dim, W=width,
-        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE, ASSEMBLY=assembly, num_warps=2,
+        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE, ASSEMBLY=assembly,
+        WIDE=triton.next_power_of_2(dim), num_warps=2,
     )  # fmt: skip

@@ -67,6 +67,7 @@ class Work:
     coming: int32 `[places, tokens]`, chosen tokens that are in no slot, from each split's first token on.
     num_coming, coming_before: int32 `[places, splits]`, how many of these a split has, and all splits before it.
     rest_out, rest_mass: float32 `[places, splits, group(, dim)]`, relative to total_lse; rest_out is rotated.
+    rest_square: float32 `[places, splits, group]`, of the estimate's error, see `reporting`.
     fresh: uint8 `[places, slots]`, slots whose rows come in this step.
     read_out, read_lse: float32 `[places, reads, group(, dim)]`.
     """
@@ -83,6 +84,7 @@ class Work:
     coming_before: Tensor
     rest_out: Tensor
     rest_mass: Tensor
+    rest_square: Tensor
     fresh: Tensor
     read_out: Tensor
     read_lse: Tensor

@@ -30,7 +30,7 @@ _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE
 @dataclass(frozen=True, slots=True)
 class RingStep:
     """A step by ring. rows: int32 `[rings]`, the step's row that holds the ring, -1: none; num_tokens: int32 `[rings]`,
-    its offloaded tokens; budgets: int32 `[rings]`, of which a KV head reads so many exactly.
+    its offloaded tokens; budgets: int32 `[places]`, of which a KV head reads so many exactly.
     """
 
     rows: Tensor
@@ -68,7 +68,9 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
         for kv_head in range(layout.kv_heads):
             place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
             keys = decode_reference(index.codes[place, :num_tokens], index.scales[place, :num_tokens], layout.key_bits)
-            logits = (query[row, heads].float() @ layout.rotation * dim**-0.5) @ keys.T
+            rotated = query[row, heads].float() @ layout.rotation * dim**-0.5
+            work.rotated[place] = rotated.half()
+            logits = rotated @ keys.T
             work.logits[place, :num_tokens] = logits.T.half()
             work.shift[place] = centre_terms(query, index, place, row, layout)
             logits = work.logits[place, :num_tokens].T.float() + work.shift[place][:, None]

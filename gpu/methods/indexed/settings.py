@@ -2,9 +2,36 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from transfer.settings_model import Settings
+
+
+class IndexErrors(Settings):
+    """How errors of what is estimated are measured and bounded."""
+
+    audit_steps: int = Field(
+        4,
+        ge=0,
+        description="every so many steps, all offloaded keys of one layer and KV head in turn are read by a thread "
+        "aside, to know the true error; 0: never",
+    )
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        description="a KV head whose bound of a head's relative error is larger reads twice as much at the next step, "
+        "up to `budget_tokens`, and steps with such a head are counted; default: none",
+    )
+    on_exceed: Literal["report", "reread"] = Field(
+        "report", description="with `epsilon`, what is done about the step itself; only `report` is possible"
+    )
+
+    @field_validator("on_exceed")
+    @classmethod
+    def refuse_reread(cls, on_exceed: str) -> str:
+        if on_exceed == "reread":
+            raise ValueError("`reread` cannot be done yet, want `report`: budgets double for the steps that follow")
+        return on_exceed
 
 
 class IndexedSettings(Settings):
@@ -28,6 +55,12 @@ class IndexedSettings(Settings):
         description="sequences of the profile that run at once, each with an index as long as the longest context; "
         "default: what an eighth of the memory beside the weights holds, at least one",
     )
+    errors: IndexErrors = Field(IndexErrors(), description="of what is estimated")
+
+    @property
+    def epsilon(self) -> float | None:
+        """Return the largest error that is not answered with a larger budget."""
+        return self.errors.epsilon
 
     def token_bytes(self, dim: int) -> int:
         """Return the index's bytes of one token and KV head: codes and two scales."""

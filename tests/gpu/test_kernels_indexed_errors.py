@@ -1,0 +1,107 @@
+"""The kernel that reports errors of indexed attention, against float64 numpy."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.methods.indexed import MASS_UNIT
+from gpu.methods.indexed.codes import NUMBER_SQUARE, VALUE_LOSS
+from gpu.methods.indexed.reporting import (
+    BOUND,
+    ESTIMATED,
+    HEADS,
+    OVER,
+    READ,
+    READ_MASS,
+    ROUNDING,
+    Report,
+    new_report,
+    report_errors,
+)
+from gpu.methods.indexed.scoring import RingStep
+from tests.gpu.indexed_stand import KV_HEADS, NUM_LAYERS, NUM_RINGS, Stand, make_stand
+from tests.gpu.kernel_oracles import DEVICES, distance, wide
+from tests.gpu.test_kernels_indexed import draw_query, estimated_keys, softmax_logits
+from tests.tolerances import INDEXED_PARTIAL, INDEXED_SCORES
+from transfer.partial import Partial, merge
+
+TOKENS = 2160
+
+
+def near_of(query: torch.Tensor, resident: torch.Tensor) -> Partial:
+    """Return a partial of two rows with this lse."""
+    out = torch.tensor(np.random.default_rng(5).normal(size=tuple(query.shape)), dtype=torch.float32)
+    return Partial(out.to(query.device), resident)
+
+
+def report_step(stand: Stand, query: torch.Tensor, near: Partial, report: Report, epsilon: float | None = None,
+                budget: int = 100, rest_times: float = 1.0) -> Partial:  # fmt: skip
+    """Attend in layer 1 and report; return the answer of both rows."""
+    found = stand.step(query, near.lse, TOKENS, budget)
+    found = Partial(found.out, found.lse + np.log(rest_times))
+    numbers = [torch.tensor(own, dtype=torch.int32, device=query.device) for own in ([-1, 1], [0, TOKENS], [0] * 4)]
+    layer = report.layer(1)
+    report_errors(query, near, found, stand.work, layer, RingStep(*numbers), stand.layout, epsilon)
+    return merge(near, found)
+
+
+@pytest.mark.parametrize(("dim", "group", "key_bits", "value_bits"), [(64, 3, 4, 2), (128, 4, 2, 4), (96, 1, 8, 2)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_report_has_the_expected_error_and_the_masses(
+    device: str, dim: int, group: int, key_bits: int, value_bits: int
+) -> None:
+    stand = make_stand(dim, group, [2100, 76], device, key_bits=key_bits, value_bits=value_bits)
+    query, resident = draw_query(stand, device)
+    near, report = near_of(query, resident), new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
+    report.factor.fill_(2.0)
+    answer = report_step(stand, query, near, report)
+    errors, reads, rests = [], [], []
+    for kv_head, chosen in enumerate(stand.chosen()):
+        own = query[1, kv_head * group : (kv_head + 1) * group]
+        logits = softmax_logits(own, estimated_keys(stand, kv_head, TOKENS))
+        exact = softmax_logits(own, stand.runs[1].keys[kv_head][:TOKENS])
+        logits[:, chosen] = exact[:, chosen]
+        lse = np.logaddexp(np.logaddexp.reduce(logits, -1), wide(resident[1, kv_head * group : (kv_head + 1) * group]))
+        shares = np.exp(logits - lse[:, None])
+        place = KV_HEADS + kv_head
+        steps = wide(stand.index.scales[1, place, :TOKENS])
+        variance = (wide(own) ** 2).sum(1)[:, None] * steps**2 / (12 * dim)
+        lengths = dim * NUMBER_SQUARE[value_bits] * wide(stand.index.value_scales[1, place, :TOKENS]) ** 2
+        squares = shares**2 * lengths * (VALUE_LOSS[value_bits] + np.expm1(np.minimum(variance, 4.0)))
+        is_rest = np.ones(TOKENS, bool)
+        is_rest[chosen] = False
+        out = wide(answer.out[1, kv_head * group : (kv_head + 1) * group])
+        errors.append(np.sqrt(squares[:, is_rest].sum(1) / (out**2).sum(1) + ROUNDING**2))
+        reads.append(shares[:, chosen].sum(1))
+        rests.append(shares[:, is_rest].sum(1))
+    assert distance(report.error[1, KV_HEADS:], np.stack(errors)) < 2 * INDEXED_SCORES
+    limit = 3 * INDEXED_SCORES * KV_HEADS * group * MASS_UNIT
+    assert abs(int(report.of_layers[1, READ_MASS]) - np.sum(reads) * MASS_UNIT) < limit * np.mean(reads) + 100
+    assert abs(int(report.of_layers[1, BOUND]) - 2 * np.sum(errors) * MASS_UNIT) < limit * np.mean(errors) + 100
+    sums = report.of_rings[1].tolist()
+    assert sums[HEADS] == KV_HEADS * group
+    assert abs(sums[ESTIMATED] - np.sum(rests) * MASS_UNIT) < limit * np.mean(rests) + 100
+    assert abs(sums[READ] - np.sum(reads) * MASS_UNIT) < limit * np.mean(reads) + 100
+    assert distance(report.out[1, KV_HEADS:].flatten(0, 1), wide(answer.out[1])) < INDEXED_PARTIAL
+    assert torch.equal(report.queries[1, KV_HEADS:].flatten(0, 1), query[1].float())
+    assert (report.of_rings[0] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_budgets_halve_again_once_bounds_are_far_below_epsilon(device: str) -> None:
+    stand = make_stand(64, 3, [2100, 76], device)
+    query, resident = draw_query(stand, device)
+    near, report = near_of(query, resident), new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
+    report.factor.fill_(1.0)
+    worst = None
+    for epsilon, doublings in ((1e-4, 1), (1e-4, 2), ("near", 2), (100.0, 1), (100.0, 0), (100.0, 0)):
+        report_step(stand, query, near, report, 1.2 * worst if epsilon == "near" else epsilon)
+        worst = float(report.error[1, KV_HEADS:].amax(1).min())
+        own = report.doublings[1, KV_HEADS:].tolist()
+        assert own == [doublings] * KV_HEADS or epsilon == "near"
+        assert report.doublings[1, :KV_HEADS].tolist() == [0, 0]
+        if epsilon == "near":
+            assert doublings in own
+            report.doublings[1, KV_HEADS:] = doublings
+    assert int(report.of_layers[1, OVER]) >= 2 * KV_HEADS * 3
+    assert report.is_over.tolist() == [0, 1]
