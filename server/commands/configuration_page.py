@@ -71,15 +71,17 @@ def write_method(method: Method) -> str:
         lines += ["", f"{shared}: one may repeat it, and one that asks for something else is refused."]
     elif method.settings.model_fields:
         lines += ["", *_tabulate(method.settings)]
+        for name, nested in list_sections(method.settings, ""):
+            lines += _tabulate(nested, f"{name}.")[2:]
     return "\n".join(lines) + "\n"
 
 
-def _tabulate(model: type[BaseModel]) -> list[str]:
+def _tabulate(model: type[BaseModel], prefix: str = "") -> list[str]:
     lines = ["| key | value | default | |", "|---|---|---|---|"]
     for key, field in model.model_fields.items():
         if find_section(field) is not None:
             continue
-        cells = (f"`{key}`", describe_type(field), describe_default(field), field.description or "")
+        cells = (f"`{prefix}{key}`", describe_type(field), describe_default(field), field.description or "")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
 

@@ -494,7 +494,7 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
         attend_chosen(query, own, work, step, layout, counts)
         found = join_parts(work, numbers, wanted, step, layout, (rows, shape.num_heads, shape.dim), counts)
         own_specs = {
-            name: spec if name in ("of_rings", "is_over") else ArraySpec(spec.shape[1:], spec.dtype)
+            name: spec if name in ("of_rings", "is_over", "factor") else ArraySpec(spec.shape[1:], spec.dtype)
             for name, spec in report_arrays(shape, 1, rings).items()
         }
         report_errors(query, found, found, work, Report(**_empty_arrays(own_specs)), step, layout, 0.1)

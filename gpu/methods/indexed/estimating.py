@@ -5,8 +5,8 @@ rest_square = sum of (share(t) * scale of value(t))^2 * (what rounding its value
 
 share(t) is the token's estimated part of the whole softmax, so both are relative to `work.total_lse`. A sum over many
 tokens averages out what rounding does to single values. Values are rotated; `join_parts` turns rest_out back. Bytes:
-codes, scales and centres of values, once for all query heads of a KV head, scales of keys, and two bytes a query head and
-token.
+codes, scales and centres of values and scales of keys, once for all query heads of a KV head, and two bytes a query
+head and token.
 """
 
 import torch
