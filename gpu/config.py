@@ -8,9 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from transfer.settings_model import Settings
 
 ToolParser = Literal[
-    "auto", "none", "hermes", "llama3_json", "qwen3_xml", "mistral", "mistral_json", "glm", "glm4", "gemma"
-]
-ReasoningParser = Literal["auto", "none", "think", "mistral", "gemma"]
+    "auto", "none", "hermes", "llama3_json", "qwen3_xml", "mistral", "mistral_json", "glm", "glm4", "gemma",
+    "harmony",
+]  # fmt: skip
+ReasoningParser = Literal["auto", "none", "think", "mistral", "gemma", "harmony"]
 
 
 class ModelConfig(Settings):

@@ -96,7 +96,8 @@ async def constrain_answer(service: Service, body: ChatBody, use: ToolUse, promp
     reader.feed("x", False)  # until something follows it, a mark at the prompt's end may be a longer one
     reasoning, is_reasoning = answer_format.reasoning, reader.is_reasoning
     syntax = answer_format.syntax
-    if is_free and (syntax is None or syntax.arguments == "text" or (is_reasoning and reasoning is None)):
+    is_held = syntax is not None and syntax.arguments != "text" and bool(syntax.opens)
+    if is_free and (not is_held or (is_reasoning and reasoning is None)):
         return ""
     param = (
         "tools"
@@ -120,7 +121,7 @@ async def constrain_answer(service: Service, body: ChatBody, use: ToolUse, promp
             calls = ConstrainedCalls(_constrain_tools(use, syntax, service.tokenizer), syntax, use.max_calls != 1)
             if is_free:
                 return own_grammar(param, write_free_answer(calls, reasoning, is_reasoning, service.tokenizer))
-        text = write_answer(calls, bool(form), reasoning, is_reasoning, service.tokenizer)
+        text = write_answer(calls, bool(form), reasoning, is_reasoning, answer_format.content_begin, service.tokenizer)
         of_all = param if use.tools is None else "tools"  # the form has passed by itself
         return grammar_with_form(of_all, text, form) if form else own_grammar(of_all, text)
 

@@ -43,7 +43,7 @@ class CallSyntax:
     for its tool; in JSON each text of the head is a token of its own. `arguments`: JSON of a schema, tags, Gemma's
     syntax, or any text up to the tail. Within content, `opens` is a pattern of everything that begins a call, with
     `{names}` for the tools'. `mark` is what a call then begins with; empty where that is its head, behind what the
-    pattern `before` matches.
+    pattern `before` matches. Without `opens` no call within content is constrained.
     """
 
     begin: str
@@ -69,7 +69,7 @@ class AnswerFormat:
 
     `known_only`: calls have no marks of their own, so one of an unknown tool is content. `syntax`: how a grammar writes
     calls, None where it cannot. `reasoning`: its marks, where they are plain texts. `is_own`: the template came with
-    the tokenizer.
+    the tokenizer. `content_begin`: what a grammar writes in front of content.
     """
 
     template: ResponseTemplate
@@ -77,6 +77,7 @@ class AnswerFormat:
     syntax: CallSyntax | None
     reasoning: Marks | None
     is_own: bool
+    content_begin: str = ""
 
     def opening(self, prompt_end: str, continued: str | None) -> str:
         """Return what of the answer the prompt has begun already: by the chat template, at the prompt's end, or in the
@@ -126,7 +127,8 @@ def choose_format(
 
 def make_format(tools: str, reasoning: str) -> AnswerFormat | None:
     """Return the format of these names for calls and reasoning; `none` for none."""
-    fields: Tree = {"content": {}}
+    channels = _CHANNELS if "harmony" in (tools, reasoning) else None
+    fields: Tree = {"content": {} if channels is None else channels}
     if reasoning != "none":
         fields["reasoning_content"] = _REASONING[reasoning]
     if tools != "none":
@@ -135,7 +137,8 @@ def make_format(tools: str, reasoning: str) -> AnswerFormat | None:
         return None
     template = load_response_template({"fields": fields} | _anchor(reasoning), "model.tool_parser")
     marks = _MARKS.get(reasoning)
-    return AnswerFormat(template, tools in _KNOWN_ONLY, _CALL_SYNTAX.get(tools), marks, is_own=False)
+    content_begin = "" if channels is None else "<|channel|>final<|message|>"
+    return AnswerFormat(template, tools in _KNOWN_ONLY, _CALL_SYNTAX.get(tools), marks, False, content_begin)
 
 
 def constrainable_format(answer_format: AnswerFormat | None) -> AnswerFormat:
@@ -200,9 +203,24 @@ def _anchor(reasoning: str) -> Tree:
 
 _OF_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
+# Of Harmony: what stands in front of content outside of all regions, and behind it, means nothing.
+_TURN = r"(?:<\|start\|>assistant)?"
+_HEADER_END = r"\s{0,4}(?:<\|constrain\|>)?\s{0,4}\w{0,16}\s{0,4}<\|message\|>"
+_RECIPIENT = r"\s{0,4}to=functions\.(?P<name>[\w.-]{1,128})"
+_CHANNELS: Tree = {
+    "close_pattern": rf"(?:<\|end\|>)?{_TURN}<\|channel\|>(?:final|commentary){_HEADER_END}"
+    rf"|<\|(?:end|return|call)\|>{_TURN}"
+}
+
 # Names have no more characters than a request may give them, and what a region may begin with has a bound as well: an
 # answer that goes on as a beginning does is searched from there with each piece.
 _TOOLS: dict[str, Tree] = {
+    "harmony": {
+        "open_pattern": rf"{_TURN}(?:{_RECIPIENT}<\|channel\|>(?:commentary|analysis)"
+        rf"|<\|channel\|>(?:commentary|analysis){_RECIPIENT}){_HEADER_END}",
+        "content": "json",
+        "transform": _OF_NAME,
+    },
     "hermes": {
         "open": "<tool_call>",
         "close": "</tool_call>",
@@ -266,12 +284,18 @@ _REASONING: dict[str, Tree] = {
     "think": {"open": "<think>", "close": "</think>"},
     "mistral": {"open": "[THINK]", "close": "[/THINK]"},
     "gemma": {"open_pattern": r"<\|channel>thought\n?", "close": "<channel|>"},
+    "harmony": {
+        "open_pattern": rf"{_TURN}<\|channel\|>analysis(?!\s{{0,4}}to=functions)[^<]{{0,64}}"
+        r"(?:<\|constrain\|>\w{0,16})?<\|message\|>",
+        "close_pattern": rf"<\|(?:end|call)\|>{_TURN}",
+    },
 }
 
 _MARKS = {
     "think": Marks("<think>", "</think>"),
     "mistral": Marks("[THINK]", "[/THINK]"),
     "gemma": Marks("<|channel>thought\n", "<channel|>"),
+    "harmony": Marks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 }
 
 _GEMMA_OPENS = r"(<\|tool_call>|<start_function_call>)"
@@ -304,6 +328,10 @@ _CALL_SYNTAX = {
     "gemma": CallSyntax(
         "", "", "", ("<|tool_call>call:{name}{",), Marked('<|"|>'), "}<tool_call|>", _GEMMA_OPENS, "<|tool_call>", "",
     ),
+    "harmony": CallSyntax(
+        "", "<|call|><|start|>assistant", "",
+        ("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",), "json", "", "", "", "",
+    ),
     "older_gemma": CallSyntax(
         "", "", "", ("<start_function_call>call:{name}{",), Marked("<escape>"), "}<end_function_call>",
         _GEMMA_OPENS, "<start_function_call>", "",
@@ -313,6 +341,7 @@ _OLDER_GEMMA = "<start_function_call>"
 
 # What a chat template has that asks for a form: the first that is found.
 _TOOL_SIGNS = {
+    "harmony": r"<\|channel\|>",
     "gemma": r"<\|tool_call>|<start_function_call>",
     "qwen3_xml": r"<function=",
     "glm": r"<arg_key>",
@@ -323,6 +352,7 @@ _TOOL_SIGNS = {
     "llama3_json": r'"parameters"\s*:|<\|python_tag\|>',
 }
 _REASONING_SIGNS = {
+    "harmony": r"<\|channel\|>",
     "gemma": r"<\|channel>",
     "mistral": r"\[THINK\]",
     "think": r"</?think>",

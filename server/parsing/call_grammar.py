@@ -53,12 +53,16 @@ class ConstrainedCalls:
 
 
 def write_answer(
-    calls: ConstrainedCalls | None, has_form: bool, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer
-) -> str:
-    """Return the grammar of an answer that is calls or a form. `is_reasoning`: the prompt has begun reasoning."""
+    calls: ConstrainedCalls | None, has_form: bool, reasoning: Marks | None, is_reasoning: bool, content_begin: str,
+    tokenizer: Tokenizer,
+) -> str:  # fmt: skip
+    """Return the grammar of an answer that is calls or a form. `is_reasoning`: the prompt has begun reasoning;
+    `content_begin`: what stands in front of a form.
+    """
     spell = speller(tokenizer)
     rules = [] if calls is None else _write_calls(calls, spell)
-    answer = " | ".join((["calls"] if calls is not None else []) + (["@form"] if has_form else []))
+    forms = [f"{spell(content_begin)} @form".strip()] if has_form else []
+    answer = " | ".join((["calls"] if calls is not None else []) + forms)
     if reasoning is None:
         return "\n".join([f"start: {answer}", *rules])
     begun = "thought WS" if is_reasoning else f"({spell(reasoning.begin)} thought WS)?"

@@ -29,19 +29,28 @@ PERSON = {
 IN_TAGS = SCHEMA | {"$defs": {"city": {"type": "string"}}}  # texts between tags are as long as they like
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 ADA = '{"name": "Ada", "age": 36}'
+HARMONY = "<|channel|>"
 # The sign of each template, and a call in its form.
 CALLS = {
     "<tool_call>": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>',
     '{"name": "x", "parameters": {}}': '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}',
     "<function=": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
     "</parameter>\n</function>\n</tool_call>",
+    HARMONY: '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome", "days": 2}',
     "[ARGS]": '[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 2}',
     "<arg_key>": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>2</arg_value>\n</tool_call>",
     "<|tool_call>": '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>',
     "<start_function_call>": "<start_function_call>call:weather{city:<escape>Rome<escape>,days:2}<end_function_call>",
 }
-BETWEEN = {'{"name": "x", "parameters": {}}': "; ", "[ARGS]": "", "<|tool_call>": "", "<start_function_call>": ""}
+BETWEEN = {
+    '{"name": "x", "parameters": {}}': "; ",
+    "[ARGS]": "",
+    HARMONY: "<|call|><|start|>assistant",
+    "<|tool_call>": "",
+    "<start_function_call>": "",
+}
+BEFORE_CONTENT = {HARMONY: "<|channel|>final<|message|>"}
 
 
 def read(reader: Any, text: str) -> ReadAnswer:
@@ -57,16 +66,32 @@ async def hold_form(service: Any, prompt: str = "", **fields: Any) -> tuple[str,
 async def test_beside_tools_an_answer_is_calls_or_has_the_form(source: str) -> None:
     grammar, make_reader = await hold_form(Service(source))
     call = CALLS[source]
-    calls = call + BETWEEN.get(source, "\n") + call
-    for text in (ADA, call, calls):
+    calls, ada = call + BETWEEN.get(source, "\n") + call, BEFORE_CONTENT.get(source, "") + ADA
+    for text in (ada, call, calls):
         assert allows(grammar, text), text
-    for text in ("No", ADA + "\n", f"{ADA}{call}", f"{call}{ADA}", call.replace("weather", "other")):
+    for text in ("No", ada + "\n", f"{ada}{call}", f"{call}{ada}", call.replace("weather", "other")):
         assert not allows(grammar, text, is_whole=False), text
-    assert read(make_reader(), ADA).content == ADA
+    assert read(make_reader(), ada).content == ADA
     answer = read(make_reader(), calls)
     assert answer.content == ""
     expected = [("weather", {"city": "Rome", "days": 2})] * 2
     assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == expected
+
+
+async def test_channels_stand_behind_reasoning_as_the_model_writes_them() -> None:
+    """Content in a form, or a call, each in a message of its own; calls within free content are not held."""
+    grammar, make_reader = await hold_form(Service(HARMONY))
+    reasoning = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    written = json.loads(grammar)["grammars"][0]["lark_grammar"]
+    assert (
+        'start: ("<|channel|>analysis<|message|>" thought WS)? (calls | "<|channel|>final<|message|>" @form)' in written
+    )
+    assert '<[5]> "<|start|>assistant"' in written, "where <|end|> is a special token, reasoning ends at that"
+    form, call = f"{reasoning}{BEFORE_CONTENT[HARMONY]}{ADA}", f"{reasoning}{CALLS[HARMONY]}"
+    found = [read(make_reader(), text) for text in (form, call)]
+    assert [(one.reasoning, one.content, len(one.calls)) for one in found] == [("hm", ADA, 0), ("hm", "", 1)]
+    grammar, _ = await hold(Service(HARMONY), tools=strict("clock"), tool_choice="auto")
+    assert grammar == ""
 
 
 async def test_calls_of_a_list_are_one_list() -> None:
@@ -113,7 +138,7 @@ def strict(*others: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": one} for one in (function, *({"name": name} for name in others))]
 
 
-@pytest.mark.parametrize("source", [*CALLS, "<|observation|>"])
+@pytest.mark.parametrize("source", [*(source for source in CALLS if source != HARMONY), "<|observation|>"])
 async def test_a_strict_tool_is_held_to_its_schema_wherever_a_call_of_it_begins(source: str) -> None:
     grammar, make_reader = await hold(Service(source), tools=strict("clock"), tool_choice="auto")
     call = CALLS.get(source, '\nweather\n{"city": "Rome", "days": 2}')

@@ -42,6 +42,27 @@ WHOLE: list[tuple[str, str, Read]] = [
         ("Now:\nThen.", "", [("f", {"text": '}{"\\ é 東 </tool', "tree": {"a": [{}]}}), ("g-2", {})]),
     ),
     ("hermes", "<think>\nhm\n\n</think>\n\nYes. ", ("Yes. ", "hm", [])),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>hm, 2 < 3<|end|><|start|>assistant<|channel|>final<|message|>Yes, to=day."
+        "<|return|>",
+        ("Yes, to=day.", "hm, 2 < 3", []),
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"text": "<|end|>"}<|call|>',
+        ("I look.", "a", [("f", {"text": "<|end|>"})]),
+    ),
+    (
+        "harmony",
+        " to=functions.g-2<|channel|>commentary json<|message|>{}<|call|><|start|>assistant to=functions.f<|channel|>"
+        'analysis code<|message|>{"n": 1}',
+        ("", "", [("g-2", {}), ("f", {"n": 1})]),
+    ),
+    ("harmony", "<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("", "1 + 1", [])),
+    ("harmony", "words alone", ("words alone", "", [])),
     ("hermes", '<tool_call>{"arguments": {"n": 1}, "name": "f"}</tool_call>', ("", "", [("f", {"n": 1})])),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", {})])),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', ("", "", [("f", {"n": 1})])),
@@ -147,7 +168,7 @@ def read(answer_format: AnswerFormat, pieces: list[str], opening: str = "", tool
 
 
 def format_of(name: str) -> AnswerFormat:
-    made = make_format(name, "think")
+    made = make_format(name, "harmony" if name == "harmony" else "think")
     assert made is not None
     return made
 
@@ -338,6 +359,14 @@ def test_a_templates_look_tells_its_format(source: str, wanted: str) -> None:
     assert "reasoning_content" in choose_format(model, source + "</think>", True, {}).template.fields
 
 
+def test_a_template_of_channels_is_read_as_harmony() -> None:
+    found = choose_format(ModelConfig(random_weights="x"), "{{ '<|channel|>analysis<|message|>' }}", True, {})
+    assert found == make_format("harmony", "harmony")
+    assert found.opening("<|start|>assistant", None) == ""
+    begun = "<|channel|>analysis<|message|>"
+    assert found.opening(f"<|start|>assistant{begun}", None).endswith(begun)
+
+
 def test_a_template_without_tools_is_read_as_what_is_written_in_its_place() -> None:
     found = choose_format(ModelConfig(random_weights="x"), "[TOOL_CALLS]", False, {})
     assert found.template.fields["tool_calls"] == format_of("hermes").template.fields["tool_calls"]
@@ -487,8 +516,10 @@ def test_a_long_argument_is_not_read_again_with_each_piece_of_it(name: str) -> N
     assert json.loads(call.arguments)["text"].strip() == LONG.strip()
 
 
-@pytest.mark.parametrize("name", ["llama3_json", "qwen3_xml", "mistral", "glm", "glm4", "gemma"])
-@pytest.mark.parametrize("begun", [" \n", "<function=", "[TOOL_CALLS]a", "<tool_call>a", " ;", "\na"])
+@pytest.mark.parametrize("name", ["llama3_json", "qwen3_xml", "mistral", "glm", "glm4", "gemma", "harmony"])
+@pytest.mark.parametrize(
+    "begun", [" \n", " to=functions.a", "<function=", "[TOOL_CALLS]a", "<tool_call>a", " ;", "\na"]
+)
 def test_what_goes_on_and_on_as_a_call_begins_is_words(name: str, begun: str) -> None:
     text = begun + (begun if begun in (" \n", " ;", "<function=") else "a") * 3000
     answer = read_in_time(name, f"x{text}x")
