@@ -101,7 +101,7 @@ def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str, chun
             documents=documents,
         )
         plan = plan_engine(config, read_architecture(model), probe_machine())
-        most = min(config.scheduler.prefill.chunk_tokens, plan.max_hidden_tokens)
+        most = min(plan.chunk_tokens, plan.max_hidden_tokens)
         if chunk_tokens > most:
             raise ValueError(
                 f"--chunk: got {chunk_tokens}; wanted {most} at most, a unit of prefill here: longer chunks are text, "

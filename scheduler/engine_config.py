@@ -1,18 +1,46 @@
-"""Settings of the scheduler, and the message that starts an engine process."""
+"""Settings of the scheduler, and the message that starts an engine process.
 
-from pydantic import Field
+`favour` stands for three settings, of which each may be set by itself:
+
+| favour | prefill.chunk_tokens | token_gap_target_ms | prefill.share |
+|---|---|---|---|
+| latency | 2,048 | 100 | 0.8 |
+| auto | up to 8,192 | 100 | 0.8 |
+| throughput | up to 8,192 | 4,000 | 0.95 |
+
+A larger unit computes more prompts per launch. A stream waits no longer for it: what a unit may take is bounded by the
+gap target, not by its tokens. What it costs is memory, so the plan takes the largest of 8,192, 4,096 and 2,048 tokens
+that costs no context and next to no pages (`scheduler.planning.engine_memory`).
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
 
 from gpu.config import GpuConfig, ModelConfig, Profiles
 from gpu.memory.plan import MemoryPlan
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.settings_model import Settings
 
+CHUNK_TOKENS = 2048
+LARGER_CHUNKS = (8192, 4096)
+"""What `favour: auto` and `throughput` try first, in order."""
+_THROUGHPUT_GAP_MS, _THROUGHPUT_SHARE = 4000.0, 0.95
+
 
 class PrefillConfig(Settings):
-    chunk_tokens: int = Field(2048, ge=16, description="most tokens of one prefill unit (one layer over one chunk)")
+    chunk_tokens: int = Field(
+        CHUNK_TOKENS,
+        ge=16,
+        description="most tokens of one prefill unit (one layer over one chunk); default: on a GPU, by `favour` and "
+        "memory up to 8192",
+    )
     max_hidden_tokens: int | None = Field(None, gt=0, description="hidden states of all prefills under way; derived")
     max_jobs: int = Field(8, ge=1, description="prefill jobs under way at once")
-    share: float = Field(0.8, gt=0, lt=1, description="of the time while streams run, within the token gap target")
+    share: float = Field(
+        0.8, gt=0, lt=1, description="of the time while streams run, within the token gap target; default: by `favour`"
+    )
     block_us: float | None = Field(
         None,
         ge=0,
@@ -30,11 +58,37 @@ class SchedulerConfig(Settings):
     max_running: int = Field(64, ge=1, description="sequences that hold pages at once")
     max_queue: int = Field(256, ge=0, description="sequences that wait; one more is answered with 429")
     max_context_tokens: int | None = Field(None, gt=0, description="prompt and output; default: the model's")
-    token_gap_target_ms: float = Field(100.0, gt=0, description="aim for the gap between a stream's tokens")
+    favour: Literal["auto", "latency", "throughput"] = Field(
+        "auto",
+        description="latency: small units of prefill; auto: large ones, within the same gap between tokens; "
+        "throughput: large ones, and streams may wait for prompts up to 4 s",
+    )
+    token_gap_target_ms: float = Field(
+        100.0, gt=0, description="aim for the gap between a stream's tokens; default: by `favour`"
+    )
     prefix_cache: bool = True
     jump_forward: bool = Field(True, description="text that a grammar leaves no choice of takes no step for each token")
     prefill: PrefillConfig = PrefillConfig()
     default_profile: str = Field("exact", description="attention profile of requests that name none")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_favour(cls, given: Any) -> Any:
+        """Fill in what `favour: throughput` stands for and is not given."""
+        if not isinstance(given, Mapping) or given.get("favour") != "throughput":
+            return given
+        prefill = given.get("prefill", {})
+        if isinstance(prefill, Mapping):
+            prefill = {"share": _THROUGHPUT_SHARE} | dict(prefill)
+        elif isinstance(prefill, PrefillConfig) and "share" not in prefill.model_fields_set:
+            prefill = prefill.model_copy(update={"share": _THROUGHPUT_SHARE})
+        return {"token_gap_target_ms": _THROUGHPUT_GAP_MS} | dict(given) | {"prefill": prefill}
+
+    @property
+    def larger_chunks(self) -> tuple[int, ...]:
+        """Return the larger units to try before `prefill.chunk_tokens`; none where that was set."""
+        is_set = "chunk_tokens" in self.prefill.model_fields_set
+        return () if is_set or self.favour == "latency" else LARGER_CHUNKS
 
 
 class EngineConfig(Settings):

@@ -65,7 +65,8 @@ class MemoryPlan:
     each are beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and
     the others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in
     decode steps of up to so many, and fetched in others. documents_bytes: of host memory, for their chunks used last.
-    is_packed: whether matrices of few bits, if there are any, stay as they are stored.
+    is_packed: whether matrices of few bits, if there are any, stay as they are stored. chunk_tokens: most tokens of a
+    unit of prefill.
     """
 
     device: Literal["cuda", "cpu"]
@@ -74,6 +75,7 @@ class MemoryPlan:
     threads: int
     max_context_tokens: int
     max_hidden_tokens: int
+    chunk_tokens: int
     max_logits_rows: int
     page_tokens: int
     kv_bytes: int
@@ -236,6 +238,7 @@ def plan_memory(
         threads=gpu.threads or machine.physical_cores,
         max_context_tokens=shares.context,
         max_hidden_tokens=shares.hidden_tokens,
+        chunk_tokens=sizes.chunk_tokens,
         max_logits_rows=max(LOGITS_BLOCK_ROWS, max_running),
         page_tokens=gpu.page_tokens,
         kv_bytes=shares.kv_bytes + demand.num_windows * demand.window_bytes,

@@ -69,6 +69,8 @@ def load_engine(
     architecture = load_architecture(config.model) if loaded is None else loaded.architecture
     resolved = {"device": plan.device, "dtype": plan.dtype, "kv": plan.kv, "threads": plan.threads}
     gpu = config.gpu.model_copy(update=resolved)
+    prefill = config.scheduler.prefill.model_copy(update={"chunk_tokens": plan.chunk_tokens})
+    scheduler_config = config.scheduler.model_copy(update={"prefill": prefill})
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
     tier = library = None
     if config.host is not None and shape is not None:
@@ -86,7 +88,7 @@ def load_engine(
         LoadSettings(
             max_running=config.scheduler.max_running,
             max_context_tokens=plan.max_context_tokens,
-            chunk_tokens=config.scheduler.prefill.chunk_tokens,
+            chunk_tokens=plan.chunk_tokens,
             max_hidden_tokens=plan.max_hidden_tokens,
             num_pages=plan.num_pages,
             num_windows=plan.num_windows,
@@ -108,7 +110,7 @@ def load_engine(
     has_lanes = tier is not None and plan.device == "cuda" and not LAUNCHES_BLOCK
     lanes = (Lane.HOST, Lane.DEVICE) if has_lanes else (Lane.DEVICE,)
     scheduler = Scheduler(
-        config.scheduler,
+        scheduler_config,
         architecture,
         capacity,
         model_key(config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
@@ -119,7 +121,7 @@ def load_engine(
     )
     if plan.device == "cuda":
         with _reporting_stage(on_progress, "rehearsal"):
-            rehearse(runner, scheduler, config.scheduler.prefill.chunk_tokens)
+            rehearse(runner, scheduler, plan.chunk_tokens)
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
         vocab_size=architecture.vocab_size,
@@ -204,7 +206,7 @@ def make_documents(
     """Make the documents of a library. A chunk is no longer than a unit of prefill."""
     windows = tuple(spec.window_tokens for spec in architecture.layers)
     key = chunk_kv_key(architecture, plan.dtype, plan.max_context_tokens)
-    most_tokens = min(config.scheduler.prefill.chunk_tokens, plan.max_hidden_tokens)
+    most_tokens = min(plan.chunk_tokens, plan.max_hidden_tokens)
     return Documents(library, key, windows, most_tokens, runner.is_loaded)
 
 

@@ -3,7 +3,7 @@
 The plan is made once and goes to the engine with the configuration, so what `tandem plan` prints is what is allocated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -15,7 +15,7 @@ from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from gpu.weights.expert_shares import ExpertShares, most_experts
-from scheduler.engine_config import EngineConfig
+from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.planning.expert_choice import captured_rows, choose, configured_rows
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import MachineProfile
@@ -23,9 +23,14 @@ from transfer.machine_rates import find_rates
 from transfer.measured import measured_path
 from transfer.tier_shape import TierShape
 
+_LEAST_PAGES = 0.97  # that larger units of prefill must leave: on small cards what is not resident is read slowly
+
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
     """Return the machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
+
+    Larger units of prefill are taken on a GPU if `scheduler.favour` says so and they cost no context and less than three
+    pages in a hundred.
 
     Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
     again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
@@ -40,15 +45,10 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         host=config.host,
         kept=None if config.host is None else find_kept(profiles, config.host, architecture),
         states=list_states(profiles, architecture),
-        sizes=PlannedSizes(
-            config.scheduler.max_running,
-            config.scheduler.prefill.chunk_tokens,
-            config.scheduler.max_context_tokens,
-            config.scheduler.prefill.max_hidden_tokens,
-        ),
         machine=machine,
         documents=config.documents,
     )
+    share_out = partial(share_out, sizes=_choose_sizes(config.scheduler, share_out))
     asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())
     max_running = config.scheduler.max_running
     plan = share_out(computed_rows=captured_rows(config.gpu, max_running, configured_rows(asked) or 0))
@@ -62,6 +62,39 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         plan = replace(plan, own_windows=_own_windows(profiles, config.host, architecture, plan))
         notes = _say_kept(profiles, config.host, architecture, plan)
     return replace(plan, notes=(*plan.notes, *notes, *([] if said is None else [said])))
+
+
+def _choose_sizes(scheduler: SchedulerConfig, share_out: Callable[..., MemoryPlan]) -> PlannedSizes:
+    """Return what steps and contexts are asked for, with the largest units of prefill that cost next to nothing."""
+    sizes = PlannedSizes(
+        scheduler.max_running,
+        scheduler.prefill.chunk_tokens,
+        scheduler.max_context_tokens,
+        scheduler.prefill.max_hidden_tokens,
+    )
+    if not scheduler.larger_chunks:
+        return sizes
+    least = share_out(sizes=sizes)
+    for chunk_tokens in scheduler.larger_chunks if least.device == "cuda" else ():
+        larger = replace(sizes, chunk_tokens=chunk_tokens)
+        try:
+            plan = share_out(sizes=larger)
+        except PlanError:
+            continue
+        if _has_room_of(plan, least):
+            return larger
+    return sizes
+
+
+def _has_room_of(plan: MemoryPlan, least: MemoryPlan) -> bool:
+    """Tell whether a plan has the contexts, rings and windows of another, and nearly its pages and experts."""
+    return (
+        plan.max_context_tokens >= least.max_context_tokens
+        and plan.num_pages >= _LEAST_PAGES * least.num_pages
+        and plan.rings == least.rings
+        and plan.num_windows == least.num_windows
+        and (plan.experts_on_card or 0) >= _LEAST_PAGES * (least.experts_on_card or 0)
+    )
 
 
 def _own_windows(

@@ -113,7 +113,9 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     resolved_scheduler = scheduler.model_copy(
         update={
             "max_context_tokens": memory.max_context_tokens,
-            "prefill": prefill.model_copy(update={"max_hidden_tokens": memory.max_hidden_tokens}),
+            "prefill": prefill.model_copy(
+                update={"max_hidden_tokens": memory.max_hidden_tokens, "chunk_tokens": memory.chunk_tokens}
+            ),
         }
     )
     name = deployment.model.name or architecture.name

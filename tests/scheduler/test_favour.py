@@ -1,0 +1,65 @@
+"""What `scheduler.favour` stands for, and what larger units of prefill may cost."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu.model.shapes import named_shape
+from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.planning.engine_memory import plan_engine
+from transfer.machine import MachineProfile, load_machine
+
+MACHINES = Path(__file__).resolve().parents[2] / "deploy" / "machines"
+
+
+def read_machine(name: str) -> MachineProfile:
+    return load_machine(MACHINES / f"{name}.json")
+
+
+def plan_chunks(machine: str, shape: str = "llama-3.1-8b", gpu: dict[str, Any] | None = None, **scheduler: Any) -> int:
+    """Return the tokens of a prefill unit that the plan chooses."""
+    tree = {"model": {"random_weights": shape}, "gpu": gpu or {}, "scheduler": scheduler}
+    config = EngineConfig.model_validate(tree)
+    return plan_engine(config, named_shape(shape), read_machine(machine)).chunk_tokens
+
+
+def test_throughput_stands_for_a_long_gap_and_a_large_share_and_others_for_the_plain_defaults() -> None:
+    plain, fast = SchedulerConfig(), SchedulerConfig.model_validate({"favour": "throughput"})
+    assert (plain.token_gap_target_ms, plain.prefill.share) == (100, 0.8)
+    assert (fast.token_gap_target_ms, fast.prefill.share) == (4000, 0.95)
+    latency = SchedulerConfig.model_validate({"favour": "latency"})
+    assert latency.model_dump(exclude={"favour"}) == plain.model_dump(exclude={"favour"})
+
+
+@pytest.mark.parametrize("prefill", [{"share": 0.5}, PrefillConfig(share=0.5)], ids=["mapping", "model"])
+def test_what_is_set_by_itself_wins(prefill: Any) -> None:
+    given = {"favour": "throughput", "token_gap_target_ms": 50, "prefill": prefill}
+    config = SchedulerConfig.model_validate(given)
+    assert (config.token_gap_target_ms, config.prefill.share) == (50, 0.5)
+    again = SchedulerConfig.model_validate_json(config.model_dump_json())
+    assert again == config
+    unset = SchedulerConfig(favour="throughput", prefill=PrefillConfig(max_jobs=2))
+    assert (unset.prefill.share, unset.prefill.max_jobs) == (0.95, 2)
+
+
+def test_units_are_large_where_memory_is_plenty_and_small_for_latency_on_request_and_on_the_cpu() -> None:
+    assert plan_chunks("a100-80g") == 8192
+    assert plan_chunks("a100-80g", favour="throughput") == 8192
+    assert plan_chunks("a100-80g", favour="latency") == 2048
+    assert plan_chunks("a100-80g", prefill={"chunk_tokens": 1024}) == 1024
+    assert plan_chunks("laptop", "tiny", gpu={"device": "cpu", "kv_cache_gib": 0.5}) == 2048
+
+
+def test_larger_units_cost_no_context_and_next_to_no_pages() -> None:
+    small = {"memory_limit_gib": 20, "kv": "int8"}
+    tree = {"model": {"random_weights": "llama-3.1-8b"}, "gpu": small, "scheduler": {"favour": "latency"}}
+    shape, machine = named_shape("llama-3.1-8b"), read_machine("a100-80g")
+    latency = plan_engine(EngineConfig.model_validate(tree), shape, machine)
+    auto = plan_engine(EngineConfig.model_validate(tree | {"scheduler": {}}), shape, machine)
+    large = plan_engine(
+        EngineConfig.model_validate(tree | {"scheduler": {"prefill": {"chunk_tokens": 8192}}}), shape, machine
+    )
+    assert auto.chunk_tokens < large.chunk_tokens == 8192
+    assert auto.max_context_tokens == latency.max_context_tokens
+    assert auto.num_pages >= 0.97 * latency.num_pages > large.num_pages
