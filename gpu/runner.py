@@ -117,8 +117,11 @@ class Runner:
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
         shape = None if tier is None else tier.shape
         site = Site(
-            architecture, shape, settings.sink_tokens, max_running, dtype, stored_dtype(settings.kv, dtype), device
-        )
+            architecture, shape, settings.sink_tokens, max_running, dtype, stored_dtype(settings.kv, dtype), device,
+            settings.window_tokens,
+            [(*own, self.pool.table_of(layer))
+             for layer, own in enumerate(zip(self.pool.key_pages, self.pool.value_pages, strict=True))],
+        )  # fmt: skip
         self._method_sides = make_device_sides(parts, site, settings.num_rings)
         methods = tuple(self._method_sides.values())
         self._reusing = {name: side for name, side in self._method_sides.items() if isinstance(side, RingSide)}

@@ -20,12 +20,12 @@ class RunnerSettings:
 
     max_hidden_tokens: of all prefill jobs under way. tier: memory of offloaded contexts, or None; the caller made it.
     parts: of the profiles that are served (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes.
-    num_rings: of the parts that keep some. sink_tokens: what an offloaded context keeps in front. checks_coverage:
-    count in every decode step who covers which tokens, and end with CoverageError where that is not the whole context;
-    a debug run, without graphs. library: where document chunks are, or None. windows: of layers that keep no more; of
-    the others pages hold all of a context. kv: how pages hold rows; what is no format of codes, in `dtype`.
-    open_experts: the CPU computes experts in host memory for decode steps of up to `computed_rows` rows; None: they are
-    fetched.
+    num_rings: of the parts that keep some. sink_tokens, window_tokens: what an offloaded context keeps in front and at
+    its end. checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
+    is not the whole context; a debug run, without graphs. library: where document chunks are, or None. windows: of
+    layers that keep no more; of the others pages hold all of a context. kv: how pages hold rows; what is no format of
+    codes, in `dtype`. open_experts: the CPU computes experts in host memory for decode steps of up to `computed_rows`
+    rows; None: they are fetched.
     """
 
     num_pages: int
@@ -39,6 +39,7 @@ class RunnerSettings:
     parts: Sequence[ProfilePart] = ()
     num_rings: Mapping[PartId, int] = field(default_factory=dict)
     sink_tokens: int = 0
+    window_tokens: int = 0
     checks_coverage: bool = False
     library: ChunkLibrary | None = None
     windows: WindowShape = NO_WINDOWS
@@ -65,6 +66,7 @@ class LoadSettings:
     parts: Sequence[ProfilePart] = ()
     num_rings: Mapping[PartId, int] = field(default_factory=dict)
     sink_tokens: int = 0
+    window_tokens: int = 0
     library: ChunkLibrary | None = None
     num_windows: int = 0
     window_pages: int = 1

@@ -154,8 +154,11 @@ class DecodeSteps:
         Raises ContextLostError before anything is launched, and ExchangeError where an eager step's device asks
         nothing.
         """
+        methods = self.loop.reusing if batch.reuses else ()
+        for method in methods:
+            method.prepare(batch.slots, batch.cells, batch.host_reads)
         launched = self._launch(batch)
-        for method in self.loop.reusing if batch.reuses else ():
+        for method in methods:
             method.end_step()
         return launched
 

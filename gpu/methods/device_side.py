@@ -28,7 +28,8 @@ from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 class Site:
     """Where a method runs. tier_shape: shape of the offloaded rows, or None; sink_tokens: tokens in front of them that
     stay on the device; max_running: slots; dtype: of the model's activations; stored: dtype of rows in pages
-    (`kv_rows`).
+    (`kv_rows`). window_tokens: that an offloaded context keeps at its end; pages: of each layer its keys, values
+    and page table, as `paged_decode_attention` takes them.
     """
 
     architecture: Architecture
@@ -38,6 +39,8 @@ class Site:
     dtype: torch.dtype
     stored: torch.dtype
     device: torch.device
+    window_tokens: int = 0
+    pages: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
 
     @property
     def exclusion_words(self) -> int:
@@ -166,6 +169,9 @@ class RingSide(DeviceSide):
 
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         """Look at queries of the slot's prompt, in order, with the keys up to them. attend: dense, with an lse."""
+
+    def prepare(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> None:
+        """Prepare a step of these rows, which write to `cells`, before anything of it is launched."""
 
     def borrow(
         self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent

@@ -131,6 +131,12 @@ class Method:
             return ReadCost(sampled=host_tokens)
         return ReadCost(streamed=host_tokens)
 
+    def unread_tokens(self, settings: Any, context_tokens: int, middle_tokens: int) -> int:
+        """Return how many tokens fewer a step reads of a context that is whole on the device, of the `middle_tokens`
+        between sink and window; what it reads in their place counts against it.
+        """
+        return 0
+
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
         """Return what decode steps did not read because of it, by what its device side counted of them."""
         return SavedReads()

@@ -100,6 +100,7 @@ def load_engine(
             parts=served_parts(profiles.values()),
             num_rings=plan.num_rings,
             sink_tokens=plan.sink_tokens,
+            window_tokens=plan.window_tokens,
             library=library,
         ),
         on_progress=on_progress,

@@ -311,7 +311,10 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEsti
         experts_ms = _experts_ms(moved, times, batch)
     products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
     link_ms = host_ms = fetch_ms = 0.0
-    cost = ReadCost()
+    cost, unread = ReadCost(), 0
+    if tier is not None and not down:
+        middle = max(context - memory.sink_tokens - memory.window_tokens, 0)
+        unread = planned.part.method.unread_tokens(planned.part.settings, context, middle)
     if tier is not None and demand is not None and down:
         cost = planned.part.method.read_cost(planned.part.settings, context, down)
         stream_gb_s = rates.of["host_stream_gb_s"]
@@ -330,7 +333,7 @@ def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEsti
         down,
         max(moved.weights(batch) / device_gb_s / 1e6, products_ms),
         experts_ms,
-        batch * moved.device_kv(context, down - cost.on_device) / device_gb_s / 1e6,
+        batch * moved.device_kv(context, down - cost.on_device + unread) / device_gb_s / 1e6,
         link_ms,
         host_ms,
         fetch_ms,

@@ -1,23 +1,27 @@
 """A small index over rows that lie in host memory as the host tier keeps them, and float64 oracles of its steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
-from gpu.methods.indexed.building import copy_pieces, index_tokens
+from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
 from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.page_rows import Pages, centre_pages
 from gpu.methods.indexed.ring import BEHIND_ALL, Index, Layout, Work, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
+from gpu.operations.kv.kv_rows import poison, read_cells, width_of, write_rows
+from tests.gpu.kernel_oracles import wide
 from transfer import places
 from transfer.partial import Partial
 from transfer.places import COLUMNS
 
 KV_HEADS, NUM_RINGS, NUM_LAYERS = 2, 2, 2
+PAGE_TOKENS, NUM_SLOTS, PAGE_SLOT, SINK = 16, 3, 2, 16
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Stand:
     layout: Layout
     runs: list[Run]
     counts: torch.Tensor
+    pages: list[Pages] = field(default_factory=list)
 
     def step(self, query: torch.Tensor, resident_lse: torch.Tensor, num_tokens: int, budget: int,
              wanted: torch.Tensor | None = None, layer: int = 1) -> Partial:  # fmt: skip
@@ -90,12 +95,15 @@ class Stand:
         device = query.device
         rows = torch.tensor([-1, 1], dtype=torch.int32, device=device)
         tokens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-        step = RingStep(rows, tokens, torch.tensor([0, 0, budget, budget], dtype=torch.int32, device=device))
+        budgets = torch.tensor([0, 0, budget, budget], dtype=torch.int32, device=device)
+        page_slots = torch.tensor([-1, PAGE_SLOT], dtype=torch.int32, device=device)
+        step = RingStep(rows, tokens, budgets, page_slots if self.pages else None)
         own = self.index.layer(layer)
         score_tokens(query, resident_lse, own, self.work, step, self.layout)
         choose_tokens(own, self.work, step, self.layout)
         estimate_rest(own, self.work, step, self.layout)
-        attend_chosen(query, own, self.work, step, self.layout, self.counts)
+        pages = self.pages[layer] if self.pages else None
+        attend_chosen(query, own, self.work, step, self.layout, self.counts, pages)
         rings = torch.tensor([-1, 1], dtype=torch.int32, device=device)
         if wanted is None:
             wanted = torch.ones(query.shape[:2], dtype=torch.uint8, device=device)
@@ -110,8 +118,11 @@ class Stand:
 def make_stand(
     dim: int, group: int, lengths: list[int], device: str, *, key_bits: int = 4, value_bits: int = 2,
     is_int8: bool = False, dtype: torch.dtype = torch.float32, indexed: int | None = None,
+    stored: torch.dtype | None = None,
 ) -> Stand:  # fmt: skip
-    """Return an index of the first `indexed` tokens, or all, of runs in pieces of these lengths."""
+    """Return an index of the first `indexed` tokens, or all, of runs in pieces of these lengths. stored: the runs lie
+    in pages of this dtype; None: in host memory.
+    """
     settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_tokens=256, least_tokens=16)
     shape: Any = Shape(dim, group)
     draw, on = np.random.default_rng(7), torch.device(device)
@@ -122,6 +133,13 @@ def make_stand(
             one.fill_(torch.nan)
     layout = new_layout(settings, shape, is_int8, on)
     runs = [make_run(draw, dim, lengths, is_int8, on.type == "cuda") for _ in range(NUM_LAYERS)]
+    counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=on)
+    if stored is not None:
+        pages = [put_in_pages(run, draw, dtype, stored, on) for run in runs]
+        for layer, own in enumerate(pages):
+            centre_pages(index.layer(layer), 1, PAGE_SLOT, sum(lengths), own, layout)
+        index_pages(index, 1, PAGE_SLOT, 0, sum(lengths) if indexed is None else indexed, pages, layout)
+        return Stand(settings, shape, index, work, layout, runs, counts, pages)
     table = np.zeros((NUM_LAYERS, COLUMNS, index.lies.shape[3]), np.int64)
     table[:, places.RUN_BEGIN] = BEHIND_ALL
     table[:, :, : len(lengths)] = np.stack([run.table for run in runs])
@@ -129,8 +147,26 @@ def make_stand(
     copy_pieces(index, 1, len(lengths), layout)
     index.centres[:, KV_HEADS:] = index.piece_centres[:, 1, 0]
     index_tokens(index, 1, 0, sum(lengths) if indexed is None else indexed, layout)
-    counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=on)
     return Stand(settings, shape, index, work, layout, runs, counts)
+
+
+def put_in_pages(run: Run, draw: np.random.Generator, dtype: torch.dtype, stored: torch.dtype, on: Any) -> Pages:
+    """Return pages that are NaN, or nonsense, but for a run's rows in slot PAGE_SLOT; the run becomes what they say."""
+    num_tokens, dim = run.keys.shape[1:]
+    num_pages = 2 * (-(-(SINK + num_tokens) // PAGE_TOKENS))
+    table = torch.zeros(NUM_SLOTS, num_pages, dtype=torch.int32, device=on)
+    table[PAGE_SLOT] = torch.tensor(draw.permutation(num_pages), dtype=torch.int32)
+    cells = SINK + torch.arange(num_tokens, device=on)
+    page_ids, offsets = table[PAGE_SLOT, cells // PAGE_TOKENS].long(), cells % PAGE_TOKENS
+    held = []
+    for name in ("keys", "values"):
+        pages = torch.zeros(num_pages, KV_HEADS, PAGE_TOKENS, width_of(stored, dim), dtype=stored, device=on)
+        poison(pages)
+        write_rows(torch.tensor(getattr(run, name), dtype=dtype, device=on), page_ids, offsets, pages)
+        rows = read_cells(pages, page_ids, torch.arange(KV_HEADS, device=on)[:, None], offsets, torch.float32)
+        setattr(run, name, wide(rows))
+        held.append(pages)
+    return Pages(*held, table, SINK)
 
 
 def vars_of(work: Work) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from gpu.config import Composition
 from gpu.methods.device_side import LayerReads
-from gpu.methods.indexed.device import Indexed
+from gpu.methods.indexed.device import IN_PAGES, Indexed
 from gpu.methods.indexed.host_rows import read_rows
 from gpu.methods.indexed.ring import EMPTY
 from gpu.methods.method import ProfilePart
@@ -47,10 +47,12 @@ class IndexedTwins(Twins):
         settings: dict[str, Any],
         ringed: tuple[int, ...] = (0,),
         beside: tuple[ProfilePart, ...] = (),
+        before: tuple[ProfilePart, ...] = (),
         **more: Any,
     ) -> None:
         self.part = indexed_part(settings)
-        super().__init__(more_parts=[self.part, *beside], reading=Reading.INDEXED, **{"check_coverage": True, **more})
+        parts = [*before, self.part, *beside]
+        super().__init__(more_parts=parts, reading=Reading.INDEXED, **{"check_coverage": True, **more})
         for slot in ringed:
             self.assign(slot, slot)
 
@@ -237,3 +239,103 @@ def test_a_ring_whose_sequence_has_another_context_forgets_the_one_before() -> N
     assert twins.side._known[0].context_id == twins.sequences[0].context_id
     counts = counts_of(twins.side)
     assert counts.fetched_rows - fetched == NUM_KV_HEADS * 2 * known.num_tokens, "all of it, anew"
+
+
+# --- contexts that are whole on the device ----------------------------------------------------------------------------
+
+ON_CARD = {"resident": "indexed"}
+NEVER = 100_000  # tokens of an offload block, so that nothing is offloaded
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
+def test_a_resident_context_read_by_an_index_with_a_budget_of_everything_is_exact_while_it_grows(kv: Any) -> None:
+    twins = IndexedTwins(ALL | ON_CARD, offload_block_tokens=NEVER, kv=kv)
+    twins.prefill([PROMPT])
+    check_steps(twins, [0], 70)
+    counts = counts_of(twins.side)
+    assert counts.read_tokens == counts.offloaded_tokens > 0
+    assert counts.fetched_rows == sum(counts.estimated_mass) == 0
+    assert twins.side._known[0].num_tokens == (300 + 69 + 1 - 64 - 16) // 64 * 64
+
+
+def test_of_a_resident_context_few_rows_are_read_and_the_others_are_estimated() -> None:
+    twins = IndexedTwins(FEW | ON_CARD, offload_block_tokens=NEVER)
+    twins.prefill([document_prompt(900, 1)])
+    for _ in range(6):
+        assert not twins.step([0]).failures
+        assert HOP_LOGITS_FLOAT32 < furthest(twins, [0]) < INDEXED_LOGITS
+    counts = counts_of(twins.side)
+    assert 0 < counts.read_tokens < counts.offloaded_tokens // 10
+    assert counts.fetched_rows == 0
+    assert 0 < sum(counts.estimated_mass) < sum(counts.heads) * 1_000_000
+
+
+def test_resident_rows_offloaded_rows_and_rows_without_a_ring_share_a_step() -> None:
+    twins = IndexedTwins(ALL | ON_CARD, ringed=(0, 1), offload_block_tokens=NEVER)
+    twins.prefill([PROMPT, document_prompt(280, 3), document_prompt(60, 2)])
+    twins.prefill_down(1, document_prompt(280, 3))
+    check_steps(twins, [0, 1, 2], 4)
+    counts = counts_of(twins.side)
+    assert 0 < counts.fetched_rows < counts.read_tokens
+    check_steps(twins, [0, 2], 2)
+
+
+def test_a_context_that_leaves_the_device_and_comes_back_keeps_its_index() -> None:
+    twins = IndexedTwins(ALL | ON_CARD, kept_tokens=1024)
+    twins.prefill([PROMPT])
+    check_steps(twins, [0], 2)
+    sequence, known = twins.sequences[0], twins.side._known[0]
+    indexed = known.num_tokens
+    assert indexed > 0
+    twins.give_up(sequence, 208)
+    check_steps(twins, [0], 2)
+    assert twins.side._known[0] is known
+    assert known.context_id == sequence.context_id
+    assert counts_of(twins.side).fetched_rows > 0
+    twins.restore(twins.fetch(sequence, 16))
+    sequence.released = 0
+    check_steps(twins, [0], 2)
+    assert (known.context_id, known.num_tokens) == (IN_PAGES, indexed)
+    twins.give_up(sequence, 128)
+    check_steps(twins, [0], 2)
+
+
+def test_a_copied_ring_of_a_resident_context_is_read_in_the_copys_own_pages() -> None:
+    twins = IndexedTwins(ALL | ON_CARD, offload_block_tokens=NEVER)
+    twins.prefill([PROMPT, PROMPT])
+    check_steps(twins, [0], 1)
+    known = twins.side._known
+    twins.assign(1, 1, RingCopy(0, 100, 303))
+    assert known[1].num_tokens == 64
+    check_steps(twins, [0, 1], 3)
+    assert known[1].num_tokens == 192
+    twins.offloading.launch(StepPlan(released_slots=[1])).collect()
+    twins.assign(2, 1)
+    assert known[1].num_tokens == int(twins.side._in_pages[1]) == 0
+
+
+def test_a_captured_step_of_resident_rows_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = IndexedTwins(ALL | ON_CARD, check_coverage=False, offload_block_tokens=NEVER)
+    twins.prefill([PROMPT, document_prompt(280, 3)])
+    fake_graphs(monkeypatch)
+    with torch.inference_mode():
+        twins.offloading.decode_steps.capture((2,), lambda fraction: None)
+    for slots in ([0], [0, 1], [0]):
+        Recorded.running = None
+        check_steps(twins, slots, 3)
+        assert Recorded.running is not None
+    assert counts_of(twins.side).read_tokens > 0
+
+
+def test_a_resident_row_beside_a_row_of_mac_is_exact() -> None:
+    composition = Composition.model_validate({"reuse": {"method": "mac", "min_context_tokens": 0}})
+    mac = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_part
+    assert mac is not None
+    for order in ((), (mac,)):
+        twins = IndexedTwins(ALL | ON_CARD, before=order, beside=() if order else (mac,), offload_block_tokens=NEVER)
+        twins.prefill([PROMPT, document_prompt(280, 3)])
+        twins.offloading.launch(StepPlan(ring_writes=[RingWrite(1, mac.id, 1, Reading.WHOLE)])).collect()
+        for _ in range(4):
+            assert not twins.step([0, 1]).failures
+            assert furthest(twins, [0]) < HOP_LOGITS_FLOAT32
+        assert counts_of(twins.side).read_tokens > 0

@@ -28,9 +28,10 @@ from gpu.layers.expert_mlp import ExpertMlp
 from gpu.methods.indexed import report_arrays, ring_arrays, work_arrays
 from gpu.methods.indexed.attending import NUM_COUNTS as NUM_INDEX_COUNTS
 from gpu.methods.indexed.attending import attend_chosen, join_parts
-from gpu.methods.indexed.building import copy_pieces, index_tokens
+from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
 from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.page_rows import Pages
 from gpu.methods.indexed.reporting import Report, report_errors
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
@@ -472,7 +473,7 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
     rows, rings, slots = 2, 3, 256
     query, lse = empty(rows, shape.num_heads, shape.dim, dtype=dtype), empty(rows, shape.num_heads)
     numbers = empty(rings, dtype=torch.int32)
-    step = RingStep(numbers, numbers, empty(rings * shape.num_kv_heads, dtype=torch.int32))
+    step = RingStep(numbers, numbers, empty(rings * shape.num_kv_heads, dtype=torch.int32), numbers)
     counts = empty(NUM_INDEX_COUNTS, dtype=torch.int64)
     wanted = empty(rows, shape.num_heads, dtype=torch.uint8)
     rotation = empty(shape.dim, shape.dim)
@@ -485,13 +486,18 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
         layout = Layout(rotation, key_bits, value_bits, shape.num_kv_heads, is_int8)
         copy_pieces(index, 1, 2, layout)
         index_tokens(index, 1, 0, 4096, layout)
+        pages = [Pages(*2 * [empty(64, shape.num_kv_heads, 16, width_of(stored, shape.dim), dtype=stored)],
+                       empty(4, 256, dtype=torch.int32), 16) for stored in _stored(dtype)]  # fmt: skip
+        for own_pages in pages:
+            index_pages(index, 1, 2, 0, 4096, [own_pages], layout)
         of_layer = {name: ArraySpec(spec.shape[1:], spec.dtype) for name, spec in arrays.items()}
         rows_of_layer = empty(rings * shape.num_kv_heads, slots, shape.dim, dtype=dtype)
         own = Index(**_empty_arrays(of_layer), keys=rows_of_layer, values=rows_of_layer)
         score_tokens(query, lse, own, work, step, layout)
         choose_tokens(own, work, step, layout)
         estimate_rest(own, work, step, layout)
-        attend_chosen(query, own, work, step, layout, counts)
+        for read in (None, *pages):
+            attend_chosen(query, own, work, step, layout, counts, read)
         found = join_parts(work, numbers, wanted, step, layout, (rows, shape.num_heads, shape.dim), counts)
         own_specs = {
             name: spec if name in ("of_rings", "is_over", "factor") else ArraySpec(spec.shape[1:], spec.dtype)

@@ -6,10 +6,10 @@ import torch
 
 from gpu.methods.indexed import BINS, BLOCK_TOKENS
 from gpu.methods.indexed.attending import FETCHED, HEADS, MASS, OFFLOADED, READ
-from gpu.methods.indexed.building import index_tokens
+from gpu.methods.indexed.building import index_pages, index_tokens
 from gpu.methods.indexed.codes import decode_reference, encode_keys_reference, encode_values_reference, make_rotation
 from gpu.methods.indexed.scoring import BINS_PER_OCTAVE, LOWEST_OCTAVE
-from tests.gpu.indexed_stand import KV_HEADS, Stand, make_stand
+from tests.gpu.indexed_stand import KV_HEADS, PAGE_SLOT, Stand, make_stand
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.tolerances import INDEXED_FLIPS, INDEXED_PARTIAL, INDEXED_PARTIAL_BFLOAT16, INDEXED_SCORES, INDEXED_WEIGHTS
 
@@ -80,6 +80,22 @@ def expected(stand: Stand, query: torch.Tensor, count: int, chosen: list[list[in
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_budget_of_everything_is_dense_attention(device: str, shape: tuple[int, int], is_int8: bool) -> None:
     stand = make_stand(*shape, [144, 64, 32], device, is_int8=is_int8)
+    check_everything(stand, device)
+    assert stand.counts[FETCHED] == 240 * KV_HEADS
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.uint8], ids=["plain", "int8", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_budget_of_everything_in_pages_is_dense_attention(
+    device: str, shape: tuple[int, int], stored: torch.dtype | None
+) -> None:
+    stand = make_stand(*shape, [144, 64, 32], device, stored=stored or torch.float32)
+    check_everything(stand, device)
+    assert stand.counts[FETCHED] == 0
+
+
+def check_everything(stand: Stand, device: str) -> None:
     query, resident = draw_query(stand, device)
     partial = stand.step(query, resident, 240, 240)
     for kv_head in range(KV_HEADS):
@@ -93,8 +109,7 @@ def test_a_budget_of_everything_is_dense_attention(device: str, shape: tuple[int
     assert (partial.lse[0] == -torch.inf).all()
     heads = KV_HEADS * stand.shape.group
     counts = stand.counts.tolist()
-    assert counts[OFFLOADED : HEADS + 1] == [240 * KV_HEADS, 240 * KV_HEADS, 240 * KV_HEADS, heads]
-    assert counts[MASS] == 0
+    assert [counts[OFFLOADED], counts[READ], counts[HEADS], counts[MASS]] == [240 * KV_HEADS, 240 * KV_HEADS, heads, 0]
 
 
 @pytest.mark.parametrize("key_bits", [2, 4, 8])
@@ -113,13 +128,18 @@ def test_what_is_not_chosen_is_estimated_by_its_keys_and_values_in_few_bits(
     assert np.abs(wide(partial.lse[1]) - lse).max() < INDEXED_SCORES
 
 
+@pytest.mark.parametrize("stored", [None, torch.float32], ids=["host", "pages"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_one_wrong_token_a_stale_value_and_a_rest_that_counts_twice_are_seen(device: str) -> None:
-    stand = make_stand(64, 3, [2100, 76], device)
+def test_one_wrong_token_a_stale_value_and_a_rest_that_counts_twice_are_seen(
+    device: str, stored: torch.dtype | None
+) -> None:
+    stand = make_stand(64, 3, [2100, 76], device, stored=stored)
     query, resident = draw_query(stand, device)
     partial = stand.step(query, resident, 2176, 100)
     chosen = stand.chosen()
     limit = INDEXED_PARTIAL + INDEXED_SCORES
+    assert distance(partial.out[1], expected(stand, query, 2176, chosen)[0]) < limit
+    assert all(80 <= len(own) <= 100 for own in chosen)
     for kv_head in range(KV_HEADS):
         other = [list(own) for own in chosen]
         other[kv_head][0] = next(token for token in range(2176) if token not in other[kv_head])
@@ -251,6 +271,28 @@ def test_equal_values_are_estimated_nearly_exactly_and_unequal_ones_have_no_cent
     assert distance(partial.out[1], wide(own).repeat(3, 0)) < INDEXED_WEIGHTS
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=["plain", "int8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_index_of_pages_that_grows_is_that_of_their_rows(device: str, stored: torch.dtype) -> None:
+    grown = make_stand(128, 4, [592, 400], device, stored=stored, indexed=64)
+    for begin, end in ((64, 576), (576, 992)):
+        index_pages(grown.index, 1, PAGE_SLOT, begin, end, grown.pages, grown.layout)
+    for layer, run in enumerate(grown.runs):
+        spread = np.arange(992) * 992 // 992
+        for kv_head in range(KV_HEADS):
+            centre = grown.index.centres[layer, KV_HEADS + kv_head]
+            assert distance(centre, run.keys[kv_head][spread].mean(0)) < INDEXED_PARTIAL
+            rotated = (run.keys[kv_head] - wide(centre)) @ wide(grown.layout.rotation)
+            codes, scales = encode_keys_reference(torch.tensor(rotated, dtype=torch.float32), 4)
+            got = grown.index.codes[layer, KV_HEADS + kv_head, :992].cpu()
+            assert float((got != codes).float().mean()) < INDEXED_FLIPS * 2**4
+            assert distance(grown.index.scales[layer, KV_HEADS + kv_head, :992], wide(scales)) < INDEXED_PARTIAL
+            values = torch.tensor(run.values[kv_head] @ wide(grown.layout.rotation), dtype=torch.float32)
+            codes, scales = encode_values_reference(values, 2)
+            got = grown.index.value_codes[layer, KV_HEADS + kv_head, :992].cpu()
+            assert float((got != codes).float().mean()) < INDEXED_FLIPS * 2**2
+
+
 @pytest.mark.parametrize("bits", [2, 4])
 def test_a_rounded_value_keeps_its_length_along_itself_so_that_sums_are_not_too_short(bits: int) -> None:
     draw = np.random.default_rng(1)
@@ -281,8 +323,9 @@ def test_a_head_that_wants_nothing_has_the_empty_partial(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_queries_and_slots_in_bfloat16_are_read_as_precisely_as_pages() -> None:
-    stand = make_stand(128, 4, [1500, 548], "cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("stored", [None, torch.bfloat16, torch.int8, torch.uint8], ids=str)
+def test_queries_and_rows_in_bfloat16_are_read_as_precisely_as_pages(stored: torch.dtype | None) -> None:
+    stand = make_stand(128, 4, [1500, 548], "cuda", dtype=torch.bfloat16, stored=stored)
     query, resident = draw_query(stand, "cuda")
     partial = stand.step(query, resident, 2048, 256)
     out, _ = expected(stand, query, 2048, stand.chosen())

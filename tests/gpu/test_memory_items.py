@@ -102,7 +102,7 @@ METHOD_SETTINGS: list[dict[str, Any]] = [
     {"host": {"method": "predicted", "weights": WEIGHTS, "budget_tokens": 32}},
     {"host": {"method": "predicted+sampled", "weights": WEIGHTS, "history": 7, "exempt_layers": 1}},
     {"host": {"method": "indexed", "budget_tokens": 64}},
-    {"host": {"method": "indexed", "key_bits": 2, "value_bits": 4}},
+    {"host": {"method": "indexed", "key_bits": 2, "value_bits": 4, "resident": "indexed"}},
 ]
 BOOKKEEPING_BYTES = 64
 """Of a ring, which no plan counts: who holds it, and its last cell."""

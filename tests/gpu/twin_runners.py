@@ -105,6 +105,7 @@ def load(
             parts=(*(() if tier is None else parts_for(tier.shape)), *more_parts),
             num_rings={part.id: 3 for part in more_parts if part.method.has_rings},
             sink_tokens=page_tokens if tier is not None else 0,
+            window_tokens=64,
             num_windows=0 if tier is None or not WINDOW_LAYERS else max_running,
             window_pages=WINDOW_PAGES,
         ),

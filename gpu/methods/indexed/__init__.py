@@ -1,9 +1,9 @@
-"""Attention to offloaded tokens through an index of keys and values in few bits, which the device keeps.
+"""Attention to offloaded or resident tokens through an index of keys and values in few bits, which the device keeps.
 
-Every offloaded key has a copy of 4 bits a dimension on the device, so a step scores all of them there. The tokens with
-the most of the softmax of a KV head's query heads are read exactly, over the link, into slots that keep them while they
-stay chosen. All others are estimated, by their scores and a copy of their values of 2 bits a dimension. Nothing is
-dropped, and the CPU reads nothing for a sequence that holds an index.
+Every such key has a copy of 4 bits a dimension on the device, so a step scores all of them there. The tokens with the
+most of the softmax of a KV head's query heads are read exactly: over the link, into slots that keep them while they
+stay chosen, or in resident pages. All others are estimated, by their scores and a copy of their values of 2 bits a
+dimension. Nothing is dropped, and the CPU reads nothing for a sequence that holds an index.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ MASS_UNIT = 1_000_000  # counters are integers: mass and errors are counted in m
 NUM_OF_LAYERS, NUM_OF_RINGS = 3, 5  # sums that `gpu.methods.indexed.reporting` keeps of a layer, and of a ring
 
 COUNTERS = {
-    "index_offloaded_tokens": Counter("offloaded tokens of rows with an index, for each KV head and layer"),
+    "index_offloaded_tokens": Counter("tokens that steps had an index of, for each KV head and layer"),
     "index_read_tokens": Counter("of these, those that were chosen and read exactly"),
     "index_fetched_rows": Counter("of these, those whose rows came over the link in that step"),
     "index_heads": Counter("query heads of rows with an index", by_layer=True),
@@ -143,6 +143,7 @@ class Indexed(RingMethod):
         "budget": "budget_tokens",
         "from": "min_context_tokens",
         "epsilon": "epsilon",
+        "on": "resident",
     }
     kv_host = OFFLOAD_KEYS
     refuses = {"mac": "a running sequence holds one ring, and both methods want one"}
@@ -168,11 +169,11 @@ class Indexed(RingMethod):
         """Return the bytes for all layers that may be offloaded; rows in slots are stored as they are computed with."""
         num_layers = architecture.num_layers - len(architecture.window_layers)
         arrays = ring_arrays(settings, architecture, num_layers, 1)
-        work = work_arrays(settings, architecture, 1)
+        work = sum_bytes(work_arrays(settings, architecture, 1).values())
         report = report_arrays(architecture, num_layers, 1)
         slots = num_layers * architecture.num_kv_heads * settings.budget_tokens
         return Footprint(
-            sum_bytes([*arrays.values(), *work.values(), *report.values()]),
+            sum_bytes([*arrays.values(), *report.values()]) + settings.num_works * work,
             sequence_numbers=2 * slots * architecture.dim,
         )
 
@@ -181,7 +182,13 @@ class Indexed(RingMethod):
         if context_tokens < settings.min_context_tokens:
             return super().read_cost(settings, context_tokens, host_tokens)
         read = min(settings.count_chosen(host_tokens), host_tokens)
-        return ReadCost(fetched=read, on_device=read + host_tokens * (settings.key_bits + settings.value_bits) // 32)
+        return ReadCost(fetched=read, on_device=read + _index_tokens(settings, host_tokens))
+
+    def unread_tokens(self, settings: Any, context_tokens: int, middle_tokens: int) -> int:
+        if settings.resident == "full" or context_tokens < settings.min_context_tokens:
+            return 0
+        read = min(settings.count_chosen(middle_tokens), middle_tokens)
+        return middle_tokens - read - _index_tokens(settings, middle_tokens)
 
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
         """Return what was not read exactly; reading the index counts against it."""
@@ -190,6 +197,11 @@ class Indexed(RingMethod):
         index_bytes = offloaded * token_bytes
         saved = offloaded - read
         return SavedReads(architecture.group * saved, saved, index_bytes, rows_include_host=True)
+
+
+def _index_tokens(settings: IndexedSettings, num_tokens: int) -> int:
+    """Return the index of so many tokens in tokens read, of rows in 16 bits."""
+    return num_tokens * (settings.key_bits + settings.value_bits) // 32
 
 
 METHOD = Indexed()

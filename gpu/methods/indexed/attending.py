@@ -1,7 +1,8 @@
 """Attend exactly to chosen tokens, and merge that with what is estimated into one partial for each row.
 
 Rows that are not in their slots yet come over the link: a program loads them where they lie in host memory, stores them
-to the slots, and goes on with them. Bytes over the link: fresh rows, once for a KV head.
+to the slots, and goes on with them. Bytes over the link: fresh rows, once for a KV head. Rows in resident pages are
+read there, and nothing is stored.
 """
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from gpu.methods.indexed import MASS_UNIT, READ_SLOTS, SPLIT_TOKENS
 from gpu.methods.indexed.host_rows import find_piece, read_rows, restored_rows, row_address
+from gpu.methods.indexed.page_rows import Pages, page_rows, read_pages
 from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, group_shape
 from gpu.operations.arguments import runs_on_triton
+from gpu.operations.kv.kv_rows import kind_of
 from transfer import places
 from transfer.partial import Partial
 from transfer.places import COLUMNS
@@ -30,7 +33,7 @@ _HEADS, _MASS = tl.constexpr(HEADS), tl.constexpr(MASS)
 
 
 def attend_chosen_reference(
-    query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout, counts: Tensor
+    query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout, counts: Tensor, pages: Pages | None
 ) -> None:
     """Compute `attend_chosen` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
@@ -40,21 +43,33 @@ def attend_chosen_reference(
         for kv_head in range(layout.kv_heads):
             place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
             ids = index.ids[place]
-            fresh = work.fresh[place].nonzero().flatten()
-            if len(fresh):
-                keys, values = read_rows(index, ring, kv_head, ids[fresh].long(), layout.is_int8)
-                index.keys[place, fresh] = keys.to(index.keys.dtype)
-                index.values[place, fresh] = values.to(index.values.dtype)
             own = (ids != EMPTY).nonzero().flatten()
-            logits = query[row, heads].float() @ index.keys[place, own].float().T * dim**-0.5
+            slot = -1 if step.page_slots is None else int(step.page_slots[ring])
+            if pages is not None and slot >= 0:
+                keys, values = (read_pages(rows, pages, slot, ids[own].long(), kv_head)
+                                for rows in (pages.keys, pages.values))  # fmt: skip
+            else:
+                _fetch_reference(index, work, ring, kv_head, layout)
+                counts[FETCHED] += work.fresh[place].sum()
+                keys, values = index.keys[place, own].float(), index.values[place, own].float()
+            logits = query[row, heads].float() @ keys.T * dim**-0.5
             lse = logits.logsumexp(-1) if len(own) else torch.full((group,), -torch.inf)
             work.read_lse[place] = -torch.inf
             work.read_lse[place, 0] = lse
             weights = (logits - lse[:, None]).exp()
-            work.read_out[place, 0] = weights @ index.values[place, own].float()
+            work.read_out[place, 0] = weights @ values
             counts[OFFLOADED] += step.num_tokens[ring]
             counts[READ] += len(own)
-            counts[FETCHED] += work.fresh[place].sum()
+
+
+def _fetch_reference(index: Index, work: Work, ring: int, kv_head: int, layout: Layout) -> None:
+    """Bring a place's fresh rows to their slots."""
+    place = ring * layout.kv_heads + kv_head
+    fresh = work.fresh[place].nonzero().flatten()
+    if len(fresh):
+        keys, values = read_rows(index, ring, kv_head, index.ids[place, fresh].long(), layout.is_int8)
+        index.keys[place, fresh] = keys.to(index.keys.dtype)
+        index.values[place, fresh] = values.to(index.values.dtype)
 
 
 def join_parts_reference(work: Work, rings: Tensor, wanted: Tensor, step: RingStep, layout: Layout,
@@ -88,9 +103,11 @@ def join_parts_reference(work: Work, rings: Tensor, wanted: Tensor, step: RingSt
 @triton.jit
 def _attend_kernel(
     query, ids, fresh, keys, values, lies, piece_centres, piece_key_scales, piece_value_scales, rows, num_tokens,
-    read_out, read_lse, counts, row_stride, slots, reads,
+    page_slots, key_pages, value_pages, page_table, read_out, read_lse, counts, row_stride, slots, reads, max_pages,
+    first_cell,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, INT8: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr, INT8: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Attend to some slots of one place."""
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -105,14 +122,18 @@ def _attend_kernel(
     mass, out = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE, WIDE], tl.float32)
     num_read, num_fetched = 0, 0
     table = lies + ring * (_COLUMNS * PIECES)
+    page_slot = -1
+    if PAGED:
+        page_slot = tl.load(page_slots + ring)
     for first in range(part * _READS, part * _READS + _READS, TILE):
         slot = first + tl.arange(0, TILE)
         inside = slot < slots
         token = tl.load(ids + place * slots + slot, mask=inside, other=-1)
         is_there = token >= 0
-        is_fresh = is_there & (tl.load(fresh + place * slots + slot, mask=inside, other=0) != 0)
+        is_fetched = is_there & (page_slot < 0)
+        is_fresh = is_fetched & (tl.load(fresh + place * slots + slot, mask=inside, other=0) != 0)
         cell = (place * slots + slot)[:, None] * DIM + column
-        is_known = (is_there & (is_fresh == 0))[:, None] & (column < DIM)
+        is_known = (is_fetched & (is_fresh == 0))[:, None] & (column < DIM)
         key = tl.load(keys + cell, mask=is_known, other=0.0)
         value = tl.load(values + cell, mask=is_known, other=0.0)
         coming = tl.sum(is_fresh.to(tl.int32), 0)
@@ -130,6 +151,15 @@ def _attend_kernel(
             value = tl.where(is_fresh[:, None], new_value.to(value.dtype), value)
             tl.store(keys + cell, key, mask=is_new)
             tl.store(values + cell, value, mask=is_new)
+        if PAGED:  # noqa: SIM102 (a constant, which leaves the rest out)
+            if page_slot >= 0:
+                pages, cells = page_table + page_slot.to(tl.int64) * max_pages, first_cell + token
+                key = page_rows(
+                    key_pages, pages, cells, is_there, kv_head, KV_HEADS, PAGE_TOKENS, DIM, WIDE, KIND
+                ).to(key.dtype)  # fmt: skip
+                value = page_rows(
+                    value_pages, pages, cells, is_there, kv_head, KV_HEADS, PAGE_TOKENS, DIM, WIDE, KIND
+                ).to(value.dtype)  # fmt: skip
         logit = tl.dot(own, tl.trans(key), input_precision="ieee") / tl.sqrt(DIM * 1.0)
         logit = tl.where(is_there[None, :], logit, float("-inf"))
         higher = tl.maximum(most, tl.max(logit, 1))
@@ -201,24 +231,35 @@ def _join_kernel(
     tl.atomic_add(counts + _MASS, (mass * _MASS_UNIT).to(tl.int64), sem="relaxed")
 
 
-def attend_chosen(query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout, counts: Tensor) -> None:
-    """Attend to the tokens in slots, of one layer: `work.read_out` and `read_lse`; fresh ones are fetched.
+def attend_chosen(
+    query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout, counts: Tensor, pages: Pages | None = None
+) -> None:
+    """Attend to chosen tokens, of one layer: `work.read_out` and `read_lse`. Fresh ones are fetched to their slots, or
+    all are read in resident pages, if `step.page_slots` says that the ring's tokens lie there.
 
-    counts: int64 `[NUM_COUNTS]`, OFFLOADED, READ and FETCHED are added to.
+    counts: int64 `[NUM_COUNTS]`, OFFLOADED, READ and FETCHED are added to; pages: of the layer, None: no ring has any.
     """
     if not runs_on_triton(index.codes):
-        attend_chosen_reference(query, index, work, step, layout, counts)
+        attend_chosen_reference(query, index, work, step, layout, counts, pages)
         return
+    paged: dict[str, int | bool] = {"PAGED": False, "PAGE_TOKENS": 1, "KIND": 0}
+    at = (step.rows, index.keys, index.values, index.ids)  # not looked at
+    max_pages, first_cell = 0, 0
+    if pages is not None:
+        assert step.page_slots is not None, "indexed: pages, but nobody says whose"
+        paged = {"PAGED": True, "PAGE_TOKENS": pages.keys.shape[2], "KIND": kind_of(pages.keys)}
+        at = (step.page_slots, pages.keys, pages.values, pages.table)
+        max_pages, first_cell = pages.table.stride(0), pages.first_cell
     group, dim = group_shape(query, layout.kv_heads)
     num_places, slots = index.ids.shape
     reads = work.read_lse.shape[1]
     _attend_kernel[(num_places, reads)](
         query, index.ids, work.fresh, index.keys, index.values, index.lies, index.piece_centres,
-        index.piece_key_scales, index.piece_value_scales, step.rows, step.num_tokens, work.read_out, work.read_lse,
-        counts, query.stride(0), slots, reads,
+        index.piece_key_scales, index.piece_value_scales, step.rows, step.num_tokens, *at, work.read_out,
+        work.read_lse, counts, query.stride(0), slots, reads, max_pages, first_cell,
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)),
         PIECES=index.lies.shape[2], DIM=dim, WIDE=triton.next_power_of_2(dim), INT8=layout.is_int8,
-        TILE=TILE // 2 if index.keys.itemsize * dim > 256 else TILE, num_warps=4, num_stages=1,
+        TILE=TILE // 2 if index.keys.itemsize * dim > 256 else TILE, num_warps=4, num_stages=1, **paged,
     )  # fmt: skip
 
 

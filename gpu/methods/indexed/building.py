@@ -1,8 +1,10 @@
-"""Write the index of tokens in host memory, from their rows where these lie.
+"""Write the index of tokens, from their rows where these lie, in host memory or in resident pages.
 
 The device reads pinned memory by address, so nothing is copied first and one launch serves all layers. Whoever calls
-holds a loan of the rows until the device has passed. Bytes over the link: the rows, once.
+holds a loan of the rows until the device has passed. Bytes: the rows, once, over the link or of the device.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -17,8 +19,10 @@ from gpu.methods.indexed.codes import (
     find_centre_reference,
 )
 from gpu.methods.indexed.host_rows import bytes_at, find_piece, read_rows, restored_rows, row_address
+from gpu.methods.indexed.page_rows import Pages, page_rows, read_pages
 from gpu.methods.indexed.ring import Index, Layout
 from gpu.operations.arguments import runs_on_triton
+from gpu.operations.kv.kv_rows import kind_of
 from transfer import places
 from transfer.places import COLUMNS
 
@@ -37,19 +41,35 @@ def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout
         for kv_head in range(layout.kv_heads):
             place = ring * layout.kv_heads + kv_head
             keys, values = read_rows(index.layer(layer), ring, kv_head, tokens, layout.is_int8)
-            rotated = (keys - index.centres[layer, place]) @ layout.rotation
-            codes, scales = encode_keys_reference(rotated, layout.key_bits)
-            index.codes[layer, place, begin:end] = codes
-            index.scales[layer, place, begin:end] = scales
-            rotated = values @ layout.rotation
-            for first in range(0, end - begin, BLOCK_TOKENS):
-                block = rotated[first : first + BLOCK_TOKENS]
-                centre = find_centre_reference(block)
-                index.value_centres[layer, place, (begin + first) // BLOCK_TOKENS] = centre
-                block -= centre.float()
-            codes, scales = encode_values_reference(rotated, layout.value_bits)
-            index.value_codes[layer, place, begin:end] = codes
-            index.value_scales[layer, place, begin:end] = scales
+            _index_rows(index.layer(layer), place, begin, end, keys, values, layout)
+
+
+def index_pages_reference(
+    index: Index, ring: int, slot: int, begin: int, end: int, pages: Sequence[Pages], layout: Layout
+) -> None:
+    """Compute `index_pages` in plain torch."""
+    tokens = torch.arange(begin, end)
+    for layer, own in enumerate(pages):
+        for kv_head in range(layout.kv_heads):
+            keys, values = (read_pages(rows, own, slot, tokens, kv_head) for rows in (own.keys, own.values))
+            place = ring * layout.kv_heads + kv_head
+            _index_rows(index.layer(layer), place, begin, end, keys, values, layout)
+
+
+def _index_rows(
+    index: Index, place: int, begin: int, end: int, keys: torch.Tensor, values: torch.Tensor, layout: Layout
+) -> None:
+    """Write codes, scales and centres of values of rows, float32 `[tokens, dim]`, in one layer."""
+    rotated = (keys - index.centres[place]) @ layout.rotation
+    index.codes[place, begin:end], index.scales[place, begin:end] = encode_keys_reference(rotated, layout.key_bits)
+    rotated = values @ layout.rotation
+    for first in range(0, end - begin, BLOCK_TOKENS):
+        block = rotated[first : first + BLOCK_TOKENS]
+        centre = find_centre_reference(block)
+        index.value_centres[place, (begin + first) // BLOCK_TOKENS] = centre
+        block -= centre.float()
+    codes, scales = encode_values_reference(rotated, layout.value_bits)
+    index.value_codes[place, begin:end], index.value_scales[place, begin:end] = codes, scales
 
 
 @triton.jit
@@ -73,32 +93,42 @@ def _mean_of(rotated, is_there):
     return tl.sum(tl.where(is_there[:, None], rotated, 0.0), 0) / count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ring", "first_layer", "begin", "end", "slot"])  # one kernel for any run
 def _index_kernel(
     codes, scales, value_codes, value_scales, value_centres, centres, lies, piece_centres, piece_key_scales,
-    piece_value_scales, rotation, ring, num_rings, begin, end, tokens, blocks, value_step, centred_share,
+    piece_value_scales, key_pages, value_pages, page_table, rotation, ring, num_rings, first_layer, begin, end, tokens,
+    blocks, value_step, centred_share, slot, max_pages, first_cell,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, VALUE_W: tl.constexpr, VALUE_PART: tl.constexpr,
-    VALUE_BITS: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
+    VALUE_BITS: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Index one tile of one KV head in one layer."""
-    layer, kv_head = (tl.program_id(1) // KV_HEADS).to(tl.int64), tl.program_id(1) % KV_HEADS
+    layer, kv_head = (first_layer + tl.program_id(1) // KV_HEADS).to(tl.int64), tl.program_id(1) % KV_HEADS
     place = (layer * num_rings + ring) * KV_HEADS + kv_head
     own_lies = lies + (layer * num_rings + ring) * (_COLUMNS * PIECES)
     own_piece = (layer * num_rings + ring) * PIECES
     token = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_there = token < end
     column = tl.arange(0, WIDE)[None, :]
-    piece = find_piece(own_lies, token, PIECES)
-    head = (own_piece + piece) * KV_HEADS + kv_head
     is_number = is_there[:, None] & (column < DIM)
-    at = row_address(own_lies, piece, token, kv_head, is_there, _KEYS, PIECES)
-    key = restored_rows(at, is_there, piece_key_scales + head, piece_key_scales + head, DIM, WIDE, INT8, False)
-    key += tl.load(piece_centres + head[:, None] * DIM + column, mask=is_number, other=0.0)
+    if PAGED:
+        table, cell = page_table + slot.to(tl.int64) * max_pages, first_cell + token
+        key = page_rows(key_pages, table, cell, is_there, kv_head, KV_HEADS, PAGE_TOKENS, DIM, WIDE, KIND)
+        key = key.to(tl.float32)
+        value = page_rows(value_pages, table, cell, is_there, kv_head, KV_HEADS, PAGE_TOKENS, DIM, WIDE, KIND)
+        value = value.to(tl.float32)
+    else:
+        piece = find_piece(own_lies, token, PIECES)
+        head = (own_piece + piece) * KV_HEADS + kv_head
+        scale = piece_key_scales + head
+        at = row_address(own_lies, piece, token, kv_head, is_there, _KEYS, PIECES)
+        key = restored_rows(at, is_there, scale, scale, DIM, WIDE, INT8, False)
+        key += tl.load(piece_centres + head[:, None] * DIM + column, mask=is_number, other=0.0)
+        at = row_address(own_lies, piece, token, kv_head, is_there, _VALUES, PIECES)
+        value = restored_rows(at, is_there, scale, piece_value_scales + head * DIM, DIM, WIDE, INT8, True)
     key -= tl.load(centres + place * DIM + column, mask=column < DIM, other=0.0)
     key = tl.where(is_number, key, 0.0)
-    at = row_address(own_lies, piece, token, kv_head, is_there, _VALUES, PIECES)
-    value = restored_rows(at, is_there, piece_key_scales + head, piece_value_scales + head * DIM, DIM, WIDE, INT8, True)
 
     most = tl.zeros([TILE], tl.float32)
     for part in tl.static_range(8 // BITS * PARTS):
@@ -157,18 +187,43 @@ def index_tokens(index: Index, ring: int, begin: int, end: int, layout: Layout) 
     if not runs_on_triton(index.codes):
         index_tokens_reference(index, ring, begin, end, layout)
         return
+    _launch(index, ring, begin, end, layout)
+
+
+def index_pages(
+    index: Index, ring: int, slot: int, begin: int, end: int, pages: Sequence[Pages], layout: Layout
+) -> None:
+    """Write as `index_tokens`, from a slot's pages of each layer. index: with the axis of layers; `centres` are set."""
+    if begin % BLOCK_TOKENS:
+        raise ValueError(f"index_pages: begin {begin}; wanted a multiple of {BLOCK_TOKENS}")
+    if not runs_on_triton(index.codes):
+        index_pages_reference(index, ring, slot, begin, end, pages, layout)
+        return
+    for layer, own in enumerate(pages):
+        _launch(index, ring, begin, end, layout, layer, slot, own)
+
+
+def _launch(
+    index: Index, ring: int, begin: int, end: int, layout: Layout, layer: int = 0, slot: int = 0,
+    pages: Pages | None = None,
+) -> None:  # fmt: skip
+    """Launch for all layers, of rows in host memory, or for one layer, of rows in a slot's pages."""
     num_layers, num_rings, _, pieces = index.lies.shape
     dim, width, value_width = index.centres.shape[2], index.codes.shape[3], index.value_codes.shape[3]
     part = max(16, min(PART_BYTES, triton.next_power_of_2(width)))
+    num_layers = num_layers if pages is None else 1
     _index_kernel[(triton.cdiv(end - begin, TILE), num_layers * layout.kv_heads)](
         index.codes, index.scales, index.value_codes, index.value_scales, index.value_centres, index.centres,
-        index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales, layout.rotation, ring,
-        num_rings, begin, end, index.codes.shape[2], index.value_centres.shape[2], VALUE_STEPS[layout.value_bits],
-        CENTRED_SHARE,
+        index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales,
+        *((index.keys, index.values, index.ids) if pages is None else (pages.keys, pages.values, pages.table)),
+        layout.rotation, ring, num_rings, layer, begin, end, index.codes.shape[2], index.value_centres.shape[2],
+        VALUE_STEPS[layout.value_bits], CENTRED_SHARE, slot, 0 if pages is None else pages.table.stride(0),
+        0 if pages is None else pages.first_cell,
         KV_HEADS=layout.kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), W=width,
         PART=part, PARTS=triton.cdiv(width, part), BITS=layout.key_bits, VALUE_W=value_width,
         VALUE_PART=max(16, triton.next_power_of_2(value_width)), VALUE_BITS=layout.value_bits, TILE=TILE,
-        INT8=layout.is_int8, num_warps=4,
+        INT8=layout.is_int8, PAGED=pages is not None, PAGE_TOKENS=1 if pages is None else pages.keys.shape[2],
+        KIND=0 if pages is None else kind_of(pages.keys), num_warps=4,
     )  # fmt: skip
 
 

@@ -3,6 +3,10 @@
 Before a step, tokens that were offloaded since the last one are indexed from their rows in host memory, so growth,
 preemption, a copied ring and pages that were evicted all end in the same place. Within a step nothing is decided by the
 host. The CPU is asked nothing for rows with an index.
+
+With `resident: indexed`, a row without a host read has an index of its pages between sink and window. What is indexed
+before a step is what the step skips, and `_in_pages` says how much that is. Steps with host reads and steps without run
+side by side, so each kind has work arrays of its own.
 """
 
 from collections.abc import Sequence
@@ -27,9 +31,10 @@ from gpu.methods.indexed.attending import (
     join_parts,
 )
 from gpu.methods.indexed.auditing import Audits, AuditSums, Reading
-from gpu.methods.indexed.building import copy_pieces, index_tokens
+from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
 from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.page_rows import Pages, centre_pages
 from gpu.methods.indexed.reporting import (
     BOUND,
     GENERATION,
@@ -48,22 +53,30 @@ from gpu.upload import upload
 from transfer.partial import Owner, merge
 from transfer.places import COLUMNS, RUN_BEGIN, check_places
 
+IN_PAGES = -1  # in place of a context's id
+GROWN_TOKENS = 2 * BLOCK_TOKENS  # of a resident run, that are indexed at once
+
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A step by row and by ring. rings: int32 `[rows]`, -1: none; all_wanted: uint8 `[rows, heads]`, ones; steps: of
-    each layer.
+    """A step by row and by ring. rings, num_tokens: int32 `[rows]`, -1: no ring, and tokens with an index; all_wanted:
+    uint8 `[rows, heads]`, ones; steps: of each layer; bounds: int32 `[3, rows, heads]`, what the device skips: tokens
+    with an index, and host reads; is_in_pages: bool `[rows, 1]`; both None unless pages have an index.
     """
 
     rings: Tensor
+    num_tokens: Tensor
     all_wanted: Tensor
     steps: list[RingStep]
+    bounds: Tensor | None = None
+    is_in_pages: Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Known:
-    """What of a ring's run is indexed. context_id: whose run it is; num_tokens: from its first token on; places: the
-    table of pieces that the device has; generation: assignments of the ring so far; audited: since the last one.
+    """What of a ring's run is indexed. context_id: whose run it is, or IN_PAGES; num_tokens: from its first token on;
+    places: the table of pieces that the device has; generation: assignments of the ring so far; audited: since the last
+    one.
     """
 
     context_id: int | None = None
@@ -94,9 +107,14 @@ class Indexed(RingSide):
         self._layers = [self.index.layer(place) for place in range(len(tier.layers))]
         self._places = {layer: place for place, layer in enumerate(tier.layers)}
         self._first_layer = tier.layers[0]
-        self._work = new_work(settings, shape, num_rings, device)
+        works = [new_work(settings, shape, num_rings, device) for _ in range(settings.num_works)]
+        self._work = {True: works[0], False: works[-1]}  # by whether a step has host reads
         self._layout = new_layout(settings, shape, is_int8, device)
-        self._sink_tokens = site.sink_tokens
+        self._sink_tokens, self._window_tokens = site.sink_tokens, site.window_tokens
+        self._pages: list[Pages] = []  # by place of the layer; empty: resident tokens are read in full
+        if settings.resident == "indexed" and site.pages:
+            self._pages = [Pages(*site.pages[layer], site.sink_tokens) for layer in tier.layers]
+        self._in_pages = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)  # indexed, by ring
         self._known = [_Known() for _ in range(num_rings)]
         self._report = new_report(shape, len(tier.layers), num_rings, device)
         self._of_layers = [self._report.layer(place) for place in range(len(tier.layers))]
@@ -127,6 +145,26 @@ class Indexed(RingSide):
             index.centres[:, own] = index.centres[:, source]
         super().assign(write)
 
+    def prepare(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> None:
+        """Index what has left the window of rows that are whole on the device."""
+        for slot, cell, read in zip(slots, cells, host_reads, strict=True):
+            ring = self.held.get(slot)
+            if ring is None or read is not None or not self._pages:
+                continue
+            known = self._known[ring]
+            end = (cell + 1 - self._window_tokens - self._sink_tokens) // GROWN_TOKENS * GROWN_TOKENS
+            if known.context_id == IN_PAGES and known.num_tokens >= end:
+                continue
+            known.context_id, known.places = IN_PAGES, None
+            if known.num_tokens < end:
+                if known.num_tokens == 0:
+                    for layer, pages in zip(self._layers, self._pages, strict=True):
+                        centre_pages(layer, ring, slot, end, pages, self._layout)
+                begin = known.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+                index_pages(self.index, ring, slot, begin, end, self._pages, self._layout)
+                known.num_tokens = end
+            self._in_pages[ring].fill_(known.num_tokens)
+
     def borrow(
         self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent
     ) -> None:
@@ -137,7 +175,9 @@ class Indexed(RingSide):
             if ring is None or read is None:
                 continue
             known, num_tokens = self._known[ring], read.end - read.begin
-            if known.context_id not in (None, read.context_id):
+            if known.context_id == IN_PAGES:  # of the same tokens
+                self._empty_slots(ring)
+            elif known.context_id not in (None, read.context_id):
                 self._empty(ring)
                 known = self._known[ring]
             known.context_id = read.context_id
@@ -160,10 +200,14 @@ class Indexed(RingSide):
             return
         if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
             self._of_rows[reads.rows] = self._look_up(reads.rows)
-        if not reads.skips:
+        if not reads.skips and not self._pages:
             return
         own = self._of_rows[reads.rows]
-        reads.kept[self] = wanted = own.all_wanted if reads.wanted is None else reads.wanted
+        if own.bounds is not None and own.is_in_pages is not None:
+            others = reads.bounds if reads.has_far else None  # of rows that hold another method's ring
+            reads.bounds = own.bounds if others is None else torch.where(own.is_in_pages, own.bounds, others)
+        wanted = reads.wanted if reads.skips and reads.wanted is not None else own.all_wanted
+        reads.kept[self] = wanted
         if reads.reads_host:
             reads.wanted = torch.where((own.rings >= 0)[:, None], 0, wanted).to(torch.uint8)
 
@@ -172,20 +216,21 @@ class Indexed(RingSide):
         if wanted is None or place is None:
             return
         own, layer, counts = self._of_rows[reads.rows], self._layers[place], self._counts[place]
+        work, pages = self._work[reads.skips], self._pages[place] if self._pages else None
         query, resident = reads.query, on_device.near.lse
         if on_device.far is not None:
             resident = torch.logaddexp(resident, on_device.far.lse)
         step = own.steps[place]
-        score_tokens(query, resident.contiguous(), layer, self._work, step, self._layout)
-        choose_tokens(layer, self._work, step, self._layout)
-        estimate_rest(layer, self._work, step, self._layout)
-        attend_chosen(query, layer, self._work, step, self._layout, counts)
+        score_tokens(query, resident.contiguous(), layer, work, step, self._layout)
+        choose_tokens(layer, work, step, self._layout)
+        estimate_rest(layer, work, step, self._layout)
+        attend_chosen(query, layer, work, step, self._layout, counts, pages)
         rows, heads, dim = query.shape
-        found = join_parts(self._work, own.rings, wanted, step, self._layout, (rows, heads, dim), counts)
+        found = join_parts(work, own.rings, wanted, step, self._layout, (rows, heads, dim), counts)
         reads.fetched.append(found)
         near = on_device.near if on_device.far is None else merge(on_device.near, on_device.far)
         report = self._of_layers[place]
-        report_errors(query, near, found, self._work, report, step, self._layout, self.settings.epsilon)
+        report_errors(query, near, found, work, report, step, self._layout, self.settings.epsilon)
 
     def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
         wanted, place = reads.kept.get(self), self._places.get(reads.layer)
@@ -195,9 +240,9 @@ class Indexed(RingSide):
         is_own = (own.rings >= 0)[:, None] & (wanted != 0)
         num_read = (self._layers[place].ids != EMPTY).sum(1, dtype=torch.int32).view(-1, kv_heads)
         num_read = num_read[own.rings.clamp_min(0)].repeat_interleave(wanted.shape[1] // kv_heads, 1)
-        skips = (reads.rows.skips[1] - reads.rows.skips[0])[:, None]
-        read = torch.where(is_own & (skips > 0), num_read, 0)
-        return {Owner.FETCHED: read, Owner.ESTIMATED: torch.where(is_own, skips, 0) - read}
+        num_tokens = own.num_tokens[:, None]
+        read = torch.where(is_own & (num_tokens > 0), num_read, 0)
+        return {Owner.FETCHED: read, Owner.ESTIMATED: torch.where(is_own, num_tokens, 0) - read}
 
     def finish(self, rows: StepRows) -> None:
         own = self._of_rows.get(rows)
@@ -243,12 +288,16 @@ class Indexed(RingSide):
 
     def _empty(self, ring: int) -> None:
         """Forget the run of a ring: what is indexed of it, and what stands in slots."""
+        self._empty_slots(ring)
+        self._in_pages[ring].fill_(0)
+        self._report.doublings[:, self._of_ring(ring)] = 0
+        known = self._known[ring]
+        self._known[ring] = _Known(generation=known.generation, audited=known.audited)
+
+    def _empty_slots(self, ring: int) -> None:
         own = self._of_ring(ring)
         self.index.ids[:, own] = EMPTY
         self.index.held[:, own] = 0
-        self._report.doublings[:, own] = 0
-        known = self._known[ring]
-        self._known[ring] = _Known(generation=known.generation, audited=known.audited)
 
     def _of_ring(self, ring: int) -> slice:
         """Return the places of a ring."""
@@ -262,17 +311,31 @@ class Indexed(RingSide):
         device = rings.device
         row_of = torch.full((num_rings + 1,), -1, dtype=torch.int32, device=device)
         row_of.index_copy_(0, to, torch.arange(rows.num_rows, dtype=torch.int32, device=device))
+        of_rows = rows.skips[1] - rows.skips[0]
+        bounds = is_in_pages = None
+        if self._pages:
+            in_pages = torch.where(of_rows > 0, 0, self._in_pages[to])
+            is_in_pages, of_rows = in_pages > 0, of_rows + in_pages
+            begin, end = self._sink_tokens, self._sink_tokens + in_pages
+            bounds = torch.where(is_in_pages, torch.stack([end.clamp_max(begin), end, end]), rows.skips)
+            bounds = bounds[..., None].expand(-1, -1, self._num_heads)
         num_tokens = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)
-        num_tokens.index_copy_(0, to, rows.skips[1] - rows.skips[0])
+        num_tokens.index_copy_(0, to, of_rows)
         share = (num_tokens.long() * round(settings.budget_share * SHARE_UNIT) + SHARE_UNIT - 1) // SHARE_UNIT
         budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
         all_wanted = torch.ones(rows.num_rows, self._num_heads, dtype=torch.uint8, device=device)
+        page_slots = None
+        if is_in_pages is not None:
+            page_slots = torch.full((num_rings + 1,), -1, dtype=torch.int32, device=device)
+            page_slots.index_copy_(0, to, torch.where(is_in_pages, rows.slots, -1))
+            page_slots, is_in_pages = page_slots[:num_rings], is_in_pages[:, None]
         of_places = budgets[:num_rings, None].expand(-1, self._layout.kv_heads).flatten()
-        step = RingStep(row_of[:num_rings], num_tokens[:num_rings], of_places)
-        if settings.epsilon is None:
-            return _Rows(rings, all_wanted, [step] * len(self._layers))
-        doubled = (of_places << self._report.doublings).clamp_max(settings.budget_tokens)
-        return _Rows(rings, all_wanted, [replace(step, budgets=of_layer) for of_layer in doubled])
+        step = RingStep(row_of[:num_rings], num_tokens[:num_rings], of_places, page_slots)
+        steps = [step] * len(self._layers)
+        if settings.epsilon is not None:
+            doubled = (of_places << self._report.doublings).clamp_max(settings.budget_tokens)
+            steps = [replace(step, budgets=of_layer) for of_layer in doubled]
+        return _Rows(rings, of_rows, all_wanted, steps, bounds, is_in_pages)
 
     def _place(self, ring: int, places: np.ndarray) -> None:
         """Write where a ring's run lies, in stream order, if it has moved or grown."""

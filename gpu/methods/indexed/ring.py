@@ -1,7 +1,7 @@
 """What a sequence with an index holds on the device, and what a step passes through.
 
 A **place** is a KV head of a ring: ring * kv_heads + kv_head. Tokens are counted through the offloaded run, from its
-first one.
+first one, or through the resident one from its first one behind the sink.
 """
 
 from dataclasses import dataclass, fields

@@ -30,12 +30,14 @@ _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE
 @dataclass(frozen=True, slots=True)
 class RingStep:
     """A step by ring. rows: int32 `[rings]`, the step's row that holds the ring, -1: none; num_tokens: int32 `[rings]`,
-    its offloaded tokens; budgets: int32 `[places]`, of which a KV head reads so many exactly.
+    its tokens with an index; budgets: int32 `[places]`, of which a KV head reads so many exactly; page_slots: int32
+    `[rings]`, the slot in whose pages these tokens lie, -1: in host memory; None: all do.
     """
 
     rows: Tensor
     num_tokens: Tensor
     budgets: Tensor
+    page_slots: Tensor | None = None
 
 
 def bin_of(scores: Tensor) -> Tensor:

@@ -49,6 +49,10 @@ class IndexedSettings(Settings):
     min_context_tokens: int = Field(
         1024, ge=0, description="prompt and answer that are shorter together are read in full by the CPU"
     )
+    resident: Literal["full", "indexed"] = Field(
+        "full",
+        description="how a context that is whole on the device is read there: in full, or by an index of its pages",
+    )
     rings: int | None = Field(
         None,
         ge=1,
@@ -61,6 +65,11 @@ class IndexedSettings(Settings):
     def epsilon(self) -> float | None:
         """Return the largest error that is not answered with a larger budget."""
         return self.errors.epsilon
+
+    @property
+    def num_works(self) -> int:
+        """Return how many steps may run side by side: those that read the host, and those that do not."""
+        return 1 if self.resident == "full" else 2
 
     def token_bytes(self, dim: int) -> int:
         """Return the index's bytes of one token and KV head: codes and two scales."""

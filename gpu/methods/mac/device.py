@@ -109,7 +109,7 @@ class Mac(RingSide):
         )  # fmt: skip
         reads.kept[self] = matched
         bounds, wanted = matched.bounds, matched.wanted
-        if reads.has_far and reads.bounds is not None:  # of rows that hold another method's ring
+        if reads.bounds is not None:  # of rows that hold another method's ring
             bounds = torch.where((own.rings >= 0)[:, None], bounds, reads.bounds)
         if reads.wanted is not None:
             wanted = wanted & reads.wanted

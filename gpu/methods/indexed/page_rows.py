@@ -1,0 +1,70 @@
+"""Rows of indexed tokens in resident pages, found by cell through a slot's page table and read where they lie."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.methods.indexed.ring import Index, Layout
+from gpu.operations.kv import kv_rows
+from gpu.operations.kv.kv_rows import floats_of, read_cells, widen
+
+CENTRE_TOKENS = 1_024  # whose mean key the centre of a resident run is
+
+_PLAIN = tl.constexpr(kv_rows.PLAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """One layer's pages. keys, values: `[num_pages, kv_heads, page_tokens, ..]`, see `kv_rows`; table: int32 `[slots,
+    max_pages]`, by cell; first_cell: the cell of a run's first token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    first_cell: int
+
+
+def read_pages(rows: Tensor, pages: Pages, slot: int, tokens: Tensor, kv_heads: Tensor | int) -> Tensor:
+    """Return rows of a slot's tokens, float32, of `pages.keys` or `pages.values`. tokens, kv_heads: int64, which
+    broadcast.
+    """
+    cells, page_tokens = pages.first_cell + tokens, rows.shape[2]
+    page_ids = pages.table[slot, cells // page_tokens].long()
+    return read_cells(rows, page_ids, kv_heads, cells % page_tokens, torch.float32)
+
+
+def centre_pages(index: Index, ring: int, slot: int, num_tokens: int, pages: Pages, layout: Layout) -> None:
+    """Set a ring's centre in one layer: the mean key of tokens that are spread over its first `num_tokens`."""
+    device, count = index.centres.device, min(num_tokens, CENTRE_TOKENS)
+    tokens = torch.arange(count, device=device) * num_tokens // count
+    heads = torch.arange(layout.kv_heads, device=device)
+    keys = read_pages(pages.keys, pages, slot, tokens[:, None], heads)
+    index.centres[ring * layout.kv_heads : (ring + 1) * layout.kv_heads] = keys.mean(0)
+
+
+@triton.jit
+def page_rows(
+    pages, table, cell, is_there, kv_head, KV_HEADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Return rows of cells, `[cells, WIDE]`, in the pages' dtype, or float32 of codes; 0 behind DIM.
+
+    table: pointer to the slot's page table.
+    """
+    column = tl.arange(0, WIDE)[None, :]
+    inside = is_there[:, None] & (column < DIM)
+    page = tl.load(table + cell // PAGE_TOKENS, mask=is_there, other=0).to(tl.int64)
+    place, offset = page * KV_HEADS + kv_head, cell % PAGE_TOKENS
+    if KIND == _PLAIN:
+        row = tl.load(pages + (place * PAGE_TOKENS + offset)[:, None] * DIM + column, mask=inside, other=0.0)
+    else:
+        at = pages + place[:, None] * (PAGE_TOKENS * (DIM + 4)) + offset[:, None] * DIM + column
+        codes = tl.load(at, mask=inside, other=0)
+        word = place * (PAGE_TOKENS * (DIM + 4) // 4) + PAGE_TOKENS * DIM // 4 + offset
+        scale = tl.load(floats_of(pages) + word, mask=is_there, other=0.0)
+        row = widen(codes, tl.float32, KIND) * scale[:, None]
+    return row
