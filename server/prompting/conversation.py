@@ -100,6 +100,8 @@ def plain_message(message: Message, spell: Spell, with_parts: bool) -> Tree:
     reasoning = message.reasoning_content or message.reasoning
     if reasoning:
         plain["reasoning_content"] = spell(reasoning)
+        if not content:  # gpt-oss's template calls it so, and refuses it beside content
+            plain["thinking"] = spell(reasoning)
     return plain
 
 

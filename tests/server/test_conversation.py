@@ -92,6 +92,14 @@ def test_control_tokens_that_a_client_spells_out_anywhere_are_text(fields: dict,
     assert TOKENIZER.decode(own, skip_special_tokens=False) == plain
 
 
+def test_reasoning_without_content_has_the_name_of_gpt_oss_too() -> None:
+    """Whose template refuses both in a message with calls."""
+    template = ChatTemplate("{% for m in messages %}({{ m.thinking }}|{{ m.content }}){% endfor %}", {})
+    for content, wanted in (("", "(hm|)"), ("So.", "(|So.)")):
+        answer = {"role": "assistant", "content": content, "reasoning_content": "hm"}
+        assert template.render(converse(messages=[HI, answer]), str).endswith(wanted)
+
+
 def test_the_default_rendering_is_as_it_says():
     template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", {})
     assert not template.writes_tools
