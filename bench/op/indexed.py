@@ -1,6 +1,7 @@
 """Time the parts of a decode step that attends through an index: scores, choice, chosen rows, and the whole of a layer.
 
-Rows lie in one run of pinned memory, which all layers share; each layer has an index of its own.
+Rows lie in one run of pinned memory, which all layers share; each layer has an index of its own. A whole layer is also
+timed with rows in resident pages, of each sequence its own, beside attention that reads all of them.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bench.benchmark_rows import require
 from bench.op.frame import COLD_BYTES, SEED, Asked, Call, Case, Work, relative_error
@@ -17,13 +19,16 @@ from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens, set_bits
 from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.page_rows import Pages
 from gpu.methods.indexed.ring import EMPTY, Index, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
+from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
 from transfer.partial import Partial
 from transfer.places import COLUMNS
 
-STAGES = ("score", "choose", "estimate", "attend", "fetch", "join", "layer", "layer-kept")
+STAGES = ("score", "choose", "estimate", "attend", "fetch", "join", "layer", "layer-kept", "resident")
+PAGE_TOKENS = 16
 NEW_SHARE = 0.4  # of chosen rows, that were not in slots a step before: SmolLM2 on novels (docs/methods/indexed.md)
 MOST_ERROR = 5e-2  # of an output that reads every token in bf16, relative
 
@@ -93,7 +98,7 @@ class Stand:
         """Attend in one layer, with no row in a slot yet."""
         layer.ids.fill_(EMPTY)
         layer.held.zero_()
-        return self._step(layer)
+        return self._step(layer, self.step)
 
     def keep_most(self) -> None:
         """Keep the slots of the last step for `layer_kept`, but for the share whose tokens are new there."""
@@ -104,18 +109,46 @@ class Stand:
         words = [set_bits(ids[ids != EMPTY].long(), num_words) for ids in own]
         self._kept_held = torch.stack(words).view_as(held)
 
+    def fill_pages(self) -> None:
+        """Put a copy of the rows into pages of each sequence."""
+        device, count = self.query.device, -(-self.tokens // PAGE_TOKENS)
+        pages = []
+        for rows in self.rows:
+            padded = pad(rows.to(device, self.query.dtype), (0, 0, 0, count * PAGE_TOKENS - self.tokens))
+            own = padded.unflatten(1, (count, PAGE_TOKENS)).transpose(0, 1)
+            pages.append(own.repeat(self.batch, 1, 1, 1))
+        table = torch.arange(self.batch * count, dtype=torch.int32, device=device).view(self.batch, count)
+        self.pages = Pages(pages[0], pages[1], table, 0)
+        self._in_pages = replace(self.step, page_slots=self.rings)
+        shape = self.shape
+        self._workspace = workspace_for(
+            self.batch, shape.num_heads, shape.num_kv_heads, shape.dim, count * PAGE_TOKENS, device
+        )
+
+    def resident(self, layer: Index) -> Partial:
+        """Attend in one layer, to rows in pages."""
+        return self._step(layer, self._in_pages, self.pages)
+
+    def full(self) -> Partial:
+        """Attend to all rows in pages."""
+        pages = self.pages
+        return paged_decode_attention(
+            self.query, pages.keys, pages.values, pages.table, self.rings, self.step.num_tokens,
+            self.shape.dim**-0.5, self._workspace,
+        ).near  # fmt: skip
+
     def layer_kept(self, layer: Index) -> Partial:
         """Attend in one layer, with most chosen rows in slots."""
         place = next(number for number, one in enumerate(self.layers) if one is layer)
         layer.ids.copy_(self._kept_ids[place])
         layer.held.copy_(self._kept_held[place])
-        return self._step(layer)
+        return self._step(layer, self.step)
 
-    def _step(self, layer: Index) -> Partial:
+    def _step(self, layer: Index, step: RingStep, pages: Pages | None = None) -> Partial:
         self.score(layer)
         self.choose(layer)
         self.estimate(layer)
-        attend_chosen(self.query, layer, self.work, self.step, self.layout, self.counts)
+        attend_chosen(self.query, layer, self.work, step, self.layout, self.counts, pages)
         return self.join(layer)
 
     def exact(self) -> Tensor:
@@ -130,7 +163,8 @@ def indexed_cases(asked: Asked) -> Iterator[Case]:
     """Yield the parts of a layer's step with the default settings, by batch.
 
     The floor of a whole layer is that of its rows over the link: all chosen ones (`layer`), or the share that is new
-    (`layer-kept`). What the card reads of its own is shorter, and there is no peer: nothing else attends this way.
+    (`layer-kept`). What the card reads of its own is shorter, and there is no peer: nothing else attends this way. In
+    pages (`resident`) the floor is that of the index and chosen rows, and the peer reads all rows.
     """
     settings = IndexedSettings()
     for batch in asked.batches:
@@ -142,6 +176,8 @@ def indexed_cases(asked: Asked) -> Iterator[Case]:
         for layer in stand.layers:
             stand.layer(layer)
         stand.keep_most()
+        if "resident" in asked.choose(STAGES):
+            stand.fill_pages()
         for stage in asked.choose(STAGES):
             yield _case(stand, stage, asked, check)
 
@@ -154,15 +190,20 @@ def _case(stand: Stand, stage: str, asked: Asked, check: Call) -> Case:
     value_bytes = places * tokens * (shape.dim * stand.settings.value_bits // 8 + 2) + logit_bytes
     row_bytes = 2 * places * int(stand.step.budgets[0]) * shape.dim * 2
     moved = {"score": index_bytes, "choose": logit_bytes, "estimate": value_bytes, "attend": row_bytes,
-             "fetch": row_bytes, "join": 0, "layer": row_bytes, "layer-kept": round(NEW_SHARE * row_bytes)}  # fmt: skip
+             "fetch": row_bytes, "join": 0, "layer": row_bytes, "layer-kept": round(NEW_SHARE * row_bytes),
+             "resident": index_bytes + value_bytes + row_bytes}  # fmt: skip
     over_link = is_cuda and stage in ("fetch", "layer", "layer-kept")
     call = getattr(stand, stage.replace("-", "_"))
+    peer_name, peer = None, None
+    if stage == "resident":
+        peer_name, peer = "attention to all rows in pages", stand.full
+    elif stage == "layer" and not is_cuda:
+        peer_name, peer = "products of queries and rows alone", stand.exact
     return Case(
         f"indexed, {stage}", f"{stand.batch} x {tokens:,}, {shape.num_heads}/{shape.num_kv_heads} heads",
         Work(moved[stage], "host_to_device_gb_s" if over_link else asked.stream), check=check,
         run=lambda: [call(layer) for layer in stand.layers], times=len(stand.layers),
-        peer_name="products of queries and rows alone" if stage == "layer" and not is_cuda else None,
-        peer=(lambda: stand.exact()) if stage == "layer" and not is_cuda else None,
+        peer_name=peer_name, peer=peer,
         config={"stage": stage, "batch": stand.batch, "tokens": tokens, "budget": int(stand.step.budgets[0])},
     )  # fmt: skip
 
@@ -173,3 +214,6 @@ def _check_everything(asked: Asked) -> None:
     stand = Stand(few, 1, IndexedSettings(budget_share=1.0), 1)
     error = relative_error(stand.layer(stand.layers[0]).out, stand.exact())
     require(error < MOST_ERROR, f"indexed: a budget of everything is {error:.1e} from full attention")
+    stand.fill_pages()
+    error = relative_error(stand.resident(stand.layers[0]).out, stand.exact())
+    require(error < MOST_ERROR, f"indexed: a budget of everything in pages is {error:.1e} from full attention")
