@@ -6,6 +6,7 @@ be missing; where some are estimated, each step covers its whole context.
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -339,3 +340,30 @@ def test_a_resident_row_beside_a_row_of_mac_is_exact() -> None:
             assert not twins.step([0, 1]).failures
             assert furthest(twins, [0]) < HOP_LOGITS_FLOAT32
         assert counts_of(twins.side).read_tokens > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_whatever_becomes_of_a_contexts_pages_every_step_covers_all_of_it(seed: int) -> None:
+    """Steps check their coverage, and with a budget of everything a lost or doubled token shows in the logits."""
+    draw = np.random.default_rng(seed)
+    twins = IndexedTwins(ALL | ON_CARD, ringed=(0,), kept_tokens=1024)
+    twins.prefill([PROMPT, PROMPT])
+    check_steps(twins, [0, 1], 1)
+    ringed = [0]
+    for _ in range(8):
+        slot = int(draw.choice([0, 1]))
+        sequence, change = twins.sequences[slot], draw.choice(["evict", "reload", "assign", "fork", "grow"])
+        if change == "evict" and sequence.run_end > max(sequence.released, 16):
+            first = max(sequence.released, 16) // 16
+            twins.give_up(sequence, 16 * int(draw.integers(first + 1, sequence.run_end // 16 + 1)))
+        elif change == "reload" and sequence.released > 16:
+            begin = 16 * int(draw.integers(1, sequence.released // 16))
+            twins.restore(twins.fetch(sequence, begin))
+            sequence.released = begin if begin > 16 else 0
+        elif change == "assign" and slot in ringed:  # as after a preemption
+            twins.assign(slot, slot)
+        elif change == "fork" and 1 not in ringed:
+            twins.assign(1, 1, RingCopy(0, 200, 300))
+            ringed.append(1)
+        check_steps(twins, [0, 1], int(draw.integers(1, 5)))
+    assert counts_of(twins.side).read_tokens > 0
