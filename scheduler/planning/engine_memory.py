@@ -29,8 +29,8 @@ _LEAST_PAGES = 0.97  # that larger units of prefill must leave: on small cards w
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
     """Return the machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
 
-    Larger units of prefill are taken on a GPU if `scheduler.favour` says so and they cost no context and less than three
-    pages in a hundred.
+    Larger units of prefill are taken on a GPU if `scheduler.favour` says so and they cost no context and less than
+    three pages in a hundred.
 
     Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
     again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
