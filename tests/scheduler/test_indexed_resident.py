@@ -1,0 +1,40 @@
+"""Requests whose contexts are whole on the device and are read there by an index, through the engine that serves."""
+
+from scheduler.engine_config import SchedulerConfig
+from tests.scheduler.tiered_engine import (
+    ask,
+    check_idle,
+    check_rings,
+    leave_and_preempt,
+    prompt_of,
+    run,
+    running_engine,
+    text,
+    tiered_config,
+)
+
+ALL = {
+    "method": "indexed", "resident": "indexed", "budget_share": 1.0, "budget_tokens": 1024, "min_context_tokens": 100,
+    "rings": 2,
+}  # fmt: skip
+TOKENS = 90  # of an answer, in which the index grows
+
+
+def test_served_answers_with_a_budget_of_everything_are_exact_ones_across_preemption_and_shared_prefixes() -> None:
+    """Each step checks that it covers its contexts."""
+    scheduler = SchedulerConfig(max_running=4, max_context_tokens=1024)
+    config = tiered_config(0.125, {"resident_tokens": 1024}, scheduler, {"own": {"host": ALL}})
+    prompts = [prompt_of(300, 1), prompt_of(260, 2)]
+    prompts.append(prompts[0][:200] + prompt_of(60, 3))  # waits for a ring, and begins behind a prefix
+    with running_engine(config) as engine:
+        exact = run(engine, [ask(f"exact {n}", prompt, TOKENS, "exact") for n, prompt in enumerate(prompts)])
+        own = [ask(f"own {n}", prompt, TOKENS, "own") for n, prompt in enumerate(prompts)]
+        left = [ask("left", prompts[1], TOKENS, "own")]
+        answers = run(engine, own + left, leave_and_preempt(engine, ["left"], ["own 0"]))
+        for number in range(len(prompts)):
+            assert text(answers[f"own {number}"]) == text(exact[f"exact {number}"])
+        counts = next(one for one in engine._runner.method_counts().values() if "index_read_tokens" in one)
+        assert sum(counts["index_read_tokens"]) == sum(counts["index_offloaded_tokens"]) > 0
+        assert sum(counts["index_fetched_rows"]) == 0
+        check_rings(engine)
+        check_idle(engine)
