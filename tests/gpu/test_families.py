@@ -73,6 +73,23 @@ def test_the_comparison_sees_one_setting_that_is_off(name: str, change: dict, tm
     assert off(logits[:1], known.logits(prompt)[-1:]) > FAMILY_LOGITS
 
 
+def test_sinks_that_are_left_out_are_seen() -> None:
+    known, prompt = checkpoint("gpt_oss"), draw_prompt(60)
+    runner = load(known.folder)
+    for layer in runner._prefill.decoder.weights.layers:
+        layer.sinks.fill_(-100.0)
+    assert off(generate(runner, prompt, 2)[1][:1], known.logits(prompt)[-1:]) > 100 * FAMILY_LOGITS
+
+
+@pytest.mark.parametrize("change", [{"tie_word_embeddings": True}, {"rope_scaling": None, "layer_types": None}])
+def test_absent_keys_of_a_gpt_oss_mean_what_transformers_says_and_its_output_matrix_may_be_tied(change: dict) -> None:
+    known, prompt = checkpoint("gpt_oss", **change), draw_prompt(60)
+    tokens, logits = generate(load(known.folder), prompt, 4)
+    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
+    assert off(logits, wanted) < FAMILY_LOGITS
+    assert wanted.argmax(-1).tolist() == tokens
+
+
 def test_beyond_its_original_positions_longrope_has_its_other_frequencies() -> None:
     """One set a deployment: the long one, where contexts may be longer than the original; transformers goes by text."""
     known = checkpoint("phi3", original_max_position_embeddings=128)
