@@ -20,6 +20,7 @@ from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_indexed_serving import FEW, IndexedTwins
 from tests.gpu.test_kernels_indexed import draw_query, partial_of, softmax_logits
 from tests.gpu.test_kernels_indexed_errors import TOKENS, near_of, report_step
+from tests.gpu.twin_runners import check_steps
 from transfer.partial import Partial
 
 
@@ -192,6 +193,14 @@ def test_a_head_above_epsilon_reads_twice_as_much_at_each_step_up_to_its_slots(e
     assert (sum(counts_of(twins.side).heads_over) > 0) == bool(over)
 
 
-def test_reading_again_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="`reread` cannot be done yet"):
+def test_heads_above_epsilon_are_read_again_before_the_token_is_drawn() -> None:
+    errors = {"epsilon": 1e-4, "on_exceed": "reread", "audit_steps": 0}
+    twins = IndexedTwins({**FEW, "errors": errors})
+    twins.prefill_down(0, document_prompt(300, 1))
+    check_steps(twins, [0], 4)
+    assert sum(counts_of(twins.side).estimated_mass) > 0, "of what would have been"
+
+
+def test_reading_again_needs_an_epsilon() -> None:
+    with pytest.raises(ValueError, match="`reread` without `epsilon`"):
         IndexedSettings.model_validate({"errors": {"on_exceed": "reread"}})

@@ -33,6 +33,7 @@ from gpu.methods.indexed.choosing import choose_tokens
 from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.page_rows import Pages
 from gpu.methods.indexed.reporting import Report, report_errors
+from gpu.methods.indexed.rereading import read_again
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
@@ -500,10 +501,14 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
             attend_chosen(query, own, work, step, layout, counts, read)
         found = join_parts(work, numbers, wanted, step, layout, (rows, shape.num_heads, shape.dim), counts)
         own_specs = {
-            name: spec if name in ("of_rings", "is_over", "factor") else ArraySpec(spec.shape[1:], spec.dtype)
+            name: spec
+            if name in ("of_rings", "exceeds", "is_over", "factor")
+            else ArraySpec(spec.shape[1:], spec.dtype)
             for name, spec in report_arrays(shape, 1, rings).items()
         }
-        report_errors(query, found, found, work, Report(**_empty_arrays(own_specs)), step, layout, 0.1)
+        report = Report(**_empty_arrays(own_specs))
+        report_errors(query, found, found, work, report, step, layout, 0.1)
+        read_again(query, found, own, work, report, step, layout)
 
 
 def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:
@@ -588,6 +593,8 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_attend_kernel": _index,
     "_join_kernel": _index,
     "_report_kernel": _index,
+    "_read_again_kernel": _index,
+    "_replace_kernel": _index,
     "_pack_kernel": _pack,
     "_await_answer_kernel": _pack,
     "_scatter_kernel": _scatter,

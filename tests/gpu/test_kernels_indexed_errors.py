@@ -18,10 +18,11 @@ from gpu.methods.indexed.reporting import (
     new_report,
     report_errors,
 )
+from gpu.methods.indexed.rereading import read_again
 from gpu.methods.indexed.scoring import RingStep
 from tests.gpu.indexed_stand import KV_HEADS, NUM_LAYERS, NUM_RINGS, Stand, make_stand
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
-from tests.gpu.test_kernels_indexed import draw_query, estimated_keys, softmax_logits
+from tests.gpu.test_kernels_indexed import draw_query, estimated_keys, partial_of, softmax_logits
 from tests.tolerances import INDEXED_PARTIAL, INDEXED_SCORES
 from transfer.partial import Partial, merge
 
@@ -105,3 +106,22 @@ def test_budgets_halve_again_once_bounds_are_far_below_epsilon(device: str) -> N
             report.doublings[1, KV_HEADS:] = doublings
     assert int(report.of_layers[1, OVER]) >= 2 * KV_HEADS * 3
     assert report.is_over.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_place_that_exceeds_is_read_in_full_and_no_other(device: str, is_int8: bool) -> None:
+    stand = make_stand(96, 3, [1100, 64, 76], device, is_int8=is_int8)
+    query, resident = draw_query(stand, device)
+    report = new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
+    found = stand.step(query, resident, 1200, 64)
+    before = found.out.clone()
+    report.exceeds[:] = torch.tensor([1, 1, 0, 1])
+    numbers = [torch.tensor(own, dtype=torch.int32, device=query.device) for own in ([-1, 1], [0, 1200], [0] * 4)]
+    read_again(query, found, stand.index.layer(1), stand.work, report, RingStep(*numbers), stand.layout)
+    logits = softmax_logits(query[1, 3:], stand.runs[1].keys[1][:1200])
+    out, lse = partial_of(logits, stand.runs[1].values[1][:1200])
+    assert distance(found.out[1, 3:], out) < INDEXED_PARTIAL
+    assert distance(found.lse[1, 3:], lse) < INDEXED_PARTIAL
+    assert torch.equal(found.out[:1], before[:1])
+    assert torch.equal(found.out[1, :3], before[1, :3])

@@ -123,6 +123,7 @@ def report_arrays(architecture: Architecture, num_layers: int, num_rings: int) -
         "doublings": ArraySpec((num_layers, places), "int32"),
         "of_layers": ArraySpec((num_layers, NUM_OF_LAYERS), "int64"),
         "of_rings": ArraySpec((num_rings, NUM_OF_RINGS), "int64"),
+        "exceeds": ArraySpec((places,), "int32"),
         "is_over": ArraySpec((num_rings,), "int32"),
         "factor": ArraySpec((num_layers,), "float32"),
     }
@@ -144,6 +145,7 @@ class Indexed(RingMethod):
         "from": "min_context_tokens",
         "epsilon": "epsilon",
         "on": "resident",
+        "exceed": "on_exceed",
     }
     kv_host = OFFLOAD_KEYS
     refuses = {"mac": "a running sequence holds one ring, and both methods want one"}

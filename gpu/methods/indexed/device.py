@@ -44,6 +44,7 @@ from gpu.methods.indexed.reporting import (
     new_report,
     report_errors,
 )
+from gpu.methods.indexed.rereading import read_again
 from gpu.methods.indexed.ring import BEHIND_ALL, EMPTY, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
@@ -231,6 +232,8 @@ class Indexed(RingSide):
         near = on_device.near if on_device.far is None else merge(on_device.near, on_device.far)
         report = self._of_layers[place]
         report_errors(query, near, found, work, report, step, self._layout, self.settings.epsilon)
+        if self.settings.on_exceed == "reread":
+            read_again(query, found, layer, work, report, step, self._layout)
 
     def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
         wanted, place = reads.kept.get(self), self._places.get(reads.layer)

@@ -61,7 +61,8 @@ class Report:
     since the start.
 
     For all layers: of_rings: int64 `[rings, NUM_OF_RINGS]`, sums since a ring was assigned for the GENERATION-th time.
-    is_over: int32 `[rings]`, whether a bound of the present step is above epsilon.
+    exceeds: int32 `[places]`, whether a bound of the layer that was reported last is above epsilon. is_over: int32
+    `[rings]`, whether a bound of the present step is above epsilon.
     """
 
     queries: Tensor
@@ -72,11 +73,12 @@ class Report:
     doublings: Tensor
     of_layers: Tensor
     of_rings: Tensor
+    exceeds: Tensor
     is_over: Tensor
     factor: Tensor
 
     def layer(self, place: int) -> "Report":
-        whole = ("of_rings", "is_over")
+        whole = ("of_rings", "exceeds", "is_over")
         own = {each.name: getattr(self, each.name) for each in fields(Report)}
         return Report(**{name: one if name in whole else one[place] for name, one in own.items()})
 
@@ -114,6 +116,7 @@ def report_errors_reference(query: Tensor, near: Partial, found: Partial, work: 
             report.of_rings[ring, HEADS] += group
             report.of_rings[ring, ESTIMATED] += (estimated * MASS_UNIT).long().sum()
             report.of_rings[ring, READ] += (read * MASS_UNIT).long().sum()
+            report.exceeds[place] = int(is_over.any())
             if bool(is_over.any()):
                 report.is_over[ring] = 1
                 report.doublings[place] = min(int(report.doublings[place]) + 1, MOST_DOUBLINGS)
@@ -124,8 +127,8 @@ def report_errors_reference(query: Tensor, near: Partial, found: Partial, work: 
 @triton.jit
 def _report_kernel(
     query, near_out, near_lse, found_out, found_lse, total_lse, rest_mass, rest_square, rows, num_tokens,
-    queries, kept_out, kept_lse, outs, errors, doublings, of_layers, of_rings, is_over, factor, row_stride, splits,
-    scale, limit,
+    queries, kept_out, kept_lse, outs, errors, doublings, of_layers, of_rings, exceeds, is_over, factor, row_stride,
+    splits, scale, limit,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -177,6 +180,7 @@ def _report_kernel(
     tl.atomic_add(sums_of_ring + _ESTIMATED, rest, sem="relaxed")
     tl.atomic_add(sums_of_ring + _READ, read_mass, sem="relaxed")
     before = tl.load(doublings + place)
+    tl.store(exceeds + place, (num_over > 0).to(tl.int32))
     if num_over > 0:
         tl.store(is_over + ring, 1)
         tl.store(doublings + place, tl.minimum(before + 1, _MOST_DOUBLINGS))
@@ -199,8 +203,8 @@ def report_errors(query: Tensor, near: Partial, found: Partial, work: Work, repo
     _report_kernel[(work.total_lse.shape[0],)](
         query, near.out.contiguous(), near.lse.contiguous(), found.out, found.lse, work.total_lse, work.rest_mass,
         work.rest_square, step.rows, step.num_tokens, report.queries, report.near_out, report.near_lse, report.out,
-        report.error, report.doublings, report.of_layers, report.of_rings, report.is_over, report.factor,
-        query.stride(0), splits, dim * NUMBER_SQUARE[layout.value_bits],
+        report.error, report.doublings, report.of_layers, report.of_rings, report.exceeds, report.is_over,
+        report.factor, query.stride(0), splits, dim * NUMBER_SQUARE[layout.value_bits],
         torch.finfo(torch.float32).max if epsilon is None else epsilon,
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group), DIM=dim,
         WIDE=triton.next_power_of_2(dim), SPLITS=triton.next_power_of_2(splits), num_warps=4,

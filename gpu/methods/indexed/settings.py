@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from transfer.settings_model import Settings
 
@@ -23,15 +23,16 @@ class IndexErrors(Settings):
         "up to `budget_tokens`, and steps with such a head are counted; default: none",
     )
     on_exceed: Literal["report", "reread"] = Field(
-        "report", description="with `epsilon`, what is done about the step itself; only `report` is possible"
+        "report",
+        description="with `epsilon`: `report` lets such a head's answer stand, `reread` replaces it within the step by "
+        "one from all its offloaded keys, over the link",
     )
 
-    @field_validator("on_exceed")
-    @classmethod
-    def refuse_reread(cls, on_exceed: str) -> str:
-        if on_exceed == "reread":
-            raise ValueError("`reread` cannot be done yet, want `report`: budgets double for the steps that follow")
-        return on_exceed
+    @model_validator(mode="after")
+    def check_epsilon(self) -> "IndexErrors":
+        if self.on_exceed == "reread" and self.epsilon is None:
+            raise ValueError("errors.on_exceed: `reread` without `epsilon`, want the error above which to read again")
+        return self
 
 
 class IndexedSettings(Settings):
@@ -60,6 +61,11 @@ class IndexedSettings(Settings):
         "default: what an eighth of the memory beside the weights holds, at least one",
     )
     errors: IndexErrors = Field(IndexErrors(), description="of what is estimated")
+
+    @property
+    def on_exceed(self) -> str:
+        """Return what is done about an answer with a larger error than `epsilon`."""
+        return self.errors.on_exceed
 
     @property
     def epsilon(self) -> float | None:

@@ -1,0 +1,139 @@
+"""Read a KV head's offloaded tokens again, all of them and exactly, where a bound of its answer is above epsilon.
+
+The rows come over the link within the step: programs of KV heads that are not above it end at once. Bytes over the
+link: all rows of those that are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.methods.indexed import SPLIT_TOKENS
+from gpu.methods.indexed.host_rows import find_piece, read_rows, restored_rows, row_address
+from gpu.methods.indexed.reporting import Report
+from gpu.methods.indexed.ring import Index, Layout, Work
+from gpu.methods.indexed.scoring import RingStep, group_shape
+from gpu.operations.arguments import runs_on_triton
+from transfer import places
+from transfer.partial import Partial
+from transfer.places import COLUMNS
+
+TILE = 32  # tokens that are read at once
+
+_SPLIT, _COLUMNS = tl.constexpr(SPLIT_TOKENS), tl.constexpr(COLUMNS)
+_KEYS, _VALUES = tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
+
+
+def read_again_reference(query: Tensor, found: Partial, index: Index, report: Report, step: RingStep,
+                         layout: Layout) -> None:  # fmt: skip
+    """Compute `read_again` in plain torch."""
+    group, dim = group_shape(query, layout.kv_heads)
+    for ring, row in enumerate(step.rows.tolist()):
+        count = int(step.num_tokens[ring])
+        if row < 0 or not count:
+            continue
+        for kv_head in range(layout.kv_heads):
+            if not report.exceeds[ring * layout.kv_heads + kv_head]:
+                continue
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            keys, values = read_rows(index, ring, kv_head, torch.arange(count), layout.is_int8)
+            logits = query[row, heads].float() @ keys.T * dim**-0.5
+            found.out[row, heads], found.lse[row, heads] = logits.softmax(-1) @ values, logits.logsumexp(-1)
+
+
+@triton.jit
+def _read_again_kernel(
+    query, exceeds, lies, piece_centres, piece_key_scales, piece_value_scales, rows, num_tokens, split_out, split_lse,
+    row_stride, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, INT8: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Attend to one split of one place."""
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ring, kv_head = place // KV_HEADS, place % KV_HEADS
+    row, count, begin = tl.load(rows + ring), tl.load(num_tokens + ring), split * _SPLIT
+    if (row < 0) | (begin >= count):
+        return
+    if tl.load(exceeds + place) == 0:
+        return
+    member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)[None, :]
+    own_query = query + row.to(tl.int64) * row_stride + (kv_head * GROUP + member)[:, None] * DIM + column
+    own = tl.load(own_query, mask=(member < GROUP)[:, None] & (column < DIM), other=0.0)
+    most = tl.full([SIZE], float("-inf"), tl.float32)
+    mass, out = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE, WIDE], tl.float32)
+    table = lies + ring * (_COLUMNS * PIECES)
+    for first in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
+        token = first + tl.arange(0, TILE)
+        is_there = token < count
+        piece = find_piece(table, tl.where(is_there, token, 0), PIECES)
+        head = (ring * PIECES + piece) * KV_HEADS + kv_head
+        scale = piece_key_scales + head
+        at = row_address(table, piece, token, kv_head, is_there, _KEYS, PIECES)
+        key = restored_rows(at, is_there, scale, scale, DIM, WIDE, INT8, False)
+        is_number = is_there[:, None] & (column < DIM)
+        key += tl.load(piece_centres + head[:, None] * DIM + column, mask=is_number, other=0.0)
+        at = row_address(table, piece, token, kv_head, is_there, _VALUES, PIECES)
+        value = restored_rows(at, is_there, scale, piece_value_scales + head * DIM, DIM, WIDE, INT8, True)
+        logit = tl.dot(own, tl.trans(key.to(own.dtype)), input_precision="ieee") / tl.sqrt(DIM * 1.0)
+        logit = tl.where(is_there[None, :], logit, float("-inf"))
+        higher = tl.maximum(most, tl.max(logit, 1))
+        weight, kept = tl.exp(logit - higher[:, None]), tl.exp(most - higher)
+        mass = mass * kept + tl.sum(weight, 1)
+        out = out * kept[:, None] + tl.dot(weight.to(own.dtype), value.to(own.dtype), input_precision="ieee")
+        most = higher
+    to = (place * splits + split) * GROUP + member
+    is_number = (member < GROUP)[:, None] & (column < DIM)
+    tl.store(split_out + to[:, None] * DIM + column, out / mass[:, None], mask=is_number)
+    tl.store(split_lse + to, most + tl.log(mass), mask=member < GROUP)
+
+
+@triton.jit
+def _replace_kernel(
+    exceeds, rows, num_tokens, split_out, split_lse, out, lse, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Replace the partial of one query head by what was read again."""
+    place, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ring, kv_head = place // KV_HEADS, place % KV_HEADS
+    row, count = tl.load(rows + ring).to(tl.int64), tl.load(num_tokens + ring)
+    if (row < 0) | (count <= 0):
+        return
+    if tl.load(exceeds + place) == 0:
+        return
+    split, column = tl.arange(0, SPLITS), tl.arange(0, WIDE)
+    is_split = split * _SPLIT < count
+    at = (place * splits + split) * GROUP + member
+    own = tl.load(split_lse + at, mask=is_split, other=float("-inf"))
+    most = tl.max(own, 0)
+    weight = tl.exp(own - most)
+    sums = tl.sum(weight, 0)
+    inside = is_split[:, None] & (column < DIM)[None, :]
+    read = tl.load(split_out + at[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+    to = (row * KV_HEADS + kv_head) * GROUP + member
+    tl.store(out + to * DIM + column, tl.sum(read * weight[:, None], 0) / sums, mask=column < DIM)
+    tl.store(lse + to, most + tl.log(sums))
+
+
+def read_again(query: Tensor, found: Partial, index: Index, work: Work, report: Report, step: RingStep,
+               layout: Layout) -> None:  # fmt: skip
+    """Replace partials of KV heads with `report.exceeds` by those of all their tokens.
+
+    found: what `join_parts` returned; index: of the layer; work: its estimate is over, and overwritten.
+    """
+    if not runs_on_triton(index.codes):
+        read_again_reference(query, found, index, report, step, layout)
+        return
+    group, dim = group_shape(query, layout.kv_heads)
+    num_places, splits = work.split_lse.shape[:2]
+    shape = {"KV_HEADS": layout.kv_heads, "GROUP": group, "DIM": dim, "WIDE": triton.next_power_of_2(dim)}
+    _read_again_kernel[(num_places, splits)](
+        query, report.exceeds, index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales,
+        step.rows, step.num_tokens, work.rest_out, work.split_lse, query.stride(0), splits,
+        SIZE=max(16, triton.next_power_of_2(group)), PIECES=index.lies.shape[2], INT8=layout.is_int8, TILE=TILE,
+        num_warps=4, num_stages=1, **shape,
+    )  # fmt: skip
+    _replace_kernel[(num_places, group)](
+        report.exceeds, step.rows, step.num_tokens, work.rest_out, work.split_lse, found.out, found.lse, splits,
+        SPLITS=triton.next_power_of_2(splits), num_warps=4, **shape,
+    )  # fmt: skip
