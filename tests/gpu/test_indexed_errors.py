@@ -132,7 +132,7 @@ def test_a_step_that_came_to_nothing_is_not_audited_and_ends_its_loan() -> None:
 
 def test_the_factor_of_bounds_covers_95_of_100_true_errors() -> None:
     draw, calibration, covered = np.random.default_rng(3), Calibration(4), 0
-    assert calibration.factors.tolist() == [3.0] * 4
+    assert calibration.factors.tolist() == [6.0] * 4
     for number in range(2_000):
         layer = number % 4
         ratios = draw.lognormal(0.7 * layer, 0.6, 3)
