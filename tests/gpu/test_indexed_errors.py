@@ -204,3 +204,5 @@ def test_heads_above_epsilon_are_read_again_before_the_token_is_drawn() -> None:
 def test_reading_again_needs_an_epsilon() -> None:
     with pytest.raises(ValueError, match="`reread` without `epsilon`"):
         IndexedSettings.model_validate({"errors": {"on_exceed": "reread"}})
+    with pytest.raises(ValueError, match="`resident: indexed` has some in pages"):
+        IndexedSettings.model_validate({"resident": "indexed", "errors": {"on_exceed": "reread", "epsilon": 0.1}})

@@ -173,6 +173,7 @@ class Indexed(RingMethod):
         arrays = ring_arrays(settings, architecture, num_layers, 1)
         work = sum_bytes(work_arrays(settings, architecture, 1).values())
         report = report_arrays(architecture, num_layers, 1)
+        del report["of_layers"], report["factor"]  # a few bytes, once for all sequences
         slots = num_layers * architecture.num_kv_heads * settings.budget_tokens
         return Footprint(
             sum_bytes([*arrays.values(), *report.values()]) + settings.num_works * work,

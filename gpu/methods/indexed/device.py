@@ -250,9 +250,10 @@ class Indexed(RingSide):
     def finish(self, rows: StepRows) -> None:
         own = self._of_rows.get(rows)
         if self.settings.epsilon is not None and own is not None:
-            is_own = own.steps[0].rows >= 0
-            self._report.of_rings[:, STEPS_OVER] += torch.where(is_own, self._report.is_over, 0)
-            self._report.is_over.masked_fill_(is_own, 0)
+            rings, is_over = own.rings.clamp_min(0), self._report.is_over
+            over = torch.where(own.rings >= 0, is_over[rings], 0)  # steps of other rings may run side by side
+            self._report.of_rings[:, STEPS_OVER].index_add_(0, rings, over.long())
+            is_over.index_add_(0, rings, -over)
 
     def end_step(self) -> None:
         for to, counts in zip(self._told, (self._counts, self._report.of_layers, self._report.of_rings), strict=True):

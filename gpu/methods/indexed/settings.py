@@ -62,6 +62,15 @@ class IndexedSettings(Settings):
     )
     errors: IndexErrors = Field(IndexErrors(), description="of what is estimated")
 
+    @model_validator(mode="after")
+    def check_rereads(self) -> "IndexedSettings":
+        if self.resident == "indexed" and self.errors.on_exceed == "reread":
+            raise ValueError(
+                "errors.on_exceed: `reread` reads rows in host memory, and `resident: indexed` has some in pages; "
+                "want `report`"
+            )
+        return self
+
     @property
     def on_exceed(self) -> str:
         """Return what is done about an answer with a larger error than `epsilon`."""
