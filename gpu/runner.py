@@ -103,6 +103,7 @@ class Runner:
         device, dtype, tier, parts = settings.device, settings.dtype, settings.tier, settings.parts
         max_running, context = settings.max_running, settings.max_context_tokens
         self.architecture = architecture
+        served = replace(architecture, max_context_tokens=context)  # of which methods keep something
         self.weights = weights
         self.device = device
         self.limits = Limits(settings.num_pages, settings.page_tokens, context, max_running, architecture.vocab_size)
@@ -117,7 +118,7 @@ class Runner:
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
         shape = None if tier is None else tier.shape
         site = Site(
-            architecture, shape, settings.sink_tokens, max_running, dtype, stored_dtype(settings.kv, dtype), device,
+            served, shape, settings.sink_tokens, max_running, dtype, stored_dtype(settings.kv, dtype), device,
             settings.window_tokens,
             [(*own, self.pool.table_of(layer))
              for layer, own in enumerate(zip(self.pool.key_pages, self.pool.value_pages, strict=True))],
@@ -156,9 +157,7 @@ class Runner:
             assert self._prefill.staging is not None
             self._offloader = Offloader(tier, row_transfer, self.pool, self._prefill.gathered, self._prefill.staging)
             excludes = any(part.method.excludes_blocks for part in parts)
-            slot = slot_shape(
-                architecture, tier.shape.num_tables, dtype_name(dtype), excludes, settings.checks_coverage
-            )
+            slot = slot_shape(served, tier.shape.num_tables, dtype_name(dtype), excludes, settings.checks_coverage)
             exchanges = [SlotExchange(rows, slot, device) for rows in most_rows_of_parts(max_running)]
             always = 1 if device.type == "cpu" else None  # the CPU computes both sides
             halving = Halving(self.reads, always)

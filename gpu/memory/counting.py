@@ -77,7 +77,7 @@ def count_rings(demand: Demand, limit: int) -> Demand:
     for state in demand.states:
         count = state.count
         if state in uncounted:
-            size = state.sequence_bytes(demand.shape, demand.max_running, demand.row_bytes, demand.dtype_bytes)
+            size = state.sequence_bytes(demand.served, demand.max_running, demand.row_bytes, demand.dtype_bytes)
             count = max(1, int(share / size)) if size else demand.max_running
         counted.append(replace(state, count=min(count, demand.max_running)) if state.has_rings and count else state)
     return replace(demand, states=tuple(counted))

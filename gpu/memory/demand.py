@@ -3,7 +3,7 @@
 Whoever allocates an array states it, and the sums are made of these statements.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gpu.batching.captured_steps import steps_to_capture
@@ -54,6 +54,7 @@ class Demand:
     `documents`: how their chunks are kept, or None, in `documents_bytes` of host memory. `num_windows`: of
     `window_pages` pages in each layer with a window, which then has no others (`gpu.kv.windows`); no pages: it has them
     as all layers have. kv: how pages hold rows, None: in the dtype that computes. computed_rows: see `MemoryPlan`.
+    asked_context: tokens of the longest context, None: as many as fit.
     unpacked: why matrices of few bits are unpacked at load, None: they are not.
     """
 
@@ -74,6 +75,13 @@ class Demand:
     experts_on_card: int | None = None
     computed_rows: int = 0
     unpacked: str | None = None
+    asked_context: int | None = None
+
+    @property
+    def served(self) -> Architecture:
+        """Return the model with the longest context that is asked for: methods keep no more."""
+        longest = self.shape.max_context_tokens
+        return replace(self.shape, max_context_tokens=min(self.asked_context or longest, longest))
 
     @property
     def place(self) -> Place:
@@ -299,8 +307,8 @@ class Demand:
         items = []
         for state in self.states:
             count = (state.count or 0) if state.has_rings else self.max_running
-            size = state.sequence_bytes(self.shape, self.max_running, self.row_bytes, self.dtype_bytes)
-            method, work_bytes = state.part.method.name, state.footprint(self.shape, self.max_running).work_bytes
+            size = state.sequence_bytes(self.served, self.max_running, self.row_bytes, self.dtype_bytes)
+            method, work_bytes = state.part.method.name, state.footprint(self.served, self.max_running).work_bytes
             if size:
                 name = f"{'rings' if state.has_rings else 'state'} of {method}"
                 items.append(self.item(name, count * size, f"{size:,} bytes for each of {count} sequences"))

@@ -199,6 +199,7 @@ def plan_memory(
         window_pages,
         kv=kv,
         computed_rows=computed_rows,
+        asked_context=max_context_tokens,
         unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
     )
     place = demand.place
