@@ -450,7 +450,8 @@ def test_on_the_device_a_ring_takes_no_more_than_is_planned(settings: dict[str, 
     twins = PredictedTwins(settings, dense_layers=(0, 1))
     store, method = twins.side.blocks, twins.part.method
     num_bytes = sum(getattr(store, name).nbytes for name in store.__slots__) // 3
-    shape = twins.offloading.architecture
+    runner = twins.offloading
+    shape = replace(runner.architecture, max_context_tokens=runner.limits.max_context_tokens)
     planned = method.footprint(twins.part.settings, shape, 1)
     assert num_bytes == planned.sequence_bytes + planned.sequence_rows * shape.dim * 4
     assert shape.dim == DIM
@@ -476,7 +477,8 @@ def test_asks_have_the_words_of_exclusion_that_are_planned_where_a_method_needs_
         runner = twins.offloading
         slots = [exchange.slot for exchange in runner.decode_steps.host_reader.exchanges]
         words = sum(0 if slot.excluded is None else slot.excluded.nbytes for slot in slots)
-        shape, kept = runner.architecture, Kept(PAGE, PAGE, (0,))
+        shape = replace(runner.architecture, max_context_tokens=runner.limits.max_context_tokens)
+        kept = Kept(PAGE, PAGE, (0,))
         with_words, without = (
             HostDemand(
                 shape, HostConfig(), kept, PAGE, dtype_bytes=4, max_running=runner.limits.max_running, excludes=one
