@@ -5,8 +5,11 @@
 | favour | prefill.chunk_tokens | token_gap_target_ms | prefill.share |
 |---|---|---|---|
 | latency | 2,048 | 100 | 0.8 |
-| auto | up to 8,192 | 100 | 0.8 |
+| auto | up to 8,192 | 100 | 0.8, or all that the gap target leaves while many prompts wait |
 | throughput | up to 8,192 | 4,000 | 0.95 |
+
+Many prompts wait where they are four or more, and at least a quarter of the streams that run. Decode steps between
+their units would have few rows and put off all of them; the gap between tokens stays within its target all the same.
 
 A larger unit computes more prompts per launch. A stream waits no longer for it: what a unit may take is bounded by the
 gap target, not by its tokens. What it costs is memory, so the plan takes the largest of 8,192, 4,096 and 2,048 tokens
@@ -26,6 +29,9 @@ from transfer.settings_model import Settings
 CHUNK_TOKENS = 2048
 LARGER_CHUNKS = (8192, 4096)
 """What `favour: auto` and `throughput` try first, in order."""
+_MANY_PROMPTS, _PROMPTS_A_STREAM = 4, 0.25
+"""From which on `favour: auto` gives prefill all that the gap target leaves."""
+_SHARE = 0.8
 _THROUGHPUT_GAP_MS, _THROUGHPUT_SHARE = 4000.0, 0.95
 
 
@@ -38,8 +44,12 @@ class PrefillConfig(Settings):
     )
     max_hidden_tokens: int | None = Field(None, gt=0, description="hidden states of all prefills under way; derived")
     max_jobs: int = Field(8, ge=1, description="prefill jobs under way at once")
-    share: float = Field(
-        0.8, gt=0, lt=1, description="of the time while streams run, within the token gap target; default: by `favour`"
+    share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="of the time while streams run, within the token gap target; default: 0.8, with `favour: auto` all "
+        "that the target leaves while many prompts wait, with `throughput` 0.95",
     )
     block_us: float | None = Field(
         None,
@@ -83,6 +93,16 @@ class SchedulerConfig(Settings):
         elif isinstance(prefill, PrefillConfig) and "share" not in prefill.model_fields_set:
             prefill = prefill.model_copy(update={"share": _THROUGHPUT_SHARE})
         return {"token_gap_target_ms": _THROUGHPUT_GAP_MS} | dict(given) | {"prefill": prefill}
+
+    def prefill_share(self, num_prompts: int, num_running: int) -> float:
+        """Return the share of the time that prefill may have, 1.0: all that the gap target leaves.
+
+        num_prompts: that wait or are under way. num_running: streams that wait for it.
+        """
+        if self.prefill.share is not None:
+            return self.prefill.share
+        many = max(_MANY_PROMPTS, _PROMPTS_A_STREAM * num_running)
+        return 1.0 if self.favour == "auto" and num_prompts >= many else _SHARE
 
     @property
     def larger_chunks(self) -> tuple[int, ...]:

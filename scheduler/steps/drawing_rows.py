@@ -35,11 +35,15 @@ class TokenGap:
         self._config = config
         self._costs = costs
 
-    def seconds_left(self) -> float:
-        """Return the seconds that prefill has until the next decode step must come."""
-        target, share = self._config.token_gap_target_ms / 1e3, self._config.prefill.share
+    def seconds_left(self, num_prompts: int, num_running: int) -> float:
+        """Return the seconds that prefill has until the next decode step must come.
+
+        num_prompts: that wait or are under way. num_running: streams that wait for it.
+        """
+        target, share = self._config.token_gap_target_ms / 1e3, self._config.prefill_share(num_prompts, num_running)
         decode = self._costs.decode_seconds[Rows.DEVICE]
-        seconds = max(min(target - decode, decode * share / (1.0 - share)), _LEAST_PREFILL_SHARE * target)
+        most = decode * share / (1.0 - share) if share < 1.0 else target if decode else 0.0
+        seconds = max(min(target - decode, most), _LEAST_PREFILL_SHARE * target)
         return seconds - self.seconds_since_decode
 
     def decode_can_wait(self, units: Many[Unit], contexts: Many[int], budget: float) -> bool:

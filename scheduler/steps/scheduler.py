@@ -233,7 +233,7 @@ class Scheduler:
         drawing = [one for one in draft.stepping if one in still and one.wants_draw]
         if draft.lane is Lane.DEVICE:
             entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
-            budget = self._gap.seconds_left() if drawing else None
+            budget = self._gap.seconds_left(self._num_prompts, len(drawing)) if drawing else None
             draft.units, draft.finished = self._prefill.next_units(budget)
             draft.unit_contexts = [entries[unit.job_id].context_of(unit) for unit in draft.units]
             if budget is not None and self._gap.decode_can_wait(draft.units, draft.unit_contexts, budget):
@@ -241,6 +241,11 @@ class Scheduler:
         draft.rows = [(sequence, self.residence.host_read(sequence)) for sequence in drawing]
         is_busy = bool(draft.units or any(self._launched.values()))
         draft.taken = self._late.take_out(draft.rows, is_ready, is_busy)
+
+    @property
+    def _num_prompts(self) -> int:
+        """Count the prompts that wait or are under way."""
+        return len(self._admission.waiting) + sum(len(entry.sequences) for entry in self._prefill.jobs)
 
     def _reload(self, lane: Lane, is_ready: IsReady) -> list[Reload]:
         """Reload evicted pages beside the lane whose rows read host memory."""

@@ -26,10 +26,18 @@ def plan_chunks(machine: str, shape: str = "llama-3.1-8b", gpu: dict[str, Any] |
 
 def test_throughput_stands_for_a_long_gap_and_a_large_share_and_others_for_the_plain_defaults() -> None:
     plain, fast = SchedulerConfig(), SchedulerConfig.model_validate({"favour": "throughput"})
-    assert (plain.token_gap_target_ms, plain.prefill.share) == (100, 0.8)
+    assert (plain.token_gap_target_ms, plain.prefill.share) == (100, None)
     assert (fast.token_gap_target_ms, fast.prefill.share) == (4000, 0.95)
     latency = SchedulerConfig.model_validate({"favour": "latency"})
     assert latency.model_dump(exclude={"favour"}) == plain.model_dump(exclude={"favour"})
+
+
+def test_auto_gives_prefill_what_the_target_leaves_where_many_prompts_wait() -> None:
+    auto, latency = SchedulerConfig(), SchedulerConfig(favour="latency")
+    assert [auto.prefill_share(prompts, 32) for prompts in (7, 8)] == [0.8, 1.0]
+    assert [auto.prefill_share(prompts, 1) for prompts in (3, 4)] == [0.8, 1.0]
+    assert latency.prefill_share(64, 1) == 0.8
+    assert SchedulerConfig(prefill=PrefillConfig(share=0.8)).prefill_share(64, 1) == 0.8
 
 
 @pytest.mark.parametrize("prefill", [{"share": 0.5}, PrefillConfig(share=0.5)], ids=["mapping", "model"])
