@@ -1,17 +1,19 @@
 """Blocks of a GGUF file's tensors, as their bytes lie, and the numbers that they are.
 
-Layouts are those of ggml's `block_q4_0` to `block_q6_K`. A number is `q * d * scale - least * offset`, exactly: d,
+Layouts are those of ggml's `block_q4_0` and the others. A number is `q * d * scale - least * offset`, exactly: d,
 least, scale and offset are the file's own (`gpu.model.gguf.kinds`), but for powers of two and signs, which change no
-digit.
+digit. Of MXFP4 it is a number of FP4 times a power of two.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from gpu.model.gguf.kinds import BLOCK_KINDS, BlockKind
+from gpu.operations.linear.packed_matrix import EXPONENT_BIAS, FP4_NUMBERS
 
 _PART_NUMBERS = 2**24  # at once: unpacked, they take several times their memory
 
@@ -73,17 +75,35 @@ class Numbers:
 
 
 def read_numbers(blocks: Blocks) -> Numbers:
+    """Return the numbers of blocks of any kind but MXFP4."""
     layout, rows = blocks.layout, len(blocks.data)
     cut = blocks.data.reshape(-1, layout.num_bytes)
     q, d, least, scales, offsets = _LAYOUTS[blocks.kind](cut)
     return Numbers(*(part.reshape(rows, -1) for part in (q, d, least, scales, offsets)))
 
 
+def read_fp4(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Return the codes of MXFP4, uint8 `[rows, inner]`, and exponents, uint8 `[rows, groups]`."""
+    rows, cut = len(blocks.data), blocks.data.reshape(-1, blocks.layout.num_bytes)
+    return _nibbles(cut[:, 1:]).reshape(rows, -1), cut[:, 0].reshape(rows, -1)
+
+
+def widen(blocks: Blocks) -> Tensor:
+    """Return float32 `[rows, inner]`."""
+    if blocks.kind != "MXFP4":
+        return read_numbers(blocks).widen()
+    codes, exponents = read_fp4(blocks)
+    levels = torch.tensor(FP4_NUMBERS, device=codes.device)
+    levels = 2 * torch.cat([levels, -levels])  # and half of a scale, which 2**128 would not be
+    group = blocks.layout.group
+    return torch.ldexp(levels[codes.int()], exponents.int().repeat_interleave(group, 1) - EXPONENT_BIAS - 1)
+
+
 def widen_blocks(blocks: Blocks, place: Tensor) -> None:
     """Write blocks into `place`, `[rows, inner]` of any float type, each number rounded once."""
     for begin in range(0, blocks.shape[0], blocks.rows_at_once):
         rows = slice(begin, begin + blocks.rows_at_once)
-        place[rows].copy_(read_numbers(blocks.rows(rows).to(place.device)).widen())
+        place[rows].copy_(widen(blocks.rows(rows).to(place.device)))
 
 
 _Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -101,6 +121,12 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 def _alike(like: Tensor, value: int) -> Tensor:
     return torch.full_like(like, value, dtype=torch.int8)
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """Return numbers of two bits, `[.., 4, bytes]`: all lowest ones first."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)[:, None]
+    return (packed[..., None, :] >> shifts) & 3
 
 
 def _fifth_bits(block: Tensor, begin: int) -> Tensor:
@@ -135,6 +161,23 @@ def _q8_0(block: Tensor) -> _Parts:
     return block[:, 2:] ^ 128, d, -d, _alike(d, 1), _alike(d, -128)
 
 
+def _q2_k(block: Tensor) -> _Parts:
+    q, both = _pairs(block[:, 16:80].reshape(-1, 2, 32)), block[:, :16]
+    scales, offsets = (both & 15).view(torch.int8), (both >> 4).view(torch.int8)
+    return q.flatten(1), _half(block, 80), _half(block, 82), scales, offsets
+
+
+def _q3_k(block: Tensor) -> _Parts:
+    """Read numbers from 4 up, so the offset of a group is its scale, four times."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=block.device)[:, None]
+    third = ((block[:, None, :32] >> shifts) & 1) << 2  # [blocks, 8, 32]
+    q = _pairs(block[:, 32:96].reshape(-1, 2, 32)).reshape(-1, 8, 32) | third
+    high = _pairs(block[:, 104:108]).flatten(1) << 4
+    scales = ((_nibbles(block[:, 96:104]) | high) - 32).view(torch.int8)
+    d = _half(block, 108)
+    return q.flatten(1), d, d, scales, scales * 4
+
+
 def _six_bit_scales(block: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and offsets of eight groups, six bits each, of twelve bytes."""
     low, middle, high = block[:, 4:8], block[:, 8:12], block[:, 12:16]
@@ -158,10 +201,32 @@ def _q5_k(block: Tensor) -> _Parts:
 def _q6_k(block: Tensor) -> _Parts:
     """Read numbers from 32 up, so the offset of a group is its scale, 32 times."""
     low = _nibbles(block[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=block.device)[:, None]
-    high = ((block[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
+    high = _pairs(block[:, 128:192].reshape(-1, 2, 32)) << 4
     scales, d = block[:, 192:208].view(torch.int8), _half(block, 208)
     return (low | high).flatten(1), d, d * 32, scales, scales
+
+
+@cache
+def _levels(device: torch.device) -> Tensor:
+    """Return what four bits of IQ4 mean, uint8 `[16]`, from 128 up."""
+    from gguf.quants import IQ4_NL
+
+    return torch.tensor(IQ4_NL.kvalues, dtype=torch.int8, device=device).view(torch.uint8) ^ 128
+
+
+def _iq4_nl(block: Tensor) -> _Parts:
+    d = _half(block, 0)
+    return _levels(block.device)[_nibbles(block[:, 2:]).int()], d, -d, _alike(d, 1), _alike(d, -128)
+
+
+def _iq4_xs(block: Tensor) -> _Parts:
+    """Read numbers from 128 up, so the offset of a group is its scale, 128 times."""
+    low, d = block[:, 4:8], _half(block, 0)
+    low = torch.stack([low & 15, low >> 4], -1).flatten(1)
+    high = _pairs(block[:, 2:4]).transpose(1, 2).flatten(1) << 4
+    scales = ((low | high) - 32).view(torch.int8)
+    q = _levels(block.device)[_nibbles(block[:, 8:].reshape(-1, 8, 16)).int()]
+    return q.flatten(1), d, d * 32, scales, scales * 4
 
 
 _LAYOUTS: dict[str, Callable[[Tensor], _Parts]] = {
@@ -170,7 +235,11 @@ _LAYOUTS: dict[str, Callable[[Tensor], _Parts]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }

@@ -1,8 +1,9 @@
 """GGUF files of checkpoints, written with `gguf`'s writer as llama.cpp's converter lays them out, and what they mean.
 
-Q4_0 to Q8_0 are rounded by `gguf`; K-quants are blocks of random bytes. What blocks mean is read in float64 here,
-number by number, from the published layouts (ggml's `block_q4_K` and the others), and written as a plain checkpoint
-beside the file. Names, the order of a Llama's rows and Gemma's norms are spelled out, and shared with no reader.
+Q4_0 to Q8_0 and MXFP4 are rounded by `gguf`; other kinds are blocks of random bytes. What blocks of Q4_0 to Q6_K mean
+is read in float64 here, number by number, from the published layouts (ggml's `block_q4_K` and the others), and that of
+other kinds by `gguf`. It is written as a plain checkpoint beside the file. Names, the order of a Llama's rows and
+Gemma's norms are spelled out, and shared with no reader.
 """
 
 import json
@@ -18,7 +19,15 @@ from safetensors.torch import load_file, save_file
 from torch import from_numpy
 
 BYTES = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144),
-         "Q5_K": (256, 176), "Q6_K": (256, 210)}  # fmt: skip
+         "Q5_K": (256, 176), "Q6_K": (256, 210), "Q2_K": (256, 84), "Q3_K": (256, 110), "IQ4_NL": (32, 18),
+         "IQ4_XS": (256, 136), "MXFP4": (32, 17)}  # fmt: skip
+READ_BY_GGUF = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+# Where a block has d, 0 for others; and of random bytes the deviation of numbers, as multiples of d.
+D_AT = {"Q6_K": 208, "Q2_K": 80, "Q3_K": 108}
+STEPS = {"Q4_0": 5, "Q4_1": 5, "Q5_0": 10, "Q5_1": 10, "Q8_0": 70, "Q4_K": 5 * 30, "Q5_K": 10 * 30, "Q6_K": 20 * 70,
+         "Q2_K": 10, "Q3_K": 42, "IQ4_NL": 70, "IQ4_XS": 70 * 18}  # fmt: skip
+# What takes the mean off, of kinds that have least behind d, as multiples of d.
+LEAST = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5}
 NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
@@ -46,19 +55,23 @@ def draw_blocks(generator: np.random.Generator, kind: str, rows: int, inner: int
     block, num_bytes = BYTES[kind]
     data = generator.integers(0, 256, (rows, inner // block * num_bytes), dtype=np.uint8)
     cut = data.reshape(-1, num_bytes)
-    steps = {"Q4_0": 5, "Q4_1": 5, "Q5_0": 10, "Q5_1": 10, "Q8_0": 70, "Q4_K": 5 * 30, "Q5_K": 10 * 30, "Q6_K": 20 * 70}
-    at = 208 if kind == "Q6_K" else 0
-    d = generator.uniform(0.7, 1.4, len(cut)) / steps[kind] * inner**-0.5
+    if kind == "MXFP4":
+        cut[:, 0] = 127 + np.log2(inner**-0.5).round() - generator.integers(0, 3, len(cut))
+        return data
+    at = D_AT.get(kind, 0)
+    d = generator.uniform(0.7, 1.4, len(cut)) / STEPS[kind] * inner**-0.5
     cut[:, at : at + 2] = d.astype(np.float16)[:, None].view(np.uint8)
-    if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
-        least = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind] * d * generator.uniform(0.8, 1.2, len(d))
-        cut[:, 2:4] = least.astype(np.float16)[:, None].view(np.uint8)
+    if kind in LEAST:
+        least = LEAST[kind] * d * generator.uniform(0.8, 1.2, len(d))
+        cut[:, at + 2 : at + 4] = least.astype(np.float16)[:, None].view(np.uint8)
     return data
 
 
 def wanted_numbers(kind: str, data: np.ndarray, inner: int) -> np.ndarray:
     """float64 `[rows, inner]`, by the definition of each kind."""
     num_bytes = BYTES[kind][1]
+    if kind in READ_BY_GGUF:
+        return gguf.quants.dequantize(data, getattr(gguf.GGMLQuantizationType, kind)).astype(np.float64)
     return np.array([_block(kind, bytes(block)) for block in data.reshape(-1, num_bytes)]).reshape(len(data), inner)
 
 
@@ -184,7 +197,7 @@ def _store(generator: np.random.Generator, kind: str, array: np.ndarray) -> np.n
         return array.astype(np.float16 if kind == "F16" else np.float32)
     if kind == "F64":
         return array.astype(np.float64)
-    if kind.endswith("_K"):
+    if kind.endswith("_K") or kind.startswith("IQ"):
         return draw_blocks(generator, kind, *array.shape)
     return gguf.quants.quantize(array, getattr(gguf.GGMLQuantizationType, kind))
 

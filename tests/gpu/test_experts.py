@@ -106,7 +106,7 @@ def test_experts_of_few_bits_hold_the_numbers_of_the_file(family: str, name: str
     assert_bytes(tmp_path / "model", got)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "BF16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "BF16"])
 @pytest.mark.parametrize("family", NAMES)
 def test_a_gguf_file_has_all_experts_of_a_layer_in_one_tensor(family: str, kind: str, tmp_path: Path) -> None:
     """The last one's down is finer, as files have it."""

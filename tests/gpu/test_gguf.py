@@ -22,7 +22,7 @@ from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
 from gpu.model.spec import RopeScaling
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.checkpoint import load_packed, load_weights
-from gpu.weights.gguf_blocks import Blocks, read_numbers, widen_blocks
+from gpu.weights.gguf_blocks import Blocks, widen, widen_blocks
 from gpu.weights.matrix import as_matrix
 from gpu.weights.weights import Weights, allocate_weights, draw_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load
@@ -78,8 +78,11 @@ def whole(folder: Path) -> Weights:
 def test_blocks_of_any_bytes_are_the_numbers_of_their_published_layout(kind: str) -> None:
     assert {name: (layout.block, layout.num_bytes) for name, layout in BLOCK_KINDS.items()} == BYTES
     data = draw_blocks(np.random.default_rng(1), kind, 5, 768)
+    if kind == "MXFP4":
+        data.reshape(-1, 17)[:, 0] = np.random.default_rng(2).permutation(250)[: data.size // 17]
+        data.reshape(-1, 17)[:3, 0] = 0, 1, 2
     blocks, wanted = Blocks(kind, torch.from_numpy(data)), wanted_numbers(kind, data, 768)
-    got = read_numbers(blocks).widen()
+    got = widen(blocks)
     assert blocks.shape == got.shape == wanted.shape
     assert np.array_equal(got.numpy(), wanted.astype(np.float32))
     place = torch.full((5, 768), float("nan"), dtype=torch.bfloat16)
@@ -306,7 +309,7 @@ def test_random_weights_of_a_kind_have_the_spread_of_plain_ones_and_its_bytes(ki
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "mixed"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q3_K", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4", "mixed"])
 def test_on_a_device_matrices_are_packed_and_hold_the_numbers_of_the_file(name: str, files) -> None:
     device = torch.device("cuda")
     got = load_weights(files[name], read_architecture(files[name]), torch.bfloat16, device, lambda _: None)

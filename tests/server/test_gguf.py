@@ -189,7 +189,7 @@ def test_a_plan_says_what_is_repacked_and_the_file_alone_is_a_deployment(tmp_pat
     require_servable(plan.deployment)
     assert plan.deployment.model.name == "reference"
     words = "47 matrices int8 in groups of 32, 1 matrices int8 in groups of 16, output matrix plain"
-    assert plan.notes[0] == f"reference.gguf: {words}, repacked to 8 bits or plain: 1 of Q6_K"
+    assert plan.notes[0] == f"reference.gguf: {words}, repacked to more bits or plain: 1 of Q6_K"
 
 
 def test_the_file_is_named_by_its_content(reference: Path, tmp_path: Path) -> None:

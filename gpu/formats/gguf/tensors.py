@@ -2,7 +2,7 @@
 
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import MatrixFormat
-from gpu.weights.gguf_blocks import Blocks, read_numbers
+from gpu.weights.gguf_blocks import Blocks, read_fp4, read_numbers
 from gpu.weights.stored import ModuleRows, StoredTensor
 
 
@@ -11,13 +11,17 @@ def stored_tensors(scheme: str, stored: MatrixFormat, part: ModuleRows, row_bloc
 
     def fill(blocks: Blocks) -> None:
         for place, rows in part.parts(blocks.rows_at_once):
+            if stored.kind == "fp4":
+                codes, exponents = read_fp4(blocks.rows(rows))
+                place.put_numbers(codes)
+                place.put_exponents(exponents)
+                continue
             numbers = read_numbers(blocks.rows(rows))
             if stored.run is not None:
                 place.put_numbers(numbers.q)
                 place.put_runs(numbers)
                 continue
-            middle = 2 ** (blocks.layout.bits - 1)
-            place.put_numbers(numbers.q + (place.packed.middle - middle))
+            place.put_numbers(numbers.q + (place.packed.middle - blocks.layout.zero))
             place.put_scales(numbers.d, 1)
 
     return {".weight": StoredTensor(((part.rows, part.packed.inner),), tuple(BLOCK_KINDS), fill)}

@@ -121,7 +121,7 @@ def _describe(
     words.append(f"output matrix {'plain' if output is None else f'{output.kind} in groups of {output.group}'}")
     if repacked:
         of = ", ".join(f"{count} of {kind}" for kind, count in sorted(repacked.items()))
-        words.append(f"repacked to 8 bits or plain: {of}")
+        words.append(f"repacked to more bits or plain: {of}")
     return ", ".join(words)
 
 
