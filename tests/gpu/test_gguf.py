@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -275,6 +276,50 @@ def test_a_split_file_is_one_model(files, tmp_path: Path) -> None:
     shutil.copy(parts[0], tmp_path / "alone.gguf")
     with pytest.raises(ModelError, match=r"alone\.gguf says that it is part 1 of 4; by its name it is 1 of 1"):
         read_architecture(tmp_path / "alone.gguf")
+
+
+SPLIT = (("split.count", "uint16"), ("split.no", "uint16"), ("split.tensors.count", "int32"))
+
+
+def write_parts(folder: Path, tensors: int, more: dict[int, dict[str, str]]) -> Path:
+    """Write two parts of a tensor each, which say that all parts have so many. more: metadata of a part."""
+    for number in range(2):
+        path = folder / f"m-0000{number + 1}-of-00002.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        for (key, kind), value in zip(SPLIT, (2, number, tensors), strict=True):
+            getattr(writer, f"add_{kind}")(key, value)
+        for key, text in more.get(number, {}).items():
+            writer.add_string(key, text)
+        writer.add_tensor(f"t{number}", np.zeros((2, 2), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return folder / "m-00001-of-00002.gguf"
+
+
+@pytest.mark.parametrize(("tensors", "more", "words"), [
+    (2, {}, None),
+    (3, {}, r"m-00001-of-00002\.gguf says that all parts have 3 tensors; found 2"),
+    (2, {0: {"general.name": "a"}, 1: {"general.name": "b"}},
+     r"m-00002-of-00002\.gguf is a part of another model than .*m-00001.*: general\.name is 'b' and not 'a'"),
+])  # fmt: skip
+def test_parts_are_those_of_one_model_and_all_of_them(tensors: int, more: dict, words: str | None, tmp_path: Path):
+    path = write_parts(tmp_path, tensors, more)
+    if words is None:
+        assert list(read_gguf(path).tensors) == ["t0", "t1"]
+        return
+    with pytest.raises(ModelError, match=words):
+        read_gguf(path)
+
+
+def test_a_part_of_a_model_of_more_tensors_is_told(tmp_path: Path) -> None:
+    path = write_parts(tmp_path, 2, {})
+    (tmp_path / "other").mkdir()
+    other = write_parts(tmp_path / "other", 5, {}).with_name("m-00002-of-00002.gguf")
+    shutil.copy(other, tmp_path)
+    with pytest.raises(ModelError, match=r"m-00002-of-00002\.gguf is a part of another model .*count is 5 and not 2"):
+        read_gguf(path)
 
 
 def test_progress_goes_to_the_end_and_rounding_is_of_plain_files_alone(files) -> None:

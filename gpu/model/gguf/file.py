@@ -115,11 +115,27 @@ def _read(stamps: tuple[tuple[Path, int, int], ...]) -> GgufFile:
                 f"{len(stamps)}"
             )
         metadata = metadata or fields
+        _check_same_model(stamps[0][0], metadata, path, fields)
         for tensor in found:
             if tensor.name in tensors:
                 raise ModelError(f"model: {path}: tensor {tensor.name} is in {tensors[tensor.name].path}, too")
             tensors[tensor.name] = tensor
+    first, wanted = stamps[0][0], metadata.get("split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise ModelError(f"model: {first} says that all parts have {shown(wanted)} tensors; found {len(tensors)}")
     return GgufFile(tuple(path for path, _, _ in stamps), metadata, tensors)
+
+
+def _check_same_model(first: Path, metadata: dict[str, Any], path: Path, fields: dict[str, Any]) -> None:
+    """Raise ModelError for a part that says something else of the model than the first. Most say only how many
+    tensors all parts have.
+    """
+    for key in ("split.tensors.count", "general.architecture", "general.name"):
+        if key in fields and fields[key] != metadata.get(key):
+            raise ModelError(
+                f"model: {path} is a part of another model than {first}: {key} is {shown(fields[key])} and not "
+                f"{shown(metadata.get(key))}"
+            )
 
 
 def _part_field(path: Path, fields: dict[str, Any], key: str) -> int:
