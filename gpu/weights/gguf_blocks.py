@@ -75,7 +75,7 @@ class Numbers:
 
 
 def read_numbers(blocks: Blocks) -> Numbers:
-    """Return the numbers of blocks of any kind but MXFP4."""
+    """Return the numbers of blocks of a kind with such scales."""
     layout, rows = blocks.layout, len(blocks.data)
     cut = blocks.data.reshape(-1, layout.num_bytes)
     q, d, least, scales, offsets = _LAYOUTS[blocks.kind](cut)
@@ -89,7 +89,9 @@ def read_fp4(blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 
 def widen(blocks: Blocks) -> Tensor:
-    """Return float32 `[rows, inner]`."""
+    """Return float32 `[rows, inner]`. Kinds that are plain here are widened on the CPU."""
+    if blocks.layout.stored is None:
+        return _widened_by_package(blocks)
     if blocks.kind != "MXFP4":
         return read_numbers(blocks).widen()
     codes, exponents = read_fp4(blocks)
@@ -97,6 +99,14 @@ def widen(blocks: Blocks) -> Tensor:
     levels = 2 * torch.cat([levels, -levels])  # and half of a scale, which 2**128 would not be
     group = blocks.layout.group
     return torch.ldexp(levels[codes.int()], exponents.int().repeat_interleave(group, 1) - EXPONENT_BIAS - 1)
+
+
+def _widened_by_package(blocks: Blocks) -> Tensor:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    numbers = dequantize(blocks.data.cpu().numpy(), GGMLQuantizationType[blocks.kind])
+    return torch.from_numpy(numbers).to(blocks.data.device)
 
 
 def widen_blocks(blocks: Blocks, place: Tensor) -> None:

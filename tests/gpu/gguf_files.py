@@ -20,12 +20,15 @@ from torch import from_numpy
 
 BYTES = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144),
          "Q5_K": (256, 176), "Q6_K": (256, 210), "Q2_K": (256, 84), "Q3_K": (256, 110), "IQ4_NL": (32, 18),
-         "IQ4_XS": (256, 136), "MXFP4": (32, 17)}  # fmt: skip
-READ_BY_GGUF = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+         "IQ4_XS": (256, 136), "MXFP4": (32, 17), "IQ2_XXS": (256, 66), "IQ2_XS": (256, 74), "IQ2_S": (256, 82),
+         "IQ3_XXS": (256, 98), "IQ3_S": (256, 110)}  # fmt: skip
+WIDENED = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")  # which are plain here
+READ_BY_GGUF = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", *WIDENED)
 # Where a block has d, 0 for others; and of random bytes the deviation of numbers, as multiples of d.
 D_AT = {"Q6_K": 208, "Q2_K": 80, "Q3_K": 108}
 STEPS = {"Q4_0": 5, "Q4_1": 5, "Q5_0": 10, "Q5_1": 10, "Q8_0": 70, "Q4_K": 5 * 30, "Q5_K": 10 * 30, "Q6_K": 20 * 70,
-         "Q2_K": 10, "Q3_K": 42, "IQ4_NL": 70, "IQ4_XS": 70 * 18}  # fmt: skip
+         "Q2_K": 10, "Q3_K": 42, "IQ4_NL": 70, "IQ4_XS": 70 * 18,
+         "IQ2_XXS": 60, "IQ2_XS": 60, "IQ2_S": 60, "IQ3_XXS": 100, "IQ3_S": 400}  # fmt: skip
 # What takes the mean off, of kinds that have least behind d, as multiples of d.
 LEAST = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5}
 NAMES = {

@@ -27,7 +27,7 @@ from gpu.weights.gguf_blocks import Blocks, widen, widen_blocks
 from gpu.weights.matrix import as_matrix
 from gpu.weights.weights import Weights, allocate_weights, draw_packed
 from tests.gpu.family_checkpoints import checkpoint, generate, load
-from tests.gpu.gguf_files import BYTES, draw_blocks, wanted_numbers, write
+from tests.gpu.gguf_files import BYTES, WIDENED, draw_blocks, wanted_numbers, write
 from tests.tolerances import COMPILED_LOGITS_FLOAT32, GGUF_ROPE_LOGITS, SPREAD_OF_DRAWN
 
 CPU = torch.device("cpu")
@@ -47,7 +47,12 @@ def mixed(name: str) -> str:
             "blk.1.ffn_gate.weight": "F16"}.get(name, "Q4_K")  # fmt: skip
 
 
-MIXES = {kind: all_of(kind, kind) for kind in BYTES} | {"mixed": mixed, "F16": all_of("F16"), "BF16": all_of("BF16")}
+SERVED = [kind for kind in BYTES if kind not in WIDENED]
+MIXES = {kind: all_of(kind, kind) for kind in (*SERVED, "IQ3_S")} | {
+    "mixed": mixed,
+    "F16": all_of("F16"),
+    "BF16": all_of("BF16"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +102,8 @@ def test_every_matrix_holds_the_numbers_of_the_file(name: str, files) -> None:
     for ours, theirs in zip(got.layers, wanted.layers, strict=True):
         for matrix in MATRICES:
             stored = getattr(ours, matrix)
-            if name not in ("mixed", "F16", "BF16"):
-                assert isinstance(stored, Packed)
+            if name != "mixed":
+                assert isinstance(stored, Packed) == (name not in ("F16", "BF16", *WIDENED))
             assert torch.equal(as_matrix(stored).unpack(), getattr(theirs, matrix)), matrix
     assert torch.equal(as_matrix(got.logits).unpack(), wanted.logits)
     assert torch.equal(got.embedding, wanted.embedding)
@@ -339,7 +344,7 @@ def test_progress_goes_to_the_end_and_rounding_is_of_plain_files_alone(files) ->
         assert torch.equal(as_matrix(ours.qkv).unpack(), as_matrix(theirs.qkv).unpack())
 
 
-@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize("kind", SERVED)
 def test_random_weights_of_a_kind_have_the_spread_of_plain_ones_and_its_bytes(kind: str) -> None:
     shape = stored_as(named_shape("tiny-qwen3"), kind)
     weights = allocate_weights(shape, torch.bfloat16, CPU)
@@ -351,6 +356,8 @@ def test_random_weights_of_a_kind_have_the_spread_of_plain_ones_and_its_bytes(ki
     assert abs(float(drawn.mean())) < SPREAD_OF_DRAWN
     with pytest.raises(ModelError, match=r"has rows of 384; Q4_K has blocks of 256"):
         stored_as(named_shape("tiny-phi3"), "Q4_K")
+    with pytest.raises(ModelError, match="IQ3_S is widened at load; wanted a kind of few bits"):
+        stored_as(named_shape("tiny-qwen3"), "IQ3_S")
 
 
 @pytest.mark.gpu

@@ -94,6 +94,19 @@ def test_tiles_of_every_make_give_the_product(name, tiles, dtype, device, monkey
     assert distance(packed_linear(x, drawn.packed, residual), wanted) < KERNEL_TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_four_bits_in_groups_of_half_a_run_give_the_product(tokens, dtype, device):
+    """As GGUF's Q2_K and Q3_K: a unit has eight groups, more than are loaded at once."""
+    drawn = draw_packed("int4", 50, 512, 16, 1, False, False, dtype, device, 256)
+    x = random(np.random.default_rng(tokens), (tokens, 512), dtype, device)
+    product = wide(x) @ drawn.wanted.T
+    assert groups_ahead(drawn.packed) == 0
+    assert distance(packed_linear(x, drawn.packed), product) < KERNEL_TOLERANCE[dtype]
+    assert distance(packed_logits(x, drawn.packed), product) < KERNEL_TOLERANCE[dtype]
+
+
 def test_products_are_of_half_a_run_where_groups_of_runs_have_as_many_columns_and_beside_no_zero_points():
     """Zero points are bytes, for which Triton gives a thread more columns than half a run has for it."""
     assert is_halved(16, 512, has_runs=True)

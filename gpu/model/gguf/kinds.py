@@ -2,9 +2,10 @@
 
 A number of most kinds of few bits is `q * d * scale - least * offset`: q below 2**8, d and least float16 of a run of
 groups, scale and offset whole numbers of a group. So nothing is rounded on the way from the file. Kinds with one scale
-a group, and the same zero point in all, have a scale alone. MXFP4 has numbers of FP4 and powers of two. Matrices that
-are one product here are stored alike: by the finest groups of their parts, in 8 bits if one of them has more than 4,
-and plain if one of them is, or if MXFP4 stands beside another kind.
+a group, and the same zero point in all, have a scale alone. MXFP4 has numbers of FP4 and powers of two. IQ2 and IQ3
+are entries of tables, which the gguf package widens. Matrices that are one product here are stored alike: by the finest
+groups of their parts, in 8 bits if one of them has more than 4, and plain if one of them is, or if MXFP4 stands beside
+another kind.
 """
 
 from collections.abc import Sequence
@@ -50,6 +51,11 @@ BLOCK_KINDS = {
     "IQ4_NL": BlockKind(32, 18, 32, 32, 4, "int8", zero=128),
     "IQ4_XS": BlockKind(256, 136, 32, 256, 4, "int8", has_pairs=True),
     "MXFP4": BlockKind(32, 17, 32, 32, 4, "fp4"),
+    "IQ2_XXS": BlockKind(256, 66, 32, 256, 2, None),
+    "IQ2_XS": BlockKind(256, 74, 16, 256, 2, None),
+    "IQ2_S": BlockKind(256, 82, 16, 256, 2, None),
+    "IQ3_XXS": BlockKind(256, 98, 32, 256, 3, None),
+    "IQ3_S": BlockKind(256, 110, 32, 256, 3, None),
 }
 SERVED = (*FLOAT_KINDS, *BLOCK_KINDS)
 

@@ -99,7 +99,8 @@ def stored_as(architecture: Architecture, kind: str) -> Architecture:
     """
     output = None if architecture.tied_embeddings else format_of(["Q6_K"])
     stored = format_of([kind])
-    assert stored is not None, "a kind of few bits"
+    if stored is None:
+        raise ModelError(f"model: {kind} is widened at load; wanted a kind of few bits")
     shapes = (matrix_shapes(architecture, spec) for spec in set(architecture.layer_pattern))
     for inner in {columns for shape in shapes for _, columns in shape.values()}:
         if inner % BLOCK_KINDS[kind].block:
