@@ -12,9 +12,10 @@ import torch
 
 from gpu.config import Composition
 from gpu.methods.device_side import LayerReads
-from gpu.methods.indexed.device import IN_PAGES, Indexed
+from gpu.methods.indexed.device import Indexed
 from gpu.methods.indexed.host_rows import read_rows
 from gpu.methods.indexed.ring import EMPTY
+from gpu.methods.indexed.upkeep import IN_PAGES
 from gpu.methods.method import ProfilePart
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.profiles import resolve_profiles
@@ -213,10 +214,10 @@ def test_a_ring_of_another_slot_begins_empty_and_a_copy_has_what_its_source_had_
     twins = IndexedTwins(ALL)
     twins.prefill_down(0, PROMPT)
     check_steps(twins, [0], 3)
-    known = twins.side._known[0].num_tokens
+    known = twins.side.upkeep.known[0].num_tokens
     assert known > 0
     twins.assign(1, 1, RingCopy(0, 100, 303))
-    assert twins.side._known[1].num_tokens == (100 - 16) // 32 * 32
+    assert twins.side.upkeep.known[1].num_tokens == (100 - 16) // 32 * 32
     own = slice(NUM_KV_HEADS, 2 * NUM_KV_HEADS)
     index = twins.side.index
     assert torch.equal(index.codes[:, own, :64], index.codes[:, :NUM_KV_HEADS, :64])
@@ -225,7 +226,7 @@ def test_a_ring_of_another_slot_begins_empty_and_a_copy_has_what_its_source_had_
     check_steps(twins, [0, 1], 3)
     twins.offloading.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()
     twins.assign(2, 0)
-    assert twins.side._known[0].num_tokens == 0
+    assert twins.side.upkeep.known[0].num_tokens == 0
     twins.prefill_down(2, document_prompt(280, 3))
     check_steps(twins, [1, 2], 3)
 
@@ -234,10 +235,10 @@ def test_a_ring_whose_sequence_has_another_context_forgets_the_one_before() -> N
     twins = IndexedTwins(ALL)
     twins.prefill_down(0, PROMPT)
     check_steps(twins, [0], 2)
-    known, fetched = twins.side._known[0], counts_of(twins.side).fetched_rows
+    known, fetched = twins.side.upkeep.known[0], counts_of(twins.side).fetched_rows
     known.context_id = 7
     check_steps(twins, [0], 1)
-    assert twins.side._known[0].context_id == twins.sequences[0].context_id
+    assert twins.side.upkeep.known[0].context_id == twins.sequences[0].context_id
     counts = counts_of(twins.side)
     assert counts.fetched_rows - fetched == NUM_KV_HEADS * 2 * known.num_tokens, "all of it, anew"
 
@@ -256,7 +257,7 @@ def test_a_resident_context_read_by_an_index_with_a_budget_of_everything_is_exac
     counts = counts_of(twins.side)
     assert counts.read_tokens == counts.offloaded_tokens > 0
     assert counts.fetched_rows == sum(counts.estimated_mass) == 0
-    assert twins.side._known[0].num_tokens == (300 + 69 + 1 - 64 - 16) // 64 * 64
+    assert twins.side.upkeep.known[0].num_tokens == (300 + 69 + 1 - 64 - 16) // 64 * 64
 
 
 def test_of_a_resident_context_few_rows_are_read_and_the_others_are_estimated() -> None:
@@ -285,12 +286,12 @@ def test_a_context_that_leaves_the_device_and_comes_back_keeps_its_index() -> No
     twins = IndexedTwins(ALL | ON_CARD, kept_tokens=1024)
     twins.prefill([PROMPT])
     check_steps(twins, [0], 2)
-    sequence, known = twins.sequences[0], twins.side._known[0]
+    sequence, known = twins.sequences[0], twins.side.upkeep.known[0]
     indexed = known.num_tokens
     assert indexed > 0
     twins.give_up(sequence, 208)
     check_steps(twins, [0], 2)
-    assert twins.side._known[0] is known
+    assert twins.side.upkeep.known[0] is known
     assert known.context_id == sequence.context_id
     assert counts_of(twins.side).fetched_rows > 0
     twins.restore(twins.fetch(sequence, 16))
@@ -305,14 +306,14 @@ def test_a_copied_ring_of_a_resident_context_is_read_in_the_copys_own_pages() ->
     twins = IndexedTwins(ALL | ON_CARD, offload_block_tokens=NEVER)
     twins.prefill([PROMPT, PROMPT])
     check_steps(twins, [0], 1)
-    known = twins.side._known
+    known = twins.side.upkeep.known
     twins.assign(1, 1, RingCopy(0, 100, 303))
     assert known[1].num_tokens == 64
     check_steps(twins, [0, 1], 3)
     assert known[1].num_tokens == 192
     twins.offloading.launch(StepPlan(released_slots=[1])).collect()
     twins.assign(2, 1)
-    assert known[1].num_tokens == int(twins.side._in_pages[1]) == 0
+    assert known[1].num_tokens == int(twins.side.upkeep.in_pages[1]) == 0
 
 
 def test_a_captured_step_of_resident_rows_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

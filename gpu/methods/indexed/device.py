@@ -5,21 +5,20 @@ preemption, a copied ring and pages that were evicted all end in the same place.
 host. The CPU is asked nothing for rows with an index.
 
 With `resident: indexed`, a row without a host read has an index of its pages between sink and window. What is indexed
-before a step is what the step skips, and `_in_pages` says how much that is. Steps with host reads and steps without run
-side by side, so each kind has work arrays of its own.
+before a step is what the step skips, and `Upkeep.in_pages` says how much that is. Steps with host reads and steps
+without run side by side, so each kind has work arrays of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
-from gpu.methods.indexed import BLOCK_TOKENS, COUNTERS, FIGURES, MASS_UNIT
+from gpu.methods.indexed import COUNTERS, FIGURES, MASS_UNIT
 from gpu.methods.indexed.attending import (
     FETCHED,
     HEADS,
@@ -30,11 +29,9 @@ from gpu.methods.indexed.attending import (
     attend_chosen,
     join_parts,
 )
-from gpu.methods.indexed.auditing import Audits, AuditSums, Reading
-from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens
+from gpu.methods.indexed.auditing import Audits, Reading
 from gpu.methods.indexed.choosing import choose_tokens
 from gpu.methods.indexed.estimating import estimate_rest
-from gpu.methods.indexed.page_rows import Pages, centre_pages
 from gpu.methods.indexed.reporting import (
     BOUND,
     GENERATION,
@@ -45,17 +42,13 @@ from gpu.methods.indexed.reporting import (
     report_errors,
 )
 from gpu.methods.indexed.rereading import read_again
-from gpu.methods.indexed.ring import BEHIND_ALL, EMPTY, new_index, new_layout, new_work
+from gpu.methods.indexed.ring import EMPTY, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
+from gpu.methods.indexed.upkeep import Upkeep
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import HostRead, RingWrite
-from gpu.upload import upload
 from transfer.partial import Owner, merge
-from transfer.places import COLUMNS, RUN_BEGIN, check_places
-
-IN_PAGES = -1  # in place of a context's id
-GROWN_TOKENS = 2 * BLOCK_TOKENS  # of a resident run, that are indexed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +66,6 @@ class _Rows:
     is_in_pages: Tensor | None = None
 
 
-@dataclass(slots=True)
-class _Known:
-    """What of a ring's run is indexed. context_id: whose run it is, or IN_PAGES; num_tokens: from its first token on;
-    places: the table of pieces that the device has; generation: assignments of the ring so far; audited: since the last
-    one.
-    """
-
-    context_id: int | None = None
-    num_tokens: int = 0
-    places: np.ndarray | None = None
-    generation: int = 0
-    audited: AuditSums = field(default_factory=AuditSums)
-
-
 def make_ring_side(settings: IndexedSettings, site: Site, num_rings: int) -> RingSide:
     return Indexed(settings, site, num_rings)
 
@@ -101,25 +80,18 @@ class Indexed(RingSide):
         assert site.tier_shape is not None, "indexed: nothing is offloaded here"
         super().__init__(site)
         shape, tier, device = site.architecture, site.tier_shape, site.device
-        is_int8 = tier.rows == "int8"
         self.settings = settings
         self._num_heads = shape.num_heads
-        self.index = new_index(settings, shape, len(tier.layers), num_rings, site.dtype, device)
-        self._layers = [self.index.layer(place) for place in range(len(tier.layers))]
+        self._report = new_report(shape, len(tier.layers), num_rings, device)
+        self.upkeep = Upkeep(settings, site, num_rings, self._report)
+        self.index, self._layout, self._pages = self.upkeep.index, self.upkeep.layout, self.upkeep.pages
+        self._layers = self.upkeep.layers
         self._places = {layer: place for place, layer in enumerate(tier.layers)}
         self._first_layer = tier.layers[0]
         works = [new_work(settings, shape, num_rings, device) for _ in range(settings.num_works)]
         self._work = {True: works[0], False: works[-1]}  # by whether a step has host reads
-        self._layout = new_layout(settings, shape, is_int8, device)
-        self._sink_tokens, self._window_tokens = site.sink_tokens, site.window_tokens
-        self._pages: list[Pages] = []  # by place of the layer; empty: resident tokens are read in full
-        if settings.resident == "indexed" and site.pages:
-            self._pages = [Pages(*site.pages[layer], site.sink_tokens) for layer in tier.layers]
-        self._in_pages = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)  # indexed, by ring
-        self._known = [_Known() for _ in range(num_rings)]
-        self._report = new_report(shape, len(tier.layers), num_rings, device)
         self._of_layers = [self._report.layer(place) for place in range(len(tier.layers))]
-        self.audits = Audits(self._report, settings.errors.audit_steps, shape.num_kv_heads, is_int8)
+        self.audits = Audits(self._report, settings.errors.audit_steps, shape.num_kv_heads, tier.rows == "int8")
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
         self._num_layers = shape.num_layers
@@ -129,42 +101,17 @@ class Indexed(RingSide):
 
     def assign(self, write: RingWrite) -> None:
         """Empty a ring's slots; its index begins anew, or with a copy of what another ring has of the same tokens."""
-        own, index = self._of_ring(write.ring), self.index
-        self._empty(write.ring)
-        known = self._known[write.ring]
-        known.generation, known.audited = known.generation + 1, AuditSums()
+        generation = self.upkeep.assign(write)
         self._report.of_rings[write.ring].fill_(0)
-        self._report.of_rings[write.ring, GENERATION].fill_(known.generation)
-        if write.source is not None:
-            source = self._of_ring(write.source.ring)
-            shared = min(self._known[write.source.ring].num_tokens, write.source.begin - self._sink_tokens)
-            known.num_tokens = max(shared, 0) // BLOCK_TOKENS * BLOCK_TOKENS
-            for array in (index.codes, index.scales, index.value_codes, index.value_scales):
-                array[:, own, : known.num_tokens] = array[:, source, : known.num_tokens]
-            blocks = known.num_tokens // BLOCK_TOKENS
-            index.value_centres[:, own, :blocks] = index.value_centres[:, source, :blocks]
-            index.centres[:, own] = index.centres[:, source]
+        self._report.of_rings[write.ring, GENERATION].fill_(generation)
         super().assign(write)
 
     def prepare(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> None:
         """Index what has left the window of rows that are whole on the device."""
         for slot, cell, read in zip(slots, cells, host_reads, strict=True):
             ring = self.held.get(slot)
-            if ring is None or read is not None or not self._pages:
-                continue
-            known = self._known[ring]
-            end = (cell + 1 - self._window_tokens - self._sink_tokens) // GROWN_TOKENS * GROWN_TOKENS
-            if known.context_id == IN_PAGES and known.num_tokens >= end:
-                continue
-            known.context_id, known.places = IN_PAGES, None
-            if known.num_tokens < end:
-                if known.num_tokens == 0:
-                    for layer, pages in zip(self._layers, self._pages, strict=True):
-                        centre_pages(layer, ring, slot, end, pages, self._layout)
-                begin = known.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-                index_pages(self.index, ring, slot, begin, end, self._pages, self._layout)
-                known.num_tokens = end
-            self._in_pages[ring].fill_(known.num_tokens)
+            if ring is not None and read is None and self._pages:
+                self.upkeep.index_resident(ring, slot, cell)
 
     def borrow(
         self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent
@@ -175,22 +122,9 @@ class Indexed(RingSide):
             ring = self.held.get(slot)
             if ring is None or read is None:
                 continue
-            known, num_tokens = self._known[ring], read.end - read.begin
-            if known.context_id == IN_PAGES:  # of the same tokens
-                self._empty_slots(ring)
-            elif known.context_id not in (None, read.context_id):
-                self._empty(ring)
-                known = self._known[ring]
-            known.context_id = read.context_id
-            self._place(ring, lent.places(row))
-            if known.num_tokens == 0:
-                self.index.centres[:, self._of_ring(ring)] = self.index.piece_centres[:, ring, 0]
-            if known.num_tokens < num_tokens:
-                begin = known.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-                index_tokens(self.index, ring, begin, num_tokens, self._layout)
-                known.num_tokens = num_tokens
-            if num_tokens and known.places is not None:
-                readings.append(Reading(ring, num_tokens, known.places, known.audited))
+            known = self.upkeep.index_offloaded(ring, read, lent.places(row))
+            if read.end > read.begin and known.places is not None:
+                readings.append(Reading(ring, read.end - read.begin, known.places, known.audited))
         self.audits.pick(readings, lent)
 
     def give_up(self) -> None:
@@ -278,7 +212,7 @@ class Indexed(RingSide):
 
     def figures_of(self, slot: int) -> dict[str, int]:
         ring = self.held[slot]
-        known, numbers = self._known[ring], self._told[2][ring].tolist()
+        known, numbers = self.upkeep.known[ring], self._told[2][ring].tolist()
         if numbers[GENERATION] != known.generation:
             return {}  # no step of this request is over
         audited = known.audited
@@ -290,26 +224,9 @@ class Indexed(RingSide):
         own = dict(zip(self._places, numbers, strict=True))
         return [own.get(layer, 0) for layer in range(self._num_layers)]
 
-    def _empty(self, ring: int) -> None:
-        """Forget the run of a ring: what is indexed of it, and what stands in slots."""
-        self._empty_slots(ring)
-        self._in_pages[ring].fill_(0)
-        self._report.doublings[:, self._of_ring(ring)] = 0
-        known = self._known[ring]
-        self._known[ring] = _Known(generation=known.generation, audited=known.audited)
-
-    def _empty_slots(self, ring: int) -> None:
-        own = self._of_ring(ring)
-        self.index.ids[:, own] = EMPTY
-        self.index.held[:, own] = 0
-
-    def _of_ring(self, ring: int) -> slice:
-        """Return the places of a ring."""
-        return slice(ring * self._layout.kv_heads, (ring + 1) * self._layout.kv_heads)
-
     def _look_up(self, rows: StepRows) -> _Rows:
         """Return what of a step is known by ring, in stream order."""
-        settings, num_rings = self.settings, len(self._known)
+        settings, num_rings = self.settings, len(self.upkeep.known)
         rings = rows.of_slots(self.ring_of_slot)
         to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
         device = rings.device
@@ -318,9 +235,9 @@ class Indexed(RingSide):
         of_rows = rows.skips[1] - rows.skips[0]
         bounds = is_in_pages = None
         if self._pages:
-            in_pages = torch.where(of_rows > 0, 0, self._in_pages[to])
+            in_pages = torch.where(of_rows > 0, 0, self.upkeep.in_pages[to])
             is_in_pages, of_rows = in_pages > 0, of_rows + in_pages
-            begin, end = self._sink_tokens, self._sink_tokens + in_pages
+            begin, end = self.upkeep.sink_tokens, self.upkeep.sink_tokens + in_pages
             bounds = torch.where(is_in_pages, torch.stack([end.clamp_max(begin), end, end]), rows.skips)
             bounds = bounds[..., None].expand(-1, -1, self._num_heads)
         num_tokens = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)
@@ -340,18 +257,3 @@ class Indexed(RingSide):
             doubled = (of_places << self._report.doublings).clamp_max(settings.budget_tokens)
             steps = [replace(step, budgets=of_layer) for of_layer in doubled]
         return _Rows(rings, of_rows, all_wanted, steps, bounds, is_in_pages)
-
-    def _place(self, ring: int, places: np.ndarray) -> None:
-        """Write where a ring's run lies, in stream order, if it has moved or grown."""
-        known = self._known[ring]
-        if known.places is not None and np.array_equal(known.places, places):
-            return
-        layers, _, most = self.index.lies[:, ring].shape
-        check_places(places, most)
-        num_pieces = places.shape[2]
-        table = np.zeros((layers, COLUMNS, most), np.int64)
-        table[:, RUN_BEGIN] = BEHIND_ALL
-        table[:, :, :num_pieces] = places
-        self.index.lies[:, ring] = upload(table, self.index.lies.device)
-        copy_pieces(self.index, ring, num_pieces, self._layout)
-        known.places = places
