@@ -81,6 +81,7 @@ def shape_with_rope(name: str, rope: Mapping[str, Any] | None) -> Architecture:
 def _read_gguf(path: Path, rope: Mapping[str, Any] | None, ignored_keys: Sequence[str]) -> Architecture:
     file = read_gguf(path)
     shape = parse_config(as_config(file), file.name, str(path), ignored_keys, rope, has_other_code=True)
+    shape = replace(shape, experts_apart=True)
     return replace(shape, eos_token_ids=end_token_ids(path), quantisation=find_quantisation(file, shape))
 
 

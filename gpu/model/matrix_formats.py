@@ -45,7 +45,9 @@ def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[st
 
 
 def of_expert(what: str, expert: int) -> str:
-    return f"{what} of {expert}"
+    """Return what one expert's tensor is called, of a bias `gate of 3_bias`."""
+    matrix, is_bias = what.removesuffix("_bias"), what.endswith("_bias")
+    return f"{matrix} of {expert}" + ("_bias" if is_bias else "")
 
 
 @lru_cache(maxsize=512)

@@ -76,7 +76,8 @@ class Architecture:
     of a head's leading elements that are rotated; None: all. has_neighbour_pairs: elements that are rotated together
     are neighbours in the checkpoint, not halves. norm_weight_offset: added to the checkpoint's norm weights.
     query_gain: factor of the query norms' weights, for a model that scales its logits by other than dim**-0.5.
-    embedding_scale: factor of the input embedding, in the model's dtype. quantisation: which matrices have few bits;
+    embedding_scale: factor of the input embedding, in the model's dtype. experts_apart: the checkpoint has tensors of
+    each expert (a GGUF file), also in a family that has one of all. quantisation: which matrices have few bits;
     None: none (`gpu.model.matrix_formats` says what that weighs).
     """
 
@@ -101,6 +102,7 @@ class Architecture:
     norm_weight_offset: float = 0.0
     query_gain: float = 1.0
     embedding_scale: float = 1.0
+    experts_apart: bool = False
     quantisation: Quantisation | None = None
 
     @property

@@ -37,18 +37,19 @@ NAMES = {
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up", "post_self_attn_layernorm": "post_attention_norm",
-    "post_mlp_layernorm": "post_ffw_norm",
+    "post_mlp_layernorm": "post_ffw_norm", "self_attn.sinks": "attn_sinks",
 }  # fmt: skip
 GEMMA_NAMES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
-                "mlp.experts.down_proj": "ffn_down_exps", "mlp.gate": "ffn_gate_inp",
+                "mlp.experts.down_proj": "ffn_down_exps", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
                 "block_sparse_moe.experts.w1": "ffn_gate_exps", "block_sparse_moe.experts.w3": "ffn_up_exps",
                 "block_sparse_moe.experts.w2": "ffn_down_exps", "block_sparse_moe.gate": "ffn_gate_inp"}  # fmt: skip
 # `general.architecture` of a `model_type`; a new family with a GGUF form gets an entry.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-                 "qwen3_moe": "qwen3moe", "phi3": "phi3", "glm4": "glm4", "gemma3_text": "gemma3"}  # fmt: skip
+                 "qwen3_moe": "qwen3moe", "phi3": "phi3", "glm4": "glm4", "gemma3_text": "gemma3",
+                 "gpt_oss": "gpt-oss"}  # fmt: skip
 NEIGHBOUR_PAIRS = {"llama"}  # architectures whose query and key rows are in the order of neighbours
 Kinds = Callable[[str], str]
 
@@ -141,10 +142,11 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         _add(writer, key, value)
     for name, array in _rope_factors(config).items():
         writer.add_tensor(name, array)
+    tensors = _apart(tensors) if architecture == "gpt-oss" else tensors
     for name, array in sorted(_stacked(tensors).items()):
         module, end = name.rsplit(".", 1)
         theirs = _name(module, architecture) + "." + end
-        kind = kinds(theirs) if array.ndim > 1 and "ffn_gate_inp" not in theirs else "F32"
+        kind = kinds(theirs) if array.ndim > 1 and "ffn_gate_inp" not in theirs and end == "weight" else "F32"
         if array.ndim == 3:
             stored = np.stack([_store(generator, kind, one) for one in array])
             for expert, (one, rows) in enumerate(zip(stored, array, strict=True)):
@@ -179,11 +181,28 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     return path
 
 
+def _apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With gpt-oss's gate and up apart, whose rows come in turns in a checkpoint, and rows of experts first."""
+    found = {}
+    for name, array in tensors.items():
+        stem, what = (name + ".weight").rsplit(".", 2)[0], name.rsplit(".", 1)[1]
+        if ".experts." not in name:
+            found[name + ".weight" if what == "sinks" else name] = array
+            continue
+        end = "bias" if what.endswith("_bias") else "weight"
+        array = array if end == "bias" else array.swapaxes(1, 2)
+        if what.startswith("gate_up"):
+            found |= {f"{stem}.gate_proj.{end}": array[:, ::2], f"{stem}.up_proj.{end}": array[:, 1::2]}
+        else:
+            found[f"{stem}.down_proj.{end}"] = array
+    return found
+
+
 def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """With one tensor, `[experts, rows, columns]`, for those of all experts of a layer."""
     found, experts = {}, {}
     for name, array in tensors.items():
-        if ".experts." not in name:
+        if ".experts." not in name or not name.split(".experts.")[1][0].isdigit():
             found[name] = array
             continue
         before, after = name.split(".experts.")
@@ -216,6 +235,8 @@ def _name(module: str, architecture: str) -> str:
         return WHOLE[module]
     _, _, layer, part = module.split(".", 3)
     names = NAMES | EXPERT_NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
+    if architecture == "gpt-oss":
+        names |= {"post_attention_layernorm": "post_attention_norm"}
     return f"blk.{layer}.{names[part]}"
 
 
@@ -243,6 +264,8 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architectu
         found |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
     if config["model_type"] == "qwen3_moe":
         found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if config["model_type"] == "gpt_oss":
+        found["expert_feed_forward_length"] = config["intermediate_size"]
     if config["model_type"] == "gemma3_text":
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
     scaling = config.get("rope_scaling") or {}

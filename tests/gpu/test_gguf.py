@@ -149,7 +149,7 @@ def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, files) -
 
 FAMILIES = {
     "llama3": {}, "llama with biases": {}, "mistral": {}, "qwen2 with yarn": {}, "qwen3": {}, "phi3": {}, "glm4": {},
-    "gemma3": {"query_pre_attn_scalar": 256},
+    "gemma3": {"query_pre_attn_scalar": 256}, "gpt_oss": {},
 }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ FAMILIES = {
 def test_every_family_is_the_checkpoint_that_its_file_was_made_of(family: str, tmp_path: Path) -> None:
     """Names, biases, norms, windows, rotations and their scaling; logits beside transformers' own."""
     plain = checkpoint(family, **FAMILIES[family])
-    path = write(plain.folder, tmp_path / "model.gguf", lambda name: "F32")
+    path = write(plain.folder, tmp_path / "model.gguf", lambda name: "F32", is_alone=True)
     ours, theirs = read_architecture(path), read_architecture(plain.folder)
     for field in ("family", "num_heads", "num_kv_heads", "dim", "rotary_dim", "layer_pattern", "query_gain",
                   "embedding_scale", "norm_weight_offset", "tied_embeddings", "rms_norm_eps",
@@ -185,6 +185,25 @@ def test_experts_with_tensors_of_their_own_are_those_of_one_for_all(family: str,
             got, matrix = getattr(layer.experts, name), getattr(wanted.experts, name)
             assert torch.equal(got.words, matrix.words)
             assert torch.equal(got.scales, matrix.scales)
+
+
+def test_experts_of_a_gpt_oss_stay_in_fp4_and_its_biases_and_sinks_are_there(tmp_path: Path) -> None:
+    plain = checkpoint("gpt_oss").folder
+    path, wide = (
+        write(plain, tmp_path / f"{kind}.gguf", lambda name, kind=kind: kind if "_exps" in name else "F32",
+              is_alone=True)
+        for kind in ("MXFP4", "F32")
+    )  # fmt: skip
+    fp4 = gguf.GGMLQuantizationType.MXFP4
+    for layer, whole_layer in zip(packed(path).layers, packed(wide).layers, strict=True):
+        for name in ("experts_gate_up", "experts_down"):
+            got, matrix = layer.matrices[name], whole_layer.matrices[name]
+            assert isinstance(got, Packed)
+            assert (got.kind, got.group) == ("fp4", 32)
+            meant = gguf.quants.dequantize(gguf.quants.quantize(matrix.numpy(), fp4), fp4)
+            assert np.array_equal(as_matrix(got).unpack().numpy(), meant), name
+            assert torch.equal(layer.biases[name], whole_layer.biases[name])
+        assert torch.equal(layer.sinks, whole_layer.sinks)
 
 
 def test_an_expert_too_many_or_too_few_is_told(tmp_path: Path) -> None:

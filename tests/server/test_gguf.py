@@ -181,6 +181,15 @@ def test_ends_are_all_that_a_file_names_and_control_tokens_that_end_turns(tmp_pa
     assert end_token_ids(path) == (0, 2, 3, 5)
 
 
+def test_a_message_of_gpt_oss_ends_no_answer(tmp_path: Path) -> None:
+    tokens = ["<|return|>", "b", "<|end|>", "bc", "c", "<|call|>", *(f"{i}x" for i in range(314))]
+    path = small(
+        tmp_path, general__architecture="gpt-oss", tokenizer__ggml__tokens=tokens, tokenizer__ggml__eos_token_id=0,
+        tokenizer__ggml__eot_token_id=2, tokenizer__ggml__token_type=[3, 1, 3, 1, 1, 3, *[1] * 314],
+    )  # fmt: skip
+    assert end_token_ids(path) == (0, 5)
+
+
 def test_a_plan_says_what_is_repacked_and_the_file_alone_is_a_deployment(tmp_path: Path) -> None:
     path = write(REFERENCE, tmp_path / "reference.gguf", kinds, vocabulary(REFERENCE), is_alone=True)
     deployment = load_deployment(path)

@@ -55,12 +55,14 @@ def gguf_end_token_ids(path: Path) -> tuple[int, ...]:
         return ()
     tokens, kinds = _tokens(file), _kinds(file)
     ids = {_token_id(file, key, tokens) for key in _END_IDS} - {None}
-    ends = _ENDS.union(*(family.gguf.end_tokens for family in families_of(file) if family.gguf is not None))
+    forms = [family.gguf for family in families_of(file) if family.gguf is not None]
+    ends = _ENDS.union(*(form.end_tokens for form in forms))
+    inner = frozenset().union(*(form.inner_tokens for form in forms))
     ids |= {
         place for place, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind == Kind.CONTROL and token in ends
     }  # fmt: skip
-    return tuple(sorted(place for place in ids if place is not None))
+    return tuple(sorted(place for place in ids if place is not None and tokens[place] not in inner))
 
 
 def _word(file: GgufFile, key: str) -> str | None:

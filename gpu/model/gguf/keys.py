@@ -131,7 +131,8 @@ class GgufForm:
     where no other family claims it. translate: returns keys of `config.json` from the file's keys and from those that
     all families have (`as_config`); it wins where both have one. has_experts, has_windows: whether its layers have.
     has_neighbour_pairs: rows of queries and keys are in the order in which neighbours are rotated together.
-    end_tokens: control tokens that end its turns and no other family's. merges_by_id: tokens are merged in the order
+    end_tokens: control tokens that end its turns and no other family's; inner_tokens: those that end other families'
+    turns and not its own. merges_by_id: tokens are merged in the order
     of their ids. tensor_names: the architecture of the `gguf` package whose names its tensors have; None: its own.
     """
 
@@ -142,5 +143,6 @@ class GgufForm:
     has_windows: bool = False
     has_neighbour_pairs: bool = False
     end_tokens: frozenset[str] = frozenset()
+    inner_tokens: frozenset[str] = frozenset()
     merges_by_id: bool = False
     tensor_names: str | None = None

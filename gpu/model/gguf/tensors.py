@@ -41,7 +41,7 @@ def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, Gg
 
 def _each_expert(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
     """Return a tensor of all experts as one of each: they lie one after another."""
-    if EACH not in name or len(tensor.shape) != 3:
+    if EACH not in name or len(tensor.shape) != (2 if name.endswith(".bias") else 3):
         return {name: tensor}
     num_experts = tensor.shape[0]
     num_bytes = tensor.num_bytes // num_experts
@@ -135,5 +135,6 @@ def _names(architecture: str, num_layers: int, layer_names: tuple[str, ...]) -> 
     table: Any = gguf.get_tensor_name_map(known, num_layers)
     ours = [*_WHOLE, *(f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in layer_names)]
     found = {name: table.get_name(name.replace(f".{EACH}", ""), try_suffixes=(".weight", ".bias")) for name in ours}
+    found |= {name: f"{theirs}.weight" for name, theirs in found.items() if not name.endswith((".weight", ".bias"))}
     assert len(set(found.values())) == len(ours), "no two tensors have one name"
     return found

@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks and biases, every other layer with a window, and a mixture of experts with biases.
 
-All experts of a layer stand in one tensor, whose rows of gate and up come in turns.
+All experts of a layer stand in one tensor, whose rows of gate and up come in turns; GGUF files have them apart.
 """
 
 from dataclasses import replace
@@ -8,6 +8,7 @@ from dataclasses import replace
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
+from gpu.model.families.gpt_oss.gguf_form import GGUF
 from gpu.model.families.gpt_oss.shapes import SHAPES, YARN
 from gpu.model.family import (
     LAYER_TENSORS,
@@ -20,6 +21,22 @@ from gpu.model.family import (
     parse_sizes,
 )
 from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Architecture, LayerSpec
+
+_ROUTER = {"mlp.router.weight": "router", "mlp.router.bias": "router_bias"}
+_STACKED = {
+    "mlp.experts.gate_up_proj": "experts_gate_up",
+    "mlp.experts.gate_up_proj_bias": "experts_gate_up_bias",
+    "mlp.experts.down_proj": "experts_down",
+    "mlp.experts.down_proj_bias": "experts_down_bias",
+}
+_APART = {
+    "mlp.experts.*.gate_proj.weight": "gate",
+    "mlp.experts.*.gate_proj.bias": "gate_bias",
+    "mlp.experts.*.up_proj.weight": "up",
+    "mlp.experts.*.up_proj.bias": "up_bias",
+    "mlp.experts.*.down_proj.weight": "down",
+    "mlp.experts.*.down_proj.bias": "down_bias",
+}
 
 
 def parse(keys: ConfigKeys, name: str) -> Architecture:
@@ -41,14 +58,8 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
 
 def tensors(shape: Architecture) -> dict[str, str]:
     attention = {name: what for name, what in LAYER_TENSORS.items() if not name.startswith("mlp.")}
-    return attention | QKV_BIASES | OUTPUT_BIAS | SINKS | {
-        "mlp.router.weight": "router",
-        "mlp.router.bias": "router_bias",
-        "mlp.experts.gate_up_proj": "experts_gate_up",
-        "mlp.experts.gate_up_proj_bias": "experts_gate_up_bias",
-        "mlp.experts.down_proj": "experts_down",
-        "mlp.experts.down_proj_bias": "experts_down_bias",
-    }  # fmt: skip
+    experts = _APART if shape.experts_apart else _STACKED
+    return attention | QKV_BIASES | OUTPUT_BIAS | SINKS | _ROUTER | experts
 
 
 FAMILY = Family(
@@ -71,5 +82,6 @@ FAMILY = Family(
         {"experts_per_token", "initial_context_length", "output_router_logits", "router_aux_loss_coef"}
     ),
     stacks=StackLayout(is_transposed=True, is_interleaved=True),
+    gguf=GGUF,
     shapes=SHAPES,
 )
