@@ -1,4 +1,4 @@
-"""GGUF files: blocks of 4 to 8 bits, stated by each tensor and not by a configuration."""
+"""GGUF files: blocks of 2 to 8 bits, stated by each tensor and not by a configuration."""
 
 from gpu.model.weight_format import WeightFormat
 
