@@ -130,7 +130,8 @@ def _attend_kernel(
         inside = slot < slots
         token = tl.load(ids + place * slots + slot, mask=inside, other=-1)
         is_there = token >= 0
-        is_fetched = is_there & (page_slot < 0)
+        lies_in_host = tl.zeros([TILE], tl.int32) + page_slot < 0
+        is_fetched = is_there & lies_in_host
         is_fresh = is_fetched & (tl.load(fresh + place * slots + slot, mask=inside, other=0) != 0)
         cell = (place * slots + slot)[:, None] * DIM + column
         is_known = (is_fetched & (is_fresh == 0))[:, None] & (column < DIM)

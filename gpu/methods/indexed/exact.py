@@ -5,6 +5,7 @@ import math
 import numba
 import numpy as np
 
+import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
 from gpu.methods.indexed.host_rows import bytes_at
 from transfer import places
 
