@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,8 @@ def run_http_benchmark(benchmark: HttpBenchmark, plan: ResolvedPlan, floor: Floo
     Returns one row. Raises GateError if the server does not start or a stream comes back short.
     """
     announce(console, f"{benchmark.streams} streams over HTTP, per token of each", floor.text, floor.ms)
-    with _serve(benchmark) as url:
+    program = [sys.executable, "-m", "server.commands", "serve", str(benchmark.config)]
+    with serving(lambda port: [*program, "--host", "127.0.0.1", "--port", str(port)], benchmark.load_timeout_s) as url:
         over_http = [asyncio.run(_stream_all(url, benchmark, number)) for number in range(benchmark.rounds + 1)][1:]
     engine, ready = load_engine(plan.deployment, plan.memory, lambda *_: None)
     alone = [_run_engine(engine, ready, benchmark, number) for number in range(benchmark.rounds + 1)][1:]
@@ -170,20 +171,16 @@ def _body(model: str, prompt: list[int], tokens: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _serve(benchmark: HttpBenchmark) -> Iterator[str]:
-    """Start a server and give its address once it is healthy; end it with SIGTERM on leaving."""
+def serving(command: Callable[[int], Sequence[str]], load_timeout_s: float) -> Iterator[str]:
+    """Start a server and give its address once it is healthy; end it with SIGTERM on leaving. command: by its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    address = ["--host", "127.0.0.1", "--port", str(port)]
-    program = [sys.executable, "-m", "server.commands"]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [*program, "serve", str(benchmark.config), *address], stdout=subprocess.DEVNULL, stderr=log
-        )
+        process = subprocess.Popen(command(port), stdout=subprocess.DEVNULL, stderr=log)
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(url, process, log, benchmark.load_timeout_s)
+            _wait_until_healthy(url, process, log, load_timeout_s)
             yield url
         finally:
             process.terminate()

@@ -100,12 +100,17 @@ def create_app(
     return app
 
 
-def serve(deployment: Deployment, memory: MemoryPlan, on_start: OnStart | None = None) -> str | None:
+def serve(
+    deployment: Deployment,
+    memory: MemoryPlan,
+    on_start: OnStart | None = None,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+) -> str | None:
     """Serve until a signal. Returns None after a drain, or why it could not start or go on, in one line.
 
     The first SIGTERM or SIGINT drains: new requests get a 503, open ones have `drain_seconds` to finish. The second
     one ends the program at once. Port 0 takes a free port. `on_start` is told of the address and of the stages of the
-    first start; without it the log is.
+    first start; without it the log is. `engine_command`: as of `create_app`.
     """
     settings = deployment.server
     logs.configure(settings.log_level)
@@ -114,7 +119,7 @@ def serve(deployment: Deployment, memory: MemoryPlan, on_start: OnStart | None =
     )
     logs.debug("memory", **describe_memory(memory))
     try:
-        app = create_app(deployment, memory, on_start=on_start)
+        app = create_app(deployment, memory, engine_command, on_start)
         http = http_config(app)
         listener = _bind(settings.host, settings.port)
     except ConfigError as error:

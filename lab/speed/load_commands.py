@@ -1,0 +1,131 @@
+"""Run `python -m lab load-timeline` and `load-simulated`: where a load's time goes, measured and simulated."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from lab.speed.load_simulation import DeviceTimes
+
+Streams = Annotated[int, typer.Option(min=1, help="requests open at once")]
+Requests = Annotated[int | None, typer.Option(min=1, help="requests in all; default: as many as streams")]
+Tokens = Annotated[int, typer.Option(min=1, help="of each prompt")]
+Answer = Annotated[int, typer.Option(min=1, help="tokens of each answer")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all of it there")]
+
+_WIDTH = 160  # of tables where the output is no terminal
+_COLUMNS = ("simulated", "seconds", "tokens/s", "prefill", "decode", "few rows", "gap 99 %", "longest", "first ms")
+FAVOURS = ("latency", "auto", "throughput")
+
+
+def load_timeline(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment")],
+    streams: Streams = 64,
+    requests: Requests = None,
+    tokens: Tokens = 1000,
+    answer: Answer = 256,
+    rate: Annotated[float | None, typer.Option(help="arrivals a second, Poisson; default: all at once")] = None,
+    turns: Annotated[int, typer.Option(min=1, help="of each chat, whose prefix comes again")] = 1,
+    trace: Annotated[float, typer.Option(min=0, help="seconds of kernels to trace, in another run of the load")] = 0.0,
+    trace_after: Annotated[float, typer.Option(min=0, help="seconds after that run's begin")] = 0.2,
+    start_seconds: Annotated[float, typer.Option(help="the server has to be ready")] = 400.0,
+    json_file: Json = None,
+) -> None:
+    """Serve a load, and say where its time goes: device, gaps, units, steps by batch, host and requests' stages."""
+    from bench.benchmark_rows import GateError
+    from lab.speed.load_timeline import TimelineRun, run_timeline
+    from lab.speed.timeline_page import print_timeline
+    from lab.speed.token_load import LoadError, TokenLoad
+
+    console = _console()
+    load = TokenLoad(requests or streams, tokens, answer, streams, rate, turns)
+    try:
+        told = run_timeline(TimelineRun(config, load, trace, trace_after, start_seconds)).told()
+    except (GateError, LoadError) as error:
+        console.print(f"error: {error}", style="red", highlight=False, markup=False)
+        raise typer.Exit(1) from None
+    print_timeline(told, console)
+    times = measured_times(told)
+    if times is not None and rate is None and turns == 1:
+        console.print(f"simulated with what this run measured: {times}", highlight=False, soft_wrap=True)
+        _print_simulated(config, load.requests, streams, tokens, answer, times, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def load_simulated(
+    shape: Annotated[str, typer.Option(help="a named shape, or a deployment's file")] = "llama-3.1-8b",
+    streams: Streams = 64,
+    requests: Requests = None,
+    tokens: Tokens = 1000,
+    answer: Answer = 256,
+    prompt_rate: Annotated[float, typer.Option(help="prompt tokens a second")] = 27_000,
+    unit_ms: Annotated[float, typer.Option(help="of a unit beside its tokens")] = 0.15,
+    one_row_ms: Annotated[float, typer.Option(help="of a decode step of one row")] = 5.4,
+    most_rows_ms: Annotated[float, typer.Option(help="of a decode step of 64 rows")] = 7.1,
+) -> None:
+    """Simulate a load by the engine's own scheduler on a device that takes stated times."""
+    from lab.speed.load_simulation import DeviceTimes
+
+    times = DeviceTimes(prompt_rate, 1e-3 * unit_ms, 1e-3 * one_row_ms, 1e-3 * most_rows_ms)
+    config = Path(shape) if Path(shape).exists() else shape
+    _print_simulated(config, requests or streams, streams, tokens, answer, times, _console())
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def measured_times(told: dict[str, Any]) -> "DeviceTimes | None":
+    """Return the device's times as a timeline has them; None where it has no unit, or no step of one row count."""
+    from lab.speed.load_simulation import DeviceTimes
+
+    units, decode = told["units"], told["decode"]
+    if not units["prompt tokens/s"] or not decode:
+        return None
+    few, many = (min(decode, key=lambda row: row["mean rows"]), max(decode, key=lambda row: row["mean rows"]))
+    slope = 0.0
+    if many["mean rows"] > few["mean rows"]:
+        slope = max(0.0, (many["median_ms"] - few["median_ms"]) / (many["mean rows"] - few["mean rows"]))
+    one_ms = max(few["median_ms"] - slope * (few["mean rows"] - 1), 1e-3)
+    return DeviceTimes(units["prompt tokens/s"], 0.0, 1e-3 * one_ms, 1e-3 * (one_ms + 63 * slope))
+
+
+def _print_simulated(
+    config: Path | str, requests: int, streams: int, tokens: int, answer: int, times: "DeviceTimes", console: Console
+) -> None:
+    import numpy as np
+
+    from gpu.model.architecture import load_architecture
+    from gpu.model.shapes import named_shape
+    from lab.speed.load_simulation import Load, simulate
+    from scheduler.engine_config import SchedulerConfig
+    from server.deployment import load_deployment
+
+    if isinstance(config, str):
+        architecture, given = named_shape(config), SchedulerConfig()
+    else:
+        deployment = load_deployment(config)
+        architecture, given = load_architecture(deployment.model), deployment.scheduler
+    table = Table(box=None, pad_edge=False)
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "simulated" else "right", no_wrap=True)
+    for favour in FAVOURS:
+        chunk = 2048 if favour == "latency" else 8192
+        tree = {"prefix_cache": False, "max_running": given.max_running, "max_queue": max(requests, given.max_queue),
+                "favour": favour, "prefill": {"chunk_tokens": chunk}}  # fmt: skip
+        told = simulate(
+            SchedulerConfig.model_validate(tree), architecture, Load(requests, tokens, answer), times, streams
+        )
+        gaps_ms = 1e3 * np.array(told.gaps_s or [0.0])
+        table.add_row(
+            favour, f"{told.seconds:.3f}", f"{requests * answer / told.seconds:,.0f}", f"{told.prefill_s:.3f}",
+            f"{told.decode_s:.3f}", f"{told.num_few_rows}, {told.few_rows_s:.2f} s",
+            f"{np.percentile(gaps_ms, 99):.1f}", f"{gaps_ms.max():.0f}", f"{1e3 * float(np.median(told.firsts_s)):.0f}",
+        )  # fmt: skip
+    console.print(table)
