@@ -146,7 +146,16 @@ class StepClock:
 
     def _receive(self, call: Call) -> Call:
         looks, waits = self._spans.timed("look for requests", call), self._spans.timed("idle", call)
-        return lambda wait_seconds: waits(wait_seconds) if wait_seconds else looks(wait_seconds)
+
+        def receive(wait_seconds: float) -> Any:
+            if not wait_seconds:
+                return looks(wait_seconds)
+            arrivals = waits(wait_seconds)
+            self.end_turn()  # the wait is a turn of its own, which may have begun before a load did
+            self._turn_began_s = time.perf_counter()
+            return arrivals
+
+        return receive
 
     def _handle(self, call: Call) -> Call:
         def handle(message: Any) -> None:
