@@ -123,6 +123,7 @@ def load_engine(
     if plan.device == "cuda":
         with _reporting_stage(on_progress, "rehearsal"):
             rehearse(runner, scheduler, plan.chunk_tokens)
+    log.info("steps %s", describe_steps(scheduler_config, gpu, plan))
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
         vocab_size=architecture.vocab_size,
@@ -136,6 +137,16 @@ def load_engine(
         load_seconds=time.monotonic() - began,
     )
     return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
+
+
+def describe_steps(scheduler: SchedulerConfig, gpu: GpuConfig, plan: MemoryPlan) -> str:
+    """Return what decides how a load is stepped through, for the log: units of prefill, and graphs of decode."""
+    sizes = sorted({min(size, scheduler.max_running) for size in gpu.graph_batch_sizes})
+    graphs = ",".join(map(str, sizes)) if plan.device == "cuda" and sizes else "none"
+    return (
+        f"favour={scheduler.favour} chunk_tokens={scheduler.prefill.chunk_tokens} "
+        f"token_gap_target_ms={scheduler.token_gap_target_ms:g} max_running={scheduler.max_running} graphs={graphs}"
+    )
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from gpu.config import GpuConfig
 from gpu.model.shapes import named_shape
+from scheduler.engine.load_engine import describe_steps
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.planning.engine_memory import plan_engine
 from transfer.machine import MachineProfile, load_machine
@@ -71,3 +73,14 @@ def test_larger_units_cost_no_context_and_next_to_no_pages() -> None:
     assert auto.chunk_tokens < large.chunk_tokens == 8192
     assert auto.max_context_tokens == latency.max_context_tokens
     assert auto.num_pages >= 0.97 * latency.num_pages > large.num_pages
+
+
+def test_the_log_says_how_a_load_will_be_stepped_through() -> None:
+    config = EngineConfig.model_validate(
+        {"model": {"random_weights": "llama-3.1-8b"}, "scheduler": {"max_running": 20}}
+    )
+    plan = plan_engine(config, named_shape("llama-3.1-8b"), read_machine("a100-80g"))
+    scheduler = config.scheduler.model_copy(update={"prefill": PrefillConfig(chunk_tokens=plan.chunk_tokens)})
+    told = describe_steps(scheduler, GpuConfig(graph_batch_sizes=(1, 16, 24, 64)), plan)
+    assert told == "favour=auto chunk_tokens=8192 token_gap_target_ms=100 max_running=20 graphs=1,16,20"
+    assert describe_steps(scheduler, GpuConfig(graph_batch_sizes=()), plan).endswith("graphs=none")
