@@ -39,7 +39,8 @@ def load_timeline(
     from bench.benchmark_rows import GateError
     from lab.speed.load_timeline import TimelineRun, run_timeline
     from lab.speed.timeline_page import print_timeline
-    from lab.speed.token_load import LoadError, TokenLoad
+    from lab.speed.token_load import LoadError
+    from lab.speed.token_turns import TokenLoad
 
     console = _console()
     load = TokenLoad(requests or streams, tokens, answer, streams, rate, turns)

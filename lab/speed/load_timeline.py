@@ -18,7 +18,8 @@ import msgspec
 
 from bench.over_http import serving
 from lab.speed.timeline import Timeline, Window
-from lab.speed.token_load import TokenLoad, Turn, run_load
+from lab.speed.token_load import run_load
+from lab.speed.token_turns import TokenLoad, Turn
 from lab.speed.watched_engine import TRACE_SUFFIX
 
 _WARM_TOKENS_OUT = 16

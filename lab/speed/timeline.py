@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.speed.token_load import Turn, summarise_turns
+from lab.speed.token_turns import Turn, summarise_turns
 
 Record = dict[str, Any]
 

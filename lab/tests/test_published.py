@@ -10,6 +10,8 @@ import pytest
 import typer
 
 from lab.cli import app as lab
+from lab.speed.peer_rows import choose_rows
+from lab.speed.vllm_rows import parser as vllm_arguments
 from server.deployment import load_deployment
 from tests.command_line import parse as parse_tandem
 from tests.command_line import resolve
@@ -29,6 +31,8 @@ def parse(words: list[str]) -> None:
     if words[:2] == ["-m", "lab"]:
         command = typer.main.get_command(lab)
         resolve(command, words[2:])
+    elif words[:2] == ["-m", "lab.speed.vllm_rows"]:
+        choose_rows(vllm_arguments().parse_args(words[2:]).rows, small=False)
     else:
         parse_tandem(words)
 

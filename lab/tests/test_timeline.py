@@ -24,7 +24,7 @@ from lab.speed.timeline import (
     stages,
     uncovered,
 )
-from lab.speed.token_load import TokenLoad, Turn, draw_tokens, summarise_turns
+from lab.speed.token_turns import TokenLoad, Turn, draw_tokens, steady_step_s, summarise_turns
 from lab.speed.trace_events import DeviceEvent
 
 NO_CPU = [(0.0, {"engine": 0.0}), (9.0, {"engine": 9.0})]
@@ -139,6 +139,13 @@ def test_prompts_follow_from_seed_request_and_turn() -> None:
     arrivals = TokenLoad(2000, 8, 4, rate=10.0).arrivals()
     assert arrivals is not None
     assert arrivals[-1] / 2000 == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_step_is_timed_while_all_streams_run() -> None:
+    early = Turn(0.0, 0.0, [0.0, 0.01, 0.02, 1.0, 1.2, 1.4], [1] * 6)
+    late = Turn(0.0, 0.0, [1.0, 1.2, 1.4, 1.41], [1] * 4)
+    assert steady_step_s([early, late]) == pytest.approx(0.2)
+    assert math.isnan(steady_step_s([Turn(0.0, 0.0, [1.0], [1])]))
 
 
 def test_a_loads_summary_counts_from_when_requests_were_due() -> None:

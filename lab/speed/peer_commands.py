@@ -1,0 +1,81 @@
+"""Run `python -m lab peers-serve` and `peers-table`: our side of a peer's rows, over HTTP, and both joined."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+Rows = Annotated[str, typer.Option(help="names with commas, `short` or `all`")]
+
+
+def peers_serve(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="gets a JSON line for each row as it is done")],
+    weights: Annotated[str, typer.Option(help="as the lines are to name them")] = "bf16",
+    rows: Rows = "short",
+    small: Annotated[bool, typer.Option("--small", help="all of it much smaller, to see that it runs")] = False,
+    rate_of: Annotated[Path | None, typer.Option(help="the other side's rows, for the rate of arrivals")] = None,
+    start_seconds: Annotated[float, typer.Option(help="the server has to be ready")] = 400.0,
+) -> None:
+    """Time our server over HTTP at the rows of a peer that the file lacks."""
+    from bench.benchmark_rows import GateError
+    from bench.over_http import serving
+    from lab.speed import peer_rows as peers
+    from lab.speed.token_load import LoadError, run_load
+    from lab.speed.token_turns import TokenLoad
+
+    console, done = Console(), peers.read_rows(file)
+    try:
+        wanted = [row for row in peers.choose_rows(rows, small) if row.name not in done]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--rows") from None
+    if all(row.needs_rate for row in wanted) and (rate_of is None or peers.rate_of([file, rate_of]) is None):
+        return
+
+    def command(port: int) -> list[str]:
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        return [sys.executable, "-m", "server.commands", "serve", str(config), *address]
+
+    try:
+        with serving(command, start_seconds) as url:
+            asyncio.run(run_load(url, TokenLoad(8, 64, 8, seed=1)))
+            for row in wanted:
+                rate = peers.rate_of([file, *([rate_of] if rate_of else [])]) if row.needs_rate else None
+                if row.needs_rate and rate is None:
+                    continue
+                loads = [row.with_repeat(number, rate) for number in range(row.repeats)]
+                summaries = [peers.summarise_row(row, asyncio.run(run_load(url, load))) for load in loads]
+                line = peers.write_row(file, "tandem", weights, row, summaries)
+                console.print(peers.describe_row(line), highlight=False, markup=False, soft_wrap=True)
+    except (GateError, LoadError) as error:
+        console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def peers_table(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of files tandem-KIND.jsonl and vllm-KIND.jsonl")],
+    peer: Annotated[str, typer.Option(help="the other side's files begin with it")] = "vllm",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the rows there")] = None,
+) -> None:
+    """Print both sides of every row, and ours over theirs: below 1 we are faster."""
+    from lab.speed.peer_rows import join_rows
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("weights", "row", "metric", peer, "tandem", "ours/theirs"):
+        table.add_column(name, justify="left" if name in ("weights", "row", "metric") else "right", no_wrap=True)
+    told = []
+    kinds = {path.stem.partition("-")[2] for side in ("tandem", peer) for path in folder.glob(f"{side}-*.jsonl")}
+    for kind in sorted(kinds):
+        for line in join_rows(folder / f"tandem-{kind}.jsonl", folder / f"{peer}-{kind}.jsonl"):
+            told.append({"weights": kind} | line)
+            sides = ["" if line[side] is None else f"{line[side]:.3f} {line['unit']}" for side in ("theirs", "ours")]
+            ratio = "" if line["ratio"] is None else f"{line['ratio']:.2f}"
+            table.add_row(kind, line["row"], line["metric"], *sides, ratio)
+    Console(width=120).print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps({"peer": peer, "rows": told}, indent=1) + "\n")

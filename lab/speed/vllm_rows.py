@@ -1,0 +1,186 @@
+"""Time vLLM, in this process, at the rows of `peer_rows`: `python -m lab.speed.vllm_rows KIND FILE --rows ROWS`.
+
+Wants vLLM on the Python path; tells which version it found. Weights are random, of Llama-3.1-8B's shape, or of
+Qwen3-30B-A3B's (`moe`). The engine is stepped by hand, so that requests come when they are due and each token's time is
+known. Nothing here imports torch or Tandem's engine.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.speed.peer_rows import PeerRow, choose_rows, describe_row, rate_of, read_rows, summarise_row, write_row
+from lab.speed.token_turns import TokenLoad, Turn, draw_tokens
+
+KINDS = ("bf16", "fp8", "int4", "awq", "moe")
+NOT_INSTALLED = 3
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}  # fmt: skip
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 128000, "eos_token_id": 128001,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}  # fmt: skip
+_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6, "hidden_act": "silu", "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+_QUANTIZATION: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "int4": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+            "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False,
+        }}},
+    },
+}  # fmt: skip
+
+
+def model_config(kind: str) -> dict[str, Any]:
+    """Return what the model's config.json says."""
+    shape = _MOE if kind == "moe" else _LLAMA
+    return shape | ({"quantization_config": _QUANTIZATION[kind]} if kind in _QUANTIZATION else {})
+
+
+class Stepper:
+    """An engine of vLLM that is stepped by hand. `engine`: its LLMEngine; `sampling`: makes parameters of an answer's
+    length.
+    """
+
+    def __init__(self, engine: Any, sampling: Any) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._number = 0
+
+    def run(self, load: TokenLoad) -> list[Turn]:
+        """Run a load to its last token, and return all turns."""
+        arrivals = load.arrivals()
+        began_s = time.perf_counter()
+        due = [began_s + (0.0 if arrivals is None else arrivals[request]) for request in range(load.requests)]
+        room = load.concurrency or load.requests
+        waiting = list(range(load.requests))
+        open_turns: dict[str, tuple[int, int, list[int], Turn]] = {}
+        finished: list[Turn] = []
+        while waiting or open_turns:
+            while waiting and len(open_turns) < room and due[waiting[0]] <= time.perf_counter():
+                request = waiting.pop(0)
+                self._begin(load, request, 0, [], due[request], open_turns)
+            if not open_turns:
+                time.sleep(max(0.0, due[waiting[0]] - time.perf_counter()))
+                continue
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                name = output.request_id
+                request, number, prompt, turn = open_turns[name]
+                token_ids = list(output.outputs[0].token_ids)
+                if token_ids:
+                    turn.times_s.append(now)
+                    turn.token_ids += token_ids
+                if output.finished:
+                    del open_turns[name]
+                    finished.append(turn)
+                    if number + 1 < load.turns:
+                        self._begin(load, request, number + 1, prompt + turn.token_ids, now, open_turns)
+        return finished
+
+    def _begin(
+        self, load: TokenLoad, request: int, number: int, before: list[int], due_s: float,
+        open_turns: dict[str, tuple[int, int, list[int], Turn]],
+    ) -> None:  # fmt: skip
+        prompt = before + draw_tokens(load, request, number)
+        name = f"{self._number}"
+        self._number += 1
+        turn = Turn(due_s, time.perf_counter())
+        open_turns[name] = request, number, prompt, turn
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling(load.tokens_out))
+
+
+def open_vllm(kind: str, rows: Sequence[PeerRow], kv: str) -> Stepper:
+    """Start vLLM. Raises ImportError where it is not installed."""
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("VLLM_CACHE_ROOT", os.path.join(tempfile.gettempdir(), "vllm-cache"))
+    import vllm
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    folder = Path(tempfile.mkdtemp(prefix=f"peer-{kind}-"))
+    (folder / "config.json").write_text(json.dumps(model_config(kind)))
+    began = time.perf_counter()
+    llm = LLM(
+        str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_num_seqs=64,
+        max_model_len=max(row.max_context_tokens for row in rows), gpu_memory_utilization=0.9, kv_cache_dtype=kv,
+        enable_prefix_caching=True, attention_config={"backend": "FLASH_ATTN"},
+    )  # fmt: skip
+    print(f"vllm {vllm.__version__} {kind}: started in {time.perf_counter() - began:.0f} s", flush=True)
+
+    def sampling(tokens: int) -> Any:
+        return SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+
+    return Stepper(llm.llm_engine, sampling)
+
+
+def run_rows(
+    stepper: Stepper, kind: str, rows: Sequence[PeerRow], file: Path, rate_files: Sequence[Path], kv: str
+) -> None:
+    """Run rows that the file lacks, and write each as it is done."""
+    weights = kind if kv == "auto" else f"{kind}, kv {kv}"
+    stepper.run(TokenLoad(4, 64, 8, seed=1))
+    for row in rows:
+        rate = rate_of(rate_files) if row.needs_rate else None
+        if row.needs_rate and rate is None:
+            print(f"vllm {weights} {row.name}: left out; wanted the row that its rate follows from", flush=True)
+            continue
+        summaries = [summarise_row(row, stepper.run(row.with_repeat(number, rate))) for number in range(row.repeats)]
+        print(describe_row(write_row(file, "vllm", weights, row, summaries)), flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m lab.speed.vllm_rows", description="Time vLLM at the rows of a peer.")
+    made.add_argument("kind", choices=KINDS)
+    made.add_argument("file", type=Path)
+    made.add_argument("--rows", default="short")
+    made.add_argument("--small", action="store_true")
+    made.add_argument("--kv", default="auto")
+    made.add_argument("--rate-of", type=Path, help="the other side's rows")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = parser().parse_args(arguments)
+    done = read_rows(asked.file)
+    rows = [row for row in choose_rows(asked.rows, asked.small) if row.name not in done]
+    if not rows:
+        return 0
+    try:
+        stepper = open_vllm(asked.kind, rows, asked.kv)
+    except ImportError as error:
+        print(f"vllm: {error}; its side is left out; put it on PYTHONPATH by VLLM_PATH", file=sys.stderr)
+        return NOT_INSTALLED
+    rate_files = [asked.file] if asked.rate_of is None else [asked.file, asked.rate_of]
+    run_rows(stepper, asked.kind, rows, asked.file, rate_files, asked.kv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

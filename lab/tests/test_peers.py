@@ -1,0 +1,130 @@
+"""Both sides of a peer's rows: the same prompts, rows that are written as they are done, and a table of both."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lab.cli import app
+from lab.speed.peer_rows import ROWS, choose_rows, join_rows, rate_of, read_rows, summarise_row, write_row
+from lab.speed.token_turns import TokenLoad, Turn, draw_tokens
+from lab.speed.vllm_rows import NOT_INSTALLED, Stepper, main, model_config, run_rows
+
+
+class Engine:
+    """Draws the prompt's length at every step, for `most` requests at a time; `told` has all prompts."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._open: dict[str, list[int]] = {}
+        self._most = most
+        self.told: list[list[int]] = []
+        self.steps = 0
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], tokens: int) -> None:
+        self.told.append(prompt["prompt_token_ids"])
+        self._open[name] = [tokens, len(prompt["prompt_token_ids"])]
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        outputs = []
+        for name in list(self._open)[: self._most]:
+            left, length = self._open[name]
+            self._open[name][0] -= 1
+            if left == 1:
+                del self._open[name]
+            drawn = SimpleNamespace(token_ids=[length])
+            outputs.append(SimpleNamespace(request_id=name, outputs=[drawn], finished=left == 1))
+        return outputs
+
+
+def step_all(load: TokenLoad, engine: Engine) -> list[Turn]:
+    return Stepper(engine, lambda tokens: tokens).run(load)
+
+
+def test_a_stepped_engine_gets_the_prompts_that_a_server_gets_and_every_token_is_counted() -> None:
+    load, engine = TokenLoad(5, 7, 4), Engine()
+    turns = step_all(load, engine)
+    assert engine.told == [draw_tokens(load, request, 0) for request in range(5)]
+    assert [len(turn.token_ids) for turn in turns] == [4] * 5
+    assert all(turn.times_s == sorted(turn.times_s) and len(turn.times_s) == 4 for turn in turns)
+
+
+def test_a_next_turn_has_the_one_before_it_and_its_answer() -> None:
+    load, engine = TokenLoad(2, 3, 2, turns=3), Engine()
+    assert len(step_all(load, engine)) == 6
+    first = [prompt for prompt in engine.told if prompt[:3] == draw_tokens(load, 0, 0)]
+    assert [len(prompt) for prompt in first] == [3, 8, 13]
+    assert first[1] == [*first[0], 3, 3, *draw_tokens(load, 0, 1)]
+
+
+def test_requests_come_when_they_are_due_and_no_more_are_open_than_are_to_be() -> None:
+    load = TokenLoad(6, 3, 2, rate=200.0)
+    turns = step_all(load, Engine())
+    arrivals = load.arrivals()
+    assert arrivals is not None
+    assert max(turn.due_s for turn in turns) - min(turn.due_s for turn in turns) == pytest.approx(
+        arrivals[-1] - arrivals[0]
+    )
+    assert all(turn.sent_s >= turn.due_s for turn in turns)
+    assert step_all(TokenLoad(6, 3, 2, concurrency=1), narrow := Engine())
+    assert narrow.steps == 12
+
+
+def test_rows_are_written_as_they_are_done_and_not_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "vllm-bf16.jsonl"
+    stepper = Stepper(Engine(), lambda tokens: tokens)
+    run_rows(stepper, "bf16", choose_rows("step-1,prompt-512,arrivals", small=True), file, [file], "auto")
+    assert list(read_rows(file)) == ["step-1", "prompt-512"], "arrivals want a rate"
+    with file.open("a") as out:
+        out.write('{"row": "load-1", "summ')
+    assert list(read_rows(file)) == ["step-1", "prompt-512"], "the last one was cut"
+
+
+def test_arrivals_come_at_a_share_of_the_slower_sides_best_rate(tmp_path: Path) -> None:
+    files = [tmp_path / "ours", tmp_path / "theirs"]
+    assert rate_of(files) is None
+    for file, seconds in zip(files, (10.0, 8.0), strict=True):
+        summary = {"seconds": seconds, "tokens_per_s": 1.0}
+        write_row(file, "side", "bf16", ROWS["load-128"], [summary])
+    assert rate_of(files) == pytest.approx(0.7 * 12.8)
+    assert rate_of(files[1:]) == pytest.approx(0.7 * 16)
+
+
+def test_both_sides_are_joined_with_their_ratio(tmp_path: Path) -> None:
+    for side, seconds in (("tandem", 3.0), ("vllm", 4.0)):
+        told = summarise_row(ROWS["load-8"], [Turn(0.0, 0.0, [1.0, seconds], [1, 2])])
+        write_row(tmp_path / f"{side}-bf16.jsonl", side, "bf16", ROWS["load-8"], [told, told | {"seconds": 9.0}])
+    write_row(tmp_path / "tandem-bf16.jsonl", "tandem", "bf16", ROWS["prompt-512"], [{"first_s_p50": 0.02}])
+    joined = join_rows(tmp_path / "tandem-bf16.jsonl", tmp_path / "vllm-bf16.jsonl")
+    assert [(line["row"], line["ratio"]) for line in joined] == [("prompt-512", None), ("load-8", 0.75)]
+    done = CliRunner().invoke(app, ["peers-table", str(tmp_path), "--json", str(tmp_path / "both.json")])
+    assert done.exit_code == 0, done.output
+    assert "0.75" in done.output
+    assert len(json.loads((tmp_path / "both.json").read_text())["rows"]) == 2
+
+
+def test_rows_have_names_and_unknown_ones_are_refused() -> None:
+    assert "step-1-98304" not in [row.name for row in choose_rows("short", small=False)]
+    assert max(row.max_context_tokens for row in choose_rows("short", small=False)) < 17_408
+    with pytest.raises(ValueError, match="rows: load-9 is none; wanted some of short, all, step-1"):
+        choose_rows("load-9", small=False)
+
+
+def test_without_vllm_its_side_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bf16", str(tmp_path / "rows"), "--rows", "step-1"]) == NOT_INSTALLED
+    assert "its side is left out" in capsys.readouterr().err
+
+
+def test_both_sides_have_the_same_shape() -> None:
+    from gpu.model.shapes import named_shape
+
+    for kind, name in (("int4", "llama-3.1-8b"), ("moe", "qwen3-30b-a3b")):
+        config, shape = model_config(kind), named_shape(name)
+        assert config["num_hidden_layers"] == shape.num_layers
+        assert (config["hidden_size"], config["vocab_size"]) == (shape.hidden, shape.vocab_size)
+        assert (config["num_attention_heads"], config["num_key_value_heads"]) == (shape.num_heads, shape.num_kv_heads)
+    assert model_config("int4")["quantization_config"]["format"] == "pack-quantized"
+    assert "quantization_config" not in model_config("bf16")
