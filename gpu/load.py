@@ -82,8 +82,8 @@ def load_runner(
         settings = RunnerSettings(
             num_pages=asked.num_pages, page_tokens=gpu.page_tokens, max_running=asked.max_running,
             max_context_tokens=context, max_hidden_tokens=asked.max_hidden_tokens, dtype=dtype, device=device,
-            tier=asked.tier, parts=asked.parts, num_rings=asked.num_rings, sink_tokens=asked.sink_tokens,
-            window_tokens=asked.window_tokens,
+            tier=asked.tier, parts=asked.parts, num_rings=asked.num_rings, ring_pages=asked.ring_pages,
+            sink_tokens=asked.sink_tokens, window_tokens=asked.window_tokens,
             checks_coverage=gpu.check_coverage, library=asked.library, kv=gpu.kv if gpu.kv != "auto" else "bfloat16",
             windows=WindowShape(architecture.window_layers, asked.num_windows, asked.window_pages)
             if asked.num_windows else NO_WINDOWS,

@@ -123,7 +123,7 @@ class Runner:
             [(*own, self.pool.table_of(layer))
              for layer, own in enumerate(zip(self.pool.key_pages, self.pool.value_pages, strict=True))],
         )  # fmt: skip
-        self._method_sides = make_device_sides(parts, site, settings.num_rings)
+        self._method_sides = make_device_sides(parts, site, settings.num_rings, settings.ring_pages)
         methods = tuple(self._method_sides.values())
         self._reusing = {name: side for name, side in self._method_sides.items() if isinstance(side, RingSide)}
         self._telling = [self._reusing[part.id] for part in parts if part.method.figures]
@@ -377,6 +377,8 @@ class Runner:
         self.pool.windows.write(plan.window_writes)
         for ring_write in plan.ring_writes:
             self._reusing[ring_write.part].assign(ring_write)
+        for growth in plan.ring_growth:
+            self._reusing[growth.part].grow(growth)
         for job in plan.new_jobs:
             self._prefill.add(job)
         draws = not plan.masked_slots

@@ -20,12 +20,12 @@ class RunnerSettings:
 
     max_hidden_tokens: of all prefill jobs under way. tier: memory of offloaded contexts, or None; the caller made it.
     parts: of the profiles that are served (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes.
-    num_rings: of the parts that keep some. sink_tokens, window_tokens: what an offloaded context keeps in front and at
-    its end. checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that
-    is not the whole context; a debug run, without graphs. library: where document chunks are, or None. windows: of
-    layers that keep no more; of the others pages hold all of a context. kv: how pages hold rows; what is no format of
-    codes, in `dtype`. open_experts: the CPU computes experts in host memory for decode steps of up to `computed_rows`
-    rows; None: they are fetched.
+    num_rings: of the parts that keep some; ring_pages: of those whose rings share pages. sink_tokens, window_tokens:
+    what an offloaded context keeps in front and at its end. checks_coverage: count in every decode step who covers
+    which tokens, and end with CoverageError where that is not the whole context; a debug run, without graphs. library:
+    where document chunks are, or None. windows: of layers that keep no more; of the others pages hold all of a context.
+    kv: how pages hold rows; what is no format of codes, in `dtype`. open_experts: the CPU computes experts in host
+    memory for decode steps of up to `computed_rows` rows; None: they are fetched.
     """
 
     num_pages: int
@@ -38,6 +38,7 @@ class RunnerSettings:
     tier: HostTier | None = None
     parts: Sequence[ProfilePart] = ()
     num_rings: Mapping[PartId, int] = field(default_factory=dict)
+    ring_pages: Mapping[PartId, int] = field(default_factory=dict)
     sink_tokens: int = 0
     window_tokens: int = 0
     checks_coverage: bool = False
@@ -65,6 +66,7 @@ class LoadSettings:
     tier: HostTier | None = None
     parts: Sequence[ProfilePart] = ()
     num_rings: Mapping[PartId, int] = field(default_factory=dict)
+    ring_pages: Mapping[PartId, int] = field(default_factory=dict)
     sink_tokens: int = 0
     window_tokens: int = 0
     library: ChunkLibrary | None = None

@@ -151,7 +151,8 @@ class RingCopy:
 @dataclass(frozen=True, slots=True)
 class RingWrite:
     """A slot holds ring number `ring` of `part` (`ProfilePart`) until it is released; nobody else does.
-    reading: of its context in host memory. source: what it has; None: nothing.
+    reading: of its context in host memory. source: what it has; None: nothing. pages: of those that the part's rings
+    share, its first; None: they share none.
     """
 
     slot: int
@@ -159,6 +160,16 @@ class RingWrite:
     ring: int
     reading: Reading
     source: RingCopy | None = None
+    pages: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RingGrowth:
+    """A ring that is held has further pages, of those that its part's rings share."""
+
+    part: PartId
+    ring: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,6 +426,7 @@ class StepPlan(Frozen):
     reloads: tuple[Reload, ...] = ()
     page_writes: tuple[PageWrite, ...] = ()
     ring_writes: tuple[RingWrite, ...] = ()
+    ring_growth: tuple[RingGrowth, ...] = ()
     window_writes: tuple[WindowWrite, ...] = ()
     new_jobs: tuple[PrefillJob, ...] = ()
     units: tuple[Unit, ...] = ()

@@ -10,11 +10,13 @@ from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS
 from gpu.memory.demand import Demand, PlanError
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
+from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
 from gpu.weights.expert_shares import KV_SHARE, most_experts
 from transfer.machine import GIB
 
 RING_SHARE = 1 / 8  # of what weights and workspaces leave, where nobody says how many rings there are
+RINGS_PER_CONTEXT = 4  # which share the pages of a longest one, where nobody says
 WINDOW_SHARE = 1 / 2  # likewise, at most, for windows of layers that keep no more, where other layers have pages
 ONLY_WINDOWS_SHARE = 3 / 4  # and where none has: the rest is for prompts under way
 WINDOWS_PER_SEQUENCE = 2  # at most: its own, and one that is kept for the next turn
@@ -72,15 +74,38 @@ def count_rings(demand: Demand, limit: int) -> Demand:
     """
     uncounted = [state for state in demand.states if state.has_rings and state.count is None]
     left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
-    share = max(0, left) * RING_SHARE / max(1, len(uncounted))
-    counted = []
-    for state in demand.states:
-        count = state.count
-        if state in uncounted:
-            size = state.sequence_bytes(demand.served, demand.max_running, demand.row_bytes, demand.dtype_bytes)
-            count = max(1, int(share / size)) if size else demand.max_running
-        counted.append(replace(state, count=min(count, demand.max_running)) if state.has_rings and count else state)
+    share = int(max(0, left) * RING_SHARE / max(1, len(uncounted)))
+    counted = [_count_state(state, demand, share) if state.has_rings else state for state in demand.states]
     return replace(demand, states=tuple(counted))
+
+
+def _count_state(state: MethodState, demand: Demand, share: int) -> MethodState:
+    """Return a method's rings and the pages that they share, by what it asks for, or within `share` bytes. Raises
+    PlanError for fewer pages than one context may take.
+    """
+    size = state.sequence_bytes(demand.served, demand.max_running, demand.row_bytes, demand.dtype_bytes)
+    own = state.footprint(demand.served, demand.max_running)
+    most = -(-demand.served.max_context_tokens // own.page_tokens) if own.page_tokens else 0
+    asked = state.part.method.shared_tokens(state.part.settings)
+    count = state.count
+    if count is None:
+        with_part = size + most * own.page_bytes // RINGS_PER_CONTEXT
+        count = max(1, share // with_part) if with_part else demand.max_running
+    count = min(count, demand.max_running)
+    if not most:
+        return replace(state, count=count)
+    if asked is not None and asked < demand.served.max_context_tokens:
+        raise PlanError(
+            f"profiles: {state.part.method.name!r}: pages for {asked:,} tokens, and contexts of up to "
+            f"{demand.served.max_context_tokens:,}; raise `index_tokens` or lower scheduler.max_context_tokens"
+        )
+    if asked is not None:
+        pages = -(-asked // own.page_tokens)
+    elif state.count is not None:
+        pages = count * most
+    else:
+        pages = max(most, (share - count * size) // own.page_bytes)
+    return replace(state, count=count, pages=min(pages, count * most))
 
 
 def spare_window_tokens(page_tokens: int, host: HostDemand | None) -> int:

@@ -312,6 +312,10 @@ class Demand:
             if size:
                 name = f"{'rings' if state.has_rings else 'state'} of {method}"
                 items.append(self.item(name, count * size, f"{size:,} bytes for each of {count} sequences"))
+            if state.pages:
+                own = state.footprint(self.served, self.max_running)
+                note = f"{state.pages:,} of {own.page_tokens:,} tokens, {state.pages * own.page_tokens:,} tokens in all"
+                items.append(self.item(f"pages of {method}", state.pages * own.page_bytes, note))
             if work_bytes:
                 items.append(self.item(f"workspace of {method}", work_bytes, "of its steps and prompts"))
         return tuple(items)

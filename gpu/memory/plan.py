@@ -60,7 +60,8 @@ class MemoryPlan:
     (`gpu.page_layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
     and all of it up to `resident_tokens`; `offload_block_tokens` are offloaded at once. Without one these are 0.
     `own_windows`: by name, of profiles whose methods need longer windows (`scheduler.planning.engine_memory`). `rings`:
-    how many, of the methods that keep some, by what profiles name them (`ProfilePart`). `num_windows` of `window_pages`
+    how many, of the methods that keep some, by what profiles name them (`ProfilePart`); `ring_pages`: that these share,
+    of the methods whose rings share some. `num_windows` of `window_pages`
     pages and `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of
     each are beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and
     the others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in
@@ -87,6 +88,7 @@ class MemoryPlan:
     offload_block_tokens: int
     residency: Literal["adaptive", "fixed"]
     rings: tuple[tuple[PartId, int], ...]
+    ring_pages: tuple[tuple[PartId, int], ...]
     host_limit_bytes: int
     host_tokens: int
     items: tuple[MemoryItem, ...]
@@ -106,6 +108,10 @@ class MemoryPlan:
     @property
     def num_rings(self) -> dict[PartId, int]:
         return dict(self.rings)
+
+    @property
+    def num_ring_pages(self) -> dict[PartId, int]:
+        return dict(self.ring_pages)
 
     @property
     def dtype_bytes(self) -> int:
@@ -251,6 +257,7 @@ def plan_memory(
         offload_block_tokens=OFFLOAD_BLOCK_TOKENS if tier else 0,
         residency=host.residency if host else "fixed",
         rings=tuple((state.part.id, state.count or 0) for state in demand.states if state.has_rings),
+        ring_pages=tuple((state.part.id, state.pages) for state in demand.states if state.pages),
         host_limit_bytes=shares.host_limit_bytes,
         host_tokens=shares.host_tokens,
         items=(*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)),

@@ -5,8 +5,9 @@ it may be captured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from gpu.attention.step_rows import StepRows
 from gpu.methods.method import ProfilePart
 from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
-from gpu.step import HostRead, PartId, RingWrite
+from gpu.step import HostRead, PartId, RingGrowth, RingWrite
 from transfer.host_tier import Loan
 from transfer.partial import Owner, Partial
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
@@ -29,7 +30,8 @@ class Site:
     """Where a method runs. tier_shape: shape of the offloaded rows, or None; sink_tokens: tokens in front of them that
     stay on the device; max_running: slots; dtype: of the model's activations; stored: dtype of rows in pages
     (`kv_rows`). window_tokens: that an offloaded context keeps at its end; pages: of each layer its keys, values
-    and page table, as `paged_decode_attention` takes them.
+    and page table, as `paged_decode_attention` takes them. ring_pages: that a method's rings share; None: nobody
+    counts them, and each ring has its own.
     """
 
     architecture: Architecture
@@ -41,6 +43,7 @@ class Site:
     device: torch.device
     window_tokens: int = 0
     pages: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
+    ring_pages: int | None = None
 
     @property
     def exclusion_words(self) -> int:
@@ -153,6 +156,10 @@ class RingSide(DeviceSide):
         self.held[write.slot] = write.ring
         self.ring_of_slot[write.slot].fill_(write.ring)
 
+    def grow(self, growth: RingGrowth) -> None:
+        """Give a ring that is held further pages; asynchronous. Of a method whose rings share some."""
+        raise NotImplementedError(f"{type(self).__name__}: its rings share no pages")
+
     def figures_of(self, slot: int) -> Mapping[str, int]:
         """Return the method's figures of the request in a slot that holds a ring, since it was assigned: without
         waiting, of steps that are over at least.
@@ -190,11 +197,14 @@ class RingSide(DeviceSide):
 
 
 def make_device_sides(
-    parts: Sequence[ProfilePart], site: Site, num_rings: Mapping[PartId, int]
+    parts: Sequence[ProfilePart],
+    site: Site,
+    num_rings: Mapping[PartId, int],
+    ring_pages: Mapping[PartId, int] = MappingProxyType({}),
 ) -> dict[PartId, DeviceSide]:
     """Return the sides of the parts that do something on the device, by part.
 
-    num_rings: of the parts with rings.
+    num_rings: of the parts with rings; ring_pages: of the parts whose rings share some.
     """
     sides: dict[PartId, DeviceSide] = {}
     for part in parts:
@@ -202,7 +212,8 @@ def make_device_sides(
             continue
         module = import_module(part.method.device_side)
         if part.method.has_rings:
-            sides[part.id] = module.make_ring_side(part.settings, site, num_rings[part.id])
+            of_part = replace(site, ring_pages=ring_pages.get(part.id))
+            sides[part.id] = module.make_ring_side(part.settings, of_part, num_rings[part.id])
         else:
             sides[part.id] = module.make_device_side(part.settings, site)
     return sides

@@ -28,13 +28,16 @@ class Footprint:
 
     sequence_bytes: of a ring, or for each running sequence of a method without rings. sequence_rows: keys and values of
     one KV head beside that, stored as in KV pages. sequence_numbers: beside both, numbers of the type that computes.
-    work_bytes: that its steps and prompts pass through, for all sequences together.
+    work_bytes: that its steps and prompts pass through, for all sequences together. page_bytes: of a page of
+    `page_tokens` tokens, of those that its rings share and take as contexts grow; 0: they share none.
     """
 
     sequence_bytes: int = 0
     sequence_rows: int = 0
     work_bytes: int = 0
     sequence_numbers: int = 0
+    page_bytes: int = 0
+    page_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,14 @@ class Method:
         """Return how many rings there are; None: as many as an eighth of the free memory holds, if they take any."""
         return None
 
+    def shared_tokens(self, settings: Any) -> int | None:
+        """Return for how many tokens there are pages that its rings share; None: nobody says, or they share none."""
+        return None
+
+    def ring_page_tokens(self, settings: Any) -> int:
+        """Return the tokens of a page that its rings share; 0: they share none."""
+        return 0
+
     def least_ring_tokens(self, settings: Any) -> int:
         """Return the prompt and answer tokens below which a sequence goes without a ring, and so without the method."""
         return 0
@@ -173,10 +184,13 @@ class ProfilePart:
 
 @dataclass(frozen=True, slots=True)
 class MethodState:
-    """What one part of a profile keeps on the device. count: of its rings, None: nobody has said how many."""
+    """What one part of a profile keeps on the device. count: of its rings, None: nobody has said how many; pages: that
+    these share.
+    """
 
     part: ProfilePart
     count: int | None = None
+    pages: int = 0
 
     @property
     def has_rings(self) -> bool:

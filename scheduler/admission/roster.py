@@ -7,8 +7,9 @@ front, with the tokens it has. If a sequence leaves its prefill job, the others 
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from gpu.step import Lane, PageWrite
+from gpu.step import Lane, PageWrite, RingGrowth
 from scheduler.admission.admission import Admission
 from scheduler.cache.ring_pool import Rings
 from scheduler.messages import PREEMPTIONS
@@ -22,7 +23,19 @@ from scheduler.sequences.sequence import Sequence, State
 
 log = logging.getLogger(__name__)
 
-_REMEDIES: dict[Shortage, str] = {"pages": "raise=gpu.kv_cache_gib", "host": "raise=host.memory_limit_gib"}
+_REMEDIES: dict[Shortage, str] = {
+    "pages": "raise=gpu.kv_cache_gib",
+    "host": "raise=host.memory_limit_gib",
+    "index": "raise=index_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What sequences take for their next tokens: KV pages, and pages that rings share."""
+
+    pages: list[PageWrite]
+    rings: list[RingGrowth]
 
 
 class Roster:
@@ -95,24 +108,30 @@ class Roster:
             self.running.append(sequence)
         return {sequence.slot: sequence for sequence in entry.sequences}
 
-    def grow(self, stepping: list[Sequence]) -> list[PageWrite]:
+    def grow(self, stepping: list[Sequence]) -> Growth:
         """Take what the next token of each of these needs, by priority and then the oldest first.
 
         If there is not enough, short contexts are offloaded so that their pages can be evicted; after that the last in
         this order are preempted.
         """
-        writes = []
+        writes, rings = [], []
         spared = self._spared_contexts()
         for sequence in sorted(stepping, key=_turn):
-            while sequence.wants_draw and (shortage := self._residence.find_shortage(sequence, spared)) is not None:
+            while sequence.wants_draw and (shortage := self._find_shortage(sequence, spared)) is not None:
                 if shortage == "pages" and self._residence.offload_short(self.running):
                     continue
                 self._preempt_for(sequence, shortage)
                 spared = self._spared_contexts()
             if sequence.wants_draw:
                 writes += self._residence.grow(sequence)
+                rings += [(sequence, one) for one in self._rings.grow(sequence)]
         held = {sequence.slot for sequence in self.running}
-        return [write for write in writes if write.slot in held]
+        still = set(self.running)
+        return Growth([write for write in writes if write.slot in held], [one for who, one in rings if who in still])
+
+    def _find_shortage(self, sequence: Sequence, spared: list[HostContext]) -> Shortage | None:
+        """Return what is short of the next draw of a sequence, or None; see `Residence.find_shortage`."""
+        return "index" if self._rings.lacks_page(sequence) else self._residence.find_shortage(sequence, spared)
 
     def _preempt_for(self, taker: Sequence, shortage: Shortage) -> None:
         """Preempt one of those that hold what the taker lacks, the taker among them, and log why."""
@@ -120,7 +139,11 @@ class Roster:
         num_free, remedy = pages.num_available, _REMEDIES[shortage]
         if shortage == "pages" and pages.is_refused:
             remedy = "lower=gpu.kv_cache_gib"  # the host has no memory for pages that it was to have
-        others = [other for other in self.holding() if shortage == "pages" or other.context is not None]
+        others: Iterable[Sequence] = self.holding()
+        if shortage == "host":
+            others = [other for other in others if other.context is not None]
+        elif shortage == "index":
+            others = [other for other in others if _shares(other, taker)]
         victim = self.preempt_last([taker, *others])
         log.warning(
             "preempted request=%s for=%s short=%s context_tokens=%d pages_free=%d %s",
@@ -199,3 +222,8 @@ class Roster:
 
 def _turn(sequence: Sequence) -> tuple[float, float]:
     return sequence.priority, sequence.request.arrival_s
+
+
+def _shares(other: Sequence, taker: Sequence) -> bool:
+    """Tell whether both have rings that share pages."""
+    return other.ring is not None and taker.ring is not None and other.ring[0] == taker.ring[0]

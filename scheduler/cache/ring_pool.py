@@ -1,20 +1,26 @@
 """Rings of the methods that reuse: give one to a sequence at admission, and take it back when it leaves.
 
-Invariant: a ring is free, or held by one sequence that holds a slot.
+Rings of a method that shares pages among them take these as their sequences grow. Invariants: a ring is free, or held
+by one sequence that holds a slot, and so is a page; a sequence with a ring has pages for all its tokens.
 """
 
 from collections.abc import Iterable, Mapping
 
 from gpu.methods.method import ProfilePart
-from gpu.step import PartId, RingCopy, RingWrite
+from gpu.step import PartId, RingCopy, RingGrowth, RingWrite
 from scheduler.sequences.sequence import Sequence
 
 
 class Rings:
-    """The rings of each part of a profile, held by slots. counts: of each part of a profile that keeps rings."""
+    """The rings of each part of a profile, held by slots. counts: of each part of a profile that keeps rings; pages: of
+    each part whose rings share some.
+    """
 
-    def __init__(self, counts: Mapping[PartId, int], page_tokens: int) -> None:
+    def __init__(
+        self, counts: Mapping[PartId, int], page_tokens: int, pages: Mapping[PartId, int] | None = None
+    ) -> None:
         self._free = {part: list(range(count - 1, -1, -1)) for part, count in counts.items()}
+        self._free_pages = {part: list(range(count - 1, -1, -1)) for part, count in (pages or {}).items()}
         self._page_tokens = page_tokens
         self._writes: list[RingWrite] = []
 
@@ -23,10 +29,17 @@ class Rings:
         """Count the free rings by part."""
         return {part: len(free) for part, free in self._free.items()}
 
+    @property
+    def num_free_pages(self) -> dict[PartId, int]:
+        """Count the free pages by part."""
+        return {part: len(free) for part, free in self._free_pages.items()}
+
     def lacks(self, sequence: Sequence) -> bool:
-        """Tell whether it needs a ring and none is free."""
+        """Tell whether it needs a ring, and none is free or too few pages are."""
         part = self._part_of(sequence)
-        return part is not None and not self._free[part.id]
+        if part is None:
+            return False
+        return not self._free[part.id] or self._pages_for(part, sequence.num_tokens) > self._num_pages_of(part.id)
 
     def take(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> None:
         """Give a sequence a ring from the next plan on, if it needs one.
@@ -39,15 +52,33 @@ class Rings:
             return
         ring = self._free[part.id].pop()
         sequence.ring = part.id, ring
+        pages = None
+        if part.id in self._free_pages:
+            pages = tuple(self._free_pages[part.id].pop() for _ in range(self._pages_for(part, sequence.num_tokens)))
+            sequence.ring_pages = list(pages)
         source = self._find_source(sequence, begin, running)
-        self._writes.append(RingWrite(sequence.slot, part.id, ring, sequence.profile.reading, source))
+        self._writes.append(RingWrite(sequence.slot, part.id, ring, sequence.profile.reading, source, pages))
+
+    def lacks_page(self, sequence: Sequence) -> bool:
+        """Tell whether the next token's index needs a page, and none is free."""
+        return sequence.ring is not None and self._needs_page(sequence) and not self._num_pages_of(sequence.ring[0])
+
+    def grow(self, sequence: Sequence) -> list[RingGrowth]:
+        """Take the page that the next token needs, if it does; `lacks_page` says that there is one."""
+        if sequence.ring is None or not self._needs_page(sequence):
+            return []
+        part, ring = sequence.ring
+        growth = RingGrowth(part, ring, (self._free_pages[part].pop(),))
+        sequence.ring_pages += growth.pages
+        return [growth]
 
     def give_back(self, sequence: Sequence) -> None:
-        """Take a ring back from a sequence that leaves its slot."""
+        """Take a ring and its pages back from a sequence that leaves its slot."""
         if sequence.ring is not None:
             part, ring = sequence.ring
             self._free[part].append(ring)
-            sequence.ring = None
+            self._free_pages.get(part, []).extend(reversed(sequence.ring_pages))
+            sequence.ring, sequence.ring_pages = None, []
 
     def take_writes(self) -> list[RingWrite]:
         """Return the rings given since the last call."""
@@ -61,6 +92,18 @@ class Rings:
             return None
         longest = sequence.num_prompt_tokens + sequence.request.max_tokens
         return part if longest >= part.method.least_ring_tokens(part.settings) else None
+
+    def _pages_for(self, part: ProfilePart, num_tokens: int) -> int:
+        """Return the pages that so many tokens take."""
+        page_tokens = part.method.ring_page_tokens(part.settings) if part.id in self._free_pages else 0
+        return -(-num_tokens // page_tokens) if page_tokens else 0
+
+    def _num_pages_of(self, part: PartId) -> int:
+        return len(self._free_pages.get(part, []))
+
+    def _needs_page(self, sequence: Sequence) -> bool:
+        part = sequence.profile.ring_part
+        return part is not None and self._pages_for(part, sequence.next_cell + 1) > len(sequence.ring_pages)
 
     def _find_source(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> RingCopy | None:
         """Find the ring of a running sequence with the same tokens before `begin`, by the hash of the block that ends

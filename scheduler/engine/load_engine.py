@@ -99,6 +99,7 @@ def load_engine(
             tier=tier,
             parts=served_parts(profiles.values()),
             num_rings=plan.num_rings,
+            ring_pages=plan.num_ring_pages,
             sink_tokens=plan.sink_tokens,
             window_tokens=plan.window_tokens,
             library=library,

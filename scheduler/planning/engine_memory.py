@@ -91,7 +91,7 @@ def _has_room_of(plan: MemoryPlan, least: MemoryPlan) -> bool:
     return (
         plan.max_context_tokens >= least.max_context_tokens
         and plan.num_pages >= _LEAST_PAGES * least.num_pages
-        and plan.rings == least.rings
+        and (plan.rings, plan.ring_pages) == (least.rings, least.ring_pages)
         and plan.num_windows == least.num_windows
         and (plan.experts_on_card or 0) >= _LEAST_PAGES * (least.experts_on_card or 0)
     )

@@ -24,7 +24,7 @@ from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.offloaded_context import HostContext
 from scheduler.sequences.sequence import Sequence
 
-Shortage = Literal["pages", "host"]
+Shortage = Literal["pages", "host", "index"]
 
 
 @dataclass(frozen=True, slots=True)

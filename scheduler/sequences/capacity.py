@@ -128,8 +128,8 @@ class Capacity:
     """KV pages, the longest context, and the tokens whose hidden states fit at once in all prefills together.
 
     `host`: what offloaded contexts may take, or None where every context stays on the device. `num_rings`: of the parts
-    of profiles that keep some. `num_windows`: of layers that keep no more, or 0: pages hold all; `spare_window_tokens`:
-    that each has beyond the longest window.
+    of profiles that keep some; `ring_pages`: that these share, of those whose rings share some. `num_windows`: of
+    layers that keep no more, or 0: pages hold all; `spare_window_tokens`: that each has beyond the longest window.
     """
 
     num_pages: int
@@ -140,6 +140,7 @@ class Capacity:
     num_rings: Mapping[PartId, int] = field(default_factory=dict)
     num_windows: int = 0
     spare_window_tokens: int = 0
+    ring_pages: Mapping[PartId, int] = field(default_factory=dict)
 
     def longest_tokens(self, profile: Profile) -> int:
         """Return the longest prompt and output that a request can have when nothing else runs."""
@@ -199,6 +200,7 @@ def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
         plan.num_rings,
         plan.num_windows,
         plan.spare_window_tokens,
+        plan.num_ring_pages,
     )
 
 

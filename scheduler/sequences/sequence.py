@@ -38,6 +38,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     lane: Lane = Lane.DEVICE  # that its last step was launched in
     ring: tuple[PartId, int] | None = None  # while it holds one: of which part of its profile, and the number
+    ring_pages: list[int] = field(default_factory=list)  # likewise, of those that the part's rings share
     constraint: Constraint | None = None  # what its draws are held to
     window: int | None = None  # while it holds one: its number
     branch: WindowBranch | None = None  # the window that its prefill leaves further to the front

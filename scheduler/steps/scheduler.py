@@ -25,6 +25,7 @@ from gpu.step import (
     PrefillJob,
     PrefillUnit,
     Reload,
+    RingGrowth,
     StepPlan,
     StepResult,
     Unit,
@@ -82,6 +83,7 @@ class _Draft:
     lane: Lane
     stepping: list[Sequence]
     page_writes: list[PageWrite] = field(default_factory=list)
+    ring_growth: list[RingGrowth] = field(default_factory=list)
     offloads: list[Offload] = field(default_factory=list)
     offloaded: list[OffloadedRun] = field(default_factory=list)
     new_jobs: list[PrefillJob] = field(default_factory=list)
@@ -123,7 +125,7 @@ class Scheduler:
         self.residence = Residence(capacity, config.prefix_cache, model_key, device.page_memory, device.window_memory)
         self.pages = self.residence.pages
         self.prefixes = self.residence.prefixes
-        self.rings = Rings(capacity.num_rings, capacity.page_tokens)
+        self.rings = Rings(capacity.num_rings, capacity.page_tokens, capacity.ring_pages)
         self.constraints = constraints or Constraints(architecture.vocab_size, refuse_grammars)
         self.documents = documents
         if documents is not None:
@@ -176,7 +178,8 @@ class Scheduler:
         draft = _Draft(lane, self._stepping_in(lane))
         if lane is Lane.HOST and not draft.stepping:
             return StepPlan(lane)
-        draft.page_writes += self.roster.grow(draft.stepping)
+        grown = self.roster.grow(draft.stepping)
+        draft.page_writes, draft.ring_growth = grown.pages, grown.rings
         self._offload(draft)
         if lane is Lane.DEVICE:
             self._admit(draft)
@@ -195,6 +198,7 @@ class Scheduler:
             reloads=tuple(reloads),
             page_writes=tuple(draft.page_writes),
             ring_writes=tuple(self.rings.take_writes()),
+            ring_growth=tuple(draft.ring_growth),
             window_writes=tuple(self.residence.windows.take_writes()),
             new_jobs=tuple(draft.new_jobs),
             units=tuple(draft.units),
@@ -348,7 +352,7 @@ class Scheduler:
             self._lanes.give_back(plan.lane)
         is_other_busy = any(launched for other, launched in self._launched.items() if other is not plan.lane)
         comes = any(sequence.lane is not plan.lane for sequence in stepping)
-        takes = bool(plan.page_writes or plan.new_jobs or plan.reloads or plan.evictions)
+        takes = bool(plan.page_writes or plan.ring_growth or plan.new_jobs or plan.reloads or plan.evictions)
         return self._lanes.fence(plan.lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
 
     def _are_of(self, lane: Lane, evictions: tuple[PageEviction, ...]) -> bool:

@@ -293,6 +293,9 @@ def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
     most = min(running, in_pages, in_host)
     if planned.part.method.has_rings:
         most = min(most, memory.num_rings[planned.part.id])
+        page_tokens = planned.part.method.ring_page_tokens(planned.part.settings)
+        if page_tokens:
+            most = min(most, memory.num_ring_pages[planned.part.id] // -(-context // page_tokens))
     return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu.methods.indexed import most_pages
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens
 from gpu.methods.indexed.choosing import choose_tokens
@@ -109,6 +110,11 @@ class Stand:
             wanted = torch.ones(query.shape[:2], dtype=torch.uint8, device=device)
         return join_parts(self.work, rings, wanted, step, self.layout, tuple(query.shape), self.counts)
 
+    def rows(self, name: str, layer: int, place: int, count: int) -> torch.Tensor:
+        """Return what the index has of a place's first tokens, in order: one of its arrays in pages."""
+        own = self.index.layer(layer)
+        return own.rows_of(getattr(own, name), place, count)
+
     def chosen(self, layer: int = 1) -> list[list[int]]:
         """Return the tokens in slots of ring 1, ascending, by KV head."""
         ids = self.index.ids[layer, KV_HEADS:].cpu().numpy()
@@ -126,7 +132,9 @@ def make_stand(
     settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_tokens=256, least_tokens=16)
     shape: Any = Shape(dim, group)
     draw, on = np.random.default_rng(7), torch.device(device)
-    index = new_index(settings, shape, NUM_LAYERS, NUM_RINGS, dtype, on)
+    index = new_index(settings, shape, NUM_LAYERS, NUM_RINGS, dtype, on, 2 * NUM_RINGS * most_pages(shape))
+    order = np.random.default_rng(5).permutation(index.codes.shape[1])[: index.table[0].numel()]
+    index.table[:] = torch.from_numpy(order.reshape(NUM_RINGS, -1)).to(on)
     work = new_work(settings, shape, NUM_RINGS, on)
     for one in (index.scales, index.value_scales, index.value_centres, index.keys, index.values, *vars_of(work)):
         if one.is_floating_point():

@@ -108,10 +108,11 @@ def test_an_audit_finds_the_true_error_and_what_is_wrong_with_an_estimate() -> N
     assert audits.of_layers[0].heads == 0
     twice = audit_step(stand, report, rest_times=2.0)[1]
     assert twice.beyond > 0, "what is not resident counts twice"
-    places = stand.index.value_codes[1, KV_HEADS]
+    codes, own = stand.index.value_codes[1], stand.index.layer(1)
     likeliest = np.argsort(-wide(stand.work.logits[KV_HEADS, :TOKENS, 0]))
     stale = [token for token in likeliest[:600] if token not in stand.chosen()[0]]
-    places[stale] = places[stale[::-1]]
+    to, where_from = (own.cells_of(KV_HEADS, torch.tensor(one), KV_HEADS) for one in (stale, stale[::-1]))
+    codes[to] = codes[where_from]
     assert audit_step(stand, report)[1].error > 2 * sums.error, "values are those of other tokens"
 
 

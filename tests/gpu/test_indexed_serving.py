@@ -218,10 +218,13 @@ def test_a_ring_of_another_slot_begins_empty_and_a_copy_has_what_its_source_had_
     assert known > 0
     twins.assign(1, 1, RingCopy(0, 100, 303))
     assert twins.side.upkeep.known[1].num_tokens == (100 - 16) // 32 * 32
-    own = slice(NUM_KV_HEADS, 2 * NUM_KV_HEADS)
     index = twins.side.index
-    assert torch.equal(index.codes[:, own, :64], index.codes[:, :NUM_KV_HEADS, :64])
-    assert (index.ids[:, own] == EMPTY).all()
+    for layer in twins.side.upkeep.layers:
+        for kv_head in range(NUM_KV_HEADS):
+            places = (NUM_KV_HEADS + kv_head, kv_head)
+            copied, source = (layer.rows_of(layer.codes, place, 64) for place in places)
+            assert torch.equal(copied, source)
+    assert (index.ids[:, NUM_KV_HEADS : 2 * NUM_KV_HEADS] == EMPTY).all()
     twins.prefill_down(1, PROMPT)
     check_steps(twins, [0, 1], 3)
     twins.offloading.launch(StepPlan(released_slots=[0], closed_contexts=[100])).collect()

@@ -25,7 +25,7 @@ import gpu.operations
 import gpu.predictor
 import transfer.merge
 from gpu.layers.expert_mlp import ExpertMlp
-from gpu.methods.indexed import report_arrays, ring_arrays, work_arrays
+from gpu.methods.indexed import page_arrays, report_arrays, ring_arrays, work_arrays
 from gpu.methods.indexed.attending import NUM_COUNTS as NUM_INDEX_COUNTS
 from gpu.methods.indexed.attending import attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens
@@ -480,7 +480,7 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
     rotation = empty(shape.dim, shape.dim)
     for key_bits, value_bits, is_int8 in ((4, 2, False), (4, 2, True), (2, 4, False), (8, 2, True)):
         settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_tokens=slots)
-        arrays = ring_arrays(settings, shape, 1, rings)
+        arrays = page_arrays(settings, shape, 1, 7) | ring_arrays(settings, shape, 1, rings)
         rows_in_slots = empty(1, rings * shape.num_kv_heads, slots, shape.dim, dtype=dtype)
         index = Index(**_empty_arrays(arrays), keys=rows_in_slots, values=rows_in_slots)
         work = Work(**_empty_arrays(work_arrays(settings, shape, rings)))

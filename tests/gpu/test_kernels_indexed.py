@@ -1,5 +1,7 @@
 """The index of keys in few bits: what is written, scored, chosen, estimated and read, against float64 numpy."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from gpu.methods.indexed.attending import FETCHED, HEADS, MASS, OFFLOADED, READ
 from gpu.methods.indexed.building import index_pages, index_tokens
 from gpu.methods.indexed.codes import decode_reference, encode_keys_reference, encode_values_reference, make_rotation
 from gpu.methods.indexed.scoring import BINS_PER_OCTAVE, LOWEST_OCTAVE
-from tests.gpu.indexed_stand import KV_HEADS, PAGE_SLOT, Stand, make_stand
+from tests.gpu.indexed_stand import KV_HEADS, NUM_LAYERS, PAGE_SLOT, Stand, make_stand
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.tolerances import INDEXED_FLIPS, INDEXED_PARTIAL, INDEXED_PARTIAL_BFLOAT16, INDEXED_SCORES, INDEXED_WEIGHTS
 
@@ -27,16 +29,16 @@ def draw_query(stand: Stand, device: str, seed: int = 3) -> tuple[torch.Tensor, 
 def estimated_keys(stand: Stand, kv_head: int, count: int, layer: int = 1) -> np.ndarray:
     """Return keys as the index rounds them, float64 `[tokens, dim]`, in the space of queries, from the stored codes."""
     index, place = stand.index, KV_HEADS + kv_head
-    codes, scales = index.codes[layer, place, :count], index.scales[layer, place, :count]
+    codes, scales = (stand.rows(name, layer, place, count) for name in ("codes", "scales"))
     rounded = decode_reference(codes, scales, stand.layout.key_bits)
     return wide(rounded) @ wide(stand.layout.rotation).T + wide(index.centres[layer, place])
 
 
 def estimated_values(stand: Stand, kv_head: int, count: int, layer: int = 1) -> np.ndarray:
     """Return values as the index rounds them, float64 `[tokens, dim]`, from the stored codes."""
-    index, place = stand.index, KV_HEADS + kv_head
-    codes, scales = index.value_codes[layer, place, :count], index.value_scales[layer, place, :count]
-    centres = wide(index.value_centres[layer, place])[np.arange(count) // BLOCK_TOKENS]
+    place = KV_HEADS + kv_head
+    codes, scales = (stand.rows(name, layer, place, count) for name in ("value_codes", "value_scales"))
+    centres = wide(stand.rows("value_centres", layer, place, count))[np.arange(count) // BLOCK_TOKENS]
     rounded = centres + wide(decode_reference(codes, scales, stand.layout.value_bits))
     return rounded @ wide(stand.layout.rotation).T
 
@@ -233,25 +235,26 @@ def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int
     for begin, end in ((0, 560), (544, 592), (576, 992)):
         index_tokens(grown.index, 1, begin, end, grown.layout)
     for name in ("codes", "scales", "value_codes", "value_scales", "value_centres"):
-        got, wanted = getattr(grown.index, name), getattr(whole.index, name)
-        count = 992 // BLOCK_TOKENS if name == "value_centres" else 992
-        assert torch.equal(got[:, KV_HEADS:, :count], wanted[:, KV_HEADS:, :count])
+        for layer, place in product(range(NUM_LAYERS), range(KV_HEADS, 2 * KV_HEADS)):
+            got, wanted = (stand.rows(name, layer, place, 992) for stand in (grown, whole))
+            assert torch.equal(got, wanted)
     for layer in range(2):
         for kv_head in range(KV_HEADS):
             keys = whole.runs[layer].keys[kv_head]
             rotated = (keys - wide(whole.index.centres[layer, KV_HEADS + kv_head])) @ wide(whole.layout.rotation)
             codes, scales = encode_keys_reference(torch.tensor(rotated, dtype=torch.float32), key_bits)
-            got_codes = whole.index.codes[layer, KV_HEADS + kv_head, :992].cpu()
+            got_codes = whole.rows("codes", layer, KV_HEADS + kv_head, 992).cpu()
             assert float((got_codes != codes).float().mean()) < INDEXED_FLIPS * 2**key_bits
-            assert distance(whole.index.scales[layer, KV_HEADS + kv_head, :992], wide(scales)) < INDEXED_PARTIAL
+            assert distance(whole.rows("scales", layer, KV_HEADS + kv_head, 992), wide(scales)) < INDEXED_PARTIAL
             own = wide(decode_reference(got_codes, scales, key_bits))
             worst = np.abs(own - rotated) / wide(scales)[:, None]
             assert worst.max() < 0.51 + 0.01 * 2**key_bits / 16
             values = torch.tensor(whole.runs[layer].values[kv_head] @ wide(whole.layout.rotation), dtype=torch.float32)
             codes, scales = encode_values_reference(values, 2)
-            got_codes = whole.index.value_codes[layer, KV_HEADS + kv_head, :992].cpu()
+            got_codes = whole.rows("value_codes", layer, KV_HEADS + kv_head, 992).cpu()
             assert float((got_codes != codes).float().mean()) < INDEXED_FLIPS * 2**2
-            assert distance(whole.index.value_scales[layer, KV_HEADS + kv_head, :992], wide(scales)) < INDEXED_SCORES
+            got_scales = whole.rows("value_scales", layer, KV_HEADS + kv_head, 992)
+            assert distance(got_scales, wide(scales)) < INDEXED_SCORES
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
@@ -259,7 +262,8 @@ def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int
 def test_equal_values_are_estimated_nearly_exactly_and_unequal_ones_have_no_centre(device: str, is_int8: bool) -> None:
     """Values that are rounded alike err alike, which no sum averages out."""
     stand = make_stand(64, 3, [2048], device, is_int8=is_int8)
-    assert not stand.index.value_centres[:, KV_HEADS:, :64].any()
+    for layer, place in product(range(NUM_LAYERS), range(KV_HEADS, 2 * KV_HEADS)):
+        assert not stand.rows("value_centres", layer, place, 2048).any()
     for run in stand.runs:  # all tokens have the value of the first
         stored = run.alive[1]
         stored.copy_(stored[:, :1].clone().expand_as(stored))
@@ -284,12 +288,12 @@ def test_an_index_of_pages_that_grows_is_that_of_their_rows(device: str, stored:
             assert distance(centre, run.keys[kv_head][spread].mean(0)) < INDEXED_PARTIAL
             rotated = (run.keys[kv_head] - wide(centre)) @ wide(grown.layout.rotation)
             codes, scales = encode_keys_reference(torch.tensor(rotated, dtype=torch.float32), 4)
-            got = grown.index.codes[layer, KV_HEADS + kv_head, :992].cpu()
+            got = grown.rows("codes", layer, KV_HEADS + kv_head, 992).cpu()
             assert float((got != codes).float().mean()) < INDEXED_FLIPS * 2**4
-            assert distance(grown.index.scales[layer, KV_HEADS + kv_head, :992], wide(scales)) < INDEXED_PARTIAL
+            assert distance(grown.rows("scales", layer, KV_HEADS + kv_head, 992), wide(scales)) < INDEXED_PARTIAL
             values = torch.tensor(run.values[kv_head] @ wide(grown.layout.rotation), dtype=torch.float32)
             codes, scales = encode_values_reference(values, 2)
-            got = grown.index.value_codes[layer, KV_HEADS + kv_head, :992].cpu()
+            got = grown.rows("value_codes", layer, KV_HEADS + kv_head, 992).cpu()
             assert float((got != codes).float().mean()) < INDEXED_FLIPS * 2**2
 
 

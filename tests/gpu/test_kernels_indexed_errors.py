@@ -65,9 +65,9 @@ def test_a_report_has_the_expected_error_and_the_masses(
         lse = np.logaddexp(np.logaddexp.reduce(logits, -1), wide(resident[1, kv_head * group : (kv_head + 1) * group]))
         shares = np.exp(logits - lse[:, None])
         place = KV_HEADS + kv_head
-        steps = wide(stand.index.scales[1, place, :TOKENS])
+        steps = wide(stand.rows("scales", 1, place, TOKENS))
         variance = (wide(own) ** 2).sum(1)[:, None] * steps**2 / (12 * dim)
-        lengths = dim * NUMBER_SQUARE[value_bits] * wide(stand.index.value_scales[1, place, :TOKENS]) ** 2
+        lengths = dim * NUMBER_SQUARE[value_bits] * wide(stand.rows("value_scales", 1, place, TOKENS)) ** 2
         squares = shares**2 * lengths * (VALUE_LOSS[value_bits] + np.expm1(np.minimum(variance, 4.0)))
         is_rest = np.ones(TOKENS, bool)
         is_rest[chosen] = False

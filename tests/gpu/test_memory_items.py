@@ -116,10 +116,16 @@ def test_one_ring_more_takes_what_its_method_states(tree: dict[str, Any]) -> Non
     layers = tuple(part.settings.layers(shape)) if hasattr(part.settings, "layers") else tuple(range(shape.num_layers))
     tier = TierShape(layers, shape.num_heads, shape.num_kv_heads, shape.dim, "bfloat16", 8, 75)
     site = Site(shape, tier, 16, SLOTS, torch.float32, torch.float32, CPU)
-    taken = [bytes_of(next(iter(make_device_sides([part], site, {part.id: count}).values()))) for count in (2, 3)]
     planned = part.method.footprint(part.settings, shape, SLOTS)
+    counts = [(2, 5), (3, 5), (3, 6)] if planned.page_bytes else [(2, None), (3, None)]
+    taken = []
+    for num_rings, num_pages in counts:
+        shared = {} if num_pages is None else {part.id: num_pages}
+        sides = make_device_sides([part], site, {part.id: num_rings}, shared)
+        taken.append(bytes_of(next(iter(sides.values()))))
     stated = planned.sequence_bytes + (planned.sequence_rows * shape.dim + planned.sequence_numbers) * 4
     assert 0 <= taken[1] - taken[0] - stated <= BOOKKEEPING_BYTES
+    assert not planned.page_bytes or taken[2] - taken[1] == planned.page_bytes, "one page more"
 
 
 def bytes_of(holder: object) -> int:

@@ -23,11 +23,13 @@ COMPOSITIONS = {
     "whole": {"host": "offloaded"},
     "reusing": {"reuse": REUSE},
     "reusing-down": {"reuse": REUSE, "host": "offloaded"},
+    "indexed": {"host": {"method": "indexed", "min_context_tokens": 100}},
 }
 PROFILES = resolve_profiles(
     {name: Composition.model_validate(tree) for name, tree in COMPOSITIONS.items()}, HostConfig()
 )
 RINGS = PROFILES["reusing"].ring_part.id
+INDEXES = PROFILES["indexed"].ring_part.id
 SINK, WINDOW, OFFLOAD_BLOCK, RESIDENT = 16, 32, 64, 128
 BLOCK_BYTES = 1000
 TABLE_BYTES = 300  # of a block, where contexts are sampled
@@ -53,6 +55,8 @@ def make_engine(
     order: Random | None = None,
     num_rings: int = 2,
     num_windows: int = 0,
+    num_indexes: int = 0,
+    index_pages: int = 4,
 ) -> tuple[Engine, PageRunner]:
     """order: of the steps of two lanes; None: there is one lane."""
     prefill = PrefillConfig(chunk_tokens=chunk_tokens, max_jobs=max_jobs)
@@ -70,7 +74,9 @@ def make_engine(
         bytes_of_run=bytes_of_run,
     )
     spare = 2 * PAGE + WINDOW + 2 * OFFLOAD_BLOCK
-    capacity = Capacity(num_pages, PAGE, 4000, 5000, host, {RINGS: num_rings}, num_windows, spare)
+    rings = {RINGS: num_rings} | ({INDEXES: num_indexes} if num_indexes else {})
+    pages = {INDEXES: index_pages} if num_indexes else {}
+    capacity = Capacity(num_pages, PAGE, 4000, 5000, host, rings, num_windows, spare, pages)
     lanes = (Lane.DEVICE,) if order is None else (Lane.HOST, Lane.DEVICE)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, Device(lanes))
     if order is not None:
@@ -96,7 +102,8 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert contexts.used_bytes == sum(context.charged_bytes for context in contexts._contexts.values())
     assert contexts.used_bytes <= contexts.limit_bytes
     assert residence.evictor.holders == {}
-    assert engine.scheduler.rings.num_free == {RINGS: engine.scheduler.residence._capacity.num_rings[RINGS]}
+    assert engine.scheduler.rings.num_free == residence._capacity.num_rings
+    assert engine.scheduler.rings.num_free_pages == residence._capacity.ring_pages
     assert runner.ring_of == {}
     assert residence.windows.num_free == residence.windows.count
     assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)

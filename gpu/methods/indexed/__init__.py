@@ -19,7 +19,7 @@ from transfer.places import COLUMNS, most_pieces
 from transfer.reading import Reading
 from transfer.tier_shape import WORD_BITS
 
-SPLIT_TOKENS = 1_024  # that one program scores, counts, or chooses from
+SPLIT_TOKENS = 1_024  # that one program scores, counts, or chooses from; also of a page, which indexes are made of
 BLOCK_TOKENS = 32  # whose values have one centre in the index
 READ_SLOTS = 128  # that one program attends to
 BINS = 512  # of the histogram from which the threshold of a choice is taken
@@ -56,25 +56,35 @@ FIGURES = {
 }
 
 
-def most_tokens(architecture: Architecture) -> int:
-    """Return the tokens that an index has room for: the longest context, in whole splits."""
-    return -(-architecture.max_context_tokens // SPLIT_TOKENS) * SPLIT_TOKENS
+def most_pages(architecture: Architecture) -> int:
+    """Return the pages of the longest context's index."""
+    return -(-architecture.max_context_tokens // SPLIT_TOKENS)
+
+
+def page_arrays(
+    settings: IndexedSettings, architecture: Architecture, num_layers: int, num_pages: int
+) -> dict[str, ArraySpec]:
+    """Return pages of indexes of so many layers, by the fields of `gpu.methods.indexed.ring.Index`."""
+    dim, pages = architecture.dim, (num_layers, num_pages, architecture.num_kv_heads)
+    return {
+        "codes": ArraySpec((*pages, SPLIT_TOKENS, dim * settings.key_bits // 8), "uint8"),
+        "scales": ArraySpec((*pages, SPLIT_TOKENS), "float16"),
+        "value_codes": ArraySpec((*pages, SPLIT_TOKENS, dim * settings.value_bits // 8), "uint8"),
+        "value_scales": ArraySpec((*pages, SPLIT_TOKENS), "float16"),
+        "value_centres": ArraySpec((*pages, SPLIT_TOKENS // BLOCK_TOKENS, dim), "bfloat16"),
+    }
 
 
 def ring_arrays(
     settings: IndexedSettings, architecture: Architecture, num_layers: int, num_rings: int
 ) -> dict[str, ArraySpec]:
-    """Return the indexes of so many layers and rings, by the fields of `gpu.methods.indexed.ring.Index`, without the
-    rows in slots.
+    """Return what so many layers and rings have of their own, by the fields of `gpu.methods.indexed.ring.Index`,
+    without the rows in slots.
     """
-    dim, heads, tokens = architecture.dim, architecture.num_kv_heads, most_tokens(architecture)
+    dim, heads, tokens = architecture.dim, architecture.num_kv_heads, most_pages(architecture) * SPLIT_TOKENS
     pieces, places = most_pieces(architecture.max_context_tokens), num_rings * heads
     return {
-        "codes": ArraySpec((num_layers, places, tokens, dim * settings.key_bits // 8), "uint8"),
-        "scales": ArraySpec((num_layers, places, tokens), "float16"),
-        "value_codes": ArraySpec((num_layers, places, tokens, dim * settings.value_bits // 8), "uint8"),
-        "value_scales": ArraySpec((num_layers, places, tokens), "float16"),
-        "value_centres": ArraySpec((num_layers, places, tokens // BLOCK_TOKENS, dim), "bfloat16"),
+        "table": ArraySpec((num_layers, num_rings, most_pages(architecture)), "int32"),
         "centres": ArraySpec((num_layers, places, dim), "float32"),
         "ids": ArraySpec((num_layers, places, settings.budget_tokens), "int32"),
         "held": ArraySpec((num_layers, places, tokens // WORD_BITS), "int32"),
@@ -87,8 +97,8 @@ def ring_arrays(
 
 def work_arrays(settings: IndexedSettings, architecture: Architecture, num_rings: int) -> dict[str, ArraySpec]:
     """Return what one layer's step passes through, by the fields of `gpu.methods.indexed.ring.Work`."""
-    dim, group, tokens = architecture.dim, architecture.group, most_tokens(architecture)
-    places, splits = num_rings * architecture.num_kv_heads, tokens // SPLIT_TOKENS
+    dim, group, splits = architecture.dim, architecture.group, most_pages(architecture)
+    places, tokens = num_rings * architecture.num_kv_heads, splits * SPLIT_TOKENS
     reads = -(-settings.budget_tokens // READ_SLOTS)
     return {
         "rotated": ArraySpec((places, group, dim), "float16"),
@@ -178,7 +188,15 @@ class Indexed(RingMethod):
         return Footprint(
             sum_bytes([*arrays.values(), *report.values()]) + settings.num_works * work,
             sequence_numbers=2 * slots * architecture.dim,
+            page_bytes=sum_bytes(page_arrays(settings, architecture, num_layers, 1).values()),
+            page_tokens=SPLIT_TOKENS,
         )
+
+    def shared_tokens(self, settings: Any) -> int | None:
+        return settings.index_tokens
+
+    def ring_page_tokens(self, settings: Any) -> int:
+        return SPLIT_TOKENS
 
     def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:
         """Return the cost if every step chooses other tokens; the index counts as tokens read on the device."""

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.methods.indexed import BLOCK_TOKENS
+from gpu.methods.indexed import BLOCK_TOKENS, SPLIT_TOKENS
 from gpu.methods.indexed.codes import (
     CENTRED_SHARE,
     VALUE_STEPS,
@@ -32,6 +32,7 @@ LEAST_STEP = float(torch.finfo(torch.float16).tiny)
 
 _KEYS, _VALUES = tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
 _COLUMNS, _LEAST_STEP = tl.constexpr(COLUMNS), tl.constexpr(LEAST_STEP)
+_SPLIT = tl.constexpr(SPLIT_TOKENS)
 
 
 def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout: Layout) -> None:
@@ -60,16 +61,18 @@ def _index_rows(
     index: Index, place: int, begin: int, end: int, keys: torch.Tensor, values: torch.Tensor, layout: Layout
 ) -> None:
     """Write codes, scales and centres of values of rows, float32 `[tokens, dim]`, in one layer."""
+    cells = index.cells_of(place, torch.arange(begin, end, device=keys.device), layout.kv_heads)
     rotated = (keys - index.centres[place]) @ layout.rotation
-    index.codes[place, begin:end], index.scales[place, begin:end] = encode_keys_reference(rotated, layout.key_bits)
+    index.codes[cells], index.scales[cells] = encode_keys_reference(rotated, layout.key_bits)
     rotated = values @ layout.rotation
     for first in range(0, end - begin, BLOCK_TOKENS):
         block = rotated[first : first + BLOCK_TOKENS]
         centre = find_centre_reference(block)
-        index.value_centres[place, (begin + first) // BLOCK_TOKENS] = centre
+        page, kv_head, token = (one[first] if isinstance(one, torch.Tensor) else one for one in cells)
+        index.value_centres[page, kv_head, token // BLOCK_TOKENS] = centre
         block -= centre.float()
     codes, scales = encode_values_reference(rotated, layout.value_bits)
-    index.value_codes[place, begin:end], index.value_scales[place, begin:end] = codes, scales
+    index.value_codes[cells], index.value_scales[cells] = codes, scales
 
 
 @triton.jit
@@ -95,9 +98,9 @@ def _mean_of(rotated, is_there):
 
 @triton.jit(do_not_specialize=["ring", "first_layer", "begin", "end", "slot"])  # one kernel for any run
 def _index_kernel(
-    codes, scales, value_codes, value_scales, value_centres, centres, lies, piece_centres, piece_key_scales,
-    piece_value_scales, key_pages, value_pages, page_table, rotation, ring, num_rings, first_layer, begin, end, tokens,
-    blocks, value_step, centred_share, slot, max_pages, first_cell,
+    codes, scales, value_codes, value_scales, value_centres, table_of_rings, centres, lies, piece_centres,
+    piece_key_scales, piece_value_scales, key_pages, value_pages, page_table, rotation, ring, num_rings, first_layer,
+    begin, end, num_pages, splits, value_step, centred_share, slot, max_pages, first_cell,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, VALUE_W: tl.constexpr, VALUE_PART: tl.constexpr,
     VALUE_BITS: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
@@ -108,8 +111,11 @@ def _index_kernel(
     place = (layer * num_rings + ring) * KV_HEADS + kv_head
     own_lies = lies + (layer * num_rings + ring) * (_COLUMNS * PIECES)
     own_piece = (layer * num_rings + ring) * PIECES
-    token = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)
+    first_token = begin + tl.program_id(0) * TILE
+    token = first_token + tl.arange(0, TILE)
     is_there = token < end
+    page = tl.load(table_of_rings + (layer * num_rings + ring) * splits + first_token // _SPLIT)
+    page = (layer * num_pages + page) * KV_HEADS + kv_head
     column = tl.arange(0, WIDE)[None, :]
     is_number = is_there[:, None] & (column < DIM)
     if PAGED:
@@ -134,7 +140,7 @@ def _index_kernel(
     for part in tl.static_range(8 // BITS * PARTS):
         first, end = part // PARTS * W + part % PARTS * PART, part // PARTS * W + W
         most = tl.maximum(most, tl.max(tl.abs(_rotate_part(key, rotation, first, end, PART, DIM, WIDE)), 1))
-    cell = place * tokens + token
+    cell = page * _SPLIT + token % _SPLIT
     stored = (most / ((1 << (BITS - 1)) - 0.5)).to(tl.float16)
     step = tl.maximum(stored.to(tl.float32), _LEAST_STEP)
     for part in tl.static_range(PARTS):
@@ -151,7 +157,7 @@ def _index_kernel(
     squares = tl.sum(value * value)  # which the rotation keeps
     count = tl.sum(is_there.to(tl.float32), 0)
     is_centred = (count * tl.sum(mean * mean, 0) > centred_share * squares).to(tl.float32)
-    own_centre = value_centres + (place * blocks + (begin // TILE + tl.program_id(0))) * DIM
+    own_centre = value_centres + (page * (_SPLIT // TILE) + first_token % _SPLIT // TILE) * DIM
     square, along = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     dim = tl.arange(0, VALUE_PART)
     for plane in tl.static_range(8 // VALUE_BITS):
@@ -209,14 +215,14 @@ def _launch(
 ) -> None:  # fmt: skip
     """Launch for all layers, of rows in host memory, or for one layer, of rows in a slot's pages."""
     num_layers, num_rings, _, pieces = index.lies.shape
-    dim, width, value_width = index.centres.shape[2], index.codes.shape[3], index.value_codes.shape[3]
+    dim, width, value_width = index.centres.shape[2], index.codes.shape[4], index.value_codes.shape[4]
     part = max(16, min(PART_BYTES, triton.next_power_of_2(width)))
     num_layers = num_layers if pages is None else 1
     _index_kernel[(triton.cdiv(end - begin, TILE), num_layers * layout.kv_heads)](
-        index.codes, index.scales, index.value_codes, index.value_scales, index.value_centres, index.centres,
-        index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales,
+        index.codes, index.scales, index.value_codes, index.value_scales, index.value_centres, index.table,
+        index.centres, index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales,
         *((index.keys, index.values, index.ids) if pages is None else (pages.keys, pages.values, pages.table)),
-        layout.rotation, ring, num_rings, layer, begin, end, index.codes.shape[2], index.value_centres.shape[2],
+        layout.rotation, ring, num_rings, layer, begin, end, index.codes.shape[1], index.table.shape[2],
         VALUE_STEPS[layout.value_bits], CENTRED_SHARE, slot, 0 if pages is None else pages.table.stride(0),
         0 if pages is None else pages.first_cell,
         KV_HEADS=layout.kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), W=width,

@@ -161,7 +161,7 @@ def choose_tokens(index: Index, work: Work, step: RingStep, layout: Layout) -> N
     if not runs_on_triton(index.codes):
         choose_tokens_reference(index, work, step, layout)
         return
-    places, tokens = index.scales.shape
+    places, tokens = work.logits.shape[:2]
     splits, group = work.split_lse.shape[1:]
     words, slots = work.chosen.shape[1], index.ids.shape[1]
     _choose_tokens_kernel[(places, splits)](

@@ -47,7 +47,7 @@ from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
 from gpu.methods.indexed.upkeep import Upkeep
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
-from gpu.step import HostRead, RingWrite
+from gpu.step import HostRead, RingGrowth, RingWrite
 from transfer.partial import Owner, merge
 
 
@@ -105,6 +105,9 @@ class Indexed(RingSide):
         self._report.of_rings[write.ring].fill_(0)
         self._report.of_rings[write.ring, GENERATION].fill_(generation)
         super().assign(write)
+
+    def grow(self, growth: RingGrowth) -> None:
+        self.upkeep.add_pages(growth.ring, growth.pages)
 
     def prepare(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> None:
         """Index what has left the window of rows that are whole on the device."""

@@ -17,7 +17,7 @@ from gpu.methods.indexed import BLOCK_TOKENS, SPLIT_TOKENS
 from gpu.methods.indexed.choosing import has_bits
 from gpu.methods.indexed.codes import VALUE_LOSS, decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.scoring import RingStep, shares_of
+from gpu.methods.indexed.scoring import RingStep, page_of, shares_of
 from gpu.methods.indexed.unpacking import BFLOAT16, FOURFOLD, plane_of, unpack_assembly
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
@@ -41,16 +41,17 @@ def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: La
             shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
             is_chosen = has_bits(work.chosen[place], torch.arange(count, device=shares.device))
             rest = torch.where(is_chosen, 0.0, shares)
-            scales = index.value_scales[place, :count]
-            values = decode_reference(index.value_codes[place, :count], scales, layout.value_bits)
-            values += index.value_centres[place, torch.arange(count, device=shares.device) // BLOCK_TOKENS].float()
+            codes, scales = (index.rows_of(one, place, count) for one in (index.value_codes, index.value_scales))
+            values = decode_reference(codes, scales, layout.value_bits)
+            centres = index.rows_of(index.value_centres, place, count).float()
+            values += centres.repeat_interleave(BLOCK_TOKENS, 0)[:count]
             work.rest_out[place] = 0.0
             work.rest_mass[place] = 0.0
             work.rest_out[place, 0] = rest @ values
             work.rest_mass[place, 0] = rest.sum(-1)
             work.rest_square[place] = 0.0
             own = work.rotated[place].float().square().sum(-1) / KEY_VARIANCE
-            steps = index.scales[place, :count].float().square()
+            steps = index.rows_of(index.scales, place, count).float().square()
             noise = VALUE_LOSS[layout.value_bits] + (own[:, None] * steps).clamp_max(MOST_VARIANCE).expm1()
             work.rest_square[place, 0] = ((rest * scales.float()).square() * noise).sum(-1)
 
@@ -75,8 +76,8 @@ def _store_plane(rest_out, to, member, sums, offset, PLANE: tl.constexpr, W: tl.
 
 @triton.jit
 def _estimate_kernel(
-    value_codes, value_scales, value_centres, key_scales, rotated, rows, num_tokens, shifts, logits, total_lse, chosen,
-    rest_out, rest_mass, rest_square, tokens, splits, blocks, words, value_loss,
+    value_codes, value_scales, value_centres, key_scales, table, rotated, rows, num_tokens, shifts, logits, total_lse,
+    chosen, rest_out, rest_mass, rest_square, tokens, splits, words, value_loss,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -86,6 +87,7 @@ def _estimate_kernel(
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
     if (tl.load(rows + ring) < 0) | (begin >= count):
         return
+    page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
     member, byte = tl.arange(0, SIZE), tl.arange(0, WIDTH)[None, :]
     less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
     less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
@@ -99,14 +101,14 @@ def _estimate_kernel(
     for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
         token = at + tl.arange(0, TILE)
         is_there = token < count
-        cell = place * tokens + token
+        cell = page * _SPLIT + token - begin
         bits = tl.load(chosen + place * words + token // _WORD, mask=is_there, other=0)
         is_rest = is_there & (((bits >> (token % _WORD)) & 1) == 0)
         share = shares_of(logits, less, place, token, is_rest, tokens, GROUP, SIZE)
         of_blocks = tl.sum(tl.reshape(share, [TILE // _BLOCK, _BLOCK, SIZE]), 1)
         mass += tl.sum(of_blocks, 0)
-        block = at // _BLOCK + tl.arange(0, TILE // _BLOCK)
-        is_block, centres = block * _BLOCK < count, value_centres + place * blocks * DIM
+        block = (at - begin) // _BLOCK + tl.arange(0, TILE // _BLOCK)
+        is_block, centres = begin + block * _BLOCK < count, value_centres + page * (_SPLIT // _BLOCK) * DIM
         scale = tl.load(value_scales + cell, mask=is_there, other=0.0).to(tl.float32)
         weight = share * scale[:, None]
         key_scale = tl.load(key_scales + cell, mask=is_there, other=0.0).to(tl.float32)
@@ -146,14 +148,13 @@ def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> N
     if not runs_on_triton(index.codes):
         estimate_rest_reference(index, work, step, layout)
         return
-    places, tokens, width = index.value_codes.shape
+    places, tokens, width = *work.logits.shape[:2], index.value_codes.shape[3]
     splits, group, dim = work.rest_out.shape[1:]
     assembly = unpack_assembly(layout.value_bits, BFLOAT16)
     _estimate_kernel[(places, splits)](
-        index.value_codes, index.value_scales, index.value_centres, index.scales, work.rotated, step.rows,
+        index.value_codes, index.value_scales, index.value_centres, index.scales, index.table, work.rotated, step.rows,
         step.num_tokens, work.shift, work.logits, work.total_lse, work.chosen, work.rest_out, work.rest_mass,
-        work.rest_square, tokens, splits, index.value_centres.shape[1], work.chosen.shape[1],
-        VALUE_LOSS[layout.value_bits],
+        work.rest_square, tokens, splits, work.chosen.shape[1], VALUE_LOSS[layout.value_bits],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)), DIM=dim, W=width,
         WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE, ASSEMBLY=assembly,
         WIDE=triton.next_power_of_2(dim), num_warps=2,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from gpu.methods.indexed import ring_arrays, work_arrays
+from gpu.methods.indexed import SPLIT_TOKENS, most_pages, page_arrays, ring_arrays, work_arrays
 from gpu.methods.indexed.codes import make_rotation
 from gpu.methods.indexed.settings import IndexedSettings
 from gpu.model.architecture import Architecture
@@ -24,14 +24,15 @@ BEHIND_ALL = 2**62
 class Index:
     """All of a layer, or with one axis in front, of layers.
 
-    codes, value_codes: uint8 `[places, tokens, dim * bits / 8]`, rotated keys and values; byte b of a token has
-    dimensions b, b + width, ... scales, value_scales: float16 `[places, tokens]`. value_centres: bfloat16 `[places,
-    blocks, dim]`, subtracted from rotated values. centres: float32 `[places, dim]`, subtracted from keys before they
-    are rotated. ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held: int32 `[places, words]`, a bit for
-    each of these tokens. lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's run. piece_centres:
-    float32 `[rings, pieces, kv_heads, dim]`, and of int8 rows key scales `[rings, pieces, kv_heads]` and value scales
-    `[rings, pieces, kv_heads, dim]`, all copied from host memory. keys, values: `[places, slots, dim]`, restored rows
-    in slots.
+    codes, value_codes: uint8 `[pages, kv_heads, SPLIT_TOKENS, dim * bits / 8]`, rotated keys and values; byte b of a
+    token has dimensions b, b + width, ... scales, value_scales: float16 `[pages, kv_heads, SPLIT_TOKENS]`.
+    value_centres: bfloat16 `[pages, kv_heads, blocks, dim]`, subtracted from rotated values. table: int32 `[rings,
+    pages of the longest context]`, which page has a ring's tokens. centres: float32 `[places, dim]`, subtracted from
+    keys before they are rotated. ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held: int32 `[places,
+    words]`, a bit for each of these tokens. lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's
+    run. piece_centres: float32 `[rings, pieces, kv_heads, dim]`, and of int8 rows key scales `[rings, pieces,
+    kv_heads]` and value scales `[rings, pieces, kv_heads, dim]`, all copied from host memory. keys, values: `[places,
+    slots, dim]`, restored rows in slots.
     """
 
     codes: Tensor
@@ -39,6 +40,7 @@ class Index:
     value_codes: Tensor
     value_scales: Tensor
     value_centres: Tensor
+    table: Tensor
     centres: Tensor
     ids: Tensor
     held: Tensor
@@ -51,6 +53,19 @@ class Index:
 
     def layer(self, place: int) -> "Index":
         return Index(*(getattr(self, each.name)[place] for each in fields(Index)))
+
+    def rows_of(self, pages: Tensor, place: int, num_tokens: int) -> Tensor:
+        """Return what pages of one layer have of a place's first tokens, `[tokens, ...]`, in order. pages: one of the
+        layer's arrays of `[pages, kv_heads, tokens, ...]`, or of blocks of tokens.
+        """
+        ring, kv_head = divmod(place, pages.shape[1])
+        own = pages[self.table[ring].long(), kv_head]
+        return own.flatten(0, 1)[: -(-num_tokens * pages.shape[2] // SPLIT_TOKENS)]
+
+    def cells_of(self, place: int, tokens: Tensor, kv_heads: int) -> tuple[Tensor, int, Tensor]:
+        """Return where a place's tokens are in pages of one layer: pages, KV head, and tokens of pages, int64."""
+        ring, kv_head = divmod(place, kv_heads)
+        return self.table[ring, tokens // SPLIT_TOKENS].long(), kv_head, tokens % SPLIT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +112,23 @@ def new_index(
     num_rings: int,
     dtype: torch.dtype,
     device: torch.device,
+    num_pages: int | None = None,
 ) -> Index:
-    """Return empty indexes of so many layers and rings; rows in slots have `dtype`."""
+    """Return empty indexes of so many layers and rings; rows in slots have `dtype`. num_pages: that the rings share;
+    None: each has those of the longest context, for good.
+    """
+    own_pages = most_pages(shape)
     rows = (num_layers, num_rings * shape.num_kv_heads, settings.budget_tokens, shape.dim)
     index = Index(
+        **allocate_all(page_arrays(settings, shape, num_layers, num_pages or num_rings * own_pages), device),
         **allocate_all(ring_arrays(settings, shape, num_layers, num_rings), device),
         keys=torch.zeros(rows, dtype=dtype, device=device),
         values=torch.zeros(rows, dtype=dtype, device=device),
     )
     index.ids.fill_(EMPTY)
     index.lies[:, :, 0].fill_(BEHIND_ALL)
+    if num_pages is None:
+        index.table[:] = torch.arange(num_rings * own_pages, device=device).view(num_rings, own_pages)
     return index
 
 

@@ -69,7 +69,8 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
             continue
         for kv_head in range(layout.kv_heads):
             place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
-            keys = decode_reference(index.codes[place, :num_tokens], index.scales[place, :num_tokens], layout.key_bits)
+            codes, scales = (index.rows_of(one, place, num_tokens) for one in (index.codes, index.scales))
+            keys = decode_reference(codes, scales, layout.key_bits)
             rotated = query[row, heads].float() @ layout.rotation * dim**-0.5
             work.rotated[place] = rotated.half()
             logits = rotated @ keys.T
@@ -132,8 +133,14 @@ def _numbers_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.co
 
 
 @triton.jit
+def page_of(table, ring, split, kv_head, splits, KV_HEADS: tl.constexpr):
+    """Return which part of the index's pages has a ring's split, counted in pages of one KV head, int64."""
+    return tl.load(table + ring * splits + split).to(tl.int64) * KV_HEADS + kv_head
+
+
+@triton.jit
 def _score_kernel(
-    rotated, shifts, codes, scales, rows, num_tokens, logits, split_lse, tokens, splits,
+    rotated, shifts, codes, scales, table, rows, num_tokens, logits, split_lse, tokens, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +150,7 @@ def _score_kernel(
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
     if (tl.load(rows + ring) < 0) | (begin >= count):
         return
+    page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
     first = _query_plane(rotated, place, 0, W, WIDTH, DIM, GROUP, SIZE)
     second, third, fourth = first, first, first
     sums = tl.sum(first.to(tl.float32), 0)
@@ -160,7 +168,7 @@ def _score_kernel(
     for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
         token = at + tl.arange(0, TILE)
         is_there = token < count
-        cell = place * tokens + token
+        cell = page * _SPLIT + token - begin
         packed = tl.load(codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
         product = tl.dot(_numbers_of(packed, 0, BITS, ASSEMBLY), first)
         if BITS <= 4:
@@ -170,7 +178,7 @@ def _score_kernel(
             product = tl.dot(_numbers_of(packed, 3, BITS, ASSEMBLY), fourth, product)
         scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
         rounded = ((product - offset[None, :]) * scale[:, None]).to(tl.float16)
-        own_logits = logits + cell[:, None] * GROUP + member[None, :]
+        own_logits = logits + (place * tokens + token)[:, None] * GROUP + member[None, :]
         tl.store(own_logits, rounded, mask=is_there[:, None] & (member < GROUP)[None, :])
         logit = tl.where(is_there[:, None], rounded.to(tl.float32), float("-inf"))
         higher = tl.maximum(most, tl.max(logit, 0))
@@ -242,7 +250,7 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
         score_tokens_reference(query, resident_lse, index, work, step, layout)
         return
     group, dim = group_shape(query, layout.kv_heads)
-    places, tokens, width = index.codes.shape
+    places, tokens, width = *work.logits.shape[:2], index.codes.shape[3]
     splits, size = work.split_lse.shape[1], triton.next_power_of_2(group)
     shape = {"KV_HEADS": layout.kv_heads, "GROUP": group}
     _rotate_kernel[(places,)](
@@ -251,9 +259,10 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
         **shape,
     )  # fmt: skip
     _score_kernel[(places, splits)](
-        work.rotated, work.shift, index.codes, index.scales, step.rows, step.num_tokens, work.logits, work.split_lse,
-        tokens, splits, SIZE=max(16, size), DIM=dim, W=width, WIDTH=max(16, triton.next_power_of_2(width)),
-        BITS=layout.key_bits, TILE=TILE, ASSEMBLY=unpack_assembly(layout.key_bits, FLOAT16), num_warps=2, **shape,
+        work.rotated, work.shift, index.codes, index.scales, index.table, step.rows, step.num_tokens, work.logits,
+        work.split_lse, tokens, splits, SIZE=max(16, size), DIM=dim, W=width,
+        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits, TILE=TILE,
+        ASSEMBLY=unpack_assembly(layout.key_bits, FLOAT16), num_warps=2, **shape,
     )  # fmt: skip
     _count_kernel[(places, splits)](
         resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,

@@ -57,8 +57,14 @@ class IndexedSettings(Settings):
     rings: int | None = Field(
         None,
         ge=1,
-        description="sequences of the profile that run at once, each with an index as long as the longest context; "
-        "default: what an eighth of the memory beside the weights holds, at least one",
+        description="sequences of the profile that run at once; default: what an eighth of the memory beside the "
+        "weights holds with indexes of a quarter of the longest context each, at least one",
+    )
+    index_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of all their indexes together, in pages of 1,024, at least the longest context; default: "
+        "with `rings`, as many of the longest contexts, else the rest of that eighth",
     )
     errors: IndexErrors = Field(IndexErrors(), description="of what is estimated")
 
