@@ -57,8 +57,40 @@ def peers_serve(
         raise typer.Exit(1) from None
 
 
+def peers_llama(
+    bench: Annotated[Path, typer.Argument(metavar="BENCH", help="llama.cpp's llama-bench")],
+    model: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="written first, if it is not there")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="gets a JSON line for each row as it is done")],
+    kv: Annotated[str, typer.Option(help="kind of keys and values: f16 or q8_0")] = "f16",
+    rows: Rows = "",
+    small: Annotated[bool, typer.Option("--small", help="all of it much smaller, a small model too")] = False,
+    layers: Annotated[int, typer.Option(help="that lie on the card")] = 99,
+    only_model: Annotated[bool, typer.Option("--only-model", help="write the model, and end")] = False,
+) -> None:
+    """Time llama.cpp at the rows of a peer that the file lacks, each by a run of its own benchmark."""
+    from lab.speed import peer_rows as peers
+    from lab.speed.llama_rows import BenchError, time_row
+    from lab.speed.random_gguf import SIZES, write_random_gguf
+
+    if not model.exists():
+        write_random_gguf(model, SIZES["small" if small else "llama-3.1-8b"])
+    if only_model:
+        return
+    console, done = Console(), peers.read_rows(file)
+    for row in peers.choose_rows(rows or ",".join(peers.OF_LLAMA_CPP), small):
+        if row.name in done:
+            continue
+        try:
+            summaries = [time_row(bench, model, row, kv, layers) for _ in range(row.repeats)]
+        except BenchError as error:
+            console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+        line = peers.write_row(file, "llama", kv, row, summaries)
+        console.print(peers.describe_row(line), highlight=False, markup=False, soft_wrap=True)
+
+
 def peers_table(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of files tandem-KIND.jsonl and vllm-KIND.jsonl")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of files tandem-KIND.jsonl and PEER-KIND.jsonl")],
     peer: Annotated[str, typer.Option(help="the other side's files begin with it")] = "vllm",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the rows there")] = None,
 ) -> None:

@@ -1,7 +1,7 @@
 """What our server and another program are both timed at: rows by name, their JSON lines, and the table of both.
 
 A row is written as soon as it is done, and one that a file has is not run again, so a run that is cut goes on where it
-was. Prompts differ from repeat to repeat, so prefix caches may be on: only chats find a prefix.
+was. Prompts differ from row to row and repeat to repeat, so prefix caches may be on: only chats find a prefix.
 """
 
 import json
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 from lab.speed.token_turns import TokenLoad, Turn, steady_step_s, summarise_turns
 
@@ -53,7 +54,8 @@ class PeerRow:
         return replace(self, load=small, repeats=1)
 
     def with_repeat(self, number: int, rate: float | None = None) -> TokenLoad:
-        return replace(self.load, seed=self.load.seed + 1000 * (number + 1), rate=rate)
+        """Return the load of a repeat, whose prompts begin like no other's."""
+        return replace(self.load, seed=crc32(self.name.encode()) + number, rate=rate)
 
 
 def _rows() -> Iterable[PeerRow]:
@@ -73,6 +75,7 @@ def _rows() -> Iterable[PeerRow]:
 
 
 ROWS = {row.name: row for row in _rows()}
+OF_LLAMA_CPP = ("step-1", "step-1-16384", "step-1-98304", "prompt-512", "prompt-16384")
 SHORT = tuple(name for name, row in ROWS.items() if row.max_context_tokens <= 20_000)
 
 

@@ -1,15 +1,19 @@
 """Both sides of a peer's rows: the same prompts, rows that are written as they are done, and a table of both."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 from typer.testing import CliRunner
 
 from lab.cli import app
+from lab.speed.llama_rows import BenchError, command_of, read_line, time_row
 from lab.speed.peer_rows import ROWS, choose_rows, join_rows, rate_of, read_rows, summarise_row, write_row
+from lab.speed.random_gguf import SIZES, write_random_gguf
 from lab.speed.token_turns import TokenLoad, Turn, draw_tokens
 from lab.speed.vllm_rows import NOT_INSTALLED, Stepper, main, model_config, run_rows
 
@@ -104,6 +108,43 @@ def test_both_sides_are_joined_with_their_ratio(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "0.75" in done.output
     assert len(json.loads((tmp_path / "both.json").read_text())["rows"]) == 2
+
+
+def test_no_row_and_no_repeat_finds_a_prefix_of_another() -> None:
+    loads = [row.with_repeat(number) for row in ROWS.values() for number in range(row.repeats)]
+    beginnings = [tuple(draw_tokens(load, request, 0)[:16]) for load in loads for request in range(load.requests)]
+    assert len(set(beginnings)) == len(beginnings)
+
+
+def test_llama_cpps_benchmark_is_asked_for_a_step_behind_a_context_or_for_a_prompt() -> None:
+    for name, words in (
+        ("step-1", "-p 0 -n 136 -d 0"),
+        ("step-1-16384", "-p 0 -n 72 -d 16384"),
+        ("prompt-512", "-p 512 -n 0"),
+    ):
+        command = command_of(Path("bench"), Path("m.gguf"), ROWS[name], "q8_0", 99)
+        assert words in " ".join(command)
+        assert "-ctk q8_0 -ctv q8_0" in " ".join(command)
+    line = json.dumps({"avg_ns": 72_000_000, "avg_ts": 1000.0, "n_gen": 72})
+    assert read_line(ROWS["step-1-16384"], line)["step_s"] == pytest.approx(0.001)
+    assert read_line(ROWS["prompt-512"], line)["first_s_p50"] == pytest.approx(0.072)
+    with pytest.raises(BenchError, match="prompt-512 with f16: status 1"):
+        time_row(Path("/bin/false"), Path("m.gguf"), ROWS["prompt-512"], "f16", 0)
+
+
+def test_a_random_file_has_the_kinds_of_q4_k_m_and_numbers_around_zero(tmp_path: Path) -> None:
+    sizes = replace(SIZES["small"], layers=8, vocab=300)
+    write_random_gguf(tmp_path / "r.gguf", sizes)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "r.gguf").tensors}
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert kinds["output.weight"] == "Q6_K"
+    assert [kinds[f"blk.{layer}.ffn_down.weight"] for layer in range(8)] == [
+        "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K",
+    ]  # fmt: skip
+    for name in ("blk.1.ffn_down.weight", "blk.0.ffn_down.weight"):
+        numbers = gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type)
+        assert abs(float(numbers.mean())) < 0.1 * float(numbers.std())
+        assert float(numbers.std()) == pytest.approx(sizes.inner**-0.5, rel=0.4)
 
 
 def test_rows_have_names_and_unknown_ones_are_refused() -> None:

@@ -27,7 +27,9 @@ echo '{thresholds}'
 
 
 def parse(words: list[str]) -> None:
-    """Parse a line of `python -m lab` or of `tandem`."""
+    """Parse a line of `python -m lab` or of `tandem`; what asks a package index is not ours."""
+    if words[:2] == ["-m", "pip"]:
+        return
     if words[:2] == ["-m", "lab"]:
         command = typer.main.get_command(lab)
         resolve(command, words[2:])
