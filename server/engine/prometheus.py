@@ -120,12 +120,7 @@ class Metrics:
         self.host_attend_s = self._counter("tandem_host_attend_seconds", "the CPU attended")
         self.rings_free = self._gauge("tandem_reuse_rings_free", "rings that no sequence holds")
         self._method_counters = list_counters()
-        self.methods = {
-            name: (Gauge if one.is_gauge else Counter)(
-                f"tandem_{name}", one.description, ["layer"] if one.by_layer else [], registry=self._registry
-            )
-            for name, one in self._method_counters.items()
-        }
+        self.methods: dict[str, Gauge | Counter] = {}  # of those that the engine has
         self.experts = {name: self._counter(f"tandem_experts_{name}", what) for name, what in EXPERT_COUNTERS.items()}
         self.masks = {name: self._counter(f"tandem_{name}", what) for name, what in MASK_COUNTERS.items()}
         self.documents = self._gauge("tandem_documents", "documents that are stored, of all keys")
@@ -215,13 +210,22 @@ class Metrics:
 
     def _take_methods(self, counts: dict[str, list[int]], last: dict[str, list[int]]) -> None:
         for name, numbers in counts.items():
-            metric, before = self.methods[name], last.get(name, [0] * len(numbers))
+            metric, before = self._method_metric(name), last.get(name, [0] * len(numbers))
             for layer, (now, then) in enumerate(zip(numbers, before, strict=True)):
                 child = metric.labels(str(layer)) if self._method_counters[name].by_layer else metric
                 if isinstance(child, Gauge):
                     child.set(now)
                 else:
                     child.inc(now - then)
+
+    def _method_metric(self, name: str) -> Gauge | Counter:
+        """Return the metric of a method's counter, which is there from its first report on."""
+        if name not in self.methods:
+            one = self._method_counters[name]
+            self.methods[name] = (Gauge if one.is_gauge else Counter)(
+                f"tandem_{name}", one.description, ["layer"] if one.by_layer else [], registry=self._registry
+            )
+        return self.methods[name]
 
     def engine_gone(self) -> None:
         """Clear the engine's gauges; the next engine counts from zero."""

@@ -166,9 +166,13 @@ class Generation:
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.num_each])
 
     def figures(self, of_prompt: bool) -> dict[str, int]:
-        """Return the figures of the prompts, each prompt counted once, or of all answers."""
+        """Return the figures of the prompts, each prompt counted once, or of all answers; those of methods that ran."""
         choices = self.choices[:: self.num_each] if of_prompt else self.choices
-        return {name: sum(choice.figures.get(name, 0) for choice in choices) for name in figure_names(of_prompt)}
+        return {
+            name: sum(choice.figures.get(name, 0) for choice in choices)
+            for name, is_told in figure_names(of_prompt).items()
+            if is_told or any(name in choice.figures for choice in choices)
+        }
 
     def job_of(self, index: int) -> Job:
         return self.jobs[index // self.num_each]

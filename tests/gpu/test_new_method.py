@@ -113,7 +113,7 @@ def test_a_methods_folder_is_served_and_its_counter_is_on_the_metrics_page(added
         skipped = usage["completion_tokens_details"]["skipped_blocks"]
         assert skipped == told["tandem_alternate_told_blocks_total"] > 0
         whole = httpx.post(f"{url}/v1/completions", json=body | {"attention_profile": "offloaded"}, timeout=120)
-        assert whole.json()["usage"]["completion_tokens_details"]["skipped_blocks"] == 0
+        assert "skipped_blocks" not in whole.json()["usage"]["completion_tokens_details"], "the method did not run"
         until = time.monotonic() + 20  # the engine tells its counts four times a second
         while not (told := read_counters(url))["tandem_alternate_blocks_total"] and time.monotonic() < until:
             time.sleep(0.1)

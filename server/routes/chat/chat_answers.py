@@ -13,8 +13,11 @@ StopReason = Literal["time_limit"] | None  # beside `length`: there was no more 
 
 
 def _declare_figures(name: str, of_prompt: bool) -> Any:
-    """Return a type whose fields are the figures of a request."""
-    fields = [(figure, Count) for figure in figure_names(of_prompt)]
+    """Return a type whose fields are the figures of a request; those of a method may be missing."""
+    fields = [
+        (figure, Count) if is_told else (figure, Count | msgspec.UnsetType, msgspec.UNSET)
+        for figure, is_told in figure_names(of_prompt).items()
+    ]
     return msgspec.defstruct(name, fields, bases=(Answer,), kw_only=True, forbid_unknown_fields=True)
 
 
