@@ -124,6 +124,12 @@ class Method:
         """Return how many rings there are; None: as many as an eighth of the free memory holds, if they take any."""
         return None
 
+    def takes_ring_late(self, settings: Any) -> bool:
+        """Return whether a sequence takes its ring once it has tokens in host memory, and goes on without while none is
+        free; else at admission.
+        """
+        return False
+
     def shared_tokens(self, settings: Any) -> int | None:
         """Return for how many tokens there are pages that its rings share; None: nobody says, or they share none."""
         return None

@@ -127,6 +127,9 @@ class Roster:
                 rings += [(sequence, one) for one in self._rings.grow(sequence)]
         held = {sequence.slot for sequence in self.running}
         still = set(self.running)
+        for sequence in stepping if not self._released_slots else ():  # who held a ring is forgotten first
+            if sequence in still:
+                self._rings.take_late(sequence)
         return Growth([write for write in writes if write.slot in held], [one for who, one in rings if who in still])
 
     def _find_shortage(self, sequence: Sequence, spared: list[HostContext]) -> Shortage | None:

@@ -1,10 +1,13 @@
 """Rings of the methods that reuse: give one to a sequence at admission, and take it back when it leaves.
 
+Where a method begins with tokens in host memory, a sequence takes its ring then, if its prompt has none there.
+
 Rings of a method that shares pages among them take these as their sequences grow. Invariants: a ring is free, or held
 by one sequence that holds a slot, and so is a page; a sequence with a ring has pages for all its tokens.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from gpu.methods.method import ProfilePart
 from gpu.step import PartId, RingCopy, RingGrowth, RingWrite
@@ -35,11 +38,9 @@ class Rings:
         return {part: len(free) for part, free in self._free_pages.items()}
 
     def lacks(self, sequence: Sequence) -> bool:
-        """Tell whether it needs a ring, and none is free or too few pages are."""
+        """Tell whether it needs a ring at admission, and none is free or too few pages are."""
         part = self._part_of(sequence)
-        if part is None:
-            return False
-        return not self._free[part.id] or self._pages_for(part, sequence.num_tokens) > self._num_pages_of(part.id)
+        return part is not None and not self._is_late(part, sequence) and not self._has_room(part, sequence.num_tokens)
 
     def take(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> None:
         """Give a sequence a ring from the next plan on, if it needs one.
@@ -48,16 +49,19 @@ class Rings:
         entries are copied.
         """
         part = self._part_of(sequence)
-        if part is None:
+        if part is None or self._is_late(part, sequence):
             return
-        ring = self._free[part.id].pop()
-        sequence.ring = part.id, ring
-        pages = None
-        if part.id in self._free_pages:
-            pages = tuple(self._free_pages[part.id].pop() for _ in range(self._pages_for(part, sequence.num_tokens)))
-            sequence.ring_pages = list(pages)
-        source = self._find_source(sequence, begin, running)
-        self._writes.append(RingWrite(sequence.slot, part.id, ring, sequence.profile.reading, source, pages))
+        write = self._give(part, sequence, sequence.num_tokens)
+        self._writes.append(replace(write, source=self._find_source(sequence, begin, running)))
+
+    def take_late(self, sequence: Sequence) -> None:
+        """Give a running sequence the ring that it did not take at admission, from the next plan on, once it has tokens
+        in host memory and there is one with pages for it.
+        """
+        if sequence.ring is not None or sequence.open_context is None or (part := self._part_of(sequence)) is None:
+            return
+        if part.method.takes_ring_late(part.settings) and self._has_room(part, sequence.next_cell + 1):
+            self._writes.append(self._give(part, sequence, sequence.next_cell + 1))
 
     def lacks_page(self, sequence: Sequence) -> bool:
         """Tell whether the next token's index needs a page, and none is free."""
@@ -92,6 +96,22 @@ class Rings:
             return None
         longest = sequence.num_prompt_tokens + sequence.request.max_tokens
         return part if longest >= part.method.least_ring_tokens(part.settings) else None
+
+    def _is_late(self, part: ProfilePart, sequence: Sequence) -> bool:
+        """Tell whether a waiting sequence takes its ring later."""
+        return not sequence.run_end and part.method.takes_ring_late(part.settings)
+
+    def _has_room(self, part: ProfilePart, num_tokens: int) -> bool:
+        return bool(self._free[part.id]) and self._pages_for(part, num_tokens) <= self._num_pages_of(part.id)
+
+    def _give(self, part: ProfilePart, sequence: Sequence, num_tokens: int) -> RingWrite:
+        ring = self._free[part.id].pop()
+        sequence.ring = part.id, ring
+        pages = None
+        if part.id in self._free_pages:
+            pages = tuple(self._free_pages[part.id].pop() for _ in range(self._pages_for(part, num_tokens)))
+            sequence.ring_pages = list(pages)
+        return RingWrite(sequence.slot, part.id, ring, sequence.profile.reading, None, pages)
 
     def _pages_for(self, part: ProfilePart, num_tokens: int) -> int:
         """Return the pages that so many tokens take."""

@@ -344,6 +344,7 @@ class Scheduler:
             or not self._are_of(plan.lane, plan.evictions)
             or any(offload.is_new_context for offload in plan.offloads)
             or any(write.source is not None for write in plan.ring_writes)  # whose sequence may step in either lane
+            or (plan.lane is Lane.HOST and plan.ring_writes)  # behind the other lane's word of who held them
             or any(write.source is not None for write in plan.window_writes)
             or (plan.lane is Lane.HOST and reads_nothing)  # such a step has the other lane's buffers
         ):
@@ -352,7 +353,8 @@ class Scheduler:
             self._lanes.give_back(plan.lane)
         is_other_busy = any(launched for other, launched in self._launched.items() if other is not plan.lane)
         comes = any(sequence.lane is not plan.lane for sequence in stepping)
-        takes = bool(plan.page_writes or plan.ring_growth or plan.new_jobs or plan.reloads or plan.evictions)
+        of_rings = plan.ring_writes or plan.ring_growth
+        takes = bool(plan.page_writes or of_rings or plan.new_jobs or plan.reloads or plan.evictions)
         return self._lanes.fence(plan.lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
 
     def _are_of(self, lane: Lane, evictions: tuple[PageEviction, ...]) -> bool:

@@ -224,7 +224,13 @@ class PageRunner:
     def _assign(self, write: RingWrite, plan: StepPlan) -> None:
         """A ring is one slot's; what is copied to it is of the tokens that the new prompt has in front."""
         assert (write.part, write.ring) not in self.ring_of.values(), "the ring is another slot's"
-        (prompt,) = [one for job in plan.new_jobs for one in job.prompts if one.slot == write.slot]
+        prompts = [one for job in plan.new_jobs for one in job.prompts if one.slot == write.slot]
+        if not prompts:
+            assert write.slot in self.context_of, "a ring that comes late is of a slot with tokens in host memory"
+            assert write.source is None
+            self.ring_of[write.slot] = write.part, write.ring
+            return
+        (prompt,) = prompts
         if write.source is not None:
             source, begin = write.source, write.source.begin
             (other,) = [slot for slot, ring in self.ring_of.items() if ring == (write.part, source.ring)]

@@ -91,3 +91,24 @@ def test_one_that_leaves_or_is_preempted_gives_its_pages_back() -> None:
     drain(engine)
     check_pages(runner)
     check_idle(engine, runner)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_one_that_begins_on_the_device_takes_a_ring_when_tokens_of_it_go_to_the_host(seed: int | None) -> None:
+    engine, runner = make_indexed_engine(num_indexes=1, order=None if seed is None else Random(seed))
+    requests = [ask(f"r{n}", prompt_of(110, salt=n), 200 + 100 * n, "indexed") for n in range(2)]
+    answer(engine, requests)
+    first, second = [write for plan in runner.plans for write in plan.ring_writes]
+    assert {first.ring, second.ring} == {0}, "the other one goes on without, until the ring is free"
+    begun = [index for index, plan in enumerate(runner.plans) if plan.decode]
+    given = [index for index, plan in enumerate(runner.plans) if plan.ring_writes]
+    assert given[0] > begun[0] + 20
+    assert check_pages(runner) == 1
+    check_idle(engine, runner)
+
+
+def test_one_that_stays_on_the_device_takes_no_ring_and_waits_for_none() -> None:
+    engine, runner = make_indexed_engine(num_indexes=1)
+    answer(engine, [ask(f"r{n}", prompt_of(60, salt=n), 60, "indexed") for n in range(4)])
+    assert [write for plan in runner.plans for write in plan.ring_writes] == []
+    check_idle(engine, runner)

@@ -192,6 +192,9 @@ class Indexed(RingMethod):
             page_tokens=SPLIT_TOKENS,
         )
 
+    def takes_ring_late(self, settings: Any) -> bool:
+        return bool(settings.resident == "full")
+
     def shared_tokens(self, settings: Any) -> int | None:
         return settings.index_tokens
 
