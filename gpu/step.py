@@ -5,7 +5,7 @@ finished or preempted. Per-slot state (page table, last token, sampler) lives on
 changed. All ranges are half-open, all positions 0-based.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -52,10 +52,10 @@ class Frozen:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
+        for name in self.__dataclass_fields__:  # type: ignore[attr-defined]
+            value = getattr(self, name)
             if isinstance(value, list):
-                object.__setattr__(self, each.name, _freeze(value))
+                object.__setattr__(self, name, _freeze(value))
 
 
 def _freeze(values: list[Any]) -> tuple[Any, ...]:
@@ -437,7 +437,7 @@ class StepPlan(Frozen):
     @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to carry out."""
-        return self == StepPlan(self.lane)
+        return not any(getattr(self, name) for name in self.__dataclass_fields__ if name != "lane")
 
 
 @dataclass(frozen=True, slots=True)

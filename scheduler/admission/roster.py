@@ -114,9 +114,12 @@ class Roster:
         If there is not enough, short contexts are offloaded so that their pages can be evicted; after that the last in
         this order are preempted.
         """
+        growing = [one for one in stepping if one.ring is not None or self._residence.may_grow(one)]
+        if not growing:  # as in most steps
+            return Growth([], [])
         writes, rings = [], []
         spared = self._spared_contexts()
-        for sequence in sorted(stepping, key=_turn):
+        for sequence in sorted(growing, key=_turn):
             while sequence.wants_draw and (shortage := self._find_shortage(sequence, spared)) is not None:
                 if shortage == "pages" and self._residence.offload_short(self.running):
                     continue

@@ -137,10 +137,10 @@ class PrefixCache:
 
         Of a context with offloaded tokens, `Residence.publish_run` publishes what lies in host memory.
         """
-        if sequence.open_context is not None:
-            return
         end = min(num_computed_tokens // self._page_tokens, sequence.num_final_blocks)
-        if not self.is_enabled or not sequence.pages or end <= sequence.num_published:
+        if end <= sequence.num_published or not self.is_enabled or not sequence.pages:
+            return
+        if sequence.open_context is not None:
             return
         self._pages.publish(self.known_hashes(sequence), sequence.pages, sequence.num_published, end)
         sequence.num_published = end

@@ -120,6 +120,10 @@ class Residence:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
+    def may_grow(self, sequence: Sequence) -> bool:
+        """Tell whether the next draw may take a page or memory of the host."""
+        return self.offloads is not None or self._needs_page(sequence)
+
     def find_shortage(self, sequence: Sequence, kept: Collection[HostContext]) -> Shortage | None:
         """Make room for the next draw and the offload that it makes due; return what is short of that, or None.
 
@@ -183,6 +187,8 @@ class Residence:
 
     def host_read(self, sequence: Sequence) -> HostRead | None:
         """Return what a decode step reads of the sequence in host memory: what is evicted, by this plan as well."""
+        if sequence.context is None:
+            return None
         context, host = sequence.open_context, self._capacity.host
         if context is None or host is None or not context.num_evicted:
             return None

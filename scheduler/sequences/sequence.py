@@ -109,17 +109,17 @@ class Sequence:
     @property
     def next_position(self) -> int:
         """Return where the input token of the next draw stands."""
-        return self.num_prompt_tokens + self.num_drawn - 1
+        return len(self.prompt) + len(self.output) + self.num_in_flight - 1
 
     @property
     def next_cell(self) -> int:
         """Return where its keys and values are written."""
-        return self.next_position - self.num_dropped
+        return len(self.prompt) + len(self.output) + self.num_in_flight - 1 - self.num_dropped
 
     @property
     def wants_draw(self) -> bool:
         """Tell whether another token may be drawn without knowing those in flight."""
-        return self.state is State.RUNNING and self.num_drawn < self.request.max_tokens
+        return self.state is State.RUNNING and len(self.output) + self.num_in_flight < self.request.max_tokens
 
     @property
     def needs_every_token(self) -> bool:

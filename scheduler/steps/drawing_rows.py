@@ -76,10 +76,14 @@ class LateRows:
         ]
         if late and not is_busy and len(late) == len(rows):
             late.remove(max(late, key=lambda row: row[0].num_left_out))
-        return [row for row in rows if row not in late]
+        return [row for row in rows if row not in late] if late else rows
 
     def count(self, rows: list[Row], taken: list[Row]) -> None:
         """Count a launched step that took some of these rows."""
+        if len(taken) == len(rows):
+            for sequence, _ in rows:
+                sequence.num_left_out = 0
+            return
         taking = {sequence for sequence, _ in taken}
         for sequence, _ in rows:
             sequence.num_left_out = 0 if sequence in taking else sequence.num_left_out + 1

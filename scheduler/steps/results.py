@@ -70,14 +70,17 @@ class Results:
         if constraint is not None and token.token_id >= 0 and sequence.request.max_tokens:
             self._constraints.consume([(constraint, token.token_id)])
         if sequence.state is State.RUNNING:  # its prompt is done
-            self._roster.release_chunks(sequence)
-            self._residence.give_back_evicted(sequence)
+            if sequence.chunks:
+                self._roster.release_chunks(sequence)
+            if sequence.num_dropped:
+                self._residence.give_back_evicted(sequence)
         if constraint is not None and constraint.error:
             self._roster.retire(sequence)
             return [make_failure(sequence, f"grammar: the answer cannot go on ({constraint.error})")]
         reason = finish_reason(sequence, token.token_id)
         logprobs, pooled = result.prompt_logprobs.get(token.slot), result.pooled.get(token.slot)
-        sequence.figures |= result.figures.get(token.slot, {})
+        if result.figures:
+            sequence.figures |= result.figures.get(token.slot, {})
         delta = make_delta(sequence, token, logprobs, pooled, reason)
         sequence.output += delta.token_ids
         if reason is None and constraint is not None and constraint.is_over:
@@ -130,7 +133,7 @@ def make_delta(
         finish_reason=reason,
         error=_WHY_NOTHING[token.token_id] if reason == "error" else None,
         num_cached_tokens=sequence.num_cached_tokens,
-        figures=dict(sequence.figures),
+        figures=sequence.figures.copy(),
         queue_seconds=None if started_s is None else started_s - request.arrival_s,
         prefill_seconds=None if started_s is None else time.monotonic() - started_s,
     )
