@@ -30,7 +30,7 @@ from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.messages import EngineRequest, Ready, pack_tokens
-from server.planning.deployment_plan import ResolvedPlan
+from server.planning.resolved_plan import ResolvedPlan
 
 _POLL_S = 0.25
 _STOP_S = 90

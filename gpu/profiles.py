@@ -24,6 +24,7 @@ from transfer.nearest_name import nearest_hint
 from transfer.reading import Reading, join_readings
 from transfer.settings_model import Settings
 
+FULL_ATTENTION = "exact"
 UNCHANGED = "exact"
 """The `kv_key` of KV that no method changes."""
 
@@ -98,6 +99,16 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
     return profiles
 
 
+def add_by_name(named: Mapping[str, Composition], default: str) -> dict[str, Composition]:
+    """Return the named profiles, and one of the default settings of the method that `default` names, if it is of the
+    slot `host` and is no profile otherwise.
+    """
+    method = list_methods().get(default)
+    if method is None or method.slot != "host" or is_built_in(method) or default in named:
+        return dict(named)
+    return {**named, default: Composition(host=MethodChoice(method=default))}
+
+
 def get_profile(name: str, profiles: Mapping[str, Profile], named_in: str) -> Profile:
     """Return the profile of that name. Raises ProfileError if there is none; `named_in`: what named it."""
     if name not in profiles:
@@ -107,6 +118,12 @@ def get_profile(name: str, profiles: Mapping[str, Profile], named_in: str) -> Pr
 
 def why_unknown(name: str, known: Iterable[str]) -> str:
     """Return why a deployment whose profiles are `known` has none of this name."""
+    method = list_methods().get(name)
+    if method is not None and method.slot == "host" and method.has_rings:
+        return (
+            f"{name!r} plans memory for its sequences; name a profile of it in `profiles`, or it as "
+            f"scheduler.default_profile; known: {', '.join(known)}"
+        )
     if needs_host(name):
         return f"{name!r} keeps KV in host memory; this deployment has no `host` section"
     return f"unknown profile {name!r}; known: {', '.join(known)}"

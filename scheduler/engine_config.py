@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 
 from gpu.config import GpuConfig, ModelConfig, Profiles
 from gpu.memory.plan import MemoryPlan
+from gpu.profiles import FULL_ATTENTION, add_by_name
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.settings_model import Settings
 
@@ -79,7 +80,11 @@ class SchedulerConfig(Settings):
     prefix_cache: bool = True
     jump_forward: bool = Field(True, description="text that a grammar leaves no choice of takes no step for each token")
     prefill: PrefillConfig = PrefillConfig()
-    default_profile: str = Field("exact", description="attention profile of requests that name none")
+    default_profile: str | None = Field(
+        None,
+        description="attention profile of requests that name none; default: `indexed` where a `host` section is there, "
+        "on a GPU, and `tandem plan` finds that it pays, else `exact`",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -120,6 +125,16 @@ class EngineConfig(Settings):
     documents: DocumentsConfig | None = None
     profiles: Profiles = {}
     scheduler: SchedulerConfig = SchedulerConfig()
+
+    @property
+    def default_profile(self) -> str:
+        """Return the profile of requests that name none; where nobody has chosen one, that of full attention."""
+        return self.scheduler.default_profile or FULL_ATTENTION
+
+    @property
+    def all_profiles(self) -> Profiles:
+        """Return the named profiles, and the default one's if that is a method which plans memory for sequences."""
+        return add_by_name(self.profiles, self.default_profile)
 
 
 class EngineStart(Settings):

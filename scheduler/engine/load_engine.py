@@ -63,8 +63,8 @@ def load_engine(
     a profile that there cannot be, and for a default one that does not exist.
     """
     began = time.monotonic()
-    profiles = resolve_profiles(config.profiles, config.host)
-    get_profile(config.scheduler.default_profile, profiles, "scheduler.default_profile")
+    profiles = resolve_profiles(config.all_profiles, config.host)
+    get_profile(config.default_profile, profiles, "scheduler.default_profile")
     require_device(plan, probe_gpu() if plan.device == "cuda" else None, platform.node())
     architecture = load_architecture(config.model) if loaded is None else loaded.architecture
     resolved = {"device": plan.device, "dtype": plan.dtype, "kv": plan.kv, "threads": plan.threads}
@@ -131,7 +131,7 @@ def load_engine(
         num_layers=architecture.num_layers,
         max_context_tokens=max(longest.values()),
         profiles=longest,
-        default_profile=config.scheduler.default_profile,
+        default_profile=config.default_profile,
         num_pages=plan.num_pages,
         page_tokens=plan.page_tokens,
         device=plan.device,

@@ -35,7 +35,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
     again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
     """
-    profiles = list(resolve_profiles(config.profiles, config.host).values())
+    profiles = list(resolve_profiles(config.all_profiles, config.host).values())
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
     _check_select_layer(config.documents, architecture.num_layers)
     share_out = partial(

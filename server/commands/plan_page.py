@@ -11,7 +11,7 @@ from gpu.page_layout import row_bytes
 from scheduler.planning.engine_memory import find_host_demand
 from scheduler.sequences.capacity import plan_capacity
 from server.deployment import Deployment
-from server.planning.deployment_plan import ResolvedPlan
+from server.planning.resolved_plan import ResolvedPlan
 from transfer.host_memory import bytes_of_context, bytes_per_token, table_bytes_of_context, without_tables
 from transfer.machine import GIB
 

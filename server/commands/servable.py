@@ -44,7 +44,7 @@ def require_servable(deployment: Deployment) -> None:
 
 def require_method_files(deployment: Deployment) -> None:
     """Check that each file exists that a method of a profile names. Raises ProfileError."""
-    for name, profile in resolve_profiles(deployment.profiles, deployment.host).items():
+    for name, profile in resolve_profiles(deployment.all_profiles, deployment.host).items():
         for part in profile.parts:
             for key, value in part.settings:
                 if isinstance(value, Path) and not value.is_file():
@@ -53,8 +53,8 @@ def require_method_files(deployment: Deployment) -> None:
 
 def require_settings(deployment: Deployment) -> None:
     """Check what needs no file, for a machine that is elsewhere. Raises ProfileError and ConfigError."""
-    profiles = resolve_profiles(deployment.profiles, deployment.host)
-    get_profile(deployment.scheduler.default_profile, profiles, "scheduler.default_profile")
+    profiles = resolve_profiles(deployment.all_profiles, deployment.host)
+    get_profile(deployment.default_profile, profiles, "scheduler.default_profile")
     documents, prefill = deployment.documents, deployment.scheduler.prefill
     most = min(prefill.chunk_tokens, prefill.max_hidden_tokens or prefill.chunk_tokens)
     if documents is not None and documents.chunk_tokens > most:  # longer ones would be computed with each prompt

@@ -6,7 +6,6 @@ deployment, and resolving that one again changes nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from gpu.config import ModelConfig
 from gpu.memory.demand import Place
@@ -26,22 +25,14 @@ from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
 from scheduler.planning.engine_memory import find_expert_shares, plan_engine
 from scheduler.planning.expert_choice import Way, captured_rows
 from server.deployment import Deployment
+from server.planning.default_profile import choose_default
+from server.planning.resolved_plan import ResolvedPlan
 from transfer.machine import GIB, MachineProfile
 
 NOT_PLAIN = (
     "documents: answers are near those of plain text, not equal: on SmolLM2-135M-Instruct RULER's tasks lose 3 points "
     "with 3 chunks and 11 with 9; `policy: vanilla` loses nothing; `tandem eval fusion` measures another model"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedPlan:
-    deployment: Deployment
-    architecture: Architecture
-    memory: MemoryPlan
-    profiles: dict[str, Profile]
-    machine: MachineProfile
-    notes: tuple[str, ...]
 
 
 def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
@@ -78,7 +69,8 @@ def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
 def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPlan:
     """Fill in what the deployment leaves to the machine. Raises ModelError, ProfileError or PlanError with one line."""
     architecture, notes = find_architecture(deployment.model)
-    profiles = resolve_profiles(deployment.profiles, deployment.host)
+    deployment, said = choose_default(deployment, architecture, machine)
+    profiles = resolve_profiles(deployment.all_profiles, deployment.host)
     memory = plan_engine(deployment, architecture, machine)
     scheduler, prefill = deployment.scheduler, deployment.scheduler.prefill
     place: Place = "gpu" if memory.device == "cuda" else "host"
@@ -125,7 +117,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     resolved = deployment.model_copy(
         update={"model": model, "gpu": gpu, "host": host, "documents": documents, "scheduler": resolved_scheduler}
     )
-    notes = (*notes, *memory.notes, *_tell_what_gains_nothing(memory.device, profiles), *_tell_losses(profiles))
+    notes = (*notes, *said, *memory.notes, *_tell_what_gains_nothing(memory.device, profiles), *_tell_losses(profiles))
     if documents is not None and documents.policy != "vanilla" and documents.ratio < 1:
         notes = (*notes, NOT_PLAIN)
     return ResolvedPlan(resolved, architecture, memory, profiles, machine, notes)

@@ -16,14 +16,14 @@ from gpu.memory.plan import MemoryPlan
 from gpu.methods.method import Method, ProfilePart, ReadCost
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
-from gpu.profiles import ProfileError, resolve_profiles
+from gpu.profiles import FULL_ATTENTION, ProfileError, resolve_profiles
 from gpu.weights.expert_shares import most_experts
 from scheduler.planning.engine_memory import find_expert_shares, find_host_demand, find_tier_shape, plan_engine
 from scheduler.planning.expert_choice import ExpertTimes, find_times
 from scheduler.planning.step_bytes import StepBytes
 from scheduler.sequences.capacity import host_capacity
 from server.deployment import Deployment
-from server.planning.deployment_plan import ResolvedPlan
+from server.planning.resolved_plan import ResolvedPlan
 from transfer.host_config import HostConfig
 from transfer.machine_rates import Rates
 from transfer.reading import Reading
@@ -129,11 +129,11 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     batches = tuple(sorted({min(batch, running) for batch in BATCHES}))
     sampled = (deployment.host or HostConfig()).sampled
     share = expected_share(sampled.bits_per_table, sampled.num_tables)
-    own = plan.profiles[deployment.scheduler.default_profile].host_part
+    own = plan.profiles[deployment.default_profile].host_part
     found = []
     for part in _list_parts(deployment, plan, own):
         try:
-            found.append(_place(_plan_for(part, part is own, deployment, plan), batches, share, rates))
+            found.append(place(_plan_for(part, part is own, deployment, plan), batches, share, rates))
         except (PlanError, ProfileError) as error:
             found.append(Placement(part.method, 0, (None,) * len(batches), str(error)))
     taken = own.method.plan_name or own.method.name
@@ -141,7 +141,7 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     batches = tuple(batches[index] for index in fitting)
     found = [replace(one, steps=tuple(one.steps[index] for index in fitting)) for one in found]
     best = _find_best(found)
-    verdict = _explain(found, taken, best, context, is_asked=deployment.scheduler.default_profile)
+    verdict = _explain(found, taken, best, context, is_asked=deployment.default_profile)
     return Comparison(context, batches, share, rates, tuple(found), taken, verdict, _judge_sampling(found),
                       _tell_experts(plan, batches, rates))  # fmt: skip
 
@@ -218,7 +218,7 @@ def expected_share(bits_per_table: int, num_tables: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class Planned:
     """Hold a deployment with one placement, its memory, and the length of its contexts.
 
     `tier`, `demand`: None where the host is not used.
@@ -243,12 +243,14 @@ class _Planned:
         return find_host_demand(self.config, self.architecture, self.memory) if self.uses_host else None
 
 
-def _plan_for(part: ProfilePart, is_taken: bool, deployment: Deployment, plan: ResolvedPlan) -> _Planned:
+def _plan_for(part: ProfilePart, is_taken: bool, deployment: Deployment, plan: ResolvedPlan) -> Planned:
     """Return the plan of a placement; the deployment's own is as it is. Raises PlanError and ProfileError."""
     context = plan.memory.max_context_tokens
     if is_taken:
-        return _Planned(part, plan.deployment, plan.memory, plan.architecture, context)
-    scheduler = deployment.scheduler.model_copy(update={"max_context_tokens": context})
+        return Planned(part, plan.deployment, plan.memory, plan.architecture, context)
+    scheduler = deployment.scheduler.model_copy(
+        update={"max_context_tokens": context, "default_profile": FULL_ATTENTION}
+    )
     host: HostConfig | None = deployment.host or HostConfig()
     profiles = deployment.profiles
     if part.method.reading is Reading.NONE:
@@ -256,7 +258,7 @@ def _plan_for(part: ProfilePart, is_taken: bool, deployment: Deployment, plan: R
     elif part.method.has_rings and part.id not in plan.memory.num_rings:
         profiles = profiles | {part.method.name: _compose(part.method.name)}
     config = deployment.model_copy(update={"host": host, "profiles": profiles, "scheduler": scheduler})
-    return _Planned(part, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context)
+    return Planned(part, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context)
 
 
 def _without_host(profiles: Profiles) -> Profiles:
@@ -264,13 +266,13 @@ def _without_host(profiles: Profiles) -> Profiles:
     return {name: one for name, one in profiles.items() if methods[one.host.method].reading is Reading.NONE}
 
 
-def _place(planned: _Planned, batches: Sequence[int], share: float, rates: Rates) -> Placement:
+def place(planned: Planned, batches: Sequence[int], share: float, rates: Rates) -> Placement:
     most, why_not = _count_contexts(planned)
     steps = [_step(planned, batch, share, rates) if batch <= most else None for batch in batches]
     return Placement(planned.part.method, most, tuple(steps), why_not)
 
 
-def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
+def _count_contexts(planned: Planned) -> tuple[int, str | None]:
     """Return how many whole contexts fit at once, and what one lacks if none does."""
     memory, context = planned.memory, planned.context
     running, pages = planned.config.scheduler.max_running, -(-context // memory.page_tokens)
@@ -299,7 +301,7 @@ def _count_contexts(planned: _Planned) -> tuple[int, str | None]:
     return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
 
 
-def _step(planned: _Planned, batch: int, share: float, rates: Rates) -> StepEstimate:
+def _step(planned: Planned, batch: int, share: float, rates: Rates) -> StepEstimate:
     """Estimate a step in which contexts share the pages equally, and the CPU reads what does not fit there."""
     memory, context, architecture = planned.memory, planned.context, planned.architecture
     tier, demand = planned.tier, planned.demand

@@ -9,7 +9,8 @@ from scheduler.planning.engine_memory import find_host_demand, find_tier_shape
 from scheduler.sequences.capacity import plan_capacity
 from scheduler.steps.scheduler import Scheduler
 from server.deployment import Deployment
-from server.planning.deployment_plan import ResolvedPlan, resolve_plan
+from server.planning.deployment_plan import resolve_plan
+from server.planning.resolved_plan import ResolvedPlan
 from tests.scheduler.engines import check_output, drain, make_request, prompt_of
 from tests.scheduler.page_runner import PageRunner
 from transfer.machine import load_machine

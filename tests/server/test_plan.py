@@ -13,7 +13,8 @@ from gpu.methods.registry import list_methods
 from gpu.model.architecture import ModelError, load_architecture, named_shape
 from server.commands.plan_page import describe_plan, print_plan
 from server.deployment import Deployment, load_deployment
-from server.planning.deployment_plan import ResolvedPlan, find_architecture, resolve_plan
+from server.planning.deployment_plan import find_architecture, resolve_plan
+from server.planning.resolved_plan import ResolvedPlan
 from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
 from transfer.reading import Reading

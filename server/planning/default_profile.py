@@ -1,0 +1,86 @@
+"""The attention profile of requests that name none, where a deployment leaves it open: the fastest that holds.
+
+A method that reads less than everything is taken only if it kept its promise on a pretrained model, a `host` section
+says that contexts may outgrow the card, and a token of the longest context takes clearly less time with it than with
+whatever reads all of that there: full attention, or the CPU's.
+"""
+
+from gpu.memory.demand import PlanError
+from gpu.memory.plan import MemoryPlan
+from gpu.model.architecture import Architecture
+from gpu.profiles import FULL_ATTENTION, resolve_profiles
+from scheduler.planning.engine_memory import plan_engine
+from server.deployment import Deployment
+from server.planning.placements import PAYS, Placement, Planned, place
+from transfer.machine import MachineProfile
+from transfer.machine_rates import find_rates
+from transfer.measured import measured_path
+
+CANDIDATE = "indexed"  # of methods that read less than everything, the one that holds (docs/results/real-model.md)
+READ_ALL = (FULL_ATTENTION, "offloaded")
+
+
+def choose_default(
+    deployment: Deployment, architecture: Architecture, machine: MachineProfile
+) -> tuple[Deployment, tuple[str, ...]]:
+    """Return the deployment with its default profile named, and what to say of the choice if there was one.
+
+    Raises PlanError and ProfileError where the deployment cannot be had with full attention either.
+    """
+    if deployment.scheduler.default_profile is not None:
+        return deployment, ()
+    stays = _with_default(deployment, FULL_ATTENTION)
+    if deployment.host is None:
+        return stays, ()
+    memory = plan_engine(stays, architecture, machine)
+    if memory.device != "cuda":
+        return stays, ()
+    takes = _with_default(deployment, CANDIDATE)
+    why_not, said = _weigh(stays, memory, takes, architecture, machine)
+    if why_not is not None:
+        return stays, (f"scheduler.default_profile: {FULL_ATTENTION}, not {CANDIDATE}: {why_not}",)
+    return takes, (f"scheduler.default_profile: {CANDIDATE}: {said}",)
+
+
+def _with_default(deployment: Deployment, name: str) -> Deployment:
+    scheduler = deployment.scheduler.model_copy(update={"default_profile": name})
+    return deployment.model_copy(update={"scheduler": scheduler})
+
+
+def _weigh(
+    stays: Deployment, memory: MemoryPlan, takes: Deployment, architecture: Architecture, machine: MachineProfile
+) -> tuple[str | None, str]:
+    """Return why the candidate is not taken, or None, and what it takes beside what reads all."""
+    context = memory.max_context_tokens
+    part = resolve_profiles(takes.all_profiles, takes.host)[CANDIDATE].host_part
+    longest = takes.scheduler.model_copy(update={"max_context_tokens": context})
+    takes = takes.model_copy(update={"scheduler": longest})
+    try:
+        planned = Planned(part, takes, plan_engine(takes, architecture, machine), architecture, context)
+    except PlanError as error:
+        return f"{context:,} tokens with an index: {error}", ""
+    rates = find_rates(machine, measured_path())
+    mine = place(planned, (1,), 0.0, rates)
+    if mine.first is None:
+        return f"with it {mine.why_not}", ""
+    profiles = resolve_profiles(stays.profiles, stays.host)
+    whole = [place(Planned(profiles[name].host_part, stays, memory, architecture, context), (1,), 0.0, rates)
+             for name in READ_ALL]  # fmt: skip
+    return _compare(mine, [one for one in whole if one.first is not None], context)
+
+
+def _compare(mine: Placement, whole: list[Placement], context: int) -> tuple[str | None, str]:
+    assert mine.first is not None
+    own = f"{mine.first.ms:,.1f} ms a token at {context:,} tokens"
+    if not whole:
+        return None, f"{own}, where nothing that reads all has room"
+    best = min(whole, key=_ms)
+    beside = f"{own} for {_ms(best):,.1f} of {best.words}, which reads all there is"
+    if _ms(best) < PAYS * mine.first.ms:
+        return f"{beside}; it would not pay", ""
+    return None, f"{beside}; {FULL_ATTENTION} or offloaded there, or in a request, takes its place"
+
+
+def _ms(placement: Placement) -> float:
+    assert placement.first is not None
+    return placement.first.ms

@@ -1,0 +1,95 @@
+"""Which profile requests get that name none: where it pays the one that holds, and the plan says why."""
+
+from pathlib import Path
+from typing import Any
+
+from gpu.profiles import why_unknown
+from server.deployment import Deployment
+from server.planning.deployment_plan import resolve_plan
+from server.planning.placements import compare_placements
+from server.planning.resolved_plan import ResolvedPlan
+from tests.server.test_placements import NOWHERE, ROUND
+from transfer.machine import load_machine
+from transfer.machine_rates import find_rates
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def plan(tree: dict[str, Any], machine: str = "a100-80g") -> ResolvedPlan:
+    profile = load_machine(DEPLOY / "machines" / f"{machine}.json")
+    profile = profile.model_copy(update={"rates": ROUND, "rates_from": "a test"})
+    return resolve_plan(Deployment.model_validate(tree), profile)
+
+
+def long(model: str = "llama-3.1-8b", gib: float = 24, context: int = 98_304, **more: Any) -> dict[str, Any]:
+    return {
+        "model": {"random_weights": model},
+        "gpu": {"device": "cuda", "memory_limit_gib": gib},
+        "host": {"memory_limit_gib": 100, "resident_tokens": 1024, "dense_layers": []},
+        "scheduler": {"max_running": 8, "max_context_tokens": context},
+        **more,
+    }
+
+
+def note(found: ResolvedPlan) -> str:
+    return next(one for one in found.notes if one.startswith("scheduler.default_profile: "))
+
+
+def test_a_context_that_the_card_does_not_hold_is_read_by_an_index_which_is_planned_and_priced() -> None:
+    found = plan(long())
+    assert found.deployment.default_profile == "indexed"
+    said = note(found)
+    assert "ms a token at 98,304 tokens for" in said
+    assert "of device and host, exact, which reads all there is" in said
+    items = {item.name: item.bytes for item in found.memory.items}
+    assert items["pages of indexed"] >= 96 * 28e6
+    assert items["rings of indexed"] > 0
+    compared = compare_placements(found.deployment, found, find_rates(found.machine, NOWHERE))
+    assert compared.taken == "indexed"
+    assert f"{compared.get('indexed').first.ms:,.1f} ms a token" in said
+    again = resolve_plan(found.deployment, found.machine)
+    assert again.deployment == found.deployment
+
+
+def test_what_the_card_holds_is_read_in_full_and_the_plan_says_what_an_index_would_take() -> None:
+    found = plan(long(gib=76))
+    assert found.deployment.default_profile == "exact"
+    assert note(found).startswith("scheduler.default_profile: exact, not indexed: ")
+    assert note(found).endswith("it would not pay")
+    assert not any("indexed" in item.name for item in found.memory.items)
+
+
+def test_where_there_is_no_room_for_an_index_the_plan_says_so() -> None:
+    found = plan(long(gib=18.8, context=65_536))
+    assert found.deployment.default_profile == "exact"
+    assert "not indexed: 65,536 tokens with an index: gpu.memory_limit_gib" in note(found)
+
+
+def test_nothing_is_chosen_without_a_host_section_on_the_cpu_or_where_one_is_named() -> None:
+    bare = long(gib=76)
+    del bare["host"]
+    cpu = long("smollm2-135m", context=8192)
+    cpu["gpu"] = {"device": "cpu"}
+    cpu["host"] = {"memory_limit_gib": 2}
+    named = long()
+    named["scheduler"]["default_profile"] = "offloaded"
+    for tree, name in ((bare, "exact"), (cpu, "exact"), (named, "offloaded")):
+        found = plan(tree)
+        assert found.deployment.default_profile == name
+        assert not [one for one in found.notes if one.startswith("scheduler.default_profile")]
+
+
+def test_the_default_may_be_named_without_a_profile_and_a_profile_of_that_name_has_its_own_settings() -> None:
+    tree = long()
+    tree["scheduler"]["default_profile"] = "indexed"
+    (part,) = plan(tree).profiles["indexed"].parts
+    assert (part.settings.budget_share, part.settings.rings) == (0.005, None)
+    tree["profiles"] = {"indexed": {"host": {"method": "indexed", "budget_share": 0.02, "rings": 1}}}
+    found = plan(tree)
+    (part,) = found.profiles["indexed"].parts
+    assert part.settings.budget_share == 0.02
+    assert set(found.memory.num_rings.values()) == {1}
+
+
+def test_a_request_for_it_where_none_is_planned_is_told_how_to_plan_one() -> None:
+    assert why_unknown("indexed", ["exact"]).startswith("'indexed' plans memory for its sequences; name a profile")
