@@ -59,6 +59,14 @@ class JobState:
     packed: PackedTokens | None = None
     windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
 
+    def put(self, chunk: slice, rows: Tensor) -> None:
+        """Take a unit's new hidden states, `[tokens, hidden]`; those of all tokens are not copied."""
+        assert self.hidden is not None, "prefill: a unit of a job whose tokens are not embedded"
+        if rows.shape == self.hidden.shape and rows.dtype == self.hidden.dtype:
+            self.hidden = rows
+        else:
+            self.hidden[chunk] = rows
+
     def num_of_tail(self, unit: PrefillUnit) -> int:
         """Return how many tokens at the unit's end stand behind all chunks."""
         assert self.fused is not None

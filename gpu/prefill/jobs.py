@@ -175,7 +175,8 @@ class Prefill:
             self._begin_fused_layer(state, unit.layer, pages)
         chunk = slice(unit.begin, unit.end)
         if self.windows is not None and unit.layer in self.decoder.pool.windows.shape.layers:
-            state.hidden[chunk] = self._compute_windowed(self.windows, state, unit.layer, chunk, state.hidden[chunk])
+            computed = self._compute_windowed(self.windows, state, unit.layer, chunk, state.hidden[chunk])
+            state.put(chunk, computed)
             return
 
         def attend(query: Tensor, pre_rope_query: Tensor) -> Attended:
@@ -183,9 +184,10 @@ class Prefill:
                 state.eviction.note(query[len(query) - num_own :])
             return self.attention.attend(state, unit, query, pre_rope_query)
 
-        state.hidden[chunk] = self.decoder.layer(
+        computed = self.decoder.layer(
             unit.layer, state.hidden[chunk], state.positions[chunk], state.slots[chunk], attend, pages
         )
+        state.put(chunk, computed)
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
             staged.end_layer(place)
         if state.eviction is not None and unit.end == state.offsets[-1]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpu.host.gathered import GatheredKv
+from gpu.prefill.job_state import pack_job
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, StepResult, Unit
@@ -224,3 +225,16 @@ def test_gathered_kv_grows_by_what_is_new_and_follows_its_owner() -> None:
                                      (1, 1, 2, 64), (1, 0, 1, 30), (1, 0, 1, 12), (2, 1, 1, 40), (2, 1, 1, 41),
                                      (1, 0, 1, 41)]:  # fmt: skip
         check(job_id, slot, layer, end)
+
+
+def test_hidden_states_of_all_tokens_are_taken_as_they_are_and_of_some_are_copied() -> None:
+    job = PrefillJob(0, [PrefillPrompt(0, np.arange(6, dtype=np.int32), 0, 6, SamplingParams(), "exact")])
+    state = pack_job(job, torch.device("cpu"))
+    state.hidden = torch.zeros(6, 4)
+    rows = torch.ones(6, 4)
+    state.put(slice(0, 6), rows)
+    assert state.hidden is rows
+    state.put(slice(2, 4), torch.full((2, 4), 2.0))
+    assert state.hidden[:, 0].tolist() == [1, 1, 2, 2, 1, 1]
+    state.put(slice(0, 6), torch.zeros(6, 4, dtype=torch.float64))
+    assert state.hidden.dtype == torch.float32
