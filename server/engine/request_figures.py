@@ -14,9 +14,10 @@ def find_figures() -> dict[str, RequestFigure]:
     return {**FIGURES, **messages.FIGURES, **list_figures()}
 
 
+@cache
 def figure_names(of_prompt: bool) -> dict[str, bool]:
     """Return the names of those of a prompt, or of those of an answer, and whether all answers have it: those of a
-    method are told where it ran.
+    method are told where it ran. Kept, since methods are found by reading a folder, and every answer asks.
     """
     of_methods = list_figures()
     return {name: name not in of_methods for name, figure in find_figures().items() if figure.of_prompt == of_prompt}
