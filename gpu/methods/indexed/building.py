@@ -29,10 +29,11 @@ from transfer.places import COLUMNS
 TILE = BLOCK_TOKENS  # that a program indexes; with 64, products of Triton 3.6 on Hopper read outside of shared memory
 PART_BYTES = 64  # of a token's codes, that are made at once
 LEAST_STEP = float(torch.finfo(torch.float16).tiny)
+LEAST_SCALE = 2.0**-24  # the smallest float16: a scale whose sign is asked for is not 0
 
 _KEYS, _VALUES = tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
-_COLUMNS, _LEAST_STEP = tl.constexpr(COLUMNS), tl.constexpr(LEAST_STEP)
-_SPLIT = tl.constexpr(SPLIT_TOKENS)
+_COLUMNS, _SPLIT = tl.constexpr(COLUMNS), tl.constexpr(SPLIT_TOKENS)
+_LEAST_STEP, _LEAST_SCALE = tl.constexpr(LEAST_STEP), tl.constexpr(LEAST_SCALE)
 
 
 def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout: Layout) -> None:
@@ -65,14 +66,17 @@ def _index_rows(
     rotated = (keys - index.centres[place]) @ layout.rotation
     index.codes[cells], index.scales[cells] = encode_keys_reference(rotated, layout.key_bits)
     rotated = values @ layout.rotation
+    is_centred = torch.zeros(end - begin, dtype=torch.bool, device=rotated.device)
     for first in range(0, end - begin, BLOCK_TOKENS):
         block = rotated[first : first + BLOCK_TOKENS]
         centre = find_centre_reference(block)
         page, kv_head, token = (one[first] if isinstance(one, torch.Tensor) else one for one in cells)
         index.value_centres[page, kv_head, token // BLOCK_TOKENS] = centre
+        is_centred[first : first + BLOCK_TOKENS] = bool(centre.any())
         block -= centre.float()
     codes, scales = encode_values_reference(rotated, layout.value_bits)
-    index.value_codes[cells], index.value_scales[cells] = codes, scales
+    index.value_codes[cells] = codes
+    index.value_scales[cells] = torch.where(is_centred, -scales.clamp_min(LEAST_SCALE), scales)
 
 
 @triton.jit
@@ -178,7 +182,8 @@ def _index_kernel(
         packed |= code.to(tl.int32) << (plane * VALUE_BITS)
     own_codes = value_codes + cell[:, None] * VALUE_W + dim[None, :]
     tl.store(own_codes, packed.to(tl.uint8), mask=is_there[:, None] & (dim < VALUE_W)[None, :])
-    stored = (square / tl.maximum(along, 1.1754943508222875e-38)).to(tl.float16)
+    stored = square / tl.maximum(along, 1.1754943508222875e-38)
+    stored = tl.where(is_centred > 0, -tl.maximum(stored, _LEAST_SCALE), stored).to(tl.float16)
     tl.store(value_scales + cell, stored, mask=is_there)
 
 

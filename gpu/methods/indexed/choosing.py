@@ -99,7 +99,7 @@ def _choose_tokens_kernel(
     less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
     token = begin + tl.arange(0, _SPLIT)
     is_there = token < count
-    share = shares_of(logits, less, place, token, is_there, tokens, GROUP, SIZE)
+    share = shares_of(logits + place * tokens * GROUP, less, token, is_there, GROUP, SIZE)
     is_chosen = is_there & (bins_of(tl.sum(share, 1)) > threshold)
 
     word, bit = begin // _WORD + tl.arange(0, _SPLIT // _WORD), tl.arange(0, _WORD)[None, :]

@@ -59,9 +59,9 @@ def encode_values_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_reference(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return rounded keys or values, float32 `[..., dim]`, as they were encoded."""
+    """Return rounded keys or values, float32 `[..., dim]`, as they were encoded; signs of scales mean nothing here."""
     planes = [(packed >> (plane * bits)) & (2**bits - 1) for plane in range(8 // bits)]
-    return _numbers(torch.cat(planes, -1), bits) * scales.float()[..., None]
+    return _numbers(torch.cat(planes, -1), bits) * scales.float().abs()[..., None]
 
 
 def _round(rows: Tensor, steps: Tensor, bits: int) -> Tensor:

@@ -5,8 +5,8 @@ rest_square = sum of (share(t) * scale of value(t))^2 * (what rounding its value
 
 share(t) is the token's estimated part of the whole softmax, so both are relative to `work.total_lse`. A sum over many
 tokens averages out what rounding does to single values. Values are rotated; `join_parts` turns rest_out back. Bytes:
-codes, scales and centres of values and scales of keys, once for all query heads of a KV head, and two bytes a query
-head and token.
+codes and scales of values, centres of blocks that have one, and scales of keys, once for all query heads of a KV head,
+and two bytes a query head and token.
 """
 
 import torch
@@ -17,16 +17,17 @@ from gpu.methods.indexed import BLOCK_TOKENS, SPLIT_TOKENS
 from gpu.methods.indexed.choosing import has_bits
 from gpu.methods.indexed.codes import VALUE_LOSS, decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.scoring import RingStep, page_of, shares_of
-from gpu.methods.indexed.unpacking import BFLOAT16, FOURFOLD, plane_of, unpack_assembly
+from gpu.methods.indexed.scoring import LOG2E, RingStep, page_of, shares_of
+from gpu.methods.indexed.unpacking import FOURFOLD, bfloat_assembly, bfloat_plane_of, exp2_of
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
-TILE = 64  # tokens that are estimated at once
+TILE, WARPS = 32, 2  # tokens that are estimated at once, and by how many warps
 KEY_VARIANCE = 12.0  # of a rounded number: its step's square over this
 MOST_VARIANCE = 4.0  # of a logit; beyond that the estimate is a guess anyway
 
 _KEY_VARIANCE, _MOST_VARIANCE = tl.constexpr(KEY_VARIANCE), tl.constexpr(MOST_VARIANCE)
+_LOG2E = tl.constexpr(LOG2E)
 _SPLIT, _WORD, _BLOCK = tl.constexpr(SPLIT_TOKENS), tl.constexpr(WORD_BITS), tl.constexpr(BLOCK_TOKENS)
 
 
@@ -57,21 +58,14 @@ def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: La
 
 
 @triton.jit
-def _add_centres(sums, of_blocks, centres, block, is_block, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
-                 DIM: tl.constexpr):  # fmt: skip
-    """Return sums `[SIZE, WIDTH]` with each block's mass `[blocks, SIZE]` times its centre added."""
-    byte = tl.arange(0, WIDTH)[None, :]
-    at = centres + block[:, None] * DIM + PLANE * W + byte
-    centre = tl.load(at, mask=is_block[:, None] & (byte < W), other=0.0).to(tl.float32)
-    return sums + tl.sum(of_blocks[:, :, None] * centre[:, None, :], 0)
-
-
-@triton.jit
-def _store_plane(rest_out, to, member, sums, offset, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr,
-                 DIM: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    byte = tl.arange(0, WIDTH)[None, :]
-    at = rest_out + (to + member)[:, None] * DIM + PLANE * W + byte
-    tl.store(at, sums - offset[:, None], mask=(member < GROUP)[:, None] & (byte < W))
+def _numbers_of(packed, TILE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return all codes as `bfloat_plane_of`, `[TILE, 8 / BITS * WIDTH]`, the planes of a byte beside each other."""
+    first = bfloat_plane_of(packed, 0, BITS, ASSEMBLY)
+    second = bfloat_plane_of(packed, 1, BITS, ASSEMBLY)
+    if BITS == 2:
+        first = tl.join(first, bfloat_plane_of(packed, 2, BITS, ASSEMBLY))
+        second = tl.join(second, bfloat_plane_of(packed, 3, BITS, ASSEMBLY))
+    return tl.reshape(tl.join(first, second), [TILE, 8 // BITS * WIDTH])
 
 
 @triton.jit
@@ -88,56 +82,55 @@ def _estimate_kernel(
     if (tl.load(rows + ring) < 0) | (begin >= count):
         return
     page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
-    member, byte = tl.arange(0, SIZE), tl.arange(0, WIDTH)[None, :]
-    less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
-    less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
-    mass, weights, square = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    member, byte, lane = tl.arange(0, SIZE), tl.arange(0, WIDTH)[None, :], tl.arange(0, TILE)
+    is_head = member < GROUP
+    less = tl.load(total_lse + place * GROUP + member, mask=is_head, other=0.0)
+    less -= tl.load(shifts + place * GROUP + member, mask=is_head, other=0.0)
     column = tl.arange(0, WIDE)[None, :]
-    is_query = (member < GROUP)[:, None] & (column < DIM)
+    is_query = is_head[:, None] & (column < DIM)
     query = tl.load(rotated + (place * GROUP + member)[:, None] * DIM + column, mask=is_query, other=0.0)
     key_noise = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1) / _KEY_VARIANCE
-    first = tl.zeros([SIZE, WIDTH], tl.float32)
-    second, third, fourth = first, first, first
+    PLANES: tl.constexpr = 8 // BITS
+    number = tl.arange(0, PLANES * WIDTH)
+    dim, is_dim = number % PLANES * W + number // PLANES, number // PLANES < W
+    codes, scales, steps = value_codes + page * _SPLIT * W, value_scales + page * _SPLIT, key_scales + page * _SPLIT
+    centres = value_centres + page * (_SPLIT // _BLOCK) * DIM
+    own_chosen, own_logits = chosen + place * words, logits + place * tokens * GROUP
+    out = tl.zeros([PLANES * WIDTH, SIZE], tl.float32)
+    mass, weights = tl.zeros([TILE, SIZE], tl.float32), tl.zeros([TILE, SIZE], tl.float32)
+    square = tl.zeros([TILE, SIZE], tl.float32)
     for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
-        token = at + tl.arange(0, TILE)
+        token = at + lane
         is_there = token < count
-        cell = page * _SPLIT + token - begin
-        bits = tl.load(chosen + place * words + token // _WORD, mask=is_there, other=0)
+        cell = at - begin + lane
+        bits = tl.load(own_chosen + token // _WORD, mask=is_there, other=0)
         is_rest = is_there & (((bits >> (token % _WORD)) & 1) == 0)
-        share = shares_of(logits, less, place, token, is_rest, tokens, GROUP, SIZE)
-        of_blocks = tl.sum(tl.reshape(share, [TILE // _BLOCK, _BLOCK, SIZE]), 1)
-        mass += tl.sum(of_blocks, 0)
-        block = (at - begin) // _BLOCK + tl.arange(0, TILE // _BLOCK)
-        is_block, centres = begin + block * _BLOCK < count, value_centres + page * (_SPLIT // _BLOCK) * DIM
-        scale = tl.load(value_scales + cell, mask=is_there, other=0.0).to(tl.float32)
+        share = shares_of(own_logits, less, token, is_rest, GROUP, SIZE)
+        mass += share
+        scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
+        if tl.min(scale, 0) < 0:
+            for near in tl.static_range(TILE // _BLOCK):
+                block = (at - begin) // _BLOCK + near + tl.zeros_like(dim)
+                is_some = is_dim & (begin + block * _BLOCK < count)
+                centre = tl.load(centres + block * DIM + dim, mask=is_some, other=0.0).to(tl.float32)
+                of_block = tl.sum(tl.where((lane // _BLOCK == near)[:, None], share, 0.0), 0)
+                out += centre[:, None] * of_block[None, :]
+            scale = tl.abs(scale)
         weight = share * scale[:, None]
-        key_scale = tl.load(key_scales + cell, mask=is_there, other=0.0).to(tl.float32)
+        key_scale = tl.load(steps + cell, mask=is_there, other=0.0).to(tl.float32)
         variance = tl.minimum((key_scale * key_scale)[:, None] * key_noise[None, :], _MOST_VARIANCE)
-        square += tl.sum(weight * weight * (tl.exp(variance) - 1.0 + value_loss), 0)
+        square += weight * weight * (exp2_of(variance * _LOG2E) + (value_loss - 1.0))
         weight = weight.to(tl.bfloat16)
-        weights += tl.sum(weight.to(tl.float32), 0)
-        weight = tl.trans(weight)
+        weights += weight.to(tl.float32)
         if not FOURFOLD:
             weight = weight.to(tl.float32)
-        packed = tl.load(value_codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
-        first = tl.dot(weight, plane_of(packed, 0, BITS, ASSEMBLY, False), first)
-        first = _add_centres(first, of_blocks, centres, block, is_block, 0, W, WIDTH, DIM)
-        second = tl.dot(weight, plane_of(packed, 1, BITS, ASSEMBLY, False), second)
-        second = _add_centres(second, of_blocks, centres, block, is_block, 1, W, WIDTH, DIM)
-        if BITS == 2:
-            third = tl.dot(weight, plane_of(packed, 2, BITS, ASSEMBLY, False), third)
-            third = _add_centres(third, of_blocks, centres, block, is_block, 2, W, WIDTH, DIM)
-            fourth = tl.dot(weight, plane_of(packed, 3, BITS, ASSEMBLY, False), fourth)
-            fourth = _add_centres(fourth, of_blocks, centres, block, is_block, 3, W, WIDTH, DIM)
-    offset = weights * ((1 << (BITS - 1)) - 0.5 + (128 if FOURFOLD else 0))
-    to = (place * splits + split) * GROUP
-    _store_plane(rest_out, to, member, first, offset, 0, W, WIDTH, DIM, GROUP)
-    _store_plane(rest_out, to, member, second, offset, 1, W, WIDTH, DIM, GROUP)
-    if BITS == 2:
-        _store_plane(rest_out, to, member, third, offset, 2, W, WIDTH, DIM, GROUP)
-        _store_plane(rest_out, to, member, fourth, offset, 3, W, WIDTH, DIM, GROUP)
-    tl.store(rest_mass + to + member, mass, mask=member < GROUP)
-    tl.store(rest_square + to + member, square, mask=member < GROUP)
+        packed = tl.load(codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
+        out = tl.dot(tl.trans(_numbers_of(packed, TILE, WIDTH, BITS, ASSEMBLY)), weight, out)
+    out -= (tl.sum(weights, 0) * ((1 << (BITS - 1)) - 0.5 + (128 if FOURFOLD else 0)))[None, :]
+    to = (place * splits + split) * GROUP + member
+    tl.store(rest_out + to[None, :] * DIM + dim[:, None], out, mask=is_head[None, :] & is_dim[:, None])
+    tl.store(rest_mass + to, tl.sum(mass, 0), mask=is_head)
+    tl.store(rest_square + to, tl.sum(square, 0), mask=is_head)
 
 
 def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
@@ -150,12 +143,11 @@ def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> N
         return
     places, tokens, width = *work.logits.shape[:2], index.value_codes.shape[3]
     splits, group, dim = work.rest_out.shape[1:]
-    assembly = unpack_assembly(layout.value_bits, BFLOAT16)
     _estimate_kernel[(places, splits)](
         index.value_codes, index.value_scales, index.value_centres, index.scales, index.table, work.rotated, step.rows,
         step.num_tokens, work.shift, work.logits, work.total_lse, work.chosen, work.rest_out, work.rest_mass,
         work.rest_square, tokens, splits, work.chosen.shape[1], VALUE_LOSS[layout.value_bits],
-        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)), DIM=dim, W=width,
-        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE, ASSEMBLY=assembly,
-        WIDE=triton.next_power_of_2(dim), num_warps=2,
+        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(8, triton.next_power_of_2(group)), DIM=dim, W=width,
+        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE,
+        ASSEMBLY=bfloat_assembly(layout.value_bits), WIDE=triton.next_power_of_2(dim), num_warps=WARPS, num_stages=1,
     )  # fmt: skip

@@ -16,14 +16,16 @@ from torch import Tensor
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.codes import decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.unpacking import FLOAT16, FOURFOLD, plane_of, unpack_assembly
+from gpu.methods.indexed.unpacking import FOURFOLD, exp2_of, half_assembly, half_plane_of
 from gpu.operations.arguments import runs_on_triton
 
-TILE = 128  # tokens that are scored at once
+TILE, WARPS = 64, 2  # tokens that are scored at once, and by how many warps
+LOG2E = 1.4426950408889634
 BINS_PER_OCTAVE = 20
 LOWEST_OCTAVE = -20  # scores of 2^-20 and less are alike
 
 _SPLIT, _BINS = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS)
+_LOG2E = tl.constexpr(LOG2E)
 _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE)
 
 
@@ -124,15 +126,6 @@ def _query_plane(rotated, place, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _numbers_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return one plane's codes, float16."""
-    codes = plane_of(packed, PLANE, BITS, ASSEMBLY, True)
-    if FOURFOLD:
-        codes -= 1024.0
-    return codes.to(tl.float16)
-
-
-@triton.jit
 def page_of(table, ring, split, kv_head, splits, KV_HEADS: tl.constexpr):
     """Return which part of the index's pages has a ring's split, counted in pages of one KV head, int64."""
     return tl.load(table + ring * splits + split).to(tl.int64) * KV_HEADS + kv_head
@@ -161,44 +154,47 @@ def _score_kernel(
         third = _query_plane(rotated, place, 2, W, WIDTH, DIM, GROUP, SIZE)
         fourth = _query_plane(rotated, place, 3, W, WIDTH, DIM, GROUP, SIZE)
         sums += tl.sum(third.to(tl.float32), 0) + tl.sum(fourth.to(tl.float32), 0)
-    offset = sums * ((1 << (BITS - 1)) - 0.5)
-    byte, member = tl.arange(0, WIDTH)[None, :], tl.arange(0, SIZE)
+    STEPS: tl.constexpr = (1 << (BITS + 2)) if FOURFOLD else 1  # products are of a code over these, and 1
+    offset = sums * ((1 << (BITS - 1)) - 0.5 + (STEPS if FOURFOLD else 0))
+    byte, member, lane = tl.arange(0, WIDTH)[None, :], tl.arange(0, SIZE), tl.arange(0, TILE)
+    own_codes, own_scales = codes + page * _SPLIT * W, scales + page * _SPLIT
+    own_logits = logits + place * tokens * GROUP
     most = tl.full([SIZE], float("-inf"), tl.float32)
-    mass = tl.zeros([SIZE], tl.float32)
+    mass = tl.zeros([TILE, SIZE], tl.float32)
     for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
-        token = at + tl.arange(0, TILE)
-        is_there = token < count
-        cell = page * _SPLIT + token - begin
-        packed = tl.load(codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
-        product = tl.dot(_numbers_of(packed, 0, BITS, ASSEMBLY), first)
+        token = at + lane
+        is_there, cell = token < count, at - begin + lane
+        packed = tl.load(own_codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
+        product = tl.dot(half_plane_of(packed, 0, BITS, ASSEMBLY), first)
         if BITS <= 4:
-            product = tl.dot(_numbers_of(packed, 1, BITS, ASSEMBLY), second, product)
+            product = tl.dot(half_plane_of(packed, 1, BITS, ASSEMBLY), second, product)
         if BITS == 2:
-            product = tl.dot(_numbers_of(packed, 2, BITS, ASSEMBLY), third, product)
-            product = tl.dot(_numbers_of(packed, 3, BITS, ASSEMBLY), fourth, product)
-        scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
-        rounded = ((product - offset[None, :]) * scale[:, None]).to(tl.float16)
-        own_logits = logits + (place * tokens + token)[:, None] * GROUP + member[None, :]
-        tl.store(own_logits, rounded, mask=is_there[:, None] & (member < GROUP)[None, :])
-        logit = tl.where(is_there[:, None], rounded.to(tl.float32), float("-inf"))
+            product = tl.dot(half_plane_of(packed, 2, BITS, ASSEMBLY), third, product)
+            product = tl.dot(half_plane_of(packed, 3, BITS, ASSEMBLY), fourth, product)
+        scale = tl.load(own_scales + cell, mask=is_there, other=0.0).to(tl.float32)
+        rounded = ((product * STEPS - offset[None, :]) * scale[:, None]).to(tl.float16)
+        to = own_logits + token[:, None] * GROUP + member[None, :]
+        tl.store(to, rounded, mask=is_there[:, None] & (member < GROUP)[None, :])
+        logit = tl.where(is_there[:, None], rounded.to(tl.float32) * _LOG2E, float("-inf"))
         higher = tl.maximum(most, tl.max(logit, 0))
-        mass = mass * tl.exp(most - higher) + tl.sum(tl.exp(logit - higher[None, :]), 0)
+        mass = mass * exp2_of(most - higher)[None, :] + exp2_of(logit - higher[None, :])
         most = higher
     shift = tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
     to = split_lse + (place * splits + split) * GROUP + member
-    tl.store(to, most + tl.log(mass) + shift, mask=member < GROUP)
+    tl.store(to, (most + tl.log2(tl.sum(mass, 0))) / _LOG2E + shift, mask=member < GROUP)
 
 
 @triton.jit
-def shares_of(logits, less, place, token, is_there, tokens, GROUP: tl.constexpr, SIZE: tl.constexpr):
+def shares_of(logits, less, token, is_there, GROUP: tl.constexpr, SIZE: tl.constexpr):
     """Return tokens' shares of each query head's softmax, float32 `[tokens, SIZE]`, 0 where nothing is there.
 
-    less: the lse of the whole softmax, without the centre's term, `[SIZE]`.
+    logits: of the place; less: the lse of the whole softmax, without the centre's term, `[SIZE]`.
     """
     member = tl.arange(0, SIZE)[None, :]
     inside = is_there[:, None] & (member < GROUP)
-    logit = tl.load(logits + (place * tokens + token)[:, None] * GROUP + member, mask=inside, other=0.0)
-    return tl.where(inside, tl.exp(logit.to(tl.float32) - less[None, :]), 0.0)
+    at = logits + token[:, None] * GROUP + member
+    logit = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+    return exp2_of(logit * _LOG2E - (less * _LOG2E)[None, :])
 
 
 @triton.jit
@@ -233,7 +229,7 @@ def _count_kernel(
     less = total - tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
     token = begin + tl.arange(0, _SPLIT)
     is_there = token < count
-    score = tl.sum(shares_of(logits, less, place, token, is_there, tokens, GROUP, SIZE), 1)
+    score = tl.sum(shares_of(logits + place * tokens * GROUP, less, token, is_there, GROUP, SIZE), 1)
     counted = tl.histogram(bins_of(score), _BINS)
     number = tl.arange(0, _BINS)
     tl.atomic_add(histogram + place * _BINS + number, counted, mask=(counted > 0) & (number > 0), sem="relaxed")
@@ -260,9 +256,9 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     )  # fmt: skip
     _score_kernel[(places, splits)](
         work.rotated, work.shift, index.codes, index.scales, index.table, step.rows, step.num_tokens, work.logits,
-        work.split_lse, tokens, splits, SIZE=max(16, size), DIM=dim, W=width,
+        work.split_lse, tokens, splits, SIZE=max(8, size), DIM=dim, W=width,
         WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits, TILE=TILE,
-        ASSEMBLY=unpack_assembly(layout.key_bits, FLOAT16), num_warps=2, **shape,
+        ASSEMBLY=half_assembly(layout.key_bits), num_warps=WARPS, **shape,
     )  # fmt: skip
     _count_kernel[(places, splits)](
         resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
