@@ -95,7 +95,7 @@ class Mac(RingMethod):
         "refused": Share("reuse_refused", "reuse_tries"),
     }
     measured = (
-        "loses 0.5 points (1.0 to 0.0) on SmolLM2-135M-Instruct over 2,733 prompts; counting words has a KL of 0.011, "
+        "loses 0.7 points (1.2 to 0.3) on SmolLM2-135M-Instruct over 3,033 prompts; counting words has a KL of 0.011, "
         "where 0.010 is the most"
     )
 
