@@ -18,11 +18,11 @@ from gpu.methods.indexed.choosing import has_bits
 from gpu.methods.indexed.codes import VALUE_LOSS, decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import LOG2E, RingStep, page_of, shares_of
-from gpu.methods.indexed.unpacking import FOURFOLD, bfloat_assembly, bfloat_plane_of, exp2_of
+from gpu.methods.indexed.unpacking import BFLOAT_STEPS, FOURFOLD, bfloat_assembly, bfloat_plane_of, exp2_of
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
-TILE, WARPS = 32, 2  # tokens that are estimated at once, and by how many warps
+TILE, WARPS = 64, 2  # tokens that are estimated at once, and by how many warps
 KEY_VARIANCE = 12.0  # of a rounded number: its step's square over this
 MOST_VARIANCE = 4.0  # of a logit; beyond that the estimate is a guess anyway
 
@@ -73,7 +73,8 @@ def _estimate_kernel(
     value_codes, value_scales, value_centres, key_scales, table, rotated, rows, num_tokens, shifts, logits, total_lse,
     chosen, rest_out, rest_mass, rest_square, tokens, splits, words, value_loss,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr, WIDE: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Estimate what is not chosen of one split of one place. Codes stand for numbers around 0, as in the scores."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -114,7 +115,7 @@ def _estimate_kernel(
                 is_some = is_dim & (begin + block * _BLOCK < count)
                 centre = tl.load(centres + block * DIM + dim, mask=is_some, other=0.0).to(tl.float32)
                 of_block = tl.sum(tl.where((lane // _BLOCK == near)[:, None], share, 0.0), 0)
-                out += centre[:, None] * of_block[None, :]
+                out += centre[:, None] * (of_block / STEPS)[None, :]
             scale = tl.abs(scale)
         weight = share * scale[:, None]
         key_scale = tl.load(steps + cell, mask=is_there, other=0.0).to(tl.float32)
@@ -126,7 +127,7 @@ def _estimate_kernel(
             weight = weight.to(tl.float32)
         packed = tl.load(codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
         out = tl.dot(tl.trans(_numbers_of(packed, TILE, WIDTH, BITS, ASSEMBLY)), weight, out)
-    out -= (tl.sum(weights, 0) * ((1 << (BITS - 1)) - 0.5 + (128 if FOURFOLD else 0)))[None, :]
+    out = out * STEPS - (tl.sum(weights, 0) * ((1 << (BITS - 1)) - 0.5 + (STEPS if FOURFOLD else 0)))[None, :]
     to = (place * splits + split) * GROUP + member
     tl.store(rest_out + to[None, :] * DIM + dim[:, None], out, mask=is_head[None, :] & is_dim[:, None])
     tl.store(rest_mass + to, tl.sum(mass, 0), mask=is_head)
@@ -147,7 +148,8 @@ def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> N
         index.value_codes, index.value_scales, index.value_centres, index.scales, index.table, work.rotated, step.rows,
         step.num_tokens, work.shift, work.logits, work.total_lse, work.chosen, work.rest_out, work.rest_mass,
         work.rest_square, tokens, splits, work.chosen.shape[1], VALUE_LOSS[layout.value_bits],
-        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(8, triton.next_power_of_2(group)), DIM=dim, W=width,
-        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits, TILE=TILE,
+        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(4, triton.next_power_of_2(group)), DIM=dim, W=width,
+        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.value_bits,
+        STEPS=BFLOAT_STEPS[layout.value_bits] if FOURFOLD else 1, TILE=TILE,
         ASSEMBLY=bfloat_assembly(layout.value_bits), WIDE=triton.next_power_of_2(dim), num_warps=WARPS, num_stages=1,
     )  # fmt: skip

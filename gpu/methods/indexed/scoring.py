@@ -16,10 +16,10 @@ from torch import Tensor
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.codes import decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.unpacking import FOURFOLD, exp2_of, half_assembly, half_plane_of
+from gpu.methods.indexed.unpacking import FOURFOLD, HALF_STEPS, exp2_of, half_assembly, half_plane_of
 from gpu.operations.arguments import runs_on_triton
 
-TILE, WARPS = 64, 2  # tokens that are scored at once, and by how many warps
+TILE, WARPS = 128, 2  # tokens that are scored at once, and by how many warps
 LOG2E = 1.4426950408889634
 BINS_PER_OCTAVE = 20
 LOWEST_OCTAVE = -20  # scores of 2^-20 and less are alike
@@ -135,7 +135,7 @@ def page_of(table, ring, split, kv_head, splits, KV_HEADS: tl.constexpr):
 def _score_kernel(
     rotated, shifts, codes, scales, table, rows, num_tokens, logits, split_lse, tokens, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Score one split of one place. Codes stand for numbers around 0, whose offset is taken off the products."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -154,7 +154,6 @@ def _score_kernel(
         third = _query_plane(rotated, place, 2, W, WIDTH, DIM, GROUP, SIZE)
         fourth = _query_plane(rotated, place, 3, W, WIDTH, DIM, GROUP, SIZE)
         sums += tl.sum(third.to(tl.float32), 0) + tl.sum(fourth.to(tl.float32), 0)
-    STEPS: tl.constexpr = (1 << (BITS + 2)) if FOURFOLD else 1  # products are of a code over these, and 1
     offset = sums * ((1 << (BITS - 1)) - 0.5 + (STEPS if FOURFOLD else 0))
     byte, member, lane = tl.arange(0, WIDTH)[None, :], tl.arange(0, SIZE), tl.arange(0, TILE)
     own_codes, own_scales = codes + page * _SPLIT * W, scales + page * _SPLIT
@@ -257,7 +256,8 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     _score_kernel[(places, splits)](
         work.rotated, work.shift, index.codes, index.scales, index.table, step.rows, step.num_tokens, work.logits,
         work.split_lse, tokens, splits, SIZE=max(8, size), DIM=dim, W=width,
-        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits, TILE=TILE,
+        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits,
+        STEPS=HALF_STEPS[layout.key_bits] if FOURFOLD else 1, TILE=TILE,
         ASSEMBLY=half_assembly(layout.key_bits), num_warps=WARPS, **shape,
     )  # fmt: skip
     _count_kernel[(places, splits)](

@@ -1,9 +1,8 @@
 """Turn packed codes into numbers for products, four at once on a card.
 
-A code in the low byte of a number is that number's mantissa: behind the high byte 0x43, in bfloat16, it is 128 + code;
-behind 0x3C, in float16 and moved to the top of its byte, 1 + code / 2^(bits + 2). So a shift, a mask and two byte
-permutations turn four bytes into four numbers. What is added is taken off the products. Next to the codes it is small
-in float16, where sums are of many codes; in bfloat16 it is multiplied by the same rounded weights as they are.
+A code at the top of a number's mantissa, behind the high byte 0x3C in float16 or 0x3F in bfloat16, is 1 + code / steps.
+So a shift, a mask and two byte permutations turn four bytes into four numbers. The ones are taken off the products,
+next to which they are small enough that sums of many lose nothing.
 """
 
 import triton
@@ -14,28 +13,42 @@ from gpu.operations.arguments import INTERPRETED
 FOURFOLD = tl.constexpr(not INTERPRETED)
 
 
+HALF_STEPS = {2: 16, 4: 64, 8: 1024}
+BFLOAT_STEPS = {2: 4, 4: 16}
+"""What codes of so many bits are over: 2 to the power of the bits of a mantissa from a code's lowest on."""
+
+
 def half_assembly(bits: int) -> tuple[str, ...]:
-    """Return for each plane the PTX that makes 1 + code / 2^(bits + 2), float16, of four bytes with codes."""
-    return tuple(_assembly(f"shl.b32 codes, $2, {8 - bits - plane * bits}", bits, 8 - bits, 0x3C)
-                 for plane in range(8 // bits))  # fmt: skip
+    """Return for each plane the PTX that makes 1 + code / HALF_STEPS, float16, of four bytes with codes."""
+    return _assembly(bits, 8 - bits, 0, 0x3C)
 
 
 def bfloat_assembly(bits: int) -> tuple[str, ...]:
-    """Return for each plane the PTX that makes 128 + code, bfloat16, of four bytes with codes."""
-    return tuple(_assembly(f"shr.b32 codes, $2, {plane * bits}", bits, 0, 0x43) for plane in range(8 // bits))
+    """Return for each plane the PTX that makes 1 + code / BFLOAT_STEPS, bfloat16, of four bytes with codes.
+
+    The high bit of the low byte belongs to the exponent.
+    """
+    return _assembly(bits, 7 - bits, 0x80, 0x3F)
 
 
-def _assembly(shift: str, bits: int, low: int, high: int) -> str:
-    mask, numbers = f"0x{(((1 << bits) - 1) << low) * 0x01010101:08X}", f"0x{high * 0x01010101:08X}"
-    return (
-        f"{{ .reg .b32 codes; {shift}; and.b32 codes, codes, {mask}; "
-        f"prmt.b32 $0, codes, {numbers}, 0x4140; prmt.b32 $1, codes, {numbers}, 0x4342; }}"
-    )
+def _assembly(bits: int, lowest: int, low: int, high: int) -> tuple[str, ...]:
+    """Return the PTX of each plane: codes from bit `lowest` of a byte on, with the bits `low`, behind `high`."""
+    ones = 0x01010101
+    mask = f"0x{(((1 << bits) - 1) << lowest) * ones:08X}"
+    planes = []
+    for plane in range(8 // bits):
+        by = plane * bits - lowest
+        shift = f"shr.b32 codes, $2, {by};" if by >= 0 else f"shl.b32 codes, $2, {-by};"
+        planes.append(
+            f"{{ .reg .b32 codes; {shift} and.b32 codes, codes, {mask}; or.b32 codes, codes, 0x{low * ones:08X}; "
+            f"prmt.b32 $0, codes, 0x{high * ones:08X}, 0x4140; prmt.b32 $1, codes, 0x{high * ones:08X}, 0x4342; }}"
+        )
+    return tuple(planes)
 
 
 @triton.jit
 def half_plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return one plane's codes c as 1 + c / 2^(BITS + 2), float16; interpreted, as they are."""
+    """Return one plane's codes as 1 + code / HALF_STEPS, float16; interpreted, as they are."""
     if FOURFOLD:
         return tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
     else:  # noqa: RET505 (one of the two is left when it compiles)
@@ -44,7 +57,7 @@ def half_plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.
 
 @triton.jit
 def bfloat_plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return one plane's codes c as 128 + c, bfloat16; interpreted, as they are, float32."""
+    """Return one plane's codes as 1 + code / BFLOAT_STEPS, bfloat16; interpreted, as they are, float32."""
     if FOURFOLD:
         return tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:  # noqa: RET505
