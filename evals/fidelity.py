@@ -5,7 +5,7 @@ compared position by position. Invariant: the error of a layer is taken on the m
 the layers below are not counted again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,7 +19,7 @@ from evals.meter import Fractions
 from evals.methods.attention import attend_all
 from evals.methods.baselines import parse_method
 from evals.methods.full import Full
-from evals.methods.method import MethodError, Step, StepResult
+from evals.methods.method import DecodeMethod, MethodError, Step, StepResult
 from evals.score_rows import Row, mean_known
 from evals.tasks.haystack import TextSource
 
@@ -65,25 +65,34 @@ class LayerWatch:
 def compare(
     decoder: ReferenceDecoder, prompts: Sequence[Sequence[int]], labels: Sequence[str], forced_tokens: int
 ) -> tuple[list[Row], list[Row]]:
-    """Run methods beside full attention over the last `forced_tokens` tokens of each prompt.
+    """Compare the methods of these labels; see `compare_methods`. Raises MethodError."""
+    return compare_methods(decoder, prompts, {label: parse_method(label) for label in labels}, forced_tokens)
+
+
+def compare_methods(
+    decoder: ReferenceDecoder,
+    prompts: Sequence[Sequence[int]],
+    methods: Mapping[str, DecodeMethod],
+    forced_tokens: int,
+) -> tuple[list[Row], list[Row]]:
+    """Run methods, by label, beside full attention over the last `forced_tokens` tokens of each prompt.
 
     The rest of a prompt is prefilled exactly. Returns rows of methods, full attention first (`method, agreement, kl,
     perplexity`, fractions and counts), and rows of their layers. Raises MethodError where a prompt is not longer
     than what is forced.
     """
-    methods = [parse_method(label) for label in labels]
     shortest = min(map(len, prompts))
     if shortest < forced_tokens + 2:
         raise MethodError(f"fidelity: a prompt of {shortest} tokens, {forced_tokens} to force; force fewer")
     heads = [list(prompt[:-forced_tokens]) for prompt in prompts]
     tails = [list(prompt[-forced_tokens:]) for prompt in prompts]
-    batch = prefill_batch(decoder, heads, forced_tokens, [*methods, Full()])
+    batch = prefill_batch(decoder, heads, forced_tokens, [*methods.values(), Full()])
     exact: list[torch.Tensor] = []
     forced = torch.tensor(tails, device=decoder.device)
     base = decode_forced(batch, len(methods), tails, None, lambda _, logits: exact.append(_log_softmax(logits)))
-    rows = [_row("full", 1.0, 0.0, base.nll, base.reads, forced_tokens)]
+    rows = [_row("full", Full(), 1.0, 0.0, base.nll, base.reads, forced_tokens)]
     layers: list[Row] = []
-    for which, label in enumerate(labels):
+    for which, label in enumerate(methods):
         layer_rows, row = _compare_one(batch, which, label, tails, exact, forced)
         layers += layer_rows
         rows.append(row)
@@ -102,18 +111,21 @@ def _compare_one(
     tokens = TokenSums(exact, forced)
     run = decode_forced(batch, which, tails, layers, tokens)
     agreement, divergence = tokens.means()
-    return layers.rows(label), _row(label, agreement, divergence, run.nll, run.reads, len(exact))
+    return layers.rows(label), _row(label, batch.methods[which], agreement, divergence, run.nll, run.reads, len(exact))
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.double().log_softmax(-1)
 
 
-def _row(label: str, agreement: float, kl: float, nll: Sequence[float], reads: Sequence[Fractions], tokens: int) -> Row:
+def _row(
+    label: str, method: DecodeMethod, agreement: float, kl: float, nll: Sequence[float], reads: Sequence[Fractions],
+    tokens: int,
+) -> Row:  # fmt: skip
     fractions = [read.to_json() for read in reads]
     return {
         "method": label,
-        "settings": parse_method(label).settings,
+        "settings": method.settings,
         "prompts": len(nll),
         "tokens": tokens,
         "agreement": agreement,

@@ -150,6 +150,76 @@ def warnings_of(row: Row) -> list[str]:
 
 
 @app.command()
+def indexed(
+    model: Annotated[Path, typer.Option("--model", help="folder, its name in deploy/models, or GGUF file")],
+    kl: Annotated[float, typer.Option("--kl", min=0, help="of the next token against full attention, at most, in "
+                                      "nats")] = 0.003,
+    key_bits: Annotated[str, typer.Option("--key-bits", help="commas between")] = "4",
+    value_bits: Annotated[str, typer.Option("--value-bits", help="commas between")] = "2,4",
+    shares: Annotated[str, typer.Option("--shares", help="budget_share, commas between")] = "0.002,0.005,0.02",
+    context: Annotated[int, typer.Option(min=256, help="tokens of each text that is measured")] = 4096,
+    steps: Annotated[int, typer.Option(min=8, help="of these, tokens at its end that are decoded")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="texts")] = 2,
+    text: Text = [],  # noqa: B006
+    seed: Seed = CHOOSING_SEED,
+    device: Device = "auto",
+    json_path: Json = None,
+) -> None:  # fmt: skip
+    """Choose bits and budget of the index of `host: indexed`: the fewest bytes within a KL of the next token.
+
+    Prints bytes, the error of attention and the KL of each setting along the same tokens as full attention, and the
+    lines of the configuration.
+    """
+    with one_line_errors():
+        import torch
+
+        from evals.fidelity import text_prompts
+        from evals.forward import load_decoder
+        from evals.report.document import finite, write_document
+        from evals.report.table import open_console
+        from evals.session import progress_bar, resolve_device
+        from evals.tasks.text import text_source
+        from evals.tokenizer import load_tokenizer
+        from evals.tuning.index import KEPT, choose_index, make_grid, measure_index
+
+        folder = model if model.exists() else MODELS / model
+        bits = parse_numbers("--key-bits", key_bits), parse_numbers("--value-bits", value_bits)
+        grid = make_grid(*bits, [float(share) for share in shares.split(",")])
+        on = resolve_device(device)
+        decoder = load_decoder(folder, torch.device(on), torch.bfloat16 if on.startswith("cuda") else torch.float32)
+        prompts = text_prompts(load_tokenizer(folder), text_source(tuple(text), {}), context, samples, seed)
+        with progress_bar(len(grid), "settings") as advance:
+            rows = measure_index(decoder, prompts, grid, steps, advance)
+        print_index(rows, open_console())
+        configuration = {
+            "model": str(folder), "context": context, "steps": steps, "samples": samples, "kl": kl, "device": on,
+            "text": [str(path) for path in text],
+        }  # fmt: skip
+        if json_path is not None:
+            write_document(json_path, finite({"configuration": configuration, "seeds": {"text": seed}, "rows": rows}))
+        chosen = choose_index(rows, kl)
+        print(f"fewest bytes within a KL of {kl:g}: {chosen['bytes']:.1%} of all keys and values, error "
+              f"{chosen['error']:.1%}, KL {chosen['kl']:.4f}")  # fmt: skip
+        words = ", ".join(f"{name}: {chosen[name]:g}" for name in KEPT)
+        print(f"profiles:\n  indexed:\n    host: {{method: indexed, {words}}}")
+
+
+def print_index(rows: list[Row], console: "Console") -> None:
+    from rich.table import Table
+
+    from evals.report.table import percent
+
+    table = Table(
+        "key bits", "value bits", "budget", "index, bytes a token", "bytes read", "error", "worst layer", "KL"
+    )
+    for row in rows:
+        table.add_row(str(row["key_bits"]), str(row["value_bits"]), f"{row['budget_share']:.2%}",
+                      f"{row['index_bytes']:g}", f"{row['bytes']:.1%}", percent(row["error"]),
+                      f"{percent(row['worst_error'])} ({row['worst_layer']})", f"{row['kl']:.4f}")  # fmt: skip
+    console.print(table)
+
+
+@app.command()
 def prefill(
     model: Annotated[Path, typer.Option("--model", help="Hugging Face folder, its name in deploy/models, or a named "
                                         "shape")],

@@ -44,10 +44,13 @@ def encode_keys_reference(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def find_centre_reference(values: Tensor) -> Tensor:
-    """Return what is subtracted from a block's values `[tokens, dim]`: their mean, or zeros; bfloat16 `[dim]`."""
-    mean = values.mean(0)
-    is_centred = len(values) * mean.square().sum() > CENTRED_SHARE * values.square().sum()
-    return torch.where(is_centred, mean, 0.0).bfloat16()
+    """Return what is subtracted from a block's values `[..., tokens, dim]`: their mean, or zeros; bfloat16 `[...,
+    dim]`.
+    """
+    mean = values.mean(-2)
+    of_mean = values.shape[-2] * mean.square().sum(-1)
+    is_centred = of_mean > CENTRED_SHARE * values.square().sum((-2, -1))
+    return torch.where(is_centred[..., None], mean, 0.0).bfloat16()
 
 
 def encode_values_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:

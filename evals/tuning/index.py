@@ -1,0 +1,68 @@
+"""Choose bits and budget of `indexed` on a model and some text: the fewest bytes whose next tokens are near enough.
+
+Every setting follows the same tokens as full attention (`evals.fidelity`). Invariant: what is chosen was measured.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+from evals.fidelity import compare_methods
+from evals.forward import ReferenceDecoder
+from evals.score_rows import Row
+from evals.tuning.index_method import Index, index_bytes
+
+KEPT = ("key_bits", "value_bits", "budget_share")
+
+
+def make_grid(key_bits: Sequence[int], value_bits: Sequence[int], shares: Sequence[float]) -> list[Index]:
+    """Return a method a setting. Raises ValidationError for bits that the served method does not have."""
+    methods = [
+        Index(key_bits=keys, value_bits=values, budget_share=share)
+        for keys, values, share in product(key_bits, value_bits, shares)
+    ]
+    for method in methods:
+        method.served()
+    return methods
+
+
+def measure_index(
+    decoder: ReferenceDecoder,
+    prompts: Sequence[Sequence[int]],
+    grid: Sequence[Index],
+    forced_tokens: int,
+    advance: Callable[[], None],
+) -> list[Row]:
+    """Return a row a setting, by rising bytes: the setting, `index_bytes` of a token and KV head, `bytes` read of those
+    of all keys and values, `error` of attention's output in the mean over layers, `worst_error` and its `worst_layer`,
+    and `kl` of the next token in nats. `advance` is called after each setting.
+    """
+    rows = []
+    for method in grid:  # one at a time: an index is as large as the KV
+        (_, row), layers = compare_methods(decoder, prompts, {method.label: method}, forced_tokens)
+        worst = max(layers, key=lambda one: one["error"])
+        rows.append(
+            {name: getattr(method, name) for name in KEPT}
+            | {
+                "index_bytes": index_bytes(method.served(), decoder.architecture.dim),
+                "bytes": row["bytes_fraction"],
+                "error": sum(one["error"] for one in layers) / len(layers),
+                "worst_error": worst["error"],
+                "worst_layer": worst["layer"],
+                "kl": row["kl"],
+            }
+        )
+        advance()
+    return sorted(rows, key=lambda row: row["bytes"])
+
+
+def choose_index(rows: Sequence[Row], most_kl: float) -> Row:
+    """Return the row of the fewest bytes within a KL. Raises ValueError where none is, naming the nearest."""
+    within = [row for row in rows if row["kl"] <= most_kl]
+    if not within:
+        best = min(rows, key=lambda row: row["kl"])
+        words = ", ".join(f"{name} {best[name]:g}" for name in KEPT)
+        raise ValueError(
+            f"tune: a KL of {most_kl:g} allowed, the least of these is {best['kl']:.4f} ({words}); raise --kl or give "
+            "larger --shares, --key-bits and --value-bits"
+        )
+    return min(within, key=lambda row: row["bytes"])
