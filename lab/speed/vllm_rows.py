@@ -1,8 +1,8 @@
 """Time vLLM, in this process, at the rows of `peer_rows`: `python -m lab.speed.vllm_rows KIND FILE --rows ROWS`.
 
 Wants vLLM on the Python path; tells which version it found. Weights are random, of Llama-3.1-8B's shape, or of
-Qwen3-30B-A3B's (`moe`). The engine is stepped by hand, so that requests come when they are due and each token's time is
-known. Nothing here imports torch or Tandem's engine.
+Qwen3-30B-A3B's (`moe`). The engine is stepped by hand, so that requests come when they are due; tokens are told one by
+one only where a row is of their times. Nothing here imports torch or Tandem's engine.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from lab.speed.token_turns import TokenLoad, Turn, draw_tokens
 
 KINDS = ("bf16", "fp8", "int4", "awq", "moe")
 NOT_INSTALLED = 3
+_FIRST_STEPS = 16  # of an answer, in which prompts may still be computed beside it
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -62,16 +63,23 @@ def model_config(kind: str) -> dict[str, Any]:
 
 class Stepper:
     """An engine of vLLM that is stepped by hand. `engine`: its LLMEngine; `sampling`: makes parameters of an answer's
-    length.
+    length, and of whether each token is told as it comes, or all of them at the end, which costs it less.
     """
 
     def __init__(self, engine: Any, sampling: Any) -> None:
         self._engine = engine
         self._sampling = sampling
         self._number = 0
+        self._step_ends: list[float] = []
 
-    def run(self, load: TokenLoad) -> list[Turn]:
+    def step_s(self, tokens: int) -> float:
+        """Return the seconds of a step of the last run, whose answers of so many tokens went in step."""
+        count = min(max(1, tokens - _FIRST_STEPS), len(self._step_ends) - 1)
+        return (self._step_ends[-1] - self._step_ends[-1 - count]) / count
+
+    def run(self, load: TokenLoad, tells_each: bool = True) -> list[Turn]:
         """Run a load to its last token, and return all turns."""
+        self._step_ends = []
         arrivals = load.arrivals()
         began_s = time.perf_counter()
         due = [began_s + (0.0 if arrivals is None else arrivals[request]) for request in range(load.requests)]
@@ -82,12 +90,13 @@ class Stepper:
         while waiting or open_turns:
             while waiting and len(open_turns) < room and due[waiting[0]] <= time.perf_counter():
                 request = waiting.pop(0)
-                self._begin(load, request, 0, [], due[request], open_turns)
+                self._begin(load, request, 0, [], due[request], open_turns, tells_each)
             if not open_turns:
                 time.sleep(max(0.0, due[waiting[0]] - time.perf_counter()))
                 continue
             outputs = self._engine.step()
             now = time.perf_counter()
+            self._step_ends.append(now)
             for output in outputs:
                 name = output.request_id
                 request, number, prompt, turn = open_turns[name]
@@ -99,19 +108,20 @@ class Stepper:
                     del open_turns[name]
                     finished.append(turn)
                     if number + 1 < load.turns:
-                        self._begin(load, request, number + 1, prompt + turn.token_ids, now, open_turns)
+                        before = prompt + turn.token_ids
+                        self._begin(load, request, number + 1, before, now, open_turns, tells_each)
         return finished
 
     def _begin(
         self, load: TokenLoad, request: int, number: int, before: list[int], due_s: float,
-        open_turns: dict[str, tuple[int, int, list[int], Turn]],
+        open_turns: dict[str, tuple[int, int, list[int], Turn]], tells_each: bool,
     ) -> None:  # fmt: skip
         prompt = before + draw_tokens(load, request, number)
         name = f"{self._number}"
         self._number += 1
         turn = Turn(due_s, time.perf_counter())
         open_turns[name] = request, number, prompt, turn
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling(load.tokens_out))
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling(load.tokens_out, tells_each))
 
 
 def open_vllm(kind: str, rows: Sequence[PeerRow], kv: str) -> Stepper:
@@ -132,10 +142,9 @@ def open_vllm(kind: str, rows: Sequence[PeerRow], kv: str) -> Stepper:
     )  # fmt: skip
     print(f"vllm {vllm.__version__} {kind}: started in {time.perf_counter() - began:.0f} s", flush=True)
 
-    def sampling(tokens: int) -> Any:
-        return SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
-        )
+    def sampling(tokens: int, tells_each: bool) -> Any:
+        kind = RequestOutputKind.DELTA if tells_each else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=kind)
 
     return Stepper(llm.llm_engine, sampling)
 
@@ -151,7 +160,13 @@ def run_rows(
         if row.needs_rate and rate is None:
             print(f"vllm {weights} {row.name}: left out; wanted the row that its rate follows from", flush=True)
             continue
-        summaries = [summarise_row(row, stepper.run(row.with_repeat(number, rate))) for number in range(row.repeats)]
+        summaries = []
+        for number in range(row.repeats):
+            tells_each = row.kind in ("arrivals", "chats")
+            summary = summarise_row(row, stepper.run(row.with_repeat(number, rate), tells_each))
+            if row.kind == "step":
+                summary["step_s"] = stepper.step_s(row.load.tokens_out)
+            summaries.append(summary)
         print(describe_row(write_row(file, "vllm", weights, row, summaries)), flush=True)
 
 

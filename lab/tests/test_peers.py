@@ -1,5 +1,6 @@
 """Both sides of a peer's rows: the same prompts, rows that are written as they are done, and a table of both."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +24,16 @@ class Engine:
 
     def __init__(self, most: int = 64) -> None:
         self._open: dict[str, list[int]] = {}
+        self._drawn: dict[str, list[int]] = {}
         self._most = most
         self.told: list[list[int]] = []
         self.steps = 0
 
-    def add_request(self, name: str, prompt: dict[str, list[int]], tokens: int) -> None:
+    def add_request(self, name: str, prompt: dict[str, list[int]], asked: tuple[int, bool]) -> None:
+        tokens, self._tells_each = asked
         self.told.append(prompt["prompt_token_ids"])
         self._open[name] = [tokens, len(prompt["prompt_token_ids"])]
+        self._drawn[name] = []
 
     def step(self) -> list[Any]:
         self.steps += 1
@@ -39,13 +43,15 @@ class Engine:
             self._open[name][0] -= 1
             if left == 1:
                 del self._open[name]
-            drawn = SimpleNamespace(token_ids=[length])
-            outputs.append(SimpleNamespace(request_id=name, outputs=[drawn], finished=left == 1))
+            self._drawn[name].append(length)
+            if self._tells_each or left == 1:
+                drawn = SimpleNamespace(token_ids=[length] if self._tells_each else self._drawn[name])
+                outputs.append(SimpleNamespace(request_id=name, outputs=[drawn], finished=left == 1))
         return outputs
 
 
 def step_all(load: TokenLoad, engine: Engine) -> list[Turn]:
-    return Stepper(engine, lambda tokens: tokens).run(load)
+    return Stepper(engine, lambda tokens, tells_each: (tokens, tells_each)).run(load)
 
 
 def test_a_stepped_engine_gets_the_prompts_that_a_server_gets_and_every_token_is_counted() -> None:
@@ -54,6 +60,16 @@ def test_a_stepped_engine_gets_the_prompts_that_a_server_gets_and_every_token_is
     assert engine.told == [draw_tokens(load, request, 0) for request in range(5)]
     assert [len(turn.token_ids) for turn in turns] == [4] * 5
     assert all(turn.times_s == sorted(turn.times_s) and len(turn.times_s) == 4 for turn in turns)
+
+
+def test_a_step_is_timed_by_the_engines_steps_where_tokens_are_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(step=0.5)
+    stepper, load = Stepper(Engine(), lambda tokens, tells_each: (tokens, tells_each)), TokenLoad(3, 4, 40)
+    turns = stepper.run(load, tells_each=False)
+    assert [(len(turn.token_ids), len(turn.times_s)) for turn in turns] == [(40, 1)] * 3
+    monkeypatch.setattr("lab.speed.vllm_rows.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    stepper.run(load, tells_each=False)
+    assert stepper.step_s(40) == pytest.approx(0.5)
 
 
 def test_a_next_turn_has_the_one_before_it_and_its_answer() -> None:
@@ -79,7 +95,7 @@ def test_requests_come_when_they_are_due_and_no_more_are_open_than_are_to_be() -
 
 def test_rows_are_written_as_they_are_done_and_not_run_again(tmp_path: Path) -> None:
     file = tmp_path / "vllm-bf16.jsonl"
-    stepper = Stepper(Engine(), lambda tokens: tokens)
+    stepper = Stepper(Engine(), lambda tokens, tells_each: (tokens, tells_each))
     run_rows(stepper, "bf16", choose_rows("step-1,prompt-512,arrivals", small=True), file, [file], "auto")
     assert list(read_rows(file)) == ["step-1", "prompt-512"], "arrivals want a rate"
     with file.open("a") as out:
