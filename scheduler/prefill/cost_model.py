@@ -7,7 +7,7 @@ Units of logits have a fit of their own, and cost what projections do until one 
 and method.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,16 +29,20 @@ class _Fit:
     """What the terms of a sum cost, learnt from sums."""
 
     def __init__(self, costs: list[float]) -> None:
-        self._seen: deque[tuple[np.ndarray, float]] = deque(maxlen=_WINDOW_STEPS)
+        self._seen = np.empty((0, 0))  # terms a second, [steps, terms]: of the last steps, the oldest is overwritten
+        self._num_seen = 0
         self.costs = costs
 
     @property
     def has_seen(self) -> bool:
-        return bool(self._seen)
+        return self._num_seen > 0
 
     def observe(self, terms: np.ndarray, seconds: float) -> None:
-        self._seen.append((terms, seconds))
-        relative = np.array([total / taken for total, taken in self._seen])  # [steps, terms]
+        if not self._num_seen:
+            self._seen = np.empty((_WINDOW_STEPS, len(terms)))
+        self._seen[self._num_seen % _WINDOW_STEPS] = terms / seconds
+        self._num_seen += 1
+        relative = self._seen[: self._num_seen]
         scale = np.maximum(relative.max(axis=0), 1e-30)
         self.costs = (nnls(relative / scale, np.ones(len(relative)))[0] / scale).tolist()
 
