@@ -43,8 +43,9 @@ from gpu.model.humming_formats import multiplied
 from gpu.model.matrix_formats import rounded, step_weight_bytes
 from gpu.runner import Runner
 from gpu.weights.checkpoint import load_weights
+from gpu.weights.drawing import random_weights
 from gpu.weights.humming_matrix import prepare, require_products
-from gpu.weights.weights import Weights, random_weights, unpacked
+from gpu.weights.weights import Weights, unpacked
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.planning.engine_memory import plan_engine

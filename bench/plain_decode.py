@@ -28,10 +28,10 @@ class PlainDecode:
         self.device = device
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        shape = (architecture.num_layers, batch, architecture.num_kv_heads, context, architecture.dim)
+        shapes = [(batch, own.count, context, own.dim) for own in map(architecture.heads_of, architecture.layers)]
         dtype = weights.embedding.dtype
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self._values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self._columns = torch.arange(context, device=device)
         self._specs = architecture.layers
         self._rope_tables = layer_rope_tables(architecture, context, device)
@@ -79,21 +79,44 @@ class PlainDecode:
         hidden = F.embedding(self.tokens, self.weights.embedding)
         if self.architecture.embedding_scale != 1:
             hidden = hidden * torch.tensor(self.architecture.embedding_scale, dtype=hidden.dtype)
+        inputs = self._inputs(hidden)
         for index, layer in enumerate(self.weights.layers):
             spec = self._specs[index]
             attended = self._attend(index, layer, self._norm(hidden, layer.attention_norm))
             attended = F.linear(attended, layer.output, layer.output_bias)
             hidden = hidden + self._norm(attended, layer.attention_post_norm)
-            normed = self._norm(hidden, layer.mlp_norm)
-            if layer.experts is not None and spec.experts is not None:
-                hidden = hidden + _mix(normed, layer.experts, spec)
-                continue
-            gate_up, down = layer.mlp
-            product = _gate(F.linear(normed, gate_up, layer.gate_up_bias), spec.activation)
-            hidden = hidden + self._norm(F.linear(product, down, layer.down_bias), layer.mlp_post_norm)
+            hidden = hidden + self._norm(self._mlp(hidden, layer, spec), layer.mlp_post_norm)
+            if layer.inputs is not None and inputs is not None:
+                gate = F.gelu(F.linear(hidden, layer.inputs.gate), approximate="tanh") * inputs[:, index]
+                hidden = hidden + self._norm(F.linear(gate, layer.inputs.projection), layer.inputs.norm)
+            if layer.scale is not None:
+                hidden = hidden * layer.scale
         normed = self._norm(hidden, self.weights.final_norm)
-        self.tokens.copy_(F.linear(normed, self.weights.logits).argmax(1))
+        self.tokens.copy_(F.linear(normed, self.weights.logits).argmax(1))  # which a cap does not change
         self.position.add_(1)
+
+    def _mlp(self, hidden: Tensor, layer: LayerWeights, spec: LayerSpec) -> Tensor:
+        normed, experts = self._norm(hidden, layer.mlp_norm), layer.experts
+        if experts is not None and experts.beside is None:
+            return _mix(normed, normed, experts, spec)
+        gate_up, down = layer.mlp
+        product = _gate(F.linear(normed, gate_up, layer.gate_up_bias), spec.activation)
+        product = F.linear(product, down, layer.down_bias)
+        if experts is None or experts.beside is None:
+            return product
+        beside = experts.beside
+        mixed = _mix(self._norm(hidden, beside.norm), self._norm(hidden, beside.router_norm), experts, spec)
+        return self._norm(product, beside.mlp_post_norm) + self._norm(mixed, beside.post_norm)
+
+    def _inputs(self, embedded: Tensor) -> Tensor | None:
+        """Return what layers get beside hidden states, `[batch, layers, width]`; None: nothing."""
+        own = self.weights.inputs
+        if own is None:
+            return None
+        width = len(own.norm)
+        made = F.linear(embedded, own.projection).unflatten(1, (-1, width)) * self.architecture.hidden**-0.5
+        rows = F.embedding(self.tokens, own.table).unflatten(1, (-1, width)) * width**0.5
+        return (self._norm(made, own.norm) + rows) * 2**-0.5
 
     def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -103,23 +126,30 @@ class PlainDecode:
         return F.rms_norm(rows, weight.shape, weight, self.architecture.rms_norm_eps)
 
     def _attend(self, index: int, layer: LayerWeights, normed: Tensor) -> Tensor:
-        a, batch, window = self.architecture, len(normed), self._specs[index].window_tokens
+        a, batch, spec = self.architecture, len(normed), self._specs[index]
+        window, own, source = spec.window_tokens, a.heads_of(spec), index if spec.kv_of is None else spec.kv_of
         cos, sin = (table[self.position] for table in self._rope_tables[index])  # [1, dim // 2]
         mask = self._columns <= self.position
         if window is not None:
             mask = mask & (self._columns > self.position - window)
-        heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(batch, a.num_heads + 2 * a.num_kv_heads, a.dim)
-        query, key, value = heads.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], 1)
-        query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
-        self._keys[index].index_copy_(2, self.position, _rotate(key, cos, sin)[:, :, None])
-        self._values[index].index_copy_(2, self.position, value[:, :, None])
-        grouped = _rotate(query, cos, sin).view(batch, a.num_kv_heads, a.group, a.dim)  # a group's heads as queries
-        keys, values = self._keys[index], self._values[index]
+        heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(batch, -1, own.dim)
+        query = self._norm(heads[:, : a.num_heads], layer.query_norm)
+        if spec.kv_of is None:
+            rows = heads[:, a.num_heads :]
+            key, value = self._norm(rows[:, : own.count], layer.key_norm), rows[:, -own.count :]
+            if spec.value_norm:
+                value = self._norm(value, torch.ones(own.dim, device=value.device))
+            self._keys[index].index_copy_(2, self.position, _rotate(key, cos, sin)[:, :, None])
+            self._values[index].index_copy_(2, self.position, value[:, :, None])
+        group = a.num_heads // own.count
+        grouped = _rotate(query, cos, sin).view(batch, own.count, group, own.dim)  # a group's heads as queries
+        keys, values, scale = self._keys[source], self._values[source], a.dim**-0.5
         if layer.sinks is None:
-            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[None, None, None])
+            seen = mask[None, None, None]
+            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=seen, scale=scale)
             return attended.reshape(batch, -1)
         unseen = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, float("-inf"))
-        logits = (grouped @ keys.transpose(2, 3)) * a.dim**-0.5 + unseen  # [batch, kv_heads, group, context]
+        logits = (grouped @ keys.transpose(2, 3)) * scale + unseen  # [batch, kv_heads, group, context]
         sinks = layer.sinks.view(1, a.num_kv_heads, a.group, 1).expand(*logits.shape[:3], 1)
         shares = torch.softmax(torch.cat([logits, sinks], -1).float(), -1)[..., :-1].to(values.dtype)
         return (shares @ values).reshape(batch, -1)
@@ -134,14 +164,16 @@ def _gate(gate_up: Tensor, activation: Activation) -> Tensor:
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-def _mix(normed: Tensor, weights: ExpertWeights, spec: LayerSpec) -> Tensor:
-    """Gather the matrices that each token takes, as a graph needs it."""
+def _mix(normed: Tensor, to_route: Tensor, weights: ExpertWeights, spec: LayerSpec) -> Tensor:
+    """Gather the matrices that each token takes, as a graph needs it. to_route: the same tokens, by another norm."""
     experts = spec.experts
     assert experts is not None, "the layer has experts"
     bias = None if weights.router_bias is None else weights.router_bias.float()
-    shares, ids = torch.softmax(F.linear(normed.float(), weights.router.float(), bias), 1).topk(experts.per_token, 1)
+    shares, ids = torch.softmax(F.linear(to_route.float(), weights.router.float(), bias), 1).topk(experts.per_token, 1)
     if experts.is_normalised:
         shares = shares / shares.sum(1, keepdim=True)
+    if weights.beside is not None:
+        shares = shares * weights.beside.gains[ids]
     gate_up = weights.gate_up.view(experts.num_experts, -1, normed.shape[1])[ids]  # [tokens, taken, rows, hidden]
     product = torch.einsum("th,tkrh->tkr", normed, gate_up)
     if weights.gate_up_bias is not None:

@@ -17,7 +17,7 @@ from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture, read_architecture
 from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Activation, LayerSpec
 from gpu.weights.checkpoint import load_weights
-from gpu.weights.weights import ExpertWeights, LayerWeights, Weights, unpacked
+from gpu.weights.weights import ExpertWeights, Weights, unpacked
 
 CHUNK_TOKENS = 1 << 17
 """Tokens whose MLP activations are held at once in a prefill."""
@@ -63,22 +63,24 @@ class ReferenceDecoder:
         tokens: int64 `[requests, longest]`, padded on the right; lengths: int64 `[requests]`; capacity: KV rows to
         hold, decode steps included. Returns the cache and the last tokens' hidden states `[requests, hidden]`.
         """
-        cache = KvCache([], [])
+        cache, kept = KvCache([], []), _Kept({})
         hidden = self._embed(tokens)  # [requests, tokens, hidden]
+        inputs = self._inputs(tokens, hidden)
         for layer, weights in enumerate(self.weights.layers):
             cos, sin = (table[:longest] for table in self.rope_tables[layer])
             window = self.architecture.layers[layer].window_tokens
-            plain_q, plain_k, v = self._project(hidden, weights)  # [requests, heads, tokens, dim]
+            plain_q, plain_k, v = self._project(hidden, layer, kept)  # [requests, heads, tokens, dim]
             query, key = rotate(plain_q, cos, sin), rotate(plain_k, cos, sin)
             cache.keys.append(functional.pad(key, (0, 0, 0, capacity - longest)))
             cache.values.append(functional.pad(v, (0, 0, 0, capacity - longest)))
             if window is None:
                 watch(PromptLayer(layer, query, plain_q, cache.keys[-1], cache.values[-1], lengths, longest))
-            out = attend_causal(query, key, v, window, weights.sinks)
+            out = attend_causal(query, key, v, window, weights.sinks, self._scale)
             del plain_q, plain_k, query, key, v
             for request in range(0, len(tokens), max(1, CHUNK_TOKENS // longest)):
                 rows = slice(request, request + max(1, CHUNK_TOKENS // longest))
-                hidden[rows] = self._finish(hidden[rows], out[rows].transpose(1, 2), layer)
+                own = None if inputs is None else inputs[rows]
+                hidden[rows] = self._finish(hidden[rows], out[rows].transpose(1, 2), layer, own)
         last = hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1]
         return cache, last
 
@@ -92,11 +94,12 @@ class ReferenceDecoder:
         """
         requests = torch.arange(len(tokens), device=tokens.device)
         position = lengths - 1
-        hidden = self._embed(tokens)[:, None]  # [requests, 1, hidden]
+        kept, hidden = _Kept({}), self._embed(tokens)[:, None]  # [requests, 1, hidden]
+        inputs = self._inputs(tokens[:, None], hidden)
         for layer, weights in enumerate(self.weights.layers):
             cos, sin = (table[position][:, None, None] for table in self.rope_tables[layer])
             window = self.architecture.layers[layer].window_tokens
-            plain_q, key, v = self._project(hidden, weights)
+            plain_q, key, v = self._project(hidden, layer, kept)
             cache.keys[layer][requests, :, position] = rotate(key, cos, sin)[:, :, 0]
             cache.values[layer][requests, :, position] = v[:, :, 0]
             keys, values = cache.keys[layer][:, :, :longest], cache.values[layer][:, :, :longest]
@@ -107,48 +110,92 @@ class ReferenceDecoder:
                 if weights.sinks is not None:
                     out = out * torch.sigmoid(result.lse - weights.sinks.float())[..., None]
             else:
-                out = attend_window(query, keys, values, lengths, window, weights.sinks)
-            hidden = self._finish(hidden, out.to(hidden.dtype)[:, None], layer)
+                out = attend_window(query, keys, values, lengths, window, weights.sinks, self._scale)
+            hidden = self._finish(hidden, out.to(hidden.dtype)[:, None], layer, inputs)
         return self.logits(hidden[:, 0])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 `[requests, vocab]` of final hidden states `[requests, hidden]`."""
         normed = rms_norm(hidden, self.weights.final_norm, self.architecture.rms_norm_eps)
-        return functional.linear(normed, self.weights.logits).float()
+        logits, cap = functional.linear(normed, self.weights.logits).float(), self.architecture.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _project(self, hidden: torch.Tensor, weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    @property
+    def _scale(self) -> float:
+        return self.architecture.dim**-0.5
+
+    def _project(
+        self, hidden: torch.Tensor, layer: int, kept: "_Kept"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys before rotation, and values, each `[requests, heads, tokens, dim]`."""
-        shape = self.architecture
-        normed = rms_norm(hidden, weights.attention_norm, shape.rms_norm_eps)
+        shape, weights, spec = self.architecture, self.weights.layers[layer], self.architecture.layers[layer]
+        heads, eps = shape.heads_of(spec), shape.rms_norm_eps
+        normed = rms_norm(hidden, weights.attention_norm, eps)
         mixed = functional.linear(normed, weights.qkv, weights.qkv_bias)
-        mixed = mixed.view(*hidden.shape[:2], -1, shape.dim).transpose(1, 2)
-        query, key, value = mixed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
-        if weights.query_norm is not None and weights.key_norm is not None:
-            query = rms_norm(query, weights.query_norm, shape.rms_norm_eps)
-            key = rms_norm(key, weights.key_norm, shape.rms_norm_eps)
+        mixed = mixed.view(*hidden.shape[:2], -1, heads.dim).transpose(1, 2)
+        query, own = mixed[:, : shape.num_heads], mixed[:, shape.num_heads :]
+        if weights.query_norm is not None:
+            query = rms_norm(query, weights.query_norm, eps)
+        if spec.kv_of is not None:
+            return query, *kept.rows[spec.kv_of]
+        key, value = own[:, : heads.count], own[:, -heads.count :]  # the same, where values are keys
+        if weights.key_norm is not None:
+            key = rms_norm(key, weights.key_norm, eps)
+        if spec.value_norm:
+            value = rms_norm(value, torch.ones(heads.dim, device=value.device), eps)
+        kept.rows[layer] = key, value
         return query, key, value
+
+    def _inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
+        """Return what layers get beside hidden states, `[requests, tokens, layers, width]`; None: nothing."""
+        own, shape = self.weights.inputs, self.architecture
+        if own is None:
+            return None
+        width, scale = len(own.norm), shape.hidden**-0.5
+        made = functional.linear(embedded, own.projection).unflatten(-1, (-1, width)) * scale
+        rows = functional.embedding(tokens, own.table).unflatten(-1, (-1, width)) * width**0.5
+        return (rms_norm(made, own.norm, shape.rms_norm_eps) + rows) * 2**-0.5
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = functional.embedding(tokens, self.weights.embedding)
         scale = self.architecture.embedding_scale
         return rows if scale == 1 else rows * torch.tensor(scale, dtype=rows.dtype)
 
-    def _finish(self, hidden: torch.Tensor, out: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`."""
+    def _finish(self, hidden: torch.Tensor, out: torch.Tensor, layer: int, inputs: torch.Tensor | None) -> torch.Tensor:
+        """Return the rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`, inputs
+        of `_inputs`.
+        """
         weights, eps = self.weights.layers[layer], self.architecture.rms_norm_eps
         output = functional.linear(out.flatten(2), weights.output, weights.output_bias)
         if weights.attention_post_norm is not None:
             output = rms_norm(output, weights.attention_post_norm, eps)
         hidden = hidden + output
         normed, spec = rms_norm(hidden, weights.mlp_norm, eps), self.architecture.layers[layer]
-        if weights.experts is not None and spec.experts is not None:
-            return hidden + _mix(normed.flatten(0, 1), weights.experts, spec).view_as(hidden)
+        beside = None if weights.experts is None else weights.experts.beside
+        if weights.experts is not None and beside is None:
+            return hidden + _mix(normed.flatten(0, 1), normed.flatten(0, 1), weights.experts, spec).view_as(hidden)
         gate_up, down = weights.mlp
         product = gate_linear(functional.linear(normed, gate_up, weights.gate_up_bias), spec.activation)
         product = functional.linear(product, down, weights.down_bias)
+        if weights.experts is not None and beside is not None:
+            to_route, normed = rms_norm(hidden, beside.router_norm, eps), rms_norm(hidden, beside.norm, eps)
+            mixed = _mix(normed.flatten(0, 1), to_route.flatten(0, 1), weights.experts, spec).view_as(hidden)
+            product = rms_norm(product, beside.mlp_post_norm, eps) + rms_norm(mixed, beside.post_norm, eps)
         if weights.mlp_post_norm is not None:
             product = rms_norm(product, weights.mlp_post_norm, eps)
-        return hidden + product
+        hidden = hidden + product
+        if weights.inputs is not None and inputs is not None:
+            gate = functional.gelu(functional.linear(hidden, weights.inputs.gate), approximate="tanh")
+            made = functional.linear(gate * inputs[:, :, layer], weights.inputs.projection)
+            hidden = hidden + rms_norm(made, weights.inputs.norm, eps)
+        return hidden if weights.scale is None else hidden * weights.scale
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Keys and values of the layers so far, by layer, normed and before rotation."""
+
+    rows: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def gate_linear(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -160,12 +207,12 @@ def gate_linear(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
 
 
-def _mix(tokens: torch.Tensor, weights: ExpertWeights, spec: LayerSpec) -> torch.Tensor:
-    """Return a mixture's output of `[tokens, hidden]`, expert by expert."""
+def _mix(tokens: torch.Tensor, to_route: torch.Tensor, weights: ExpertWeights, spec: LayerSpec) -> torch.Tensor:
+    """Return a mixture's output of `[tokens, hidden]`, expert by expert. to_route: the same tokens, by another norm."""
     experts = spec.experts
     assert experts is not None, "the layer has experts"
     bias = None if weights.router_bias is None else weights.router_bias.float()
-    shares, ids = torch.softmax(functional.linear(tokens.float(), weights.router.float(), bias), 1).topk(
+    shares, ids = torch.softmax(functional.linear(to_route.float(), weights.router.float(), bias), 1).topk(
         experts.per_token, 1
     )
     if experts.is_normalised:
@@ -181,6 +228,8 @@ def _mix(tokens: torch.Tensor, weights: ExpertWeights, spec: LayerSpec) -> torch
         )  # fmt: skip
         product = functional.linear(tokens[token], gate_ups[expert], gate_up_bias)
         made = functional.linear(gate_linear(product, spec.activation), downs[expert], down_bias)
+        if weights.beside is not None:
+            made = made * weights.beside.gains[expert]
         mixed.index_add_(0, token, made.float() * shares[token, place, None])
     return mixed.to(tokens.dtype)
 
@@ -210,30 +259,33 @@ def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 
 def attend_masked(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None,
+    scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return attention `[requests, heads, queries, dim]` to keys where `mask`, bool, is set. sinks: `[heads]`, logits
-    of one more key for each head, of value 0.
+    of one more key for each head, of value 0; scale: of logits, None: dim ** -0.5.
     """
     if sinks is None:
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     key, value = functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))
     unseen = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
     unseen = unseen.expand(len(query), len(sinks), query.shape[2], -1)
     more = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*unseen.shape[:3], 1)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=torch.cat([unseen, more], -1))
+    unseen = torch.cat([unseen, more], -1)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=unseen, scale=scale)
 
 
 def attend_causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return exact causal attention `[requests, heads, tokens, dim]`, of a window's tokens or all; KV heads are
-    repeated, so any flash kernel serves. sinks: see `attend_masked`.
+    repeated, so any flash kernel serves. sinks, scale: see `attend_masked`.
     """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     if window is None and sinks is None:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     window, outs = window or query.shape[2], []
     for begin in range(0, query.shape[2], WINDOW_QUERIES):
         rows = torch.arange(begin, min(begin + WINDOW_QUERIES, query.shape[2]), device=query.device)
@@ -241,19 +293,19 @@ def attend_causal(
         mask = (seen <= rows[:, None]) & (seen > rows[:, None] - window)
         keys, values = key[:, :, seen[0] : begin + len(rows)], value[:, :, seen[0] : begin + len(rows)]
         own = query[:, :, begin : begin + len(rows)]
-        outs.append(attend_masked(own, keys, values, mask[None, None], sinks))
+        outs.append(attend_masked(own, keys, values, mask[None, None], sinks, scale))
     return torch.cat(outs, dim=2)
 
 
 def attend_window(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return a step's queries `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens. sinks:
-    see `attend_masked`.
+    """Return a step's queries `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens. sinks,
+    scale: see `attend_masked`.
     """
     group = query.shape[1] // keys.shape[1]
     places = torch.arange(keys.shape[2], device=query.device)
     mask = (places < lengths[:, None]) & (places >= lengths[:, None] - window)  # [requests, tokens]
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    return attend_masked(query[:, :, None], keys, values, mask[:, None, None], sinks)[:, :, 0]
+    return attend_masked(query[:, :, None], keys, values, mask[:, None, None], sinks, scale)[:, :, 0]

@@ -18,8 +18,9 @@ from gpu.operations.decode_attention.paged_decode_attention import DECODED_DIMS
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings, RunnerSettings
 from gpu.weights.checkpoint import load_weights
+from gpu.weights.drawing import random_weights
 from gpu.weights.humming_matrix import prepare, require_products
-from gpu.weights.weights import Weights, random_weights
+from gpu.weights.weights import Weights
 from transfer.simd.compilation import reporting_compilation
 
 RANDOM_SEED = 20_240_901
@@ -54,9 +55,10 @@ def load_runner(
     device = torch.device(_resolve_device(gpu))
     dtype = DTYPES[_resolve_dtype(gpu, device)]
     architecture = load_architecture(model) if loaded is None else loaded.architecture
-    if device.type == "cuda" and architecture.dim not in DECODED_DIMS:
+    odd = {architecture.heads_of(spec).dim for spec in architecture.layer_pattern} - {*DECODED_DIMS}
+    if device.type == "cuda" and odd:
         served = ", ".join(map(str, DECODED_DIMS))
-        raise ModelError(f"model: {architecture.name} has heads of {architecture.dim}; on a GPU served: {served}")
+        raise ModelError(f"model: {architecture.name} has heads of {min(odd)}; on a GPU served: {served}")
     require_products(model.products, device.type, _resolve_dtype(gpu, device))
     context = asked.max_context_tokens or architecture.max_context_tokens
     if context > architecture.max_context_tokens:

@@ -141,10 +141,16 @@ class Runner:
         )  # fmt: skip
         self._last_tokens = torch.zeros(3 * max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
-        workspaces = [
+        workspaces = windowed = [
             workspace_for(max_running, *heads, context, device, has_far=bool(self._reusing))
             for _ in range(1 if tier is None else 2)
         ]
+        if architecture.has_own_window_heads:
+            own = architecture.window_heads
+            windowed = [
+                workspace_for(max_running, architecture.num_heads, own.count, own.dim, context, device)
+                for _ in workspaces
+            ]
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
         self._last: InFlight | None = None
         self._buffers = StepBuffers()
@@ -168,6 +174,7 @@ class Runner:
             self._last_tokens,
             workspaces[0],
             workspaces[-1],
+            (windowed[0], windowed[-1]),
             methods,
             settings.checks_coverage,
         )

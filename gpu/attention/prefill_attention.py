@@ -16,7 +16,7 @@ from gpu.attention.prefill_query import Attended, joined
 from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel, serves
 from transfer.partial import Partial, merge
 
-FLASH_DIM_MULTIPLE = 8
+FLASH_DIM_MULTIPLE, FLASH_MOST_DIM = 8, 256
 MASKED_ENTRIES = 2**24  # of a mask of scattered queries at once
 MASK_MULTIPLE = 16
 WINDOW_ROWS = 512  # queries of a window at once, where a mask says what they see
@@ -154,7 +154,9 @@ def default_kernel(query: Tensor) -> Whole:
 
 def has_flash(query: Tensor) -> bool:
     """Return whether FlashAttention computes for queries like this."""
-    return query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % FLASH_DIM_MULTIPLE == 0
+    dim = query.shape[-1]
+    is_served = dim % FLASH_DIM_MULTIPLE == 0 and dim <= FLASH_MOST_DIM
+    return query.is_cuda and query.dtype != torch.float32 and is_served
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:

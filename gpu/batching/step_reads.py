@@ -22,7 +22,8 @@ class StepReads:
         self._is_packed = is_packed
         self._num_offloaded_layers = num_offloaded_layers
         self._layer_token_bytes = 2 * architecture.num_kv_heads * row_bytes(kv, architecture.dim)
-        self._windows = Counter(spec.window_tokens for spec in architecture.layers)
+        heads = ((spec.window_tokens, architecture.heads_of(spec)) for spec in architecture.layers)
+        self._windows = Counter((window, 2 * own.count * row_bytes(kv, own.dim)) for window, own in heads)
         self._weights: dict[int, int] = {}  # bytes, by rows
 
     def weights(self, num_rows: int) -> int:
@@ -39,10 +40,11 @@ class StepReads:
     def context(self, num_cells: int, host_read: HostRead | None) -> int:
         """Return the bytes of keys and values for a row that reads so many cells, some of them perhaps on the host."""
         seen = sum(
-            count * (num_cells if window is None else min(num_cells, window)) for window, count in self._windows.items()
+            count * token_bytes * (num_cells if window is None else min(num_cells, window))
+            for (window, token_bytes), count in self._windows.items()
         )
         on_host = 0 if host_read is None else (host_read.end - host_read.begin) * self._num_offloaded_layers
-        return max(seen - on_host, 0) * self._layer_token_bytes
+        return max(seen - on_host * self._layer_token_bytes, 0)
 
     def reread_share(self, cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> float:
         """Return the share of bytes that two half batches read twice. `cells[i]`: row i's last cell."""

@@ -32,8 +32,9 @@ class LayerLoop:
     """The layers of a decode step over static buffers. offloaded_layers: offloaded layers, in which a step reads host
     memory; last_tokens: int64 `[3 * max_rows + 1]`, slots' last ones, tokens that are known to follow these in a step
     of either lane, and one for padding; workspace, host_read_workspace: of steps without host reads and of those with,
-    which may run side by side; methods: what they do on the device, in order; checks_coverage: in a debug run, every
-    layer counts what its partials cover.
+    which may run side by side; window_workspaces: the same for layers with a window, whose heads may be others;
+    methods: what they do on the device, in order; checks_coverage: in a debug run, every layer counts what its partials
+    cover.
     """
 
     decoder: Decoder
@@ -41,6 +42,7 @@ class LayerLoop:
     last_tokens: Tensor
     workspace: Workspace
     host_read_workspace: Workspace
+    window_workspaces: tuple[Workspace, Workspace]
     methods: tuple[DeviceSide, ...]
     checks_coverage: bool
 
@@ -66,10 +68,13 @@ class LayerLoop:
         methods = [method for method in self.methods if reuses or not method.reuses]
         skips = lends or exchange is not None
         workspace = self.host_read_workspace if skips else self.workspace
-        hidden = decoder.embed(self.last_tokens.index_select(0, rows.token_slots))
+        window_workspace = self.window_workspaces[skips]
+        token_ids = self.last_tokens.index_select(0, rows.token_slots)
+        hidden = decoder.embed(token_ids)
+        carried = decoder.carry(token_ids, hidden, range(decoder.architecture.num_layers))
         windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
         for layer in range(decoder.architecture.num_layers):
-            queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None)
+            queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None, carried=carried)
             is_offloaded = layer in self.offloaded_layers
             reads = LayerReads(
                 layer, rows, *queries, reads_host=exchange is not None and is_offloaded, skips=skips and is_offloaded
@@ -84,7 +89,8 @@ class LayerLoop:
                 method.before(reads)
             if exchange is not None and reads.reads_host:  # first, so that the host reads while the device attends
                 exchange.request(reads.query, reads.codes, reads.wanted, reads.excluded)
-            on_device = attend(reads, decoder.pool, decoder.scale, workspace, self.checks_coverage)
+            own_workspace = workspace if reads.window is None else window_workspace
+            on_device = attend(reads, decoder.pool, decoder.scale, own_workspace, self.checks_coverage)
             for method in own_methods:
                 method.read(reads, on_device)
             answers: list[Partial] = []
@@ -98,7 +104,7 @@ class LayerLoop:
                 check_coverage(reads, on_device, answers, self.reusing if reuses else [])
             far = [] if on_device.far is None else [on_device.far]
             attended = reads.attended or merge_all([on_device.near, *far, *filled])
-            hidden = decoder.leave(layer, hidden, attended.out, attended.lse, rows.slots, experts)
+            hidden = decoder.leave(layer, hidden, attended.out, attended.lse, rows.slots, experts, carried)
         logits = decoder.logits(hidden)
         for method in methods:
             method.finish(rows)

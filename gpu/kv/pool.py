@@ -38,6 +38,13 @@ class KvPool:
         row = row_array(kv if kv in CODE_FORMATS else dtype_name(dtype), architecture.dim)
         stored = dtype_of(row)
         page_shape = (architecture.num_kv_heads, page_tokens, *row.shape)
+        own = architecture.window_heads
+        own_row = row_array(kv if kv in CODE_FORMATS else dtype_name(dtype), own.dim)
+        if architecture.has_own_window_heads and set(architecture.window_layers) - set(windows.layers):
+            raise ValueError(
+                f"pages hold {architecture.num_kv_heads} KV heads of {architecture.dim}; layers with a window have "
+                f"{own.count} of {own.dim}, and wanted are windows that are kept by themselves"
+            )
         self.dtype = dtype
         self.has_codes = stored != dtype
         self.num_kv_heads, self.dim = architecture.num_kv_heads, architecture.dim
@@ -52,7 +59,9 @@ class KvPool:
         self.device = device
         self.arenas = [allocate_arena((len(layers) * num_pages, *page_shape), stored, device) for _ in range(2)]
         self.commitment = Commitment([arena.view(len(layers), num_pages, *page_shape) for arena in self.arenas])
-        self.windows = Windows(windows, page_shape, max_slots, self.max_pages, stored, device)
+        self.windows = Windows(
+            windows, (own.count, page_tokens, *own_row.shape), own.dim, max_slots, self.max_pages, stored, device
+        )
         self.key_pages, self.value_pages = (
             self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=True)
         )

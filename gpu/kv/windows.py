@@ -39,9 +39,10 @@ class Windows:
     windows.
     """
 
-    def __init__(self, shape: WindowShape, page_shape: tuple[int, ...], max_slots: int, max_pages: int,
+    def __init__(self, shape: WindowShape, page_shape: tuple[int, ...], dim: int, max_slots: int, max_pages: int,
                  dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip
         self.shape = shape
+        self.num_kv_heads, self.dim = page_shape[0], dim
         self.device = device
         size = (len(shape.layers), shape.count, shape.num_pages, *page_shape)
         self.arenas = [allocate_arena(size, dtype, device) for _ in range(2)]

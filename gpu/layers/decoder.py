@@ -5,6 +5,7 @@ what attention returns for that row, so padding rows and packed neighbours chang
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +35,21 @@ See = Callable[[Tensor], None]
 Pages = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(slots=True)
+class Carried:
+    """What goes from layer to layer beside hidden states. inputs: of all layers, of one layer alone, or of none
+    (`Projections.inputs`), from `first_layer` on; kept: keys and values `[tokens, 2 * kv_heads * dim]` that later
+    layers have, too, before norms and rotation, by the layer that made them.
+    """
+
+    inputs: Tensor | None
+    first_layer: int
+    kept: dict[int, Tensor]
+
+    def inputs_of(self, layer: int) -> Tensor | None:
+        return None if self.inputs is None else self.inputs[:, layer - self.first_layer]
+
+
 class Decoder:
     """Weights, RoPE tables and the KV pool that the layers write to."""
 
@@ -42,13 +58,14 @@ class Decoder:
         self.weights = weights
         self.pool = pool
         self.projections = Projections(weights, architecture)
-        self.scale = architecture.dim**-0.5
+        self.scale = architecture.dim**-0.5  # of all layers: the norms of queries have what differs
+        self._kept_layers = frozenset(architecture.kept_layers)
         self.specs = architecture.layers
         self.windows = sorted({spec.window_tokens for spec in self.specs if spec.window_tokens is not None})
         self._rope_tables = layer_rope_tables(architecture, max_context_tokens, pool.device)
         scale = torch.tensor(architecture.embedding_scale, dtype=weights.embedding.dtype)
         self._embedding_scale = float(scale)  # rounded as the rows are
-        self.query_columns = architecture.num_heads * architecture.dim
+        self._dims = [architecture.heads_of(spec).dim for spec in self.specs]
 
     @property
     def cos(self) -> Tensor:
@@ -65,34 +82,51 @@ class Decoder:
         rows = self.weights.embedding.index_select(0, token_ids)
         return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
+    def carry(self, token_ids: Tensor, embedded: Tensor, layers: range) -> Carried:
+        """Return what these layers get beside hidden states. embedded: `embed(token_ids)`."""
+        return Carried(self.projections.inputs(embedded, token_ids, layers), layers.start, {})
+
+    def carry_to(self, layer: int, token_ids: Tensor, kept: dict[int, Tensor]) -> Carried:
+        """Return what one layer gets beside hidden states. kept: as in `Carried`."""
+        if self.weights.inputs is None:
+            return Carried(None, layer, kept)
+        return Carried(self.projections.inputs(self.embed(token_ids), token_ids, range(layer, layer + 1)), layer, kept)
+
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
-              pages: Pages | None = None, cells: Tensor | None = None, see: See | None = None) -> Tensor:  # fmt: skip
+              pages: Pages | None = None, cells: Tensor | None = None, see: See | None = None,
+              carried: Carried | None = None) -> Tensor:  # fmt: skip
         """Compute one layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots'
         pages, each to its cell.
 
         positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; pages: None for the pool's; cells:
-        int64 `[tokens]`, None: positions are cells; see: is shown what is written. The KV that `attend` sees has these
-        tokens.
+        int64 `[tokens]`, None: positions are cells; see: is shown what is written; carried: None only for a model that
+        has nothing of it. The KV that `attend` sees has these tokens.
         """
         query, pre_rope_query = self.enter(
-            index, hidden, positions, positions if cells is None else cells, slots, pages, see
+            index, hidden, positions, positions if cells is None else cells, slots, pages, see, carried
         )
         attended = attend(query, pre_rope_query)
-        return self.leave(index, hidden, attended.out, attended.lse, slots)
+        return self.leave(index, hidden, attended.out, attended.lse, slots, carried=carried)
 
     def enter(self, index: int, hidden: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
-              pages: Pages | None, see: See | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+              pages: Pages | None, see: See | None = None,
+              carried: Carried | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute the part of a layer before attention: write keys and values, return `(query, pre_rope_query)`.
 
         See `layer`. cells: of the slots' contexts, where they are written. Both queries are `[tokens, heads, dim]`, of
         the weights' dtype.
         """
-        qkv = self.projections.qkv(index, hidden)
+        source, columns = self.specs[index].kv_of, self.architecture.num_heads * self._dims[index]
+        kept = None if source is None or carried is None else carried.kept[source]
+        qkv = self.projections.qkv(index, hidden, columns, kept)
+        if index in self._kept_layers:
+            assert carried is not None, "what later layers have, too, is carried to them"
+            carried.kept[index] = qkv[:, columns:].clone()
         norms = self.projections.head_norms(index)
         query = self._write(index, qkv, positions, cells, slots, pages, self.architecture.num_heads, norms)
         if see is not None:
-            see(qkv[:, self.query_columns :].view(len(qkv), 2, -1, self.architecture.dim))
-        return query, qkv[:, : self.query_columns].view(query.shape)
+            see(qkv[:, columns:].view(len(qkv), 2, -1, self._dims[index]))
+        return query, qkv[:, :columns].view(query.shape)
 
     def place(self, index: int, rows: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
               pages: Pages | None) -> None:  # fmt: skip
@@ -113,18 +147,19 @@ class Decoder:
         )  # fmt: skip
 
     def leave(self, index: int, hidden: Tensor, attended: Tensor, lse: Tensor | None, slots: Tensor,
-              exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
+              exchange: ExpertExchange | None = None, carried: Carried | None = None) -> Tensor:  # fmt: skip
         """Compute the part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype,
         projected and added to `hidden`, and the MLP. The layer's sinks, if it has some, are merged here, into
         `attended`. lse: `[tokens, heads]` of all that was attended to, None only for a layer without sinks; slots: see
-        `layer`; exchange: where the CPU computes experts, if it does.
+        `layer`; exchange: where the CPU computes experts, if it does; carried: see `layer`.
         """
         sinks = self.weights.layers[index].sinks
         if sinks is not None:
             assert lse is not None, "a layer with sinks is attended to by a softmax, whose mass is known"
             attended = add_sinks(attended, lse, sinks)
-        rows = attended.reshape(-1, self.query_columns)
-        return self.projections.mlp(index, self.projections.output(index, rows, hidden), slots, exchange)
+        rows = attended.reshape(-1, self.architecture.num_heads * self._dims[index])
+        hidden = self.projections.mlp(index, self.projections.output(index, rows, hidden), slots, exchange)
+        return self.projections.end(index, hidden, None if carried is None else carried.inputs_of(index))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""

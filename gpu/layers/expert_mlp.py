@@ -7,6 +7,7 @@ more, or one, and one for each tensor that is fetched. Where the CPU computes th
 goes out before the card's own products and is awaited behind them.
 """
 
+import torch
 from torch import Tensor
 
 from gpu.exchange.device_experts import ExpertExchange
@@ -50,9 +51,9 @@ class ExpertMlp:
 
     def __call__(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None = None,
                  exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
-        """Return norm and experts added to `hidden`, `[tokens, hidden]`, new. slots: int32 `[tokens]`, -1 in rows that
-        are not in use, for which nothing is fetched; None: all are. exchange: where the CPU computes experts in host
-        memory; None: they are fetched.
+        """Return norm and experts added to `hidden`, `[tokens, hidden]`, new; where an MLP stands beside them, without
+        `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use, for which nothing is fetched; None: all are.
+        exchange: where the CPU computes experts in host memory; None: they are fetched.
         """
         if self.weights.host is None or len(hidden) == 0:
             exchange = None
@@ -64,17 +65,22 @@ class ExpertMlp:
     ) -> Tensor:
         """Return what the card computes, added to `hidden`: all experts, or those that the CPU does not compute."""
         weights, experts = self.weights, self.experts
-        gate_up, down = weights.gate_up, weights.down
+        gate_up, down, beside = weights.gate_up, weights.down, weights.beside
+        gains, base = (None, hidden) if beside is None else (beside.gains, torch.zeros_like(hidden))
         if not runs_on_triton(hidden) or len(hidden) == 0:
             normed = rms_norm(hidden, norm, eps)
-            ids, shares = route_reference(normed, weights.router, experts, weights.router_bias)
+            to_route = normed if beside is None else rms_norm(hidden, beside.router_norm, eps)
+            ids, shares = route_reference(to_route, weights.router, experts, weights.router_bias)
             far = self._find_far(normed, ids.int(), shares, slots, exchange)
             made = experts_reference(
                 normed, ids, shares, gate_up, down, experts, self.activation, far, weights.gate_up_bias,
-                weights.down_bias,
+                weights.down_bias, gains,
             )  # fmt: skip
-            return made.add_(hidden)
-        normed, logits = router_logits(hidden, norm, eps, weights.router, weights.router_bias)
+            return made.add_(base)
+        by = norm if beside is None else beside.router_norm
+        normed, logits = router_logits(hidden, by, eps, weights.router, weights.router_bias)
+        if beside is not None:
+            normed = rms_norm(hidden, norm, eps)
         taken, is_few = None, len(hidden) <= LEAST_PAIRS  # tiles of few tokens find their pairs in the logits
         if weights.host is not None or not is_few:
             taken = choose(logits, experts)
@@ -83,11 +89,11 @@ class ExpertMlp:
             product, ids, shares = gate_up_rows(
                 normed, logits, gate_up, experts, self.activation, far, weights.gate_up_bias
             )
-            return down_rows(product, ids, shares, down, hidden, experts, far, weights.down_bias)
+            return down_rows(product, ids, shares, down, base, experts, far, weights.down_bias, gains)
         has_packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
         tiles = pair_few(logits, experts) if is_few or taken is None else pair_up(*taken, experts, has_packed)
         product = gate_up_tiles(normed, tiles, gate_up, experts, self.activation, far, weights.gate_up_bias)
-        return down_tiles(product, tiles, down, hidden, experts, far, weights.down_bias)
+        return down_tiles(product, tiles, down, base, experts, far, weights.down_bias, gains)
 
     def warm_up(self, most_tokens: int, norm: Tensor) -> None:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""

@@ -7,17 +7,19 @@ from gpu.model.architecture import Architecture, LayerSpec
 from transfer.arrays import FLOATS, ArraySpec
 
 HIDDEN_COPIES = 4  # of a token's hidden state: a layer's input, norms, output
+LAYER_INPUT_COPIES = 4  # of what a layer gets beside hidden states: projected, normed, of the table, their sum
+BESIDE_COPIES = 4  # of a hidden state, where a layer has an MLP and experts: outputs and norms of both
 QUERY_COPIES = 6  # as wide as a query: rotated, attention's output in both precisions, its merge
 
 
-def rope_array(architecture: Architecture, num_tokens: int) -> ArraySpec:
+def rope_array(dim: int, num_tokens: int) -> ArraySpec:
     """Return the cosines, `[tokens, dim / 2]`, of layers with one rotation; sines are alike."""
-    return ArraySpec((num_tokens, architecture.dim // 2), "float32")
+    return ArraySpec((num_tokens, dim // 2), "float32")
 
 
 def rope_bytes(architecture: Architecture, num_tokens: int) -> int:
     """Return the bytes of the tables of all layers, which share those of the same rotation."""
-    return 2 * len(architecture.ropes) * rope_array(architecture, num_tokens).num_bytes
+    return 2 * sum(rope_array(dim, num_tokens).num_bytes for _, dim in architecture.ropes)
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, dtype_bytes: int, more_outputs: int) -> int:
@@ -26,12 +28,22 @@ def activation_bytes(architecture: Architecture, num_tokens: int, dtype_bytes: i
     wide as a query.
     """
     a = architecture
-    query = a.num_heads * a.dim
     hidden = HIDDEN_COPIES + any(spec.post_norms for spec in a.layer_pattern)
     mlp = max(_mlp_columns(a, spec) for spec in a.layer_pattern)
-    qkv = query + 2 * a.num_kv_heads * a.dim
-    width = hidden * a.hidden + qkv + (QUERY_COPIES + more_outputs) * query + mlp
+    attention = max(_attention_columns(a, spec, more_outputs) for spec in a.layer_pattern)
+    inputs = 0 if a.layer_inputs is None else LAYER_INPUT_COPIES * a.layer_inputs.width
+    width = hidden * a.hidden + attention + mlp + inputs
     return ArraySpec((num_tokens, width), FLOATS[dtype_bytes]).num_bytes
+
+
+def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs: int) -> int:
+    """Return the columns of a token's QKV and of what is as wide as a query; QKV is there twice where a part of it is
+    not the product's.
+    """
+    heads = architecture.heads_of(spec)
+    query = architecture.num_heads * heads.dim
+    qkv = query + 2 * heads.count * heads.dim
+    return (1 + (spec.num_kv_projections < 2)) * qkv + (QUERY_COPIES + more_outputs) * query
 
 
 def _mlp_columns(architecture: Architecture, spec: LayerSpec) -> int:
@@ -39,6 +51,8 @@ def _mlp_columns(architecture: Architecture, spec: LayerSpec) -> int:
     makes of it, and of routing: logits, twice as long as other numbers, and who takes whom.
     """
     experts = spec.experts
+    one = 3 * architecture.intermediate_of(spec)
     if experts is None:
-        return 3 * architecture.intermediate
-    return experts.per_token * (experts.intermediate + architecture.hidden + 16) + 2 * experts.num_experts
+        return one
+    beside = one + BESIDE_COPIES * architecture.hidden if experts.beside_mlp else 0
+    return beside + experts.per_token * (experts.intermediate + architecture.hidden + 16) + 2 * experts.num_experts

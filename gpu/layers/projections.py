@@ -6,6 +6,8 @@ Bytes moved: the weights once for each call. On the CPU a library repacks them i
 notice; small decode batches go through `gpu.cpu_step.cpu_step` there.
 """
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.exchange.device_experts import ExpertExchange
@@ -33,7 +35,8 @@ class Projections:
     def __init__(self, weights: Weights, architecture: Architecture) -> None:
         self.weights = weights
         self.eps = architecture.rms_norm_eps
-        self._activations = [spec.activation for spec in architecture.layers]
+        self._specs = architecture.layers
+        self._cap = architecture.logit_cap
         size = widened_bytes(architecture, weights.embedding.element_size())
         widened = Widened(size, weights.embedding.device)
         self._matrices = [
@@ -54,21 +57,30 @@ class Projections:
         for experts, layer in zip(self._experts, self.weights.layers, strict=True):
             if experts is not None:
                 formats = _format_of(experts.weights.gate_up), _format_of(experts.weights.down)
-                kinds.setdefault(formats, (experts, layer.mlp_norm))
+                beside = experts.weights.beside
+                kinds.setdefault(formats, (experts, layer.mlp_norm if beside is None else beside.norm))
         for experts, norm in kinds.values():
             experts.warm_up(most_tokens, norm)
 
-    def qkv(self, layer: int, hidden: Tensor) -> Tensor:
-        """Return norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads."""
-        weights = self.weights.layers[layer]
-        return self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, weights.qkv_bias)
+    def qkv(self, layer: int, hidden: Tensor, num_query_columns: int, kept: Tensor | None = None) -> Tensor:
+        """Return norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads. kept: the part of keys
+        and values, of a layer that has another one's.
+        """
+        weights, spec = self.weights.layers[layer], self._specs[layer]
+        made = self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, weights.qkv_bias)
+        if spec.num_kv_projections == 2:
+            return made
+        if spec.kv_of is None:
+            return torch.cat([made, made[:, num_query_columns:]], 1)
+        assert kept is not None, "a layer that has another one's keys comes behind it"
+        return torch.cat([made, kept], 1)
 
     def head_norms(self, layer: int) -> HeadNorms | None:
-        """Return the norms of query and key heads, which `rope_kv_write` applies; None: there are none."""
+        """Return the norms of query, key and value heads, which `rope_kv_write` applies; None: there are none."""
         weights = self.weights.layers[layer]
         if weights.query_norm is None or weights.key_norm is None:
             return None
-        return HeadNorms(weights.query_norm, weights.key_norm, self.eps)
+        return HeadNorms(weights.query_norm, weights.key_norm, self.eps, self._specs[layer].value_norm)
 
     def output(self, layer: int, attended: Tensor, hidden: Tensor) -> Tensor:
         """Return attention's output, `[tokens, heads * dim]` of any float type, projected and added to `hidden`."""
@@ -82,19 +94,55 @@ class Projections:
         are. exchange: see `ExpertMlp`.
         """
         weights, experts = self.weights.layers[layer], self._experts[layer]
-        if experts is not None:
+        beside = experts and experts.weights.beside
+        if experts is not None and beside is None:
             return experts(hidden, weights.mlp_norm, self.eps, slots, exchange)
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
-        activation, bias = self._activations[layer], weights.gate_up_bias
+        activation, bias = self._specs[layer].activation, weights.gate_up_bias
         if bias is None:
             product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, activation)
         else:
             product = swiglu(gate_up.norm_linear(hidden, weights.mlp_norm, self.eps, bias), activation)
-        return self._add(product, down, weights.down_bias, weights.mlp_post_norm, hidden)
+        if experts is None or beside is None:
+            return self._add(product, down, weights.down_bias, weights.mlp_post_norm, hidden)
+        assert weights.mlp_post_norm is not None, "what a layer adds up of MLP and experts is normed"
+        own = rms_norm(down.linear(product), beside.mlp_post_norm, self.eps)
+        mixed = experts(hidden, beside.norm, self.eps, slots, exchange)
+        return rms_norm_add(
+            rms_norm_add(mixed, beside.post_norm, self.eps, own), weights.mlp_post_norm, self.eps, hidden
+        )
+
+    def inputs(self, embedded: Tensor, token_ids: Tensor, layers: range) -> Tensor | None:
+        """Return what these layers get of tokens beside hidden states, `[tokens, layers, width]`; None: nothing.
+        embedded: as `Decoder.embed` returns it, of the same tokens.
+        """
+        weights = self.weights.inputs
+        if weights is None:
+            return None
+        width, num_tokens = len(weights.norm), len(token_ids)
+        own = slice(layers.start * width, layers.stop * width)
+        made = as_matrix(weights.projection[own]).linear(embedded)
+        made = rms_norm(made.view(-1, width), weights.norm, self.eps * embedded.shape[1])  # as of its hidden ** -0.5
+        table = weights.table.unflatten(1, (-1, width))[:, layers.start : layers.stop]
+        rows = table.index_select(0, token_ids).mul_(torch.tensor(width**0.5, dtype=made.dtype).item())
+        return made.view(num_tokens, len(layers), width).add_(rows).mul_(2**-0.5)
+
+    def end(self, layer: int, hidden: Tensor, inputs: Tensor | None) -> Tensor:
+        """Return what a layer makes of its hidden states behind the MLP. inputs: `[tokens, width]` of `inputs`; hidden
+        may be changed.
+        """
+        weights = self.weights.layers[layer]
+        if weights.inputs is not None:
+            assert inputs is not None, "a layer with inputs is given them"
+            gates = F.gelu(as_matrix(weights.inputs.gate).linear(hidden), approximate="tanh").mul_(inputs)
+            made = as_matrix(weights.inputs.projection).linear(gates)
+            hidden = rms_norm_add(made, weights.inputs.norm, self.eps, hidden)
+        return hidden if weights.scale is None else hidden.mul_(weights.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return final norm and logits, float32 `[tokens, vocab]`."""
-        return self._logits.logits(self.final_norm(hidden))
+        """Return final norm and logits, float32 `[tokens, vocab]`, capped if the model caps them."""
+        logits = self._logits.logits(self.final_norm(hidden))
+        return logits if self._cap is None else logits.div_(self._cap).tanh_().mul_(self._cap)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weights.final_norm, self.eps)

@@ -19,16 +19,17 @@ from gpu.model.spec import Architecture, ModelError, RopeScaling
 
 
 def rope_tables(architecture: Architecture, max_context_tokens: int, device: torch.device,
-                rope: RopeScaling | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                rope: RopeScaling | None = None, dim: int | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return cos and sin, float32 `[max_context_tokens, dim // 2]` on `device`, times the scaling's attention factor.
 
-    rope: of some layers, None: the model's own. Pairs that are not rotated have cosine 1 and sine 0.
+    rope: of some layers, None: the model's own; dim: of their heads, likewise. Pairs that are not rotated have cosine 1
+    and sine 0.
     """
-    frequencies, attention_factor = inverse_frequencies(architecture, max_context_tokens, rope)
+    frequencies, attention_factor = inverse_frequencies(architecture, max_context_tokens, rope, dim)
     positions = torch.arange(max_context_tokens, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)  # [tokens, rotary_dim // 2]
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-    still = rope_array(architecture, max_context_tokens).shape[1] - len(frequencies)
+    still = rope_array(dim or architecture.dim, max_context_tokens).shape[1] - len(frequencies)
     return F.pad(cos, (0, still), value=1.0).to(device), F.pad(sin, (0, still)).to(device)
 
 
@@ -39,8 +40,8 @@ def rope_key(architecture: Architecture, max_context_tokens: int) -> str:
     context.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for rope in architecture.ropes:
-        frequencies, factor = inverse_frequencies(architecture, max_context_tokens, rope)
+    for rope, dim in architecture.ropes:
+        frequencies, factor = inverse_frequencies(architecture, max_context_tokens, rope, dim)
         digest.update(frequencies.numpy().tobytes() + struct.pack("<d", factor))
     return digest.hexdigest()
 
@@ -50,12 +51,12 @@ def layer_rope_tables(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the tables of each layer; layers of the same frequencies share theirs."""
     ropes = architecture.ropes
-    tables = [rope_tables(architecture, max_context_tokens, device, rope) for rope in ropes]
-    return [tables[ropes.index(spec.rope or architecture.rope)] for spec in architecture.layers]
+    tables = [rope_tables(architecture, max_context_tokens, device, rope, dim) for rope, dim in ropes]
+    return [tables[ropes.index(architecture.rope_of(spec))] for spec in architecture.layers]
 
 
 def inverse_frequencies(architecture: Architecture, max_context_tokens: int,
-                        rope: RopeScaling | None = None) -> tuple[Tensor, float]:  # fmt: skip
+                        rope: RopeScaling | None = None, dim: int | None = None) -> tuple[Tensor, float]:  # fmt: skip
     """Return frequencies in radians a token, float32 `[rotary_dim // 2]` on the CPU, and the factor of cosines and
     sines.
 
@@ -63,10 +64,15 @@ def inverse_frequencies(architecture: Architecture, max_context_tokens: int,
     their frequencies are fixed at the deployment's `max_context_tokens` instead, whatever a text's own length is.
     Raises ModelError for a setting that is missing or is no positive number.
     """
-    rope, dim = rope or architecture.rope, architecture.rotary_dim or architecture.dim
+    rope, dim = rope or architecture.rope, architecture.rotary_dim or dim or architecture.dim
     model_tokens = architecture.max_context_tokens
     if rope.kind == "default":
         return _plain(rope.theta, dim), 1.0
+    if rope.kind == "proportional":
+        turning = int(_setting(rope, "partial_rotary_factor", 1.0) * dim // 2)
+        plain = _plain(rope.theta, dim)
+        plain[turning:] = 0.0
+        return plain / _setting(rope, "factor", 1.0), 1.0
     factor = _setting(rope, "factor", None if rope.kind not in ("yarn", "longrope") else 0.0)
     if rope.kind == "linear":
         return _plain(rope.theta, dim) / factor, 1.0

@@ -117,12 +117,12 @@ def spare_window_tokens(page_tokens: int, host: HostDemand | None) -> int:
 
 def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, context: int | None) -> int:
     """Return the pages of one window; 0: pages hold all, since there are none, or nobody asked for them and they save
-    less than half.
+    less than half. Where the heads of these layers are others than pages have, there are windows in any case.
     """
     longest = max((spec.window_tokens for spec in shape.layer_pattern if spec.window_tokens is not None), default=0)
     num_pages = -(-(longest + spare_tokens) // gpu.page_tokens)
     saves = 2 * num_pages * gpu.page_tokens <= (context or shape.max_context_tokens)
-    return num_pages if longest and (saves or gpu.kv_windows is not None) else 0
+    return num_pages if longest and (saves or gpu.kv_windows is not None or shape.has_own_window_heads) else 0
 
 
 def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:

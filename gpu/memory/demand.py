@@ -124,9 +124,16 @@ class Demand:
         return 2 * self.shape.num_kv_heads * self.row_bytes
 
     @property
+    def stored_window_bytes(self) -> int:
+        """Return the bytes of keys and values of one token in one layer whose windows are kept by themselves."""
+        own = self.shape.window_heads
+        row = row_bytes(self.kv, own.dim) if self.kv is not None else own.dim * self.dtype_bytes
+        return 2 * own.count * row
+
+    @property
     def layer_token_bytes(self) -> int:
         """Return the bytes of keys and values of one token in one layer, as they are computed with."""
-        return self.shape.kv_bytes_per_token(self.dtype_bytes) // self.shape.num_layers
+        return 2 * self.shape.num_kv_heads * self.shape.dim * self.dtype_bytes
 
     @property
     def kv_token_bytes(self) -> int:
@@ -136,7 +143,7 @@ class Demand:
     @property
     def window_bytes(self) -> int:
         """Return the bytes of one window, in all layers that have it."""
-        return len(self.window_layers) * self.window_pages * self.page_tokens * self.stored_layer_bytes
+        return len(self.window_layers) * self.window_pages * self.page_tokens * self.stored_window_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -144,7 +151,8 @@ class Demand:
 
     @property
     def hidden_token_bytes(self) -> int:
-        return self.shape.hidden * self.dtype_bytes + HIDDEN_TOKEN_IDS_BYTES + self.chunk_token_bytes
+        kept = self.shape.hidden + self.shape.kept_width
+        return kept * self.dtype_bytes + HIDDEN_TOKEN_IDS_BYTES + self.chunk_token_bytes
 
     @property
     def chunk_token_bytes(self) -> int:
@@ -252,7 +260,12 @@ class Demand:
         shape, running = self.shape, self.max_running
         if self.device == "cuda":
             rows = most_rows(running, shape.num_kv_heads, shape.max_context_tokens)
-            return (1 + self.reuses) * sum_bytes(scratch_arrays(rows, shape.num_heads, shape.dim).values())
+            whole = (1 + self.reuses) * sum_bytes(scratch_arrays(rows, shape.num_heads, shape.dim).values())
+            if not shape.has_own_window_heads:
+                return whole
+            own = shape.window_heads
+            rows = most_rows(running, own.count, shape.max_context_tokens)
+            return whole + sum_bytes(scratch_arrays(rows, shape.num_heads, own.dim).values())
         rows = num_step_rows(running)
         parts = part_arrays(shape, rows, shape.max_context_tokens)
         return sum_bytes([*parts.values(), logits_array(shape, rows)])
@@ -352,7 +365,7 @@ class Demand:
             return ()
         tokens, layers = self.window_pages * self.page_tokens, len(self.window_layers)
         note = f"{self.num_windows} of {tokens:,} tokens in {layers} layers: of what runs, and ends of prefixes"
-        sizes = self.shape.num_kv_heads, self.shape.dim
+        sizes = self.shape.window_heads.count, self.shape.window_heads.dim
         buffer = window_buffer(*sizes, self.chunk_tokens, self.dtype_bytes)
         seen = seen_rows(*sizes, tokens + self.chunk_tokens, self.dtype_bytes)  # of the window, and joined with its own
         beside = 2 * (buffer.num_bytes + 2 * seen.num_bytes)

@@ -72,7 +72,7 @@ class HostDemand:
     @property
     def layer_token_bytes(self) -> int:
         """Return the bytes of keys and values of one token in one layer, as the device computes with them."""
-        return self.shape.kv_bytes_per_token(self.dtype_bytes) // self.shape.num_layers
+        return 2 * self.shape.num_kv_heads * self.shape.dim * self.dtype_bytes
 
     @property
     def dense_per_block(self) -> int:

@@ -69,10 +69,11 @@ def resolve_kv(gpu: GpuConfig, dtype: Literal["bfloat16", "float32"], shape: Arc
         raise PlanError(
             f"gpu.kv: asked bfloat16, gpu.dtype is {dtype} here; wanted auto, fp8 or int8, or dtype: bfloat16"
         )
-    if gpu.kv in CODE_FORMATS and shape.dim % CODES_DIM_STEP:
+    odd = [dim for dim in (shape.dim, shape.window_heads.dim) if dim % CODES_DIM_STEP]
+    if gpu.kv in CODE_FORMATS and odd:
         raise PlanError(
             f"gpu.kv: {gpu.kv} rows are of a multiple of {CODES_DIM_STEP} elements, heads of {shape.name} have "
-            f"{shape.dim}; use auto"
+            f"{odd[0]}; use auto"
         )
     return gpu.kv
 

@@ -32,7 +32,7 @@ from gpu.memory.machine_limits import (
     resolve_kv,
     resolve_limits,
 )
-from gpu.memory.refusals import check_configured, check_fixed, check_pages, check_pinned
+from gpu.memory.refusals import check_configured, check_documents, check_fixed, check_pages, check_pinned
 from gpu.methods.kept import Kept
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
@@ -183,7 +183,9 @@ def plan_memory(
         tier = resolve_host(host, kept, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running, kv, excludes)
     spare_tokens = spare_window_tokens(gpu.page_tokens, tier)
     window_pages = 0
-    if documents is None:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there
+    if documents is not None:
+        check_documents(architecture)
+    else:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there
         window_pages = count_window_pages(architecture, gpu, spare_tokens, max_context_tokens)
     if gpu.kv_windows is not None and not window_pages:
         why = "documents need all of a context" if architecture.window_layers else "no layer of the model has a window"

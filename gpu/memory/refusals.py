@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from gpu.config import GpuConfig
 from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib, least_gib
+from gpu.model.architecture import Architecture
 from gpu.weights.expert_shares import PINNED_SHARE, most_experts
 from transfer.machine import GIB, MachineProfile
 
@@ -31,6 +32,21 @@ def check_fixed(
             + (", or gpu.experts_gib" if demand.experts_on_card is not None else "")
             + (", or documents.memory_limit_gib" if any(item.name == "documents" for item in fixed) else "")
         )
+
+
+def check_documents(shape: Architecture) -> None:
+    """Check that chunks of documents can be kept of a model: of layers that are alike, and made of hidden states alone.
+    Raises PlanError.
+    """
+    why = None
+    if shape.has_own_window_heads:
+        why = "layers with a window have KV heads of their own"
+    elif shape.kept_layers:
+        why = "layers have the keys and values of earlier ones"
+    elif shape.layer_inputs is not None:
+        why = "each layer has an embedding of its own"
+    if why is not None:
+        raise PlanError(f"documents: {why} in {shape.name}, of which no chunks are kept; leave out `documents`")
 
 
 def check_pinned(fixed: Sequence[MemoryItem], demand: Demand, machine: MachineProfile) -> None:

@@ -16,6 +16,7 @@ _SETTINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor", "long_factor", "short_factor"),
+    "proportional": ("factor", "partial_rotary_factor"),
 }
 _ORIGINAL = "original_max_position_embeddings"  # may stand beside any kind
 
@@ -44,7 +45,8 @@ def make_rope(given: Mapping[str, Any], theta: float | None, max_positions: int,
     settings = {key: value for key, value in given.items() if value is not None}
     kind = settings.pop("rope_type", None) or settings.get("type") or "default"
     settings.pop("type", None)
-    settings.pop("partial_rotary_factor", None)
+    if kind != "proportional":
+        settings.pop("partial_rotary_factor", None)
     theta = settings.pop("rope_theta", theta)
     if kind not in ROPE_TYPES:
         raise ModelError(f"model: {source}: rope scaling {kind!r}; served: {', '.join(ROPE_TYPES)}")

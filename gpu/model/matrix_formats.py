@@ -21,27 +21,35 @@ OF_EXPERTS = ("experts_gate_up", "experts_down")
 
 def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]]:
     """Return rows and columns of a layer's matrices, by name of `weights.LayerWeights.matrices`."""
-    query, experts = a.num_heads * a.dim, spec.experts
-    attention = {"qkv": (query + 2 * a.num_kv_heads * a.dim, a.hidden), "output": (a.hidden, query)}
-    if experts is None:
-        return attention | {"gate_up": (2 * a.intermediate, a.hidden), "down": (a.hidden, a.intermediate)}
-    return attention | {
-        "experts_gate_up": (experts.num_experts * 2 * experts.intermediate, a.hidden),
-        "experts_down": (experts.num_experts * a.hidden, experts.intermediate),
-    }
+    heads, experts, intermediate = a.heads_of(spec), spec.experts, a.intermediate_of(spec)
+    query, key = a.num_heads * heads.dim, heads.count * heads.dim
+    found = {"qkv": (query + spec.num_kv_projections * key, a.hidden), "output": (a.hidden, query)}
+    if experts is None or experts.beside_mlp:
+        found |= {"gate_up": (2 * intermediate, a.hidden), "down": (a.hidden, intermediate)}
+    return (
+        found
+        if experts is None
+        else found
+        | {
+            "experts_gate_up": (experts.num_experts * 2 * experts.intermediate, a.hidden),
+            "experts_down": (experts.num_experts * a.hidden, experts.intermediate),
+        }
+    )
 
 
 def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
     """Return which tensors of `layer_tensors` a matrix is made of, and the rows of each, in their order."""
     if matrix == "qkv":
-        key_rows = a.num_kv_heads * a.dim
-        return [("query", a.num_heads * a.dim), ("key", key_rows), ("value", key_rows)]
+        heads = a.heads_of(spec)
+        own = [(what, heads.count * heads.dim) for what in ("key", "value")[: spec.num_kv_projections]]
+        return [("query", a.num_heads * heads.dim), *own]
     if matrix in OF_EXPERTS:
         assert spec.experts is not None, "a matrix of experts is of a layer that has some"
         parts = [("gate", spec.experts.intermediate), ("up", spec.experts.intermediate)]
         one = parts if matrix == "experts_gate_up" else [("down", a.hidden)]
         return [(of_expert(what, n), rows) for n in range(spec.experts.num_experts) for what, rows in one]
-    return [("gate", a.intermediate), ("up", a.intermediate)] if matrix == "gate_up" else [(matrix, a.hidden)]
+    width = a.intermediate_of(spec)
+    return [("gate", width), ("up", width)] if matrix == "gate_up" else [(matrix, a.hidden)]
 
 
 def of_expert(what: str, expert: int) -> str:
@@ -54,9 +62,14 @@ def of_expert(what: str, expert: int) -> str:
 def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]:
     """Return a family's table for such a layer: `gpu.model.family.EACH` in a name stands for each of its experts."""
     table, experts = families()[architecture.family].tensors(architecture), spec.experts
+    absent = {"value"} if spec.keys_are_values else set()
+    if spec.kv_of is not None:
+        absent = {"key", "value", "key_norm"}
+    if experts is not None and not experts.beside_mlp:
+        absent |= {"gate", "up", "down"}
+    plain = {name: what for name, what in table.items() if EACH not in name and what not in absent}
     if experts is None:
-        return {name: what for name, what in table.items() if EACH not in name}
-    plain = {name: what for name, what in table.items() if EACH not in name and what not in ("gate", "up", "down")}
+        return plain
     return plain | {
         name.replace(EACH, str(n)): of_expert(what, n)
         for n in range(experts.num_experts)

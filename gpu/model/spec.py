@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gpu.model.matrix_format import Quantisation
 
-ROPE_TYPES = ("default", "llama3", "linear", "dynamic", "yarn", "longrope")
+ROPE_TYPES = ("default", "llama3", "linear", "dynamic", "yarn", "longrope", "proportional")
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 CLAMPED_GAIN, CLAMPED_LIMIT = 1.702, 7.0  # of "clamped_swiglu": gpt-oss's `swiglu_alpha` and `swiglu_limit`
 
@@ -31,7 +31,8 @@ class Experts:
 
     intermediate: columns of one expert. is_normalised: the weights of the experts that a token takes are scaled to sum
     to 1; they come from a softmax over all experts. has_biases: the router has a bias, and so have gate, up and down of
-    each expert.
+    each expert. beside_mlp: the layer has its one MLP as well; both have norms of their own, before and behind, and so
+    has the router, and the output of each expert has a factor.
     """
 
     num_experts: int
@@ -39,10 +40,29 @@ class Experts:
     intermediate: int
     is_normalised: bool
     has_biases: bool = False
+    beside_mlp: bool = False
 
     def taken(self, num_tokens: int) -> float:
         """Return how many experts a step of so many tokens reads, in expectation, if tokens draw at random."""
         return self.num_experts * (1 - (1 - self.per_token / self.num_experts) ** num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class KvHeads:
+    """How many KV heads a layer has, and the elements of each head."""
+
+    count: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What each layer gets of a token beside its hidden state: `width` numbers, of a table of `vocab_size` tokens and
+    of a projection of its embedding.
+    """
+
+    width: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +73,10 @@ class LayerSpec:
     and down. qk_norm: RMSNorm of each query and key head before the rotation. post_norms: RMSNorms of attention's and
     the MLP's outputs, before these are added. activation: of the gate. window_tokens: a token attends to itself and to
     those before it, so many together; None: to all. rope: its own frequencies; None: the model's. experts: in place of
-    the one MLP; None: there are none. sinks: each query head has one logit more in its softmax, without a value.
+    the one MLP; None: there are none. sinks: each query head has one logit more in its softmax, without a value. heads:
+    its own KV heads, only of a layer with a window; None: the model's. intermediate: its own; None: the model's.
+    value_norm: RMSNorm of each value head, without weights. keys_are_values: values are the keys' projection, before
+    norms and rotation. kv_of: the layer whose keys and values are this one's, too. is_scaled: its output has a factor.
 
     New arithmetic is a new field here or in `Architecture`; `docs/MODELS.md` says where it is applied.
     """
@@ -68,17 +91,30 @@ class LayerSpec:
     rope: RopeScaling | None = None
     experts: Experts | None = None
     sinks: bool = False
+    heads: KvHeads | None = None
+    intermediate: int | None = None
+    value_norm: bool = False
+    keys_are_values: bool = False
+    kv_of: int | None = None
+    is_scaled: bool = False
+
+    @property
+    def num_kv_projections(self) -> int:
+        """Return how many of keys and values have a projection of their own."""
+        return 0 if self.kv_of is not None else 1 if self.keys_are_values else 2
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder's shape. family: names the adapter. layer_pattern: of the first layers, repeated over all. rotary_dim:
-    of a head's leading elements that are rotated; None: all. has_neighbour_pairs: elements that are rotated together
-    are neighbours in the checkpoint, not halves. norm_weight_offset: added to the checkpoint's norm weights.
-    query_gain: factor of the query norms' weights, for a model that scales its logits by other than dim**-0.5.
-    embedding_scale: factor of the input embedding, in the model's dtype. experts_apart: the checkpoint has tensors of
-    each expert (a GGUF file), also in a family that has one of all. quantisation: which matrices have few bits;
-    None: none (`gpu.model.matrix_formats` says what that weighs).
+    """A decoder's shape. num_kv_heads, dim: of layers that see everything, and of those with a window that do not say
+    otherwise. family: names the adapter. layer_pattern: of the first layers, repeated over all. rotary_dim: of a head's
+    leading elements that are rotated; None: all. has_neighbour_pairs: elements that are rotated together are neighbours
+    in the checkpoint, not halves. norm_weight_offset: added to the checkpoint's norm weights. query_gain: factor of the
+    query norms' weights, for a model that scales its logits by other than dim**-0.5. embedding_scale: factor of the
+    input embedding, in the model's dtype. logit_cap: logits are `cap * tanh(logits / cap)`; None: as they are.
+    layer_inputs: of each layer; None: it has hidden states alone. experts_apart: the checkpoint has tensors of each
+    expert (a GGUF file), also in a family that has one of all. quantisation: which matrices have few bits; None: none
+    (`gpu.model.matrix_formats` says what that weighs).
     """
 
     name: str
@@ -102,6 +138,8 @@ class Architecture:
     norm_weight_offset: float = 0.0
     query_gain: float = 1.0
     embedding_scale: float = 1.0
+    logit_cap: float | None = None
+    layer_inputs: LayerInputs | None = None
     experts_apart: bool = False
     quantisation: Quantisation | None = None
 
@@ -109,6 +147,41 @@ class Architecture:
     def group(self) -> int:
         """Return how many query heads share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def has_wide_norms(self) -> bool:
+        """Return whether norms' weights are float32, since what is done to them would be rounded away."""
+        return bool(self.norm_weight_offset) or self.query_gain != 1
+
+    def heads_of(self, spec: LayerSpec) -> KvHeads:
+        """Return a layer's KV heads."""
+        return spec.heads or KvHeads(self.num_kv_heads, self.dim)
+
+    @property
+    def window_heads(self) -> KvHeads:
+        """Return the KV heads of layers with a window, which are alike."""
+        return next((self.heads_of(spec) for spec in self.layer_pattern if spec.window_tokens is not None),
+                    KvHeads(self.num_kv_heads, self.dim))  # fmt: skip
+
+    @property
+    def has_own_window_heads(self) -> bool:
+        """Return whether layers with a window have other KV heads than those that see everything."""
+        return self.window_heads != KvHeads(self.num_kv_heads, self.dim)
+
+    def intermediate_of(self, spec: LayerSpec) -> int:
+        """Return the columns of a layer's one MLP."""
+        return spec.intermediate or self.intermediate
+
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """Return the layers whose keys and values others have, too."""
+        return tuple(sorted({spec.kv_of for spec in self.layers if spec.kv_of is not None}))
+
+    @property
+    def kept_width(self) -> int:
+        """Return the elements of a token's keys and values of all those layers."""
+        heads = [self.heads_of(self.layers[layer]) for layer in self.kept_layers]
+        return sum(2 * one.count * one.dim for one in heads)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -121,13 +194,17 @@ class Architecture:
         return tuple(layer for layer, spec in enumerate(self.layers) if spec.window_tokens is not None)
 
     @property
-    def ropes(self) -> tuple[RopeScaling, ...]:
-        """Return each kind of frequencies once, the model's own first."""
-        ropes = [self.rope]
+    def ropes(self) -> tuple[tuple[RopeScaling, int], ...]:
+        """Return each kind of frequencies once, with the heads' elements, those of the first layer first."""
+        ropes: list[tuple[RopeScaling, int]] = []
         for spec in self.layer_pattern:
-            if spec.rope is not None and spec.rope not in ropes:
-                ropes.append(spec.rope)
+            if self.rope_of(spec) not in ropes:
+                ropes.append(self.rope_of(spec))
         return tuple(ropes)
+
+    def rope_of(self, spec: LayerSpec) -> tuple[RopeScaling, int]:
+        """Return a layer's frequencies, and the elements of its heads."""
+        return spec.rope or self.rope, self.heads_of(spec).dim
 
     @property
     def num_layer_weights(self) -> int:
@@ -142,33 +219,47 @@ class Architecture:
     def num_weights(self) -> int:
         """Return all weights, whether a token takes them or not."""
         embeddings = self.num_embedding_weights * (1 if self.tied_embeddings else 2)
-        return round(self._sum_layers(lambda experts: experts.num_experts)) + embeddings + self.hidden
+        inputs = self.layer_inputs
+        table = 0 if inputs is None else inputs.vocab_size * self.num_layers * inputs.width
+        return round(self._sum_layers(lambda experts: experts.num_experts)) + embeddings + table + self._num_shared
 
     def num_weights_read(self, num_tokens: int) -> int:
         """Return the weights that a step of so many tokens reads: all layers, of experts those that are taken in
         expectation, the final norm and the output projection; of the input embedding it reads one row a token.
         """
         layers = self._sum_layers(lambda experts: experts.taken(num_tokens))
-        return round(layers) + self.num_embedding_weights + self.hidden
+        return round(layers) + self.num_embedding_weights + self._num_shared
+
+    @property
+    def _num_shared(self) -> int:
+        """Return the weights of no layer that every token is multiplied with: the final norm, what makes inputs."""
+        inputs = self.layer_inputs
+        return self.hidden + (0 if inputs is None else inputs.width * (self.num_layers * self.hidden + 1))
 
     def _sum_layers(self, count: Callable[[Experts], float]) -> float:
         """Return the weights of all layers, with `count` of each layer's experts."""
         return sum(self._weights_of(spec, count) for spec in self.layers)
 
     def _weights_of(self, spec: LayerSpec, count: Callable[[Experts], float]) -> float:
-        qkv, mlp = self.dim * (self.num_heads + 2 * self.num_kv_heads), 3.0 * self.hidden * self.intermediate
+        heads, own_mlp = self.heads_of(spec), self.intermediate_of(spec)
+        query = heads.dim * self.num_heads
+        qkv, mlp = query + spec.num_kv_projections * heads.count * heads.dim, 3.0 * self.hidden * own_mlp
+        norms = spec.qk_norm * (1 + (spec.kv_of is None)) * heads.dim + (2 + 2 * spec.post_norms) * self.hidden
         if spec.experts is not None:
             router = (self.hidden + spec.experts.has_biases) * spec.experts.num_experts
             biases_of_one = spec.experts.has_biases * (2 * spec.experts.intermediate + self.hidden)
-            mlp = router + (3 * self.hidden * spec.experts.intermediate + biases_of_one) * count(spec.experts)
-        norms = spec.qk_norm * 2 * self.dim + (2 + 2 * spec.post_norms) * self.hidden + spec.sinks * self.num_heads
+            mixture = router + (3 * self.hidden * spec.experts.intermediate + biases_of_one) * count(spec.experts)
+            mlp = mixture + spec.experts.beside_mlp * mlp
+            norms += spec.experts.beside_mlp * (4 * self.hidden + spec.experts.num_experts)
+        if self.layer_inputs is not None:
+            mlp += (2 * self.layer_inputs.width + 1) * self.hidden
         biases = spec.qkv_bias * qkv + (spec.output_bias + spec.mlp_bias) * self.hidden
-        vectors = norms + biases + spec.mlp_bias * 2 * self.intermediate
-        return self.hidden * (qkv + self.dim * self.num_heads) + mlp + vectors
+        vectors = norms + spec.sinks * self.num_heads + biases + spec.mlp_bias * 2 * own_mlp + spec.is_scaled
+        return self.hidden * (qkv + query) + mlp + vectors
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.dim * dtype_bytes
+        return sum(2 * heads.count * heads.dim * dtype_bytes for heads in map(self.heads_of, self.layers))
 
     def seen_tokens(self, context: float) -> float:
         """Return how many tokens of a context its last one sees, in the mean over layers."""
@@ -178,6 +269,13 @@ class Architecture:
     def num_pairs(self, begin: int, end: int) -> int:
         """Return the pairs of tokens `[begin, end)` and those that they see, summed over layers."""
         return sum(_pairs(end, spec.window_tokens) - _pairs(begin, spec.window_tokens) for spec in self.layers)
+
+    def num_pair_products(self, begin: int, end: int) -> int:
+        """Return `num_pairs`, each times the elements of the layer's heads."""
+        return sum(
+            self.heads_of(spec).dim * (_pairs(end, spec.window_tokens) - _pairs(begin, spec.window_tokens))
+            for spec in self.layers
+        )
 
 
 @lru_cache(maxsize=512)

@@ -1,4 +1,7 @@
-"""RMSNorm of each query and key head before its rotation, in place, in plain torch (on a GPU: `rope_kv_write`)."""
+"""RMSNorm of each query and key head before its rotation, and of values, in place, in plain torch.
+
+On a GPU `rope_kv_write` applies it.
+"""
 
 from dataclasses import dataclass
 
@@ -11,11 +14,14 @@ from gpu.operations.rms_norm import rms_norm_reference
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The norms of query and key heads. query, key: weights `[dim]`, both of the rows' dtype or both float32."""
+    """The norms of query and key heads. query, key: weights `[dim]`, both of the rows' dtype or both float32.
+    norms_values: value heads are normed, too, without weights.
+    """
 
     query: Tensor
     key: Tensor
     eps: float
+    norms_values: bool = False
 
     def check(self, op: str, qkv: Tensor, dim: int) -> None:
         """Raise ValueError unless they are for heads of so many elements, of qkv's dtype and device."""
@@ -26,7 +32,7 @@ class HeadNorms:
 
 def head_norm(qkv: Tensor, norms: HeadNorms, num_heads: int, kv_heads: int) -> None:
     """Normalise the first heads + kv_heads heads of each token of qkv `[tokens, (heads + 2 * kv_heads) * dim]` in
-    place.
+    place, and of values, if these are normed.
 
     Raises ValueError for another shape, dtype or device.
     """
@@ -38,3 +44,6 @@ def head_norm(qkv: Tensor, norms: HeadNorms, num_heads: int, kv_heads: int) -> N
     query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + kv_heads]
     query.copy_(rms_norm_reference(query, norms.query, norms.eps))
     key.copy_(rms_norm_reference(key, norms.key, norms.eps))
+    if norms.norms_values:
+        value = heads[:, num_heads + kv_heads :]
+        value.copy_(rms_norm_reference(value, torch.ones(dim, dtype=torch.float32, device=qkv.device), norms.eps))

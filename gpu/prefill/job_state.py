@@ -4,7 +4,7 @@ Packed tokens stand in the prompts' order, and `offsets` say where each begins, 
 its tokens, or a prompt is cut out.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from gpu.attention.prefill_attention import Packing
 from gpu.fusion.eviction import Eviction
 from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.host.staging import StagedPrompt
+from gpu.layers.decoder import Carried
 from gpu.prefill.window_attention import WindowedUnit
 from gpu.sampling.logprobs import Logprobs
 from gpu.step import LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, Unit
@@ -58,6 +59,7 @@ class JobState:
     eviction: Eviction | None = None
     packed: PackedTokens | None = None
     windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
+    kept: dict[int, Tensor] = field(default_factory=dict)  # of `Carried`, of all tokens of the job
 
     def put(self, chunk: slice, rows: Tensor) -> None:
         """Take a unit's new hidden states, `[tokens, hidden]`; those of all tokens are not copied."""
@@ -77,6 +79,7 @@ class JobState:
         """Compute from now on only these tokens: packed ids, ascending, int64, the last one among them."""
         self.token_ids, self.positions, self.slots = self.token_ids[ids], self.positions[ids], self.slots[ids]
         self.hidden = None if self.hidden is None else self.hidden[ids]
+        self.kept = {layer: rows[ids] for layer, rows in self.kept.items()}
         self.offsets = [0, len(ids)]
 
     def cut(self, slot: int) -> None:
@@ -88,11 +91,21 @@ class JobState:
             _without(tensor, begin, end) for tensor in (self.token_ids, self.positions, self.slots)
         )
         self.hidden = None if self.hidden is None else _without(self.hidden, begin, end)
+        self.kept = {layer: _without(rows, begin, end) for layer, rows in self.kept.items()}
         self.offsets = [*self.offsets[: index + 1], *(offset - (end - begin) for offset in self.offsets[index + 2 :])]
         self.job = replace(self.job, prompts=[*prompts[:index], *prompts[index + 1 :]])
         self.scored.pop(slot, None)
         self.method_states.pop(slot, None)
         self.packed = self.windowed = None
+
+    def keep(self, layer: int, chunk: slice, carried: Carried) -> None:
+        """Keep a chunk's keys and values of a layer, if later layers have them, too."""
+        if layer not in carried.kept:
+            return
+        rows = carried.kept[layer]
+        if layer not in self.kept:
+            self.kept[layer] = rows.new_empty(len(self.token_ids), rows.shape[1])
+        self.kept[layer][chunk] = rows
 
     def parts(self, unit_begin: int, unit_end: int) -> list[PromptPart]:
         """Return the parts of a unit, prompt by prompt."""

@@ -20,7 +20,7 @@ from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.host.gathered import GatheredKv
 from gpu.host.row_transfer import RowTransfer
 from gpu.host.staging import StagedPrompt, Staging
-from gpu.layers.decoder import Decoder, Pages
+from gpu.layers.decoder import Carried, Decoder, Pages
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, ends_with, pack_job
@@ -174,9 +174,12 @@ class Prefill:
         if unit.begin == 0:
             self._begin_fused_layer(state, unit.layer, pages)
         chunk = slice(unit.begin, unit.end)
+        kept = {layer: rows[chunk] for layer, rows in state.kept.items()}
+        carried = self.decoder.carry_to(unit.layer, state.token_ids[chunk], kept)
         if self.windows is not None and unit.layer in self.decoder.pool.windows.shape.layers:
-            computed = self._compute_windowed(self.windows, state, unit.layer, chunk, state.hidden[chunk])
+            computed = self._compute_windowed(self.windows, state, unit.layer, chunk, carried)
             state.put(chunk, computed)
+            state.keep(unit.layer, chunk, carried)
             return
 
         def attend(query: Tensor, pre_rope_query: Tensor) -> Attended:
@@ -185,9 +188,10 @@ class Prefill:
             return self.attention.attend(state, unit, query, pre_rope_query)
 
         computed = self.decoder.layer(
-            unit.layer, state.hidden[chunk], state.positions[chunk], state.slots[chunk], attend, pages
+            unit.layer, state.hidden[chunk], state.positions[chunk], state.slots[chunk], attend, pages, carried=carried
         )
         state.put(chunk, computed)
+        state.keep(unit.layer, chunk, carried)
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
             staged.end_layer(place)
         if state.eviction is not None and unit.end == state.offsets[-1]:
@@ -196,9 +200,10 @@ class Prefill:
             self.gathered.forget()
 
     def _compute_windowed(
-        self, windows: WindowPrefill, state: JobState, layer: int, chunk: slice, hidden: Tensor
+        self, windows: WindowPrefill, state: JobState, layer: int, chunk: slice, carried: Carried
     ) -> Tensor:
         """Return a layer's hidden states of a chunk, where its windows are kept by themselves."""
+        assert state.hidden is not None, "prefill: its tokens are embedded"
         slots, window = state.slots[chunk], self.decoder.specs[layer].window_tokens
         assert window is not None, "prefill: a layer without a window has its rows in pages"
         if state.windowed is None or state.windowed[0] != chunk:
@@ -212,8 +217,8 @@ class Prefill:
         unit = state.windowed[1]
         pages, cells = windows.pages(len(slots)), windows.cells(len(slots))
         hidden = self.decoder.layer(
-            layer, hidden, state.positions[chunk], slots,
-            lambda query, _: windows.attend(unit, layer, window, query), pages, cells,
+            layer, state.hidden[chunk], state.positions[chunk], slots,
+            lambda query, _: windows.attend(unit, layer, window, query), pages, cells, carried=carried,
         )  # fmt: skip
         windows.keep(unit, layer)
         return hidden

@@ -133,13 +133,13 @@ class WindowPrefill:
         page_ids = self.pool.windows.page_table[part.slot, first // page_tokens : -(-part.first // page_tokens)].long()
         seen = slice(first % page_tokens, first % page_tokens + part.first - first)
         pool = self.pool
-        keys = seen_rows(pool.num_kv_heads, pool.dim, len(page_ids) * page_tokens, pool.dtype.itemsize)
+        keys = seen_rows(pool.windows.num_kv_heads, pool.windows.dim, len(page_ids) * page_tokens, pool.dtype.itemsize)
         before = [allocate_empty(keys, pool.device) for _ in range(2)]
         self.pool.read(layer, page_ids, *before)
         return [torch.cat((rows[:, seen], others), 1) for rows, others in zip(before, own, strict=True)]
 
     def _resize(self, num_tokens: int) -> None:
         pool = self.pool
-        keys = window_buffer(pool.num_kv_heads, pool.dim, num_tokens, pool.dtype.itemsize)
+        keys = window_buffer(pool.windows.num_kv_heads, pool.windows.dim, num_tokens, pool.dtype.itemsize)
         self._keys, self._values = allocate(keys, pool.device), allocate(keys, pool.device)
         self._cells = torch.arange(keys.shape[2], device=pool.device)

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _MOST_WEIGHTS_PER_BYTE = 8  # more than any format has
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # of integers
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_KEYS_OF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.[kv]_(?:proj|norm)\.")
 # Of a KV cache, as publishers of quantised files name them.
 _KV_SCALE = re.compile(r"\.self_attn\.(([kv]_proj\.)?(k|v|kv)_(scale|zero_point)|[kv]_proj\.output_scale)$")
 
@@ -138,7 +139,7 @@ def _without_idle_orders(weights: Weights) -> Weights:
         return replace(stored, order=None) if is_same else stored
 
     layers = [layer.changed(drop_order) for layer in weights.layers]
-    return Weights(weights.embedding, layers, weights.final_norm, drop_order(weights.logits))
+    return replace(weights, layers=layers, logits=drop_order(weights.logits))
 
 
 def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
@@ -211,8 +212,12 @@ def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
 
 
 def _is_passed_over(name: str, architecture: Architecture) -> bool:
-    """Tell whether a tensor is one that repeats what is known: RoPE frequencies of old checkpoints, and scales of a KV
-    cache in a quantised one, since rows of 8 bits have scales of their own here.
+    """Tell whether a tensor is one that repeats what is known: RoPE frequencies of old checkpoints, scales of a KV
+    cache in a quantised one, since rows of 8 bits have scales of their own here, and what makes keys and values of a
+    layer that has another one's.
     """
+    of_keys = _KEYS_OF_LAYER.match(name)
+    if of_keys is not None and int(of_keys[1]) < architecture.num_layers:
+        return architecture.layers[int(of_keys[1])].kv_of is not None
     is_kv_scale = architecture.quantisation is not None and _KV_SCALE.search(name) is not None
     return name.endswith("rotary_emb.inv_freq") or is_kv_scale

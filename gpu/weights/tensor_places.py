@@ -115,6 +115,12 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
         "model.embed_tokens.weight": Place(weights.embedding).wanted,
         "model.norm.weight": Place(weights.final_norm, offset=offset).wanted,
     }
+    if weights.inputs is not None:
+        found |= {
+            "model.embed_tokens_per_layer.weight": Place(weights.inputs.table).wanted,
+            "model.per_layer_model_projection.weight": Place(weights.inputs.projection).wanted,
+            "model.per_layer_projection_norm.weight": Place(weights.inputs.norm, offset=offset).wanted,
+        }
     if isinstance(weights.logits, Packed):
         whole = ModuleRows(weights.logits, 0, weights.logits.rows, None)
         found |= _stored("lm_head", output_format(architecture), whole, architecture)
@@ -208,7 +214,8 @@ def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Archi
 
 def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place | StackPlace]:
     """Return the plain places of one layer, by what a family's table calls them (`gpu.model.family`)."""
-    query, key, offset = a.num_heads * a.dim, a.num_kv_heads * a.dim, a.norm_weight_offset
+    own, offset = a.heads_of(spec), a.norm_weight_offset
+    query, key = a.num_heads * own.dim, own.count * own.dim
     order, heads = head_order(a), _heads(a)
     places: dict[str, Place | StackPlace] = {
         "attention_norm": Place(layer.attention_norm, offset=offset),
@@ -229,6 +236,23 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         if layer.experts.router_bias is not None:
             places["router_bias"] = Place(layer.experts.router_bias)
         places |= _stack_places(layer, a, spec)
+        if layer.experts.beside is not None:
+            beside = layer.experts.beside
+            places |= {
+                "router_norm": Place(beside.router_norm, offset=offset, gain=a.hidden**-0.5),
+                "experts_norm": Place(beside.norm, offset=offset),
+                "experts_post_norm": Place(beside.post_norm, offset=offset),
+                "mlp_own_post_norm": Place(beside.mlp_post_norm, offset=offset),
+                "expert_gains": Place(beside.gains),
+            }
+    if layer.inputs is not None:
+        places |= {
+            "input_gate": Place(layer.inputs.gate),
+            "input_projection": Place(layer.inputs.projection),
+            "input_norm": Place(layer.inputs.norm, offset=offset),
+        }
+    if layer.scale is not None:
+        places["layer_scale"] = Place(layer.scale)
     for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
         if isinstance(rows, Tensor):
             places["qkv" + suffix] = Place(rows, heads)
@@ -243,7 +267,7 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         for what, rows in matrix_parts(a, spec, name) if name != "qkv" else ():
             places[what + "_bias"] = Place(bias[begin : begin + rows])
             begin += rows
-    if layer.query_norm is not None and layer.key_norm is not None:
+    if layer.query_norm is not None and layer.key_norm is not None:  # of a layer with its own keys, if it asks for it
         places["query_norm"] = Place(layer.query_norm, order, offset, a.query_gain)
         places["key_norm"] = Place(layer.key_norm, order, offset)
     if layer.attention_post_norm is not None and layer.mlp_post_norm is not None:

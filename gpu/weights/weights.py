@@ -1,11 +1,10 @@
-"""Weights on the device: how a layer's are laid out, and random ones for a named shape.
+"""Weights on the device: how a layer's are laid out.
 
 A matrix is a tensor, packed in few bits, or laid out as a library multiplies it. Q, K and V are one matrix, and gate
 and up another.
 """
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,9 +14,8 @@ from torch import Tensor
 from gpu.model.humming_formats import describe_own
 from gpu.model.matrix_format import BITS, MatrixFormat, num_words
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
-from gpu.model.spec import Architecture, LayerSpec
-from gpu.operations.linear.packed_matrix import EXPONENT_BIAS, FP4_NUMBERS, Packed, Stored
-from gpu.operations.linear.word_layout import pack_words
+from gpu.model.spec import Architecture, Experts, LayerSpec
+from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.weights.host_experts import HostExperts, in_host_memory
 from gpu.weights.humming_matrix import HummingMatrix
 from gpu.weights.matrix import Held, as_matrix
@@ -25,17 +23,6 @@ from transfer.host_pages import advise_huge_pages
 from transfer.simd.features import HAS_VECTORS
 
 log = logging.getLogger(__name__)
-
-RANDOM_LOGIT_SPREAD = 3.0  # standard deviation of random weights' logits: neither flat nor one-hot
-
-RANDOM_ROUTER_SPREAD = 3.0  # of random routers' logits: an expert that is taken by a hair counts for little
-
-DRAWN_ROWS = 65_536  # of a matrix in host memory, drawn on the device at once and copied down
-
-RANDOM_BIAS_SPREAD = 0.1  # of random weights' biases: seen in every result, and no larger than what they are added to
-
-# Of random numbers of few bits: the standard deviation of what a scale multiplies.
-RANDOM_STEPS = {"int4": 2.7, "int8": 40.0, "fp8": 16.0}
 
 _SCALE_DTYPES = {1: torch.uint8, 4: torch.float32}  # by their bytes; of two bytes there are several types
 
@@ -45,11 +32,44 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
+class BesideWeights:
+    """What a layer has that adds up its MLP and experts: norms `[hidden]` before the router, before the experts and
+    behind them, and behind the MLP; gains, float32 `[experts]`, of each expert's output.
+    """
+
+    router_norm: Tensor
+    norm: Tensor
+    post_norm: Tensor
+    mlp_post_norm: Tensor
+    gains: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputWeights:
+    """What a layer makes of its inputs: gate `[width, hidden]`, projection `[hidden, width]`, norm `[hidden]`."""
+
+    gate: Tensor
+    projection: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class InputWeights:
+    """What layers' inputs are made of: table `[vocab, layers * width]`, projection `[layers * width, hidden]`, norm
+    `[width]`.
+    """
+
+    table: Tensor
+    projection: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The weights of all experts of a layer. Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts *
     2 * intermediate, hidden]`, one after another, of each its gate first; down `[experts * hidden, intermediate]`.
     host: the last ones, if they lie in host memory; the two matrices then have the first ones alone. Biases, where they
-    are, are of all experts, in the order of the rows, and on the card.
+    are, are of all experts, in the order of the rows, and on the card. beside: of a layer that has an MLP as well.
     """
 
     router: Tensor
@@ -59,16 +79,18 @@ class ExpertWeights:
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    beside: BesideWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of a layer. attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`; output
-    `[hidden, heads * dim]`; gate_up `[2 * intermediate, hidden]`, gate first; down `[hidden, intermediate]`; or, in
-    place of these two, experts. Where the layer's spec has them: qkv_bias, output_bias, gate_up_bias and down_bias, of
-    the matrix's rows; query_norm, key_norm `[dim]`; attention_post_norm, mlp_post_norm `[hidden]`; sinks `[heads]`,
-    logits of each query head's softmax that have no value. Norms that a
-    checkpoint stores less one are float32: what they lack of one would be rounded away.
+    """The weights of a layer. attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`, without
+    values or keys that have no projection; output `[hidden, heads * dim]`; gate_up `[2 * intermediate, hidden]`, gate
+    first; down `[hidden, intermediate]`; or, in place of these two or beside them, experts. Where the layer's spec has
+    them: qkv_bias, output_bias, gate_up_bias and down_bias, of the matrix's rows; query_norm, key_norm `[dim]`;
+    attention_post_norm, mlp_post_norm `[hidden]`; sinks `[heads]`, logits of each query head's softmax that have no
+    value; inputs; scale `[1]`, of its output. Norms that are changed as they are loaded are float32: what they lack of
+    one would be rounded away. A layer that has the keys of another one has its key_norm, too.
     """
 
     attention_norm: Tensor
@@ -87,6 +109,8 @@ class LayerWeights:
     attention_post_norm: Tensor | None = None
     mlp_post_norm: Tensor | None = None
     sinks: Tensor | None = None
+    inputs: LayerInputWeights | None = None
+    scale: Tensor | None = None
 
     @property
     def matrices(self) -> dict[str, Held]:
@@ -113,9 +137,9 @@ class LayerWeights:
 
     @property
     def mlp(self) -> tuple[Held, Held]:
-        """Return gate_up and down of a layer without experts."""
-        assert self.gate_up is not None, "a layer without experts has an MLP"
-        assert self.down is not None, "a layer without experts has an MLP"
+        """Return gate_up and down of a layer that has its one MLP."""
+        assert self.gate_up is not None, "the layer has an MLP"
+        assert self.down is not None, "the layer has an MLP"
         return self.gate_up, self.down
 
     def changed(self, change: Callable[[Held], Held]) -> "LayerWeights":
@@ -132,12 +156,15 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a model. embedding, logits `[vocab, hidden]`, one if tied; final_norm `[hidden]`."""
+    """The weights of a model. embedding, logits `[vocab, hidden]`, one if tied; final_norm `[hidden]`; inputs: what
+    layers' inputs are made of, if they have some.
+    """
 
     embedding: Tensor
     layers: list[LayerWeights]
     final_norm: Tensor
     logits: Stored
+    inputs: InputWeights | None = None
 
     @property
     def matrices(self) -> list[Held]:
@@ -153,7 +180,7 @@ class Weights:
 def unpacked(weights: Weights) -> Weights:
     """Return all matrices as tensors. Layers leave `weights` on the way, so one layer is held twice."""
     layers = [weights.layers.pop(0).changed(_unpacked) for _ in range(len(weights.layers))]
-    return Weights(weights.embedding, layers, weights.final_norm, _unpacked(weights.logits))
+    return replace(weights, layers=layers, logits=_unpacked(weights.logits))
 
 
 def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
@@ -185,109 +212,6 @@ def _unpacked(held: Held) -> Tensor:
     return as_matrix(held).unpack()
 
 
-def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
-                   on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """Draw weights as `random_packed_weights`, and as `served`."""
-    return served(
-        random_packed_weights(architecture, seed, dtype, device, on_progress, experts_on_card), architecture, device
-    )
-
-
-def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
-                          on_progress: Progress, experts_on_card: int | None) -> Weights:  # fmt: skip
-    """Draw weights on the device: activations stay of order one, and logits have a spread of RANDOM_LOGIT_SPREAD.
-    Matrices of few bits are drawn as such, all scales alike.
-    """
-    weights = allocate_weights(architecture, dtype, device, torch.bfloat16, experts_on_card)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    residual_scale = (2 * architecture.num_layers) ** -0.5
-
-    def draw(matrix: Stored, scale: float) -> None:
-        if isinstance(matrix, Packed):
-            return draw_packed(matrix, scale * matrix.inner**-0.5, generator)
-        for rows in matrix.split(len(matrix) if matrix.device == device else DRAWN_ROWS) if len(matrix) else ():
-            drawn = rows if rows.device == device else torch.empty_like(rows, device=device)
-            drawn.normal_(0.0, scale * matrix.shape[-1] ** -0.5, generator=generator)
-            if drawn is not rows:
-                rows.copy_(drawn)
-        return None
-
-    for index, layer in enumerate(weights.layers):
-        for norm in (layer.attention_norm, layer.mlp_norm, layer.key_norm):
-            if norm is not None:
-                norm.fill_(1.0)
-        if layer.query_norm is not None:
-            layer.query_norm.fill_(architecture.query_gain)
-        for norm in (layer.attention_post_norm, layer.mlp_post_norm):
-            if norm is not None:
-                norm.fill_(residual_scale)
-        router_bias = layer.experts and layer.experts.router_bias
-        for bias in (*layer.biases.values(), router_bias, layer.sinks):
-            if bias is not None:
-                bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
-        draw(layer.qkv, 1.0)
-        draw(layer.output, residual_scale)
-        gate_up, down = ("gate_up", "down") if layer.experts is None else OF_EXPERTS
-        for stack in layer.stacks(gate_up):
-            draw(stack, 1.0)
-        for stack in layer.stacks(down):
-            draw(stack, residual_scale)
-        if layer.experts is not None:
-            draw(layer.experts.router, RANDOM_ROUTER_SPREAD)
-        on_progress((index + 1) / (architecture.num_layers + 1))
-    scale = architecture.embedding_scale
-    gain = 1.0 if scale == 1 else RANDOM_LOGIT_SPREAD * scale  # or a token's own embedding would be what comes next
-    weights.final_norm.fill_(gain)
-    draw(weights.logits, RANDOM_LOGIT_SPREAD / gain)
-    if not architecture.tied_embeddings:
-        weights.embedding.normal_(0.0, 1.0, generator=generator)
-    on_progress(1.0)
-    return weights
-
-
-def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> None:
-    """Draw numbers of this standard deviation, normal but for their rounding."""
-    if matrix.kind == "fp4":
-        _draw_fp4(matrix, spread, generator)
-        return
-    step = RANDOM_STEPS[matrix.kind]
-    for words in matrix.words.split(4096):
-        drawn = torch.empty(len(words), matrix.inner, device=generator.device).normal_(0.0, step, generator=generator)
-        if matrix.kind == "fp8":
-            numbers = drawn.to(torch.float8_e4m3fn).view(torch.uint8)
-        else:
-            numbers = drawn.add_(matrix.middle).round_().clamp_(0, 2**matrix.bits - 1).to(torch.uint8)
-        words.copy_(pack_words(numbers, matrix.bits))
-    if matrix.runs is not None:
-        _fill_runs(matrix, spread / step)
-        return
-    matrix.scales.fill_(spread / step)
-    if matrix.zeros is not None:
-        matrix.zeros.fill_(matrix.middle)
-
-
-def _draw_fp4(matrix: Packed, spread: float, generator: torch.Generator) -> None:
-    """Draw numbers of FP4: one power of two for all groups, and what it multiplies of a deviation near 2."""
-    exponent = round(math.log2(spread / 2))
-    numbers = torch.tensor(FP4_NUMBERS, device=generator.device)
-    for words in matrix.words.split(4096):
-        drawn = torch.empty(len(words), matrix.inner, device=generator.device)
-        drawn.normal_(0.0, spread / 2**exponent, generator=generator)
-        nearest = torch.bucketize(drawn.abs(), (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
-        words.copy_(pack_words(nearest | (drawn < 0).to(torch.uint8) << 3, matrix.bits))
-    matrix.scales.fill_(EXPONENT_BIAS + exponent)
-
-
-def _fill_runs(matrix: Packed, step: float) -> None:
-    """Fill in one scale for all groups, and the offset that puts the middle number at 0."""
-    assert matrix.runs is not None, "the caller has seen them"
-    sign = 1 if matrix.middle < 128 else -1
-    pair = torch.tensor([1, sign * matrix.middle], dtype=torch.int8)
-    run = torch.tensor([step, sign * step], dtype=torch.float16)
-    matrix.scales.fill_(int(pair.view(torch.int16)))
-    matrix.runs.fill_(int(run.view(torch.int32)))
-
-
 def allocate_weights(
     architecture: Architecture, dtype: torch.dtype, device: torch.device, scales: torch.dtype = torch.bfloat16,
     experts_on_card: int | None = None,
@@ -307,7 +231,7 @@ def allocate_weights(
         return tensor
 
     def norm(width: int) -> Tensor:
-        return torch.empty(width, dtype=torch.float32 if a.norm_weight_offset else dtype, device=device)
+        return torch.empty(width, dtype=torch.float32 if a.has_wide_norms else dtype, device=device)
 
     def matrix(rows: int, inner: int, stored: MatrixFormat | None) -> Stored:
         return empty(rows, inner) if stored is None else allocate_packed(rows, inner, stored, dtype, device, scales)
@@ -328,8 +252,19 @@ def allocate_weights(
 
     hosts = in_host_memory([on_host(index, spec) for index, spec in enumerate(a.layers)], device)
 
+    def beside(held: Experts) -> BesideWeights:
+        gains = torch.empty(held.num_experts, dtype=torch.float32, device=device)
+        return BesideWeights(*(norm(a.hidden) for _ in range(4)), gains)
+
+    def layer_inputs() -> LayerInputWeights | None:
+        own = a.layer_inputs
+        if own is None:
+            return None
+        return LayerInputWeights(empty(own.width, a.hidden), empty(a.hidden, own.width), norm(a.hidden))
+
     def layer(index: int, spec: LayerSpec) -> LayerWeights:
-        width = (a.num_heads + 2 * a.num_kv_heads) * a.dim
+        heads = a.heads_of(spec)
+        width = (a.num_heads + 2 * heads.count) * heads.dim
         formats, held, host = layer_formats(a, index), spec.experts, hosts[index]
         shapes = of_all = matrix_shapes(a, spec)
         if host is not None and held is not None:
@@ -343,6 +278,7 @@ def allocate_weights(
             experts = ExpertWeights(
                 empty(held.num_experts, a.hidden), made["experts_gate_up"], made["experts_down"], host,
                 *(empty(rows) if held.has_biases else None for rows in biases),
+                beside=beside(held) if held.beside_mlp else None,
             )  # fmt: skip
         return LayerWeights(
             attention_norm=norm(a.hidden),
@@ -356,17 +292,29 @@ def allocate_weights(
             output_bias=empty(a.hidden) if spec.output_bias else None,
             gate_up_bias=empty(2 * a.intermediate) if spec.mlp_bias else None,
             down_bias=empty(a.hidden) if spec.mlp_bias else None,
-            query_norm=norm(a.dim) if spec.qk_norm else None,
-            key_norm=norm(a.dim) if spec.qk_norm else None,
+            query_norm=norm(heads.dim) if spec.qk_norm else None,
+            key_norm=None
+            if not spec.qk_norm
+            else norm(heads.dim)
+            if spec.kv_of is None
+            else layers[spec.kv_of].key_norm,
             attention_post_norm=norm(a.hidden) if spec.post_norms else None,
             mlp_post_norm=norm(a.hidden) if spec.post_norms else None,
             sinks=empty(a.num_heads) if spec.sinks else None,
+            inputs=layer_inputs(),
+            scale=empty(1) if spec.is_scaled else None,
         )
 
     embedding = empty(a.vocab_size, a.hidden)
-    layers = [layer(index, spec) for index, spec in enumerate(a.layers)]
+    layers: list[LayerWeights] = []
+    for index, spec in enumerate(a.layers):
+        layers.append(layer(index, spec))
     logits = embedding if a.tied_embeddings else matrix(a.vocab_size, a.hidden, output_format(a))
-    return Weights(embedding, layers, norm(a.hidden), logits)
+    inputs, own = None, a.layer_inputs
+    if own is not None:
+        width = a.num_layers * own.width
+        inputs = InputWeights(empty(own.vocab_size, width), empty(width, a.hidden), norm(own.width))
+    return Weights(embedding, layers, norm(a.hidden), logits, inputs)
 
 
 def allocate_packed(

@@ -28,7 +28,8 @@ from gpu.model.spec import Experts
 from gpu.operations.experts import expert_rows, expert_tiles, routing
 from gpu.operations.experts.experts_reference import experts_reference
 from gpu.operations.linear.packed_matrix import Packed
-from gpu.weights.weights import ExpertWeights, allocate_packed, draw_packed
+from gpu.weights.drawing import draw_packed
+from gpu.weights.weights import ExpertWeights, allocate_packed
 from lab.kernels.gpu_kernels_sweep import graph_us, measured_bytes_per_s, relative_error
 
 SHAPE = "qwen3-30b-a3b"

@@ -41,9 +41,10 @@ from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, step_weight_bytes
 from gpu.runner import Runner
 from gpu.runner_settings import RunnerSettings
+from gpu.weights.drawing import random_packed_weights
 from gpu.weights.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, most_experts, why_not_computed
 from gpu.weights.host_experts import joined
-from gpu.weights.weights import LayerWeights, Weights, random_packed_weights
+from gpu.weights.weights import LayerWeights, Weights
 from scheduler.planning.expert_choice import ExpertTimes
 from scheduler.planning.step_bytes import prompt_flops
 from transfer.machine import GIB, MachineProfile, count_physical_cores, probe_machine

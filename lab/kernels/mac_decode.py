@@ -28,7 +28,7 @@ from gpu.profiles import resolve_profiles
 from gpu.runner import Runner
 from gpu.runner_settings import RunnerSettings
 from gpu.step import PageWrite, RingWrite, StepPlan
-from gpu.weights.weights import random_weights
+from gpu.weights.drawing import random_weights
 from transfer.reading import Reading
 
 PAGE_TOKENS = 16

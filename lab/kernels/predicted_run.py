@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gpu.load import RANDOM_SEED
 from gpu.model.architecture import named_shape
-from gpu.weights.weights import random_weights
+from gpu.weights.drawing import random_weights
 from lab.kernels.predicted_decode import Cell, Contexts, Measured, measure, measure_link
 from lab.kernels.predicted_tables import AIMS, tabulate, tabulate_aims
 

@@ -17,7 +17,7 @@ from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.held_blocks import Blocks, new_blocks
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.model.architecture import named_shape
-from gpu.weights.weights import random_weights
+from gpu.weights.drawing import random_weights
 from lab.kernels import predicted_ways
 from lab.kernels.predicted_decode import REPLAYED, Cell, Contexts, Measured, measure, parse_cells
 from lab.kernels.predicted_run import Asked, run_cells

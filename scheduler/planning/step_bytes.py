@@ -16,7 +16,7 @@ from transfer.tier_shape import TierShape
 def prompt_flops(model: Architecture, begin: int, end: int) -> float:
     """Count the FLOPs of tokens `[begin, end)`: projections, causal attention, and the logits of the last one."""
     products = 2 * ((end - begin) * model.num_layers * model.num_layer_weights + model.num_embedding_weights)
-    return products + 4 * model.num_heads * model.dim * model.num_pairs(begin, end)
+    return products + 4 * model.num_heads * model.num_pair_products(begin, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class StepBytes:
 
     @property
     def layer_token(self) -> int:
-        """Return the bytes of a token's keys and values in one layer, on the device."""
+        """Return the bytes of a token's keys and values in one layer that sees everything, on the device."""
         return 2 * self.architecture.num_kv_heads * row_bytes(self.plan.kv, self.architecture.dim)
 
     def device_kv(self, context: int, down_tokens: int) -> int:
@@ -59,9 +59,13 @@ class StepBytes:
 
         down_tokens: of the context, read on the host by the offloaded layers.
         """
-        seen = round(self.architecture.seen_tokens(context) * self.architecture.num_layers)
-        down = 0 if self.tier is None else down_tokens * len(self.tier.layers)
-        return (seen - down) * self.layer_token
+        shape, down = self.architecture, 0 if self.tier is None else down_tokens * len(self.tier.layers)
+        seen = 0
+        for spec in shape.layers:
+            own, window = shape.heads_of(spec), spec.window_tokens
+            tokens = context if window is None else min(context, window)
+            seen += tokens * 2 * own.count * row_bytes(self.plan.kv, own.dim)
+        return seen - down * self.layer_token
 
     @property
     def host_row(self) -> int:

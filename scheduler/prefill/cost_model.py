@@ -149,7 +149,7 @@ class CostModel:
         rows reads.
         """
         a = self._architecture
-        return a.num_weights_read(num_rows) / (2 * a.num_layers * a.num_kv_heads * a.dim)
+        return a.num_weights_read(num_rows) / a.kv_bytes_per_token(1)
 
     def _terms(self, num_tokens: int, context: int) -> tuple[float, float, float]:
         """Return 1, projection FLOPs, and attention FLOPs over what the chunk's mean token sees in the mean layer."""

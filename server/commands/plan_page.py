@@ -61,7 +61,8 @@ def describe_token(plan: ResolvedPlan) -> dict[str, int]:
     layer = 2 * shape.num_kv_heads * row_bytes(memory.kv, shape.dim)
     found = {"device": (shape.num_layers - len(memory.window_layers)) * layer}
     if memory.window_layers:
-        found["windows"] = len(memory.window_layers) * layer
+        own = shape.window_heads
+        found["windows"] = len(memory.window_layers) * 2 * own.count * row_bytes(memory.kv, own.dim)
     if plan.deployment.host is not None:
         tier_shape = _demand(plan).tier_shape
         dense = [one for one in memory.dense_layers if one not in memory.window_layers]

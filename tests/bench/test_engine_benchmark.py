@@ -22,7 +22,7 @@ from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import step_weight_bytes
 from gpu.runner import Runner
 from gpu.step import StepPlan
-from gpu.weights.weights import random_weights
+from gpu.weights.drawing import random_weights
 from scheduler.engine_config import EngineConfig
 from scheduler.planning.step_bytes import prompt_flops
 from server.deployment import Deployment, load_deployment

@@ -11,7 +11,8 @@ import bench.engine
 from bench.benchmark_rows import GateError, Row
 from bench.engine import EngineBenchmark, measure_floor_rates, run_engine_benchmark
 from bench.plain_decode import PlainDecode
-from gpu.weights.weights import Weights, random_weights
+from gpu.weights.drawing import random_weights
+from gpu.weights.weights import Weights
 from tests.bench.test_engine_benchmark import TINY
 
 RATE_GB_S = 4.0

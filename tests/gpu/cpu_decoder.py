@@ -10,7 +10,7 @@ from gpu.operations.decode_attention.paged_decode_attention import paged_decode_
 from gpu.operations.kv.rope_kv_write import rope_kv_write_reference
 from gpu.operations.rms_norm import rms_norm_reference
 from gpu.operations.swiglu import swiglu_reference
-from gpu.weights.weights import random_weights
+from gpu.weights.drawing import random_weights
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16

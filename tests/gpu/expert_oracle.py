@@ -7,7 +7,7 @@ import torch
 
 from gpu.model.spec import Activation, Experts
 from gpu.operations.linear.packed_matrix import Packed
-from gpu.weights.weights import ExpertWeights
+from gpu.weights.weights import BesideWeights, ExpertWeights
 from tests.gpu.kernel_oracles import clamped_swiglu, random, rms_norm, swiglu, wide
 from tests.gpu.packed_oracle import draw_packed, poisoned
 
@@ -63,6 +63,9 @@ def draw_mixture(experts: Experts, hidden: int, kind: str, dtype: torch.dtype, d
             drawn = draw_packed(name_of, rows, inner, group, block, has_zeros, False, dtype, device, run)
             stored[name], numbers[name] = drawn.packed, drawn.wanted
     weights = ExpertWeights(router, stored["gate_up"], stored["down"])
+    if experts.beside_mlp:
+        norms = [random(generator, (hidden,), torch.float32, device) for _ in range(4)]
+        weights = replace(weights, beside=BesideWeights(*norms, random(generator, (count,), torch.float32, device)))
     if experts.has_biases:
         biases = {"router_bias": count, "gate_up_bias": count * 2 * width, "down_bias": count * hidden}
         drawn = {name: 4 * poisoned(random(generator, (rows,), dtype, device), float("nan"))
@@ -88,14 +91,17 @@ def mix(normed: np.ndarray, ids: np.ndarray, weights: np.ndarray, mixture: Mixtu
     """What the experts make of tokens behind the norm."""
     out, activate = np.zeros_like(normed), clamped_swiglu if mixture.experts.has_biases else swiglu
     gate_up_bias, down_bias = mixture.bias("gate_up"), mixture.bias("down")
+    beside = mixture.weights.beside
+    gains = np.ones(len(mixture.down)) if beside is None else wide(beside.gains)
     for token, (taken, shares) in enumerate(zip(ids, weights, strict=True)):
         for expert, share in zip(taken, shares, strict=True):
             made = activate(mixture.gate_up[expert] @ normed[token] + gate_up_bias[expert])
-            out[token] += share * (mixture.down[expert] @ made + down_bias[expert])
+            out[token] += share * gains[expert] * (mixture.down[expert] @ made + down_bias[expert])
     return out
 
 
 def layer(x: np.ndarray, norm: np.ndarray, eps: float, mixture: Mixture) -> np.ndarray:
-    normed = rms_norm(x, norm, eps)
-    logits = normed @ mixture.router.T + mixture.bias("router").T
-    return x + mix(normed, *choose(logits, mixture.experts), mixture)
+    normed, beside = rms_norm(x, norm, eps), mixture.weights.beside
+    to_route = normed if beside is None else rms_norm(x, wide(beside.router_norm), eps)
+    logits = to_route @ mixture.router.T + mixture.bias("router").T
+    return (x if beside is None else 0) + mix(normed, *choose(logits, mixture.experts), mixture)

@@ -50,6 +50,18 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 LONGROPE = {"type": "longrope", "short_factor": [1.0 + 0.02 * i for i in range(36)],
             "long_factor": [1.0 + 0.5 * i for i in range(36)]}  # fmt: skip
+GEMMA4 = {
+    "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 6, "sliding_window": 32,
+    "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": 320,
+    "attention_bias": False, "tie_word_embeddings": True, "pad_token_id": 0, "use_bidirectional_attention": None,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2, "attention_k_eq_v": False,
+    "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+    "num_global_key_value_heads": None, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+    },
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama", "num_key_value_heads": 4, "rope_theta": 10_000.0, "pretraining_tp": 1,
                "hidden_act": "silu", "rope_scaling": None, "architectures": ["LlamaForCausalLM"]},
@@ -93,6 +105,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
                 "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
                                  "truncate": False, "original_max_position_embeddings": 128},
                 "output_router_logits": False, "router_aux_loss_coef": 0.9, "pad_token_id": 0},
+    "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+                        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "gemma4 with inputs": GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3,
+                                    "use_double_wide_mlp": True, "num_hidden_layers": 8,
+                                    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2
+                                    + ["sliding_attention", "full_attention"]},
 }  # fmt: skip
 
 
@@ -119,11 +137,13 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
     (folder / "config.json").write_text(json.dumps(written))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(11)
-    is_offset = written["model_type"].startswith("gemma3")
+    is_offset, is_unscaled = (written["model_type"].startswith(one) for one in ("gemma3", "gemma4"))
     for key, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
-        if "norm" in key:
+        if "norm" in key or key.endswith(("router.scale", "per_expert_scale")):
             drawn = 0.3 * drawn + (0.0 if is_offset else 1.0)
+            if is_unscaled and "q_norm" in key:
+                drawn *= 0.3
         elif key.endswith("bias"):
             drawn *= 0.5
         elif key.endswith("sinks"):
@@ -131,6 +151,9 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
         else:
             drawn *= (0.4 if "embed" in key and written["tie_word_embeddings"] else 1.5) * parameter.shape[-1] ** -0.5
         parameter.data.copy_(drawn)
+    for key, buffer in model.named_buffers():
+        if key.endswith("layer_scalar"):
+            buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
     model.tie_weights()
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(written))  # as published, not as it was saved

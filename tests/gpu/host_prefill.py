@@ -23,7 +23,8 @@ from gpu.prefill.outputs import FinishedJob
 from gpu.sampling.sampler import Sampled, Sampler
 from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, HostPrompt, PageWrite, PrefillJob, PrefillPrompt, Unit
-from gpu.weights.weights import Weights, random_weights
+from gpu.weights.drawing import random_weights
+from gpu.weights.weights import Weights
 from tests.gpu.reference_model import layer_units
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams

@@ -17,9 +17,10 @@ from gpu.model.matrix_format import MatrixFormat, Quantisation
 from gpu.model.matrix_formats import rounded
 from gpu.model.spec import ModelError
 from gpu.weights.checkpoint import load_packed
+from gpu.weights.drawing import random_weights
 from gpu.weights.expert_shares import MOST_COMPUTED_ROWS, why_not_computed
 from gpu.weights.host_experts import tensors_of
-from gpu.weights.weights import Weights, random_weights
+from gpu.weights.weights import Weights
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
 from tests.gpu.gguf_files import write as write_gguf
 from tests.gpu.kernel_oracles import DEVICES

@@ -20,7 +20,8 @@ from gpu.model.matrix_formats import rounded
 from gpu.operations.linear import packed_linear
 from gpu.operations.linear.numba_packed_linear import multiplies, packed_product, widen_packed
 from gpu.operations.linear.packed_matrix import Packed, Stored, unpack_reference
-from gpu.weights.weights import Weights, random_packed_weights, random_weights
+from gpu.weights.drawing import random_packed_weights, random_weights
+from gpu.weights.weights import Weights
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.gpu.kernel_oracles import KERNEL_TOLERANCE, distance
 from tests.gpu.packed_oracle import draw_packed

@@ -15,7 +15,7 @@ from gpu.methods.device_side import DeviceSide
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import Hyperplanes
 from gpu.model.architecture import Architecture, LayerSpec, named_shape
-from gpu.model.spec import Experts
+from gpu.model.spec import Experts, KvHeads, LayerInputs
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
@@ -150,7 +150,8 @@ def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go
     for methods, checks_coverage, is_compiled in (
         [(codes,), False, True], [(codes,), True, False], [(codes, other), False, False],
     ):  # fmt: skip
-        loop = LayerLoop(decoder, (), torch.zeros(3, dtype=torch.int64), workspace, workspace, methods, checks_coverage)
+        last_tokens, windowed = torch.zeros(3, dtype=torch.int64), (workspace, workspace)
+        loop = LayerLoop(decoder, (), last_tokens, workspace, workspace, windowed, methods, checks_coverage)
         assert (DecodeSteps(loop, None)._compiled is not None) == is_compiled
     assert not serves(TINY, torch.float32, torch.device("cuda"))
     assert not serves(TINY, torch.float16, CPU)
@@ -162,11 +163,12 @@ def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go
 LAYERS_BEYOND = {
     "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True, "post_norms": True,
     "activation": "gelu_tanh", "window_tokens": 64, "rope": TINY.rope, "experts": Experts(8, 2, 64, True),
-    "sinks": True,
+    "sinks": True, "heads": KvHeads(1, 64), "intermediate": 256, "value_norm": True, "keys_are_values": True,
+    "kv_of": 0, "is_scaled": True,
 }  # fmt: skip
 MODELS_BEYOND = {
     "layer_pattern": (LayerSpec(), LayerSpec(qkv_bias=True)), "norm_weight_offset": 1.0, "query_gain": 2.0,
-    "embedding_scale": 2.0,
+    "embedding_scale": 2.0, "logit_cap": 30.0, "layer_inputs": LayerInputs(8, 64),
 }  # fmt: skip
 
 

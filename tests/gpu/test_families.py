@@ -1,10 +1,14 @@
 """Models of every family agree with transformers' own forward pass, and so do the CPU's two ways to take a step."""
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bench.decode_loop import build_runner, decode
 from bench.plain_decode import PlainDecode
@@ -14,8 +18,9 @@ from gpu.cpu_step.cpu_step import serves
 from gpu.cpu_step.step_attention import COLUMN_BLOCK
 from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape, read_architecture
 from gpu.weights.checkpoint import load_weights
-from gpu.weights.weights import random_weights
+from gpu.weights.drawing import random_weights
 from tests.gpu.family_checkpoints import CONFIGS, checkpoint, draw_prompt, generate, load
+from tests.gpu.test_weights import write_shards
 from tests.tolerances import FAMILY_LOGITS
 
 CPU = torch.device("cpu")
@@ -54,6 +59,16 @@ def test_logits_and_greedy_text_equal_transformers(name: str, length: int) -> No
         ("gpt_oss", {"sliding_window": 31}),
         ("gpt_oss", {"rope_scaling": CONFIGS["gpt_oss"]["rope_scaling"] | {"truncate": True}}),
         ("gemma3", {"query_pre_attn_scalar": 176}),
+        ("gemma4", {"final_logit_softcapping": 20.0}),
+        ("gemma4", {"sliding_window": 31}),
+        (
+            "gemma4",
+            {
+                "rope_parameters": CONFIGS["gemma4"]["rope_parameters"]
+                | {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}}
+            },
+        ),
+        ("gemma4", {"top_k_experts": 3}),
         ("gemma3", {"rope_local_base_freq": 10_100.0}),
         ("phi3", {"original_max_position_embeddings": 4000}),
         (
@@ -88,6 +103,93 @@ def test_absent_keys_of_a_gpt_oss_mean_what_transformers_says_and_its_output_mat
     wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
     assert off(logits, wanted) < FAMILY_LOGITS
     assert wanted.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gemma4", {"tie_word_embeddings": False}),
+        ("gemma4", {"layer_types": None, "rope_parameters": None, "final_logit_softcapping": None}),
+        ("gemma4", {"attention_k_eq_v": False}),  # so that KV heads of other layers are not its own, either
+        ("gemma4", {"enable_moe_block": False, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}),
+        ("gemma4", {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}),
+        ("gemma4", {"model_type": "gemma4_unified_text", "enable_moe_block": False, "num_kv_shared_layers": 3}),
+        ("gemma4", {"head_dim": 32, "num_global_key_value_heads": 2, "sliding_window": 5000}),
+        ("gemma4 with inputs", {"use_double_wide_mlp": False, "num_kv_shared_layers": 0}),
+    ],
+)
+def test_what_a_gemma4_may_leave_out_or_put_together_is_transformers(name: str, change: dict) -> None:
+    known, prompt = checkpoint(name, **change), draw_prompt(60)
+    tokens, logits = generate(load(known.folder), prompt, 6)
+    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
+    assert off(logits, wanted) < FAMILY_LOGITS
+    assert wanted.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4 with inputs"])
+def test_a_gemma4_that_sees_pictures_loads_its_text_in_either_spelling_and_says_so(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers saves it: its own names of tensors, heads layer by layer, and keys of layers that need none."""
+    known, prompt = checkpoint(name), draw_prompt(60)
+    tensors = load_file(known.folder / "model.safetensors")
+    renamed = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
+    config = json.loads((known.folder / "config.json").read_text())
+    shape = read_architecture(known.folder)
+    for layer, spec in enumerate(shape.layers):
+        if spec.kv_of is not None:
+            stem = f"model.language_model.layers.{layer}.self_attn"
+            renamed |= {f"{stem}.k_proj.weight": torch.ones(2, 2), f"{stem}.k_norm.weight": torch.ones(2)}
+    renamed["model.vision_tower.patch_embedder.input_proj.weight"] = torch.ones(4, 4)
+    renamed["model.embed_vision.embedding_projection.weight"] = torch.ones(4, 4)
+    save_file(renamed, tmp_path / "model.safetensors")
+    heads = {"head_dim": 32, "num_key_value_heads": shape.num_kv_heads}
+    text = {key: value for key, value in config.items() if key not in ("global_head_dim", "num_global_key_value_heads")}
+    text["per_layer_config"] = {
+        str(layer): heads for layer, spec in enumerate(shape.layers) if spec.window_tokens is None
+    }
+    whole = {"model_type": "gemma4", "text_config": text, "vision_config": {"hidden_size": 4}, "audio_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"image_token_id": 300, "tie_word_embeddings": True}))
+    with caplog.at_level("INFO"):
+        _, logits = generate(load(tmp_path), prompt, 4)
+    assert "vision_config: pictures, video and sound are not served" in caplog.text
+    assert off(logits[:1], known.logits(prompt)[-1:]) < FAMILY_LOGITS
+
+
+@pytest.mark.parametrize("what", ["value_norm", "scale", "gains", "table", "key_norm"])
+def test_what_a_gemma4_has_beyond_others_is_seen_if_it_is_left_out(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, prompt = "gemma4" if what == "gains" else "gemma4 with inputs", draw_prompt(60)
+    known = checkpoint(name)
+    runner = load(known.folder)
+    decoder = runner._prefill.decoder
+    for layer, spec in zip(decoder.weights.layers, decoder.specs, strict=True):
+        if what == "scale":
+            layer.scale.fill_(1.0)
+        elif what == "gains":
+            layer.experts.beside.gains.fill_(1.0)
+        elif what == "key_norm" and spec.kv_of is not None:
+            layer.key_norm.fill_(1.0)
+    if what == "table":
+        decoder.weights.inputs.table.zero_()
+    if what == "value_norm":
+        specs = tuple(replace(spec, value_norm=False) for spec in decoder.specs)
+        monkeypatch.setattr(decoder.projections, "_specs", specs)
+    assert off(generate(runner, prompt, 2)[1][:1], known.logits(prompt)[-1:]) > 100 * FAMILY_LOGITS
+
+
+def test_experts_of_a_gemma4_may_lie_in_host_memory() -> None:
+    known, prompt = checkpoint("gemma4"), draw_prompt(60)
+    tokens, logits = generate(load(known.folder, experts_on_card=2), prompt, 6)
+    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
+    assert off(logits, wanted) < FAMILY_LOGITS
+
+
+def test_a_gemma4s_file_may_be_in_parts(tmp_path: Path) -> None:
+    known, prompt = checkpoint("gemma4 with inputs"), draw_prompt(40)
+    tensors = load_file(known.folder / "model.safetensors")
+    write_shards(tensors, tmp_path, 3)
+    shutil.copy(known.folder / "config.json", tmp_path)
+    assert off(generate(load(tmp_path), prompt, 2)[1][:1], known.logits(prompt)[-1:]) < FAMILY_LOGITS
 
 
 def test_beyond_its_original_positions_longrope_has_its_other_frequencies() -> None:

@@ -29,9 +29,12 @@ from transfer.host_config import HostConfig
 from transfer.host_tier import HostTier
 from transfer.reading import Reading
 
-# heads of 128, 64, 256, 8, 64 and 96; 8, 16, 2, 7, 4 and 2 to a KV head
+# heads of 128, 64, 256, 8, 64, 64, 64 and 96; 8, 16, 2, 7, 4, 4, 2 and 2 to a KV head
 LAYERS = {"qwen3": 3, "glm4": 3, "gemma3": 6, "qwen2": 3, "qwen3_moe": 3,
-          "gpt_oss": 4, "phi3": 3}  # fmt: skip
+          "gpt_oss": 4, "gemma4": 6, "gemma4 with inputs": 8, "phi3": 3}  # fmt: skip
+# Where all layers have the same heads, so that the oracle may have all of them in pages.
+ALIKE = {"gemma4": {"head_dim": 64, "global_head_dim": 64, "num_key_value_heads": 1},
+         "gemma4 with inputs": {"head_dim": 64, "global_head_dim": 64}}  # fmt: skip
 SOME = [("qwen3", "bfloat16"), ("glm4", "int8")]  # in the ordinary suite
 ALL = (1, 64)  # bits and tables with which nearly every key is sampled
 MIB = 2**20
@@ -42,7 +45,7 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
              reading: Reading = Reading.WHOLE, rows: Literal["bfloat16", "int8"] = "bfloat16",
              **more: Any) -> Iterator[Twins]:  # fmt: skip
     """tables: of the tier that serves, or None: the plain one, with such rows; more: of the twins."""
-    known = checkpoint(name, num_hidden_layers=LAYERS[name])
+    known = checkpoint(name, num_hidden_layers=LAYERS[name], **ALIKE.get(name, {}))
     shape = read_architecture(known.folder)
     replaced = {
         "NUM_LAYERS": shape.num_layers,
@@ -95,7 +98,7 @@ def test_that_comparison_sees_one_token_of_one_layer(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.long  # each head dimension and group is compiled, half a minute
 @pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
-@pytest.mark.parametrize("name", ["qwen3", "glm4", "gemma3", "phi3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "glm4", "gemma3", "phi3", "qwen3_moe", "gpt_oss", "gemma4"])
 def test_the_tier_that_serves_reads_them_all_likewise(
     name: str, reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +146,12 @@ def test_offloaded_answers_are_as_far_off_as_their_rows_are_rounded(
     off_by, lost = (apart(name, rows, monkeypatch, is_lost) for is_lost in (False, True))
     print("APART", name, rows, off_by, lost)
     assert off_by < bound < lost
+
+
+def test_contexts_of_a_gemma4_with_heads_of_512_are_not_sent_down() -> None:
+    shape = named_shape("gemma-4-26b-a4b")
+    with pytest.raises(PlanError, match=r"^host: gemma-4-26b-a4b has heads of 512, 8 to a KV head; the host reads"):
+        resolve_host(HostConfig(), keep_as_set(HostConfig(), shape), shape, 16, 2, 8)
 
 
 def test_layers_with_a_window_stay_and_a_model_of_nothing_else_has_nothing_to_send() -> None:

@@ -10,7 +10,8 @@ from bench.engine import MIN_AGREEMENT, draw_prompts
 from bench.plain_decode import PlainDecode
 from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape
 from gpu.model.matrix_formats import rounded
-from gpu.weights.weights import ExpertWeights, LayerWeights, Weights, random_weights, unpacked
+from gpu.weights.drawing import random_weights
+from gpu.weights.weights import ExpertWeights, LayerWeights, Weights, unpacked
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

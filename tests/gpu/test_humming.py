@@ -28,9 +28,10 @@ from gpu.operations.linear.packed_matrix import Packed
 from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE
 from gpu.weights import humming_matrix
+from gpu.weights.drawing import random_weights
 from gpu.weights.humming_matrix import HummingMatrix, num_compiled, prepare
 from gpu.weights.matrix import as_matrix
-from gpu.weights.weights import Weights, random_weights
+from gpu.weights.weights import Weights
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.humming_library import ENDS, Library, found_version, stand_in
 from tests.gpu.kernel_oracles import NORM_EPS, distance, random, wide

@@ -26,7 +26,8 @@ on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 on_codes = pytest.mark.parametrize("stored", CODES, ids=CODE_IDS)
 CHECKSUM_TOLERANCE = {torch.float32: LSE_CHECKSUM, torch.bfloat16: LSE_CHECKSUM_BFLOAT16}
 LSE_TOLERANCE = {torch.float32: LSE_FLOAT32, torch.bfloat16: LSE_BFLOAT16}
-SHAPES = [(4, 2, 64, 16), (8, 1, 128, 32), (3, 3, 64, 64), (20, 1, 64, 16), (6, 2, 96, 16), (16, 1, 256, 16)]
+SHAPES = [(4, 2, 64, 16), (8, 1, 128, 32), (3, 3, 64, 64), (20, 1, 64, 16), (6, 2, 96, 16), (16, 1, 256, 16),
+          (16, 2, 512, 16)]  # fmt: skip
 FEW_SPLITS = 3 * 8192  # of three splits: the interpreter runs each
 CONTEXTS = [1, 16, 0, 17, 255, 700, 64, 5]
 

@@ -70,6 +70,9 @@ def test_head_norm_norms_queries_and_keys_and_leaves_values(heads, kv_heads, dim
     assert distance(got, wanted) < KERNEL_TOLERANCE[dtype]
     assert distance(got, swapped) > KERNEL_TOLERANCE[dtype]
     assert np.array_equal(wide(got)[:, heads + kv_heads :], rows[:, heads + kv_heads :])
+    head_norm(qkv, HeadNorms(of_query, of_key, NORM_EPS, norms_values=True), heads, kv_heads)
+    values = oracle.rms_norm(rows[:, heads + kv_heads :], np.ones(dim), NORM_EPS)
+    assert distance(got[:, heads + kv_heads :], values) < KERNEL_TOLERANCE[dtype]
 
 
 def test_geglu_equals_its_formula(dtype, device):
@@ -179,6 +182,11 @@ def test_heads_are_normed_in_place_before_they_are_rotated(heads, kv_heads, dim,
     for one, other in pairs:  # both rounded where they are normed, and again where they are rotated
         assert distance(one.nan_to_num(), wide(other.nan_to_num())) < 2 * KERNEL_TOLERANCE[dtype]
     assert torch.equal(rope.value_pages.nan_to_num(), plain.value_pages.nan_to_num())
+    rope.run(HeadNorms(norms.query, norms.key, NORM_EPS, norms_values=True))
+    written = wide(plain.value_pages.nan_to_num())
+    seen = np.abs(written).sum(-1, keepdims=True) > 0
+    wanted_values = np.where(seen, oracle.rms_norm(written, np.ones(dim), NORM_EPS), 0.0)
+    assert distance(rope.value_pages.nan_to_num(), wanted_values) < KERNEL_TOLERANCE[dtype]
     with pytest.raises(ValueError, match=r"rope_kv_write: key_norm is .*wanted \(\d+,\)"):
         rope.run(HeadNorms(norms.query, norms.key[:-1], NORM_EPS))
 

@@ -33,6 +33,7 @@ MIXTURES = {
     "one": (Experts(6, 1, 32, True), 96),
     "all": (Experts(2, 2, 64, True), 64),
     "biased": (Experts(5, 3, 40, True, has_biases=True), 72),
+    "beside": (Experts(7, 3, 64, True, beside_mlp=True), 128),
     "biased words": (Experts(6, 2, 64, True, has_biases=True), 64),
 }
 SHARED = {"rows": 3, "few": 13, "tiles": 50}  # tokens of one expert
@@ -57,10 +58,11 @@ def draw_tokens(tokens: int, hidden: int, dtype: torch.dtype, device: str) -> tu
 def computed(path: str, normed: Tensor, logits: Tensor, mixture: Mixture, residual: Tensor) -> Tensor:
     """By kernels of a kind, whatever the number of tokens; where none run, by the reference."""
     experts, weights = mixture.experts, mixture.weights
+    gains = None if weights.beside is None else weights.beside.gains
     if not runs_on_triton(normed):
         made = experts_reference(
             normed, *choose(logits, experts), weights.gate_up, weights.down, experts, mixture.activation, None,
-            weights.gate_up_bias, weights.down_bias,
+            weights.gate_up_bias, weights.down_bias, gains,
         )  # fmt: skip
         return made + residual
     gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
@@ -68,13 +70,13 @@ def computed(path: str, normed: Tensor, logits: Tensor, mixture: Mixture, residu
         product, ids, shares = gate_up_rows(
             normed, logits, weights.gate_up, experts, mixture.activation, None, gate_up_bias
         )
-        return down_rows(product, ids, shares, weights.down, residual, experts, None, down_bias)
+        return down_rows(product, ids, shares, weights.down, residual, experts, None, down_bias, gains)
     if path == "few":
         pairs = pair_few(logits, experts)
     else:
         pairs = pair_up(*choose(logits, experts), experts, isinstance(weights.gate_up, Packed))
     product = gate_up_tiles(normed, pairs, weights.gate_up, experts, mixture.activation, None, gate_up_bias)
-    return down_tiles(product, pairs, weights.down, residual, experts, None, down_bias)
+    return down_tiles(product, pairs, weights.down, residual, experts, None, down_bias, gains)
 
 
 def assert_is_mixture(path: str, tokens: int, mixture: Mixture, dtype: torch.dtype, device: str) -> None:
@@ -103,14 +105,15 @@ def test_experts_of_few_bits_are_those_of_their_numbers(dtype, device, kind, pat
     assert_is_mixture(path, tokens, draw_mixture(*MIXTURES["many"], kind, dtype, device), dtype, device)
 
 
+@pytest.mark.parametrize("name", ["biased words", "beside"])
 @pytest.mark.parametrize(("path", "tokens"), [("few", 3), ("tiles", 40)])
 @everywhere
-def test_experts_of_few_bits_have_their_biases(dtype, device, path, tokens):
-    assert_is_mixture(path, tokens, draw_mixture(*MIXTURES["biased words"], "int4", dtype, device), dtype, device)
+def test_experts_of_few_bits_have_their_biases_and_factors(dtype, device, path, tokens, name):
+    assert_is_mixture(path, tokens, draw_mixture(*MIXTURES[name], "int4", dtype, device), dtype, device)
 
 
 @pytest.mark.parametrize("tokens", [1, MOST_ALONE, MOST_ALONE + 1, LEAST_PAIRS, LEAST_PAIRS + 1, 33, 65])
-@pytest.mark.parametrize("name", ["many", "odd", "biased"])
+@pytest.mark.parametrize("name", ["many", "odd", "biased", "beside"])
 @everywhere
 def test_a_layer_is_its_norm_its_routing_and_its_experts(dtype, device, name, tokens):
     """In bfloat16 a token whose experts are taken by a hair may take another: few do, so most tokens agree."""

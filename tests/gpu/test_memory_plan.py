@@ -116,13 +116,15 @@ def test_a_plan_fits_its_limits_and_holds_its_longest_context_or_is_refused_in_o
     assert context is None or plan.max_context_tokens == context
     assert hidden is None or plan.max_hidden_tokens == hidden
     num_layers = named_shape(shape).num_layers
-    token_bytes = named_shape(shape).kv_bytes_per_token(plan.dtype_bytes) // num_layers
+    own, whole = named_shape(shape).window_heads, named_shape(shape)
+    token_bytes = 2 * whole.num_kv_heads * whole.dim * plan.dtype_bytes
+    own_bytes = 2 * own.count * own.dim * plan.dtype_bytes
     page_bytes = token_bytes * (num_layers - len(plan.window_layers)) * page_tokens
     assert find_bytes(plan, "KV pages") == plan.num_pages * page_bytes
     longest = max((spec.window_tokens or 0 for spec in named_shape(shape).layers), default=0)
     if plan.num_windows:
         assert plan.window_pages * page_tokens >= longest + plan.spare_window_tokens
-        assert plan.window_bytes == len(plan.window_layers) * plan.window_pages * page_tokens * token_bytes
+        assert plan.window_bytes == len(plan.window_layers) * plan.window_pages * page_tokens * own_bytes
         assert find_bytes(plan, "KV windows") == plan.num_windows * plan.window_bytes
 
 

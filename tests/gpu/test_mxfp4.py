@@ -15,8 +15,8 @@ from gpu.model.matrix_formats import OF_EXPERTS, weight_bytes
 from gpu.model.spec import ModelError
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.checkpoint import check_checkpoint, load_packed
+from gpu.weights.drawing import random_packed_weights
 from gpu.weights.matrix import as_matrix
-from gpu.weights.weights import random_packed_weights
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
 from tests.gpu.test_families import off
 from tests.tolerances import FAMILY_LOGITS

@@ -37,6 +37,7 @@ SCALINGS = {
     "yarn with mscale": YARN | {"mscale": 0.9, "mscale_all_dim": 0.4},
     "yarn without truncation": YARN | {"truncate": False},
     "longrope": LONGROPE,
+    "proportional": {"rope_type": "proportional", "factor": 2.0},
     "longrope with attention_factor": LONGROPE | {"attention_factor": 1.3},
 }
 MAX_TOKENS = 16_384

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from gpu.model.architecture import Architecture, ModelError, named_shape, read_architecture
 from gpu.weights.checkpoint import load_weights
-from gpu.weights.weights import Weights, random_weights
+from gpu.weights.drawing import random_weights
+from gpu.weights.weights import Weights
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import PEAK_HOST_COPIES
 

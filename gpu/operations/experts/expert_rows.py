@@ -100,8 +100,9 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    product, weight, far, places, bias, ids, shares, residual, out, residual_stride,
-    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, HIDDEN: tl.constexpr,
+    product, weight, far, places, bias, gains, ids, shares, residual, out, residual_stride,
+    HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GAINS: tl.constexpr,
+    HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -124,6 +125,8 @@ def _down_kernel(
     made = tl.sum(sums, 1)
     if HAS_BIAS:
         made += tl.load(bias + expert * HIDDEN + tl.minimum(row, HIDDEN - 1), mask=is_ours, other=0.0).to(tl.float32)
+    if HAS_GAINS:
+        share *= tl.load(gains + expert, mask=is_ours, other=0.0)
     _store_sum(made * share, residual, out, token, residual_stride, HIDDEN, SLOTS, BLOCK_ROWS)
 
 
@@ -173,17 +176,18 @@ def gate_up_rows(
 
 def down_rows(
     product: Tensor, ids: Tensor, shares: Tensor, down: Tensor, residual: Tensor, experts: Experts,
-    far: FarExperts | None = None, bias: Tensor | None = None,
+    far: FarExperts | None = None, bias: Tensor | None = None, gains: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
     dtype, or float32 where some are left out.
 
     product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
-    `weights.ExpertWeights`; far, bias: as in `gate_up_rows`. Raises ValueError for another shape, dtype or device, and
-    for packed experts.
+    `weights.ExpertWeights`; far, bias: as in `gate_up_rows`; gains: float32 `[experts]`, factors of their outputs;
+    None: 1. Raises ValueError for another shape, dtype or device, and for packed experts.
     """
     tokens, hidden = residual.shape
     check_bias("down_rows", bias, experts, hidden, product)
+    check_gains("down_rows", gains, experts, product)
     _refuse_packed("down_rows", "down", down, far and far.down)
     check_experts("down_rows", "down", down, far, far and far.down, experts, hidden, product)
     check("down_rows", "residual", residual, (tokens, hidden), product.dtype, product.device)
@@ -191,8 +195,9 @@ def down_rows(
     there, places = far_matrix(down, far and far.down), places_of(far, ids)
     rows, block, num_warps, unroll, slots = _sized(CONFIGS["down"], experts)
     _down_kernel[triton.cdiv(hidden, rows), tokens](
-        product, down, there, places, product if bias is None else bias, ids, shares, residual, out,
-        residual.stride(0), HAS_FAR=far is not None, LEAVES_OUT=leaves_out(far), HAS_BIAS=bias is not None,
+        product, down, there, places, product if bias is None else bias, shares if gains is None else gains, ids,
+        shares, residual, out, residual.stride(0), HAS_FAR=far is not None, LEAVES_OUT=leaves_out(far),
+        HAS_BIAS=bias is not None, HAS_GAINS=gains is not None,
         HIDDEN=hidden, INTERMEDIATE=experts.intermediate, PER_TOKEN=experts.per_token,
         SLOTS=slots, BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
@@ -213,6 +218,12 @@ def check_bias(op: str, bias: Tensor | None, experts: Experts, num_rows: int, x:
     """Raise ValueError unless a bias is of so many rows of each expert, on the card or not."""
     if bias is not None:
         check(op, "bias", bias, (experts.num_experts * num_rows,), x.dtype, x.device)
+
+
+def check_gains(op: str, gains: Tensor | None, experts: Experts, x: Tensor) -> None:
+    """Raise ValueError unless there is a factor of each expert's output."""
+    if gains is not None:
+        check(op, "gains", gains, (experts.num_experts,), torch.float32, x.device)
 
 
 def check_experts(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu.model.spec import Activation, Experts
 from gpu.operations.arguments import check
-from gpu.operations.experts.expert_rows import check_bias, check_experts, dtype_of_sum, far_matrix
+from gpu.operations.experts.expert_rows import check_bias, check_experts, check_gains, dtype_of_sum, far_matrix
 from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
 from gpu.operations.experts.routing import SORTED_BLOCKS, keys_of, logit_of, take_experts, taking, tile_pairs
 from gpu.operations.linear.packed_matrix import Packed, Stored
@@ -130,8 +130,9 @@ def _tile_of_program(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiles_kernel(
-    x, weight, far, places, bias, logits, tile_experts, takers, shares, out, num_tokens, HAS_BIAS: tl.constexpr,
-    ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
+    x, weight, far, places, bias, gains, logits, tile_experts, takers, shares, out, num_tokens, HAS_BIAS: tl.constexpr,
+    HAS_GAINS: tl.constexpr, ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr,
     PAIRS_OF_ROW: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -169,6 +170,8 @@ def _tiles_kernel(
             if LEAVES_OUT:
                 inside = inside & (is_far == 0)
             sums, up_sums = _add_bias(sums, up_sums, bias, expert, row, inside, NUM_ROWS, GATES)
+        if HAS_GAINS:
+            sums *= tl.load(gains + expert)
         _store_tile(sums, up_sums, out, pair, row, taker >= 0, NUM_ROWS, GATES, ACTIVATION)
 
 
@@ -206,8 +209,8 @@ def _leave_out(places, expert, taker, out, NUM_ROWS: tl.constexpr, BLOCK_PAIRS: 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _packed_expert_tiles_kernel(
-    x, words, scales, zeros, far_words, far_scales, far_zeros, places, bias, logits, tile_experts, takers, shares, out,
-    num_tokens, HAS_BIAS: tl.constexpr, ROUTES: tl.constexpr,
+    x, words, scales, zeros, far_words, far_scales, far_zeros, places, bias, gains, logits, tile_experts, takers,
+    shares, out, num_tokens, HAS_BIAS: tl.constexpr, HAS_GAINS: tl.constexpr, ROUTES: tl.constexpr,
     PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
@@ -270,6 +273,8 @@ def _packed_expert_tiles_kernel(
         sums, up_sums = tl.trans(sums), tl.trans(up_sums)
         if HAS_BIAS:
             sums, up_sums = _add_bias(sums, up_sums, bias, expert, row, row < NUM_ROWS, NUM_ROWS, GATES)
+        if HAS_GAINS:
+            sums *= tl.load(gains + expert)
         _store_tile(sums, up_sums, out, pair, row, taker >= 0, NUM_ROWS, GATES, ACTIVATION)
 
 
@@ -339,26 +344,27 @@ def gate_up_tiles(
     check("gate_up_tiles", "normed", normed, (len(tiles.shares), normed.shape[1]), normed.dtype, tiles.shares.device)
     there = far_matrix(gate_up, far and far.gate_up)
     return _launch(
-        normed, gate_up, there, far, tiles, experts, experts.intermediate, experts.per_token, activation, bias
+        normed, gate_up, there, far, tiles, experts, experts.intermediate, experts.per_token, activation, bias, None
     )
 
 
 def down_tiles(
     product: Tensor, tiles: Tiles, down: Stored, residual: Tensor, experts: Experts,
-    far: FarExperts | None = None, bias: Tensor | None = None,
+    far: FarExperts | None = None, bias: Tensor | None = None, gains: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
     dtype, or float32 where some are left out.
 
     product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in `weights.ExpertWeights`; far,
-    bias: as in `gate_up_tiles`. Raises ValueError for another shape, dtype or device.
+    bias: as in `gate_up_tiles`; gains: as in `down_rows`. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = residual.shape
     check_bias("down_tiles", bias, experts, hidden, product)
+    check_gains("down_tiles", gains, experts, product)
     check_experts("down_tiles", "down", down, far, far and far.down, experts, hidden, product)
     check("down_tiles", "residual", residual, (tokens, hidden), product.dtype, product.device)
     there = far_matrix(down, far and far.down)
-    made = _launch(product, down, there, far, tiles, experts, hidden, 1, None, bias)
+    made = _launch(product, down, there, far, tiles, experts, hidden, 1, None, bias, gains)
     out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
@@ -371,15 +377,18 @@ def down_tiles(
 
 def _launch(
     x: Tensor, stored: Stored, there: Stored, far: FarExperts | None, tiles: Tiles, experts: Experts, num_rows: int,
-    pairs_of_row: int, activation: Activation | None, bias: Tensor | None,
+    pairs_of_row: int, activation: Activation | None, bias: Tensor | None, gains: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    places, biases = places_of(far, tiles.takers), x if bias is None else bias
+    places, vectors = (
+        places_of(far, tiles.takers),
+        (x if bias is None else bias, tiles.shares if gains is None else gains),
+    )
     gates = activation is not None
     routes = gates and tiles.logits is not None
     out = torch.empty(tiles.shares.numel(), num_rows, dtype=x.dtype, device=x.device)
     listed = (tiles.experts if tiles.logits is None else tiles.logits, tiles.experts, tiles.takers, tiles.shares)
     common = {
-        "HAS_BIAS": bias is not None, "ROUTES": routes,
+        "HAS_BIAS": bias is not None, "HAS_GAINS": gains is not None, "ROUTES": routes,
         "BY_PAIR": routes and tiles.shares.numel() < experts.num_experts,
         "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": pairs_of_row, **taking(experts),
         "GATES": gates, "ACTIVATION": activation or "silu", "BLOCK_PAIRS": tiles.per_tile,
@@ -389,7 +398,7 @@ def _launch(
         if x.dtype == torch.float32:
             rows, num_warps, num_stages = 16, 4, 1
         _packed_expert_tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
-            x, *tensors_of(stored), *tensors_of(there), places, biases, *listed, out, len(tiles.shares),
+            x, *tensors_of(stored), *tensors_of(there), places, *vectors, *listed, out, len(tiles.shares),
             **tile_layout(stored), **common, LEAVES_OUT=leaves_out(far), BLOCK_ROWS=rows, num_warps=num_warps,
             num_stages=num_stages,
         )  # fmt: skip
@@ -398,7 +407,7 @@ def _launch(
     if x.dtype == torch.float32:
         block, num_stages = max(16, block // 2), 2
     _tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
-        x, stored, there, places, biases, *listed, out, len(tiles.shares), **common, LEAVES_OUT=leaves_out(far),
+        x, stored, there, places, *vectors, *listed, out, len(tiles.shares), **common, LEAVES_OUT=leaves_out(far),
         INNER=x.shape[1], BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

@@ -38,10 +38,11 @@ def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Stored, down: Stored, experts: Experts,
                       activation: Activation, far: FarExperts | None = None, gate_up_bias: Tensor | None = None,
-                      down_bias: Tensor | None = None) -> Tensor:  # fmt: skip
+                      down_bias: Tensor | None = None, gains: Tensor | None = None) -> Tensor:  # fmt: skip
     """Return the experts' outputs of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
-    `route_reference`; gate_up, down: as in `weights.ExpertWeights`; far: of those that lie elsewhere; the
-    biases: of all experts. Where some are left out, not of the tokens' dtype, but as wide as the weights.
+    `route_reference`; gate_up, down: as in `weights.ExpertWeights`; far: of those that lie elsewhere; the biases: of
+    all experts; gains: of each one's output, `[experts]`, None: 1. Where some are left out, not of the tokens' dtype,
+    but as wide as the weights.
     """
     (tokens, hidden), width = normed.shape, experts.intermediate
     made = normed.new_zeros(tokens, experts.per_token, normed.shape[1])
@@ -59,6 +60,8 @@ def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Sto
         made[token, place] = F.linear(swiglu_reference(product, activation), down_rows,
                                       _bias_of(down_bias, expert, hidden))  # fmt: skip
     wide = torch.promote_types(weights.dtype, normed.dtype)
+    if gains is not None:
+        weights = weights * gains[ids].to(weights.dtype)
     total = (made.to(wide) * weights[:, :, None]).sum(1)
     return total if leaves_out(far) else total.to(normed.dtype)
 

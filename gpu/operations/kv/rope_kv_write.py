@@ -1,4 +1,4 @@
-"""Norms of query and key heads, their rotary embedding, and the write of keys and values into their pages, in one pass.
+"""Norms of heads, the rotary embedding, and the write of keys and values into their pages, in one pass.
 
 Cos and sin come as tables. In `qkv` only heads that are normed change, in place, so its first heads * dim columns are
 the pre-RoPE query. A token with slot -1 is padding: it writes nothing to pages, and its position and cell are not used.
@@ -75,7 +75,8 @@ def rope_kv_write_reference(
 def _rope_kv_write_kernel(
     qkv, query_norm, key_norm, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, query,
     qkv_stride, max_pages, eps,
-    NORMS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    NORMS: tl.constexpr, NORMS_VALUES: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     BLOCK_ROTATED: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = DIM // 2
@@ -134,6 +135,10 @@ def _rope_kv_write_kernel(
     column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
     is_value = (kv_head < num_written) & (column < DIM)
     value = tl.load(qkv + token * qkv_stride + (HEADS + KV_HEADS + kv_head) * DIM + column, mask=is_value, other=0.0)
+    if NORMS_VALUES:
+        wide = value.to(tl.float32)
+        wide *= tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
+        value = wide.to(qkv.dtype.element_ty)
     to_value = value_pages + (page_begin + kv_head) * (PAGE_TOKENS * WIDTH) + offset * DIM + column
     if KIND == _PLAIN:
         tl.store(to_value, value, mask=is_value)
@@ -163,9 +168,9 @@ def rope_kv_write(
     qkv: `[tokens, (heads + 2 * kv_heads) * dim]`; cos, sin: float32 `[max_context, dim // 2]`; positions: of the
     rotation, and cells: of the context, int64 `[tokens]`; slots: int32 `[tokens]`, -1 for padding; page_table: int32
     `[max_slots, max_pages]`; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype, or of
-    codes (`kv_rows`); norms: of queries and keys, which stand in qkv afterwards. Returns the rotated query
-    `[tokens, heads, dim]` (tokens may be strided). A padding token's query is rotated as at position 0. Raises
-    ValueError for another shape, dtype or device; positions, cells and page ids are trusted.
+    codes (`kv_rows`); norms: of queries and keys, which stand in qkv afterwards, and of values, which need not. Returns
+    the rotated query `[tokens, heads, dim]` (tokens may be strided). A padding token's query is rotated as at position
+    0. Raises ValueError for another shape, dtype or device; positions, cells and page ids are trusted.
     """
     op, (tokens, width), device = "rope_kv_write", qkv.shape, qkv.device
     (num_pages, kv_heads, page_tokens), dim = key_pages.shape[:3], dim_of(key_pages)
@@ -197,9 +202,10 @@ def rope_kv_write(
         qkv, *((cos, cos, cos) if norms is None else (norms.query, norms.key, cos)), sin, positions, cells, slots,
         page_table, key_pages, value_pages, query, qkv.stride(0), page_table.stride(0),
         0.0 if norms is None else norms.eps, NORMS=norms is not None,
+        NORMS_VALUES=norms is not None and norms.norms_values,
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE_TOKENS=page_tokens,
         BLOCK_ROTATED=triton.next_power_of_2(num_heads + kv_heads), BLOCK_KV=triton.next_power_of_2(kv_heads),
         BLOCK_HALF=triton.next_power_of_2(dim // 2), KIND=kind_of(key_pages),
-        num_warps=8,
+        num_warps=8 if num_heads + kv_heads <= 32 or dim <= 256 else 16,
     )  # fmt: skip
     return query
