@@ -390,7 +390,7 @@ def furthest(twins: Twins, slots: list[int]) -> float:
     return max(float((got - wanted).abs().max()) for got, wanted in pairs)
 
 
-def check_steps(twins: Twins, slots: list[int], num_steps: int) -> None:
+def check_steps(twins: Twins, slots: list[int], num_steps: int, limit: float = HOP_LOGITS_FLOAT32) -> None:
     for _ in range(num_steps):
         assert not twins.step(slots).failures
-        assert furthest(twins, slots) < HOP_LOGITS_FLOAT32
+        assert furthest(twins, slots) < limit
