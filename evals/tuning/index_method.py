@@ -24,6 +24,7 @@ from gpu.methods.indexed.codes import (
 )
 from gpu.methods.indexed.settings import IndexedSettings
 
+LEAST_TOKENS = 16
 ROW_NUMBER_BYTES = 2  # of keys and values as they are kept, to which bytes are compared
 
 
@@ -52,10 +53,11 @@ class Index(DecodeMethod):
     window: int = Field(64, ge=1)
 
     def served(self) -> IndexedSettings:
-        """Return the settings of the served method. Raises ValidationError for bits that it does not have."""
-        return IndexedSettings.model_validate(
-            {name: getattr(self, name) for name in ("key_bits", "value_bits", "budget_share")}
-        )
+        """Return the settings of the served method, with the fewest `least_tokens`: what is tuned on short texts is for
+        long ones. Raises ValidationError for bits that it does not have.
+        """
+        given = {name: getattr(self, name) for name in ("key_bits", "value_bits", "budget_share")}
+        return IndexedSettings.model_validate(given | {"least_tokens": LEAST_TOKENS})
 
     def begin(self, prompt: PromptLayer) -> LayerIndex:
         valid = valid_positions(prompt.lengths, prompt.capacity)[..., None]

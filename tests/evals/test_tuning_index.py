@@ -69,7 +69,7 @@ def test_what_is_not_chosen_is_estimated_from_rounded_keys_and_values(key_bits: 
         for row in range(2):
             length, end = int(step.lengths[row]), state.ends[row]
             assert length - WINDOW - 32 < end <= length - WINDOW, "whole blocks that have left the window"
-            budget = 64
+            budget = 16
             for kv_head in range(KV_HEADS):
                 heads = range(kv_head * 2, kv_head * 2 + 2)
                 keys, values, near, close = (
