@@ -153,17 +153,19 @@ def stored_tensors(scheme: str, stored: MatrixFormat, part: ModuleRows, row_bloc
     return found
 
 
-def stacked_tensors(scheme: str, stored: MatrixFormat, experts: Sequence[ModuleRows]) -> dict[str, StoredTensor]:
-    """Return the tensors of all experts of a layer by the ends of their names. Raises ModelError where the format has
-    none.
+def stacked_tensors(
+    scheme: str, stored: MatrixFormat, experts: Sequence[ModuleRows], is_transposed: bool
+) -> dict[str, StoredTensor]:
+    """Return the tensors of all experts of a layer by the ends of their names. is_transposed: in a plain checkpoint
+    each one's rows are columns. Raises ModelError where the format has none.
     """
     module = import_module(find_format(scheme).tensors)
     if not hasattr(module, "stacked_tensors"):
         raise ModelError(
-            f"model: experts that stand in one tensor are not served in {scheme}; served: bfloat16, and mxfp4 where "
-            "the checkpoint has it"
+            f"model: experts that stand in one tensor are not served in {scheme}; served: bfloat16, what model.weights "
+            "rounds them to, and mxfp4 where the checkpoint has it"
         )
-    found: dict[str, StoredTensor] = module.stacked_tensors(stored, experts)
+    found: dict[str, StoredTensor] = module.stacked_tensors(stored, experts, is_transposed)
     return found
 
 

@@ -202,7 +202,9 @@ def _stacked(layer: LayerWeights, a: Architecture, index: int, matrix: str) -> d
         for begin in range(0, stack.rows, rows)
     ]  # fmt: skip
     (module,) = module_names(a, index, matrix).values()
-    return {module + end: tensor for end, tensor in stacked_tensors(a.quantisation.scheme, stored, experts).items()}
+    is_transposed = family_of(a).stacks.is_transposed
+    found = stacked_tensors(a.quantisation.scheme, stored, experts, is_transposed)
+    return {module + end: tensor for end, tensor in found.items()}
 
 
 def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Architecture) -> dict[str, StoredTensor]:

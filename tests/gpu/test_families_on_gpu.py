@@ -1,6 +1,7 @@
 """Tiny models of every family on the GPU: float32 text as the CPU has it, bf16 text as plain torch has it."""
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from bench.plain_decode import PlainDecode
 from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape
 from gpu.model.matrix_formats import rounded
 from gpu.weights.drawing import random_weights
-from gpu.weights.weights import ExpertWeights, LayerWeights, Weights, unpacked
+from gpu.weights.weights import Weights, unpacked
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -24,24 +25,19 @@ PROMPT_TOKENS, STEPS = 200, 12  # beyond the windows
 
 
 def moved(weights: Weights, dtype: torch.dtype, wide_norms: bool) -> Weights:
-    """On the GPU; what a family keeps in float32 stays so."""
+    """On the GPU; what a family keeps in float32 stays so, and what two layers share is there twice."""
 
-    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        return tensor.to(CUDA, torch.float32 if wide_norms and tensor.ndim == 1 else dtype)
+    def move(held: Any) -> Any:
+        if isinstance(held, torch.Tensor):
+            return held.to(CUDA, torch.float32 if wide_norms and held.ndim == 1 else dtype)
+        if isinstance(held, list):
+            return [move(one) for one in held]
+        if not is_dataclass(held):
+            return held
+        return replace(held, **{part.name: move(getattr(held, part.name)) for part in fields(held)})
 
-    def move_all(layer: LayerWeights) -> LayerWeights:
-        held = {part.name: getattr(layer, part.name) for part in fields(layer) if part.name != "experts"}
-        own = layer.experts and ExpertWeights(
-            *(move(getattr(layer.experts, part.name)) for part in fields(layer.experts))
-        )
-        return LayerWeights(experts=own, **{name: move(tensor) for name, tensor in held.items()})
-
-    layers = [move_all(layer) for layer in weights.layers]
-    embedding = move(weights.embedding)
-    logits = embedding if weights.logits is weights.embedding else move(weights.logits)
-    return Weights(embedding, layers, move(weights.final_norm), logits)
+    found = move(weights)
+    return replace(found, logits=found.embedding) if weights.logits is weights.embedding else found
 
 
 def parts_of(weights: Weights) -> list[torch.Tensor]:
@@ -58,7 +54,7 @@ def test_texts_on_the_gpu_are_those_of_the_cpu_and_of_plain_torch(name: str) -> 
     prompts = draw_prompts(2, PROMPT_TOKENS, shape.vocab_size)
     wanted = decode(build_runner(shape, weights, 2, context, torch.float32, CPU), prompts, STEPS).tokens
     for dtype in (torch.float32, torch.bfloat16):
-        own = moved(weights, dtype, shape.norm_weight_offset != 0)
+        own = moved(weights, dtype, shape.has_wide_norms)
         tokens = decode(build_runner(shape, own, 2, context, dtype, CUDA), prompts, STEPS).tokens
         if dtype == torch.float32:
             assert (tokens == wanted).mean() >= MIN_AGREEMENT[dtype] - 1 / tokens.size  # one near-tie

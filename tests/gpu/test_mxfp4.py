@@ -11,12 +11,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gpu.model.architecture import named_shape, read_architecture
 from gpu.model.matrix_format import ROUNDED, MatrixFormat, Quantisation
-from gpu.model.matrix_formats import OF_EXPERTS, weight_bytes
+from gpu.model.matrix_formats import OF_EXPERTS, rounded, weight_bytes
 from gpu.model.spec import ModelError
 from gpu.operations.linear.packed_matrix import Packed
-from gpu.weights.checkpoint import check_checkpoint, load_packed
+from gpu.operations.linear.word_layout import pack_words
+from gpu.weights.checkpoint import load_packed
 from gpu.weights.drawing import random_packed_weights
 from gpu.weights.matrix import as_matrix
+from gpu.weights.rounding import round_rows
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
 from tests.gpu.test_families import off
 from tests.tolerances import FAMILY_LOGITS
@@ -114,7 +116,24 @@ def test_broken_blocks_and_scales_are_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-def test_experts_in_one_tensor_are_not_rounded_as_they_are_loaded(folders: tuple[Path, Path]) -> None:
-    shape = replace(read_architecture(folders[0]), quantisation=ROUNDED["int4"])
-    with pytest.raises(ModelError, match="experts that stand in one tensor are not served in rounded"):
-        check_checkpoint(folders[0], shape)
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4"])
+@pytest.mark.parametrize("asked", ["int4", "int8", "fp8"])
+def test_experts_in_one_tensor_are_rounded_as_they_are_loaded(name: str, asked: str) -> None:
+    """Each as its own rows would be, whether these are columns in the file, and come in turns, or not."""
+    folder = checkpoint(name).folder
+    shape = read_architecture(folder)
+    plain = load_packed(folder, shape, torch.float32, CPU, lambda _: None)
+    got = load_packed(folder, rounded(shape, asked, "model.weights"), torch.float32, CPU, lambda _: None)
+    stored = ROUNDED[asked].layers
+    for ours, theirs in zip(got.layers, plain.layers, strict=True):
+        for matrix in ("experts_gate_up", "experts_down"):
+            packed, wanted = ours.matrices[matrix], theirs.matrices[matrix]
+            assert isinstance(packed, Packed)
+            rows = len(wanted) // 6  # of an expert
+            for expert in range(6):
+                own = slice(expert * rows, (expert + 1) * rows)
+                numbers, scales, zeros = round_rows(wanted[own], stored)
+                assert torch.equal(packed.words[own], pack_words(numbers, packed.bits))
+                assert torch.equal(packed.scales[own], scales.to(packed.scales.dtype).expand_as(packed.scales[own]))
+                assert zeros is None or torch.equal(packed.zeros[own], zeros)
+            assert float((as_matrix(packed).unpack() - wanted).abs().max()) < 0.25 * float(wanted.abs().max())

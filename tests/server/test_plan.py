@@ -22,7 +22,8 @@ from transfer.reading import Reading
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PAIRS = [("laptop", "laptop"), ("reference", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"),
          ("rtx4090-30b-a3b", "rtx4090"), ("a100", "a100-80g"), ("gpt-oss-20b-16g", "rtx4090"),
-         ("gpt-oss-20b-24g", "rtx4090"), ("gpt-oss-120b", "rtx4090")]  # fmt: skip
+         ("gpt-oss-20b-24g", "rtx4090"), ("gpt-oss-120b", "rtx4090"),
+         ("gemma-4-26b-a4b-24g", "rtx4090")]  # fmt: skip
 
 
 def plan_recorded(config: str, machine: str) -> ResolvedPlan:
@@ -305,6 +306,24 @@ def test_who_multiplies_is_planned_as_it_is_loaded_and_noted_where_it_is_not_all
     own, notes = find_architecture(model.model_copy(update={"products": "own"}))
     assert own != architecture
     assert not any("humming" in note for note in notes)
+
+
+def test_a_gemma4_in_4_bits_has_contexts_of_128k_on_24_gib() -> None:
+    plan = plan_recorded("gemma-4-26b-a4b-24g", "rtx4090").memory
+    assert (plan.max_context_tokens, plan.num_windows, plan.experts_on_card) == (131_072, 16, None)
+    assert plan.num_pages * plan.page_tokens > 2 * plan.max_context_tokens
+
+
+def test_a_gemma4s_contexts_and_documents_are_kept_where_they_can_be_or_refused_by_name() -> None:
+    """Heads of 512 are read by no host tier, and chunks of layers that differ are not kept."""
+    deployment = load_deployment(DEPLOY / "gemma-4-26b-a4b-24g.yaml").model_dump(mode="json")
+    machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
+    for beside, words in (
+        ({"host": {"memory_limit_gib": 8}}, "host: .* has heads of 512, 8 to a KV head; the host reads heads of 64"),
+        ({"documents": {"folder": "chunks"}}, "documents: layers with a window have KV heads of their own in"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            resolve_plan(Deployment.model_validate(deployment | beside), machine)
 
 
 def test_a_mixture_in_mxfp4_has_most_experts_in_host_memory_and_fetches_them() -> None:

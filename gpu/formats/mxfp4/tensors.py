@@ -9,8 +9,12 @@ from gpu.model.matrix_format import MatrixFormat
 from gpu.weights.stored import ModuleRows, StoredTensor
 
 
-def stacked_tensors(stored: MatrixFormat, experts: Sequence[ModuleRows]) -> dict[str, StoredTensor]:
-    """Return the tensors of all experts, `[experts, rows, groups, 16]` and `[experts, rows, groups]` of bytes."""
+def stacked_tensors(
+    stored: MatrixFormat, experts: Sequence[ModuleRows], is_transposed: bool
+) -> dict[str, StoredTensor]:
+    """Return the tensors of all experts, `[experts, rows, groups, 16]` and `[experts, rows, groups]` of bytes, whatever
+    the layout of plain ones is.
+    """
     shape = (len(experts), experts[0].rows, experts[0].num_groups)
 
     def tensor(shape: tuple[int, ...], put: Callable[[ModuleRows, Tensor], None]) -> StoredTensor:
