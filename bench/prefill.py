@@ -142,7 +142,7 @@ class _Bench:
         choice = dense.choice
         if choice is None or not choice.least_past:
             return None
-        dense.choice = replace(choice, least_past={})
+        dense.choice = replace(choice, least_past={}, most_square=0)
         try:
             return self._first_token(self.client.prompt(length))
         finally:

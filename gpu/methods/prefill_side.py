@@ -33,6 +33,10 @@ class PrefillSide(ABC):
         """Return where the first unit begins that it does not leave to dense prefill; a multiple of `align_tokens`."""
         return 0
 
+    def is_faster_alone(self, num_queries: int, past: int) -> bool:
+        """Return whether a prompt's part of so many queries is better not computed together with others."""
+        return False
+
     @abstractmethod
     def attend(self, query: PrefillQuery) -> Attended:
         """Return what the queries get of all keys up to their own positions."""

@@ -1,6 +1,6 @@
 """Choose the kernel that attends to a chunk's past on this machine, by measuring when an engine starts.
 
-Candidates are cuDNN over pieces of the past, FlashAttention and efficient attention. One that raises here, or whose
+Candidates are cuDNN over pieces of the past or, with hardly any past, in a square, FlashAttention and efficient attention. One that raises here, or whose
 result differs from the reference's by more than rounding, is out, and the log says so. Every plan that cuDNN may need
 later is made here, in the thread that will use it: plans are kept by thread.
 """
@@ -16,7 +16,17 @@ from torch import Tensor
 
 from gpu.attention.prefill_attention import Whole, prefill_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended
-from gpu.prefill.past_attention import LEAST_QUERIES, Kernel, attend_in_pieces, cudnn_attention, padded_queries
+from gpu.prefill.past_attention import (
+    LEAST_QUERIES,
+    LEAST_SQUARE,
+    SQUARE_STEP,
+    Kernel,
+    attend_in_pieces,
+    attend_in_square,
+    cudnn_attention,
+    padded_queries,
+    square_size,
+)
 from gpu.prefill.prefill_arrays import PIECE_TOKENS
 
 log = logging.getLogger(__name__)
@@ -34,13 +44,22 @@ class KernelChoice:
     """The kernels that attend to a chunk's past on this machine. whole: the faster kernel that takes any past at once.
     least_past: by padded number of queries, the shortest past from which cuDNN over pieces is faster; none: never.
     tflop_s: of each candidate, at the most queries and the longest past that were measured; out: why a candidate is
-    none.
+    none. most_square: the tokens of the largest square that cuDNN takes, 0: none; square_gain: how many times faster
+    than `whole` it takes that one.
     """
 
     whole: Whole
     least_past: Mapping[int, int]
     tflop_s: Mapping[str, float]
     out: Mapping[str, str]
+    most_square: int = 0
+    square_gain: float = 0.0
+
+    def is_square(self, num_queries: int, past: int) -> bool:
+        """Return whether so many queries behind such a past are faster as a square, which computes the past's as well."""
+        size = square_size(past + num_queries)
+        needed = num_queries * (num_queries + 2 * past)
+        return LEAST_SQUARE <= size <= self.most_square and size * size < self.square_gain * needed
 
     def kernel(self, num_queries: int, past: int) -> Kernel:
         """Return the kernel for so many queries behind such a past."""
@@ -76,6 +95,7 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
     left = [name for name in kernels if name not in out]
     if "cudnn" in left:
         _make_plans(query, keys, values, scale)
+    most_square = square_size(most) if square_size(most) <= context else most // SQUARE_STEP * SQUARE_STEP
 
     def seconds(name: str, tokens: int, past: int) -> float:
         own = slice(0, past + tokens)
@@ -84,7 +104,11 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
     whole, least_past = decide(left, seconds, most, context)
     past = max((past for past in MEASURED_PASTS if past + most <= context), default=0)
     flops = 4.0 * num_heads * dim * most * (past + most / 2)
-    return KernelChoice(whole, least_past, {name: flops / seconds(name, most, past) / 1e12 for name in left}, out)
+    tflop_s = {name: flops / seconds(name, most, past) / 1e12 for name in left}
+    gain = 0.0
+    if "cudnn" in left and most_square >= LEAST_SQUARE:
+        gain = _square_gain(query[:most_square], keys[:, :most_square], values[:, :most_square], scale, whole)
+    return KernelChoice(whole, least_past, tflop_s, out, most_square if gain else 0, gain)
 
 
 def decide(
@@ -124,6 +148,18 @@ def _make_plans(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> No
             cudnn_attention(query[:size], keys[:, own], values[:, own], False, scale)
         if size <= keys.shape[1]:
             cudnn_attention(query[:size], keys[:, :size], values[:, :size], True, scale)
+
+
+def _square_gain(query: Tensor, keys: Tensor, values: Tensor, scale: float, whole: Whole) -> float:
+    """Return how many times faster than `whole` a square is, 0: it is wrong; make the plan of each smaller one."""
+    why = find_fault(attend_in_square, query, keys, values, scale)
+    if why is not None:
+        log.warning("prefill_attention candidate=square is out: %s", why)
+        return 0.0
+    for size in range(LEAST_SQUARE, len(query) + 1, SQUARE_STEP):
+        attend_in_square(query[:size], keys[:, :size], values[:, :size], scale)
+    square = _seconds(lambda: attend_in_square(query, keys, values, scale))
+    return _seconds(lambda: prefill_attention(query, keys, values, scale, whole)) / square
 
 
 def _in_pieces(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:

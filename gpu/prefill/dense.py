@@ -13,7 +13,13 @@ from gpu.attention.prefill_attention import default_kernel, has_flash, prefill_a
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.choice import KernelChoice, choose_kernel
-from gpu.prefill.past_attention import attend_in_pieces, compile_merges, key_seconds, longest_piece
+from gpu.prefill.past_attention import (
+    attend_in_pieces,
+    attend_in_square,
+    compile_merges,
+    key_seconds,
+    longest_piece,
+)
 from transfer.measured import keep_measured, measured_path
 
 log = logging.getLogger(__name__)
@@ -59,6 +65,9 @@ class Dense(PrefillSide):
             self.longest_piece = longest_piece(seconds, self._key_seconds)
             log.info("prefill_attention longest_piece=%d block_us=%.0f", self.longest_piece, 1e6 * seconds)
 
+    def is_faster_alone(self, num_queries: int, past: int) -> bool:
+        return self.choice is not None and self.choice.is_square(num_queries, past)
+
     def attend(self, query: PrefillQuery) -> Attended:
         if query.begin is None:
             return scattered_attention(query.query, query.keys, query.values, query.positions, query.scale, None)
@@ -69,6 +78,8 @@ class Dense(PrefillSide):
             return prefill_attention(query.query, keys, values, query.scale, default_kernel(query.query))
         kernel, whole = self.choice.kernel(tokens, query.begin), self.choice.whole
         most = self.longest_piece if self.gives_way else None
+        if self.choice.is_square(tokens, query.begin) and (most is None or end <= most):
+            return attend_in_square(query.query, keys, values, query.scale)
         if kernel == "cudnn" or (most is not None and query.begin > most):
             return attend_in_pieces(query.query, keys, values, query.scale, whole, kernel, most)
         return prefill_attention(query.query, keys, values, query.scale, whole)

@@ -30,6 +30,15 @@ class PromptPart:
     end: int
     context: int
 
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def past(self) -> int:
+        """Return the prompt's tokens in front of the part."""
+        return self.context - self.num_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:

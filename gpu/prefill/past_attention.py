@@ -5,6 +5,9 @@ tokens, and a past grows with each chunk. So a past is cut into pieces of powers
 queries are padded to such a number: the few dozen plans that a deployment can need are made while it loads. And a block
 of such a kernel keeps its SM until it has seen all keys of its launch, while the other lane's kernels wait: a longest
 piece bounds that. The rest of the past and the chunk's own causal part are one launch of a kernel that makes no plans.
+
+A chunk with little past or none is a causal square, which cuDNN computes in one launch: queries are padded in front,
+for the past, and all at the end, to a multiple of SQUARE_STEP.
 """
 
 from collections.abc import Sequence
@@ -20,6 +23,8 @@ from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.prefill.prefill_arrays import MERGED_PIECES, PIECE_TOKENS
 
 LEAST_QUERIES = 256  # of a padded chunk; shorter ones are launches, not work
+SQUARE_STEP = 1024  # of squares' sizes
+LEAST_SQUARE = 2048
 TILE_QUERIES = 128  # of a block, in all kernels that we know
 
 Kernel = Whole | Literal["cudnn"]
@@ -53,6 +58,23 @@ def key_seconds(flop_s: float, dim: int, num_sms: int) -> float:
 def padded_queries(num_queries: int) -> int:
     """Return the next power of two, LEAST_QUERIES or more."""
     return max(LEAST_QUERIES, 1 << (num_queries - 1).bit_length())
+
+
+def square_size(num_tokens: int) -> int:
+    """Return the size of the square that has so many tokens."""
+    return -(-num_tokens // SQUARE_STEP) * SQUARE_STEP
+
+
+def attend_in_square(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+    """Attend as `prefill_attention`, by one causal launch of cuDNN. Rows are copied, so that a size has one plan."""
+    (tokens, heads, dim), (kv_heads, end, _) = query.shape, keys.shape
+    size, past = square_size(end), end - tokens
+    padded = query.new_zeros(size, heads, dim)
+    padded[past:end] = query
+    room = keys.new_zeros(2, kv_heads, size, dim)
+    room[0, :, :end], room[1, :, :end] = keys, values
+    square = cudnn_attention(padded, room[0], room[1], True, scale)
+    return Attended(square.out[past:end], square.partial_lse[past:end])
 
 
 def attend_in_pieces(

@@ -95,6 +95,9 @@ class UnitAttention:
         parts = state.parts(unit.begin, unit.end)
         window = self._decoder.specs[unit.layer].window_tokens
         is_packed = (unit.method == DENSE or window is not None) and len(parts) > 1 and has_flash(query)
+        if is_packed and window is None:
+            dense = self.sides[DENSE]
+            is_packed = not any(dense.is_faster_alone(part.num_tokens, part.past) for part in parts)
         if is_packed and sum(part.context for part in parts) <= self._most_packed_tokens:
             packed = self._pack(state, unit, parts)
             keys, values = self._gathered.pack(unit.layer, packed.rows)
