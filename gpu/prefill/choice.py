@@ -1,8 +1,8 @@
 """Choose the kernel that attends to a chunk's past on this machine, by measuring when an engine starts.
 
-Candidates are cuDNN over pieces of the past or, with hardly any past, in a square, FlashAttention and efficient attention. One that raises here, or whose
-result differs from the reference's by more than rounding, is out, and the log says so. Every plan that cuDNN may need
-later is made here, in the thread that will use it: plans are kept by thread.
+Candidates are cuDNN, over pieces of the past or, with hardly any past, in a square, FlashAttention and efficient
+attention. One that raises here, or whose result differs from the reference's by more than rounding, is out, and the log
+says so. Every plan that cuDNN may need later is made here, in the thread that will use it: plans are kept by thread.
 """
 
 import logging
@@ -56,7 +56,7 @@ class KernelChoice:
     square_gain: float = 0.0
 
     def is_square(self, num_queries: int, past: int) -> bool:
-        """Return whether so many queries behind such a past are faster as a square, which computes the past's as well."""
+        """Return whether so many queries behind such a past are faster as a square, which has the past's as well."""
         size = square_size(past + num_queries)
         needed = num_queries * (num_queries + 2 * past)
         return LEAST_SQUARE <= size <= self.most_square and size * size < self.square_gain * needed

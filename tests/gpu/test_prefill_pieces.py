@@ -20,11 +20,13 @@ from gpu.prefill.past_attention import (
     LEAST_QUERIES,
     Kernel,
     attend_in_pieces,
+    attend_in_square,
     compile_merges,
     cut_past,
     key_seconds,
     longest_piece,
     padded_queries,
+    square_size,
 )
 from gpu.prefill.prefill_arrays import MERGED_PIECES, PIECE_TOKENS
 from tests.gpu.test_prefill_attention import inputs
@@ -135,6 +137,35 @@ def test_a_kernel_that_takes_any_past_takes_it_in_pieces_as_well(
     assert merged == [(count, torch.float32) for count in sides], "not rounded between, and as the query in the end"
 
 
+@pytest.mark.parametrize(("tokens", "past"), [(2048, 0), (2000, 0), (2049, 0), (1990, 58), (1900, 200)])
+def test_attention_in_a_square_equals_the_definition(tokens: int, past: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is behind the last key is NaN, and of no size but whole steps is there a plan."""
+    calls: list[tuple[int, int]] = []
+    stub_cudnn(monkeypatch, calls)
+    query, keys, values = (one.float() for one in inputs(tokens, past + tokens, 4, 2, 16))
+    rooms = [torch.full((2, 4096, 16), torch.nan) for _ in range(2)]
+    for room, rows in zip(rooms, (keys, values), strict=True):
+        room[:, : past + tokens] = rows
+    got = attend_in_square(query, *(room[:, : past + tokens] for room in rooms), SCALE)
+    wanted = prefill_attention_reference(query.double(), keys.double(), values.double(), SCALE)
+    np.testing.assert_allclose(got.out, wanted.out, atol=ATTENTION_F32_ATOL, rtol=0)
+    np.testing.assert_allclose(got.partial_lse, wanted.lse, atol=ATTENTION_F32_ATOL, rtol=0)
+    size = square_size(past + tokens)
+    assert calls == [(size, size)]
+    assert size % 1024 == 0
+    assert 0 <= size - past - tokens < 1024
+
+
+def test_a_square_is_taken_where_it_computes_less_than_it_gains() -> None:
+    choice = KernelChoice("flash", {}, {}, {}, most_square=8192, square_gain=1.8)
+    assert all(choice.is_square(*part) for part in ((8192, 0), (8000, 0), (7808, 192), (6100, 2000)))
+    assert not choice.is_square(1024, 0), "a launch, not work"
+    assert not choice.is_square(8192, 1), "no plan"
+    assert not choice.is_square(2000, 6000), "it would compute the past's queries too"
+    assert not replace(choice, square_gain=1.0).is_square(8000, 0)
+    assert not replace(choice, most_square=0).is_square(8192, 0)
+
+
 def test_a_past_in_pieces_sees_a_key_left_out() -> None:
     """What the comparison above would not see, it would not test."""
     query, keys, values = (one.float() for one in inputs(5, 2 * 2048 + 12, 4, 2, 16))
@@ -190,6 +221,21 @@ def test_on_cuda_pieces_equal_the_definition(
     whole = "flash" if kernel == "cudnn" else kernel
     got = attend_in_pieces(query, *(one[:, : past + tokens] for one in padded), SCALE, whole, kernel, most)
     assert got.out.dtype == torch.bfloat16
+    for row in (0, 1, tokens // 2, tokens - 1):
+        seen = (one[:, : past + row + 1].double() for one in (keys, values))
+        wanted = prefill_attention_reference(query[row : row + 1].double(), *seen, SCALE)
+        for one, other in ((got.out, wanted.out), (got.partial_lse, wanted.lse)):
+            np.testing.assert_allclose(one[row].double().cpu(), other[0].cpu(), atol=ATTENTION_BF16_ATOL, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "past"), [(2048, 0), (8000, 0), (7800, 200)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (4, 4, 64)])
+def test_on_cuda_a_square_equals_the_definition(tokens: int, past: int, heads: int, kv_heads: int, dim: int) -> None:
+    query, keys, values = (
+        one.to("cuda", torch.bfloat16) for one in inputs(tokens, past + tokens, heads, kv_heads, dim)
+    )
+    got = attend_in_square(query, keys, values, SCALE)
     for row in (0, 1, tokens // 2, tokens - 1):
         seen = (one[:, : past + row + 1].double() for one in (keys, values))
         wanted = prefill_attention_reference(query[row : row + 1].double(), *seen, SCALE)
@@ -330,3 +376,6 @@ def test_a_machine_chooses_and_what_it_chose_is_kept(monkeypatch: pytest.MonkeyP
     assert 1e-9 < of_key < 1e-6, "between ten times what any card is told to do and a hundredth of one"
     dense.bound_blocks(8200 * of_key)
     assert dense.longest_piece == 8192
+    assert (dense.choice.most_square > 0) == (dense.choice.square_gain > 0)
+    packed = dense.choice.most_square
+    assert not packed or dense.is_faster_alone(packed, 0) == (dense.choice.square_gain > 1)
