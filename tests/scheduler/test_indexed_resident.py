@@ -38,3 +38,22 @@ def test_served_answers_with_a_budget_of_everything_are_exact_ones_across_preemp
         assert sum(counts["index_fetched_rows"]) == 0
         check_rings(engine)
         check_idle(engine)
+
+
+def test_served_answers_from_host_memory_are_exact_with_late_rings_and_shared_pages() -> None:
+    """Two rings, and pages for one of the longest contexts; each step checks that it covers its contexts."""
+    scheduler = SchedulerConfig(max_running=4, max_context_tokens=2048)
+    own_settings = ALL | {"resident": "full", "index_tokens": 2048}
+    host = {"resident_tokens": 256, "residency": "fixed"}
+    config = tiered_config(0.125, host, scheduler, {"own": {"host": own_settings}})
+    prompts = [prompt_of(980, 1), prompt_of(330, 2), prompt_of(700, 3)]
+    with running_engine(config) as engine:
+        assert set(engine.scheduler.rings.num_free_pages.values()) == {2}
+        exact = run(engine, [ask(f"exact {n}", prompt, TOKENS, "offloaded") for n, prompt in enumerate(prompts)])
+        answers = run(engine, [ask(f"own {n}", prompt, TOKENS, "own") for n, prompt in enumerate(prompts)])
+        assert engine.scheduler.roster.num_preemptions == 1, "two contexts, and the first needs a page more"
+        for number in range(len(prompts)):
+            assert text(answers[f"own {number}"]) == text(exact[f"exact {number}"])
+        counts = next(one for one in engine._runner.method_counts().values() if "index_read_tokens" in one)
+        assert sum(counts["index_read_tokens"]) == sum(counts["index_offloaded_tokens"]) > 0
+        assert set(engine.scheduler.rings.num_free_pages.values()) == {2}
