@@ -11,6 +11,7 @@ from evals.forward import ReferenceDecoder
 from evals.score_rows import Row
 from evals.tuning.index_method import Index, index_bytes
 
+MOST_INDEX_BYTES = 4 * 2**30  # of settings that are measured behind one prefill
 KEPT = ("key_bits", "value_bits", "budget_share")
 
 
@@ -36,22 +37,27 @@ def measure_index(
     of all keys and values, `error` of attention's output in the mean over layers, `worst_error` and its `worst_layer`,
     and `kl` of the next token in nats. `advance` is called after each setting.
     """
-    rows = []
-    for method in grid:  # one at a time: an index is as large as the KV
-        (_, row), layers = compare_methods(decoder, prompts, {method.label: method}, forced_tokens)
-        worst = max(layers, key=lambda one: one["error"])
-        rows.append(
-            {name: getattr(method, name) for name in KEPT}
-            | {
-                "index_bytes": index_bytes(method.served(), decoder.architecture.dim),
-                "bytes": row["bytes_fraction"],
-                "error": sum(one["error"] for one in layers) / len(layers),
-                "worst_error": worst["error"],
-                "worst_layer": worst["layer"],
-                "kl": row["kl"],
-            }
-        )
-        advance()
+    shape, rows = decoder.architecture, []
+    token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.dim  # as `LayerIndex` has them
+    at_once = max(1, MOST_INDEX_BYTES // (token_bytes * sum(map(len, prompts))))
+    for begin in range(0, len(grid), at_once):
+        methods = {method.label: method for method in grid[begin : begin + at_once]}
+        (_, *found), of_layers = compare_methods(decoder, prompts, methods, forced_tokens)
+        for row, (label, method) in zip(found, methods.items(), strict=True):
+            layers = [one for one in of_layers if one["method"] == label]
+            worst = max(layers, key=lambda one: one["error"])
+            rows.append(
+                {name: getattr(method, name) for name in KEPT}
+                | {
+                    "index_bytes": index_bytes(method.served(), shape.dim),
+                    "bytes": row["bytes_fraction"],
+                    "error": sum(one["error"] for one in layers) / len(layers),
+                    "worst_error": worst["error"],
+                    "worst_layer": worst["layer"],
+                    "kl": row["kl"],
+                }
+            )
+            advance()
     return sorted(rows, key=lambda row: row["bytes"])
 
 
