@@ -86,7 +86,11 @@ def test_a_ratio_that_is_off_by_one_digit_would_be_noticed() -> None:
     assert row["ratio"] == [1.65]
 
 
-PEERS = json.loads((ROOT / "docs" / "results" / "peers-h100.json").read_text(encoding="utf-8"))
+PEERS = [
+    row
+    for card in ("h200", "h100")
+    for row in json.loads((ROOT / "docs" / "results" / f"peers-{card}.json").read_text(encoding="utf-8"))["rows"]
+]
 
 
 def shown_beside_peers(row: dict[str, Any]) -> list[Any]:
@@ -102,7 +106,7 @@ def read_beside_peers(cells: list[str]) -> list[Any]:
 
 def test_every_row_beside_peers_is_recorded() -> None:
     heading = "## Beside vLLM and llama.cpp"
-    recorded = {row["row"]: shown_beside_peers(row) for row in PEERS["rows"]}
+    recorded = {row["row"]: shown_beside_peers(row) for row in PEERS}
     page = {name: read_beside_peers(cells) for name, cells in rows_of("docs/PERFORMANCE.md", heading).items()}
     readme = {name: read_beside_peers(cells) for name, cells in rows_of("README.md", heading).items()}
     assert page == recorded
@@ -111,12 +115,12 @@ def test_every_row_beside_peers_is_recorded() -> None:
 
 
 def test_readme_shows_rows_where_it_is_slower() -> None:
-    shown = [row for row in PEERS["rows"] if row["row"] in rows_of("README.md", "## Beside vLLM and llama.cpp")]
+    shown = [row for row in PEERS if row["row"] in rows_of("README.md", "## Beside vLLM and llama.cpp")]
     slower = [row for row in shown if max(row["time_ratio"]) > 1]
     assert len(slower) >= len(shown) - len(slower) > 0
 
 
-@pytest.mark.parametrize("row", PEERS["rows"], ids=lambda row: row["row"])
+@pytest.mark.parametrize("row", PEERS, ids=lambda row: row["row"])
 def test_ratios_beside_peers_follow_from_both_numbers(row: dict[str, Any]) -> None:
     is_rate = row["unit"] == "tokens/s"
     for ours, theirs, ratio in zip(row["ours"], row["theirs"], row["time_ratio"], strict=True):
