@@ -52,6 +52,13 @@ def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[st
     return [("gate", width), ("up", width)] if matrix == "gate_up" else [(matrix, a.hidden)]
 
 
+def joined_parts(spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
+    """Return parts of which each is several of `matrix_parts`, as some files have them: each expert's gate and up."""
+    if matrix != "experts_gate_up" or spec.experts is None:
+        return []
+    return [(of_expert("gate_up", n), 2 * spec.experts.intermediate) for n in range(spec.experts.num_experts)]
+
+
 def of_expert(what: str, expert: int) -> str:
     """Return what one expert's tensor is called, of a bias `gate of 3_bias`."""
     matrix, is_bias = what.removesuffix("_bias"), what.endswith("_bias")
@@ -100,7 +107,8 @@ def output_format(architecture: Architecture) -> MatrixFormat | None:
 def module_names(architecture: Architecture, layer: int, matrix: str) -> dict[str, str]:
     """Return the canonical names of a matrix's modules, by the part that each is, or by the matrix."""
     spec, found = architecture.layers[layer], {}
-    wanted = {matrix, *(what for what, _ in matrix_parts(architecture, spec, matrix))}
+    parts = (*matrix_parts(architecture, spec, matrix), *joined_parts(spec, matrix))
+    wanted = {matrix, *(what for what, _ in parts)}
     for name, what in layer_tensors(architecture, spec).items():
         if what in wanted:
             found[what] = f"model.layers.{layer}.{name.removesuffix('.weight')}"

@@ -14,6 +14,7 @@ from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.matrix_formats import (
     OF_EXPERTS,
+    joined_parts,
     layer_formats,
     layer_tensors,
     matrix_parts,
@@ -164,23 +165,26 @@ def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str
     found: dict[str, StoredTensor] = {}
     formats, heads = layer_formats(a, index), _heads(a)
     for matrix, stored in formats.items():
-        stacks = [stack for stack in layer.stacks(matrix) if isinstance(stack, Packed)]
-        if stored is None or not stacks:
+        all_stacks = [stack for stack in layer.stacks(matrix) if isinstance(stack, Packed)]
+        if stored is None or not all_stacks:
             continue
-        packed, begin, parts = stacks.pop(0), 0, {}
-        for what, rows in matrix_parts(a, a.layers[index], matrix):
-            if begin == packed.rows:
-                packed, begin = stacks.pop(0), 0
-            order = None
-            if heads is not None and what in ("query", "key"):
-                order = heads[begin : begin + rows] - begin
-            parts[what] = ModuleRows(packed, begin, begin + rows, order)
-            begin += rows
+        parts = {}
+        for listed in (joined_parts(a.layers[index], matrix), matrix_parts(a, a.layers[index], matrix)):
+            packed, *stacks = all_stacks
+            begin = 0
+            for what, rows in listed:
+                if begin == packed.rows:
+                    packed, begin = stacks.pop(0), 0
+                order = None
+                if heads is not None and what in ("query", "key"):
+                    order = heads[begin : begin + rows] - begin
+                parts[what] = ModuleRows(packed, begin, begin + rows, order)
+                begin += rows
         if matrix in OF_EXPERTS and matrix in layer_tensors(a, a.layers[index]).values():
             found |= _stacked(layer, a, index, matrix)
             continue
         whole = ModuleRows(packed, 0, begin, heads if matrix == "qkv" else None)
-        parts[matrix] = whole if len(parts) > 1 else parts[matrix]
+        parts.setdefault(matrix, whole)
         for what, module in module_names(a, index, matrix).items():
             found |= _stored(module, stored, parts[what], a)
     return found
@@ -226,13 +230,14 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
     for name, matrix in layer.matrices.items():
         if name == "qkv" or not isinstance(matrix, Tensor):
             continue
-        begin, stacks = 0, layer.stacks(name)
         places[name] = Place(matrix)
-        for what, rows in matrix_parts(a, spec, name):
-            if begin == len(stacks[0]):
-                begin, stacks = 0, stacks[1:]
-            places[what] = Place(stacks[0][begin : begin + rows])
-            begin += rows
+        for listed in (joined_parts(spec, name), matrix_parts(a, spec, name)):
+            begin, stacks = 0, layer.stacks(name)
+            for what, rows in listed:
+                if begin == len(stacks[0]):
+                    begin, stacks = 0, stacks[1:]
+                places[what] = Place(stacks[0][begin : begin + rows])
+                begin += rows
     if layer.experts is not None:
         places["router"] = Place(layer.experts.router)
         if layer.experts.router_bias is not None:

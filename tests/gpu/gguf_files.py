@@ -41,6 +41,17 @@ NAMES = {
 }  # fmt: skip
 GEMMA_NAMES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
                "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip
+GEMMA4_NAMES = {
+    "layer_scalar": "layer_output_scale", "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm", "router.proj": "ffn_gate_inp", "router": "ffn_gate_inp",
+    "experts.gate_up_proj": "ffn_gate_up_exps", "experts.down_proj": "ffn_down_exps",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2", "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+}  # fmt: skip
+GEMMA4_WHOLE = {
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}  # fmt: skip
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
                 "mlp.experts.down_proj": "ffn_down_exps", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
@@ -49,7 +60,7 @@ EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj":
 # `general.architecture` of a `model_type`; a new family with a GGUF form gets an entry.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
                  "qwen3_moe": "qwen3moe", "phi3": "phi3", "glm4": "glm4", "gemma3_text": "gemma3",
-                 "gpt_oss": "gpt-oss"}  # fmt: skip
+                 "gpt_oss": "gpt-oss", "gemma4_text": "gemma4"}  # fmt: skip
 NEIGHBOUR_PAIRS = {"llama"}  # architectures whose query and key rows are in the order of neighbours
 Kinds = Callable[[str], str]
 
@@ -143,6 +154,7 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     for name, array in _rope_factors(config).items():
         writer.add_tensor(name, array)
     tensors = _apart(tensors) if architecture == "gpt-oss" else tensors
+    tensors = {_with_end(name): array for name, array in tensors.items()} if architecture == "gemma4" else tensors
     for name, array in sorted(_stacked(tensors).items()):
         module, end = name.rsplit(".", 1)
         theirs = _name(module, architecture) + "." + end
@@ -179,6 +191,14 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         shutil.copy(file, folder)
     save_file(meant, folder / "model.safetensors")
     return path
+
+
+def _with_end(name: str) -> str:
+    """With an end for Gemma 4's names that have none, and factors where llama.cpp has them."""
+    for theirs, instead in (("router.per_expert_scale", "experts.down_proj.scale"), ("router.scale", "router.scale")):
+        if name.endswith(theirs):
+            return name.removesuffix(theirs) + instead
+    return name if name.endswith(".weight") else name + ".weight"
 
 
 def _apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -231,10 +251,12 @@ def _meant(kind: str, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _name(module: str, architecture: str) -> str:
-    if module in WHOLE:
-        return WHOLE[module]
+    if module in WHOLE | GEMMA4_WHOLE:
+        return (WHOLE | GEMMA4_WHOLE)[module]
     _, _, layer, part = module.split(".", 3)
-    names = NAMES | EXPERT_NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
+    names = NAMES | EXPERT_NAMES | (GEMMA_NAMES if architecture in ("gemma3", "gemma4") else {})
+    if architecture == "gemma4":
+        names |= GEMMA4_NAMES
     if architecture == "gpt-oss":
         names |= {"post_attention_layernorm": "post_attention_norm"}
     return f"blk.{layer}.{names[part]}"
@@ -251,7 +273,7 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architectu
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": config["rope_theta"],
+        "rope.freq_base": config.get("rope_theta"),
         "rope.dimension_count": int(dim * config.get("partial_rotary_factor", 1)),
         "vocab_size": config["vocab_size"],
     }
@@ -261,11 +283,14 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architectu
         found["attention.sliding_window"] = config["sliding_window"]
     experts = config.get("num_experts") or config.get("num_local_experts")
     if experts:
-        found |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
+        taken = config.get("num_experts_per_tok") or config["top_k_experts"]
+        found |= {"expert_count": experts, "expert_used_count": taken}
     if config["model_type"] == "qwen3_moe":
         found["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if config["model_type"] == "gpt_oss":
         found["expert_feed_forward_length"] = config["intermediate_size"]
+    if config["model_type"] == "gemma4_text":
+        found |= _gemma4_metadata(config)
     if config["model_type"] == "gemma3_text":
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
     scaling = config.get("rope_scaling") or {}
@@ -286,9 +311,34 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architectu
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
+def _gemma4_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    is_window = [one == "sliding_attention" for one in config["layer_types"]]
+    own, dim, shared = config["head_dim"], config["global_head_dim"], config["num_kv_shared_layers"]
+    width, first = config["intermediate_size"], len(is_window) - shared
+    whole_heads = config["num_global_key_value_heads"] or config["num_key_value_heads"]
+    widths = [width * (1 + (config["use_double_wide_mlp"] and layer >= first)) for layer in range(len(is_window))]
+    found = {
+        "attention.key_length": dim, "attention.value_length": dim, "attention.key_length_swa": own,
+        "attention.value_length_swa": own, "rope.dimension_count": dim, "rope.dimension_count_swa": own,
+        "rope.freq_base": config["rope_parameters"]["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "attention.sliding_window_pattern": is_window, "attention.shared_kv_layers": shared,
+        "attention.head_count_kv": [config["num_key_value_heads"] if one else whole_heads for one in is_window],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+    }  # fmt: skip
+    if config["use_double_wide_mlp"]:
+        found["feed_forward_length"] = widths
+    return found | ({"expert_feed_forward_length": config["moe_intermediate_size"]} if config["num_experts"] else {})
+
+
 def _rope_factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type"))
+    if config["model_type"] == "gemma4_text":
+        dim, share = config["global_head_dim"], config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        turning = int(dim * share / 2)
+        return {"rope_freqs.weight": np.array([1.0] * turning + [1e30] * (dim // 2 - turning), np.float32)}
     if kind == "longrope":
         return {f"rope_factors_{length}.weight": np.array(scaling[f"{length}_factor"], np.float32)
                 for length in ("long", "short")}  # fmt: skip

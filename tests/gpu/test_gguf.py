@@ -150,7 +150,7 @@ def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, files) -
 
 FAMILIES = {
     "llama3": {}, "llama with biases": {}, "mistral": {}, "qwen2 with yarn": {}, "qwen3": {}, "phi3": {}, "glm4": {},
-    "gemma3": {"query_pre_attn_scalar": 256}, "gpt_oss": {},
+    "gemma3": {"query_pre_attn_scalar": 256}, "gpt_oss": {}, "gemma4": {}, "gemma4 with inputs": {},
 }  # fmt: skip
 
 
@@ -161,6 +161,7 @@ def test_every_family_is_the_checkpoint_that_its_file_was_made_of(family: str, t
     path = write(plain.folder, tmp_path / "model.gguf", lambda name: "F32", is_alone=True)
     ours, theirs = read_architecture(path), read_architecture(plain.folder)
     for field in ("family", "num_heads", "num_kv_heads", "dim", "rotary_dim", "layer_pattern", "query_gain",
+                  "logit_cap", "layer_inputs",
                   "embedding_scale", "norm_weight_offset", "tied_embeddings", "rms_norm_eps",
                   "max_context_tokens"):  # fmt: skip
         assert getattr(ours, field) == getattr(theirs, field), field
@@ -205,6 +206,49 @@ def test_experts_of_a_gpt_oss_stay_in_fp4_and_its_biases_and_sinks_are_there(tmp
             assert np.array_equal(as_matrix(got).unpack().numpy(), meant), name
             assert torch.equal(layer.biases[name], whole_layer.biases[name])
         assert torch.equal(layer.sinks, whole_layer.sinks)
+
+
+def test_matrices_of_a_gemma4_are_those_of_its_file_also_gate_and_up_of_an_expert_in_one(tmp_path: Path) -> None:
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    for name in ("gemma4", "gemma4 with inputs"):
+        plain = checkpoint(name).folder
+        path, wide = (
+            write(plain, tmp_path / f"{name} {kind}.gguf",
+                  lambda tensor, kind=kind: kind if "_exps" in tensor or "attn_" in tensor or "token_embd" in tensor
+                  else "F32", is_alone=True)
+            for kind in ("Q8_0", "F32")
+        )  # fmt: skip
+        got, wanted = packed(path), packed(wide)
+        for layer, whole_layer in zip(got.layers, wanted.layers, strict=True):
+            for matrix in {"qkv", "experts_gate_up", "experts_down"} & layer.matrices.keys():
+                numbers = whole_layer.matrices[matrix].numpy()
+                meant = gguf.quants.dequantize(gguf.quants.quantize(numbers, q8), q8)
+                assert isinstance(layer.matrices[matrix], Packed)
+                assert np.array_equal(as_matrix(layer.matrices[matrix]).unpack().numpy(), meant), matrix
+        if got.inputs is not None:
+            meant = gguf.quants.dequantize(gguf.quants.quantize(wanted.inputs.table.numpy(), q8), q8)
+            assert np.array_equal(got.inputs.table.numpy(), meant)
+        assert len(set(generate(load(path), np.arange(3, 90, dtype=np.int32), 4)[0])) > 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.head_count_kv", [2, 2, 1, 2, 1, 1], "wanted one number for layers of a kind"),
+        ("attention.head_count_kv", [2, 2, 1], "wanted a whole number, or one for each layer"),
+        ("feed_forward_length", [96, 96, 96, 96, 96, 192], "wanted one number, or twice as many in layers with"),
+        ("attention.sliding_window_pattern", 3, "wanted one entry for each layer"),
+        ("attention.value_length_swa", 8, "wanted 16, as attention.key_length_swa is"),
+    ],
+)
+def test_sizes_of_a_gemma4_that_no_layer_has_are_refused_by_their_keys(
+    key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    plain = checkpoint("gemma4").folder
+    path = write(plain, tmp_path / "model.gguf", lambda name: "F32", {f"gemma4.{key}": value}, is_alone=True)
+    with pytest.raises(ModelError, match=rf"gemma4\.{key} is .*{words}") as caught:
+        read_architecture(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_expert_too_many_or_too_few_is_told(tmp_path: Path) -> None:

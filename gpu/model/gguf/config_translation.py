@@ -50,7 +50,9 @@ def as_config(file: GgufFile) -> dict[str, Any]:
     family = _claimant(known, keys)
     form = family.gguf
     assert form is not None, "it was found by its form"
-    config: dict[str, Any] = {ours: keys.size(theirs, 1) for theirs, ours in _SIZES.items()}
+    config: dict[str, Any] = {
+        ours: keys.size(theirs, 1) for theirs, ours in _SIZES.items() if theirs not in form.listed
+    }
     config |= {"model_type": family.name} | _experts(keys, form.has_experts)
     config |= {
         "vocab_size": _vocab_size(file, keys),
@@ -74,13 +76,13 @@ def _claimant(known: list[Family], keys: GgufKeys) -> Family:
     return [*claimants, *others][0]
 
 
-def _experts(keys: GgufKeys, has_experts: bool) -> dict[str, Any]:
+def _experts(keys: GgufKeys, has_experts: bool | None) -> dict[str, Any]:
     """Read the keys that mixtures of experts have alike.
 
     As with layers, more experts than the file has tensors of are refused before anything is made for each.
     """
     count = keys.size("expert_count", 0) or 0
-    if bool(count) != has_experts:
+    if has_experts is not None and bool(count) != has_experts:
         wanted = "a positive number" if has_experts else "0: of its mixtures of experts none is served"
         raise keys.refused("expert_count", count, wanted)
     if not count:

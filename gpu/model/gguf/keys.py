@@ -1,8 +1,8 @@
 """The keys of one architecture in a GGUF file's metadata, and how a family's files differ from others."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -129,20 +129,23 @@ class GgufForm:
 
     architecture: `general.architecture`. claims: whether a file of that architecture is of this family; None: it is
     where no other family claims it. translate: returns keys of `config.json` from the file's keys and from those that
-    all families have (`as_config`); it wins where both have one. has_experts, has_windows: whether its layers have.
-    has_neighbour_pairs: rows of queries and keys are in the order in which neighbours are rotated together.
-    end_tokens: control tokens that end its turns and no other family's; inner_tokens: those that end other families'
-    turns and not its own. merges_by_id: tokens are merged in the order
-    of their ids. tensor_names: the architecture of the `gguf` package whose names its tensors have; None: its own.
+    all families have (`as_config`); it wins where both have one. has_experts, has_windows: whether its layers have;
+    None: as a file says. has_neighbour_pairs: rows of queries and keys are in the order in which neighbours are rotated
+    together. end_tokens: control tokens that end its turns and no other family's; inner_tokens: those that end other
+    families' turns and not its own. merges_by_id: tokens are merged in the order of their ids. listed: keys of
+    `as_config` that have a number for each layer, which `translate` reads; own_names: of a layer's tensors that `gguf`
+    does not know. tensor_names: the architecture of the `gguf` package whose names its tensors have; None: its own.
     """
 
     architecture: str
     claims: Callable[[GgufKeys], bool] | None = None
     translate: Callable[[GgufKeys, dict[str, Any]], dict[str, Any]] = _no_keys
-    has_experts: bool = False
+    has_experts: bool | None = False
     has_windows: bool = False
     has_neighbour_pairs: bool = False
     end_tokens: frozenset[str] = frozenset()
     inner_tokens: frozenset[str] = frozenset()
     merges_by_id: bool = False
     tensor_names: str | None = None
+    listed: tuple[str, ...] = ()
+    own_names: Mapping[str, str] = field(default_factory=dict)

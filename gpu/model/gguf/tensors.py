@@ -21,6 +21,10 @@ SCHEME = "gguf"
 # Of one expert, as files had them before llama.cpp put all of a layer into one tensor.
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
 _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+_INPUTS = (
+    "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight",
+    "model.per_layer_projection_norm.weight",
+)  # fmt: skip
 
 
 def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
@@ -61,10 +65,18 @@ def stored_names(architecture: Architecture) -> dict[str, str]:
     family = families()[architecture.family]
     table, form = family.tensors(architecture), family.gguf
     assert form is not None, "a GGUF file's architecture was read by its form"
-    is_mixture = any(EACH in name for name in table)  # of which llama.cpp knows no layers without experts
-    dense = ("gate", "up", "down") if is_mixture else ()
+    experts = [spec.experts for spec in architecture.layer_pattern if spec.experts is not None]
+    is_alone = bool(experts) and not experts[0].beside_mlp  # llama.cpp knows no layers of a mixture without experts
+    dense = ("gate", "up", "down") if is_alone else ()
     layer_names = tuple(name for name, what in table.items() if EACH in name or what not in dense)
-    return _names(form.tensor_names or form.architecture, architecture.num_layers, layer_names)
+    known = _names(
+        form.tensor_names or form.architecture, architecture.num_layers,
+        tuple(name for name in layer_names if name not in form.own_names), architecture.layer_inputs is not None,
+    )  # fmt: skip
+    return known | {
+        f"model.layers.{layer}.{name}": f"blk.{layer}.{form.own_names[name]}"
+        for layer in range(architecture.num_layers) for name in layer_names if name in form.own_names
+    }  # fmt: skip
 
 
 def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisation | None:
@@ -127,13 +139,17 @@ def _describe(
 
 
 @lru_cache(maxsize=2)
-def _names(architecture: str, num_layers: int, layer_names: tuple[str, ...]) -> dict[str, str]:
-    """Return llama.cpp's names by a checkpoint's."""
+def _names(architecture: str, num_layers: int, layer_names: tuple[str, ...], has_inputs: bool) -> dict[str, str]:
+    """Return llama.cpp's names by a checkpoint's. has_inputs: whether layers have inputs beside hidden states."""
     import gguf
 
     (known,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     table: Any = gguf.get_tensor_name_map(known, num_layers)
-    ours = [*_WHOLE, *(f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in layer_names)]
+    ours = [
+        *_WHOLE,
+        *(_INPUTS if has_inputs else ()),
+        *(f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in layer_names),
+    ]
     found = {name: table.get_name(name.replace(f".{EACH}", ""), try_suffixes=(".weight", ".bias")) for name in ours}
     found |= {name: f"{theirs}.weight" for name, theirs in found.items() if not name.endswith((".weight", ".bias"))}
     assert len(set(found.values())) == len(ours), "no two tensors have one name"

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
+from gpu.model.families.gemma4.gguf_form import GGUF
 from gpu.model.families.gemma4.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, QK_NORMS, Family, parse_sizes
 from gpu.model.gguf.header import shown
@@ -46,6 +47,8 @@ _EXPERTS = {
     "post_feedforward_layernorm_2.weight": "experts_post_norm",
 }
 _STACKED = {"experts.gate_up_proj": "experts_gate_up", "experts.down_proj": "experts_down"}
+
+_APART = {"experts.*.gate_up_proj.weight": "gate_up", "experts.*.down_proj.weight": "down"}
 
 
 def parse(keys: ConfigKeys, name: str) -> Architecture:
@@ -208,7 +211,8 @@ def unwrap(config: dict[str, Any]) -> dict[str, Any]:
 def tensors(shape: Architecture) -> dict[str, str]:
     has_experts = any(spec.experts is not None for spec in shape.layer_pattern)
     inputs = {} if shape.layer_inputs is None else _INPUTS
-    return LAYER_TENSORS | _NORMS | QK_NORMS | inputs | (_EXPERTS | _STACKED if has_experts else {})
+    experts = _EXPERTS | (_APART if shape.experts_apart else _STACKED) if has_experts else {}
+    return LAYER_TENSORS | _NORMS | QK_NORMS | inputs | experts
 
 
 FAMILY = Family(
@@ -237,5 +241,6 @@ FAMILY = Family(
         "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
         "model.vision_embedder.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.",
     ),
+    gguf=GGUF,
     shapes=SHAPES,
 )  # fmt: skip
