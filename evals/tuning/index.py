@@ -62,7 +62,9 @@ def measure_index(
 
 
 def choose_index(rows: Sequence[Row], most_kl: float) -> Row:
-    """Return the row of the fewest bytes within a KL. Raises ValueError where none is, naming the nearest."""
+    """Return the row of the fewest bytes within a KL; where shares read alike, since the text is short, the largest.
+    Raises ValueError where none is, naming the nearest.
+    """
     within = [row for row in rows if row["kl"] <= most_kl]
     if not within:
         best = min(rows, key=lambda row: row["kl"])
@@ -71,4 +73,4 @@ def choose_index(rows: Sequence[Row], most_kl: float) -> Row:
             f"tune: a KL of {most_kl:g} allowed, the least of these is {best['kl']:.4f} ({words}); raise --kl or give "
             "larger --shares, --key-bits and --value-bits"
         )
-    return min(within, key=lambda row: row["bytes"])
+    return min(within, key=lambda row: (row["bytes"], -row["budget_share"]))

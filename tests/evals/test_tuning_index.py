@@ -121,6 +121,7 @@ def test_the_choice_has_the_fewest_bytes_within_the_kl() -> None:
     rows = [row(0.002, 0.2, 0.01), row(0.005, 0.21, 0.003), row(0.02, 0.25, 0.001)]
     assert choose_index(rows, 0.003)["budget_share"] == 0.005
     assert choose_index(rows, 0.002)["budget_share"] == 0.02
+    assert choose_index([row(0.002, 0.2, 0.001), row(0.005, 0.2, 0.001)], 0.002)["budget_share"] == 0.005
     with pytest.raises(ValueError, match=r"least of these is 0\.0010 \(key_bits 4, value_bits 2, budget_share 0\.02\)"):
         choose_index(rows, 0.0001)
 
