@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.layers.layer_arrays import rope_array
-from gpu.model.spec import Architecture, ModelError, RopeScaling
+from gpu.model.spec import NO_ROTATION, Architecture, ModelError, RopeScaling
 
 
 def rope_tables(architecture: Architecture, max_context_tokens: int, device: torch.device,
@@ -68,6 +68,8 @@ def inverse_frequencies(architecture: Architecture, max_context_tokens: int,
     model_tokens = architecture.max_context_tokens
     if rope.kind == "default":
         return _plain(rope.theta, dim), 1.0
+    if rope == NO_ROTATION:
+        return torch.zeros(dim // 2), 1.0
     if rope.kind == "proportional":
         turning = int(_setting(rope, "partial_rotary_factor", 1.0) * dim // 2)
         plain = _plain(rope.theta, dim)

@@ -18,11 +18,16 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """RoPE frequencies: `kind` is one of ROPE_TYPES, `settings` the remaining keys of the config as they are."""
+    """RoPE frequencies: `kind` is one of ROPE_TYPES, or NO_ROTATION's; `settings` the remaining keys of the config as
+    they are.
+    """
 
     kind: str
     theta: float
     settings: dict[str, Any] = field(hash=False)
+
+
+NO_ROTATION = RopeScaling("none", 1.0, {})  # of layers whose queries and keys stay as they are
 
 
 @dataclass(frozen=True, slots=True)

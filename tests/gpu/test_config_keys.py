@@ -91,6 +91,9 @@ MEANING = [
     ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0; served: 7.0"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; served: 1.702"),
+    ("smollm3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is .*; wanted 1 or 0 for each of 5 layers"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; wanted a positive int"),
     ("gemma4", {"hidden_activation": "silu"}, "hidden_activation is 'silu'; served: 'gelu_pytorch_tanh'"),
     ("gemma4", {"attention_bias": True}, "attention_bias is True; served: False"),
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; served: None, 'vision'"),
@@ -149,7 +152,7 @@ def test_every_family_refuses_what_only_others_know_where_a_folder_has_code_of_i
     for key, value in FOREIGN.items():
         if key in ("num_experts", "num_local_experts") and parse(BASE[name]).layer_pattern[0].experts is not None:
             continue
-        if key == "mlp_bias" and BASE[name]["model_type"] == "llama":
+        if key == "mlp_bias" and BASE[name]["model_type"] in ("llama", "smollm3"):
             continue
         served = ("num_kv_shared_layers", "final_logit_softcapping", "num_experts")  # the last one without a mixture
         if key in served and BASE[name]["model_type"] == "gemma4_text":

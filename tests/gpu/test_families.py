@@ -59,6 +59,7 @@ def test_logits_and_greedy_text_equal_transformers(name: str, length: int) -> No
         ("gpt_oss", {"sliding_window": 31}),
         ("gpt_oss", {"rope_scaling": CONFIGS["gpt_oss"]["rope_scaling"] | {"truncate": True}}),
         ("gemma3", {"query_pre_attn_scalar": 176}),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}),
         ("gemma4", {"final_logit_softcapping": 20.0}),
         ("gemma4", {"sliding_window": 31}),
         (
@@ -190,6 +191,21 @@ def test_a_gemma4s_file_may_be_in_parts(tmp_path: Path) -> None:
     write_shards(tensors, tmp_path, 3)
     shutil.copy(known.folder / "config.json", tmp_path)
     assert off(generate(load(tmp_path), prompt, 2)[1][:1], known.logits(prompt)[-1:]) < FAMILY_LOGITS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"no_rope_layers": None, "layer_types": None, "attention_bias": True, "mlp_bias": True},
+        {"use_sliding_window": True, "sliding_window": 24, "layer_types": None, "tie_word_embeddings": False},
+    ],
+)
+def test_what_a_smollm3_may_leave_out_or_ask_for_is_transformers(change: dict) -> None:
+    known, prompt = checkpoint("smollm3", **change), draw_prompt(60)
+    tokens, logits = generate(load(known.folder), prompt, 6)
+    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
+    assert off(logits, wanted) < FAMILY_LOGITS
+    assert wanted.argmax(-1).tolist() == tokens
 
 
 def test_beyond_its_original_positions_longrope_has_its_other_frequencies() -> None:
