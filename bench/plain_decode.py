@@ -142,7 +142,10 @@ class PlainDecode:
             self._keys[index].index_copy_(2, self.position, _rotate(key, cos, sin)[:, :, None])
             self._values[index].index_copy_(2, self.position, value[:, :, None])
         group = a.num_heads // own.count
-        grouped = _rotate(query, cos, sin).view(batch, own.count, group, own.dim)  # a group's heads as queries
+        query = _rotate(query, cos, sin)
+        if a.query_growth is not None:
+            query = query * (1 + a.query_growth.beta * torch.log(1 + self.position // a.query_growth.tokens)).to(query)
+        grouped = query.view(batch, own.count, group, own.dim)  # a group's heads as queries
         keys, values, scale = self._keys[source], self._values[source], a.dim**-0.5
         if layer.sinks is None:
             seen = mask[None, None, None]

@@ -70,7 +70,8 @@ class ReferenceDecoder:
             cos, sin = (table[:longest] for table in self.rope_tables[layer])
             window = self.architecture.layers[layer].window_tokens
             plain_q, plain_k, v = self._project(hidden, layer, kept)  # [requests, heads, tokens, dim]
-            query, key = rotate(plain_q, cos, sin), rotate(plain_k, cos, sin)
+            positions = torch.arange(longest, device=self.device)
+            query, key = rotate(plain_q, cos, sin) * self._growth(positions), rotate(plain_k, cos, sin)
             cache.keys.append(functional.pad(key, (0, 0, 0, capacity - longest)))
             cache.values.append(functional.pad(v, (0, 0, 0, capacity - longest)))
             if window is None:
@@ -103,7 +104,7 @@ class ReferenceDecoder:
             cache.keys[layer][requests, :, position] = rotate(key, cos, sin)[:, :, 0]
             cache.values[layer][requests, :, position] = v[:, :, 0]
             keys, values = cache.keys[layer][:, :, :longest], cache.values[layer][:, :, :longest]
-            query = rotate(plain_q, cos, sin)[:, :, 0]
+            query = (rotate(plain_q, cos, sin) * self._growth(position[:, None, None]))[:, :, 0]
             if window is None:
                 result = attend(Step(layer, query, plain_q[:, :, 0], keys, values, lengths, longest))
                 out = result.out
@@ -119,6 +120,14 @@ class ReferenceDecoder:
         normed = rms_norm(hidden, self.weights.final_norm, self.architecture.rms_norm_eps)
         logits, cap = functional.linear(normed, self.weights.logits).float(), self.architecture.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _growth(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return what rotated queries are multiplied by, `[..., 1]`."""
+        growth = self.architecture.query_growth
+        if growth is None:
+            return torch.ones(1, device=positions.device, dtype=self.weights.embedding.dtype)
+        scale = 1 + growth.beta * torch.log(1 + positions // growth.tokens)
+        return scale.to(self.weights.embedding.dtype)[..., None]
 
     @property
     def _scale(self) -> float:

@@ -71,7 +71,7 @@ class LayerLoop:
         window_workspace = self.window_workspaces[skips]
         token_ids = self.last_tokens.index_select(0, rows.token_slots)
         hidden = decoder.embed(token_ids)
-        carried = decoder.carry(token_ids, hidden, range(decoder.architecture.num_layers))
+        carried = decoder.carry(token_ids, rows.positions, hidden, range(decoder.architecture.num_layers))
         windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
         for layer in range(decoder.architecture.num_layers):
             queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None, carried=carried)

@@ -39,12 +39,13 @@ Pages = tuple[Tensor, Tensor, Tensor]
 class Carried:
     """What goes from layer to layer beside hidden states. inputs: of all layers, of one layer alone, or of none
     (`Projections.inputs`), from `first_layer` on; kept: keys and values `[tokens, 2 * kv_heads * dim]` that later
-    layers have, too, before norms and rotation, by the layer that made them.
+    layers have, too, before norms and rotation, by the layer that made them; query_scale: of `Decoder.query_scale`.
     """
 
     inputs: Tensor | None
     first_layer: int
     kept: dict[int, Tensor]
+    query_scale: Tensor | None = None
 
     def inputs_of(self, layer: int) -> Tensor | None:
         return None if self.inputs is None else self.inputs[:, layer - self.first_layer]
@@ -82,15 +83,25 @@ class Decoder:
         rows = self.weights.embedding.index_select(0, token_ids)
         return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
-    def carry(self, token_ids: Tensor, embedded: Tensor, layers: range) -> Carried:
+    def carry(self, token_ids: Tensor, positions: Tensor, embedded: Tensor, layers: range) -> Carried:
         """Return what these layers get beside hidden states. embedded: `embed(token_ids)`."""
-        return Carried(self.projections.inputs(embedded, token_ids, layers), layers.start, {})
+        inputs = self.projections.inputs(embedded, token_ids, layers)
+        return Carried(inputs, layers.start, {}, self.query_scale(positions))
 
-    def carry_to(self, layer: int, token_ids: Tensor, kept: dict[int, Tensor]) -> Carried:
+    def carry_to(self, layer: int, token_ids: Tensor, positions: Tensor, kept: dict[int, Tensor]) -> Carried:
         """Return what one layer gets beside hidden states. kept: as in `Carried`."""
-        if self.weights.inputs is None:
-            return Carried(None, layer, kept)
-        return Carried(self.projections.inputs(self.embed(token_ids), token_ids, range(layer, layer + 1)), layer, kept)
+        inputs = None
+        if self.weights.inputs is not None:
+            inputs = self.projections.inputs(self.embed(token_ids), token_ids, range(layer, layer + 1))
+        return Carried(inputs, layer, kept, self.query_scale(positions))
+
+    def query_scale(self, positions: Tensor) -> Tensor | None:
+        """Return what rotated queries are multiplied by, `[tokens, 1, 1]` in the weights' dtype; None: by nothing."""
+        growth = self.architecture.query_growth
+        if growth is None:
+            return None
+        scale = 1 + growth.beta * torch.log1p(torch.floor(positions / growth.tokens))
+        return scale.to(self.weights.embedding.dtype)[:, None, None]
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
               pages: Pages | None = None, cells: Tensor | None = None, see: See | None = None,
@@ -124,6 +135,9 @@ class Decoder:
             carried.kept[index] = qkv[:, columns:].clone()
         norms = self.projections.head_norms(index)
         query = self._write(index, qkv, positions, cells, slots, pages, self.architecture.num_heads, norms)
+        scale = self.query_scale(positions) if carried is None else carried.query_scale
+        if scale is not None:
+            query = query.mul_(scale)
         if see is not None:
             see(qkv[:, columns:].view(len(qkv), 2, -1, self._dims[index]))
         return query, qkv[:, :columns].view(query.shape)

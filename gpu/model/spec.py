@@ -61,6 +61,14 @@ class KvHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries are multiplied by `1 + beta * ln(1 + floor(position / tokens))`, behind their rotation."""
+
+    beta: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerInputs:
     """What each layer gets of a token beside its hidden state: `width` numbers, of a table of `vocab_size` tokens and
     of a projection of its embedding.
@@ -117,9 +125,9 @@ class Architecture:
     in the checkpoint, not halves. norm_weight_offset: added to the checkpoint's norm weights. query_gain: factor of the
     query norms' weights, for a model that scales its logits by other than dim**-0.5. embedding_scale: factor of the
     input embedding, in the model's dtype. logit_cap: logits are `cap * tanh(logits / cap)`; None: as they are.
-    layer_inputs: of each layer; None: it has hidden states alone. experts_apart: the checkpoint has tensors of each
-    expert (a GGUF file), also in a family that has one of all. quantisation: which matrices have few bits; None: none
-    (`gpu.model.matrix_formats` says what that weighs).
+    layer_inputs: of each layer; None: it has hidden states alone. query_growth: of queries with their positions; None:
+    there is none. experts_apart: the checkpoint has tensors of each expert (a GGUF file), also in a family that has one
+    of all. quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says what that weighs).
     """
 
     name: str
@@ -145,6 +153,7 @@ class Architecture:
     embedding_scale: float = 1.0
     logit_cap: float | None = None
     layer_inputs: LayerInputs | None = None
+    query_growth: QueryGrowth | None = None
     experts_apart: bool = False
     quantisation: Quantisation | None = None
 

@@ -175,7 +175,7 @@ class Prefill:
             self._begin_fused_layer(state, unit.layer, pages)
         chunk = slice(unit.begin, unit.end)
         kept = {layer: rows[chunk] for layer, rows in state.kept.items()}
-        carried = self.decoder.carry_to(unit.layer, state.token_ids[chunk], kept)
+        carried = self.decoder.carry_to(unit.layer, state.token_ids[chunk], state.positions[chunk], kept)
         if self.windows is not None and unit.layer in self.decoder.pool.windows.shape.layers:
             computed = self._compute_windowed(self.windows, state, unit.layer, chunk, carried)
             state.put(chunk, computed)

@@ -91,6 +91,12 @@ MEANING = [
     ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0; served: 7.0"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; served: 1.702"),
+    ("ministral3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
+    (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        "rope_parameters has llama_4_scaling_beta None and original_max_position_embeddings 64; wanted both",
+    ),
     ("smollm3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is .*; wanted 1 or 0 for each of 5 layers"),
     ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; wanted a positive int"),

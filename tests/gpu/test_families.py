@@ -14,9 +14,12 @@ from bench.decode_loop import build_runner, decode
 from bench.plain_decode import PlainDecode
 from evals.forward import load_decoder
 from evals.methods.attention import attend_all
+from gpu.config import Composition
 from gpu.cpu_step.cpu_step import serves
 from gpu.cpu_step.step_attention import COLUMN_BLOCK
-from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape, read_architecture
+from gpu.methods.device_side import Site, make_device_sides
+from gpu.model.architecture import NAMED_SHAPES, LayerSpec, ModelError, named_shape, read_architecture
+from gpu.profiles import resolve_profiles
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.drawing import random_weights
 from tests.gpu.family_checkpoints import CONFIGS, checkpoint, draw_prompt, generate, load
@@ -59,6 +62,7 @@ def test_logits_and_greedy_text_equal_transformers(name: str, length: int) -> No
         ("gpt_oss", {"sliding_window": 31}),
         ("gpt_oss", {"rope_scaling": CONFIGS["gpt_oss"]["rope_scaling"] | {"truncate": True}}),
         ("gemma3", {"query_pre_attn_scalar": 176}),
+        ("ministral3", {"rope_parameters": CONFIGS["ministral3"]["rope_parameters"] | {"llama_4_scaling_beta": 0.38}}),
         ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}),
         ("gemma4", {"final_logit_softcapping": 20.0}),
         ("gemma4", {"sliding_window": 31}),
@@ -191,6 +195,27 @@ def test_a_gemma4s_file_may_be_in_parts(tmp_path: Path) -> None:
     write_shards(tensors, tmp_path, 3)
     shutil.copy(known.folder / "config.json", tmp_path)
     assert off(generate(load(tmp_path), prompt, 2)[1][:1], known.logits(prompt)[-1:]) < FAMILY_LOGITS
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_a_ministral3_that_sees_pictures_loads_its_text_and_refuses_mac(is_default: bool, tmp_path: Path) -> None:
+    change = {"rope_parameters": None} if is_default else {}
+    known, prompt = checkpoint("ministral3", **change), draw_prompt(200)
+    tensors = load_file(known.folder / "model.safetensors")
+    renamed = {f"language_model.{key}": value for key, value in tensors.items()}
+    save_file(renamed | {"vision_tower.patch_conv.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    text = json.loads((known.folder / "config.json").read_text())
+    whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"hidden_size": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert off(generate(load(tmp_path), prompt, 2)[1][:1], known.logits(prompt)[-1:]) < FAMILY_LOGITS
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text | {"model_type": "qwen3"}}))
+    with pytest.raises(ModelError, match=r"a mistral3 whose text_config\.model_type is 'qwen3'; served"):
+        read_architecture(tmp_path)
+    shape = read_architecture(known.folder)
+    part = resolve_profiles({"own": Composition.model_validate({"reuse": {"method": "mac"}})}, None)["own"].ring_part
+    site = Site(shape, None, 16, 2, torch.float32, torch.float32, CPU)
+    with pytest.raises(ModelError, match=r"mac: queries of .* grow with their positions"):
+        make_device_sides([part], site, {part.id: 1})
 
 
 @pytest.mark.parametrize(

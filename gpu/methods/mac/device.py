@@ -22,6 +22,7 @@ from gpu.methods.mac.match import NUM_COUNTS, Limits, Matched, match
 from gpu.methods.mac.rings import Ring
 from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
+from gpu.model.spec import ModelError
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.operations.kv.kv_rows import width_of
 from gpu.step import RingWrite
@@ -49,6 +50,11 @@ class Mac(RingSide):
     def __init__(self, settings: MacSettings, site: Site, num_rings: int) -> None:
         super().__init__(site)
         shape, device = site.architecture, site.device
+        if shape.query_growth is not None:
+            raise ModelError(
+                f"mac: queries of {shape.name} grow with their positions, and what is reused is of another one's; take "
+                "`reuse: mac` out of the profiles"
+            )
         self.settings = settings
         self.layers = settings.layers(shape)
         self._store = Ring(**allocate_all(ring_arrays(settings, shape, num_rings), device))

@@ -1,0 +1,81 @@
+"""Ministral 3, its text: a Mistral with YaRN whose queries grow with their positions.
+
+Of a checkpoint that sees pictures, too, the decoder alone is read.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.config_rope import make_rope
+from gpu.model.families.ministral3.shapes import SHAPES, YARN
+from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
+from gpu.model.spec import Architecture, LayerSpec, ModelError, QueryGrowth
+
+log = logging.getLogger(__name__)
+
+_BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    keys.only("hidden_act", "silu")
+    keys.only("attention_bias", False)
+    keys.only("layer_types", None)
+    max_positions, window = keys.positive("max_position_embeddings", int), keys.optional("sliding_window", int)
+    given = keys.get("rope_scaling") or keys.get("rope_parameters") or YARN
+    keys.get("rope_parameters")
+    if not isinstance(given, Mapping):
+        raise ModelError(f"model: {keys.source}: rope_parameters is {given!r}; wanted an object")
+    beta, original = given.get(_BETA), given.get(_ORIGINAL)
+    if type(beta) not in (int, float) or type(original) is not int or beta < 0 or original < 1:
+        raise ModelError(
+            f"model: {keys.source}: rope_parameters has {_BETA} {beta!r} and {_ORIGINAL} {original!r}; wanted both, "
+            "numbers of 0 and of 1 or more"
+        )
+    settings = {key: value for key, value in given.items() if key not in (_BETA, "max_position_embeddings")}
+    rope = make_rope(settings, keys.get("rope_theta"), max_positions, keys.source)
+    if rope.kind == "yarn" and isinstance(rope.settings.get("factor"), int | float):
+        max_positions = max(max_positions, int(rope.settings["factor"] * original))
+    spec = LayerSpec(window_tokens=None if window is None or window >= max_positions else window)
+    growth = QueryGrowth(float(beta), original) if beta else None
+    return parse_sizes(keys, name, (spec,), rope=rope, max_context_tokens=max_positions, query_growth=growth)
+
+
+def unwrap(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the decoder's part of a model that sees pictures, and say so. Raises ModelError for another decoder."""
+    text = config.get("text_config")
+    if config.get("model_type") != "mistral3" or not isinstance(text, dict):
+        return config
+    if text.get("model_type") != "ministral3":
+        raise ModelError(
+            f"model: a mistral3 whose text_config.model_type is {text.get('model_type')!r}; served: 'ministral3'"
+        )
+    if config.get("vision_config"):
+        log.info("model event=text_alone reason='vision_config: pictures are not served'")
+    beside = {key: config[key] for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings") if key in config}
+    return beside | text
+
+
+FAMILY = Family(
+    model_types=("ministral3", "mistral3"),
+    parse=parse,
+    tensors=lambda shape: LAYER_TENSORS,
+    defaults={
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "max_position_embeddings": 262_144,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 131_072,
+    },
+    unwrap=unwrap,
+    prefixes=(("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", "")),
+    skipped=(
+        "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+    ),
+    shapes=SHAPES,
+)  # fmt: skip
