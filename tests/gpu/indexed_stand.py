@@ -129,7 +129,9 @@ def make_stand(
     """Return an index of the first `indexed` tokens, or all, of runs in pieces of these lengths. stored: the runs lie
     in pages of this dtype; None: in host memory.
     """
-    settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_tokens=256, least_tokens=16)
+    settings = IndexedSettings(
+        key_bits=key_bits, value_bits=value_bits, budget_share=1.0, budget_tokens=256, least_tokens=16
+    )
     shape: Any = Shape(dim, group)
     draw, on = np.random.default_rng(7), torch.device(device)
     index = new_index(settings, shape, NUM_LAYERS, NUM_RINGS, dtype, on, 2 * NUM_RINGS * most_pages(shape))

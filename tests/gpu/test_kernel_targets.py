@@ -484,7 +484,7 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
     wanted = empty(rows, shape.num_heads, dtype=torch.uint8)
     rotation = empty(shape.dim, shape.dim)
     for key_bits, value_bits, is_int8 in ((4, 2, False), (4, 2, True), (2, 4, False), (8, 2, True)):
-        settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_tokens=slots)
+        settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_share=1.0, budget_tokens=slots)
         arrays = page_arrays(settings, shape, 1, 7) | ring_arrays(settings, shape, 1, rings)
         rows_in_slots = empty(1, rings * shape.num_kv_heads, slots, shape.dim, dtype=dtype)
         index = Index(**_empty_arrays(arrays), keys=rows_in_slots, values=rows_in_slots)

@@ -83,10 +83,11 @@ def ring_arrays(
     """
     dim, heads, tokens = architecture.dim, architecture.num_kv_heads, most_pages(architecture) * SPLIT_TOKENS
     pieces, places = most_pieces(architecture.max_context_tokens), num_rings * heads
+    slots = settings.num_slots(architecture.max_context_tokens)
     return {
         "table": ArraySpec((num_layers, num_rings, most_pages(architecture)), "int32"),
         "centres": ArraySpec((num_layers, places, dim), "float32"),
-        "ids": ArraySpec((num_layers, places, settings.budget_tokens), "int32"),
+        "ids": ArraySpec((num_layers, places, slots), "int32"),
         "held": ArraySpec((num_layers, places, tokens // WORD_BITS), "int32"),
         "lies": ArraySpec((num_layers, num_rings, COLUMNS, pieces), "int64"),
         "piece_centres": ArraySpec((num_layers, num_rings, pieces, heads, dim), "float32"),
@@ -99,7 +100,8 @@ def work_arrays(settings: IndexedSettings, architecture: Architecture, num_rings
     """Return what one layer's step passes through, by the fields of `gpu.methods.indexed.ring.Work`."""
     dim, group, splits = architecture.dim, architecture.group, most_pages(architecture)
     places, tokens = num_rings * architecture.num_kv_heads, splits * SPLIT_TOKENS
-    reads = -(-settings.budget_tokens // READ_SLOTS)
+    slots = settings.num_slots(architecture.max_context_tokens)
+    reads = -(-slots // READ_SLOTS)
     return {
         "rotated": ArraySpec((places, group, dim), "float16"),
         "shift": ArraySpec((places, group), "float32"),
@@ -114,7 +116,7 @@ def work_arrays(settings: IndexedSettings, architecture: Architecture, num_rings
         "rest_out": ArraySpec((places, splits, group, dim), "float32"),
         "rest_mass": ArraySpec((places, splits, group), "float32"),
         "rest_square": ArraySpec((places, splits, group), "float32"),
-        "fresh": ArraySpec((places, settings.budget_tokens), "uint8"),
+        "fresh": ArraySpec((places, slots), "uint8"),
         "read_out": ArraySpec((places, reads, group, dim), "float32"),
         "read_lse": ArraySpec((places, reads, group), "float32"),
     }
@@ -184,7 +186,7 @@ class Indexed(RingMethod):
         work = sum_bytes(work_arrays(settings, architecture, 1).values())
         report = report_arrays(architecture, num_layers, 1)
         del report["of_layers"], report["factor"]  # a few bytes, once for all sequences
-        slots = num_layers * architecture.num_kv_heads * settings.budget_tokens
+        slots = num_layers * architecture.num_kv_heads * settings.num_slots(architecture.max_context_tokens)
         return Footprint(
             sum_bytes([*arrays.values(), *report.values()]) + settings.num_works * work,
             sequence_numbers=2 * slots * architecture.dim,

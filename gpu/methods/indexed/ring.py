@@ -119,7 +119,8 @@ def new_index(
     None: each has those of the longest context, for good.
     """
     own_pages = most_pages(shape)
-    rows = (num_layers, num_rings * shape.num_kv_heads, settings.budget_tokens, shape.dim)
+    slots = settings.num_slots(shape.max_context_tokens)
+    rows = (num_layers, num_rings * shape.num_kv_heads, slots, shape.dim)
     index = Index(
         **allocate_all(page_arrays(settings, shape, num_layers, num_pages or num_rings * own_pages), device),
         **allocate_all(ring_arrays(settings, shape, num_layers, num_rings), device),

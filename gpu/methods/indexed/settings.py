@@ -45,7 +45,12 @@ class IndexedSettings(Settings):
     )
     least_tokens: int = Field(64, ge=16, le=8192, description="that it reads at least, as far as there are so many")
     budget_tokens: int = Field(
-        2048, ge=64, le=8192, multiple_of=64, description="that it reads at most: slots on the device for their rows"
+        2048,
+        ge=64,
+        le=8192,
+        multiple_of=64,
+        description="that it reads at most; there are slots on the device for as many, or for its share of the longest "
+        "context where that is less and `errors.epsilon` asks for no more",
     )
     min_context_tokens: int = Field(
         1024, ge=0, description="prompt and answer that are shorter together are read in full by the CPU"
@@ -101,6 +106,15 @@ class IndexedSettings(Settings):
         share = -(-num_tokens * round(self.budget_share * SHARE_UNIT) // SHARE_UNIT)
         return min(max(share, self.least_tokens), self.budget_tokens)
 
+    def num_slots(self, max_context_tokens: int) -> int:
+        """Return the slots for rows of a KV head: a multiple of 64 that holds all that it may choose of a context."""
+        if self.epsilon is not None:
+            return self.budget_tokens
+        most = self.count_chosen(max_context_tokens)
+        return min(-(-most // SLOT_STEP) * SLOT_STEP, self.budget_tokens)
+
+
+SLOT_STEP = 64
 
 SHARE_UNIT = 1 << 16
 """Budgets are counted in integers on host and device alike: in this part of the tokens."""
