@@ -119,6 +119,7 @@ class ReferenceDecoder:
         """Return float32 `[requests, vocab]` of final hidden states `[requests, hidden]`."""
         normed = rms_norm(hidden, self.weights.final_norm, self.architecture.rms_norm_eps)
         logits, cap = functional.linear(normed, self.weights.logits).float(), self.architecture.logit_cap
+        logits = logits * self.architecture.logit_gain
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _growth(self, positions: torch.Tensor) -> torch.Tensor:

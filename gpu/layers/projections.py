@@ -36,7 +36,7 @@ class Projections:
         self.weights = weights
         self.eps = architecture.rms_norm_eps
         self._specs = architecture.layers
-        self._cap = architecture.logit_cap
+        self._cap, self._gain = architecture.logit_cap, architecture.logit_gain
         size = widened_bytes(architecture, weights.embedding.element_size())
         widened = Widened(size, weights.embedding.device)
         self._matrices = [
@@ -142,6 +142,8 @@ class Projections:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return final norm and logits, float32 `[tokens, vocab]`, capped if the model caps them."""
         logits = self._logits.logits(self.final_norm(hidden))
+        if self._gain != 1:
+            logits.mul_(self._gain)
         return logits if self._cap is None else logits.div_(self._cap).tanh_().mul_(self._cap)
 
     def final_norm(self, hidden: Tensor) -> Tensor:

@@ -124,10 +124,11 @@ class Architecture:
     leading elements that are rotated; None: all. has_neighbour_pairs: elements that are rotated together are neighbours
     in the checkpoint, not halves. norm_weight_offset: added to the checkpoint's norm weights. query_gain: factor of the
     query norms' weights, for a model that scales its logits by other than dim**-0.5. embedding_scale: factor of the
-    input embedding, in the model's dtype. logit_cap: logits are `cap * tanh(logits / cap)`; None: as they are.
-    layer_inputs: of each layer; None: it has hidden states alone. query_growth: of queries with their positions; None:
-    there is none. experts_apart: the checkpoint has tensors of each expert (a GGUF file), also in a family that has one
-    of all. quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says what that weighs).
+    input embedding, in the model's dtype. logit_gain: of logits. logit_cap: logits are `cap * tanh(logits / cap)`;
+    None: as they are. layer_inputs: of each layer; None: it has hidden states alone. query_growth: of queries with
+    their positions; None: there is none. experts_apart: the checkpoint has tensors of each expert (a GGUF file), also
+    in a family that has one of all. quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats`
+    says what that weighs).
     """
 
     name: str
@@ -152,6 +153,7 @@ class Architecture:
     query_gain: float = 1.0
     embedding_scale: float = 1.0
     logit_cap: float | None = None
+    logit_gain: float = 1.0
     layer_inputs: LayerInputs | None = None
     query_growth: QueryGrowth | None = None
     experts_apart: bool = False

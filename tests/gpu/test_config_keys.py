@@ -91,6 +91,8 @@ MEANING = [
     ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0; served: 7.0"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; served: 1.702"),
+    ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0; wanted a positive float"),
+    ("granite", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling 'linear'; served in a granite"),
     ("ministral3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     (
         "ministral3",
@@ -158,9 +160,11 @@ def test_every_family_refuses_what_only_others_know_where_a_folder_has_code_of_i
     for key, value in FOREIGN.items():
         if key in ("num_experts", "num_local_experts") and parse(BASE[name]).layer_pattern[0].experts is not None:
             continue
-        if key == "mlp_bias" and BASE[name]["model_type"] in ("llama", "smollm3"):
+        if key == "mlp_bias" and BASE[name]["model_type"] in ("llama", "smollm3", "granite"):
             continue
         served = ("num_kv_shared_layers", "final_logit_softcapping", "num_experts")  # the last one without a mixture
+        if key.endswith(("_multiplier", "_scaling")) and BASE[name]["model_type"] == "granite":
+            continue
         if key in served and BASE[name]["model_type"] == "gemma4_text":
             continue
         with pytest.raises(ModelError, match=rf"^model: config\.json: .*{key}") as caught:

@@ -168,7 +168,8 @@ LAYERS_BEYOND = {
 }  # fmt: skip
 MODELS_BEYOND = {
     "layer_pattern": (LayerSpec(), LayerSpec(qkv_bias=True)), "norm_weight_offset": 1.0, "query_gain": 2.0,
-    "embedding_scale": 2.0, "logit_cap": 30.0, "layer_inputs": LayerInputs(8, 64), "query_growth": QueryGrowth(0.1, 16),
+    "embedding_scale": 2.0, "logit_cap": 30.0, "logit_gain": 0.5, "layer_inputs": LayerInputs(8, 64),
+    "query_growth": QueryGrowth(0.1, 16),
 }  # fmt: skip
 
 
