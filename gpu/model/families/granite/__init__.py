@@ -23,9 +23,8 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     rope, max_positions = parse_rope(keys)
     if rope.kind != "default":
         raise ModelError(f"model: {keys.source}: rope scaling {rope.kind!r}; served in a granite: default")
-    dim = keys.optional("head_dim", int) or keys.positive("hidden_size", int) // keys.positive(
-        "num_attention_heads", int
-    )
+    hidden, heads = keys.positive("hidden_size", int), keys.positive("num_attention_heads", int)
+    dim = keys.optional("head_dim", int) or hidden // heads
     settings = {
         "factor": 1.0, "attention_factor": (of_attention * dim**0.5) ** 0.5,
         "original_max_position_embeddings": max_positions,
