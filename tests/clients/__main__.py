@@ -38,9 +38,9 @@ _SERVE = (
     "from server.deployment import Deployment\n"
     "from server.planning.deployment_plan import resolve_plan; from transfer.machine import load_machine\n"
     "tree, command = yaml.safe_load(sys.argv[1]), yaml.safe_load(sys.argv[2])\n"
-    "if command: app.create_app.__defaults__ = (command, *app.create_app.__defaults__[1:])\n"
+    "own = {'engine_command': command} if command else {}\n"
     "resolved = resolve_plan(Deployment.model_validate(tree), load_machine(Path(sys.argv[3])))\n"
-    "sys.exit(app.serve(resolved.deployment, resolved.memory))"
+    "sys.exit(app.serve(resolved.deployment, resolved.memory, **own))"
 )
 
 

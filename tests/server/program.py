@@ -30,9 +30,9 @@ class Program:
             "from server.planning.deployment_plan import resolve_plan; from transfer.machine import load_machine\n"
             "tree = yaml.safe_load(sys.argv[1])\n"
             "command = yaml.safe_load(sys.argv[2])\n"
-            "app.create_app.__defaults__ = (command, *app.create_app.__defaults__[1:])\n"
             "deployment = Deployment.model_validate(tree)\n"
-            "sys.exit(app.serve(deployment, resolve_plan(deployment, load_machine(Path(sys.argv[3]))).memory))"
+            "memory = resolve_plan(deployment, load_machine(Path(sys.argv[3]))).memory\n"
+            "sys.exit(app.serve(deployment, memory, engine_command=command))"
         )
         assert FAKE_ENGINE.is_file()
         arguments = [yaml.safe_dump(tree), yaml.safe_dump(fake_command(**engine)), str(LAPTOP)]
