@@ -217,7 +217,8 @@ def _is_passed_over(name: str, architecture: Architecture) -> bool:
     layer that has another one's.
     """
     of_keys = _KEYS_OF_LAYER.match(name)
-    if of_keys is not None and int(of_keys[1]) < architecture.num_layers:
-        return architecture.layers[int(of_keys[1])].kv_of is not None
+    layer = architecture.num_layers if of_keys is None else int(of_keys[1])
+    if layer < architecture.num_layers and architecture.layers[layer].kv_of is not None:
+        return True
     is_kv_scale = architecture.quantisation is not None and _KV_SCALE.search(name) is not None
     return name.endswith("rotary_emb.inv_freq") or is_kv_scale
