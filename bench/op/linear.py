@@ -122,7 +122,7 @@ def _check_layer(shape: Architecture, weights: Weights) -> None:
         x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, device=weights.embedding.device)
         wide = x.double() * (x.double().square().mean(-1, keepdim=True) + shape.rms_norm_eps).rsqrt()
         wanted = wide @ as_matrix(weights.layers[0].qkv).unpack().double().t()
-        error = relative_error(Projections(weights, shape).qkv(0, x, shape.num_heads * shape.dim), wanted)
+        error = relative_error(Projections(weights, shape).qkv(0, x), wanted)
         require(error < MOST_ERROR, f"a product of {tokens} tokens is {error:.1e} from float64's")
 
 
@@ -133,7 +133,7 @@ def _run_layers(shape: Architecture, weights: Weights, batch: int) -> Call:
 
     def run() -> None:
         for layer in range(shape.num_layers):
-            projections.qkv(layer, hidden, shape.num_heads * shape.dim)
+            projections.qkv(layer, hidden)
             projections.mlp(layer, projections.output(layer, attended, hidden))
 
     return run

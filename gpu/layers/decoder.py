@@ -129,7 +129,7 @@ class Decoder:
         """
         source, columns = self.specs[index].kv_of, self.architecture.num_heads * self._dims[index]
         kept = None if source is None or carried is None else carried.kept[source]
-        qkv = self.projections.qkv(index, hidden, columns, kept)
+        qkv = self.projections.qkv(index, hidden, kept)
         if index in self._kept_layers:
             assert carried is not None, "what later layers have, too, is carried to them"
             carried.kept[index] = qkv[:, columns:].clone()

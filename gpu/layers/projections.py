@@ -36,6 +36,7 @@ class Projections:
         self.weights = weights
         self.eps = architecture.rms_norm_eps
         self._specs = architecture.layers
+        self._num_query_columns = [architecture.num_heads * architecture.heads_of(spec).dim for spec in self._specs]
         self._cap, self._gain = architecture.logit_cap, architecture.logit_gain
         size = widened_bytes(architecture, weights.embedding.element_size())
         widened = Widened(size, weights.embedding.device)
@@ -62,7 +63,7 @@ class Projections:
         for experts, norm in kinds.values():
             experts.warm_up(most_tokens, norm)
 
-    def qkv(self, layer: int, hidden: Tensor, num_query_columns: int, kept: Tensor | None = None) -> Tensor:
+    def qkv(self, layer: int, hidden: Tensor, kept: Tensor | None = None) -> Tensor:
         """Return norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads. kept: the part of keys
         and values, of a layer that has another one's.
         """
@@ -71,7 +72,7 @@ class Projections:
         if spec.num_kv_projections == 2:
             return made
         if spec.kv_of is None:
-            return torch.cat([made, made[:, num_query_columns:]], 1)
+            return torch.cat([made, made[:, self._num_query_columns[layer] :]], 1)
         assert kept is not None, "a layer that has another one's keys comes behind it"
         return torch.cat([made, kept], 1)
 

@@ -103,7 +103,7 @@ def test_an_output_matrix_has_a_row_for_each_way_in_which_kinds_store_it() -> No
 
 def wrong_product(patch: pytest.MonkeyPatch) -> None:
     right = Projections.qkv
-    patch.setattr(Projections, "qkv", lambda self, layer, x, columns: right(self, layer, x, columns).roll(1, 1))
+    patch.setattr(Projections, "qkv", lambda self, layer, x: right(self, layer, x).roll(1, 1))
 
 
 def wrong_logits(patch: pytest.MonkeyPatch) -> None:
