@@ -157,7 +157,7 @@ class RingSide(DeviceSide):
         self.ring_of_slot[write.slot].fill_(write.ring)
 
     def grow(self, growth: RingGrowth) -> None:
-        """Give a ring that is held further pages; asynchronous. Of a method whose rings share some."""
+        """Give a ring that is held further pages; asynchronous. A method whose rings share pages overrides this."""
         raise NotImplementedError(f"{type(self).__name__}: its rings share no pages")
 
     def figures_of(self, slot: int) -> Mapping[str, int]:

@@ -56,7 +56,7 @@ class KernelChoice:
     square_gain: float = 0.0
 
     def is_square(self, num_queries: int, past: int) -> bool:
-        """Return whether so many queries behind such a past are faster as a square, which has the past's as well."""
+        """Return whether a chunk of so many queries is faster as a square, which computes its past's queries, too."""
         size = square_size(past + num_queries)
         needed = num_queries * (num_queries + 2 * past)
         return LEAST_SQUARE <= size <= self.most_square and size * size < self.square_gain * needed
@@ -151,7 +151,9 @@ def _make_plans(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> No
 
 
 def _square_gain(query: Tensor, keys: Tensor, values: Tensor, scale: float, whole: Whole) -> float:
-    """Return how many times faster than `whole` a square is, 0: it is wrong; make the plan of each smaller one."""
+    """Make cuDNN's plan of each size, and return how many times faster than `whole` the largest square is; 0 if its
+    result is wrong.
+    """
     why = find_fault(attend_in_square, query, keys, values, scale)
     if why is not None:
         log.warning("prefill_attention candidate=square is out: %s", why)

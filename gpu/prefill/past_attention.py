@@ -66,7 +66,10 @@ def square_size(num_tokens: int) -> int:
 
 
 def attend_in_square(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-    """Attend as `prefill_attention`, by one causal launch of cuDNN. Rows are copied, so that a size has one plan."""
+    """Attend as `prefill_attention`, by one causal launch of cuDNN.
+
+    Copies all rows, so that those of one size have the same strides, and one plan.
+    """
     (tokens, heads, dim), (kv_heads, end, _) = query.shape, keys.shape
     size, past = square_size(end), end - tokens
     padded = query.new_zeros(size, heads, dim)

@@ -28,8 +28,8 @@ _SAMPLE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TimelineRun:
-    """config: of the deployment. load: to be measured. trace_s: seconds of kernels to trace, beginning `trace_after_s`
-    behind a load's begin; 0: none.
+    """What to serve and to measure. config: of the deployment. trace_s: seconds of kernels to trace, from
+    `trace_after_s` behind a load's begin on; 0: none.
     """
 
     config: Path

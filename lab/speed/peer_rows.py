@@ -31,7 +31,9 @@ METRICS: dict[Kind, tuple[tuple[str, str, float], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """repeats: of which the best by its first metric counts. rate of arrivals is not in the load yet."""
+    """A load by name, and what is timed of it. repeats: how often it runs; the best by its first metric counts. A rate
+    of arrivals is added later.
+    """
 
     name: str
     kind: Kind

@@ -166,7 +166,7 @@ class StepClock:
         return handle
 
     def _prepare(self, call: Call) -> Call:
-        """Of the thread that reads."""
+        """Return the call with its times noted; the thread that reads requests makes it."""
 
         def prepare(requests: list[EngineRequest], rest: Callable[[], None]) -> list[Request]:
             began = time.perf_counter()

@@ -45,7 +45,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """`engine`: the records of `step_clock.StepClock`."""
+    """What was recorded of a served load. engine: the records of `step_clock.StepClock`."""
 
     engine: Record
     window: Window

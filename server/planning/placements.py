@@ -267,6 +267,10 @@ def _without_host(profiles: Profiles) -> Profiles:
 
 
 def place(planned: Planned, batches: Sequence[int], share: float, rates: Rates) -> Placement:
+    """Return how many contexts a planned placement holds, and the time of a step of each batch, None where fewer fit.
+
+    share: of offloaded tokens that sampling reads; rates: of the machine.
+    """
     most, why_not = _count_contexts(planned)
     steps = [_step(planned, batch, share, rates) if batch <= most else None for batch in batches]
     return Placement(planned.part.method, most, tuple(steps), why_not)

@@ -32,7 +32,9 @@ def bfloat_assembly(bits: int) -> tuple[str, ...]:
 
 
 def _assembly(bits: int, lowest: int, low: int, high: int) -> tuple[str, ...]:
-    """Return the PTX of each plane: codes from bit `lowest` of a byte on, with the bits `low`, behind `high`."""
+    """Return each plane's PTX, which moves a code to bit `lowest` of its byte, sets the bits `low`, and puts `high` in
+    front.
+    """
     ones = 0x01010101
     mask = f"0x{(((1 << bits) - 1) << lowest) * ones:08X}"
     planes = []
