@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture
-from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Activation, LayerSpec
+from gpu.model.spec import Activation, LayerSpec
 from gpu.weights.weights import ExpertWeights, LayerWeights, Weights
+from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 
 _WARMUPS = 3
 

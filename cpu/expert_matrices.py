@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from transfer.expert_exchange import PackedRows
-from transfer.matrix_rows import KINDS, SCALE_TYPES, Rows
+from transfer.matrix_rows import KINDS, Rows, scale_dtypes
 from transfer.simd.packed_rows import LEAST_GROUP, RUN, unit_columns
 from transfer.simd.vectors import LINE_BYTES
 
@@ -22,6 +22,12 @@ def check_matrix(name: str, matrix: Rows, rows: int, inner: int) -> None:
     _check_tensor(name, matrix, (rows, inner), (matrix.dtype,))
 
 
+def check_bias(name: str, bias: Tensor | None, rows: int) -> None:
+    """Raise ValueError for a bias of another size, place or dtype."""
+    if bias is not None:
+        _check_tensor(name, bias, (rows,), (torch.float32,))
+
+
 def _check_packed(name: str, matrix: PackedRows, rows: int, inner: int) -> None:
     if inner % RUN:
         raise ValueError(f"experts on the CPU: {name} has rows of {inner}; wanted a multiple of {RUN}")
@@ -34,7 +40,7 @@ def _check_packed(name: str, matrix: PackedRows, rows: int, inner: int) -> None:
     _check_tensor(f"{name}'s words", matrix.words, (rows, units * LINE_BYTES // 4), (torch.int32,))
     shape = (-(-rows // matrix.row_block), groups)
     if matrix.runs is None:
-        _check_tensor(f"{name}'s scales", matrix.scales, shape, tuple(SCALE_TYPES))
+        _check_tensor(f"{name}'s scales", matrix.scales, shape, scale_dtypes(matrix))
         if matrix.zeros is not None:
             _check_tensor(f"{name}'s zero points", matrix.zeros, shape, (torch.uint8,))
         return

@@ -1,4 +1,4 @@
-"""Compute a layer's experts for a few tokens on the CPU: gate and up, SiLU, down, and each row's weighted sum.
+"""Compute a layer's experts for a few tokens on the CPU: gate and up, activation, down, and each row's weighted sum.
 
 One parallel region for each host request, in three stages. Pairs of a row and an expert are sorted by expert, so an
 expert's rows are read once for all tokens that take it: four of its rows stay in the cache while they are multiplied
@@ -12,6 +12,7 @@ are read (`transfer.simd.packed_gains`), once for all pairs.
 import numba
 import numpy as np
 
+from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT, ExpertActivation
 from transfer.simd.exp import exp
 from transfer.simd.memory import load_float32, load_int32, load_int64, store_float32, store_int32
 from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, ROWS, fill_gains
@@ -37,10 +38,15 @@ X, EXPERTS, SHARES, OUT = range(4, 8)
 NUM_ROWS, NUM_PAIRS, NUM_TAKEN = range(8, 11)
 TAKEN, BEGINS, ROW_OF_PAIR, PAIR_OF_PLACE, FOUND, GATED, MADE, TILES, COUNTERS, TILE_BYTES = range(11, 21)
 GATE_UP, DOWN = 21, 21 + MATRIX_COLUMNS
-CONTEXT_INT64 = 21 + 2 * MATRIX_COLUMNS
-# Of a layer: its experts, the C function that computes them, bytes of one, and both matrices.
+GATE_UP_BIAS, DOWN_BIAS, ACTIVATION, CONTEXT_INT64 = range(DOWN + MATRIX_COLUMNS, DOWN + MATRIX_COLUMNS + 4)
+LAYERS_OWN = CONTEXT_INT64 - GATE_UP  # columns that a layer has in the context
+# Of a layer: its experts, the C function that computes them, bytes of one, and its columns of the context: both
+# matrices, their biases, 0: there are none, and the activation.
 LAYER_COUNT, LAYER_WORK, LAYER_EXPERT_BYTES, LAYER_MATRICES = range(4)
-LAYER_COLUMNS = LAYER_MATRICES + 2 * MATRIX_COLUMNS
+LAYER_COLUMNS = LAYER_MATRICES + LAYERS_OWN
+ACTIVATIONS: dict[ExpertActivation, int] = {"silu": 0, "clamped_swiglu": 1}
+SILU = ACTIVATIONS["silu"]
+_GAIN, _LIMIT = np.float32(CLAMPED_GAIN), np.float32(CLAMPED_LIMIT)
 
 _dot_four = product_block(BLOCK, PAIRS_AT_ONCE)
 _dot_two = product_block(BLOCK, 2)
@@ -60,7 +66,7 @@ def plan(context, layer, rows, threads):
     c = open_row(context)
     at = c[LAYERS] + 8 * LAYER_COLUMNS * layer
     count, places = load_int64(at + 8 * LAYER_COUNT), rows * c[PER_TOKEN]
-    for column in range(2 * MATRIX_COLUMNS):
+    for column in range(LAYERS_OWN):
         c[GATE_UP + column] = load_int64(at + 8 * (LAYER_MATRICES + column))
     for expert in range(count):
         store_int32(c[FOUND] + 4 * expert, 0)
@@ -99,7 +105,7 @@ def _rows_an_item(row_bytes):
 
 @numba.njit(nogil=True, inline="always")
 def _gate_up(team, c, kind):
-    """Compute `gated[pair] = silu(gate) * up` (stage one)."""
+    """Compute `gated[pair]` of its gate and up (stage one)."""
     inner, width, m = c[HIDDEN], c[INTERMEDIATE], c[GATE_UP:DOWN]
     row_bytes, room = m[ROW_BYTES], m[GAINS]
     step = _rows_an_item(2 * row_bytes)
@@ -129,27 +135,37 @@ def _gate_up(team, c, kind):
                     apart = (other - x) // 4  # wherever it lies, it is a stride away
                     _dot_two(kind, gates, gate_gains, gate_offsets, room, x, apart, inner, gates_at, BLOCK, AHEAD_BYTES)
                     _dot_two(kind, ups, up_gains, up_offsets, room, x, apart, inner, ups_at, BLOCK, AHEAD_BYTES)
-                    _gate(gates_at + 4 * BLOCK, ups_at + 4 * BLOCK, c[GATED] + 4 * ((pair + 1) * width + row))
+                    _gate(c, expert + row, gates_at + 4 * BLOCK, ups_at + 4 * BLOCK, (pair + 1) * width + row)
                 else:
                     _dot_one(kind, gates, gate_gains, gate_offsets, room, x, 0, inner, gates_at, BLOCK, AHEAD_BYTES)
                     _dot_one(kind, ups, up_gains, up_offsets, room, x, 0, inner, ups_at, BLOCK, AHEAD_BYTES)
-                _gate(gates_at, ups_at, c[GATED] + 4 * (pair * width + row))
+                _gate(c, expert + row, gates_at, ups_at, pair * width + row)
         done += 1
         item = claim(team, 0, items)
     end_stage(team, 0, items, done)
 
 
 @numba.njit(nogil=True)
-def _gate(gates_at, ups_at, out_at):
+def _gate(c, row, gates_at, ups_at, out):
+    """Write BLOCK numbers of `gated`, of the matrix's rows from one on. A NaN stays one."""
     for r in range(BLOCK):
-        gate = load_float32(gates_at + 4 * r)
-        store_float32(out_at + 4 * r, gate / (np.float32(1.0) + exp(-gate)) * load_float32(ups_at + 4 * r))
+        gate, up = load_float32(gates_at + 4 * r), load_float32(ups_at + 4 * r)
+        if c[GATE_UP_BIAS] != 0:
+            gate += load_float32(c[GATE_UP_BIAS] + 4 * (row + r))
+            up += load_float32(c[GATE_UP_BIAS] + 4 * (c[INTERMEDIATE] + row + r))
+        if c[ACTIVATION] == SILU:
+            made = gate / (np.float32(1.0) + exp(-gate)) * up
+        else:
+            gate = _LIMIT if gate > _LIMIT else gate
+            up = _LIMIT if up > _LIMIT else -_LIMIT if up < -_LIMIT else up
+            made = gate / (np.float32(1.0) + exp(-_GAIN * gate)) * (up + np.float32(1.0))
+        store_float32(c[GATED] + 4 * (out + r), made)
 
 
 @numba.njit(nogil=True, inline="always")
 def _down(team, c, kind):
     """Compute `made[pair] = down @ gated[pair]` (stage two)."""
-    inner, width, m = c[INTERMEDIATE], c[HIDDEN], c[DOWN:CONTEXT_INT64]
+    inner, width, m = c[INTERMEDIATE], c[HIDDEN], c[DOWN:GATE_UP_BIAS]
     row_bytes, room = m[ROW_BYTES], m[GAINS]
     all_gains, gains_bytes = c[TILES] + c[TILE_BYTES] * team.me + 4 * TILE_FLOATS, 4 * room * GAIN_ROWS
     step = _rows_an_item(row_bytes)
@@ -202,6 +218,11 @@ def _sum_up(team, c):
                 made = numba.carray(pointer_to(c[MADE] + 4 * (pair * width + begin)), (end - begin,), np.float32)
                 for column in range(end - begin):
                     out[column] += share * made[column]
+                if c[DOWN_BIAS] != 0:
+                    first = load_int32(c[EXPERTS] + 4 * place) * width + begin
+                    bias = numba.carray(pointer_to(c[DOWN_BIAS] + 4 * first), (end - begin,), np.float32)
+                    for column in range(end - begin):
+                        out[column] += share * bias[column]
         done += 1
         item = claim(team, 2, items)
     end_stage(team, 2, items, done)

@@ -19,6 +19,7 @@ from transfer.expert_exchange import ExpertRequests, ExpertSlot, LayerExperts, P
 from transfer.machine_rates import STORED_AS, core_rate
 from transfer.matrix_rows import nbytes_of
 from transfer.simd.features import HAS_VECTORS
+from transfer.simd.packed_rows import BITS
 
 HIDDEN, INTERMEDIATE, PER_TOKEN = 2048, 768, 8
 _REPEATS = 5  # of all host_requests, behind a first time that is not measured
@@ -75,10 +76,16 @@ def _matrices(stored: str, count: int) -> tuple[Tensor | PackedRows, Tensor | Pa
 
 
 def _rows(stored: str, rows: int, inner: int) -> Tensor | PackedRows:
-    """Return packed rows: int4 as in GGUF's Q4_K, int8 as in its Q8_0, the usual formats with the most scales."""
+    """Return packed rows: int4 as in GGUF's Q4_K, int8 as in its Q8_0, the usual formats with the most scales, fp4 as
+    in MXFP4.
+    """
     if stored == "bf16":
         return torch.full((rows, inner), 0.01, dtype=torch.bfloat16)
-    words = torch.full((rows, inner // (8 if stored == "int4" else 4)), 0x35353535, dtype=torch.int32)
+    words = torch.full((rows, inner // (8 if BITS[stored] == 4 else 4)), 0x35353535, dtype=torch.int32)
+    if stored == "fp4":
+        return PackedRows(
+            "fp4", inner, 32, 1, words, torch.full((rows, inner // 32), 120, dtype=torch.uint8), None, None
+        )
     if stored == "int4":
         scales = torch.full((rows, inner // 32), 0x0101, dtype=torch.int16)
         runs = torch.full((rows, inner // 256), 0x20002000, dtype=torch.int32)  # two float16
@@ -86,5 +93,5 @@ def _rows(stored: str, rows: int, inner: int) -> Tensor | PackedRows:
     if stored == "int8":
         scales = torch.full((rows, inner // 32), 0.01, dtype=torch.float16)
         return PackedRows("int8", inner, 32, 1, words, scales, None, None)
-    assert stored == "fp8", "numbers of experts: bf16, int4, int8 or fp8"
+    assert stored == "fp8", "numbers of experts: bf16, int4, int8, fp8 or fp4"
     return PackedRows("fp8", inner, inner, 1, words, torch.full((rows, 1), 0.01), None, None)

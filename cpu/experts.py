@@ -14,8 +14,9 @@ import numpy as np
 
 from cpu import expert_products
 from cpu.decode_step import HOST_REQUEST_LIMIT_S
-from cpu.expert_matrices import check_matrix
+from cpu.expert_matrices import check_bias, check_matrix
 from cpu.expert_products import (
+    ACTIVATIONS,
     BEGINS,
     CONTEXT_INT64,
     COUNTERS,
@@ -52,7 +53,7 @@ from transfer.exchange import LAST_STAMP, LOOKS, await_rows, late
 from transfer.expert_exchange import HOST_REQUEST_COLUMNS, ROWS, ExpertCounts, ExpertRequests, ExpertSlot, LayerExperts
 from transfer.expert_exchange import LAYER as REQUESTED_LAYER
 from transfer.host_tier import Answered
-from transfer.matrix_rows import columns_of, inner_of, kind_of, nbytes_of, num_gains
+from transfer.matrix_rows import columns_of, inner_of, kind_of, num_gains
 from transfer.simd import emission, exp, memory, packed_gains, packed_rows, region, team, vectors
 from transfer.simd.features import require_vectors
 from transfer.simd.memory import load_int64, store_int64, store_release_int32
@@ -223,8 +224,9 @@ class _Kinds:
 def _layer_columns(one: LayerExperts, code: int) -> list[int]:
     """Return a line of the context's table. A layer without experts gets another layer's line, with a count of 0."""
     work = _compile(_Kinds(kind_of(one.gate_up), kind_of(one.down)), code).address
-    expert_bytes = (nbytes_of(one.gate_up) + nbytes_of(one.down)) // one.count
-    return [one.count, int(work), expert_bytes, *columns_of(one.gate_up), *columns_of(one.down)]
+    biases = [0 if bias is None else bias.data_ptr() for bias in (one.gate_up_bias, one.down_bias)]
+    own = (*columns_of(one.gate_up), *columns_of(one.down), *biases, ACTIVATIONS[one.activation])
+    return [one.count, int(work), one.num_bytes // one.count, *own]
 
 
 def _check(layers: Sequence[LayerExperts | None]) -> tuple[int, int]:
@@ -237,4 +239,6 @@ def _check(layers: Sequence[LayerExperts | None]) -> tuple[int, int]:
         if one is not None:
             check_matrix("gate_up", one.gate_up, one.count * 2 * width, hidden)
             check_matrix("down", one.down, one.count * hidden, width)
+            check_bias("gate_up's bias", one.gate_up_bias, one.count * 2 * width)
+            check_bias("down's bias", one.down_bias, one.count * hidden)
     return hidden, width

@@ -15,9 +15,10 @@ from torch.nn import functional
 from evals.methods.method import PromptLayer, Step, StepResult
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture, read_architecture
-from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Activation, LayerSpec
+from gpu.model.spec import Activation, LayerSpec
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.weights import ExpertWeights, Weights, unpacked
+from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 
 CHUNK_TOKENS = 1 << 17
 """Tokens whose MLP activations are held at once in a prefill."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from transfer.allocation import allocate_on_host
 from transfer.exchange import Handshake
 from transfer.host_tier import Answered
+from transfer.model_constants import ExpertActivation
 from transfer.slot_shape import ANSWERED, expert_row_arrays
 
 NOT_HERE = -1  # in place of an expert's number
@@ -51,16 +52,16 @@ class PackedRows:
 
     Units of 16 words hold runs of 32 columns, one for each two places of a word: word w has columns 2 w and 2 w + 1 of
     run p in its lower and its upper half, at the bits from `p * bits` on. Number `q` is `(q - zero) * scale`, zero in
-    the middle where none are stored; of FP8 (e4m3) the number of its byte times the scale; where there are runs `q * d
-    * scale - least * offset`.
+    the middle where none are stored; of FP8 (e4m3) the number of its byte times the scale, of FP4 (e2m1) that of its
+    four bits; where there are runs `q * d * scale - least * offset`.
 
     inner: columns; group: columns of a scale; row_block: rows that share scales. words int32 `[rows, words]`; scales
-    bfloat16, float16 or float32 `[ceil(rows / row_block), ceil(inner / group)]`; zeros uint8 of that shape, or None;
-    runs int32 `[rows, inner / run]`, the float16 bits of d below those of least, or None: scales are then int16, of
-    signed bytes a scale below an offset.
+    bfloat16, float16 or float32, of FP4 uint8 exponents (e8m0), `[ceil(rows / row_block), ceil(inner / group)]`; zeros
+    uint8 of that shape, or None; runs int32 `[rows, inner / run]`, the float16 bits of d below those of least, or None:
+    scales are then int16, of signed bytes a scale below an offset.
     """
 
-    number: Literal["int4", "int8", "fp8"]
+    number: Literal["int4", "int8", "fp8", "fp4"]
     inner: int
     group: int
     row_block: int
@@ -78,13 +79,24 @@ class PackedRows:
 class LayerExperts:
     """Experts of a layer in host memory, bfloat16 or float32, contiguous, or packed.
 
-    gate_up `[count * 2 * intermediate, hidden]`, of each its gate first; down `[count * hidden, intermediate]`. The
-    activation is SiLU.
+    gate_up `[count * 2 * intermediate, hidden]`, of each its gate first; down `[count * hidden, intermediate]`. biases:
+    float32, one a row of either, or None. activation: SiLU, or gpt-oss's: of a gate of at most CLAMPED_LIMIT and an up
+    within it `gate * sigmoid(CLAMPED_GAIN * gate) * (up + 1)`.
     """
 
     count: int
     gate_up: Tensor | PackedRows
     down: Tensor | PackedRows
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: ExpertActivation = "silu"
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all matrices and biases."""
+        matrices = (self.gate_up, self.down)
+        held = [part for one in matrices for part in (one.tensors if isinstance(one, PackedRows) else [one])]
+        return sum(one.nbytes for one in (*held, self.gate_up_bias, self.down_bias) if one is not None)
 
 
 @dataclass(frozen=True, slots=True)

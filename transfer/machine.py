@@ -28,7 +28,7 @@ INSTRUCTION_SET_PREFIXES = ("avx2", "avx512", "avx_vnni", "amx", "fma", "f16c", 
 RateName = Literal[
     "device_stream_gb_s", "device_copy_gb_s", "host_to_device_gb_s", "device_to_host_gb_s", "bf16_matmul_tflop_s",
     "host_stream_gb_s", "host_random_rows_gb_s", "host_matmul_tflop_s",
-    "core_bf16_gflop_s", "core_int4_gflop_s", "core_int8_gflop_s", "core_fp8_gflop_s",
+    "core_bf16_gflop_s", "core_int4_gflop_s", "core_int8_gflop_s", "core_fp8_gflop_s", "core_fp4_gflop_s",
 ]  # fmt: skip
 PositiveRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -27,7 +27,7 @@ CORE_TFLOP_S = 0.05
 # Of a token's products with experts in host memory, however their numbers are stored: between what a virtual machine's
 # thread, which is half a core, and what a desktop's core makes of few bits (lab/LAB.md).
 CORE_GFLOP_S = 10.0
-STORED_AS = ("bf16", "int4", "int8", "fp8")
+STORED_AS = ("bf16", "int4", "int8", "fp8", "fp4")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transfer.expert_exchange import PackedRows
 from transfer.simd.packed_gains import (
     BFLOAT16,
+    EXPONENT,
     FLOAT16,
     FLOAT32,
     GAINS,
@@ -32,7 +33,8 @@ from transfer.simd.packed_rows import BITS, LEAST_GROUP, RUN, packed_kind, unit_
 Rows = Tensor | PackedRows
 
 KINDS: dict[torch.dtype, Any] = {torch.bfloat16: np.uint16, torch.float32: np.float32}
-SCALE_TYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
+SCALE_TYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32, torch.uint8: EXPONENT}
+FLOATS = ("fp8", "fp4")  # numbers that are floats, and so have no zero point
 
 
 def inner_of(matrix: Rows) -> int:
@@ -52,6 +54,12 @@ def kind_of(matrix: Rows) -> Any:
     return KINDS[matrix.dtype](0)
 
 
+def scale_dtypes(matrix: PackedRows) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that scales without runs may have: FP4's are exponents, all others' floats."""
+    is_exponent = matrix.number == "fp4"
+    return tuple(dtype for dtype, kind in SCALE_TYPES.items() if (kind == EXPONENT) == is_exponent)
+
+
 def columns_of(matrix: Rows) -> list[int]:
     """Return the matrix as MATRIX_COLUMNS of `transfer.simd.packed_gains`."""
     found = [0] * MATRIX_COLUMNS
@@ -66,7 +74,7 @@ def columns_of(matrix: Rows) -> list[int]:
         return found
     found[SCALE_TYPE] = SCALE_TYPES[scales.dtype]
     found[ZEROS] = 0 if matrix.zeros is None else matrix.zeros.data_ptr()
-    found[MIDDLE] = 0 if matrix.number == "fp8" else 2 ** (BITS[matrix.number] - 1)
+    found[MIDDLE] = 0 if matrix.number in FLOATS else 2 ** (BITS[matrix.number] - 1)
     return found
 
 

@@ -4,14 +4,15 @@ What the CPU has no code for is refused in one line, before any step is captured
 """
 
 import torch
+from torch import Tensor
 
 from gpu.exchange.device_experts import ExpertExchange
-from gpu.model.spec import Architecture, ModelError
+from gpu.model.spec import Activation, Architecture, ModelError
 from gpu.operations.linear.numba_matrix_table import rows_of
 from gpu.operations.linear.packed_matrix import Packed
-from gpu.weights.expert_shares import experts_of, why_not_computed
+from gpu.weights.expert_shares import COMPUTED_ACTIVATIONS, experts_of, why_not_computed
 from gpu.weights.host_experts import HostExperts
-from gpu.weights.weights import Weights
+from gpu.weights.weights import ExpertWeights, Weights
 from transfer.expert_exchange import LayerExperts, OpenExperts
 
 
@@ -28,7 +29,10 @@ def open_exchanges(
     reason = why_not_computed(shape)
     if reason is not None:
         raise ModelError(f"gpu.host_experts: asked compute, but {reason}; use fetch")
-    layers = [None if host is None else _layer_of(host) for host in hosts]
+    layers = [
+        layer.experts and _layer_of(layer.experts, spec.activation)
+        for layer, spec in zip(weights.layers, shape.layers, strict=True)
+    ]
     per_token = experts_of(shape).per_token
     try:
         workers = [open_experts(layers, max_rows, per_token) for _ in range(num_lanes)]
@@ -37,6 +41,18 @@ def open_exchanges(
     return [ExpertExchange(max_rows, shape.hidden, per_token, device, worker) for worker in workers]
 
 
-def _layer_of(host: HostExperts) -> LayerExperts:
+def _layer_of(experts: ExpertWeights, activation: Activation) -> LayerExperts | None:
+    """Return a layer's experts in host memory, with float32 copies of their biases, which lie on the card."""
+    host = experts.host
+    if host is None:
+        return None
     assert not any(isinstance(one, Packed) and one.order is not None for one in (host.gate_up, host.down)), "in order"
-    return LayerExperts(host.count, rows_of(host.gate_up), rows_of(host.down))
+    biases = (_last(bias, experts, host) for bias in (experts.gate_up_bias, experts.down_bias))
+    assert activation in COMPUTED_ACTIVATIONS, "others are refused before"
+    return LayerExperts(host.count, rows_of(host.gate_up), rows_of(host.down), *biases, activation)
+
+
+def _last(bias: Tensor | None, experts: ExpertWeights, host: HostExperts) -> Tensor | None:
+    if bias is None:
+        return None
+    return bias.view(len(experts.router), -1)[-host.count :].flatten().to("cpu", torch.float32)

@@ -153,8 +153,6 @@ def why_unpacked(architecture: Architecture, has_vectors: bool) -> str | None:
     for stored, inner in (*held, (output_format(architecture), architecture.hidden)):
         if stored is None:
             continue
-        if stored.kind == "fp4":
-            return "the CPU multiplies no numbers of FP4"
         if inner % MULTIPLIED_COLUMNS:
             return f"the CPU multiplies rows of multiples of {MULTIPLIED_COLUMNS} columns, and these have {inner}"
         if stored.group is not None and stored.group < inner and stored.group % MULTIPLIED_GROUP:

@@ -9,7 +9,6 @@ from gpu.model.matrix_format import Quantisation
 
 ROPE_TYPES = ("default", "llama3", "linear", "dynamic", "yarn", "longrope", "proportional")
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-CLAMPED_GAIN, CLAMPED_LIMIT = 1.702, 7.0  # of "clamped_swiglu": gpt-oss's `swiglu_alpha` and `swiglu_limit`
 
 
 class ModelError(Exception):

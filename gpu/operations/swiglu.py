@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Activation
+from gpu.model.spec import Activation
 from gpu.operations.arguments import check, check_dtype, runs_on_triton
+from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 
 BLOCK = 1024
 

@@ -6,9 +6,10 @@ import torch
 
 from gpu.model.matrix_formats import OF_EXPERTS
 from gpu.model.spec import Architecture
-from gpu.operations.linear.packed_matrix import EXPONENT_BIAS, FP4_NUMBERS, Packed, Stored
+from gpu.operations.linear.packed_matrix import EXPONENT_BIAS, Packed, Stored
 from gpu.operations.linear.word_layout import pack_words
 from gpu.weights.weights import Progress, Weights, allocate_weights, served
+from transfer.model_constants import FP4_NUMBERS
 
 RANDOM_LOGIT_SPREAD = 3.0  # standard deviation of random weights' logits: neither flat nor one-hot
 

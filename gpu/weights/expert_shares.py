@@ -8,17 +8,20 @@ bytes are what `gpu.weights.host_experts` allocates.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args
 
 from gpu.model.matrix_format import Kind
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes
 from gpu.model.spec import Architecture, Experts
 from transfer.arrays import sum_bytes
+from transfer.model_constants import ExpertActivation
 from transfer.slot_shape import ANSWERED, expert_row_arrays, expert_work_arrays
 
 STAGED_STACKS = 2  # of a layer's experts in host memory, whole, for prefill: those it reads, and the next layer's
 KV_SHARE = 1 / 4  # of what is left without experts, kept for contexts where experts take what they can get
 MOST_COMPUTED_ROWS = 32  # of a step whose experts in host memory the CPU computes: of more they are fetched
 COMPUTED_COLUMNS = 32  # rows of experts that the CPU computes are whole lines of bfloat16, or runs of few bits
+COMPUTED_ACTIVATIONS: tuple[ExpertActivation, ...] = get_args(ExpertActivation)
 COMPUTED_GROUP = 16  # columns, of those that share a scale there: a vector's
 PINNED_SHARE = 0.8  # of the host's memory, at most, with all that is planned there: the system's own is beside it
 
@@ -50,8 +53,10 @@ def why_not_computed(shape: Architecture) -> str | None:
     odd = sorted(group for group in groups if group % COMPUTED_GROUP)
     if odd:
         return f"the CPU computes groups of multiples of {COMPUTED_GROUP} columns, and these have {odd[0]}"
-    if {spec.activation for _, spec in layers} != {"silu"}:
-        return f"the CPU computes experts with SiLU, and {shape.name} has another activation"
+    if not {spec.activation for _, spec in layers} <= set(COMPUTED_ACTIVATIONS):
+        return f"the CPU computes experts with SiLU or as gpt-oss does, and {shape.name} has another activation"
+    if any(spec.experts.beside_mlp for _, spec in layers):
+        return f"the CPU computes experts in place of an MLP, and those of {shape.name} stand beside one"
     if len({spec.experts for _, spec in layers}) > 1:
         return f"the CPU computes experts that are alike in all layers, and those of {shape.name} are not"
     experts = experts_of(shape)
@@ -155,6 +160,13 @@ class ExpertShares:
         row = expert_row_arrays(hidden, experts.per_token)
         work = expert_work_arrays(num_rows, experts.per_token, experts.intermediate, hidden)
         return num_rows * sum_bytes(row.values()) + ANSWERED.num_bytes + sum_bytes(work.values())
+
+    @property
+    def host_bias_bytes(self) -> int:
+        """Return the bytes of the float32 copies that the CPU has of the biases of experts in host memory."""
+        hidden = self.shape.hidden
+        return sum(4 * count * (2 * experts.intermediate + hidden)
+                   for count, _, experts in self._layers() if experts.has_biases)  # fmt: skip
 
     def _numbers_of_layers(self) -> Iterator[int]:
         """Return the numbers of the layers with experts."""

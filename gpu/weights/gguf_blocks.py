@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gpu.model.gguf.kinds import BLOCK_KINDS, BlockKind
-from gpu.operations.linear.packed_matrix import EXPONENT_BIAS, FP4_NUMBERS
+from gpu.operations.linear.packed_matrix import EXPONENT_BIAS
+from transfer.model_constants import FP4_NUMBERS
 
 _PART_NUMBERS = 2**24  # at once: unpacked, they take several times their memory
 

@@ -8,7 +8,7 @@ import torch
 from gpu.operations.linear.numba_matrix_table import rows_of
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.linear.word_layout import pack_words
-from tests.gpu.packed_oracle import Drawn, draw_packed
+from tests.gpu.packed_oracle import Drawn, draw_packed, poisoned
 from transfer.expert_exchange import LayerExperts, PackedRows
 
 CPU = torch.device("cpu")
@@ -44,16 +44,21 @@ FORMATS = {
     "FP8 rows": Format("fp8", 0),
     "FP8 blocks": Format("fp8", 128, row_block=128),
     "FP8 blocks of 32": Format("fp8", 32, row_block=8),
+    "MXFP4": Format("fp4", 32),
+    "FP4 of 16": Format("fp4", 16),
+    "FP4 of rows": Format("fp4", 0),
 }
 
 
 @dataclass(frozen=True)
 class Experts:
-    """gate_up `[count, 2 * width, hidden]`, down `[count, hidden, width]`: float64."""
+    """gate_up `[count, 2 * width, hidden]`, down `[count, hidden, width]`: float64, as biases are."""
 
     layer: LayerExperts
     gate_up: np.ndarray
     down: np.ndarray
+    gate_up_bias: np.ndarray | None = None
+    down_bias: np.ndarray | None = None
 
 
 def draw_rows(asked: Format, rows: int, inner: int) -> tuple[PackedRows, np.ndarray]:
@@ -83,12 +88,34 @@ def draw_experts(gate_up: Format, down: Format, count: int, hidden: int, width: 
     )  # fmt: skip
 
 
+def with_biases(experts: Experts) -> Experts:
+    """As gpt-oss has them: biases as large as what they are added to, which stand in buffers of NaN, and its SwiGLU."""
+    draw, (count, rows, hidden) = np.random.default_rng(9), experts.gate_up.shape
+    x = np.linalg.norm(experts.gate_up, axis=2).mean()
+    gate_up = (draw.normal(size=(count, rows)) * x).astype(np.float32)
+    down = (draw.normal(size=(count, hidden)) * x**2).astype(np.float32)
+    layer = replace(
+        experts.layer, gate_up_bias=poisoned(torch.tensor(gate_up).flatten(), float("nan")),
+        down_bias=poisoned(torch.tensor(down).flatten(), float("nan")), activation="clamped_swiglu",
+    )  # fmt: skip
+    return replace(experts, layer=layer, gate_up_bias=gate_up.astype(float), down_bias=down.astype(float))
+
+
 def oracle(experts: Experts, hidden: np.ndarray, ids: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Float64, from the definition: sum over places of share * down @ (silu(gate @ x) * (up @ x))."""
+    """Float64, from the definition: sum over places of share * down @ (silu(gate @ x) * (up @ x)), or with gpt-oss's
+    biases and activation, of which a gate is at most 7 and an up within 7 of 0.
+    """
     out = np.zeros(hidden.shape)
     for row, x in enumerate(hidden.astype(np.float64)):
         for expert, share in zip(ids[row], shares[row].astype(np.float64), strict=True):
             if 0 <= expert < experts.layer.count:
-                gate, up = np.split(experts.gate_up[expert] @ x, 2)
-                out[row] += share * (experts.down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+                both = experts.gate_up[expert] @ x
+                if experts.gate_up_bias is None or experts.down_bias is None:
+                    gate, up = np.split(both, 2)
+                    out[row] += share * (experts.down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+                else:
+                    gate, up = np.split(both + experts.gate_up_bias[expert], 2)
+                    gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+                    made = experts.down[expert] @ (gate / (1 + np.exp(-1.702 * gate)) * (up + 1))
+                    out[row] += share * (made + experts.down_bias[expert])
     return out

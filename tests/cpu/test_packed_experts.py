@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpu.experts import HostExperts
-from tests.cpu.packed_experts import CPU, FORMATS, Format, draw_experts, draw_rows, oracle
+from tests.cpu.packed_experts import CPU, FORMATS, Format, draw_experts, draw_rows, oracle, with_biases
 from tests.cpu.test_experts import TAKEN, answer, draw_layer, fill, off
 from tests.cpu.test_experts import oracle as plain_oracle
+from tests.gpu.packed_oracle import e2m1
 from tests.tolerances import HOST_EXPERTS_FLOAT32, HOST_EXPERTS_SHARE
 from transfer.expert_exchange import NOT_HERE, LayerExperts, PackedRows, new_expert_slot
 from transfer.matrix_rows import columns_of, num_gains
@@ -32,7 +33,7 @@ def sizes_of(asked: Format) -> tuple[int, int]:
 
 
 # Each takes seconds to compile, and differs from another one in the size of its groups alone.
-LONG = ("int4 AWQ of 64", "int4 of 48", "int4 of 16", "int8 GPTQ of 32", "FP8 blocks of 32")
+LONG = ("int4 AWQ of 64", "int4 of 48", "int4 of 16", "int8 GPTQ of 32", "FP8 blocks of 32", "FP4 of rows")
 
 
 @pytest.mark.parametrize(
@@ -56,9 +57,47 @@ def test_rows_get_what_experts_of_the_numbers_they_stand_for_make_of_them(name: 
     assert off(got, oracle(turned, states, ids, shares)) > HOST_EXPERTS_SHARE, "power: columns one further"
 
 
+@pytest.mark.parametrize("name", ["MXFP4", "Q4_0"])
+def test_experts_with_biases_and_gpt_oss_activation(name: str) -> None:
+    """Of rows that several take, and of one; gates and ups are beyond their limits, too."""
+    experts = with_biases(draw_experts(FORMATS[name], FORMATS[name], COUNT, 160, 96))
+    worker, slot = HostExperts([experts.layer], MOST_ROWS, PER_TOKEN, 2), new_expert_slot(MOST_ROWS, 160, 4, CPU)
+    for which in ("one row", "an expert of three, five and two rows", "a row takes none"):
+        ids = np.array(TAKEN[which])
+        states, shares = fill(slot, 1, ids)
+        answer(worker, slot, 0, len(ids))
+        assert off(slot.out[: len(ids)].numpy(), oracle(experts, states, ids, shares)) < HOST_EXPERTS_FLOAT32
+    got = slot.out[: len(ids)].numpy()
+    both = np.array([experts.gate_up[1] @ states[0] + experts.gate_up_bias[1]])
+    assert both.min() < -7, "ups or gates below the limit"
+    assert both.max() > 7, "and above it"
+    for left_out in ("gate_up_bias", "down_bias"):
+        without = replace(experts, **{left_out: 0 * getattr(experts, left_out)})
+        assert off(got, oracle(without, states, ids, shares)) > HOST_EXPERTS_SHARE, f"power: without {left_out}"
+    other = replace(experts, gate_up_bias=None)
+    assert off(got, oracle(other, states, ids, shares)) > HOST_EXPERTS_SHARE, "power: SiLU"
+
+
+def test_exponents_of_fp4_are_powers_of_two() -> None:
+    """All bytes but 255, which files may not have; 0 counts as 0."""
+    every = torch.arange(256, dtype=torch.uint8).clamp(max=254).view(1, 256)
+    gains, _ = gains_of(
+        PackedRows("fp4", 32 * 256, 32, 1, torch.zeros(1, 1024, dtype=torch.int32), every, None, None), 0, 1
+    )
+    wanted = 2.0 ** (every.double().numpy() - 127)
+    assert gains[0, 0] == 0
+    assert np.array_equal(gains[0, 1:].astype(float), wanted[0, 1:])
+
+
 @pytest.mark.parametrize(
     ("name", "hidden", "width"),
-    [("int4 rounded", 2048, 768), ("Q4_0", 32, 32), ("FP8 blocks", 256, 384), ("Q4_K", 256, 4096)],
+    [
+        ("int4 rounded", 2048, 768),
+        ("MXFP4", 2880, 2880),
+        ("Q4_0", 32, 32),
+        ("FP8 blocks", 256, 384),
+        ("Q4_K", 256, 4096),
+    ],
 )
 def test_widths_of_real_models_and_the_narrowest(name: str, hidden: int, width: int) -> None:
     experts = draw_experts(FORMATS[name], FORMATS[name], 3, hidden, width)
@@ -151,10 +190,12 @@ def test_gains_and_offsets_stand_for_each_column_of_a_group(name: str) -> None:
     gains, offsets = gains_of(rows, 5, 4)
     codes = np.array([unpacked(rows, row) for row in range(5, 9)], float)
     columns = hidden if rows.scales.shape[1] == 1 else next(
-        n for n in (128 if rows.number == "int4" else 64, 32, 16) if rows.group % n == 0
+        n for n in (128 if rows.number in ("int4", "fp4") else 64, 32, 16) if rows.group % n == 0
     )  # fmt: skip
     gains, offsets = (np.repeat(one.astype(float), columns, 1)[:, :hidden] for one in (gains, offsets))
-    if rows.number == "fp8":
+    if rows.number == "fp4":
+        assert np.array_equal(e2m1(codes.astype(np.uint8)) * gains, wanted[5:9])
+    elif rows.number == "fp8":
         numbers = torch.tensor(codes).to(torch.uint8).view(torch.float8_e4m3fn).double().numpy()
         assert np.array_equal(numbers * gains / 256, wanted[5:9])
     else:
@@ -163,7 +204,7 @@ def test_gains_and_offsets_stand_for_each_column_of_a_group(name: str) -> None:
 
 def unpacked(rows: PackedRows, row: int) -> list[int]:
     """By the definition of the words' order, column by column."""
-    bits, found = 4 if rows.number == "int4" else 8, []
+    bits, found = 4 if rows.number in ("int4", "fp4") else 8, []
     columns = 512 // bits
     for column in range(rows.inner):
         run, inside = divmod(column % columns, 32)
@@ -206,7 +247,7 @@ def test_a_matrix_is_as_many_columns_as_the_context_has_room_for() -> None:
     assert len(columns_of(torch.zeros(4, 64))) == packed_gains.MATRIX_COLUMNS
 
 
-NARROW = ["make_of_them and Q4_0", pytest.param("make_of_them or threads", marks=pytest.mark.long)]
+NARROW = ["make_of_them and Q4_0 or gpt_oss and MXFP4", pytest.param("make_of_them or threads", marks=pytest.mark.long)]
 
 
 @pytest.mark.skipif(LANES == 8, reason="this process has the narrow vectors already")

@@ -27,12 +27,14 @@ from tests.gpu.kernel_oracles import DEVICES
 from tests.gpu.quantised_files import FORMATS, write
 from tests.gpu.test_experts import WIDE
 from tests.gpu.test_families import off
+from tests.gpu.test_mxfp4 import folders
 from tests.gpu.test_split_experts import draw_hidden, random_packed, split
 from tests.tolerances import COMPUTED_EXPERTS_BFLOAT16, FAMILY_LOGITS
 from transfer.expert_exchange import LayerExperts
 
 TINY = "tiny-qwen3-moe"
 CPU = torch.device("cpu")
+__all__ = ["folders"]
 
 
 def open_experts(layers: list[LayerExperts | None], max_rows: int, per_token: int) -> HostExperts:
@@ -130,6 +132,28 @@ def test_texts_are_those_of_a_model_that_is_whole_and_prompts_are_fetched(name: 
     assert fetched.computed == 0
     assert fetched.fetched > counts.fetched
     assert fetched.copied == counts.copied > 0
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "MXFP4"])
+def test_texts_of_a_gpt_oss_are_those_of_a_model_that_is_whole(
+    is_packed: bool, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts with biases and a clamped SwiGLU, of which the card has one and the CPU computes five."""
+    whole = load(folders[0])
+    if is_packed:
+        monkeypatch.setattr("gpu.load.load_weights", load_packed)
+    halved = load(folders[is_packed], experts_on_card=1, open_experts=open_experts)
+    for length in (2, 200):
+        (tokens, logits), (others, wanted) = (generate(runner, draw_prompt(length), 8) for runner in (halved, whole))
+        assert tokens == others
+        assert off(logits, wanted) < FAMILY_LOGITS
+    counts = halved.expert_counts()
+    assert counts is not None
+    assert counts.computed > 0
+    for layer in halved.weights.layers:  # those on the card alone: the CPU has copies of the others'
+        layer.experts.gate_up_bias.zero_()
+    _, other = generate(halved, draw_prompt(200), 8)
+    assert off(other, wanted) > FAMILY_LOGITS, "power: biases count"
 
 
 PACKED = {"awq": (2, 200), "fp8-blocks": (2,), "Q4_K": (2,), "Q8_0": (2,)}

@@ -1,9 +1,9 @@
 """Widen the scales of packed rows, as files have them, to the float32 gains and offsets that products take.
 
 For a few rows at a time, into a thread's own memory: a number `q` of the words is `q * gain + offset`, of FP8 the
-number of its byte times the gain. A matrix is MATRIX_COLUMNS int64 of a context. All loops are over neighbours, so that
-they become vector code: values of a run or of a group are repeated afterwards. Gains and offsets are exact, as products
-of a scale of 11 bits and a byte, except where scales are float32.
+number of its byte times the gain, of FP4 that of its four bits. A matrix is MATRIX_COLUMNS int64 of a context. All
+loops are over neighbours, so that they become vector code: values of a run or of a group are repeated afterwards. Gains
+and offsets are exact, as products of a scale of 11 bits and a byte, except where scales are float32.
 """
 
 import numba
@@ -19,7 +19,7 @@ from transfer.simd.vectors import LINE_BYTES
 # gains there are, the last with room for whole groups; rows that share scales.
 ROWS, ROW_BYTES, SCALES, ZEROS, RUNS, SCALE_TYPE, MIDDLE, GROUPS, NUM_RUNS, GAINS, ROW_BLOCK = range(11)
 MATRIX_COLUMNS = 11
-BFLOAT16, FLOAT16, FLOAT32 = range(3)
+BFLOAT16, FLOAT16, FLOAT32, EXPONENT = range(4)  # the last are bytes, of powers of two less 127; 0 counts as 0
 
 
 _scale_eight, _scale_one = scaled_pairs(8), scaled_pairs(1)
@@ -60,9 +60,14 @@ def _fill(m, line, lines, gains_at, offsets_at):
 
 @numba.njit(nogil=True)
 def _of_scales(m, line, count, gains, offsets):
-    item = 4 if m[SCALE_TYPE] == FLOAT32 else 2
+    item = 4 if m[SCALE_TYPE] == FLOAT32 else 1 if m[SCALE_TYPE] == EXPONENT else 2
     at = m[SCALES] + line * m[GROUPS] * item
     _fetch_behind(at, count * item)
+    if m[SCALE_TYPE] == EXPONENT:
+        exponents = _array(at, count, np.uint8)
+        for group in range(count):
+            gains[group] = float_of_bfloat16(np.uint16(exponents[group]) << np.uint16(7))
+        return
     if m[SCALE_TYPE] == FLOAT32:
         floats = _array(at, count, np.float32)
         for group in range(count):

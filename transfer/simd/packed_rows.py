@@ -3,8 +3,9 @@
 Functions for use inside numba code; addresses, strides and counts are int64. A row has the layout of GPU kernels: units
 of 64 bytes, taken as 32 numbers of 16 bits each of which has one column of every run of 32: of run p at the bits from
 `p * bits` on. So a shift and a mask give neighbouring columns in their order. A number of a column is `q * gain +
-offset`, of FP8 (e4m3) `q * gain`; both stand beside the row in float32, so many per unit. A result depends on its own
-row and vector only, as in `transfer.simd.vectors`. Bytes moved: each row once per block.
+offset`, of FP8 (e4m3) and FP4 (e2m1) `q * gain`; both stand beside the row in float32, so many per unit. FP4 is looked
+up among its 16 numbers, or 8 and a sign where vectors are narrow, which stand in a register times the gain. A result
+depends on its own row and vector only, as in `transfer.simd.vectors`. Bytes moved: each row once per block.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from transfer.model_constants import FP4_NUMBERS
 from transfer.simd.emission import (
     F32,
     I16,
@@ -41,9 +43,9 @@ from transfer.simd.vectors import LINE_BYTES, emit_dots, item_bytes
 RUN = 32  # columns of a place, behind each other
 LEAST_GROUP = 16  # columns that share a gain: a vector's, at its widest
 FLOAT_GAIN = 256.0  # FP8 in the bits of a float16 is so much less than it is
-BITS = {"int4": 4, "int8": 8, "fp8": 8}
-_TAGS = {"int4": np.uint8, "int8": np.uint16, "fp8": np.float32}
-_NUMBERS = {types.uint8: "int4", types.uint16: "int8", types.float32: "fp8"}
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
+_TAGS = {"int4": np.uint8, "int8": np.uint16, "fp8": np.float32, "fp4": np.int8}
+_NUMBERS = {types.uint8: "int4", types.uint16: "int8", types.float32: "fp8", types.int8: "fp4"}
 _HALVES, _WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
 
 
@@ -57,8 +59,8 @@ def unit_columns(number: str) -> int:
 
 
 def packed_kind(number: str, gains_per_unit: int) -> tuple[Any, ...]:
-    """Return what stands for rows of "int4", "int8" or "fp8" in numba code, as a float32 or a uint16 does for plain
-    ones.
+    """Return what stands for rows of "int4", "int8", "fp8" or "fp4" in numba code, as a float32 or a uint16 does for
+    plain ones.
     """
     return (_TAGS[number](0),) * gains_per_unit
 
@@ -159,6 +161,10 @@ class _Rows:
         gain = broadcast(builder, builder.add(self.gain_at[row], byte))
         if self.number == "fp8":
             return lambda halves, place: builder.fmul(_floats(builder, halves, place), gain)
+        if self.number == "fp4":
+            levels = (*FP4_NUMBERS, *(-level for level in FP4_NUMBERS))[:LANES]
+            table = builder.fmul(ir.Constant(VECTOR, list(levels)), gain)
+            return lambda halves, place: _looked_up(builder, table, _shifted(builder, halves, 4 * place))
         offset = broadcast(builder, builder.add(self.offset_at[row], byte))
         if self.number == "int4" and SIMD == "avx512":
             levels = ir.Constant(VECTOR, [float(level) for level in range(16)])
@@ -236,6 +242,17 @@ def _floats(builder: ir.IRBuilder, halves: Any, place: int) -> Any:
     top = builder.shl(halves, ir.Constant(_HALVES, [8] * LANES)) if place == 0 else halves
     bits = builder.and_(builder.ashr(top, one), ir.Constant(_HALVES, [0xBF80] * LANES))
     return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
+
+
+def _looked_up(builder: ir.IRBuilder, table: Any, codes: Any) -> Any:
+    """Choose from 16 float32 by the lowest 4 bits of each lane, of narrow vectors from 8 whose sign is the fourth."""
+    if SIMD == "avx512":
+        return _chosen(builder, table, codes)
+    function_type = ir.FunctionType(VECTOR, [VECTOR, _WORDS])
+    choose = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx2.permps")
+    sign = builder.and_(builder.shl(codes, ir.Constant(_WORDS, [28] * LANES)), ir.Constant(_WORDS, [1 << 31] * LANES))
+    size = builder.bitcast(builder.call(choose, [table, codes]), _WORDS)
+    return builder.bitcast(builder.xor(size, sign), VECTOR)
 
 
 def _chosen(builder: ir.IRBuilder, table: Any, numbers: Any) -> Any:

@@ -43,8 +43,6 @@ def multiplies(packed: Packed) -> bool:
     """Return whether this module multiplies the matrix."""
     if not HAS_VECTORS or packed.device.type != "cpu" or packed.rows < ROWS or packed.inner % MULTIPLIED_COLUMNS:
         return False
-    if packed.kind == "fp4":
-        return False
     return packed.scales.shape[1] == 1 or packed.group % MULTIPLIED_GROUP == 0
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpu.model.matrix_format import BITS, Kind, num_words
 from gpu.operations.linear.word_layout import unpack_words
+from transfer.model_constants import FP4_NUMBERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,6 @@ class Packed:
         return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
 
-FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
 EXPONENT_BIAS = 127  # of FP4's scales
 
 Stored = Tensor | Packed  # a matrix, plain or of few bits

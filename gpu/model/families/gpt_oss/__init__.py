@@ -20,7 +20,8 @@ from gpu.model.family import (
     find_windows,
     parse_sizes,
 )
-from gpu.model.spec import CLAMPED_GAIN, CLAMPED_LIMIT, Architecture, LayerSpec
+from gpu.model.spec import Architecture, LayerSpec
+from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 
 _ROUTER = {"mlp.router.weight": "router", "mlp.router.bias": "router_bias"}
 _STACKED = {
