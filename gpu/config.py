@@ -168,6 +168,25 @@ class MethodChoice(BaseModel):
         return self.method
 
 
+class DraftConfig(Settings):
+    """A source of drafts, or a mapping with `source` and its settings."""
+
+    source: Literal["ngram"] = Field(
+        "ngram", description="ngram: what followed the last tokens where they stood before, in prompt and answer"
+    )
+    most_tokens: int = Field(
+        7, ge=1, le=31, description="drafted for a sequence in a step, at most; fewer by what pays"
+    )
+    least_match: int = Field(3, ge=2, le=16, description="tokens that must have stood before, one behind another")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if not isinstance(given, str | dict | cls):
+            raise ValueError("wanted a source's name (ngram), or a mapping with `source` and its settings")
+        return {"source": given} if isinstance(given, str) else given
+
+
 class Composition(Settings):
     """Attention profiles beside the built-in ones, which are the methods of the slot `host` by their names, without
     those that plan device memory for each sequence (`rings`): under a name of your own, a method for each slot, or a
@@ -180,6 +199,9 @@ class Composition(Settings):
     reuse: MethodChoice | None = Field(None, description="what is kept of attention from one token to the next")
     host: MethodChoice = Field(
         MethodChoice(method="exact"), description="what becomes of a context that outgrows the device"
+    )
+    draft: DraftConfig | None = Field(
+        None, description="tokens that may follow are computed ahead of their draws, where that pays: `draft: ngram`"
     )
 
     @model_validator(mode="before")

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from gpu.config import Composition, MethodChoice
+from gpu.config import Composition, DraftConfig, MethodChoice
 from gpu.methods.kept import Kept, join_kept
 from gpu.methods.method import Method, MethodState, ProfilePart, Slot
 from gpu.methods.registry import list_methods
@@ -36,17 +36,19 @@ class ProfileError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Profile:
     """A named choice of methods. `kv_key` marks the KV that it writes (prefix hashes are seeded with it). `parts`: one
-    a filled slot, of which `host` is always one.
+    a filled slot, of which `host` is always one. draft: the source of its drafts, or None.
     """
 
     name: str
     kv_key: str
     parts: tuple[ProfilePart, ...]
+    draft: DraftConfig | None = None
 
     @property
     def composition(self) -> str:
         """Describe in words: slots, methods, settings."""
-        return ", ".join(map(str, self.parts))
+        drafts = [] if self.draft is None else [f"draft: {self.draft.source}"]
+        return ", ".join([*map(str, self.parts), *drafts])
 
     @property
     def prefill_method(self) -> PartId:
@@ -201,8 +203,10 @@ def _compose(name: str, composition: Composition, methods: Mapping[str, Method],
             raise ProfileError(f"{where}.{why}")
         parts.append(part)
     _check_together(name, parts)
+    if composition.draft is not None:
+        _check_draft(name, parts)
     keys = [key for part in parts if (key := _kv_key(part, host))]
-    return Profile(name, " + ".join(keys) or UNCHANGED, tuple(parts))
+    return Profile(name, " + ".join(keys) or UNCHANGED, tuple(parts), composition.draft)
 
 
 def _check_together(name: str, parts: Iterable[ProfilePart]) -> None:
@@ -213,6 +217,21 @@ def _check_together(name: str, parts: Iterable[ProfilePart]) -> None:
                     f"profiles.{name}: {part.method.name!r} is not served with {other.method.name!r}: {why}; leave out "
                     f"`{part.method.slot}` or `{other.method.slot}`"
                 )
+
+
+def _check_draft(name: str, parts: Iterable[ProfilePart]) -> None:
+    """Refuse drafts beside methods that keep something of each token, or whose contexts go to host memory."""
+    for part in parts:
+        method, why = part.method, ""
+        if method.reading is not Reading.NONE:
+            why = "the CPU would read a context in host memory once for each drafted token"
+        elif method.has_rings:
+            why = "its rings would keep tokens that are not drawn"
+        if why:
+            raise ProfileError(
+                f"profiles.{name}.draft: is not served with {method.name!r}: {why}; leave out `draft` or "
+                f"`{method.slot}`"
+            )
 
 
 def _find_method(where: str, slot: Slot, name: str, methods: Mapping[str, Method]) -> Method:

@@ -480,7 +480,9 @@ class Runner:
                     self._failures |= dict.fromkeys(going_on.slots, str(error))
                     break
                 awaited += [Awaited(answers, going_on.slots) for answers in launched.answers]
-                decoded.append(Drawing(launched.logits, going_on.slots, going_on.samples, going_on.runs))
+                decoded.append(
+                    Drawing(launched.logits, going_on.slots, going_on.samples, going_on.runs, going_on.drafts)
+                )
                 if draws:
                     self._draw(decoded[-1])
                 break
@@ -496,22 +498,22 @@ class Runner:
         cells = group.positions if group.cells is None else group.cells
         reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)
         batch = Batch(group.slots, group.positions, cells, _host_reads_of(group), reuses, has_host_reads=reads_host)
-        if group.runs is not None:
-            batch = self._with_runs(batch, group.runs, lane)
+        if group.runs is not None or group.drafts is not None:
+            batch = self._with_followers(batch, group.followers, lane)
         launched = self.decode_steps.run(batch)
         if self._staged is not None:
             self._staged.end_step()
         return launched
 
-    def _with_runs(self, batch: Batch, runs: Sequence[Sequence[int]], lane: Lane) -> Batch:
-        """Add a row for each token of a run; their ids stand where no other lane's do."""
-        token_ids = [token_id for run in runs for token_id in run]
+    def _with_followers(self, batch: Batch, followers: Sequence[Sequence[int]], lane: Lane) -> Batch:
+        """Add a row for each token of a run or a draft; their ids stand where no other lane's do."""
+        token_ids = [token_id for tokens in followers for token_id in tokens]
         first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)
         rows = len(batch) + len(token_ids)
         assert rows <= self.limits.max_running, f"runner: a step of {rows} rows; have {self.limits.max_running}"
         self._last_tokens[first : first + len(token_ids)].copy_(upload(np.array(token_ids, np.int64), self.device))
         places = iter(range(first, first + len(token_ids)))
-        spread = [(row, step) for row, run in enumerate(runs) for step in range(1 + len(run))]
+        spread = [(row, step) for row, tokens in enumerate(followers) for step in range(1 + len(tokens))]
         return Batch(
             [batch.slots[row] for row, _ in spread],
             [batch.positions[row] + step for row, step in spread],
@@ -536,6 +538,7 @@ def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
         host_reads=None if group.host_reads is None else [group.host_reads[row] for row in rows],
         cells=None if group.cells is None else [group.cells[row] for row in rows],
         runs=None if group.runs is None else [group.runs[row] for row in rows],
+        drafts=None if group.drafts is None else [group.drafts[row] for row in rows],
     )
 
 

@@ -390,7 +390,10 @@ class DecodeGroup(Frozen):
     cells long. `samples[i]` numbers the draw. `host_reads[i]`: what the row reads in host memory; None: nothing, or for
     the whole group, no row reads anything there. `runs[i]`: tokens that are known to follow the input token; None: no
     slot has any. Each is computed in a row of its own behind it, at the positions and cells that follow, with the same
-    host read; the draw is behind the last. Such a slot holds no ring.
+    host read; the draw is behind the last. Such a slot holds no ring. `drafts[i]`: tokens that may follow the input
+    token of a slot without a run; None: no slot has any. They have rows as a run has, and behind each of them another
+    token is drawn, with the number that follows: 1 + n draws. The draws up to the first that differs from the draft
+    are told, and the last of these is the slot's last token; what the rows behind it wrote means nothing.
     """
 
     slots: tuple[int, ...]
@@ -399,11 +402,18 @@ class DecodeGroup(Frozen):
     host_reads: tuple[HostRead | None, ...] | None = None
     cells: tuple[int, ...] | None = None
     runs: tuple[tuple[int, ...], ...] | None = None
+    drafts: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def followers(self) -> list[tuple[int, ...]]:
+        """Return the tokens of each slot that have rows behind the input token's: a run, or a draft."""
+        nothing = [()] * len(self.slots)
+        return [(*run, *draft) for run, draft in zip(self.runs or nothing, self.drafts or nothing, strict=True)]
 
     @property
     def lengths(self) -> list[int]:
         """Return the rows of each slot."""
-        return [1] * len(self.slots) if self.runs is None else [1 + len(run) for run in self.runs]
+        return [1 + len(tokens) for tokens in self.followers]
 
 
 @dataclass(frozen=True, slots=True)

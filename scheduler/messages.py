@@ -17,7 +17,12 @@ from gpu.sampling_params import SamplingParams
 _TOKEN_BYTES = 4
 
 PREEMPTIONS = "preemptions"
-FIGURES = {PREEMPTIONS: RequestFigure("how often the request was preempted, to make room for another or for itself")}
+ACCEPTED, REJECTED = "accepted_prediction_tokens", "rejected_prediction_tokens"
+FIGURES = {
+    PREEMPTIONS: RequestFigure("how often the request was preempted, to make room for another or for itself"),
+    ACCEPTED: RequestFigure("tokens that a draft had guessed: each took no step of its own"),
+    REJECTED: RequestFigure("drafted tokens that were computed and not drawn"),
+}
 """The scheduler's own figures of a request, by name."""
 
 
@@ -77,6 +82,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     grammar: str = ""  # what the output is held to, as llguidance writes it down; "": nothing
     allowed_token_ids: list[int] = []  # the only ones drawn; none: all
     bad_token_ids: list[list[int]] = []  # runs of tokens that the output does not contain
+    prediction: bytes = b""  # packed: tokens that the output may repeat, for a profile that drafts
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -311,6 +317,17 @@ class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
     jumped_tokens: int = 0
 
 
+class DraftStats(msgspec.Struct, frozen=True):
+    """Counters of drafts since the engine started: steps with any, their drafted tokens, those that were drawn, and the
+    seconds that steps without would have taken more.
+    """
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    saved_seconds: float = 0.0
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine; counters count since it started."""
 
@@ -331,6 +348,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     host: HostStats | None  # None: no host tier
     methods: dict[str, list[int]] = {}  # by the counters of `gpu.methods`, all profiles together: one, or one a layer
     masks: MaskStats = MaskStats(held_requests=0, masks=0, mask_seconds=0.0)
+    drafts: DraftStats = DraftStats()
     experts: ExpertStats | None = None  # None: all lie on the device
     chunks: ChunkStats | None = None  # None: no documents
 

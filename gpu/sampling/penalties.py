@@ -48,7 +48,10 @@ class PenaltyTable:
         repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
         return torch.where(seen, repeated, scores) - frequency * counts - presence * present
 
-    def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Add a token that was drawn, or had to come, to each of `rows`; both int64 `[rows]`."""
-        ones = torch.ones_like(token_ids, dtype=torch.int32)
-        self.counts.view(-1).scatter_add_(0, rows * self.vocab_size + token_ids, ones)
+    def count(self, rows: torch.Tensor, token_ids: torch.Tensor, stands: torch.Tensor | None = None) -> None:
+        """Add a token that was drawn, or had to come, to each of `rows`; all int64 `[rows]`.
+
+        stands: 1, or 0 where the token is not the row's after all; None: all are.
+        """
+        amounts = torch.ones_like(token_ids) if stands is None else stands
+        self.counts.view(-1).scatter_add_(0, rows * self.vocab_size + token_ids, amounts.int())

@@ -8,9 +8,9 @@ distances and the race (about 30 bytes a vocabulary entry), a filtered one the p
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, chain, islice, takewhile
 from types import MappingProxyType
 
 import numpy as np
@@ -32,6 +32,7 @@ Masks = Mapping[int, np.ndarray]
 NO_MASKS: Masks = MappingProxyType({})
 
 _KEYS_KEPT = 64  # a multiple of 4, the numbers that Philox makes at once
+_NO_TOKEN = -3  # what no draw gives, and no draft has
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -68,7 +69,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class Sampled:
-    """What a batch drew. `tokens` int64 `[rows]` on the device: ids to feed on, 0 where nothing could be drawn.
+    """What a batch drew. `tokens` int64 `[slots]` on the device: ids to feed on, 0 where nothing could be drawn.
 
     Call `copy_to_host` on the stream that sampled, sync that stream, then `to_host`.
     """
@@ -76,8 +77,9 @@ class Sampled:
     tokens: torch.Tensor
     reported: torch.Tensor  # int64 [rows]: tokens, or NOT_FINITE or NOTHING_LEFT
     slots: list[int]
-    num_logprobs: list[int | None]
+    num_logprobs: list[int | None]  # by row
     logprobs: Logprobs | None  # of the rows that asked, in order
+    drafts: list[tuple[int, ...]] | None = None  # by slot, which has a row more for each token; None: a row each
     _host: tuple[torch.Tensor, Logprobs | None] | None = field(default=None, init=False)
 
     def copy_to_host(self) -> None:
@@ -85,10 +87,22 @@ class Sampled:
         self._host = to_pinned(self.reported), self.logprobs.copy_to_host() if self.logprobs else None
 
     def to_host(self) -> list[SampledToken]:
-        """Return one SampledToken a row, in order."""
+        """Return the tokens of all slots, in order: a row's each, or what `by_slot` has."""
+        return list(chain.from_iterable(self.by_slot()))
+
+    def by_slot(self) -> list[list[SampledToken]]:
+        """Return the tokens of each slot, in order: those up to the first that is not as drafted."""
         assert self._host is not None, "Sampled.to_host before copy_to_host"
         reported, logprobs = self._host
-        return _list_tokens(self.slots, reported.tolist(), self.num_logprobs, logprobs)
+        if self.drafts is None:
+            return [[token] for token in _list_tokens(self.slots, reported.tolist(), self.num_logprobs, logprobs)]
+        owners = [slot for slot, draft in zip(self.slots, self.drafts, strict=True) for _ in range(1 + len(draft))]
+        rows = iter(_list_tokens(owners, reported.tolist(), self.num_logprobs, logprobs))
+        told = []
+        for draft in self.drafts:
+            own = list(islice(rows, 1 + len(draft)))
+            told.append(own[: 1 + count_equal([token.token_id for token in own], draft)])
+        return told
 
 
 @dataclass(slots=True)
@@ -104,25 +118,36 @@ class Given:
 @dataclass(slots=True)
 class Drawing:
     """Rows of logits, and what is drawn of them: at once, or when their masks are known. As `Sampler.sample` takes
-    them; `logits` are let go of once drawn. runs: as `DecodeGroup` has them; such a slot has a row more for each token
-    of its run, and the last one is drawn from.
+    them; `logits` are let go of once drawn. runs, drafts: as `DecodeGroup` has them; such a slot has a row more for
+    each token. Of a run's rows the last one is drawn from, of a draft's all.
     """
 
     logits: torch.Tensor | None
     slots: list[int]
     samples: list[int]
     runs: list[list[int]] | None = None
+    drafts: list[tuple[int, ...]] | None = None
     _sampled: Sampled | None = field(default=None, init=False)
     _given: Given | None = field(default=None, init=False)
 
     def draw(self, sampler: "Sampler", masks: Masks = NO_MASKS) -> Sampled:
         assert self.logits is not None, "sampler: drawn twice"
         logits, self.logits = self.logits, None
+        drafts = self.drafts or [()] * len(self.slots)
         if self.runs is not None:
-            self._given = sampler.take(logits, self.slots, self.runs)
-            last = np.cumsum([1 + len(run) for run in self.runs]) - 1
-            logits = logits.index_select(0, upload(last.astype(np.int64), logits.device))
-        self._sampled = sampler.sample(logits, self.slots, self.samples, *([masks] if masks else []))
+            lengths = [1 + len(run) + len(draft) for run, draft in zip(self.runs, drafts, strict=True)]
+            firsts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+            self._given = sampler.take(logits, self.slots, self.runs, firsts)
+            drawn = [
+                first + len(run) + step
+                for first, run, draft in zip(firsts, self.runs, drafts, strict=True)
+                for step in range(1 + len(draft))
+            ]
+            logits = logits.index_select(0, upload(np.array(drawn, np.int64), logits.device))
+        if self.drafts is None:
+            self._sampled = sampler.sample(logits, self.slots, self.samples, *([masks] if masks else []))
+        else:
+            self._sampled = sampler.verify(logits, self.slots, self.samples, self.drafts, masks)
         return self._sampled
 
     @property
@@ -138,12 +163,11 @@ class Drawing:
 
     def to_host(self) -> list[SampledToken]:
         """Return each slot's tokens, in order: its run, and what it drew."""
-        drawn = self.sampled.to_host()
         if self.runs is None or self._given is None:
-            return drawn
-        given = self._given
+            return self.sampled.to_host()
+        drawn, given = self.sampled.by_slot(), self._given
         taken = iter(_list_tokens(given.slots, given.token_ids, given.num_logprobs, given.logprobs))
-        return [token for run, last in zip(self.runs, drawn, strict=True) for token in [*islice(taken, len(run)), last]]
+        return [token for run, own in zip(self.runs, drawn, strict=True) for token in [*islice(taken, len(run)), *own]]
 
 
 class Sampler:
@@ -195,9 +219,55 @@ class Sampler:
         asked = [state.params.num_logprobs for state in states]  # type: ignore[union-attr]
         return Sampled(tokens, reported, list(slots), asked, self._logprobs(logits, tokens, asked))
 
-    def take(self, logits: torch.Tensor, slots: list[int], runs: list[list[int]]) -> Given:
+    def verify(
+        self, logits: torch.Tensor, slots: list[int], samples: list[int], drafts: list[tuple[int, ...]],
+        masks: Masks = NO_MASKS,
+    ) -> Sampled:  # fmt: skip
+        """Draw behind the input token of each slot, and behind each token of its draft, as if that had been drawn.
+
+        `slots[i]` has `1 + len(drafts[i])` rows of `logits` (as in `sample`), draws number `samples[i]` and on. Its
+        tokens are those up to the first that differs from the draft; what the rows behind it give counts for nothing.
+        Each draw is a function of its logits, its seed and its number, so these are the tokens that steps of one token
+        draw. Slots with a mask have no draft.
+        """
+        lengths = [1 + len(draft) for draft in drafts]
+        owners = [place for place, length in enumerate(lengths) for _ in range(length)]
+        steps = [step for length in lengths for step in range(length)]
+        states = [state for place in owners if (state := self._slots[slots[place]]) is not None]
+        assert len(states) == len(owners), f"verify: a slot of {slots} is not assigned"
+        numbers = [samples[place] + step for place, step in zip(owners, steps, strict=True)]
+        given = {owners.index(place): masks[slot] for place, slot in enumerate(slots) if slot in masks}
+        assert not any(slot in masks and draft for slot, draft in zip(slots, drafts, strict=True)), "verify: masked"
+        expected = [token_id for draft in drafts for token_id in (*draft, _NO_TOKEN)]
+        firsts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+        there = upload(np.array([owners, expected, [firsts[place] for place in owners]], np.int64), self.device)
+        # Behind penalties a draw depends on those in front of it: such rows are drawn one after another.
+        waits = [step if state.penalty_row is not None else 0 for step, state in zip(steps, states, strict=True)]
+        stands = torch.ones(len(slots), dtype=torch.int64, device=self.device)
+        reported = torch.empty(len(owners), dtype=torch.int64, device=self.device)
+        for turn in range(max(waits) + 1):
+            rows = [row for row, wait in enumerate(waits) if wait == turn]
+            index = upload(np.array(rows, np.int64), self.device)
+            own_states = [states[row] for row in rows]
+            own_masks = {place: given[row] for place, row in enumerate(rows) if row in given}
+            own_numbers, own_owners = [numbers[row] for row in rows], there[0, index]
+            chosen = self._choose(logits[index], own_states, own_numbers, own_masks, stands[own_owners])
+            reported[index] = chosen
+            penalised = [place for place, state in enumerate(own_states) if state.penalty_row is not None]
+            if penalised and max(waits) > turn:
+                places = upload(np.array(penalised, np.int64), self.device)
+                stands[own_owners[places]] *= chosen[places] == there[1, index[places]]
+        behind = (reported != there[1]).cumsum(0)  # misses up to a row, its own with them; each slot's last row is one
+        missed = torch.cat([behind.new_zeros(1), behind])[there[2]]  # those in front of its slot
+        is_last = (behind - missed == 1) & (reported != there[1])
+        tokens = torch.zeros_like(stands).index_add_(0, there[0], torch.where(is_last, reported.clamp(min=0), 0))
+        asked = [state.params.num_logprobs for state in states]
+        logprobs = self._logprobs(logits, reported.clamp(min=0), asked)
+        return Sampled(tokens, reported, list(slots), asked, logprobs, [tuple(draft) for draft in drafts])
+
+    def take(self, logits: torch.Tensor, slots: list[int], runs: list[list[int]], firsts: list[int]) -> Given:
         """Count tokens that come without a draw as drawn ones are: `runs[i]` behind the input token of `slots[i]`,
-        whose rows of logits (as in `sample`) are one more than its run is long.
+        whose rows of logits (as in `sample`) begin at `firsts[i]`.
         """
         states = [state for slot in slots if (state := self._slots[slot]) is not None]
         assert len(states) == len(slots), f"take: a slot of {slots} is not assigned"
@@ -209,17 +279,18 @@ class Sampler:
         if listed or any(states[place].penalty_row is not None for place in owners):
             tokens = upload(np.array(token_ids, np.int64), self.device)
             self._count([states[place] for place in owners], tokens)
-            if listed:  # token t is of row t, and of one more for each slot in front, whose last row tells no token
-                rows = np.arange(len(owners)) + np.array(owners)
-                own = logits.index_select(0, upload(rows.astype(np.int64), logits.device))
+            if listed:
+                rows = [first + step for first, run in zip(firsts, runs, strict=True) for step in range(len(run))]
+                own = logits.index_select(0, upload(np.array(rows, np.int64), logits.device))
                 given.logprobs = self._logprobs(own, tokens, num_logprobs)
         return given
 
     def _choose(
-        self, logits: torch.Tensor, states: list[_Slot], samples: list[int], masks: Mapping[int, np.ndarray]
-    ) -> torch.Tensor:
+        self, logits: torch.Tensor, states: list[_Slot], samples: list[int], masks: Mapping[int, np.ndarray],
+        stands: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Return tokens int64 `[rows]`, NOT_FINITE where the logits' maximum is not (NaN and infinity show in it, and a
-        row of `-inf`), and NOTHING_LEFT where it is, but the edited scores' is not.
+        row of `-inf`), and NOTHING_LEFT where it is, but the edited scores' is not. stands: as in `_count`.
         """
         drawn = [row for row, state in enumerate(states) if not state.params.is_greedy]
         edited = [row for row, state in enumerate(states) if row in masks or state.is_edited]
@@ -245,7 +316,7 @@ class Sampler:
             chosen = _report(best, chosen)
         everywhere = _report(*logits.max(1)) if len(others) < len(states) else torch.empty_like(chosen)
         reported = everywhere.index_copy_(0, index, chosen)
-        self._count(states, reported.clamp(min=0))
+        self._count(states, reported.clamp(min=0), stands)
         return reported
 
     def _edit(self, scores: torch.Tensor, states: list[_Slot]) -> None:
@@ -303,11 +374,13 @@ class Sampler:
             distance.masked_fill_(distance > min_p_distance.float()[:, None], math.inf)
         return race(distance, uploaded[4])
 
-    def _count(self, states: list[_Slot], tokens: torch.Tensor) -> None:
+    def _count(self, states: list[_Slot], tokens: torch.Tensor, stands: torch.Tensor | None = None) -> None:
+        """Count tokens int64 `[rows]` for penalties. stands: 0 where a token is not drawn after all; None: all are."""
         penalised = [(row, state.penalty_row) for row, state in enumerate(states) if state.penalty_row is not None]
         if penalised:
             rows = upload(np.array(penalised, np.int64).T.copy(), self.device)  # [2, penalised]
-            self._penalties.count(rows[1], tokens.index_select(0, rows[0]))
+            own_stands = None if stands is None else stands.index_select(0, rows[0])
+            self._penalties.count(rows[1], tokens.index_select(0, rows[0]), own_stands)
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, asked: list[int | None]) -> Logprobs | None:
         rows = [row for row, num_top in enumerate(asked) if num_top is not None]
@@ -317,6 +390,11 @@ class Sampler:
             index = upload(np.array(rows, np.int64), self.device)
             logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
         return gather_logprobs(logits, tokens, max(num_top or 0 for num_top in asked))
+
+
+def count_equal(tokens: Sequence[int], draft: Sequence[int]) -> int:
+    """Return how many tokens of a draft come as they are drafted, one behind another."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, draft, strict=False)))
 
 
 def _list_tokens(

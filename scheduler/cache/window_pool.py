@@ -131,6 +131,11 @@ class Windows:
         else:
             self._free.append(branch.window)
 
+    def note_written(self, sequence: Sequence, num_cells: int) -> None:
+        """Note that a step may write the first `num_cells` cells, whether they are the sequence's afterwards or not."""
+        if sequence.window is not None:
+            self._written[sequence.window] = max(self._written[sequence.window], num_cells)
+
     def keep_prompt(self, sequence: Sequence) -> None:
         """Keep a copy of a window behind the prompt that the plan under way computes, if there is room for one."""
         self._end_branch(sequence, True)

@@ -165,6 +165,7 @@ class Residence:
 
     def grow_known(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
         """Take the pages of so many tokens behind the next draw's: no more than `most_known` says."""
+        self.windows.note_written(sequence, sequence.next_cell + 1 + num_tokens)
         num_pages = (sequence.next_cell + num_tokens) // self.page_tokens + 1 - len(sequence.pages)
         if num_pages <= 0:
             return []

@@ -45,6 +45,7 @@ class Sequence:
     context: HostContext | None = None  # in host memory, while it holds one
     num_published: int = 0  # blocks of it that others may find
     num_in_flight: int = 0  # tokens launched and not collected: draws, and tokens that come without one
+    num_drafted: int = 0  # of these, those of a draft, which may be refused: it steps no more until that is known
     num_left_out: int = 0  # steps in a row that went without it, while it was running
     num_dropped: int = 0  # of its prompt's tokens, once that is done: so many cells before its positions it goes on
 
@@ -119,7 +120,9 @@ class Sequence:
     @property
     def wants_draw(self) -> bool:
         """Tell whether another token may be drawn without knowing those in flight."""
-        return self.state is State.RUNNING and len(self.output) + self.num_in_flight < self.request.max_tokens
+        if self.state is not State.RUNNING or self.num_drafted:
+            return False
+        return len(self.output) + self.num_in_flight < self.request.max_tokens
 
     @property
     def needs_every_token(self) -> bool:

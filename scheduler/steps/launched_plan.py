@@ -33,8 +33,9 @@ class LaunchedPlan:
     """A plan whose result is not in.
 
     slots: who held each slot. drawing: who draws in it; numbers: as which of their draws, where masked. rows, load: the
-    kind of its rows and what they read; num_known: rows of known tokens. unit_contexts: where each unit ended in its
-    prompt. offloaded: what it offloads. fetches: whether it reloads pages.
+    kind of its rows and what they read; num_rows: all of its rows; num_known: those of known and drafted tokens;
+    drafted: tokens of drafts, by slot. unit_contexts: where each unit ended in its prompt. offloaded: what it offloads.
+    fetches: whether it reloads pages.
     """
 
     slots: dict[int, Sequence]
@@ -43,6 +44,8 @@ class LaunchedPlan:
     rows: Rows
     load: Load
     num_known: int
+    num_rows: int
+    drafted: dict[int, int]
     units: tuple[Unit, ...]
     unit_contexts: tuple[int, ...]
     offloaded: tuple[OffloadedRun, ...]

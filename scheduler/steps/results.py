@@ -5,6 +5,7 @@ Invariant: an accepted request gets exactly one final delta unless it is cancell
 
 import logging
 import time
+from collections import Counter
 
 import numpy as np
 from msgspec import structs
@@ -63,6 +64,17 @@ class Results:
         for run in launched.offloaded:
             self._residence.publish_run(run.sequence, run.context, run.num_blocks)
         return deltas
+
+    def settle_drafts(self, result: StepResult, launched: LaunchedPlan) -> list[tuple[Sequence, int, int]]:
+        """Take back what was in flight and is not drawn; return each draft's sequence, its tokens, and those drawn."""
+        num_told = Counter(token.slot for token in result.tokens) if launched.drafted else Counter[int]()
+        settled = []
+        for slot, num_drafted in launched.drafted.items():
+            sequence = launched.drawing[slot]
+            sequence.num_in_flight -= 1 + num_drafted - num_told[slot]
+            sequence.num_drafted = 0
+            settled.append((sequence, num_drafted, num_told[slot] - 1))
+        return settled
 
     def _append(self, sequence: Sequence, token: SampledToken, result: StepResult) -> list[Delta]:
         """Append a drawn token to its sequence, which may end with it."""

@@ -46,6 +46,7 @@ from scheduler.residence.residence import Residence
 from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.lane_fences import Lanes, rows_of
 from scheduler.sequences.sequence import Sequence, State
+from scheduler.steps.drafts import Drafts
 from scheduler.steps.drawing_rows import IsReady, KnownTokens, LateRows, Row, TokenGap
 from scheduler.steps.grouping import Grouping, Load
 from scheduler.steps.launched_plan import LaunchedPlan, OffloadedRun
@@ -72,12 +73,12 @@ class Device:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _Outline:
     """A step that is being planned.
 
     stepping: sequences of its lane. rows: those that may draw, and what they read in host memory; taken: those that do.
-    known: by row, tokens that must follow. unit_contexts: where each unit ends in its prompt. finished: jobs whose last
-    unit is planned.
+    known, drafts: by row, tokens that must follow, and that may. unit_contexts: where each unit ends in its prompt.
+    finished: jobs whose last unit is planned.
     """
 
     lane: Lane
@@ -93,6 +94,7 @@ class _Draft:
     rows: list[Row] = field(default_factory=list)
     taken: list[Row] = field(default_factory=list)
     known: list[list[int]] | None = None
+    drafts: list[tuple[int, ...]] | None = None
 
     @property
     def masked_slots(self) -> tuple[int, ...]:
@@ -146,6 +148,7 @@ class Scheduler:
         self.intake = Intake(capacity, profiles, self.prefixes, self.constraints, documents)
         most_rows = config.max_running if device.most_rows is None else device.most_rows
         self.jumps = KnownTokens(config, most_rows, self._costs, self.residence, self.constraints)
+        self.drafts = Drafts(most_rows, self.residence, device.lanes)
 
     @property
     def prefill_methods(self) -> list[PartId]:
@@ -175,52 +178,53 @@ class Scheduler:
         `is_ready` tells whether the host would answer a read without a wait, as far as plans have been launched. A plan
         that is not empty must be launched, and its result given to `postprocess`, in the order of its lane.
         """
-        draft = _Draft(lane, self._stepping_in(lane))
-        if lane is Lane.HOST and not draft.stepping:
+        outline = _Outline(lane, self._stepping_in(lane))
+        if lane is Lane.HOST and not outline.stepping:
             return StepPlan(lane)
-        grown = self.roster.grow(draft.stepping)
-        draft.page_writes, draft.ring_growth = grown.pages, grown.rings
-        self._offload(draft)
+        grown = self.roster.grow(outline.stepping)
+        outline.page_writes, outline.ring_growth = grown.pages, grown.rings
+        self._offload(outline)
         if lane is Lane.DEVICE:
-            self._admit(draft)
-        self._choose_work(draft, is_ready)
+            self._admit(outline)
+        self._choose_work(outline, is_ready)
         reloads = self._reload(lane, is_ready)
-        draft.known, writes = self.jumps.take(draft.taken, lane, len(self.roster.running))
-        draft.page_writes += writes
+        outline.known, writes = self.jumps.take(outline.taken, lane, len(self.roster.running))
+        outline.drafts, more = self.drafts.take(outline.taken, outline.known, lane, len(self.roster.running))
+        outline.page_writes += writes + more
         changes = self.residence.take_changes()
         plan = StepPlan(
             lane=lane,
             released_slots=tuple(self.roster.take_released()) if lane is Lane.DEVICE else (),  # it hands out slots
             closed_contexts=changes.closed_contexts,
-            offloads=tuple(draft.offloads),
+            offloads=tuple(outline.offloads),
             finished_reloads=changes.finished_reloads,
             evictions=changes.evictions,
             reloads=tuple(reloads),
-            page_writes=tuple(draft.page_writes),
+            page_writes=tuple(outline.page_writes),
             ring_writes=tuple(self.rings.take_writes()),
-            ring_growth=tuple(draft.ring_growth),
+            ring_growth=tuple(outline.ring_growth),
             window_writes=tuple(self.residence.windows.take_writes()),
-            new_jobs=tuple(draft.new_jobs),
-            units=tuple(draft.units),
-            decode=_group(draft.taken, draft.known),
-            masked_slots=draft.masked_slots,
-            gives_way=bool(draft.units) and len(self.lanes) > 1 and bool(self._stepping_in(Lane.HOST)),
+            new_jobs=tuple(outline.new_jobs),
+            units=tuple(outline.units),
+            decode=_group(outline.taken, outline.known, outline.drafts),
+            masked_slots=outline.masked_slots,
+            gives_way=bool(outline.units) and len(self.lanes) > 1 and bool(self._stepping_in(Lane.HOST)),
         )
         if plan.is_empty:
             return plan
-        plan = replace(plan, is_fenced=self._fence(plan, draft.stepping))
-        self._late.count(draft.rows, draft.taken)
-        self._note_launch(plan, draft)
+        plan = replace(plan, is_fenced=self._fence(plan, outline.stepping))
+        self._late.count(outline.rows, outline.taken)
+        self._note_launch(plan, outline)
         return plan
 
-    def _offload(self, draft: _Draft) -> None:
+    def _offload(self, outline: _Outline) -> None:
         """Offload what short contexts gave to make room, and old tokens of sequences that draw."""
         if self.residence.offloads is not None:
-            for sequence, offload in self.residence.offloads.take_due(draft.stepping):
-                draft.offloads.append(offload)
-                draft.offloaded.append(OffloadedRun.of(sequence))
+            for sequence, offload in self.residence.offloads.take_due(outline.stepping):
+                outline.offloads.append(offload)
+                outline.offloaded.append(OffloadedRun.of(sequence))
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, outline: _Outline) -> None:
         """Admit waiting requests, and fail the one that the host refuses memory though nobody else has any."""
         admitted = self._admission.admit(list(self.roster.holding()))
         refused = admitted.refused
@@ -228,23 +232,28 @@ class Scheduler:
             log.warning("refused request=%s reason=%s", refused.request_id, NO_MEMORY)
             self._refused.append(make_failure(refused, NO_MEMORY, may_retry=True))
             self.roster.retire(refused)
-        draft.new_jobs += admitted.jobs + self._admission.compute_chunks()
-        draft.page_writes += admitted.page_writes
+        outline.new_jobs += admitted.jobs + self._admission.compute_chunks()
+        outline.page_writes += admitted.page_writes
 
-    def _choose_work(self, draft: _Draft, is_ready: IsReady) -> None:
-        """Choose prefill units and the rows that draw: rows wait for units only within the token gap."""
-        still = set(self._stepping_in(draft.lane))  # `Roster.grow` may have preempted some
-        drawing = [one for one in draft.stepping if one in still and one.wants_draw]
-        if draft.lane is Lane.DEVICE:
+    def _choose_work(self, outline: _Outline, is_ready: IsReady) -> None:
+        """Choose prefill units and the rows that draw: rows wait for units only within the token gap, and for what
+        becomes of a draft in their lane.
+        """
+        still = set(self._stepping_in(outline.lane))  # `Roster.grow` may have preempted some
+        waits = any(one.num_drafted for one in outline.stepping if one in still)
+        drawing = [one for one in outline.stepping if one in still and (one.wants_draw or one.num_drafted)]
+        if outline.lane is Lane.DEVICE:
             entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
             budget = self._gap.seconds_left(self._num_prompts, len(drawing)) if drawing else None
-            draft.units, draft.finished = self._prefill.next_units(budget)
-            draft.unit_contexts = [entries[unit.job_id].context_of(unit) for unit in draft.units]
-            if budget is not None and self._gap.decode_can_wait(draft.units, draft.unit_contexts, budget):
+            outline.units, outline.finished = self._prefill.next_units(budget)
+            outline.unit_contexts = [entries[unit.job_id].context_of(unit) for unit in outline.units]
+            if budget is not None and self._gap.decode_can_wait(outline.units, outline.unit_contexts, budget):
                 drawing = []
-        draft.rows = [(sequence, self.residence.host_read(sequence)) for sequence in drawing]
-        is_busy = bool(draft.units or any(self._launched.values()))
-        draft.taken = self._late.take_out(draft.rows, is_ready, is_busy)
+        if waits:
+            drawing = []
+        outline.rows = [(sequence, self.residence.host_read(sequence)) for sequence in drawing]
+        is_busy = bool(outline.units or any(self._launched.values()))
+        outline.taken = self._late.take_out(outline.rows, is_ready, is_busy)
 
     @property
     def _num_prompts(self) -> int:
@@ -258,18 +267,23 @@ class Scheduler:
         is_quiet = not (self._admission.waiting or self._prefill.jobs)
         return self.residence.next_reload(self.roster.running, is_quiet, is_ready)
 
-    def _note_launch(self, plan: StepPlan, draft: _Draft) -> None:
+    def _note_launch(self, plan: StepPlan, outline: _Outline) -> None:
         """Keep what the plan's result is read by: whom it is for, and as which of their draws."""
         slots = {sequence.slot: sequence for sequence in self.roster.holding()}
-        drawn = {sequence.slot: sequence for sequence, _ in draft.taken}
-        for sequence in draft.stepping:
+        drawn = {sequence.slot: sequence for sequence, _ in outline.taken}
+        for sequence in outline.stepping:
             sequence.lane = plan.lane if sequence.state is State.RUNNING else sequence.lane
-        runs = draft.known or [[] for _ in draft.taken]
-        for (sequence, _), run in zip(draft.taken, runs, strict=True):
-            sequence.num_in_flight += 1 + len(run)
-        for entry in draft.finished:
+        runs = outline.known or [[] for _ in outline.taken]
+        drafts = outline.drafts or [() for _ in outline.taken]
+        for (sequence, _), run, draft in zip(outline.taken, runs, drafts, strict=True):
+            sequence.num_in_flight += 1 + len(run) + len(draft)
+            sequence.num_drafted = len(draft)
+        num_more = sum(map(len, runs)) + sum(map(len, drafts))
+        num_rows = len(outline.taken) + num_more
+        self.drafts.launch(plan.lane, outline.taken, num_rows, outline.drafts is not None, bool(plan.units))
+        for entry in outline.finished:
             slots |= {sequence.slot: sequence for sequence in entry.sequences}
-            draft.offloaded += [OffloadedRun.of(one) for one in entry.sequences if one.context is not None]
+            outline.offloaded += [OffloadedRun.of(one) for one in entry.sequences if one.context is not None]
             drawn |= self.roster.start(entry)
         launched = LaunchedPlan(
             slots=slots,
@@ -277,10 +291,12 @@ class Scheduler:
             numbers={slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None},
             rows=rows_of(plan.lane, [host_read for group in plan.decode for host_read in group.host_reads or [None]]),
             load=self._load_of(plan),
-            num_known=sum(map(len, runs)),
+            num_known=num_more,
+            num_rows=num_rows,
+            drafted={one.slot: len(draft) for (one, _), draft in zip(outline.taken, drafts, strict=True) if draft},
             units=plan.units,
-            unit_contexts=tuple(draft.unit_contexts),
-            offloaded=tuple(draft.offloaded),
+            unit_contexts=tuple(outline.unit_contexts),
+            offloaded=tuple(outline.offloaded),
             fetches=bool(plan.reloads),
         )
         self._launched[plan.lane].append(launched)
@@ -301,6 +317,10 @@ class Scheduler:
     def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
         """Return what the result of a lane's oldest launched plan means for its requests, in no particular order."""
         launched = self._launched[lane].popleft()
+        self.drafts.end(lane)
+        drafted = self._results.settle_drafts(result, launched)
+        num_slots = launched.num_rows - sum(launched.drafted.values())
+        self.drafts.tell(lane, drafted, num_slots, launched.num_rows)
         deltas = self._results.tell(result, launched)
         if result.decode_seconds and len(self.lanes) > 1:
             self._learn_grouping(launched, result, lane)
@@ -390,13 +410,16 @@ class Scheduler:
             step_seconds=step_seconds,
             rings_free=sum(self.rings.num_free.values()),
             masks=self.constraints.stats(),
+            drafts=self.drafts.stats(),
             host=host,
             methods=methods,
             experts=experts,
         )
 
 
-def _group(rows: list[Row], runs: list[list[int]] | None) -> tuple[DecodeGroup, ...]:
+def _group(
+    rows: list[Row], runs: list[list[int]] | None, drafts: list[tuple[int, ...]] | None
+) -> tuple[DecodeGroup, ...]:
     """Return the rows as one group, whatever their profiles, so that the weights are read once; none without rows."""
     if not rows:
         return ()
@@ -409,5 +432,6 @@ def _group(rows: list[Row], runs: list[list[int]] | None) -> tuple[DecodeGroup, 
             host_reads=host_reads if any(host_read is not None for host_read in host_reads) else None,
             cells=tuple(one.next_cell for one in sequences) if any(one.num_dropped for one in sequences) else None,
             runs=None if runs is None else tuple(map(tuple, runs)),
+            drafts=None if drafts is None else tuple(drafts),
         ),
     )

@@ -198,22 +198,30 @@ class PageRunner:
         for group in plan.decode:
             asks = group.host_reads or [None] * len(group.slots)
             runs = group.runs or [[] for _ in group.slots]
-            for slot, position, sample, ask, run in zip(
-                group.slots, group.positions, group.samples, asks, runs, strict=True
+            drafts = group.drafts or [() for _ in group.slots]
+            for slot, position, sample, ask, run, draft in zip(
+                group.slots, group.positions, group.samples, asks, runs, drafts, strict=True
             ):
                 if slot not in self.failed:
                     self._check_context(slot, ask)
                 self._check_window(slot, position)
-                assert not (run and slot in self.ring_of), "who holds a ring looks at it with each token"
-                for place, token_id in enumerate([self.last[slot], *run], position):
+                assert not ((run or draft) and slot in self.ring_of), "who holds a ring looks at it with each token"
+                assert not (draft and (run or slot in masks)), "a draft is of who draws freely"
+                for place, token_id in enumerate([self.last[slot], *run, *draft], position):
                     self._write(slot, place, token_id)
-                for place in range(position, position + 1 + len(run)):  # each row reads behind the writes of all
+                for place in range(position, position + 1 + len(run) + len(draft)):  # rows read behind all writes
                     self._check_window(slot, place + 1)
                 if slot not in self.failed:
                     tokens += [SampledToken(slot, token_id, None) for token_id in run]
                 last = position + len(run)
                 self.num_cells[slot] = last + 1
                 tokens.append(self._draw(slot, last + 1))
+                for drafted in draft:
+                    if tokens[-1].token_id != drafted:
+                        break
+                    last += 1
+                    tokens.append(self._draw(slot, last + 1))
+                    self.num_cells[slot] = last + 1
                 assert sample >= 1 + len(run)
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
@@ -253,6 +261,8 @@ class PageRunner:
         self.tables.pop(slot)
         self.dense.pop(slot, None)
         self.profiles.pop(slot, None)
+        if self.windows is not None:
+            self.windows.of_slot.pop(slot, None)
         self.failed.discard(slot)
 
     def _enter(self, slot: int) -> None:

@@ -1,0 +1,51 @@
+"""What one request's drafts are made of: its source, and how its guesses have done."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from gpu.config import DraftConfig
+from scheduler.drafts.acceptance import Acceptance, Chances
+from scheduler.drafts.draft_source import NOTHING, DraftSource, Proposal
+from scheduler.drafts.ngrams import NGrams
+from scheduler.sequences.sequence import Sequence
+
+MakeSource = Callable[[DraftConfig, Sequence], DraftSource]
+
+
+def make_source(config: DraftConfig, sequence: Sequence) -> DraftSource:
+    """Return the source that a profile names."""
+    predicted = np.frombuffer(sequence.request.prediction, np.int32) if sequence.request.prediction else None
+    return NGrams(config.least_match, sequence.prompt, predicted)
+
+
+class Drafter:
+    """Proposes for one sequence. config: of its profile. shared: chances of all sequences."""
+
+    def __init__(self, config: DraftConfig, source: DraftSource, shared: Chances) -> None:
+        self._most_tokens = config.most_tokens
+        self._source = source
+        self._acceptance = Acceptance(shared)
+        self._proposal: Proposal = NOTHING
+
+    def look(self, sequence: Sequence) -> tuple[list[int], list[float]]:
+        """Return tokens that may follow the sequence's next input token, and for each the chance that it and all in
+        front of it are drawn. A draw in flight is guessed as well: the chances are those that it comes as proposed.
+        """
+        num_new = sequence.num_tokens - self._source.num_observed
+        if num_new:
+            token_ids = sequence.tokens_from(self._source.num_observed)
+            if self._proposal.token_ids:
+                self._acceptance.judge(self._proposal, token_ids.tolist())
+            self._source.observe(token_ids)
+            self._proposal = self._source.propose(self._most_tokens + 1)
+        ahead = sequence.num_in_flight
+        most = ahead + min(self._most_tokens, sequence.request.max_tokens - sequence.num_drawn - 1)
+        proposed = list(self._proposal.token_ids[ahead:most])
+        ends = (place for place, one in enumerate(proposed) if one in sequence.request.stop_token_ids)
+        num_tokens = next(ends, len(proposed))
+        return proposed[:num_tokens], self._acceptance.chances(self._proposal)[ahead : ahead + num_tokens]
+
+    def forget(self) -> None:
+        """Give back what it keeps."""
+        self._source.forget()

@@ -1,0 +1,98 @@
+"""What decode steps take, with and without drafts, by their rows: the wall time from one to the next.
+
+A step with drafts takes until the next one can be launched, since that waits for its result. A step without is launched
+behind the one before it, and takes from that one's end to its own. Steps with prefill beside, or of other sequences
+than the one before, tell nothing. A time that is old is forgotten, so that it is measured again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from statistics import median
+
+_KEPT = 5  # of the last times, whose median is told: one slow step is none
+_MOST_AGE = 512  # steps
+_FIRST_GUESS = 1.1  # of the smallest step with drafts, over one without, before one has run
+
+
+@dataclass(slots=True)
+class _Step:
+    rows: Hashable  # whose they are; None: it tells nothing
+    size: int
+    has_drafts: bool
+    launched_s: float
+    began_s: float = 0.0
+    ended_s: float = 0.0  # 0: it has not
+
+
+class _Times:
+    def __init__(self) -> None:
+        self.age = 0
+        self._last: deque[float] = deque(maxlen=_KEPT)
+
+    def add(self, seconds: float) -> None:
+        self._last.append(seconds)
+        self.age = 0
+
+    @property
+    def seconds(self) -> float:
+        return median(self._last)
+
+
+def size_of(num_rows: int) -> int:
+    """Return the power of two by which steps of so many rows are known."""
+    return 1 << (num_rows - 1).bit_length()
+
+
+class StepTimes:
+    """The times of one lane's steps. Its methods are called in the order of launches, and of results."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._times: dict[tuple[bool, int], _Times] = {}  # by whether there are drafts, and size
+        self._launched: deque[_Step] = deque()
+        self._newest: _Step | None = None
+        self._ended: _Step | None = None
+
+    def seconds(self, has_drafts: bool, num_rows: int) -> float | None:
+        """Return what a step of so many rows takes; None: nobody knows."""
+        times = self._times.get((has_drafts, size_of(num_rows)))
+        return None if times is None else times.seconds
+
+    def expect(self, num_rows: int, num_slots: int) -> float | None:
+        """Return what a step with drafts takes that has `num_slots` rows without: as seen, or as a line through the two
+        next smaller sizes says. None: nobody knows, and smaller ones are to be tried first.
+        """
+        seconds, plain, size = self.seconds(True, num_rows), self.seconds(False, num_slots), size_of(num_rows)
+        if seconds is not None or plain is None:
+            return seconds
+        if size == size_of(num_slots + 1):
+            return _FIRST_GUESS * plain
+        half, quarter = self.seconds(True, size // 2), self.seconds(True, size // 4)
+        if half is None:
+            return None
+        return half + (half - plain if quarter is None else 2 * (half - quarter))
+
+    def launch(self, rows: Hashable, num_rows: int, has_drafts: bool) -> None:
+        """Note a launch. rows: of which sequences; None: it has units, or no rows, and tells nothing."""
+        now, last = self._clock(), self._newest
+        if last is not None and last.has_drafts and last.ended_s and last.rows is not None and last.rows == rows:
+            self._add(last, now - last.began_s)
+        self._newest = _Step(rows, size_of(num_rows) if num_rows else 0, has_drafts, now)
+        self._launched.append(self._newest)
+
+    def end(self) -> None:
+        """Note the result of the oldest step in flight."""
+        now, step, last = self._clock(), self._launched.popleft(), self._ended
+        step.began_s = step.launched_s if last is None else max(step.launched_s, last.ended_s)
+        step.ended_s = now
+        is_known = last is not None and step.rows is not None and last.rows == step.rows
+        if last is not None and is_known and not (step.has_drafts or last.has_drafts):
+            self._add(step, now - last.ended_s)
+        self._ended = step
+
+    def _add(self, step: _Step, seconds: float) -> None:
+        for times in self._times.values():
+            times.age += 1
+        self._times.setdefault((step.has_drafts, step.size), _Times()).add(seconds)
+        self._times = {key: times for key, times in self._times.items() if times.age < _MOST_AGE}

@@ -1,0 +1,126 @@
+"""Choose how many tokens of which drafts a step computes beside those that are fed.
+
+A step with drafts is expected to draw `rows + sum of chances` tokens. It is taken where that is more a second than a
+step without draws, by `LEAST_GAIN`, with the times that such steps were seen to take: the wait for its result, which
+the next step cannot be launched without, is in them. Of all drafted tokens of a step the likeliest are computed, as
+many as fill a size that steps are known by. Invariants: a sequence has at most one draft in flight, and steps in no
+other step meanwhile. A row of a draft has its page. What reads host memory, holds a ring or draws from a mask has no
+draft.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+from gpu.step import Lane, PageWrite
+from scheduler.drafts.acceptance import shared_chances
+from scheduler.drafts.drafter import Drafter, MakeSource, make_source
+from scheduler.drafts.step_times import StepTimes, size_of
+from scheduler.messages import ACCEPTED, REJECTED, DraftStats
+from scheduler.residence.residence import Residence
+from scheduler.sequences.sequence import Sequence, State
+from scheduler.steps.drawing_rows import Row
+
+LEAST_GAIN = 1.02  # of tokens a second
+
+
+class Drafts:
+    """The drafts of all sequences. is_on: whether there are any; it may change between two steps. most_rows: of such a
+    step. make_source: of a sequence whose profile drafts.
+    """
+
+    def __init__(
+        self, most_rows: int, residence: Residence, lanes: Many[Lane], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.is_on = True
+        self.most_rows = most_rows
+        self.make_source: MakeSource = make_source
+        self.times = {lane: StepTimes(clock) for lane in lanes}
+        self._residence = residence
+        self._shared = shared_chances()
+        self._drafters: dict[Sequence, Drafter] = {}
+        self._steps = self._proposed = self._accepted = 0
+        self._saved_seconds = 0.0
+
+    def take(
+        self, rows: list[Row], runs: list[list[int]] | None, lane: Lane, num_running: int
+    ) -> tuple[list[tuple[int, ...]] | None, list[PageWrite]]:
+        """Return the draft of each row, and the page writes for them. None: no row has one."""
+        if not self.is_on or all(sequence.profile.draft is None for sequence, _ in rows):
+            return None, []
+        if any(host_read is not None for _, host_read in rows):
+            return None, []
+        looks = [self._look(sequence, num_running) for sequence, _ in rows]
+        num_fed = len(rows) + sum(map(len, runs or ()))
+        lengths = self._choose(looks, num_fed, self.times[lane])
+        drafts = [tuple(token_ids[:length]) for (token_ids, _), length in zip(looks, lengths, strict=True)]
+        writes: list[PageWrite] = []
+        for place, (sequence, _) in enumerate(rows):
+            if drafts[place]:  # others have taken pages meanwhile
+                most = self._residence.most_known(sequence, len(drafts[place]), num_running)
+                drafts[place] = drafts[place][:most]
+                writes += self._residence.grow_known(sequence, most) if most else []
+        return drafts if any(drafts) else None, writes
+
+    def launch(self, lane: Lane, rows: list[Row], num_rows: int, has_drafts: bool, has_units: bool) -> None:
+        """Note a launched step of so many rows, with the drafts that `take` gave."""
+        own = tuple(sequence for sequence, _ in rows)
+        self.times[lane].launch(None if has_units or not own else own, num_rows, has_drafts)
+
+    def end(self, lane: Lane) -> None:
+        """Note the result of a lane's oldest step in flight, and forget whose requests are over."""
+        self.times[lane].end()
+        for sequence in [one for one in self._drafters if one.state is State.FINISHED]:
+            self._drafters.pop(sequence).forget()
+
+    def tell(self, lane: Lane, drafted: list[tuple[Sequence, int, int]], num_slots: int, num_rows: int) -> None:
+        """Count what became of a step's drafts: for each its sequence, its tokens, and how many of them were drawn."""
+        accepted = 0
+        for sequence, num_drafted, num_accepted in drafted:
+            accepted += num_accepted
+            for name, number in ((ACCEPTED, num_accepted), (REJECTED, num_drafted - num_accepted)):
+                sequence.figures[name] = sequence.figures.get(name, 0) + number
+        self._steps += bool(drafted)
+        self._proposed += sum(num_drafted for _, num_drafted, _ in drafted)
+        self._accepted += accepted
+        plain, seconds = self.times[lane].seconds(False, num_slots), self.times[lane].expect(num_rows, num_slots)
+        if drafted and plain is not None and seconds is not None:
+            self._saved_seconds += (1 + accepted / num_slots) * plain - seconds
+
+    def stats(self) -> DraftStats:
+        return DraftStats(self._steps, self._proposed, self._accepted, self._saved_seconds)
+
+    def _look(self, sequence: Sequence, num_running: int) -> tuple[list[int], list[float]]:
+        config = sequence.profile.draft
+        if config is None or sequence.constraint is not None or sequence.ring is not None:
+            return [], []
+        drafter = self._drafters.get(sequence)
+        if drafter is None:
+            drafter = self._drafters[sequence] = Drafter(config, self.make_source(config, sequence), self._shared)
+        token_ids, chances = drafter.look(sequence)
+        most = self._residence.most_known(sequence, len(token_ids), num_running) if token_ids else 0
+        return token_ids[:most], chances[:most]
+
+    def _choose(self, looks: list[tuple[list[int], list[float]]], num_fed: int, times: StepTimes) -> list[int]:
+        """Return how many tokens of each draft are computed in a step that has `num_fed` rows without them."""
+        lengths = [0] * len(looks)
+        plain = times.seconds(False, num_fed)
+        likeliest = sorted(
+            ((chance, place) for place, (_, chances) in enumerate(looks) for chance in chances), key=lambda one: -one[0]
+        )[: self.most_rows - num_fed]
+        if plain is None or not likeliest:
+            return lengths
+        best, best_rate = 0, LEAST_GAIN * len(looks) / plain
+        size, most = size_of(num_fed + 1), size_of(num_fed + len(likeliest))
+        while size <= most:
+            taken = likeliest[: size - num_fed]
+            seconds = times.expect(num_fed + len(taken), num_fed)
+            if seconds is None:
+                break
+            rate = (len(looks) + sum(chance for chance, _ in taken)) / max(seconds, plain)
+            if rate > best_rate:
+                best, best_rate = len(taken), rate
+            size *= 2
+        for _, place in likeliest[:best]:
+            lengths[place] += 1
+        return lengths

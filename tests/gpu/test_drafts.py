@@ -1,0 +1,205 @@
+"""Drafted tokens take rows of one step: what is drawn and told is what steps of one token draw, whatever was drafted,
+and nothing is left of what was refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from gpu.runner import Runner
+from gpu.sampling.sampler import Sampler, count_equal
+from gpu.sampling_params import SamplingParams
+from gpu.step import NOT_FINITE, DecodeGroup, PrefillJob, SampledToken, StepPlan
+from tests.gpu.reference_model import Pages, document_prompt, layer_units, prefill_prompts, reference_runner
+from tests.tolerances import CHI_SQUARE_P, CHI_SQUARE_POWER_P, CHUNKING_LOGPROB_ATOL
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+PROMPTS = [document_prompt(length, length) for length in (10, 47, 120)]
+NUM_TOKENS = 14
+QUIET = SamplingParams(temperature=0.0)
+PLAIN = SamplingParams(temperature=0.0, num_logprobs=2)
+DRAWN = SamplingParams(temperature=1.0, seed=3, top_p=0.9, logit_bias={7: 1.5}, num_logprobs=1)
+PENALISED = SamplingParams(
+    temperature=1.0, seed=5, num_logprobs=0, repetition_penalty=1.3, frequency_penalty=0.9, presence_penalty=0.4
+)
+Guess = Callable[[int, int, list[int]], tuple[int, ...]]  # by slot, number of the draw, and what would be drawn
+
+
+@cache
+def runner_on(device: str) -> Runner:
+    return reference_runner("float32", device, max_running=16, num_pages=64, max_context_tokens=512,
+                            graph_batch_sizes=(4, 8, 16) if device == "cuda" else ())  # fmt: skip
+
+
+def begin(runner: Runner, params: list[SamplingParams]) -> list[list[SampledToken]]:
+    """PROMPTS in slots 0 .. 2, and their first draws."""
+    pages, told = Pages(runner), []
+    for prompt, own in zip(prefill_prompts(PROMPTS), params, strict=True):
+        job = PrefillJob(prompt.slot, [replace(prompt, sampling=own)])
+        writes = [pages.take(prompt.slot, len(prompt.token_ids) + 2 * NUM_TOKENS)]
+        plan = StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, 512))
+        told.append(runner.launch(plan).collect().tokens)
+    return told
+
+
+def serve(
+    runner: Runner, params: list[SamplingParams], guess: Guess | None, record: list[list[int]], runs: bool = False
+) -> list[list[SampledToken]]:
+    """Every slot's NUM_TOKENS; guess: None: no slot drafts. runs: slot 1 has a known token in place of a draft."""
+    told = begin(runner, params)
+    while slots := [slot for slot in range(3) if len(told[slot]) < NUM_TOKENS]:
+        numbers = [len(told[slot]) for slot in slots]
+        drafts = [guess(slot, at, record[slot][at:]) if guess else () for slot, at in zip(slots, numbers, strict=True)]
+        known: list[tuple[int, ...]] = [()] * len(slots)
+        if runs and 1 in slots and numbers[slots.index(1)] < NUM_TOKENS - 1:
+            place = slots.index(1)
+            drafts[place], known[place] = (), (record[1][numbers[place]],)
+        places = [len(PROMPTS[slot]) + number - 1 for slot, number in zip(slots, numbers, strict=True)]
+        group = DecodeGroup(
+            slots, places, [number + len(run) for number, run in zip(numbers, known, strict=True)],
+            runs=known if any(known) else None, drafts=drafts if guess else None,
+        )  # fmt: skip
+        for token in runner.launch(StepPlan(decode=[group])).collect().tokens:
+            told[token.slot].append(token)
+    runner.launch(StepPlan(released_slots=[0, 1, 2])).collect()
+    return [one[:NUM_TOKENS] for one in told]
+
+
+def ids(told: list[list[SampledToken]]) -> list[list[int]]:
+    return [[token.token_id for token in one] for one in told]
+
+
+def right_up_to(num_right: int, num_tokens: int) -> Guess:
+    """Draft so many tokens, of which the first ones are right."""
+
+    def guess(slot: int, number: int, follow: list[int]) -> tuple[int, ...]:
+        most = min(num_tokens, NUM_TOKENS - number - 1)
+        return tuple(token if place < num_right else (token + 1) % 300 for place, token in enumerate(follow[:most]))
+
+    return guess
+
+
+def one_slot_alone(slot: int, number: int, follow: list[int]) -> tuple[int, ...]:
+    return tuple(follow[: min(3 + slot, NUM_TOKENS - number - 1)]) if slot != 1 else ()
+
+
+GUESSES: dict[str, Guess] = {
+    **{f"{right} of {total}": right_up_to(right, total) for total in (1, 4) for right in range(total + 1)},
+    "some slots, of several lengths": one_slot_alone,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("guess", GUESSES.values(), ids=GUESSES)
+@pytest.mark.parametrize("params", [[QUIET] * 3, [PENALISED, PLAIN, PENALISED], [DRAWN, PENALISED, DRAWN]])
+def test_a_draft_changes_no_token_and_no_logprob_whatever_is_right_of_it(
+    device: str, guess: Guess, params: list[SamplingParams]
+) -> None:
+    runner = runner_on(device)
+    wanted = serve(runner, params, None, [])
+    for runs in (False, True):
+        got = serve(runner, params, guess, ids(wanted), runs)
+        assert ids(got) == ids(wanted)
+        for mine, theirs in zip(got, wanted, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                assert (one.logprob is None) == (other.logprob is None)
+                if one.logprob is not None and other.logprob is not None:
+                    assert abs(one.logprob.logprob - other.logprob.logprob) < CHUNKING_LOGPROB_ATOL
+                    assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_slot_goes_on_from_its_last_accepted_token(device: str) -> None:
+    """The next step reads it on the device."""
+    runner = runner_on(device)
+    wanted = ids(serve(runner, [QUIET] * 3, None, []))
+    begin(runner, [QUIET] * 3)
+    drafts = [tuple(wanted[0][1:4]), (wanted[1][1], 299), (299, 298)]
+    places = [len(prompt) for prompt in PROMPTS]
+    told = runner.launch(StepPlan(decode=[DecodeGroup([0, 1, 2], places, [1] * 3, drafts=drafts)])).collect().tokens
+    assert [token.token_id for token in told if token.slot == 0] == wanted[0][1:5]
+    assert [token.token_id for token in told if token.slot == 1] == wanted[1][1:3]
+    assert [token.token_id for token in told if token.slot == 2] == wanted[2][1:2]
+    assert runner._last_tokens[:3].tolist() == [wanted[0][4], wanted[1][2], wanted[2][1]]
+    runner.launch(StepPlan(released_slots=[0, 1, 2])).collect()
+
+
+def test_what_has_no_finite_logits_ends_where_a_step_of_its_own_would_end_it() -> None:
+    logits = torch.zeros(4, 40)
+    logits[:, 3] = 9.0
+    logits[2] = torch.nan
+    for draft, wanted in (((3, 3, 3), [3, 3, NOT_FINITE]), ((3, 4, 3), [3, 3]), ((4, 3, 3), [3])):
+        sampler = Sampler(1, 40, torch.device("cpu"))
+        sampler.assign(0, QUIET, np.zeros(0, np.int32), np.zeros(0, np.int32))
+        sampled = sampler.verify(logits, [0], [0], [draft])
+        sampled.copy_to_host()
+        assert [token.token_id for token in sampled.to_host()] == wanted
+        assert sampled.tokens.tolist() == [max(wanted[-1], 0)]
+
+
+def test_what_is_refused_is_not_counted_for_penalties() -> None:
+    """The table of a slot is a recount of its tokens after each step."""
+    vocab, draw = 30, np.random.default_rng(2)
+    prompt = np.array([1, 2], np.int32)
+    sampler = Sampler(2, vocab, torch.device("cpu"))
+    texts: list[list[int]] = [[], []]
+    for slot, params in enumerate((PENALISED, replace_seed(PENALISED, 8))):
+        sampler.assign(slot, params, prompt, np.zeros(0, np.int32))
+    accepted = 0
+    for _ in range(60):
+        drafts = [tuple(draw.integers(0, 6, draw.integers(0, 4)).tolist()) for _ in range(2)]
+        logits = torch.full((2 + sum(map(len, drafts)), vocab), -30.0)
+        logits[:, :6] = torch.from_numpy(draw.normal(size=(len(logits), 6))).float()
+        sampled = sampler.verify(logits, [0, 1], [len(text) for text in texts], drafts)
+        sampled.copy_to_host()
+        for text, own in zip(texts, sampled.by_slot(), strict=True):
+            text += [token.token_id for token in own]
+            accepted += len(own) - 1
+        for slot, text in enumerate(texts):
+            row = sampler._slots[slot].penalty_row
+            assert sampler._penalties.counts[row].tolist() == np.bincount(text, minlength=vocab).tolist()
+    assert accepted > 10
+
+
+def replace_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    return SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__} | {"seed": seed})
+
+
+def texts_of(draft: tuple[int, ...], logits: torch.Tensor, seeds: range) -> list[list[int]]:
+    sampler = Sampler(1, logits.shape[1], torch.device("cpu"))
+    texts = []
+    for seed in seeds:
+        sampler.assign(0, SamplingParams(seed=seed), np.zeros(0, np.int32), np.zeros(0, np.int32))
+        sampled = sampler.verify(logits, [0], [0], [draft])
+        sampled.copy_to_host()
+        texts.append([token.token_id for token in sampled.to_host()])
+    return texts
+
+
+def chi_square_p(tokens: list[int], chances: np.ndarray) -> float:
+    return float(stats.chisquare(np.bincount(tokens, minlength=len(chances)), len(tokens) * chances).pvalue)
+
+
+def test_drawn_text_has_its_distribution_with_drafts_and_a_wrong_rule_is_seen() -> None:
+    """Of each place, over all seeds: the first token as its logits say, whatever is drafted; the next, where the draft
+    is drawn, as theirs say. A rule that keeps a draft by its chance and draws again where it does not favours it.
+    """
+    logits = torch.tensor([[1.2, 0.0, 0.5, -0.3, 0.2], [0.1, 1.0, -0.7, 0.4, 0.0]])
+    chances = torch.softmax(logits.double(), 1).numpy()
+    count = 12_000
+    for draft in (0, 3):
+        texts = texts_of((draft,), logits, range(count))
+        assert chi_square_p([text[0] for text in texts], chances[0]) > CHI_SQUARE_P
+        second = [text[1] for text in texts if len(text) == 2]
+        assert all(len(text) == 1 + count_equal(text, (draft,)) for text in texts)
+        assert len(second) == sum(text[0] == draft for text in texts)
+        assert chi_square_p(second, chances[1]) > CHI_SQUARE_P
+        draw = np.random.default_rng(draft)
+        kept = draw.random(count) < chances[0, draft]
+        wrong = [draft if keep else text[0] for keep, text in zip(kept, texts, strict=True)]
+        assert chi_square_p(wrong, chances[0]) < CHI_SQUARE_POWER_P

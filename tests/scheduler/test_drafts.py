@@ -1,0 +1,211 @@
+"""Drafts in the scheduler: the text is what it is without them, wherever a sequence ends, gives way or is cancelled."""
+
+from random import Random
+
+import msgspec
+import pytest
+
+from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
+from tests.scheduler import engines
+from tests.scheduler.drafting import DRAFTING, foresee
+from tests.scheduler.engines import PAGE, check_empty, check_output, drain, make_engine, make_request, prompt_of
+from tests.scheduler.page_runner import PageRunner, expected_output
+
+
+@pytest.fixture(autouse=True)
+def _drafting_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.PROFILES, "drafting", DRAFTING)
+
+
+def request_of(
+    name: str, length: int = 20, max_tokens: int = 60, profile: str = "drafting", **more: object
+) -> EngineRequest:
+    return make_request(name, prompt_of(length, int(name)), max_tokens, profile=profile, **more)  # type: ignore[arg-type]
+
+
+def outputs_of(requests: list[EngineRequest]) -> dict[str, list[int]]:
+    return {
+        one.request_id: expected_output(
+            one.prompt_token_ids, one.max_tokens, one.stop_token_ids, one.attention_profile, one.min_tokens
+        )
+        for one in requests
+    }
+
+
+def decode_steps(runner: PageRunner) -> int:
+    return sum(bool(plan.decode) for plan in runner.plans)
+
+
+def drafts_of(runner: PageRunner) -> list[tuple[int, ...]]:
+    return [draft for plan in runner.plans for group in plan.decode for draft in group.drafts or () if draft]
+
+
+def check_all(requests: list[EngineRequest], deltas: dict[str, list[Delta]]) -> None:
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+@pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])
+def test_the_text_is_the_same_and_takes_fewer_steps_where_drafts_are_right(is_pipelined: bool, spoilt: float) -> None:
+    steps = {}
+    for is_on in (False, True):
+        engine, runner = make_engine(is_pipelined=is_pipelined, max_running=16)
+        requests = [request_of("1"), request_of("2", 33, 45)]
+        sources = foresee(engine, outputs_of(requests), spoilt)
+        engine.scheduler.drafts.is_on = is_on
+        engine.submit(requests)
+        deltas = drain(engine)
+        check_all(requests, deltas)
+        check_empty(engine)
+        steps[is_on] = decode_steps(runner)
+        assert bool(drafts_of(runner)) is is_on
+        assert all(source.is_forgotten for source in sources)
+        stats = engine.stats().drafts
+        assert stats.proposed == sum(map(len, drafts_of(runner)))
+        figures = [one[-1].figures for one in deltas.values()]
+        assert sum(one.get(ACCEPTED, 0) for one in figures) == stats.accepted
+        assert sum(one.get(ACCEPTED, 0) + one.get(REJECTED, 0) for one in figures) == stats.proposed
+        assert (stats.accepted > 0) == (is_on and spoilt < 1.0)
+    assert (steps[True] < 0.7 * steps[False]) if spoilt == 0.0 else steps[True] > 0
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_the_most_tokens_of_an_answer_end_it_wherever_a_draft_is(max_tokens: int) -> None:
+    engine, _ = make_engine(max_running=32)
+    requests = [request_of(str(number), 10 + number, max_tokens) for number in range(4)]
+    foresee(engine, outputs_of(requests), 0.1)
+    engine.submit(requests)
+    check_all(requests, drain(engine))
+    check_empty(engine)
+
+
+def test_a_stop_token_ends_a_text_and_is_not_drafted() -> None:
+    engine, runner = make_engine(max_running=32)
+    requests = [msgspec.structs.replace(request_of(str(n), 10 + n), stop_token_ids=[7, 11]) for n in range(12)]
+    foresee(engine, outputs_of(requests), 0.0)
+    engine.submit(requests)
+    check_all(requests, drain(engine))
+    assert drafts_of(runner)
+    assert not {7, 11} & {token for draft in drafts_of(runner) for token in draft}
+
+
+def test_who_draws_from_a_mask_has_no_draft_and_others_beside_do() -> None:
+    """`min_tokens` bars the ends of a text, so its draws have masks."""
+    engine, runner = make_engine(max_running=16)
+    held = msgspec.structs.replace(request_of("1"), stop_token_ids=[7], min_tokens=40)
+    requests = [held, request_of("2")]
+    foresee(engine, outputs_of(requests), 0.2)
+    engine.submit(requests)
+    check_all(requests, drain(engine))
+    groups = [group for plan in runner.plans for group in plan.decode if group.drafts]
+    slots = {slot for group in groups for slot, draft in zip(group.slots, group.drafts or (), strict=True) if draft}
+    assert len(slots) == 1
+
+
+def test_nothing_steps_in_a_lane_while_a_draft_is_in_flight() -> None:
+    """Where the next token stands is not known, and rows of others would read the weights once more."""
+    engine, _ = make_engine(max_running=16)
+    requests = [request_of("1"), request_of("2", profile="exact")]
+    foresee(engine, outputs_of(requests), 0.2)
+    engine.submit(requests)
+    has_waited = False
+    while engine.has_work:
+        engine.step()
+        waits = any(one.num_drafted for one in engine.scheduler.roster.running)
+        newest = engine._in_flight[-1][0] if engine._in_flight else None
+        if waits and newest is not None and newest.decode:
+            has_waited |= any(newest.decode[0].drafts or ())
+            assert any(newest.decode[0].drafts or ())
+    assert has_waited
+
+
+@pytest.mark.parametrize("num_windows", [0, 10])
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_texts_are_right_whoever_gives_way_or_is_cancelled(is_pipelined: bool, num_windows: int) -> None:
+    """Few pages, so that sequences are preempted with drafts in flight; prompts share their fronts, and windows are
+    left that others begin with.
+    """
+    draw, told = Random(num_windows), dict[str, list[Delta]]()
+    engine, _ = make_engine(
+        num_pages=30, max_running=8, is_pipelined=is_pipelined, num_windows=num_windows, chunk_tokens=32
+    )
+    requests = []
+    for number in range(60):
+        front = prompt_of(16 * draw.randint(0, 5), draw.randint(0, 2))
+        prompt = front + prompt_of(draw.randint(1, 30), number)
+        profile = draw.choice(["drafting", "drafting", "exact"])
+        requests.append(make_request(str(number), prompt, draw.randint(1, 70), [draw.randint(0, 49)], profile))
+    foresee(engine, outputs_of(requests), 0.15)
+    cancelled = set(draw.sample(range(60), 12))
+    waiting = list(requests)
+    for step in range(6000):
+        if waiting and step % 3 == 0:
+            engine.submit([waiting.pop(0)])
+        if not waiting and not engine.has_work:
+            break
+        for delta in engine.step():
+            told.setdefault(delta.request_id, []).append(delta)
+        if step % 7 == 0 and cancelled:
+            name = draw.choice(sorted(cancelled))
+            if str(name) in engine.scheduler.roster._unfinished:
+                engine.cancel([str(name)])
+                cancelled.discard(name)
+                requests = [one for one in requests if one.request_id != str(name)]
+        if step % 11 == 10 and engine.scheduler.roster.running:
+            engine.scheduler.roster.preempt_last([draw.choice(engine.scheduler.roster.running)])
+    check_all(requests, told)
+    check_empty(engine)
+    assert engine.stats().drafts.accepted > 200
+    assert engine.scheduler.roster.num_preemptions > 10
+    assert not engine.scheduler.drafts._drafters
+
+
+def test_pages_of_what_is_refused_serve_the_tokens_that_come() -> None:
+    engine, runner = make_engine(max_running=16)
+    requests = [request_of("1", 20, 90)]
+    foresee(engine, outputs_of(requests), 1.0)
+    engine.submit(requests)
+    most = 0
+    while engine.has_work:
+        engine.step()
+        for one in engine.scheduler.roster.running:
+            most = max(most, len(one.pages) * PAGE - one.num_tokens)
+    assert len([write for plan in runner.plans for write in plan.page_writes]) == len(
+        {write.first_page for plan in runner.plans for write in plan.page_writes}
+    )
+    assert most <= 2 * PAGE
+
+
+def test_no_draft_is_worth_a_page_that_others_need() -> None:
+    """Each running sequence is left a page of its own; a draft takes what is free beyond, and preempts nobody."""
+    engine, runner = make_engine(num_pages=8, max_running=16, prefix_cache=False)
+    requests = [request_of(str(number), 14, 16) for number in range(4)]
+    foresee(engine, outputs_of(requests), 0.0)
+    engine.submit(requests)
+    check_all(requests, drain(engine))
+    assert engine.scheduler.roster.num_preemptions == 0
+    assert runner.plans
+
+
+@pytest.mark.parametrize("length", range(110, 126))
+def test_what_a_refused_draft_wrote_to_a_window_is_in_nobodys_way(length: int) -> None:
+    """A prompt begins with a window where all that a layer sees is left, behind what was written and not drawn."""
+    engine, _ = make_engine(num_windows=6, num_pages=200, max_running=16)
+    whole_text = request_of("1", length, 60)
+    outputs = outputs_of([whole_text])
+    first = msgspec.structs.replace(whole_text, stop_token_ids=outputs["1"][30:31])
+    foresee(engine, outputs, 1.0)
+    engine.submit([first])
+    drain(engine)
+    whole, begun = first.prompt_token_ids + outputs_of([first])["1"], []
+    for end in range(len(whole) // PAGE * PAGE, 0, -PAGE):
+        other = make_request(f"2{end}", [*whole[:end], 49, 48, 47], 4, profile="other")
+        other = msgspec.structs.replace(other, attention_profile="drafting")
+        foresee(engine, outputs | outputs_of([other]), 0.5)
+        engine.submit([other])
+        deltas = drain(engine)[other.request_id]
+        check_output(other, deltas)
+        begun.append(deltas[0].num_cached_tokens)
+    assert max(begun) > 0
+    check_empty(engine)
