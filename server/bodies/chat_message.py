@@ -46,6 +46,13 @@ class Message(msgspec.Struct, kw_only=True):
     reasoning: str | None = None
 
 
+class Prediction(msgspec.Struct, kw_only=True):
+    """Hold a text that the answer may repeat in parts."""
+
+    content: str | list[Part]
+    type: Literal["content"] = "content"
+
+
 def check_messages(messages: list[Message]) -> None:
     if not messages:
         raise invalid("messages", "empty; wanted at least one message")
@@ -55,14 +62,17 @@ def check_messages(messages: list[Message]) -> None:
             raise invalid(f"messages[{i}].role", f"got {message.role[:80]!r}, wanted a name: {ROLE}")
         if message.content is None and not message.tool_calls:
             raise invalid(f"messages[{i}].content", "missing; wanted a string or a list of text parts")
-        if isinstance(message.content, list):
-            for j, part in enumerate(message.content):
-                at = f"messages[{i}].content[{j}]"
-                if part.type != "text":
-                    raise invalid(f"{at}.type", f"got {part.type!r}, only 'text' is supported")
-                if part.text is None:
-                    raise invalid(f"{at}.text", "missing; wanted a string")
+        check_parts(f"messages[{i}].content", message.content)
         _check_calls(i, message, called)
+
+
+def check_parts(field: str, content: str | list[Part] | None) -> None:
+    """Check that a content's parts are texts. Raises ApiError 400."""
+    for j, part in enumerate(content if isinstance(content, list) else ()):
+        if part.type != "text":
+            raise invalid(f"{field}[{j}].type", f"got {part.type!r}, only 'text' is supported")
+        if part.text is None:
+            raise invalid(f"{field}[{j}].text", "missing; wanted a string")
 
 
 def _check_calls(i: int, message: Message, called: set[str]) -> None:
@@ -87,7 +97,7 @@ def join_texts(texts: list[str]) -> str | list[Part]:
     return [Part(type="text", text=text) for text in texts] if len(texts) > 1 else "".join(texts)
 
 
-def message_texts(message: Message) -> list[str]:
+def message_texts(message: Message | Prediction) -> list[str]:
     """Return the texts of a message's content, one for each part."""
     if isinstance(message.content, list):
         return [part.text or "" for part in message.content]

@@ -5,7 +5,7 @@ fields to those of the struct. A field without effect and a refused one have a r
 """
 
 from server.bodies.answer_form import FORMS, RESPONSE_FORMATS, JsonSchema, ResponseFormat, StructuredOutputs
-from server.bodies.chat_message import ROLE, CalledFunction, Message, MessageCall, Part
+from server.bodies.chat_message import ROLE, CalledFunction, Message, MessageCall, Part, Prediction
 from server.bodies.chat_tools import (
     MAX_TOOLS,
     TOOL_NAME,
@@ -327,6 +327,8 @@ INLINE_DOCUMENT = Fields(InlineDocument, served("title", "text"))
 
 FUSION = Fields(FusionChoice, served("policy", "ratio", "select_layer", "seam_tokens"))
 
+PREDICTION = Fields(Prediction, {"content": Each(PART), **served("type")})
+
 CHAT = Fields(
     ChatBody,
     {
@@ -334,6 +336,7 @@ CHAT = Fields(
         "messages": Each(MESSAGE),
         "tools": Each(TOOL),
         "documents": Each(INLINE_DOCUMENT),
+        "prediction": PREDICTION,
         "fusion": FUSION,
         "tool_choice": CHOSEN_TOOL,
         **served("max_completion_tokens", "top_logprobs", "parallel_tool_calls", "reasoning_effort"),
@@ -346,7 +349,6 @@ CHAT = Fields(
         **refused(_NO_TOOLS, "web_search_options", "moderation"),
         **refused(TEXT_ONLY, "audio"),
         **refused(TEXT_ONLY, "modalities", at=([], ["text"])),
-        **refused("an answer is not predicted by this server", "prediction"),
         **refused(_NO_REASONING, "reasoning", "thinking"),
         **refused("answers have one verbosity here", "verbosity", at=("medium",)),
         **refused(

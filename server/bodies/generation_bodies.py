@@ -9,7 +9,7 @@ import msgspec
 
 from server.api_error import invalid
 from server.bodies.answer_form import ResponseFormat, StructuredOutputs, check_form
-from server.bodies.chat_message import Message, check_messages
+from server.bodies.chat_message import Message, Prediction, check_messages, check_parts
 from server.bodies.chat_tools import ChosenTool, Tool, check_tools
 from server.bodies.ranges import MAX_TOP_LOGPROBS, RANGES, check_range, spell
 from transfer.host_config import PolicyName
@@ -122,6 +122,7 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    prediction: Prediction | None = None
 
     def offered_tools(self) -> list[Tool]:
         """Return the tools that the model is told of: those that it may call."""
@@ -201,6 +202,7 @@ def check_chat(body: ChatBody) -> None:
     if len(body.documents or ()) > MAX_DOCUMENTS:
         raise invalid("documents", f"{len(body.documents or ())} documents, at most {MAX_DOCUMENTS} are allowed")
     check_messages(body.messages)
+    check_parts("prediction.content", body.prediction.content if body.prediction else None)
     if body.add_generation_prompt is False and not body.continue_final_message:
         raise invalid("add_generation_prompt", "wanted true, or continue_final_message: true")
     check_continued(body.continue_final_message, body.add_generation_prompt, body.messages)

@@ -22,6 +22,11 @@ MASK_COUNTERS = {
     "jumps": "runs of tokens that a grammar left no choice of, computed in one step each",
     "jumped_tokens": "tokens in them",
 }
+DRAFT_COUNTERS = {
+    "steps": "decode steps with drafted tokens",
+    "proposed": "tokens that drafts had them compute",
+    "accepted": "of these, tokens that were drawn",
+}
 CHUNK_COUNTERS = {
     "written": "chunks of documents that were written to the disk",
     "refused": "chunks that were not: no room, or the disk refused, or no numbers; see the log",
@@ -123,6 +128,11 @@ class Metrics:
         self.methods: dict[str, Gauge | Counter] = {}  # of those that the engine has
         self.experts = {name: self._counter(f"tandem_experts_{name}", what) for name, what in EXPERT_COUNTERS.items()}
         self.masks = {name: self._counter(f"tandem_{name}", what) for name, what in MASK_COUNTERS.items()}
+        self.drafts = {name: self._counter(f"tandem_draft_{name}", what) for name, what in DRAFT_COUNTERS.items()}
+        self.draft_saved_s = self._gauge(
+            "tandem_draft_saved_seconds",
+            "what steps without drafts would have taken more, as expected",
+        )
         self.documents = self._gauge("tandem_documents", "documents that are stored, of all keys")
         self.document_chats = self._counter("tandem_document_chats", "chats that came with documents")
         self.document_tokens = self._counter("tandem_document_tokens", "tokens of documents in their prompts")
@@ -168,6 +178,9 @@ class Metrics:
         self.rings_free.set(stats.rings_free)
         for name, counter in self.masks.items():
             counter.inc(getattr(stats.masks, name) - (getattr(last.masks, name) if last else 0))
+        for name, counter in self.drafts.items():
+            counter.inc(getattr(stats.drafts, name) - (getattr(last.drafts, name) if last else 0))
+        self.draft_saved_s.set(stats.drafts.saved_seconds)
         self._take_methods(stats.methods, last.methods if last else {})
         if stats.experts is not None:
             for name, counter in self.experts.items():
@@ -233,7 +246,10 @@ class Metrics:
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
         of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
         of_tokens = (self.host_tokens, self.host_tokens_evicted, self.host_tokens_resident)
-        for gauge in (*of_device, *of_host, *of_tokens, self.pages_committed, self.rings_free, self.chunks_memory):
+        for gauge in (
+            *of_device, *of_host, *of_tokens, self.pages_committed, self.rings_free, self.chunks_memory,
+            self.draft_saved_s,
+        ):  # fmt: skip
             gauge.set(0)
 
     def text(self) -> bytes:

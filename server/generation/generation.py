@@ -50,7 +50,8 @@ class Job:
 
     `fusion`: how its documents are computed (None: like other tokens). `grammar`: constrains each answer
     (`grammar/structured.py`; "": none). `read` makes the reader of each answer. `pooling`: the vector made of the
-    prompt (None: none). `skip_special_tokens`: special tokens have no text.
+    prompt (None: none). `skip_special_tokens`: special tokens have no text. `prediction`: tokens that answers may
+    repeat.
     """
 
     prompt: Prompt
@@ -60,6 +61,7 @@ class Job:
     read: Callable[[], MessageReader | None] = _as_words
     pooling: Pooling | None = None
     skip_special_tokens: bool = True
+    prediction: Sequence[int] = ()
 
 
 class Generation:
@@ -231,6 +233,7 @@ class Generation:
                     allowed_token_ids=allowed,
                     bad_token_ids=bad_words,
                     pooling=job.pooling,
+                    prediction=pack_tokens(job.prediction),
                 )
             )
         return requests

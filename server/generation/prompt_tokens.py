@@ -6,6 +6,7 @@ from functools import partial
 from gpu.profiles import why_unknown
 from scheduler.messages import Ready
 from server.api_error import NoRoom, PromptTooLong, invalid
+from server.bodies.chat_message import message_texts
 from server.bodies.generation_bodies import MAX_VARIABLES, WHOLE_CONTEXT, ChatBody, CompletionBody, GenerationBody
 from server.grammar.structured import asks_form, form_grammar
 from server.parsing.response_template import END_CHARS
@@ -191,6 +192,17 @@ async def encode_text(service: Service, name: str, text: str, size: int, context
     except TooManyTokens as error:
         raise PromptTooLong(name, f"at least {error.num_tokens}", context) from None
     return Prompt(token_ids, text, service.tokenizer.num_leading_specials(text, token_ids))
+
+
+async def predicted_tokens(service: Service, body: ChatBody, context: int) -> list[int]:
+    """Return the tokens of the text that a chat's answer may repeat; none without one. Raises ApiError 400."""
+    if body.prediction is None:
+        return []
+    text = "\n".join(message_texts(body.prediction))
+    try:
+        return await service.texts.run(len(text), service.tokenizer.encode_within, text, False, context)
+    except TooManyTokens as error:
+        raise PromptTooLong("prediction", f"at least {error.num_tokens}", context) from None
 
 
 def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:

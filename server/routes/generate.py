@@ -16,6 +16,7 @@ from server.generation.prompt_tokens import (
     context_of,
     cut_chat_prompt,
     document_prompt,
+    predicted_tokens,
 )
 from server.generation.time_limit import choose_limit
 from server.generation.tool_use import choose_tools, constrain_answer, make_reader
@@ -50,7 +51,8 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
     use = choose_tools(body, conversation)
     max_tokens = chat_max_tokens(service, body, prompt, limits)
     grammar = await constrain_answer(service, body, use, prompt)
-    return Job(prompt, max_tokens, fusion, grammar, make_reader(service, use, prompt))
+    prediction = await predicted_tokens(service, body, context)
+    return Job(prompt, max_tokens, fusion, grammar, make_reader(service, use, prompt), prediction=prediction)
 
 
 def start_generation(

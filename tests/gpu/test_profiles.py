@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 import gpu.methods
-from gpu.config import Composition, GpuConfig
+from gpu.config import Composition, DraftConfig, GpuConfig
 from gpu.memory.plan import MemoryPlan, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
 from gpu.methods.registry import list_methods
@@ -36,6 +37,25 @@ def resolve(named: dict[str, Any], host: HostConfig | None = HOST) -> dict[str, 
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------
+
+
+def test_what_may_draft_and_what_is_refused_says_why() -> None:
+    profiles = resolve_profiles(
+        {"fast": Composition(draft="ngram"), "own": Composition(draft={"most_tokens": 3})}, None
+    )
+    assert profiles["fast"].draft == DraftConfig()
+    assert profiles["own"].draft == DraftConfig(most_tokens=3)
+    assert profiles["fast"].kv_key == profiles["exact"].kv_key, "they share prefixes"
+    assert "draft: ngram" in profiles["fast"].composition
+    assert profiles["exact"].draft is None
+    with pytest.raises(ProfileError, match=r"profiles\.fast\.draft: is not served with 'mac': its rings"):
+        resolve_profiles({"fast": Composition(draft="ngram", reuse={"method": "mac"})}, None)
+    for host in ("offloaded", "sampled", "indexed"):
+        with pytest.raises(ProfileError, match=rf"profiles\.fast\.draft: is not served with '{host}'"):
+            resolve_profiles({"fast": Composition(draft="ngram", host={"method": host})}, HostConfig())
+    for wrong in ("ngrams", {"source": "ngram", "least_match": 1}, {"model": "x"}, 7):
+        with pytest.raises(ValidationError):
+            Composition(draft=wrong)
 
 
 def test_the_methods_of_the_slot_host_are_profiles_of_their_own_names() -> None:

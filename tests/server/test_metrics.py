@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from scheduler.messages import ChunkStats, ExpertStats, HostStats, Stats
+from scheduler.messages import ChunkStats, DraftStats, ExpertStats, HostStats, Stats
 from server.engine.prometheus import Metrics
 
 HOST = HostStats(
@@ -25,13 +25,14 @@ STATS = Stats(
     rings_free=36, host=HOST, methods=METHODS,
     experts=ExpertStats(fetched=70, copied=71, computed=72),
     chunks=ChunkStats(memory_bytes=80, written=81, refused=82, evicted=83, set_aside=84, lost=85),
+    drafts=DraftStats(steps=90, proposed=91, accepted=92, saved_seconds=93.5),
 )  # fmt: skip
 GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
     "pages_committed": 16, "host_bytes_used": 21, "host_bytes_promised": 22, "host_contexts": 24, "host_tokens": 25,
     "host_segments": 26,
     "host_tokens_evicted": 20, "host_tokens_resident": 19,
-    "reuse_rings_free": 36, "chunks_memory_bytes": 80,
+    "reuse_rings_free": 36, "chunks_memory_bytes": 80, "draft_saved_seconds": 93.5,
 }  # fmt: skip
 CAPACITIES = {"pages_capacity": 6, "host_bytes_capacity": 23}
 COUNTERS = {
@@ -44,6 +45,7 @@ COUNTERS = {
     "chunks_written": 81, "chunks_refused": 82, "chunks_evicted": 83, "chunks_set_aside": 84, "chunks_lost": 85,
     "host_answers_estimated": 60, "host_answers_heavy": 61, "host_answers_beyond_bound": 62,
     "host_answers_heavy_beyond_bound": 63, "host_steps_beyond_bound": 64, "host_answers_in_full": 65,
+    "draft_steps": 90, "draft_proposed": 91, "draft_accepted": 92,
 }  # fmt: skip
 
 
