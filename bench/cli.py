@@ -6,13 +6,14 @@ import typer
 
 from bench.context_commands import documents, long, prefill
 from bench.load.command import serve
-from bench.machine_commands import engine, rates
+from bench.machine_commands import drafts, engine, rates
 from bench.op.command import op
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")
 
 app.command("serve")(serve)
 app.command("engine")(engine)
+app.command("drafts")(drafts)
 app.command("long")(long)
 app.command("prefill")(prefill)
 app.command("documents")(documents)

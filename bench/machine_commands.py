@@ -96,6 +96,42 @@ def engine(
         raise typer.Exit(1) from None
 
 
+def drafts(
+    random_weights: Annotated[str, typer.Option(help="a named shape")] = "llama-3.1-8b",
+    weights: Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="rounded to this")] = "int4",
+    batch: Annotated[str, typer.Option(help="streams, with commas")] = "1,8",
+    prompt_tokens: Annotated[int, typer.Option(min=16)] = 2048,
+    tokens: Annotated[int, typer.Option(min=32, help="of each stream")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="times that streams with and without drafts take turns")] = 3,
+    accepted: Annotated[
+        str, typer.Option(help="rates at which a drafted token is right, with commas")
+    ] = "0.5,0.8,0.95",
+    device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], typer.Option()] = "auto",
+    threads: Threads = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Time steps of 1, 2, 4 and 8 rows a stream, and streams with drafts of stated acceptance beside those without."""
+    from bench.benchmark_rows import GateError, report
+    from bench.drafts import DraftsBenchmark, run_drafts_benchmark
+    from transfer.machine import count_physical_cores
+
+    console = Console()
+    warn_if_busy(console)
+    rates = tuple(float(part) for part in accepted.split(","))
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise typer.BadParameter(f"got {accepted}; wanted rates from 0 to 1, with commas", param_hint="--accepted")
+    benchmark = DraftsBenchmark(
+        random_weights, weights, device, dtype, parse_batches(batch), prompt_tokens, tokens, rounds, rates,
+        threads or count_physical_cores(),
+    )  # fmt: skip
+    try:
+        report(run_drafts_benchmark(benchmark, console), json_file, console)
+    except GateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
 def parse_batches(text: str) -> tuple[int, ...]:
     """Parse `1,8` to (1, 8). Raises BadParameter."""
     try:
