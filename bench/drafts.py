@@ -1,9 +1,9 @@
 """Run `tandem bench drafts`: steps of 1, 2, 4 and 8 rows a stream, and streams with and without drafts.
 
 Weights are random, so a text says nothing of acceptance. Streams that draft are biased to one token, which their text
-then is; a source proposes it, each token wrong at a stated rate, so a share of drafts is accepted as a real model would,
-and all else runs at its full cost. Streams of free text have no bias and the n-grams that serve. With and without take
-turns, and the text without drafts must be the text with them.
+then is; a source proposes it, each token wrong at a stated rate, and all else runs at its full cost. Streams of free
+text have no bias and the n-grams that serve. With and without take turns, and the text without drafts must be the text
+with them.
 
 Floor of a step: the weights that so many rows read, over the measured rate of reading them.
 """

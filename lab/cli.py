@@ -13,6 +13,7 @@ from lab.quality.recovery_command import recovery
 from lab.quality.results_command import results
 from lab.quality.selections_command import selections
 from lab.speed.commands import beside, constrained
+from lab.speed.drafts_command import drafts
 from lab.speed.load_commands import load_simulated, load_timeline
 from lab.speed.load_weights_command import load_weights
 from lab.speed.peer_commands import peers_llama, peers_serve, peers_table
@@ -25,7 +26,7 @@ app.add_typer(kernel, name="kernel")
 app.add_typer(evals, name="eval", help="Run `tandem eval` with the methods of the laboratory, too.")
 for command in (
     mac, errors, mass, networks, predicted, recovery, results, selections,
-    beside, constrained, load_simulated, load_timeline, load_weights, schemas, trace,
+    beside, constrained, drafts, load_simulated, load_timeline, load_weights, schemas, trace,
     peers_llama, peers_serve, peers_table,
 ):  # fmt: skip
     app.command()(command)

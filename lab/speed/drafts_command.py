@@ -1,0 +1,28 @@
+"""Run `python -m lab drafts`: arguments, and the table of docs/methods/drafts.md."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def drafts(
+    model: Annotated[Path, typer.Option(help="a folder or a GGUF file, on the CPU")] = Path(
+        "models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
+    ),
+    each: Annotated[int, typer.Option(min=1, help="prompts of each kind")] = 10,
+    tokens: Annotated[int, typer.Option(min=2, help="of a text, at most")] = 400,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+) -> None:
+    """Measure how many tokens of n-gram drafts a model accepts, and what that saves on this CPU."""
+    from lab.speed.accepted_drafts import WIDTHS, measure_accepted
+
+    outcomes = measure_accepted(model, each, tokens, threads, temperature)
+    widths = " / ".join(map(str, WIDTHS))
+    print(f"| prompts | tokens | tokens a step of {widths} rows | without, tokens/s | with | same texts |")
+    print("|---|---|---|---|---|---|")
+    for kind, one in outcomes.items():
+        lengths = " / ".join(f"{one.tokens_a_step(width):.2f}" for width in WIDTHS)
+        rates = " | ".join(f"{one.num_tokens / one.seconds[is_on]:.1f}" for is_on in (False, True))
+        print(f"| {each} {kind} | {one.num_tokens:,} | {lengths} | {rates} | {one.num_equal} of {each} |")
