@@ -33,6 +33,11 @@ class PlainDecode:
         dtype = weights.embedding.dtype
         self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self._values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self._states: dict[int, tuple[Tensor, Tensor]] = {}
+        own = architecture.recurrent
+        for layer in architecture.recurrent_layers if own is not None else ():
+            state = torch.zeros(batch, own.value_heads, own.key_dim, own.value_dim, device=device)
+            self._states[layer] = state, torch.zeros(batch, own.conv_tokens, own.conv_width, dtype=dtype, device=device)
         self._columns = torch.arange(context, device=device)
         self._specs = architecture.layers
         self._rope_tables = layer_rope_tables(architecture, context, device)
@@ -54,6 +59,9 @@ class PlainDecode:
         """
         text = torch.from_numpy(np.concatenate([prompts, tokens], 1).astype(np.int64)).to(self.device)
         self.position.zero_()
+        for held in self._states.values():
+            for one in held:
+                one.zero_()
         chosen = []
         for column in range(text.shape[1] - 1):
             self.tokens.copy_(text[:, column])
@@ -83,7 +91,8 @@ class PlainDecode:
         inputs = self._inputs(hidden)
         for index, layer in enumerate(self.weights.layers):
             spec = self._specs[index]
-            attended = self._attend(index, layer, self._norm(hidden, layer.attention_norm))
+            normed = self._norm(hidden, layer.attention_norm)
+            attended = (self._attend if layer.recurrent is None else self._recur)(index, layer, normed)
             attended = F.linear(attended, layer.output, layer.output_bias)
             hidden = hidden + self._norm(attended, layer.attention_post_norm)
             hidden = hidden + self._norm(self._mlp(hidden, layer, spec), layer.mlp_post_norm)
@@ -99,7 +108,11 @@ class PlainDecode:
     def _mlp(self, hidden: Tensor, layer: LayerWeights, spec: LayerSpec) -> Tensor:
         normed, experts = self._norm(hidden, layer.mlp_norm), layer.experts
         if experts is not None and experts.beside is None:
-            return _mix(normed, normed, experts, spec)
+            mixed = _mix(normed, normed, experts, spec)
+            if experts.shared_share is None:
+                return mixed
+            product = F.linear(_gate(F.linear(normed, layer.mlp[0]), spec.activation), layer.mlp[1])
+            return mixed + F.linear(normed, experts.shared_share).sigmoid() * product
         gate_up, down = layer.mlp
         product = _gate(F.linear(normed, gate_up, layer.gate_up_bias), spec.activation)
         product = F.linear(product, down, layer.down_bias)
@@ -133,7 +146,10 @@ class PlainDecode:
         mask = self._columns <= self.position
         if window is not None:
             mask = mask & (self._columns > self.position - window)
-        heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(batch, -1, own.dim)
+        heads, gates = F.linear(normed, layer.qkv, layer.qkv_bias).view(batch, -1, own.dim), None
+        if spec.output_gate:
+            gates = heads[:, 1 : 2 * a.num_heads : 2].reshape(batch, -1).sigmoid()
+            heads = torch.cat([heads[:, : 2 * a.num_heads : 2], heads[:, 2 * a.num_heads :]], 1)
         query = self._norm(heads[:, : a.num_heads], layer.query_norm)
         if spec.kv_of is None:
             rows = heads[:, a.num_heads :]
@@ -151,12 +167,31 @@ class PlainDecode:
         if layer.sinks is None:
             seen = mask[None, None, None]
             attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=seen, scale=scale)
-            return attended.reshape(batch, -1)
+            return attended.reshape(batch, -1) if gates is None else attended.reshape(batch, -1) * gates
         unseen = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, float("-inf"))
         logits = (grouped @ keys.transpose(2, 3)) * scale + unseen  # [batch, kv_heads, group, context]
         sinks = layer.sinks.view(1, a.num_kv_heads, a.group, 1).expand(*logits.shape[:3], 1)
         shares = torch.softmax(torch.cat([logits, sinks], -1).float(), -1)[..., :-1].to(values.dtype)
         return (shares @ values).reshape(batch, -1)
+
+    def _recur(self, index: int, layer: LayerWeights, normed: Tensor) -> Tensor:
+        """Take one token into a gated delta net's state, and return its output."""
+        own, more, (state, inputs) = self.architecture.recurrent, layer.recurrent, self._states[index]
+        assert own is not None
+        assert more is not None
+        mixed, gates = F.linear(normed, layer.qkv), F.linear(normed, more.gates).float()
+        inputs.copy_(torch.cat([inputs[:, 1:], mixed[:, None, : own.conv_width]], 1))
+        made = F.silu((inputs.float() * more.conv[:, 0].float().T).sum(1))
+        query, key, value = made.split([own.key_width, own.key_width, own.value_width], 1)
+        query, key = (F.normalize(one.view(len(one), own.key_heads, -1), dim=2) for one in (query, key))
+        query, key = (one.repeat_interleave(own.value_heads // own.key_heads, 1) for one in (query, key))
+        share, time = gates.chunk(2, 1)
+        state *= torch.exp(-more.decay.exp() * F.softplus(time + more.time_bias))[:, :, None, None]
+        missing = value.view(len(value), own.value_heads, -1) - (key[:, :, None] @ state)[:, :, 0]
+        state += key[..., None] * (share.sigmoid()[..., None] * missing)[:, :, None]
+        out = (query[:, :, None] * own.key_dim**-0.5 @ state)[:, :, 0]
+        out = F.rms_norm(out, (own.value_dim,), more.norm.float(), self.architecture.rms_norm_eps).flatten(1)
+        return (out * F.silu(mixed[:, own.conv_width :].float())).to(normed.dtype)
 
 
 def _gate(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -70,6 +70,12 @@ class ReferenceDecoder:
         for layer, weights in enumerate(self.weights.layers):
             cos, sin = (table[:longest] for table in self.rope_tables[layer])
             window = self.architecture.layers[layer].window_tokens
+            if weights.recurrent is not None:
+                out, state = self._recur(hidden, layer, None, lengths)
+                cache.keys.append(state[0])
+                cache.values.append(state[1])
+                hidden = self._finish(hidden, out, layer, inputs)
+                continue
             plain_q, plain_k, v = self._project(hidden, layer, kept)  # [requests, heads, tokens, dim]
             positions = torch.arange(longest, device=self.device)
             query, key = rotate(plain_q, cos, sin) * self._growth(positions), rotate(plain_k, cos, sin)
@@ -78,6 +84,7 @@ class ReferenceDecoder:
             if window is None:
                 watch(PromptLayer(layer, query, plain_q, cache.keys[-1], cache.values[-1], lengths, longest))
             out = attend_causal(query, key, v, window, weights.sinks, self._scale)
+            out = out * self._output_gates(hidden, layer)
             del plain_q, plain_k, query, key, v
             for request in range(0, len(tokens), max(1, CHUNK_TOKENS // longest)):
                 rows = slice(request, request + max(1, CHUNK_TOKENS // longest))
@@ -101,6 +108,11 @@ class ReferenceDecoder:
         for layer, weights in enumerate(self.weights.layers):
             cos, sin = (table[position][:, None, None] for table in self.rope_tables[layer])
             window = self.architecture.layers[layer].window_tokens
+            if weights.recurrent is not None:
+                out, state = self._recur(hidden, layer, (cache.keys[layer], cache.values[layer]), None)
+                cache.keys[layer], cache.values[layer] = state
+                hidden = self._finish(hidden, out, layer, inputs)
+                continue
             plain_q, key, v = self._project(hidden, layer, kept)
             cache.keys[layer][requests, :, position] = rotate(key, cos, sin)[:, :, 0]
             cache.values[layer][requests, :, position] = v[:, :, 0]
@@ -113,7 +125,8 @@ class ReferenceDecoder:
                     out = out * torch.sigmoid(result.lse - weights.sinks.float())[..., None]
             else:
                 out = attend_window(query, keys, values, lengths, window, weights.sinks, self._scale)
-            hidden = self._finish(hidden, out.to(hidden.dtype)[:, None], layer, inputs)
+            out = out[:, None] * self._output_gates(hidden, layer).transpose(1, 2)
+            hidden = self._finish(hidden, out.to(hidden.dtype), layer, inputs)
         return self.logits(hidden[:, 0])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -135,6 +148,59 @@ class ReferenceDecoder:
     def _scale(self) -> float:
         return self.architecture.dim**-0.5
 
+    def _output_gates(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return what attention's output is multiplied by, `[requests, heads, tokens, dim]`, or 1."""
+        shape, weights = self.architecture, self.weights.layers[layer]
+        if not shape.layers[layer].output_gate:
+            return torch.ones(1, 1, 1, 1, dtype=hidden.dtype, device=hidden.device)
+        normed = rms_norm(hidden, weights.attention_norm, shape.rms_norm_eps)
+        both = functional.linear(normed, weights.qkv[: 2 * shape.num_heads * shape.dim])
+        return both.unflatten(-1, (shape.num_heads, 2, -1))[..., 1, :].transpose(1, 2).sigmoid()
+
+    def _recur(
+        self, hidden: torch.Tensor, layer: int, state: tuple[torch.Tensor, torch.Tensor] | None,
+        lengths: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+        """Return a gated delta net's output `[requests, tokens, value_width]`, token by token, and its state
+        `[requests, value_heads, key_dim, value_dim]` with the inputs of its convolution that come before the next
+        token. lengths: of prompts, behind which nothing is written; None: all tokens are.
+        """
+        shape, weights = self.architecture, self.weights.layers[layer]
+        own, more, eps = shape.recurrent, weights.recurrent, shape.rms_norm_eps
+        assert own is not None
+        assert more is not None
+        normed = rms_norm(hidden, weights.attention_norm, eps)
+        mixed, gates = functional.linear(normed, weights.qkv), functional.linear(normed, more.gates).float()
+        inputs, z = mixed.split([own.conv_width, own.value_width], -1)
+        if state is None:
+            zeros = torch.zeros(len(hidden), own.value_heads, own.key_dim, own.value_dim, device=hidden.device)
+            state = zeros, inputs.new_zeros(len(hidden), own.conv_tokens - 1, own.conv_width)
+        held, before = state
+        rows, outs, count = torch.cat([before, inputs], 1), [], own.conv_tokens
+        shares, times = gates[..., : own.value_heads], gates[..., own.value_heads :]
+        decays = torch.exp(-more.decay.float().exp() * functional.softplus(times + more.time_bias.float()))
+        for token in range(hidden.shape[1]):
+            taps = rows[:, token : token + count].float()
+            made = functional.silu((taps * more.conv[:, 0].float().T).sum(1))
+            query, key, value = made.split([own.key_width, own.key_width, own.value_width], -1)
+            query, key = (
+                part / torch.sqrt(part.square().sum(-1, keepdim=True) + 1e-6)
+                for part in (query.unflatten(-1, (own.key_heads, -1)), key.unflatten(-1, (own.key_heads, -1)))
+            )
+            query, key = (part.repeat_interleave(own.value_heads // own.key_heads, 1) for part in (query, key))
+            new = held * decays[:, token, :, None, None]
+            missing = value.unflatten(-1, (own.value_heads, -1)) - torch.einsum("rhk,rhkv->rhv", key, new)
+            new = new + torch.einsum("rhk,rhv->rhkv", key, missing * shares[:, token, :, None].sigmoid())
+            outs.append(torch.einsum("rhk,rhkv->rhv", query * own.key_dim**-0.5, new))
+            is_there = None if lengths is None else (token < lengths)[:, None, None, None]
+            held = new if is_there is None else torch.where(is_there, new, held)
+        out = torch.stack(outs, 1)
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * more.norm.float()
+        out = out.flatten(2) * functional.silu(z.float())
+        ends = torch.full((len(hidden),), hidden.shape[1], device=hidden.device) if lengths is None else lengths
+        last = ends[:, None] + torch.arange(count - 1, device=hidden.device)
+        return out.to(hidden.dtype), (held, rows.gather(1, last[:, :, None].expand(-1, -1, rows.shape[2])))
+
     def _project(
         self, hidden: torch.Tensor, layer: int, kept: "_Kept"
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,6 +209,10 @@ class ReferenceDecoder:
         heads, eps = shape.heads_of(spec), shape.rms_norm_eps
         normed = rms_norm(hidden, weights.attention_norm, eps)
         mixed = functional.linear(normed, weights.qkv, weights.qkv_bias)
+        if spec.output_gate:
+            queries, others = mixed.split([2 * shape.num_heads * shape.dim, 2 * heads.count * heads.dim], -1)
+            queries = queries.unflatten(-1, (shape.num_heads, 2, -1))[..., 0, :].flatten(-2)
+            mixed = torch.cat([queries, others], -1)
         mixed = mixed.view(*hidden.shape[:2], -1, heads.dim).transpose(1, 2)
         query, own = mixed[:, : shape.num_heads], mixed[:, shape.num_heads :]
         if weights.query_norm is not None:
@@ -183,11 +253,16 @@ class ReferenceDecoder:
         hidden = hidden + output
         normed, spec = rms_norm(hidden, weights.mlp_norm, eps), self.architecture.layers[layer]
         beside = None if weights.experts is None else weights.experts.beside
+        mixed = None
         if weights.experts is not None and beside is None:
-            return hidden + _mix(normed.flatten(0, 1), normed.flatten(0, 1), weights.experts, spec).view_as(hidden)
+            mixed = _mix(normed.flatten(0, 1), normed.flatten(0, 1), weights.experts, spec).view_as(hidden)
+            if weights.experts.shared_share is None:
+                return hidden + mixed
         gate_up, down = weights.mlp
         product = gate_linear(functional.linear(normed, gate_up, weights.gate_up_bias), spec.activation)
         product = functional.linear(product, down, weights.down_bias)
+        if weights.experts is not None and weights.experts.shared_share is not None:
+            product = mixed + functional.linear(normed, weights.experts.shared_share).sigmoid() * product
         if weights.experts is not None and beside is not None:
             to_route, normed = rms_norm(hidden, beside.router_norm, eps), rms_norm(hidden, beside.norm, eps)
             mixed = _mix(normed.flatten(0, 1), to_route.flatten(0, 1), weights.experts, spec).view_as(hidden)

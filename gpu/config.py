@@ -104,6 +104,22 @@ class GpuConfig(Settings):
         description="windows of layers that keep no more, of `kv_cache_gib`; default: two a running sequence, "
         "in half of what there is",
     )
+    snapshots_gib: float | None = Field(
+        None,
+        ge=0,
+        description="states of recurrent layers that are kept where prompts ended, beside one for each running "
+        "sequence: prompts that begin alike go on from there. Default: as many as there are running sequences, in half "
+        "of what there is",
+    )
+    snapshot_tokens: int = Field(
+        2048,
+        ge=64,
+        description="tokens of an answer between two snapshots, which a next turn computes again at most if there is "
+        "room for all; prompts leave one at their last block's end",
+    )
+    state_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="states of recurrent layers; bfloat16 takes half the memory, and rounds in every step"
+    )
     kv: Literal["auto", "bfloat16", "fp8", "int8"] = Field(
         "auto",
         description="rows of keys and values on the device: in codes of 8 bits, with a scale a token and KV head, or "

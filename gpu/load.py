@@ -12,6 +12,7 @@ import torch
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.cpu_step.step_kernel import COMPILED
+from gpu.kv.states import STATE_DTYPES
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.operations.decode_attention.paged_decode_attention import DECODED_DIMS
@@ -88,8 +89,10 @@ def load_runner(
             sink_tokens=asked.sink_tokens, window_tokens=asked.window_tokens,
             checks_coverage=gpu.check_coverage, library=asked.library, kv=gpu.kv if gpu.kv != "auto" else "bfloat16",
             windows=WindowShape(architecture.window_layers, asked.num_windows, asked.window_pages)
-            if asked.num_windows else NO_WINDOWS,
+            if asked.num_windows and architecture.window_layers else NO_WINDOWS,
             open_experts=asked.open_experts, computed_rows=asked.computed_rows,
+            num_states=asked.num_windows if architecture.recurrent is not None else 0,
+            state_dtype=STATE_DTYPES[gpu.state_dtype],
         )  # fmt: skip
         runner = Runner(architecture, weights, settings)
         runner.warm_up(asked.chunk_tokens, lambda fraction: on_progress("kernels", fraction))

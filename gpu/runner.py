@@ -111,7 +111,7 @@ class Runner:
         dense_layers = [layer for layer in range(architecture.num_layers) if layer not in offloaded]
         self.pool = KvPool(
             architecture, settings.num_pages, dense_layers, settings.page_tokens, max_running, context, dtype, device,
-            settings.windows, settings.kv,
+            settings.windows, settings.kv, settings.num_states, settings.state_dtype,
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, context)
         self._lanes = LaneStreams(device)
@@ -194,8 +194,9 @@ class Runner:
 
     @property
     def window_memory(self) -> Commitment | None:
-        """Return how windows are committed, likewise."""
-        return self.pool.windows.commitment if self.device.type == "cpu" else None
+        """Return how windows or states are committed, likewise."""
+        held = self.pool.windows if self.pool.states is None else self.pool.states
+        return held.commitment if self.device.type == "cpu" else None
 
     @property
     def num_prefill_jobs(self) -> int:
@@ -381,7 +382,7 @@ class Runner:
             assert self._offloader is not None
             self._offloader.fetch(fetch)
         self.pool.write_pages(plan.page_writes)
-        self.pool.windows.write(plan.window_writes)
+        self.pool.write_windows(plan.window_writes)
         for ring_write in plan.ring_writes:
             self._reusing[ring_write.part].assign(ring_write)
         for growth in plan.ring_growth:

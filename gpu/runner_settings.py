@@ -25,7 +25,8 @@ class RunnerSettings:
     which tokens, and end with CoverageError where that is not the whole context; a debug run, without graphs. library:
     where document chunks are, or None. windows: of layers that keep no more; of the others pages hold all of a context.
     kv: how pages hold rows; what is no format of codes, in `dtype`. open_experts: the CPU computes experts in host
-    memory for decode steps of up to `computed_rows` rows; None: they are fetched.
+    memory for decode steps of up to `computed_rows` rows; None: they are fetched. num_states: of recurrent layers
+    (`gpu.kv.states`), 0: one a slot; state_dtype: of these.
     """
 
     num_pages: int
@@ -47,6 +48,8 @@ class RunnerSettings:
     kv: KvFormat = "bfloat16"
     open_experts: OpenExperts | None = None
     computed_rows: int = 0
+    num_states: int = 0
+    state_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

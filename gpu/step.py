@@ -174,8 +174,9 @@ class RingGrowth:
 
 @dataclass(frozen=True, slots=True)
 class WindowWrite:
-    """Window number `window` (`gpu.kv.windows`) has what `source` has, or anything: None. A slot holds it until it is
-    released, and nobody else does; None: nobody, it is kept for who begins with the same tokens.
+    """Window number `window` (`gpu.kv.windows`), or state (`gpu.kv.states`), has what `source` has, or anything:
+    None. A slot holds it until it is released, and nobody else does; None: nobody, it is kept for who begins with the
+    same tokens.
     """
 
     window: int
@@ -203,7 +204,8 @@ class PrefillPrompt:
     alone.
     `pooling`: what is told of it beside the draw, or None.
     `fused`: what it takes of chunks, or None; such a prompt is alone in its job. `capture`: it is a chunk, in NO_SLOT,
-    whose keys and values are kept under that key; all prompts of its job are. `branch`: a second window that it leaves.
+    whose keys and values are kept under that key; all prompts of its job are. `branches`: windows that it leaves, one
+    at most, or states.
     """
 
     slot: int
@@ -216,7 +218,7 @@ class PrefillPrompt:
     fused: FusionPlan | None = None
     capture: ChunkKey | None = None
     pooling: Pooling | None = None
-    branch: WindowBranch | None = None
+    branches: tuple[WindowBranch, ...] = ()
 
     @property
     def num_computed_tokens(self) -> int:

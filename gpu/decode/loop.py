@@ -1,11 +1,11 @@
 """The loop over layers of a decode step, for rows of any profile.
 
-A layer is norm, QKV, RoPE and KV write; what methods do before attention; the host read; attention to resident cells
-and to what methods have fetched; the host's answer; the merge of all partials; output projection and MLP. Each (row,
-head) states what it reads, by its bounds on the device and by its host read. Every cell of its context is read once, or
-counted as dropped; in a layer with a window, every cell of that window, and methods take no part there. A step that
-requests anything of the CPU does so, and awaits the answer, in every offloaded layer, whatever its rows read there. A
-step in which methods alone read host memory requests nothing.
+A recurrent layer is `gpu.layers.delta_layers`. Any other is norm, QKV, RoPE and KV write; what methods do before
+attention; the host read; attention to resident cells and to what methods have fetched; the host's answer; the merge of
+all partials; output projection and MLP. Each (row, head) states what it reads, by its bounds on the device and by its
+host read. Every cell of its context is read once, or counted as dropped; in a layer with a window, every cell of that
+window, and methods take no part there. A step that requests anything of the CPU does so, and awaits the answer, in
+every offloaded layer, whatever its rows read there. A step in which methods alone read host memory requests nothing.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -74,6 +74,11 @@ class LayerLoop:
         carried = decoder.carry(token_ids, rows.positions, hidden, range(decoder.architecture.num_layers))
         windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
         for layer in range(decoder.architecture.num_layers):
+            if decoder.specs[layer].recurrent is not None:
+                assert decoder.delta is not None, "a recurrent layer has states"
+                made = decoder.delta.step(layer, hidden, rows.slots, rows.cells)
+                hidden = decoder.leave(layer, hidden, made, None, rows.slots, experts, carried)
+                continue
             queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None, carried=carried)
             is_offloaded = layer in self.offloaded_layers
             reads = LayerReads(

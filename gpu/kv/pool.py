@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from gpu.kv.commitment import Commitment, allocate_arena
+from gpu.kv.states import States
 from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape
 from gpu.model.architecture import Architecture
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import poison, write_rows
 from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout, page_table, row_array
-from gpu.step import FinishedReload, PageEviction, PageWrite, TablePlace
+from gpu.step import FinishedReload, PageEviction, PageWrite, TablePlace, WindowWrite
 from gpu.upload import upload
 from transfer.allocation import allocate, dtype_name, dtype_of
 
@@ -27,14 +28,16 @@ class KvPool:
     """The KV pages of one model and the page tables of its slots. arenas: of keys, of values. key_pages, value_pages: a
     `[pages, kv_heads, page_tokens, dim]` for each layer, in `dtype` or, as `kv` says, of codes (`kv_rows`), views of
     the arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them; of a layer whose window
-    is kept by itself, its rows in `windows`.
+    is kept by itself, its rows in `windows`; of a recurrent one nothing: `states` has what it keeps, `num_states` of
+    `state_dtype` (0: one a slot).
 
     page_table: int32 `[max_slots, max_pages]`, by cell, of all layers but those. dense_layers: may name them, too.
     """
 
     def __init__(self, architecture: Architecture, num_pages: int, dense_layers: Sequence[int], page_tokens: int,
                  max_slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device,
-                 windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16") -> None:  # fmt: skip
+                 windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16", num_states: int = 0,
+                 state_dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
         row = row_array(kv if kv in CODE_FORMATS else dtype_name(dtype), architecture.dim)
         stored = dtype_of(row)
         page_shape = (architecture.num_kv_heads, page_tokens, *row.shape)
@@ -48,7 +51,8 @@ class KvPool:
         self.dtype = dtype
         self.has_codes = stored != dtype
         self.num_kv_heads, self.dim = architecture.num_kv_heads, architecture.dim
-        layers = [layer for layer in range(architecture.num_layers) if layer not in windows.layers]
+        recurrent = architecture.recurrent_layers
+        layers = [layer for layer in range(architecture.num_layers) if layer not in {*windows.layers, *recurrent}]
         self.num_pages = num_pages
         self.dense_layers = tuple(layer for layer in dense_layers if layer in layers)
         self.offloaded_layers = tuple(layer for layer in layers if layer not in self.dense_layers)
@@ -62,6 +66,10 @@ class KvPool:
         self.windows = Windows(
             windows, (own.count, page_tokens, *own_row.shape), own.dim, max_slots, self.max_pages, stored, device
         )
+        own_states = architecture.recurrent
+        self.states = None if own_states is None else States(
+            own_states, recurrent, num_states, max_slots, dtype, state_dtype, device
+        )  # fmt: skip
         self.key_pages, self.value_pages = (
             self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=True)
         )
@@ -70,6 +78,10 @@ class KvPool:
     def table_of(self, layer: int) -> Tensor:
         """Return the page table of a layer: int32 `[max_slots, max_pages]`, by cell."""
         return self.windows.page_table if layer in self.windows.shape.layers else self.page_table
+
+    def write_windows(self, writes: Sequence[WindowWrite]) -> None:
+        """Copy and give to slots what layers keep of sequences beside pages: windows, or states."""
+        (self.windows if self.states is None else self.states).write(writes)
 
     def write_pages(self, writes: Sequence[PageWrite]) -> None:
         """Append pages to page tables; asynchronous. Raises ValueError for a slot or page that does not exist."""
@@ -143,12 +155,14 @@ class KvPool:
 
     def poison(self) -> None:
         """Fill every page with NaN: a debug and test aid that shows any read of a token nobody wrote."""
-        for arena in (*self.arenas, *self.windows.arenas):
+        for arena in (*self.arenas, *self.windows.arenas, *(() if self.states is None else self.states.arenas)):
             poison(arena)
 
     def _views(self, arena: Tensor, of_windows: dict[int, Tensor]) -> list[Tensor]:
         """Return each layer's view of an arena, dense ones in front; those of windows are given."""
         views = dict(of_windows)
+        if self.states is not None:
+            views |= dict.fromkeys(self.states.layers, arena[:0])
         for place, layer in enumerate((*self.dense_layers, *self.offloaded_layers)):
             count = self.layout.num_ids if layer in self.dense_layers else self.num_pages
             views[layer] = arena[place * self.num_pages :][:count]

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpu.attention.prefill_query import Attended
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.kv.pool import KvPool
+from gpu.layers.delta_layers import DeltaLayers
 from gpu.layers.projections import Projections
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.spec import Architecture
@@ -39,13 +40,15 @@ Pages = tuple[Tensor, Tensor, Tensor]
 class Carried:
     """What goes from layer to layer beside hidden states. inputs: of all layers, of one layer alone, or of none
     (`Projections.inputs`), from `first_layer` on; kept: keys and values `[tokens, 2 * kv_heads * dim]` that later
-    layers have, too, before norms and rotation, by the layer that made them; query_scale: of `Decoder.query_scale`.
+    layers have, too, before norms and rotation, by the layer that made them; query_scale: of `Decoder.query_scale`;
+    output_gate `[tokens, heads * dim]`: of the layer that is computed, if it has one.
     """
 
     inputs: Tensor | None
     first_layer: int
     kept: dict[int, Tensor]
     query_scale: Tensor | None = None
+    output_gate: Tensor | None = None
 
     def inputs_of(self, layer: int) -> Tensor | None:
         return None if self.inputs is None else self.inputs[:, layer - self.first_layer]
@@ -62,6 +65,7 @@ class Decoder:
         self.scale = architecture.dim**-0.5  # of all layers: the norms of queries have what differs
         self._kept_layers = frozenset(architecture.kept_layers)
         self.specs = architecture.layers
+        self.delta = None if pool.states is None else DeltaLayers(architecture, self.projections, pool.states)
         self.windows = sorted({spec.window_tokens for spec in self.specs if spec.window_tokens is not None})
         self._rope_tables = layer_rope_tables(architecture, max_context_tokens, pool.device)
         scale = torch.tensor(architecture.embedding_scale, dtype=weights.embedding.dtype)
@@ -130,6 +134,11 @@ class Decoder:
         source, columns = self.specs[index].kv_of, self.architecture.num_heads * self._dims[index]
         kept = None if source is None or carried is None else carried.kept[source]
         qkv = self.projections.qkv(index, hidden, kept)
+        if self.specs[index].output_gate:
+            assert carried is not None, "what a layer's output is multiplied by is carried behind attention"
+            gated = qkv[:, : 2 * columns].unflatten(1, (self.architecture.num_heads, 2, -1))
+            carried.output_gate = gated[:, :, 1].flatten(1)
+            qkv = torch.cat([gated[:, :, 0].flatten(1), qkv[:, 2 * columns :]], 1)
         if index in self._kept_layers:
             assert carried is not None, "what later layers have, too, is carried to them"
             carried.kept[index] = qkv[:, columns:].clone()
@@ -162,16 +171,21 @@ class Decoder:
 
     def leave(self, index: int, hidden: Tensor, attended: Tensor, lse: Tensor | None, slots: Tensor,
               exchange: ExpertExchange | None = None, carried: Carried | None = None) -> Tensor:  # fmt: skip
-        """Compute the part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype,
-        projected and added to `hidden`, and the MLP. The layer's sinks, if it has some, are merged here, into
-        `attended`. lse: `[tokens, heads]` of all that was attended to, None only for a layer without sinks; slots: see
-        `layer`; exchange: where the CPU computes experts, if it does; carried: see `layer`.
+        """Compute the part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype, or a
+        recurrent layer's `[tokens, value_heads * value_dim]`, projected and added to `hidden`, and the MLP. The layer's
+        sinks, if it has some, are merged here, into `attended`. lse: `[tokens, heads]` of all that was attended to,
+        None only for a layer without sinks; slots: see `layer`; exchange: where the CPU computes experts, if it does;
+        carried: see `layer`.
         """
         sinks = self.weights.layers[index].sinks
         if sinks is not None:
             assert lse is not None, "a layer with sinks is attended to by a softmax, whose mass is known"
             attended = add_sinks(attended, lse, sinks)
-        rows = attended.reshape(-1, self.architecture.num_heads * self._dims[index])
+        rows = attended.flatten(1)
+        if self.specs[index].output_gate:
+            assert carried is not None, "what a layer's output is multiplied by is carried behind attention"
+            assert carried.output_gate is not None, "`enter` has made it"
+            rows, carried.output_gate = rows * carried.output_gate.to(rows.dtype).sigmoid_(), None
         hidden = self.projections.mlp(index, self.projections.output(index, rows, hidden), slots, exchange)
         return self.projections.end(index, hidden, None if carried is None else carried.inputs_of(index))
 

@@ -4,6 +4,7 @@
 """
 
 from gpu.model.architecture import Architecture, LayerSpec
+from gpu.operations.recurrent.state_arrays import segment_bytes
 from transfer.arrays import FLOATS, ArraySpec
 
 HIDDEN_COPIES = 4  # of a token's hidden state: a layer's input, norms, output
@@ -33,16 +34,22 @@ def activation_bytes(architecture: Architecture, num_tokens: int, dtype_bytes: i
     attention = max(_attention_columns(a, spec, more_outputs) for spec in a.layer_pattern)
     inputs = 0 if a.layer_inputs is None else LAYER_INPUT_COPIES * a.layer_inputs.width
     width = hidden * a.hidden + attention + mlp + inputs
-    return ArraySpec((num_tokens, width), FLOATS[dtype_bytes]).num_bytes
+    segment = 0 if a.recurrent is None else segment_bytes(a.recurrent, num_tokens)
+    return ArraySpec((num_tokens, width), FLOATS[dtype_bytes]).num_bytes + segment
 
 
 def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs: int) -> int:
     """Return the columns of a token's QKV and of what is as wide as a query; QKV is there twice where a part of it is
     not the product's.
     """
+    if spec.recurrent is not None:
+        own = spec.recurrent
+        return 2 * (own.conv_width + own.value_width + 2 * own.value_heads) + 2 * own.value_width
     heads = architecture.heads_of(spec)
     query = architecture.num_heads * heads.dim
     qkv = query + 2 * heads.count * heads.dim
+    if spec.output_gate:
+        return 2 * (qkv + query) + (QUERY_COPIES + 2 + more_outputs) * query
     return (1 + (spec.num_kv_projections < 2)) * qkv + (QUERY_COPIES + more_outputs) * query
 
 
@@ -54,5 +61,5 @@ def _mlp_columns(architecture: Architecture, spec: LayerSpec) -> int:
     one = 3 * architecture.intermediate_of(spec)
     if experts is None:
         return one
-    beside = one + BESIDE_COPIES * architecture.hidden if experts.beside_mlp else 0
+    beside = one + BESIDE_COPIES * architecture.hidden if experts.has_mlp else 0
     return beside + experts.per_token * (experts.intermediate + architecture.hidden + 16) + 2 * experts.num_experts

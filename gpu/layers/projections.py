@@ -64,8 +64,9 @@ class Projections:
             experts.warm_up(most_tokens, norm)
 
     def qkv(self, layer: int, hidden: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads. kept: the part of keys
-        and values, of a layer that has another one's.
+        """Return norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads; where a layer's output
+        has gates, these stand behind each query head. kept: the part of keys and values, of a layer that has another
+        one's.
         """
         weights, spec = self.weights.layers[layer], self._specs[layer]
         made = self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, weights.qkv_bias)
@@ -75,6 +76,15 @@ class Projections:
             return torch.cat([made, made[:, self._num_query_columns[layer] :]], 1)
         assert kept is not None, "a layer that has another one's keys comes behind it"
         return torch.cat([made, kept], 1)
+
+    def mixed(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a recurrent layer makes of the norm: `[tokens, conv_width + value_width]`, and the gates of its
+        state, `[tokens, 2 * value_heads]`.
+        """
+        weights = self.weights.layers[layer]
+        assert weights.recurrent is not None, "the layer is recurrent"
+        made = self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, None)
+        return made, as_matrix(weights.recurrent.gates).norm_linear(hidden, weights.attention_norm, self.eps, None)
 
     def head_norms(self, layer: int) -> HeadNorms | None:
         """Return the norms of query, key and value heads, which `rope_kv_write` applies; None: there are none."""
@@ -97,7 +107,9 @@ class Projections:
         weights, experts = self.weights.layers[layer], self._experts[layer]
         beside = experts and experts.weights.beside
         if experts is not None and beside is None:
-            return experts(hidden, weights.mlp_norm, self.eps, slots, exchange)
+            mixed = experts(hidden, weights.mlp_norm, self.eps, slots, exchange)
+            share = experts.weights.shared_share
+            return mixed if share is None else mixed.add_(self._shared(layer, hidden, share))
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         activation, bias = self._specs[layer].activation, weights.gate_up_bias
         if bias is None:
@@ -112,6 +124,13 @@ class Projections:
         return rms_norm_add(
             rms_norm_add(mixed, beside.post_norm, self.eps, own), weights.mlp_post_norm, self.eps, hidden
         )
+
+    def _shared(self, layer: int, hidden: Tensor, share: Tensor) -> Tensor:
+        """Return what the MLP beside experts makes of the same norm, times each token's share of it."""
+        norm, matrices = self.weights.layers[layer].mlp_norm, self._matrices[layer]
+        product = matrices["gate_up"].norm_gate_up(hidden, norm, self.eps, self._specs[layer].activation)
+        shares = as_matrix(share).norm_linear(hidden, norm, self.eps, None)
+        return matrices["down"].linear(product).mul_(shares.float().sigmoid_().to(product.dtype))
 
     def inputs(self, embedded: Tensor, token_ids: Tensor, layers: range) -> Tensor | None:
         """Return what these layers get of tokens beside hidden states, `[tokens, layers, width]`; None: nothing.

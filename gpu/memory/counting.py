@@ -126,8 +126,8 @@ def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, c
 
 
 def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
-    """Return the demand with the number of windows: as it is asked for, or for each sequence and as many prefixes, if
-    they take no more than their share.
+    """Return the demand with the number of windows, or states: as it is asked for, or for each sequence and as many
+    prefixes, if they take no more than their share.
     """
     if not demand.window_layers:
         return demand
@@ -136,6 +136,9 @@ def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
     left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
     if gpu.kv_cache_gib is not None:
         left = min(left, int(gpu.kv_cache_gib * GIB))
+    if gpu.snapshots_gib is not None and demand.shape.recurrent is not None:
+        asked = demand.max_running + int(gpu.snapshots_gib * GIB) // demand.window_bytes
+        return replace(demand, num_windows=asked)
     share = WINDOW_SHARE if demand.kv_token_bytes else ONLY_WINDOWS_SHARE
     count = max(1, int(max(0, left) * share) // demand.window_bytes)
     return replace(demand, num_windows=min(count, WINDOWS_PER_SEQUENCE * demand.max_running))

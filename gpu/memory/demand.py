@@ -18,6 +18,7 @@ from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
 from gpu.operations.decode_attention.split_rows import most_rows, scratch_arrays
+from gpu.operations.recurrent.state_arrays import state_arrays
 from gpu.page_layout import CODE_FORMATS, KvFormat, page_table, row_bytes
 from gpu.prefill.prefill_arrays import HIDDEN_TOKEN_IDS_BYTES, most_piece_outputs, seen_rows, window_buffer
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
@@ -54,7 +55,8 @@ class Demand:
     `documents`: how their chunks are kept, or None, in `documents_bytes` of host memory. `num_windows`: of
     `window_pages` pages in each layer with a window, which then has no others (`gpu.kv.windows`); no pages: it has them
     as all layers have. kv: how pages hold rows, None: in the dtype that computes. computed_rows: see `MemoryPlan`.
-    asked_context: tokens of the longest context, None: as many as fit.
+    asked_context: tokens of the longest context, None: as many as fit. state_bytes: of an element of a recurrent
+    layer's state; where a model has such layers, states are counted as windows.
     unpacked: why matrices of few bits are unpacked at load, None: they are not.
     """
 
@@ -76,6 +78,7 @@ class Demand:
     computed_rows: int = 0
     unpacked: str | None = None
     asked_context: int | None = None
+    state_bytes: int = 4
 
     @property
     def served(self) -> Architecture:
@@ -105,8 +108,8 @@ class Demand:
 
     @property
     def window_layers(self) -> tuple[int, ...]:
-        """Return the layers whose windows are kept by themselves."""
-        return self.shape.window_layers if self.window_pages else ()
+        """Return the layers whose windows, or states, are kept by themselves."""
+        return (*(self.shape.window_layers if self.window_pages else ()), *self.shape.recurrent_layers)
 
     @property
     def has_codes(self) -> bool:
@@ -142,7 +145,10 @@ class Demand:
 
     @property
     def window_bytes(self) -> int:
-        """Return the bytes of one window, in all layers that have it."""
+        """Return the bytes of one window, or state, in all layers that have it."""
+        own, layers = self.shape.recurrent, self.shape.recurrent_layers
+        if own is not None:
+            return len(layers) * sum_bytes(state_arrays(own, 1, self.dtype_bytes, self.state_bytes).values())
         return len(self.window_layers) * self.window_pages * self.page_tokens * self.stored_window_bytes
 
     @property
@@ -370,6 +376,11 @@ class Demand:
         """Return the windows, what a prefill unit writes before its last rows go there, and what it reads of one."""
         if not self.window_layers:
             return ()
+        if self.shape.recurrent is not None:
+            count, layers = self.num_windows, len(self.shape.recurrent_layers)
+            size = f"{self.window_bytes:,} bytes in {layers} layers"
+            return (self.item("recurrent states", count * self.window_bytes, f"{count} of {size}: of what runs, and "
+                              "ends of prefixes"),)  # fmt: skip
         tokens, layers = self.window_pages * self.page_tokens, len(self.window_layers)
         note = f"{self.num_windows} of {tokens:,} tokens in {layers} layers: of what runs, and ends of prefixes"
         sizes = self.shape.window_heads.count, self.shape.window_heads.dim

@@ -99,6 +99,7 @@ class MemoryPlan:
     window_bytes: int = 0
     window_pages: int = 0
     spare_window_tokens: int = 0
+    snapshot_tokens: int | None = None
     experts_on_card: int | None = None
     computed_rows: int = 0
     documents_bytes: int = 0
@@ -192,6 +193,8 @@ def plan_memory(
         raise PlanError(f"gpu.kv_windows: asked {gpu.kv_windows}, but {why}; leave it out")
     if tier is not None and window_pages:
         tier = replace(tier, window_layers=architecture.window_layers)
+    if tier is not None and architecture.recurrent is not None:
+        tier = replace(tier, window_layers=architecture.recurrent_layers)
     demand = Demand(
         architecture,
         device,
@@ -208,6 +211,7 @@ def plan_memory(
         kv=kv,
         computed_rows=computed_rows,
         asked_context=max_context_tokens,
+        state_bytes=4 if gpu.state_dtype == "float32" else 2,
         unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
     )
     place = demand.place
@@ -227,10 +231,11 @@ def plan_memory(
         budget = _host_budget(gpu, host, fixed, demand, left, max_hidden_tokens, machine, window_bytes)
         shares, notes = _share_with_host(demand, budget, max_context_tokens)
     if demand.window_layers and demand.num_windows < max_running:
+        what, key = ("windows", "gpu.kv_windows says") if window_pages else ("states", "gpu.memory_limit_gib decides")
         notes = (
             *notes,
-            f"there are windows for {demand.num_windows} sequences, scheduler.max_running is {max_running}: the others "
-            "wait; gpu.kv_windows says how many",
+            f"there are {what} for {demand.num_windows} sequences, scheduler.max_running is {max_running}: the others "
+            f"wait; {key} how many",
         )
     if device == "cpu":
         notes = (*notes, "the CPU is the device: every item is in host memory")
@@ -270,6 +275,7 @@ def plan_memory(
         window_bytes=demand.window_bytes,
         window_pages=window_pages,
         spare_window_tokens=spare_tokens if window_pages else 0,
+        snapshot_tokens=None if architecture.recurrent is None else gpu.snapshot_tokens,
         experts_on_card=demand.experts_on_card,
         computed_rows=demand.computed_rows,
         documents_bytes=demand.documents_bytes,

@@ -39,7 +39,9 @@ def check_documents(shape: Architecture) -> None:
     Raises PlanError.
     """
     why = None
-    if shape.has_own_window_heads:
+    if shape.recurrent is not None:
+        why = "what recurrent layers keep of a chunk depends on all that stands in front of it"
+    elif shape.has_own_window_heads:
         why = "layers with a window have KV heads of their own"
     elif shape.kept_layers:
         why = "layers have the keys and values of earlier ones"

@@ -31,7 +31,7 @@ class Kept:
 def keep_as_set(host: HostConfig, architecture: Architecture) -> Kept:
     """Return what the `host` section asks for; by default layers 0 and half the depth. Window layers always stay."""
     layers = (0, architecture.num_layers // 2) if host.dense_layers is None else host.dense_layers
-    return Kept(host.sink_tokens, host.window_tokens, tuple(sorted({*layers, *architecture.window_layers})))
+    return Kept(host.sink_tokens, host.window_tokens, tuple(sorted({*layers, *architecture.layers_apart})))
 
 
 def join_kept(kept: Iterable[Kept]) -> Kept:

@@ -114,7 +114,7 @@ class Method:
 
     def works_in(self, settings: Any, architecture: Architecture) -> bool:
         """Return whether the model has a layer for it. A profile with rings is refused where there is none."""
-        return len(architecture.window_layers) < architecture.num_layers
+        return len(architecture.layers_apart) < architecture.num_layers
 
     def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
         """Return the device memory that it takes with at most `max_running` sequences."""

@@ -61,6 +61,8 @@ def read_architecture(
     if shape.tied_embeddings and (own := _own_output_matrix(folder, shape)):
         log.warning("weights event=not_tied folder=%s tensor=%s reason='config.json ties it'", folder, own)
         shape = replace(shape, tied_embeddings=False)
+    if "experts_gate_up" in families()[shape.family].tensors(shape).values():
+        shape = replace(shape, experts_apart=any(".experts.0." in name for name in find_names(folder)))
     return replace(shape, eos_token_ids=end_token_ids(folder))
 
 

@@ -17,14 +17,22 @@ WIDENED_BYTES = 512 * 2**20
 
 # Of a layer's matrices: those of all its experts, below each other.
 OF_EXPERTS = ("experts_gate_up", "experts_down")
+# What a family's table has that a layer of the other kind lacks.
+OF_ATTENTION = {"query", "key", "value", "output", "query_norm", "key_norm"}
+OF_RECURRENT = {"mixed", "mixed_gate", "mixed_all", "mixed_output", "state_shares", "state_decays", "state_gates",
+                "conv", "decay", "time_bias", "mixed_norm"}  # fmt: skip
+OF_SHARED = {"shared_gate", "shared_up", "shared_down", "shared_share"}
 
 
 def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]]:
     """Return rows and columns of a layer's matrices, by name of `weights.LayerWeights.matrices`."""
     heads, experts, intermediate = a.heads_of(spec), spec.experts, a.intermediate_of(spec)
-    query, key = a.num_heads * heads.dim, heads.count * heads.dim
-    found = {"qkv": (query + spec.num_kv_projections * key, a.hidden), "output": (a.hidden, query)}
-    if experts is None or experts.beside_mlp:
+    query, key, own = a.num_heads * heads.dim, heads.count * heads.dim, spec.recurrent
+    rows = (1 + spec.output_gate) * query + spec.num_kv_projections * key
+    if own is not None:
+        query, rows = own.value_width, own.conv_width + own.value_width
+    found = {"qkv": (rows, a.hidden), "output": (a.hidden, query)}
+    if experts is None or experts.has_mlp:
         found |= {"gate_up": (2 * intermediate, a.hidden), "down": (a.hidden, intermediate)}
     return (
         found
@@ -39,21 +47,28 @@ def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]
 
 def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
     """Return which tensors of `layer_tensors` a matrix is made of, and the rows of each, in their order."""
+    if spec.recurrent is not None and matrix in ("qkv", "output"):
+        own_rows = [("mixed", spec.recurrent.conv_width), ("mixed_gate", spec.recurrent.value_width)]
+        return own_rows if matrix == "qkv" else [("mixed_output", a.hidden)]
     if matrix == "qkv":
         heads = a.heads_of(spec)
         own = [(what, heads.count * heads.dim) for what in ("key", "value")[: spec.num_kv_projections]]
-        return [("query", a.num_heads * heads.dim), *own]
+        return [("query", (1 + spec.output_gate) * a.num_heads * heads.dim), *own]
     if matrix in OF_EXPERTS:
         assert spec.experts is not None, "a matrix of experts is of a layer that has some"
         parts = [("gate", spec.experts.intermediate), ("up", spec.experts.intermediate)]
         one = parts if matrix == "experts_gate_up" else [("down", a.hidden)]
         return [(of_expert(what, n), rows) for n in range(spec.experts.num_experts) for what, rows in one]
-    width = a.intermediate_of(spec)
-    return [("gate", width), ("up", width)] if matrix == "gate_up" else [(matrix, a.hidden)]
+    width, of = a.intermediate_of(spec), "shared_" if spec.experts is not None and spec.experts.is_shared else ""
+    if matrix == "gate_up":
+        return [(of + "gate", width), (of + "up", width)]
+    return [(of + matrix if matrix == "down" else matrix, a.hidden)]
 
 
 def joined_parts(spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
     """Return parts of which each is several of `matrix_parts`, as some files have them: each expert's gate and up."""
+    if matrix == "qkv" and spec.recurrent is not None:
+        return [("mixed_all", spec.recurrent.conv_width + spec.recurrent.value_width)]
     if matrix != "experts_gate_up" or spec.experts is None:
         return []
     return [(of_expert("gate_up", n), 2 * spec.experts.intermediate) for n in range(spec.experts.num_experts)]
@@ -74,6 +89,9 @@ def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]
         absent = {"key", "value", "key_norm"}
     if experts is not None and not experts.beside_mlp:
         absent |= {"gate", "up", "down"}
+    if experts is None or not experts.is_shared:
+        absent |= OF_SHARED
+    absent |= OF_RECURRENT if spec.recurrent is None else OF_ATTENTION
     plain = {name: what for name, what in table.items() if EACH not in name and what not in absent}
     if experts is None:
         return plain
@@ -258,7 +276,10 @@ def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matri
         return None
     stored = quantisation.layers
     if stored.row_block > 1:
-        is_moved = matrix == "qkv" and (a.has_neighbour_pairs or a.rotary_dim not in (None, a.dim))
+        is_moved = matrix == "qkv" and (
+            a.has_neighbour_pairs or a.rotary_dim not in (None, a.dim) if spec.recurrent is None
+            else spec.recurrent.is_grouped
+        )  # fmt: skip
         parts = {rows for _, rows in matrix_parts(a, spec, matrix)}
         stored = replace(stored, row_block=1 if is_moved else math.gcd(stored.row_block, *parts))
     if stored.has_order and matrix in OF_EXPERTS:

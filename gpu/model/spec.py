@@ -36,7 +36,8 @@ class Experts:
     intermediate: columns of one expert. is_normalised: the weights of the experts that a token takes are scaled to sum
     to 1; they come from a softmax over all experts. has_biases: the router has a bias, and so have gate, up and down of
     each expert. beside_mlp: the layer has its one MLP as well; both have norms of their own, before and behind, and so
-    has the router, and the output of each expert has a factor.
+    has the router, and the output of each expert has a factor. is_shared: it has one of the same normed rows, whose
+    output has the sigmoid of a token's own logit as a factor.
     """
 
     num_experts: int
@@ -45,6 +46,12 @@ class Experts:
     is_normalised: bool
     has_biases: bool = False
     beside_mlp: bool = False
+    is_shared: bool = False
+
+    @property
+    def has_mlp(self) -> bool:
+        """Return whether the layer has its one MLP as well."""
+        return self.beside_mlp or self.is_shared
 
     def taken(self, num_tokens: int) -> float:
         """Return how many experts a step of so many tokens reads, in expectation, if tokens draw at random."""
@@ -57,6 +64,35 @@ class KvHeads:
 
     count: int
     dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A gated delta net in place of attention (`gpu.operations.recurrent`): of the past it has no keys and values but a
+    state, `[value_heads, key_dim, value_dim]`, and the last inputs of its convolution, `[conv_tokens - 1, conv_width]`.
+    Neighbouring value heads share a key head. is_grouped: the checkpoint has one matrix of queries, keys, values and
+    gates, and one of both gates of the state, key head by key head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_tokens: int
+    is_grouped: bool = False
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Return the elements of a token's queries, keys and values."""
+        return 2 * self.key_width + self.value_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +125,8 @@ class LayerSpec:
     its own KV heads, only of a layer with a window; None: the model's. intermediate: its own; None: the model's.
     value_norm: RMSNorm of each value head, without weights. keys_are_values: values are the keys' projection, before
     norms and rotation. kv_of: the layer whose keys and values are this one's, too. is_scaled: its output has a factor.
+    output_gate: attention's output is multiplied by the sigmoid of a gate, which the projection has behind each query
+    head. recurrent: in place of attention; None: it attends.
 
     New arithmetic is a new field here or in `Architecture`; `docs/MODELS.md` says where it is applied.
     """
@@ -109,6 +147,13 @@ class LayerSpec:
     keys_are_values: bool = False
     kv_of: int | None = None
     is_scaled: bool = False
+    output_gate: bool = False
+    recurrent: Recurrent | None = None
+
+    @property
+    def seen_tokens(self) -> int | None:
+        """Return the last tokens that attention reads, 0 in a recurrent layer; None: all."""
+        return 0 if self.recurrent is not None else self.window_tokens
 
     @property
     def num_kv_projections(self) -> int:
@@ -125,9 +170,9 @@ class Architecture:
     query norms' weights, for a model that scales its logits by other than dim**-0.5. embedding_scale: factor of the
     input embedding, in the model's dtype. logit_gain: of logits. logit_cap: logits are `cap * tanh(logits / cap)`;
     None: as they are. layer_inputs: of each layer; None: it has hidden states alone. query_growth: of queries with
-    their positions; None: there is none. experts_apart: the checkpoint has tensors of each expert (a GGUF file), also
-    in a family that has one of all. quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats`
-    says what that weighs).
+    their positions; None: there is none. experts_apart: the checkpoint has tensors of each expert, also in a family
+    that may have one of all. quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says
+    what that weighs).
     """
 
     name: str
@@ -209,6 +254,21 @@ class Architecture:
         return tuple(layer for layer, spec in enumerate(self.layers) if spec.window_tokens is not None)
 
     @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Return the layers that have a state and no keys and values."""
+        return tuple(layer for layer, spec in enumerate(self.layers) if spec.recurrent is not None)
+
+    @property
+    def layers_apart(self) -> tuple[int, ...]:
+        """Return the layers that attention methods and host memory have no part in: with a window, or recurrent."""
+        return tuple(layer for layer, spec in enumerate(self.layers) if spec.seen_tokens is not None)
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """Return what those layers are, which are alike; None: there are none."""
+        return next((spec.recurrent for spec in self.layer_pattern if spec.recurrent is not None), None)
+
+    @property
     def ropes(self) -> tuple[tuple[RopeScaling, int], ...]:
         """Return each kind of frequencies once, with the heads' elements, those of the first layer first."""
         ropes: list[tuple[RopeScaling, int]] = []
@@ -257,38 +317,44 @@ class Architecture:
 
     def _weights_of(self, spec: LayerSpec, count: Callable[[Experts], float]) -> float:
         heads, own_mlp = self.heads_of(spec), self.intermediate_of(spec)
-        query = heads.dim * self.num_heads
-        qkv, mlp = query + spec.num_kv_projections * heads.count * heads.dim, 3.0 * self.hidden * own_mlp
+        query, beside = heads.dim * self.num_heads, 0
+        qkv = (1 + spec.output_gate) * query + spec.num_kv_projections * heads.count * heads.dim
+        mlp = 3.0 * self.hidden * own_mlp
+        own = spec.recurrent
+        if own is not None:
+            qkv, query = own.conv_width + own.value_width, own.value_width
+            beside = 2 * own.value_heads * (self.hidden + 1) + own.conv_width * own.conv_tokens + own.value_dim
         norms = spec.qk_norm * (1 + (spec.kv_of is None)) * heads.dim + (2 + 2 * spec.post_norms) * self.hidden
         if spec.experts is not None:
             router = (self.hidden + spec.experts.has_biases) * spec.experts.num_experts
             biases_of_one = spec.experts.has_biases * (2 * spec.experts.intermediate + self.hidden)
             mixture = router + (3 * self.hidden * spec.experts.intermediate + biases_of_one) * count(spec.experts)
-            mlp = mixture + spec.experts.beside_mlp * mlp
+            mlp = mixture + spec.experts.has_mlp * mlp + spec.experts.is_shared * self.hidden
             norms += spec.experts.beside_mlp * (4 * self.hidden + spec.experts.num_experts)
         if self.layer_inputs is not None:
             mlp += (2 * self.layer_inputs.width + 1) * self.hidden
         biases = spec.qkv_bias * qkv + (spec.output_bias + spec.mlp_bias) * self.hidden
-        vectors = norms + spec.sinks * self.num_heads + biases + spec.mlp_bias * 2 * own_mlp + spec.is_scaled
+        vectors = norms + spec.sinks * self.num_heads + biases + spec.mlp_bias * 2 * own_mlp + spec.is_scaled + beside
         return self.hidden * (qkv + query) + mlp + vectors
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token in all layers."""
-        return sum(2 * heads.count * heads.dim * dtype_bytes for heads in map(self.heads_of, self.layers))
+        heads = [self.heads_of(spec) for spec in self.layers if spec.recurrent is None]
+        return sum(2 * one.count * one.dim * dtype_bytes for one in heads)
 
     def seen_tokens(self, context: float) -> float:
         """Return how many tokens of a context its last one sees, in the mean over layers."""
-        seen = sum(context if spec.window_tokens is None else min(context, spec.window_tokens) for spec in self.layers)
+        seen = sum(context if spec.seen_tokens is None else min(context, spec.seen_tokens) for spec in self.layers)
         return seen / self.num_layers
 
     def num_pairs(self, begin: int, end: int) -> int:
         """Return the pairs of tokens `[begin, end)` and those that they see, summed over layers."""
-        return sum(_pairs(end, spec.window_tokens) - _pairs(begin, spec.window_tokens) for spec in self.layers)
+        return sum(_pairs(end, spec.seen_tokens) - _pairs(begin, spec.seen_tokens) for spec in self.layers)
 
     def num_pair_products(self, begin: int, end: int) -> int:
         """Return `num_pairs`, each times the elements of the layer's heads."""
         return sum(
-            self.heads_of(spec).dim * (_pairs(end, spec.window_tokens) - _pairs(begin, spec.window_tokens))
+            self.heads_of(spec).dim * (_pairs(end, spec.seen_tokens) - _pairs(begin, spec.seen_tokens))
             for spec in self.layers
         )
 

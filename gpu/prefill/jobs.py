@@ -21,6 +21,7 @@ from gpu.host.gathered import GatheredKv
 from gpu.host.row_transfer import RowTransfer
 from gpu.host.staging import StagedPrompt, Staging
 from gpu.layers.decoder import Carried, Decoder, Pages
+from gpu.layers.delta_layers import StatePart
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, ends_with, pack_job
@@ -176,6 +177,9 @@ class Prefill:
         chunk = slice(unit.begin, unit.end)
         kept = {layer: rows[chunk] for layer, rows in state.kept.items()}
         carried = self.decoder.carry_to(unit.layer, state.token_ids[chunk], state.positions[chunk], kept)
+        if self.decoder.specs[unit.layer].recurrent is not None:
+            state.put(chunk, self._compute_recurrent(state, unit.layer, chunk, carried))
+            return
         if self.windows is not None and unit.layer in self.decoder.pool.windows.shape.layers:
             computed = self._compute_windowed(self.windows, state, unit.layer, chunk, carried)
             state.put(chunk, computed)
@@ -199,6 +203,22 @@ class Prefill:
             state.eviction.evict(unit.layer, state.job.prompts[0].slot, *rows, self.decoder.scale, self.decoder.pool)
             self.gathered.forget()
 
+    def _compute_recurrent(self, state: JobState, layer: int, chunk: slice, carried: Carried) -> Tensor:
+        """Return a recurrent layer's hidden states of a chunk."""
+        delta = self.decoder.delta
+        assert delta is not None, "a recurrent layer has states"
+        assert state.hidden is not None, "prefill: its tokens are embedded"
+        parts = [
+            StatePart(
+                delta.states.numbers[part.prompt.slot], part.begin - chunk.start, part.end - chunk.start, part.past,
+                part.prompt.branches,
+            )
+            for part in state.parts(chunk.start, chunk.stop)
+        ]  # fmt: skip
+        hidden = state.hidden[chunk]
+        made = delta.prefill(layer, hidden, parts)
+        return self.decoder.leave(layer, hidden, made, None, state.slots[chunk], carried=carried)
+
     def _compute_windowed(
         self, windows: WindowPrefill, state: JobState, layer: int, chunk: slice, carried: Carried
     ) -> Tensor:
@@ -209,7 +229,11 @@ class Prefill:
         if state.windowed is None or state.windowed[0] != chunk:
             parts = [
                 UnitPart(
-                    part.prompt.slot, part.begin - chunk.start, part.end - chunk.start, part.context, part.prompt.branch
+                    part.prompt.slot,
+                    part.begin - chunk.start,
+                    part.end - chunk.start,
+                    part.context,
+                    part.prompt.branches[0] if part.prompt.branches else None,
                 )
                 for part in state.parts(chunk.start, chunk.stop)
             ]

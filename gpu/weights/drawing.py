@@ -19,6 +19,9 @@ DRAWN_ROWS = 65_536  # of a matrix in host memory, drawn on the device at once a
 
 RANDOM_BIAS_SPREAD = 0.1  # of random weights' biases: seen in every result, and no larger than what they are added to
 
+# Of random recurrent layers' steps, before softplus: states fade within some ten to some thousand tokens.
+RANDOM_TIME_BIAS = (-7.0, -2.0)
+
 # Of random numbers of few bits: the standard deviation of what a scale multiplies.
 RANDOM_STEPS = {"int4": 2.7, "int8": 40.0, "fp8": 16.0}
 
@@ -72,6 +75,13 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
         for bias in (*layer.biases.values(), router_bias, layer.sinks):
             if bias is not None:
                 bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
+        if layer.recurrent is not None:
+            own = layer.recurrent
+            draw(own.gates, 1.0)
+            own.conv.normal_(0.0, own.conv.shape[2] ** -0.5, generator=generator)
+            own.decay.uniform_(0.01, 16.0, generator=generator).log_()
+            own.time_bias.uniform_(*RANDOM_TIME_BIAS, generator=generator)
+            own.norm.fill_(1.0)
         draw(layer.qkv, 1.0)
         draw(layer.output, residual_scale)
         for gate_up, down in (("gate_up", "down"), OF_EXPERTS):
@@ -80,6 +90,8 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
                     draw(stack, gain)
         if layer.experts is not None:
             draw(layer.experts.router, RANDOM_ROUTER_SPREAD)
+            if layer.experts.shared_share is not None:
+                draw(layer.experts.shared_share, 1.0)
         on_progress((index + 1) / (architecture.num_layers + 1))
     scale = architecture.embedding_scale
     gain = 1.0 if scale == 1 else RANDOM_LOGIT_SPREAD * scale  # or a token's own embedding would be what comes next

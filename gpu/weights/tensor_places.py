@@ -22,7 +22,7 @@ from gpu.model.matrix_formats import (
     module_names,
     output_format,
 )
-from gpu.model.spec import Architecture, LayerSpec
+from gpu.model.spec import Architecture, LayerSpec, Recurrent
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.gguf_blocks import Blocks, widen_blocks
 from gpu.weights.stored import PLAIN, ModuleRows, StoredTensor, stacked_tensors, stored_tensors
@@ -150,20 +150,37 @@ def wanted_tensors(architecture: Architecture) -> dict[str, StoredTensor]:
     return places(allocate_weights(architecture, torch.bfloat16, torch.device("meta")), architecture)
 
 
-def _heads(a: Architecture) -> Tensor | None:
-    """Return the order of all rows of QKV; None if they keep theirs."""
+def _row_order(a: Architecture, spec: LayerSpec) -> Tensor | None:
+    """Return the order of all rows of a layer's QKV; None if they keep theirs."""
+    if spec.recurrent is not None:
+        return _grouped_order(spec.recurrent)[0] if spec.recurrent.is_grouped else None
     order = head_order(a)
     if order is None:
         return None
-    query, key = a.num_heads * a.dim, a.num_kv_heads * a.dim
-    rotated = torch.arange(a.num_heads + a.num_kv_heads)[:, None] * a.dim + order
-    return torch.cat([rotated.flatten(), torch.arange(query + key, query + 2 * key)])
+    gated = torch.cat([order, torch.arange(a.dim, 2 * a.dim)]) if spec.output_gate else order
+    queries = torch.arange(a.num_heads)[:, None] * len(gated) + gated
+    begin, key = a.num_heads * len(gated), a.num_kv_heads * a.dim
+    keys = begin + torch.arange(a.num_kv_heads)[:, None] * a.dim + order
+    return torch.cat([queries.flatten(), keys.flatten(), torch.arange(begin + key, begin + 2 * key)])
+
+
+def _grouped_order(own: Recurrent) -> tuple[Tensor, Tensor]:
+    """Return the orders of rows of a recurrent layer's two matrices that are stored key head by key head: of queries,
+    keys, values and gates, and of both gates of the state.
+    """
+    shared = own.value_heads // own.key_heads
+    of_all = [own.key_dim, own.key_dim, shared * own.value_dim, shared * own.value_dim]
+    orders = []
+    for sizes in (of_all, [shared, shared]):
+        rows = torch.arange(own.key_heads * sum(sizes)).view(own.key_heads, -1).split(sizes, 1)
+        orders.append(torch.cat([part.flatten() for part in rows]))
+    return orders[0], orders[1]
 
 
 def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
     """Return the tensors of modules whose matrices have few bits."""
     found: dict[str, StoredTensor] = {}
-    formats, heads = layer_formats(a, index), _heads(a)
+    formats, heads = layer_formats(a, index), _row_order(a, a.layers[index])
     for matrix, stored in formats.items():
         all_stacks = [stack for stack in layer.stacks(matrix) if isinstance(stack, Packed)]
         if stored is None or not all_stacks:
@@ -176,7 +193,7 @@ def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str
                 if begin == packed.rows:
                     packed, begin = stacks.pop(0), 0
                 order = None
-                if heads is not None and what in ("query", "key"):
+                if heads is not None and what in ("query", "key", "mixed_all"):
                     order = heads[begin : begin + rows] - begin
                 parts[what] = ModuleRows(packed, begin, begin + rows, order)
                 begin += rows
@@ -221,8 +238,8 @@ def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Archi
 def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place | StackPlace]:
     """Return the plain places of one layer, by what a family's table calls them (`gpu.model.family`)."""
     own, offset = a.heads_of(spec), a.norm_weight_offset
-    query, key = a.num_heads * own.dim, own.count * own.dim
-    order, heads = head_order(a), _heads(a)
+    query, key = (1 + spec.output_gate) * a.num_heads * own.dim, own.count * own.dim
+    order, heads = head_order(a), _row_order(a, spec)
     places: dict[str, Place | StackPlace] = {
         "attention_norm": Place(layer.attention_norm, offset=offset),
         "mlp_norm": Place(layer.mlp_norm, offset=offset),
@@ -243,6 +260,8 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         if layer.experts.router_bias is not None:
             places["router_bias"] = Place(layer.experts.router_bias)
         places |= _stack_places(layer, a, spec)
+        if layer.experts.shared_share is not None:
+            places["shared_share"] = Place(layer.experts.shared_share)
         if layer.experts.beside is not None:
             beside = layer.experts.beside
             places |= {
@@ -260,11 +279,14 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         }
     if layer.scale is not None:
         places["layer_scale"] = Place(layer.scale)
+    if layer.recurrent is not None and spec.recurrent is not None:
+        return places | _recurrent_places(layer, spec.recurrent, heads)
     for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
         if isinstance(rows, Tensor):
             places["qkv" + suffix] = Place(rows, heads)
             places["query" + suffix] = Place(rows[:query], None if heads is None else heads[:query])
-            places["key" + suffix] = Place(rows[query : query + key], None if heads is None else heads[:key])
+            keys = None if heads is None else heads[query : query + key] - query
+            places["key" + suffix] = Place(rows[query : query + key], keys)
             places["value" + suffix] = Place(rows[query + key :])
     if layer.sinks is not None:
         places["sinks"] = Place(layer.sinks)
@@ -280,6 +302,24 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
     if layer.attention_post_norm is not None and layer.mlp_post_norm is not None:
         places["attention_post_norm"] = Place(layer.attention_post_norm, offset=offset)
         places["mlp_post_norm"] = Place(layer.mlp_post_norm, offset=offset)
+    return places
+
+
+def _recurrent_places(layer: LayerWeights, own: Recurrent, order: Tensor | None) -> dict[str, Place | StackPlace]:
+    weights = layer.recurrent
+    assert weights is not None, "the layer is recurrent"
+    places: dict[str, Place | StackPlace] = {
+        "state_shares": Place(weights.gates[: own.value_heads]),
+        "state_decays": Place(weights.gates[own.value_heads :]),
+        "state_gates": Place(weights.gates, _grouped_order(own)[1] if own.is_grouped else None),
+        "conv": Place(weights.conv),
+        "decay": Place(weights.decay),
+        "time_bias": Place(weights.time_bias),
+        "mixed_norm": Place(weights.norm),
+    }
+    if isinstance(layer.qkv, Tensor):
+        places["mixed_all"] = Place(layer.qkv, order)
+        places["mixed"], places["mixed_gate"] = map(Place, layer.qkv.split([own.conv_width, own.value_width]))
     return places
 
 

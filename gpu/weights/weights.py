@@ -14,7 +14,7 @@ from torch import Tensor
 from gpu.model.humming_formats import describe_own
 from gpu.model.matrix_format import BITS, MatrixFormat, num_words
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
-from gpu.model.spec import Architecture, Experts, LayerSpec
+from gpu.model.spec import Architecture, Experts, LayerSpec, Recurrent
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.weights.host_experts import HostExperts, in_host_memory
 from gpu.weights.humming_matrix import HummingMatrix
@@ -65,11 +65,26 @@ class InputWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """What a recurrent layer has beside its two matrices. gates `[2 * value_heads, hidden]`: what a token writes of its
+    own, and how much of the state goes; conv `[conv_width, 1, conv_tokens]`, the last column for the token itself;
+    decay, time_bias float32 `[value_heads]`; norm `[value_dim]`.
+    """
+
+    gates: Tensor
+    conv: Tensor
+    decay: Tensor
+    time_bias: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The weights of all experts of a layer. Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts *
     2 * intermediate, hidden]`, one after another, of each its gate first; down `[experts * hidden, intermediate]`.
     host: the last ones, if they lie in host memory; the two matrices then have the first ones alone. Biases, where they
-    are, are of all experts, in the order of the rows, and on the card. beside: of a layer that has an MLP as well.
+    are, are of all experts, in the order of the rows, and on the card. beside, shared_share `[1,
+    hidden]`: of a layer that has an MLP as well (`spec.Experts`).
     """
 
     router: Tensor
@@ -80,6 +95,7 @@ class ExpertWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     beside: BesideWeights | None = None
+    shared_share: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +106,9 @@ class LayerWeights:
     them: qkv_bias, output_bias, gate_up_bias and down_bias, of the matrix's rows; query_norm, key_norm `[dim]`;
     attention_post_norm, mlp_post_norm `[hidden]`; sinks `[heads]`, logits of each query head's softmax that have no
     value; inputs; scale `[1]`, of its output. Norms that are changed as they are loaded are float32: what they lack of
-    one would be rounded away. A layer that has the keys of another one has its key_norm, too.
+    one would be rounded away. A layer that has the keys of another one has its key_norm, too. recurrent: of a
+    recurrent layer, whose qkv has rows of queries, keys, values and the output's gates, in this order, and which has no
+    norms of heads.
     """
 
     attention_norm: Tensor
@@ -111,6 +129,7 @@ class LayerWeights:
     sinks: Tensor | None = None
     inputs: LayerInputWeights | None = None
     scale: Tensor | None = None
+    recurrent: RecurrentWeights | None = None
 
     @property
     def matrices(self) -> dict[str, Held]:
@@ -262,6 +281,11 @@ def allocate_weights(
             return None
         return LayerInputWeights(empty(own.width, a.hidden), empty(a.hidden, own.width), norm(a.hidden))
 
+    def recurrent(own: Recurrent) -> RecurrentWeights:
+        numbers = [torch.empty(own.value_heads, dtype=torch.float32, device=device) for _ in range(2)]
+        conv = empty(own.conv_width, 1, own.conv_tokens)
+        return RecurrentWeights(empty(2 * own.value_heads, a.hidden), conv, *numbers, empty(own.value_dim))
+
     def layer(index: int, spec: LayerSpec) -> LayerWeights:
         heads = a.heads_of(spec)
         width = (a.num_heads + 2 * heads.count) * heads.dim
@@ -279,6 +303,7 @@ def allocate_weights(
                 empty(held.num_experts, a.hidden), made["experts_gate_up"], made["experts_down"], host,
                 *(empty(rows) if held.has_biases else None for rows in biases),
                 beside=beside(held) if held.beside_mlp else None,
+                shared_share=empty(1, a.hidden) if held.is_shared else None,
             )  # fmt: skip
         return LayerWeights(
             attention_norm=norm(a.hidden),
@@ -303,6 +328,7 @@ def allocate_weights(
             sinks=empty(a.num_heads) if spec.sinks else None,
             inputs=layer_inputs(),
             scale=empty(1) if spec.is_scaled else None,
+            recurrent=None if spec.recurrent is None else recurrent(spec.recurrent),
         )
 
     embedding = empty(a.vocab_size, a.hidden)

@@ -278,7 +278,7 @@ class Admission:
                 profile=sequence.profile.name,
                 host=None if offloaded is None else offloaded.host_prompt(sequence, start),
                 pooling=sequence.request.pooling,
-                branch=sequence.branch,
+                branches=sequence.branches,
                 fused=None if self._documents is None else self._documents.plan(sequence, start.begin),
             )
             for sequence, start in batch

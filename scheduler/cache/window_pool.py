@@ -6,6 +6,9 @@ computed, if there is a window for it, and the window itself when its sequence l
 further than any window is kept, computes that front again and leaves a window there, a **branch**, for the next one.
 Invariants: a window is free, held or kept. A kept one has, for each of its ends, all cells that a layer sees from there
 on. A copy lacks what its source had overwritten.
+
+States of recurrent layers are windows of another kind: one end each, the token behind which they stand. So a prompt
+leaves a copy at its last block's end, a **snapshot**, and a sequence that draws leaves one every `snapshot_tokens`.
 """
 
 from collections import OrderedDict
@@ -41,12 +44,14 @@ class _Kept:
 class Windows:
     """The KV windows of a deployment, held by sequences. count: windows; 0: there are none, and nothing is held or
     refused. spare_tokens: cells of a window beyond what a layer sees: so far behind the last cell may a prefix end that
-    it still has. memory: how windows come to be there, the first ones first; None: all are.
+    it still has; snapshot_tokens: windows are states, and so many tokens are drawn between two copies; None: they are
+    not. memory: how windows come to be there, the first ones first; None: all are.
     """
 
     def __init__(self, count: int, spare_tokens: int, page_tokens: int, keeps: bool,
-                 memory: Memory | None = None) -> None:  # fmt: skip
+                 memory: Memory | None = None, snapshot_tokens: int | None = None) -> None:  # fmt: skip
         self.count = count
+        self.snapshot_tokens = snapshot_tokens
         self._memory = memory
         self._num_committed = count if memory is None else 0
         self._spare_tokens = spare_tokens
@@ -77,8 +82,8 @@ class Windows:
 
     def first_end(self, sequence: Sequence) -> int:
         """Behind how many of its blocks a prompt may begin at least, once this one's is computed and kept; 0: none."""
-        if sequence.branch is not None:
-            return sequence.branch.end // self._page_tokens
+        if sequence.branches:
+            return min(branch.end for branch in sequence.branches) // self._page_tokens
         kept = self._ends_of(sequence, sequence.num_tokens) if self._keeps else None
         return 0 if kept is None else kept.begin
 
@@ -101,8 +106,15 @@ class Windows:
         self._written[sequence.window] = written
         self._roots[sequence.window] = sequence.hashes[0] if sequence.hashes else b""
         self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
-        if num_seen_blocks > num_blocks and self._keeps:
-            self._branch(sequence, source, num_blocks, num_seen_blocks)
+        ends = {num_seen_blocks}
+        if self.snapshot_tokens is not None:
+            sequence.snapshot_cell = sequence.num_tokens
+            ends.add(
+                min((sequence.num_tokens - 1) // self._page_tokens, sequence.num_final_blocks, len(sequence.hashes))
+            )
+        for end in sorted(ends):
+            if end > num_blocks and self._keeps:
+                self._branch(sequence, source, num_blocks, end)
 
     def _branch(self, sequence: Sequence, source: int | None, num_blocks: int, num_seen_blocks: int) -> None:
         """If nobody leaves one there already, and there is a window for it: one that is kept, where it saves enough."""
@@ -115,21 +127,42 @@ class Windows:
             return
         window = self._take_one()
         self._written[window] = written
-        if source is not None:
+        if source is not None and self.snapshot_tokens is None:
             self._writes.append(WindowWrite(window, source, None))
-        sequence.branch = WindowBranch(window, end)
+        sequence.branches = (*sequence.branches, WindowBranch(window, end))
         self._coming[sequence.hashes[num_seen_blocks - 1]] = kept
 
-    def _end_branch(self, sequence: Sequence, is_kept: bool) -> None:
-        """End a branch whose prefill is over, or was dropped."""
-        if sequence.branch is None:
-            return
-        branch, sequence.branch = sequence.branch, None
-        kept = self._coming.pop(sequence.hashes[branch.end // self._page_tokens - 1])
-        if is_kept and kept is not None:
-            self._keep(branch.window, kept)
-        else:
-            self._free.append(branch.window)
+    def _end_branches(self, sequence: Sequence, is_kept: bool) -> None:
+        """End the branches of a prefill that is over, or was dropped."""
+        branches, sequence.branches = sequence.branches, ()
+        for branch in branches:
+            kept = self._coming.pop(sequence.hashes[branch.end // self._page_tokens - 1])
+            if is_kept and kept is not None:
+                self._keep(branch.window, kept)
+            else:
+                self._free.append(branch.window)
+
+    def wants_snapshot(self, sequence: Sequence) -> bool:
+        """Tell whether a sequence's next token begins a block, and enough were drawn since its state was copied."""
+        if self.snapshot_tokens is None or sequence.window is None or not self._keeps:
+            return False
+        cell = sequence.next_position
+        return cell % self._page_tokens == 0 and cell - sequence.snapshot_cell >= self.snapshot_tokens
+
+    def snapshot(self, sequence: Sequence) -> None:
+        """Keep a copy of the state of a sequence that `wants_snapshot`, whose hashes are known, if there is room: one
+        that is kept goes for it, but not the last.
+        """
+        assert sequence.window is not None, "a sequence that wants one holds a state"
+        cell = sequence.next_position
+        kept = self._kept_ends(sequence, max(cell, self._written[sequence.window]), cell // self._page_tokens)
+        self._reach()
+        if kept is not None and (self._free or len(self._kept) > 1):
+            window = self._take_one()
+            self._written[window] = cell
+            self._writes.append(WindowWrite(window, sequence.window, None))
+            self._keep(window, kept)
+            sequence.snapshot_cell = cell
 
     def note_written(self, sequence: Sequence, num_cells: int) -> None:
         """Note that a step may write the first `num_cells` cells, whether they are the sequence's afterwards or not."""
@@ -138,7 +171,7 @@ class Windows:
 
     def keep_prompt(self, sequence: Sequence) -> None:
         """Keep a copy of a window behind the prompt that the plan under way computes, if there is room for one."""
-        self._end_branch(sequence, True)
+        self._end_branches(sequence, True)
         if sequence.window is None or not self._keeps:
             return
         self._reach()
@@ -155,7 +188,7 @@ class Windows:
         """Take a window back from a sequence that leaves its slot. is_kept: what it has written is for others
         to find.
         """
-        self._end_branch(sequence, False)
+        self._end_branches(sequence, False)
         if sequence.window is None:
             return
         kept = self._ends_of(sequence, sequence.next_position) if is_kept and self._keeps else None
@@ -216,6 +249,10 @@ class Windows:
         """
         last = min(num_blocks, sequence.num_final_blocks, len(sequence.hashes))
         begin = max(1, -(-(num_written - self._spare_tokens) // self._page_tokens))
+        if self.snapshot_tokens is not None:
+            if num_written % self._page_tokens:
+                return None  # a state is behind one token, and ends are of whole blocks
+            last = min(last, begin)
         if last < begin:
             return None
         return _Kept(sequence.hashes[0], begin, sequence.hashes[begin - 1 : last])

@@ -62,10 +62,11 @@ class StepBytes:
         shape, down = self.architecture, 0 if self.tier is None else down_tokens * len(self.tier.layers)
         seen = 0
         for spec in shape.layers:
-            own, window = shape.heads_of(spec), spec.window_tokens
+            own, window = shape.heads_of(spec), spec.seen_tokens
             tokens = context if window is None else min(context, window)
             seen += tokens * 2 * own.count * row_bytes(self.plan.kv, own.dim)
-        return seen - down * self.layer_token
+        state = 0 if shape.recurrent is None else 2 * self.plan.window_bytes  # read and written
+        return seen - down * self.layer_token + state
 
     @property
     def host_row(self) -> int:

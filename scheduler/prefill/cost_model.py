@@ -50,7 +50,7 @@ class _Fit:
 class CostModel:
     def __init__(self, architecture: Architecture) -> None:
         self._weights = architecture.num_layer_weights
-        self._windows = Counter(spec.window_tokens for spec in architecture.layers)
+        self._windows = Counter(spec.seen_tokens for spec in architecture.layers)
         self._num_layers = architecture.num_layers
         self._attention_width = architecture.num_heads * architecture.dim
         self._logits_flops = 2.0 * architecture.hidden * architecture.vocab_size

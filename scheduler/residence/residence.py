@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.step import FinishedReload, HostRead, PageEviction, PageWrite, Reload
 from scheduler.cache.page_pool import Memory, PagePool
 from scheduler.cache.prefix_cache import PrefixCache
@@ -50,8 +51,9 @@ class Residence:
         self._capacity = capacity
         self.pages = PagePool(0, capacity.num_pages, prefix_cache, page_memory)
         self.windows = Windows(
-            capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache, window_memory
-        )
+            capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache, window_memory,
+            capacity.snapshot_tokens,
+        )  # fmt: skip
         self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key)
         self.contexts: HostContexts | None = None
         self.evictor: Evictor | None = None
@@ -143,6 +145,9 @@ class Residence:
         """
         if self.offloads is not None:
             self.offloads.land(sequence)
+        if self.windows.wants_snapshot(sequence):
+            self.prefixes.known_hashes(sequence)
+            self.windows.snapshot(sequence)
         if not self._needs_page(sequence):
             return []
         write = PageWrite(sequence.slot, len(sequence.pages), tuple(self.pages.allocate(1)))
@@ -157,7 +162,9 @@ class Residence:
         self.pages.reach(num_spare + most // self.page_tokens + 1)
         num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
         most = min(most, num_pages * self.page_tokens - sequence.next_cell - 1)
-        if self.windows.count:
+        if self.windows.snapshot_tokens is not None:
+            most = min(most, MOST_STEP_ROWS - 1)
+        elif self.windows.count:
             most = min(most, self._capacity.spare_window_tokens)  # or they take the place of what the first ones see
         if most <= 0 or self.offloads is None:
             return max(most, 0)

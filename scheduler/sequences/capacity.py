@@ -129,7 +129,8 @@ class Capacity:
 
     `host`: what offloaded contexts may take, or None where every context stays on the device. `num_rings`: of the parts
     of profiles that keep some; `ring_pages`: that these share, of those whose rings share some. `num_windows`: of
-    layers that keep no more, or 0: pages hold all; `spare_window_tokens`: that each has beyond the longest window.
+    layers that keep no more, or 0: pages hold all; `spare_window_tokens`: that each has beyond the longest window;
+    `snapshot_tokens`: windows are states of recurrent layers, which are copied as often; None: they are not.
     """
 
     num_pages: int
@@ -140,6 +141,7 @@ class Capacity:
     num_rings: Mapping[PartId, int] = field(default_factory=dict)
     num_windows: int = 0
     spare_window_tokens: int = 0
+    snapshot_tokens: int | None = None
     ring_pages: Mapping[PartId, int] = field(default_factory=dict)
 
     def longest_tokens(self, profile: Profile) -> int:
@@ -200,6 +202,7 @@ def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
         plan.num_rings,
         plan.num_windows,
         plan.spare_window_tokens,
+        plan.snapshot_tokens,
         plan.num_ring_pages,
     )
 

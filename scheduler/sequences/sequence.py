@@ -41,7 +41,8 @@ class Sequence:
     ring_pages: list[int] = field(default_factory=list)  # likewise, of those that the part's rings share
     constraint: Constraint | None = None  # what its draws are held to
     window: int | None = None  # while it holds one: its number
-    branch: WindowBranch | None = None  # the window that its prefill leaves further to the front
+    branches: tuple[WindowBranch, ...] = ()  # the windows that its prefill leaves further to the front
+    snapshot_cell: int = 0  # where its state was copied last, while it holds one
     context: HostContext | None = None  # in host memory, while it holds one
     num_published: int = 0  # blocks of it that others may find
     num_in_flight: int = 0  # tokens launched and not collected: draws, and tokens that come without one

@@ -60,7 +60,7 @@ def describe_token(plan: ResolvedPlan) -> dict[str, int]:
     memory, shape = plan.memory, plan.architecture
     layer = 2 * shape.num_kv_heads * row_bytes(memory.kv, shape.dim)
     found = {"device": (shape.num_layers - len(memory.window_layers)) * layer}
-    if memory.window_layers:
+    if memory.window_pages:
         own = shape.window_heads
         found["windows"] = len(memory.window_layers) * 2 * own.count * row_bytes(memory.kv, own.dim)
     if plan.deployment.host is not None:

@@ -62,6 +62,13 @@ GEMMA4 = {
         "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
     },
 }  # fmt: skip
+HYBRID = {
+    "head_dim": 32, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "attention_bias": False,
+    "hidden_act": "silu", "pad_token_id": 0,
+}  # fmt: skip
+SECTIONED = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.5,
+             "mrope_section": [4, 2, 2], "mrope_interleaved": True}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama", "num_key_value_heads": 4, "rope_theta": 10_000.0, "pretraining_tp": 1,
                "hidden_act": "silu", "rope_scaling": None, "architectures": ["LlamaForCausalLM"]},
@@ -117,6 +124,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
                 "no_rope_layers": [1, 1, 0, 1, 0], "no_rope_layer_interval": 4, "mlp_bias": False,
                 "sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 5,
                 "max_window_layers": 28, "tie_word_embeddings": True, "pad_token_id": 0},
+    "qwen3_next": HYBRID | {"model_type": "qwen3_next", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25,
+                            "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                            "shared_expert_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1,
+                            "mlp_only_layers": [1], "full_attention_interval": 2, "router_aux_loss_coef": 0.001,
+                            "output_router_logits": False},
+    "qwen3_5": HYBRID | {"model_type": "qwen3_5_text", "rope_parameters": SECTIONED, "attn_output_gate": True,
+                         "layer_types": [*["linear_attention"] * 3, "full_attention"], "full_attention_interval": 4,
+                         "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe": HYBRID | {"model_type": "qwen3_5_moe_text", "rope_parameters": SECTIONED, "attn_output_gate": True,
+                             "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                             "shared_expert_intermediate_size": 32, "router_aux_loss_coef": 0.001,
+                             "output_router_logits": False,
+                             "layer_types": ["linear_attention", "full_attention"] * 2},
     "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
                         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4 with inputs": GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3,
@@ -149,15 +169,18 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
     (folder / "config.json").write_text(json.dumps(written))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(11)
-    is_offset, is_unscaled = (written["model_type"].startswith(one) for one in ("gemma3", "gemma4"))
+    is_offset = written["model_type"].startswith(("gemma3", "qwen3_next", "qwen3_5"))
+    is_unscaled = written["model_type"].startswith("gemma4")
     for key, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         if "norm" in key or key.endswith(("router.scale", "per_expert_scale")):
-            drawn = 0.3 * drawn + (0.0 if is_offset else 1.0)
+            drawn = 0.3 * drawn + (0.0 if is_offset and "linear_attn" not in key else 1.0)
             if is_unscaled and "q_norm" in key:
                 drawn *= 0.3
         elif key.endswith("bias"):
             drawn *= 0.5
+        elif key.endswith(("A_log", "dt_bias")):
+            drawn = drawn - 3.0  # states that remember some hundred tokens
         elif key.endswith("sinks"):
             drawn = drawn + 2.0
         else:
@@ -174,11 +197,12 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
 
 def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", is_counted: bool = True,
          num_windows: int = 2, spare_pages: int = 0, experts_on_card: int | None = None,
-         open_experts: OpenExperts | None = None, computed_rows: int = MOST_COMPUTED_ROWS) -> Runner:  # fmt: skip
+         open_experts: OpenExperts | None = None, computed_rows: int = MOST_COMPUTED_ROWS,
+         num_states: int = 2) -> Runner:  # fmt: skip
     """A runner whose pages are NaN until written. is_counted: coverage is checked, and nothing is compiled whole.
     num_windows: kept by themselves, if the model has any, and `spare_pages` longer than need be; 0: pages hold all.
     experts_on_card: of each layer, the others are fetched, or computed by `open_experts` in steps of up to
-    `computed_rows`; None: all.
+    `computed_rows`; None: all. num_states: of recurrent layers.
     """
     windows = [spec.window_tokens for spec in read_architecture(folder).layer_pattern if spec.window_tokens is not None]
     runner = load_runner(
@@ -192,7 +216,7 @@ def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", i
             num_pages=260,
             tier=None,
             parts=(),
-            num_windows=num_windows if windows else 0,
+            num_windows=num_windows if windows else num_states,
             window_pages=-(-max(windows, default=1) // PAGE_TOKENS) + spare_pages,
             experts_on_card=experts_on_card,
             open_experts=open_experts,
@@ -227,7 +251,8 @@ def generate(runner: Runner, prompt: np.ndarray, steps: int) -> tuple[list[int],
         for layer in range(runner.architecture.num_layers)
         for begin in range(0, length, CHUNK_TOKENS)
     ]
-    windows = [WindowWrite(1, None, 0)] if runner.pool.windows.shape.count else []
+    has_windows = runner.pool.windows.shape.count or runner.pool.states is not None
+    windows = [WindowWrite(1, None, 0)] if has_windows else []
     plan = StepPlan(page_writes=[PageWrite(0, 0, pages)], window_writes=windows, new_jobs=[job], units=units)
     tokens = [runner.launch(plan).collect().tokens[0].token_id]
     for step in range(steps):

@@ -54,6 +54,7 @@ from gpu.methods.predicted.turns import Turns
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
+from gpu.model.spec import Recurrent
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.operations.exchange.await_answer import await_answer
 from gpu.operations.exchange.exchange_pack import exchange_pack, new_counters
@@ -83,11 +84,13 @@ from gpu.operations.linear.plain_linear import linear, logits_linear, norm_gate_
 from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel
 from gpu.operations.race import race
+from gpu.operations.recurrent.delta_net import LayerStates
+from gpu.operations.recurrent.delta_step import delta_step
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.sinks import add_sinks
 from gpu.operations.swiglu import swiglu
 from gpu.predictor.predict import PackedNetwork, predict_blocks
-from gpu.weights.weights import BesideWeights, ExpertWeights, allocate_packed
+from gpu.weights.weights import BesideWeights, ExpertWeights, RecurrentWeights, allocate_packed
 from transfer.allocation import dtype_name
 from transfer.arrays import ArraySpec
 from transfer.exchange import new_slot
@@ -301,6 +304,19 @@ def _sinks(shape: Architecture, dtype: torch.dtype) -> None:
     sinks = empty(shape.num_heads, dtype=dtype)
     for out in {dtype, torch.float32}:
         add_sinks(empty(2, shape.num_heads, shape.dim, dtype=out), empty(2, shape.num_heads), sinks)
+
+
+def _recurrent(shape: Architecture, dtype: torch.dtype) -> None:
+    own = Recurrent(16, 48, 128, 128, 4)
+    gates, conv = empty(96, shape.hidden, dtype=dtype), empty(own.conv_width, 1, 4, dtype=dtype)
+    weights = RecurrentWeights(gates, conv, empty(48), empty(48), empty(128, dtype=dtype))
+    slots = empty(2, dtype=torch.int32)
+    mixed = empty(2, own.conv_width + own.value_width, dtype=dtype)
+    for state in (torch.float32, torch.bfloat16):
+        held = LayerStates(empty(3, 48, 128, 128, dtype=state), empty(3, 8, own.conv_width, dtype=dtype))
+        delta_step(
+            mixed, empty(2, 96, dtype=dtype), weights, own, 1e-6, held, slots, slots, empty(2, dtype=torch.int64)
+        )
 
 
 def _rows(shape: Architecture, dtype: torch.dtype) -> None:
@@ -566,6 +582,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_race_kernel": _race,
     "_merge_kernel": _merge,
     "_add_sinks_kernel": _sinks,
+    "_delta_step_kernel": _recurrent,
     "_offload_kernel": _rows,
     "_restore_kernel": _rows,
     "_sum_kernel": _rows,

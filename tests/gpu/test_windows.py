@@ -52,7 +52,8 @@ class Stand:
         if begin == 0:
             writes = [PageWrite(slot, 0, list(range(PAGES)) if slot == 0 else writes[index].page_ids)
                       for index, slot in enumerate(prompts)]  # fmt: skip
-        job = PrefillJob(0, [PrefillPrompt(slot, prompt, begin, len(prompt), GREEDY, "exact", branch=branch)
+        branches = (branch,) if branch else ()
+        job = PrefillJob(0, [PrefillPrompt(slot, prompt, begin, len(prompt), GREEDY, "exact", branches=branches)
                              for slot, prompt in prompts.items()])  # fmt: skip
         num_layers = self.runner.architecture.num_layers
         units = layer_units(job, cut, num_layers)

@@ -12,7 +12,7 @@ from scheduler.messages import Delta, EngineRequest, pack_tokens
 from scheduler.sequences.capacity import Capacity
 from scheduler.steps.scheduler import Device, Scheduler
 from tests.scheduler.page_runner import PageRunner, expected_output
-from tests.scheduler.window_model import TokenWindows
+from tests.scheduler.window_model import TokenStates, TokenWindows
 
 SHAPE = NAMED_SHAPES["tiny"]
 PROFILES = {name: Profile(name, kv_key=name, parts=()) for name in ("exact", "other")}
@@ -37,6 +37,8 @@ def make_engine(
     jump_forward: bool = True,
     page_memory: Memory | None = None,
     window_memory: Memory | None = None,
+    num_states: int = 0,
+    snapshot_tokens: int = 64,
 ) -> tuple[Engine, PageRunner]:
     prefill = PrefillConfig(
         chunk_tokens=chunk_tokens, max_jobs=max_jobs, oldest_share=oldest_share, max_hidden_tokens=max_hidden_tokens
@@ -49,12 +51,15 @@ def make_engine(
         token_gap_target_ms=token_gap_target_ms,
         jump_forward=jump_forward,
     )
-    capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, num_windows, SPARE)
+    kept = (num_states, 0, snapshot_tokens) if num_states else (num_windows, SPARE)
+    capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, *kept)
     device = Device(page_memory=page_memory, window_memory=window_memory)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, device)
     runner = runner or PageRunner(SHAPE.num_layers, PAGE)
     if num_windows:
         runner.windows = TokenWindows(num_windows, WINDOW + SPARE, WINDOW)
+    if num_states:
+        runner.windows = TokenStates(num_states)
     return Engine(scheduler, runner, None, is_pipelined), runner
 
 

@@ -259,6 +259,8 @@ class PageRunner:
 
     def _vacate(self, slot: int) -> None:
         self.tables.pop(slot)
+        if self.windows is not None:
+            self.windows.of_slot.pop(slot, None)
         self.dense.pop(slot, None)
         self.profiles.pop(slot, None)
         if self.windows is not None:
@@ -423,9 +425,9 @@ class PageRunner:
             if prompt.host is not None and prompt.slot not in self.failed:
                 begin = max(prompt.begin, prompt.host.sink)
                 self.contexts[prompt.host.context_id] += prompt.token_ids[begin : prompt.host.end].tolist()
-            if prompt.branch is not None:
+            for branch in prompt.branches:
                 assert self.windows is not None, "a branch is of windows"
-                self.windows.leave(prompt.branch, prompt.begin, prompt.token_ids)
+                self.windows.leave(branch, prompt.begin, prompt.token_ids)
             self.num_cells[prompt.slot] = len(prompt.token_ids)
             tokens.append(self._draw(prompt.slot, len(prompt.token_ids)))
             if prompt.sampling.num_prompt_logprobs is not None and prompt.samples == 0:

@@ -137,7 +137,6 @@ def test_everybody_is_served_whole_or_told_to_come_again(
     check_everybody(most, block_rows, num_windows, sizes)
 
 
-@pytest.mark.xfail(reason="a branch's window goes to another sequence before its prompt is over", strict=False)
 def test_a_branch_keeps_its_window_where_windows_are_refused() -> None:
     check_everybody(6, 1, 3, [(16, 3, 2), (1, 2, 0), (1, 1, 0), (17, 1, 2)])
 

@@ -40,3 +40,33 @@ class TokenWindows:
             ring, end = self.rings[self.of_slot[slot]], len(tokens)
             seen = range(max(0, end - self.window_tokens + 1), end)
             assert [ring[position % len(ring)] for position in seen] == [tokens[position] for position in seen]
+
+
+class TokenStates(TokenWindows):
+    """`count` states: all tokens so far, in order, of who holds one. A state of another position or text is seen."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, 0, 1 << 30)
+        self.states: list[list[int] | None] = [None] * count
+
+    def write(self, writes: list[WindowWrite]) -> None:
+        for write in writes:
+            self.states[write.window] = None if write.source is None else list(self.states[write.source] or [])
+        super().write(writes)
+
+    def put(self, slot: int, position: int, token: int) -> None:
+        state = self.of_slot.get(slot)
+        if state is not None:
+            held = self.states[state] if position else []
+            assert held is not None, "a state is read that nobody wrote"
+            assert len(held) == position, "a state is behind another token"
+            self.states[state] = [*held, token]
+
+    def leave(self, branch: WindowBranch, begin: int, tokens: np.ndarray) -> None:
+        assert branch.window not in self.of_slot.values()
+        assert begin < branch.end <= len(tokens)
+        self.states[branch.window] = tokens[: branch.end].tolist()
+
+    def check(self, slot: int, tokens: list[int | None]) -> None:
+        if slot in self.of_slot and tokens:
+            assert self.states[self.of_slot[slot]] == tokens, "a state is of another text"

@@ -181,7 +181,7 @@ class Indexed(RingMethod):
 
     def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
         """Return the bytes for all layers that may be offloaded; rows in slots are stored as they are computed with."""
-        num_layers = architecture.num_layers - len(architecture.window_layers)
+        num_layers = architecture.num_layers - len(architecture.layers_apart)
         arrays = ring_arrays(settings, architecture, num_layers, 1)
         work = sum_bytes(work_arrays(settings, architecture, 1).values())
         report = report_arrays(architecture, num_layers, 1)

@@ -68,7 +68,7 @@ class MacSettings(Settings):
         """Return the layers that match: all but the ones that are off, and those with a window, which read little as it
         is.
         """
-        off = {layer for layer, tau in self.layer_tau.items() if tau == "off"} | set(architecture.window_layers)
+        off = {layer for layer, tau in self.layer_tau.items() if tau == "off"} | set(architecture.layers_apart)
         return [layer for layer in range(architecture.num_layers) if layer not in off]
 
     def tau_of(self, layer: int) -> float:

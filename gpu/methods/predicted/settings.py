@@ -51,7 +51,7 @@ class PredictedSettings(Settings):
 
     def layers(self, architecture: Architecture) -> list[int]:
         """Return the layers that may predict: without the exempt ones, and those with a window, which go nowhere."""
-        windows = set(architecture.window_layers)
+        windows = set(architecture.layers_apart)
         return [layer for layer in range(self.exempt_layers, architecture.num_layers) if layer not in windows]
 
 

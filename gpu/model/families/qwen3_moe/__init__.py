@@ -18,7 +18,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.get("sliding_window")
     windows = find_windows(keys, window, [True] * num_layers, parse_rope(keys)[1])
     experts = parse_experts(keys, "num_experts", "moe_intermediate_size", keys.flag("norm_topk_prob"))
-    is_mixture, step = _find_mixtures(keys, num_layers), keys.positive("decoder_sparse_step", int)
+    is_mixture, step = find_mixtures(keys, num_layers), keys.positive("decoder_sparse_step", int)
     specs = [
         LayerSpec(
             qk_norm=True,
@@ -30,7 +30,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     return parse_sizes(keys, name, specs)
 
 
-def _find_mixtures(keys: ConfigKeys, num_layers: int) -> list[bool]:
+def find_mixtures(keys: ConfigKeys, num_layers: int) -> list[bool]:
     """Return for each layer whether it may be a mixture by `mlp_only_layers`."""
     named = keys.get("mlp_only_layers") or []
     is_list = isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)

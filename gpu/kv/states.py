@@ -1,0 +1,68 @@
+"""States of recurrent layers: one a sequence in all of these layers, in place of keys and values.
+
+The scheduler numbers states as it does windows, and says which slot holds which. A copy is the state behind the same
+token. A state that begins at position 0 is never read before, so none is cleared.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpu.kv.commitment import Commitment, allocate_arena
+from gpu.model.spec import Recurrent
+from gpu.operations.recurrent.delta_net import LayerStates
+from gpu.operations.recurrent.state_arrays import state_arrays
+from gpu.step import WindowWrite
+from gpu.upload import upload
+from transfer.allocation import dtype_of
+
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class States:
+    """The states of all slots. of_slot: int32 `[max_slots]`, the number of the state that a slot holds, and
+    `numbers` the same on the host, as plans were launched; layers: of the
+    model; count: states; 0: none are written or copied, and each slot has its own.
+    """
+
+    def __init__(self, own: Recurrent, layers: Sequence[int], count: int, max_slots: int, dtype: torch.dtype,
+                 state_dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip
+        self.layers = tuple(layers)
+        self.count = count or max_slots
+        self.device = device
+        arrays = state_arrays(own, self.count, dtype.itemsize, state_dtype.itemsize)
+        wide = dtype if dtype == torch.float64 else dtype_of(arrays["states"])
+        kinds = {"states": wide, "rings": dtype}
+        self.arenas = [
+            allocate_arena((len(self.layers), *arrays[name].shape), kind, device) for name, kind in kinds.items()
+        ]
+        self.commitment = Commitment(self.arenas)
+        self.numbers = [slot % self.count for slot in range(max_slots)]
+        self.of_slot = torch.tensor(self.numbers, dtype=torch.int32, device=device)
+        places = zip(*self.arenas, strict=True)
+        self._of_layers = {layer: LayerStates(*own) for layer, own in zip(self.layers, places, strict=True)}
+
+    def of_layer(self, layer: int) -> LayerStates:
+        return self._of_layers[layer]
+
+    def write(self, writes: Sequence[WindowWrite]) -> None:
+        """Copy states and give them to slots, in order; asynchronous. Raises ValueError for one out of range."""
+        for write in writes:
+            named = [write.window] + ([] if write.source is None else [write.source])
+            if not all(0 <= state < self.count for state in named):
+                raise ValueError(f"states: asked {named}, have {self.count}")
+            if write.source is not None:
+                self.copy(write.source, write.window)
+        given = [(write.slot, write.window) for write in writes if write.slot is not None]
+        if given:
+            for slot, state in given:
+                self.numbers[slot] = state
+            slots, states = upload(np.array(given, np.int64).T.copy(), self.device).unbind(0)
+            self.of_slot[slots] = states.int()
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a state in all layers; asynchronous."""
+        if source != target:
+            for arena in self.arenas:
+                arena[:, target].copy_(arena[:, source])

@@ -1,0 +1,83 @@
+"""Recurrent layers of a decoder: a step's rows, or parts of prompts, through projections and state.
+
+Products are of all rows at once, as in other layers; between them rows of one sequence follow one another. Padding rows
+and packed neighbours change nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu.kv.states import States
+from gpu.layers.projections import Projections
+from gpu.model.spec import Architecture
+from gpu.operations.recurrent.delta_net import run_segment
+from gpu.operations.recurrent.delta_step import delta_step
+from gpu.step import WindowBranch
+from gpu.weights.weights import RecurrentWeights
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Tokens `[begin, end)` of a unit are those of the sequence with state `number` from position `first` on. branches:
+    states that its prompt leaves.
+    """
+
+    number: int
+    begin: int
+    end: int
+    first: int
+    branches: Sequence[WindowBranch]
+
+    def cuts(self) -> list[tuple[int, int, list[int]]]:
+        """Return ranges of the unit's tokens, each with the states that are copies of the one behind it."""
+        left: dict[int, list[int]] = {}
+        for branch in self.branches:
+            at = self.begin + branch.end - self.first
+            if self.begin < at <= self.end:
+                left.setdefault(at, []).append(branch.window)
+        ends = sorted({*left, self.end})
+        return [(begin, end, left.get(end, [])) for begin, end in zip([self.begin, *ends], ends, strict=False)]
+
+
+class DeltaLayers:
+    """The recurrent layers of one decoder."""
+
+    def __init__(self, architecture: Architecture, projections: Projections, states: States) -> None:
+        assert architecture.recurrent is not None, "the model has recurrent layers"
+        self.own = architecture.recurrent
+        self.states = states
+        self._eps = architecture.rms_norm_eps
+        self._projections = projections
+
+    def step(self, layer: int, hidden: Tensor, slots: Tensor, cells: Tensor) -> Tensor:
+        """Return what a layer's output projection is of, `[rows, value_heads * value_dim]`: one token a row; slots,
+        cells: see `delta_step`.
+        """
+        weights = self._weights(layer)
+        mixed, gates = self._projections.mixed(layer, hidden)
+        held = self.states.of_layer(layer)
+        return delta_step(mixed, gates, weights, self.own, self._eps, held, self.states.of_slot, slots, cells)
+
+    def prefill(self, layer: int, hidden: Tensor, parts: Sequence[StatePart]) -> Tensor:
+        """Return the same of a unit's tokens `[tokens, hidden]`, which are those of `parts`, in order."""
+        weights, held = self._weights(layer), self.states.of_layer(layer)
+        mixed, gates = self._projections.mixed(layer, hidden)
+        outs = []
+        for part in parts:
+            for begin, end, copies in part.cuts():
+                rows, first = slice(begin, end), part.first + begin - part.begin
+                outs.append(
+                    run_segment(mixed[rows], gates[rows], weights, self.own, self._eps, held, part.number, first)
+                )
+                for number in copies:
+                    for arena in (held.states, held.rings):
+                        arena[number].copy_(arena[part.number])
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _weights(self, layer: int) -> RecurrentWeights:
+        weights = self._projections.weights.layers[layer].recurrent
+        assert weights is not None, "the layer is recurrent"
+        return weights

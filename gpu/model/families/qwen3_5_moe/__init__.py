@@ -1,0 +1,52 @@
+"""Qwen3.5 to 3.8 with a mixture of experts in each layer, their text: Qwen3-Next's layers, stored as in Qwen3.5.
+
+A checkpoint has all experts of a layer in one tensor, or each by itself, as those of few bits have them.
+"""
+
+from dataclasses import replace
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.experts_config import parse_experts
+from gpu.model.families.qwen3_5 import PREFIXES, SKIPPED, unwrap_text
+from gpu.model.families.qwen3_5_moe.shapes import SHAPES
+from gpu.model.families.qwen3_next import HYBRID_DEFAULTS, RECURRENT_TENSORS, SHARED_TENSORS, parse_hybrid
+from gpu.model.family import EXPERT_TENSORS, LAYER_TENSORS, QK_NORMS, Family
+from gpu.model.spec import Architecture
+
+_STACKED = {
+    "mlp.gate.weight": "router",
+    "mlp.experts.gate_up_proj": "experts_gate_up",
+    "mlp.experts.down_proj": "experts_down",
+}
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    experts = replace(parse_experts(keys, "num_experts", "moe_intermediate_size", True), is_shared=True)
+    num_layers, shared = keys.positive("num_hidden_layers", int), keys.positive("shared_expert_intermediate_size", int)
+    return parse_hybrid(keys, name, [experts] * num_layers, shared)
+
+
+def tensors(shape: Architecture) -> dict[str, str]:
+    experts = EXPERT_TENSORS if shape.experts_apart else _STACKED
+    return LAYER_TENSORS | QK_NORMS | RECURRENT_TENSORS | SHARED_TENSORS | experts
+
+
+FAMILY = Family(
+    model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+    parse=parse,
+    tensors=tensors,
+    defaults=HYBRID_DEFAULTS | {
+        "intermediate_size": 512,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 248_320,
+    },
+    harmless=frozenset({"output_router_logits", "router_aux_loss_coef"}),
+    unwrap=unwrap_text,
+    prefixes=PREFIXES,
+    skipped=SKIPPED,
+    shapes=SHAPES,
+)  # fmt: skip

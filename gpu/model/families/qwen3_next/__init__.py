@@ -1,0 +1,135 @@
+"""Qwen3-Next: three layers in four are gated delta nets, the others have gates behind attention; mixtures of experts.
+
+Norms' weights are stored less one, and heads are rotated in part. Beside the experts each token takes a share of one
+more. A recurrent layer's projections are stored key head by key head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.experts_config import parse_experts
+from gpu.model.families.qwen3_moe import find_mixtures
+from gpu.model.families.qwen3_next.shapes import SHAPES
+from gpu.model.family import EXPERT_TENSORS, LAYER_TENSORS, QK_NORMS, Family, parse_sizes
+from gpu.model.gguf.header import shown
+from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError, Recurrent
+
+_RECURRENT, _ATTENDS = "linear_attention", "full_attention"
+_PATTERN = 4  # one layer of so many attends, where `layer_types` is absent
+RECURRENT_TENSORS = {
+    "linear_attn.in_proj_qkv.weight": "mixed",
+    "linear_attn.in_proj_z.weight": "mixed_gate",
+    "linear_attn.in_proj_b.weight": "state_shares",
+    "linear_attn.in_proj_a.weight": "state_decays",
+    "linear_attn.conv1d.weight": "conv",
+    "linear_attn.A_log": "decay",
+    "linear_attn.dt_bias": "time_bias",
+    "linear_attn.norm.weight": "mixed_norm",
+    "linear_attn.out_proj.weight": "mixed_output",
+}
+GROUPED_TENSORS = {
+    "linear_attn.in_proj_qkvz.weight": "mixed_all",
+    "linear_attn.in_proj_ba.weight": "state_gates",
+} | {name: what for name, what in RECURRENT_TENSORS.items() if ".in_proj_" not in name}
+SHARED_TENSORS = {
+    "mlp.shared_expert.gate_proj.weight": "shared_gate",
+    "mlp.shared_expert.up_proj.weight": "shared_up",
+    "mlp.shared_expert.down_proj.weight": "shared_down",
+    "mlp.shared_expert_gate.weight": "shared_share",
+}
+HYBRID_DEFAULTS = {
+    "attn_output_gate": True,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 32_768,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
+MTP = ("mtp.", "model.mtp.")  # heads that guess further tokens
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    num_layers = keys.positive("num_hidden_layers", int)
+    experts = parse_experts(keys, "num_experts", "moe_intermediate_size", keys.flag("norm_topk_prob"))
+    is_mixture, step = find_mixtures(keys, num_layers), keys.positive("decoder_sparse_step", int)
+    of_layers = [
+        replace(experts, is_shared=True) if is_mixture[layer] and (layer + 1) % step == 0 else None
+        for layer in range(num_layers)
+    ]
+    return parse_hybrid(keys, name, of_layers, keys.positive("shared_expert_intermediate_size", int), is_grouped=True)
+
+
+def parse_hybrid(
+    keys: ConfigKeys, name: str, experts: Sequence[Experts | None], shared: int | None = None, is_grouped: bool = False
+) -> Architecture:
+    """Return an Architecture of recurrent layers and others. experts: of each layer; None: it has its one MLP. shared:
+    columns of the MLP beside experts.
+    """
+    keys.only("hidden_act", "silu")
+    keys.only("attention_bias", False)
+    keys.only("attn_output_gate", True)
+    recurrent = Recurrent(
+        keys.positive("linear_num_key_heads", int), keys.positive("linear_num_value_heads", int),
+        keys.positive("linear_key_head_dim", int), keys.positive("linear_value_head_dim", int),
+        keys.positive("linear_conv_kernel_dim", int), is_grouped,
+    )  # fmt: skip
+    if recurrent.value_heads % recurrent.key_heads:
+        raise ModelError(
+            f"model: {keys.source}: linear_num_value_heads is {recurrent.value_heads} over {recurrent.key_heads}, "
+            "linear_num_key_heads; wanted a multiple"
+        )
+    if not 2 <= recurrent.conv_tokens <= _PATTERN:
+        raise ModelError(
+            f"model: {keys.source}: linear_conv_kernel_dim is {recurrent.conv_tokens}; served: 2 to {_PATTERN}"
+        )
+    specs = [
+        LayerSpec(recurrent=recurrent, experts=own, intermediate=None if own is None else shared)
+        if is_recurrent
+        else LayerSpec(qk_norm=True, output_gate=True, experts=own, intermediate=None if own is None else shared)
+        for is_recurrent, own in zip(find_recurrent(keys, len(experts)), experts, strict=True)
+    ]
+    return parse_sizes(keys, name, specs, rotates_part=True, norm_weight_offset=1.0)
+
+
+def find_recurrent(keys: ConfigKeys, num_layers: int) -> list[bool]:
+    """Return which layers are recurrent: as `layer_types` says, or all but every n-th one."""
+    types, interval = keys.get("layer_types"), keys.optional("full_attention_interval", int) or _PATTERN
+    if types is None:
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    known = (_RECURRENT, _ATTENDS)
+    if not isinstance(types, list) or len(types) != num_layers or any(one not in known for one in types):
+        wanted = f"{num_layers} of {', '.join(map(repr, known))}"
+        raise ModelError(f"model: {keys.source}: layer_types is {shown(types)}; wanted {wanted}")
+    if _RECURRENT not in types or _ATTENDS not in types:
+        raise ModelError(f"model: {keys.source}: layer_types has {shown(sorted({*types}))} alone; wanted both kinds")
+    return [one == _RECURRENT for one in types]
+
+
+FAMILY = Family(
+    model_types=("qwen3_next",),
+    parse=parse,
+    tensors=lambda shape: LAYER_TENSORS | QK_NORMS | EXPERT_TENSORS | SHARED_TENSORS | GROUPED_TENSORS,
+    defaults=HYBRID_DEFAULTS | {
+        "decoder_sparse_step": 1,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 151_936,
+    },
+    harmless=frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"}),
+    skipped=MTP,
+    shapes=SHAPES,
+)  # fmt: skip

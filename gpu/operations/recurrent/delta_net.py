@@ -1,0 +1,97 @@
+"""A gated delta net between its two projections: convolution, gates, the delta rule, and the gated norm of its output.
+
+Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv 2412.06464), section 3.4. A token's projected x (queries, keys and
+values side by side) goes through a causal convolution of each element by itself and a SiLU. Queries and keys are then
+normed, `x / sqrt(|x|^2 + 1e-6)`, and queries scaled by key_dim ** -0.5. Of the projected gates b, a:
+
+    share = sigmoid(b)      decay = -exp(decay_log) * softplus(a + time_bias)
+
+Outputs are normed head by head and multiplied: `norm * o / sqrt(mean(o^2) + eps) * silu(z)`. The state is
+`delta_rule`'s; the inputs of the convolution that later tokens need stand in a ring, each at its position modulo the
+ring's length. Inside, all is float32, or float64 where x is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu.model.spec import Recurrent
+from gpu.operations.recurrent.delta_rule import chunked_delta_rule, delta_rule_reference
+from gpu.operations.recurrent.state_arrays import SEGMENT_TOKENS
+from gpu.weights.weights import RecurrentWeights
+
+HEAD_EPS = 1e-6  # of the norms of queries and keys
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one layer: states `[count, value_heads, key_dim, value_dim]`, float32 or bf16; rings `[count,
+    ring_length, conv_width]` in the dtype that computes.
+    """
+
+    states: Tensor
+    rings: Tensor
+
+
+def run_segment(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates, number: int,
+    begin: int, is_chunked: bool = True,
+) -> Tensor:  # fmt: skip
+    """Compute tokens of one sequence that follow one another, in place of state `number`; return `[tokens,
+    value_heads * value_dim]` of mixed's dtype.
+
+    mixed `[tokens, conv_width + value_width]`: projected queries, keys, values and z; gates `[tokens, 2 *
+    value_heads]`: b and a; begin: the position of the first one, where 0 begins a new state, whatever was there.
+    """
+    outs = []
+    for first in range(0, len(mixed), SEGMENT_TOKENS):
+        part = slice(first, first + SEGMENT_TOKENS)
+        outs.append(_run(mixed[part], gates[part], weights, own, eps, held, number, begin + first, is_chunked))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _run(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates, number: int,
+    begin: int, is_chunked: bool,
+) -> Tensor:  # fmt: skip
+    wide = torch.promote_types(mixed.dtype, torch.float32)
+    inputs, z = mixed.split([own.conv_width, own.value_width], 1)
+    convolved = _convolve(inputs, weights.conv[:, 0].to(wide), held.rings[number], begin)
+    query, key, value = convolved.split([own.key_width, own.key_width, own.value_width], 1)
+    shared = own.value_heads // own.key_heads
+    query, key = (_normed(rows.unflatten(1, (own.key_heads, -1))).repeat_interleave(shared, 1) for rows in (query, key))
+    share, time = gates.to(wide).chunk(2, 1)
+    decay = -weights.decay.to(wide).exp() * F.softplus(time + weights.time_bias.to(wide))
+    state = held.states[number].to(wide) if begin else torch.zeros_like(held.states[number], dtype=wide)
+    rule = chunked_delta_rule if is_chunked else delta_rule_reference
+    out, state = rule(
+        query * own.key_dim**-0.5, key, value.unflatten(1, (own.value_heads, -1)), decay, share.sigmoid(), state
+    )
+    held.states[number] = state
+    normed = out * (out.square().mean(2, keepdim=True) + eps).rsqrt() * weights.norm.to(wide)
+    return normed.flatten(1).mul_(F.silu(z.to(wide))).to(mixed.dtype)
+
+
+def _normed(rows: Tensor) -> Tensor:
+    return rows * (rows.square().sum(-1, keepdim=True) + HEAD_EPS).rsqrt()
+
+
+def _convolve(inputs: Tensor, conv: Tensor, ring: Tensor, begin: int) -> Tensor:
+    """Return the SiLU of the convolution, `[tokens, conv_width]`, and leave the last inputs in the ring. conv
+    `[conv_width, conv_tokens]`, of the dtype that is computed in.
+    """
+    num_tokens, taps, length = len(inputs), conv.shape[1], len(ring)
+    before = torch.arange(begin - taps + 1, begin, device=inputs.device)
+    rows = torch.cat([ring[before % length] if begin else ring.new_zeros(taps - 1, ring.shape[1]), inputs])
+    if 0 < begin < taps - 1:
+        rows[: taps - 1 - begin] = 0.0
+    rows = rows.to(conv.dtype)
+    summed = rows[:num_tokens] * conv[:, 0]
+    for tap in range(1, taps):
+        summed.addcmul_(rows[tap : tap + num_tokens], conv[:, tap])
+    kept = inputs[-length:]
+    places = torch.arange(begin + num_tokens - len(kept), begin + num_tokens, device=inputs.device) % length
+    ring[places] = kept
+    return F.silu(summed)

@@ -1,0 +1,146 @@
+"""A decode step of a gated delta net between its projections: one token a row, in one kernel (`delta_net` has the
+formulas).
+
+A program has one value head of one sequence, whose state stays in registers over the rows of that sequence, which
+follow one another. It reads the inputs of earlier tokens from the ring, or from the step's own rows, and writes its own
+to places that no program of the step reads: a sequence has MOST_STEP_ROWS rows at most. Programs of value heads that
+share a key head write the same. Bytes moved: the state twice, `2 * 4 * value_width * key_dim` a sequence.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.model.spec import Recurrent
+from gpu.operations.arguments import check, runs_on_triton
+from gpu.operations.recurrent.delta_net import HEAD_EPS, LayerStates, run_segment
+from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
+from gpu.weights.weights import RecurrentWeights
+
+
+def delta_step_reference(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
+    state_of_slot: Tensor, slots: Tensor, cells: Tensor,
+) -> Tensor:  # fmt: skip
+    """Compute `delta_step` in plain torch, row by row."""
+    out = mixed.new_zeros(len(mixed), own.value_width)
+    for row, (slot, cell) in enumerate(zip(slots.tolist(), cells.tolist(), strict=True)):
+        if slot >= 0:
+            one = slice(row, row + 1)
+            number = int(state_of_slot[slot])
+            out[one] = run_segment(mixed[one], gates[one], weights, own, eps, held, number, cell, is_chunked=False)
+    return out
+
+
+@triton.jit
+def _convolved(
+    mixed, mixed_row, row, first, ring, conv, cell, channels, inside,
+    TAPS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return the SiLU of some channels' convolution of a row. first: of its sequence in the step."""
+    summed = tl.zeros(channels.shape, tl.float32)
+    none = channels * 0  # masks are of blocks
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        own = inside & (none + (row - back) >= first)
+        kept = inside & (none + (row - back) < first) & (none + cell >= back)
+        here = tl.load(mixed + (row - back) * mixed_row + channels, mask=own, other=0.0).to(tl.float32)
+        place = ((cell - back + LENGTH) % LENGTH) * WIDTH
+        before = tl.load(ring + place + channels, mask=kept, other=0.0).to(tl.float32)
+        summed += (here + before) * tl.load(conv + channels * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+    return summed * tl.sigmoid(summed)
+
+
+@triton.jit
+def _delta_step_kernel(
+    mixed, gates, conv, decay, time_bias, norm, states, rings, state_of_slot, slots, cells, out, rows, mixed_row,
+    gates_row, state_stride, ring_stride, eps, head_eps, scale,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+):  # fmt: skip
+    first, head = tl.program_id(0), tl.program_id(1)
+    k_at, v_at = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
+    k_in, v_in = k_at < KEY_DIM, v_at < VALUE_DIM
+    width: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    slot = tl.load(slots + first)
+    before = tl.load(slots + tl.maximum(first - 1, 0))
+    next_at = first + tl.arange(0, MOST_ROWS)
+    count = 0
+    if slot < 0:
+        none = tl.zeros([BLOCK_VALUE], tl.float32).to(out.dtype.element_ty)
+        tl.store(out + (first.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + v_at, none, mask=v_in)
+    elif (first == 0) | (before != slot):  # rows of a slot are neighbours
+        count = tl.sum((tl.load(slots + next_at, mask=next_at < rows, other=-1) == slot).to(tl.int32), 0)
+    if count > 0:
+        number = tl.load(state_of_slot + slot).to(tl.int64)
+        key_head = head // (VALUE_HEADS // KEY_HEADS)
+        q_channels = key_head * KEY_DIM + k_at
+        k_channels = KEY_HEADS * KEY_DIM + q_channels
+        v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
+        ring = rings + number * ring_stride
+        inside = k_in[:, None] & v_in[None, :]
+        address = states + number * state_stride + head * KEY_DIM * VALUE_DIM
+        address += k_at[:, None] * VALUE_DIM + v_at[None, :]
+        begins = tl.load(cells + first) == 0
+        state = tl.where(begins, 0.0, tl.load(address, mask=inside, other=0.0).to(tl.float32))
+        rate = -tl.exp(tl.load(decay + head))
+        bias = tl.load(time_bias + head)
+        gain = tl.load(norm + v_at, mask=v_in, other=0.0).to(tl.float32)
+        for step in range(count):
+            row = first.to(tl.int64) + step
+            cell = tl.load(cells + row)
+            q = _convolved(mixed, mixed_row, row, first, ring, conv, cell, q_channels, k_in, TAPS, LENGTH, width)
+            k = _convolved(mixed, mixed_row, row, first, ring, conv, cell, k_channels, k_in, TAPS, LENGTH, width)
+            v = _convolved(mixed, mixed_row, row, first, ring, conv, cell, v_channels, v_in, TAPS, LENGTH, width)
+            q = q * (tl.rsqrt(tl.sum(q * q, 0) + head_eps) * scale)
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + head_eps)
+            share = tl.sigmoid(tl.load(gates + row * gates_row + head).to(tl.float32))
+            time = tl.load(gates + row * gates_row + VALUE_HEADS + head).to(tl.float32) + bias
+            soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
+            state = state * tl.exp(rate * soft)
+            seen = tl.sum(state * k[:, None], 0)
+            state = state + k[:, None] * (share * (v - seen))[None, :]
+            made = tl.sum(state * q[:, None], 0)
+            made = made * tl.rsqrt(tl.sum(made * made, 0) / VALUE_DIM + eps) * gain
+            z = tl.load(mixed + row * mixed_row + width + head * VALUE_DIM + v_at, mask=v_in, other=0.0).to(tl.float32)
+            made = (made * z * tl.sigmoid(z)).to(out.dtype.element_ty)
+            tl.store(out + (row * VALUE_HEADS + head) * VALUE_DIM + v_at, made, mask=v_in)
+            place = ring + (cell % LENGTH) * width
+            own = mixed + row * mixed_row
+            tl.store(place + q_channels, tl.load(own + q_channels, mask=k_in, other=0.0), mask=k_in)
+            tl.store(place + k_channels, tl.load(own + k_channels, mask=k_in, other=0.0), mask=k_in)
+            tl.store(place + v_channels, tl.load(own + v_channels, mask=v_in, other=0.0), mask=v_in)
+        tl.store(address, state.to(states.dtype.element_ty), mask=inside)
+
+
+def delta_step(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
+    state_of_slot: Tensor, slots: Tensor, cells: Tensor,
+) -> Tensor:  # fmt: skip
+    """Compute one token a row, in place of its slot's state; return `[rows, value_heads * value_dim]` of mixed's dtype,
+    zeros in rows that are not in use.
+
+    mixed `[rows, conv_width + value_width]`, gates `[rows, 2 * value_heads]`: see `delta_net.run_segment`.
+    state_of_slot: int32 `[slots]`; slots: int32 `[rows]`, -1 in rows that are not in use; cells: int64 `[rows]`,
+    positions. Rows of one slot follow one another, MOST_STEP_ROWS at most. Raises ValueError for another shape or type.
+    """
+    rows, device = len(mixed), mixed.device
+    check("delta_step", "mixed", mixed, (rows, own.conv_width + own.value_width), mixed.dtype, device)
+    check("delta_step", "gates", gates, (rows, 2 * own.value_heads), mixed.dtype, device)
+    check("delta_step", "slots", slots, (rows,), torch.int32, device)
+    check("delta_step", "cells", cells, (rows,), torch.int64, device)
+    check("delta_step", "rings", held.rings, tuple(held.rings.shape), mixed.dtype, device)
+    if not runs_on_triton(mixed) or not rows:
+        return delta_step_reference(mixed, gates, weights, own, eps, held, state_of_slot, slots, cells)
+    out = mixed.new_empty(rows, own.value_width)
+    _delta_step_kernel[(rows, own.value_heads)](
+        mixed, gates, weights.conv, weights.decay, weights.time_bias, weights.norm, held.states, held.rings,
+        state_of_slot, slots, cells, out, rows, mixed.stride(0), gates.stride(0), held.states.stride(0),
+        held.rings.stride(0), eps, HEAD_EPS, own.key_dim**-0.5,
+        KEY_HEADS=own.key_heads, VALUE_HEADS=own.value_heads, KEY_DIM=own.key_dim, VALUE_DIM=own.value_dim,
+        BLOCK_KEY=triton.next_power_of_2(own.key_dim), BLOCK_VALUE=triton.next_power_of_2(own.value_dim),
+        TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], MOST_ROWS=triton.next_power_of_2(MOST_STEP_ROWS), num_warps=8,
+    )  # fmt: skip
+    return out

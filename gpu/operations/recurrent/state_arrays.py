@@ -1,0 +1,38 @@
+"""The arrays of recurrent layers: a sequence's states, and what a prompt's segment takes on its way. No torch."""
+
+from gpu.model.spec import Recurrent
+from transfer.arrays import FLOATS, ArraySpec
+
+CHUNK_TOKENS = 64  # of a prompt, whose products are made at once
+SEGMENT_TOKENS = 1024  # of a prompt, whose chunks are made ready together: what they take does not grow with it
+MOST_STEP_ROWS = 5  # of one sequence in a decode step: a ring's inputs are read before those that take their places
+SEGMENT_COPIES = 8  # of queries, keys and values in float32, at once
+
+
+def ring_length(conv_tokens: int) -> int:
+    """Return the inputs of its convolution that a sequence keeps, by position: those of a step's rows take no places of
+    those that its first row reads.
+    """
+    length = 1
+    while length < MOST_STEP_ROWS + conv_tokens - 1:
+        length *= 2
+    return length
+
+
+def state_arrays(own: Recurrent, count: int, dtype_bytes: int, state_bytes: int) -> dict[str, ArraySpec]:
+    """Return one layer's states of so many sequences, and their rings. dtype_bytes: of what is computed with;
+    state_bytes: of an element of a state.
+    """
+    ring = (count, ring_length(own.conv_tokens), own.conv_width)
+    return {
+        "states": ArraySpec((count, own.value_heads, own.key_dim, own.value_dim), FLOATS[state_bytes]),
+        "rings": ArraySpec(ring, FLOATS[dtype_bytes]),
+    }
+
+
+def segment_bytes(own: Recurrent, num_tokens: int) -> int:
+    """Return the bytes of a prompt's segment while a layer computes it, or of the rows of a decode step."""
+    tokens = min(num_tokens, SEGMENT_TOKENS)
+    heads = own.value_heads * (2 * own.key_dim + own.value_dim)
+    products = 3 * own.value_heads * CHUNK_TOKENS
+    return 4 * tokens * (SEGMENT_COPIES * heads + products + 2 * own.conv_width)

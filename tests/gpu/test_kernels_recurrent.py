@@ -1,0 +1,197 @@
+"""Gated delta nets: chunks are steps, a prompt may be cut anywhere, and the kernel of a step is its reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpu.model.spec import Recurrent
+from gpu.operations.recurrent.delta_net import LayerStates, run_segment
+from gpu.operations.recurrent.delta_rule import chunked_delta_rule, delta_rule_reference
+from gpu.operations.recurrent.delta_step import delta_step, delta_step_reference
+from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS, ring_length
+from gpu.weights.weights import RecurrentWeights
+from tests.gpu.kernel_oracles import DEVICES
+
+EPS = 1e-6
+SMALL = Recurrent(2, 4, 16, 16, 4)
+SHAPES = [SMALL, Recurrent(1, 3, 24, 20, 4), Recurrent(2, 2, 128, 128, 3)]
+
+
+def draw_weights(own: Recurrent, dtype: torch.dtype, device: str = "cpu") -> RecurrentWeights:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    conv = draw(own.conv_width, 1, own.conv_tokens) * 0.5
+    numbers = draw(own.value_heads, dtype=wide), draw(own.value_heads, dtype=wide) - 2.0
+    return RecurrentWeights(draw(2 * own.value_heads, 8), conv, *numbers, draw(own.value_dim) * 0.3 + 1.0)
+
+
+def draw_rows(
+    own: Recurrent, tokens: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    mixed = torch.randn(tokens, own.conv_width + own.value_width, generator=generator, dtype=torch.float64)
+    gates = torch.randn(tokens, 2 * own.value_heads, generator=generator, dtype=torch.float64)
+    return mixed.to(device, dtype), gates.to(device, dtype)
+
+
+def new_states(own: Recurrent, count: int, dtype: torch.dtype, device: str = "cpu",
+               state: torch.dtype | None = None) -> LayerStates:  # fmt: skip
+    """Of NaN, which nobody may read."""
+    wide = torch.promote_types(dtype, torch.float32) if state is None else state
+    states = torch.full((count, own.value_heads, own.key_dim, own.value_dim), torch.nan, dtype=wide, device=device)
+    rings = torch.full((count, ring_length(own.conv_tokens), own.conv_width), torch.nan, dtype=dtype, device=device)
+    return LayerStates(states, rings)
+
+
+def plain(mixed: torch.Tensor, gates: torch.Tensor, weights: RecurrentWeights, own: Recurrent) -> torch.Tensor:
+    """A prompt from its start in the words of the paper, head by head and token by token."""
+    tokens, shared, taps = len(mixed), own.value_heads // own.key_heads, own.conv_tokens
+    x, z = mixed[:, : own.conv_width], mixed[:, own.conv_width :]
+    convolved = torch.zeros_like(x)
+    for token in range(tokens):
+        for tap in range(taps):
+            if token - taps + 1 + tap >= 0:
+                convolved[token] += weights.conv[:, 0, tap] * x[token - taps + 1 + tap]
+    convolved = convolved / (1 + torch.exp(-convolved))
+    out = torch.zeros(tokens, own.value_width, dtype=mixed.dtype)
+    for head in range(own.value_heads):
+        state = torch.zeros(own.key_dim, own.value_dim, dtype=mixed.dtype)
+        at, key_at = head // shared * own.key_dim, own.key_width + head // shared * own.key_dim
+        mine = slice(head * own.value_dim, (head + 1) * own.value_dim)
+        for token in range(tokens):
+            q, k = convolved[token, at : at + own.key_dim], convolved[token, key_at : key_at + own.key_dim]
+            q, k = q / torch.sqrt(q @ q + 1e-6) * own.key_dim**-0.5, k / torch.sqrt(k @ k + 1e-6)
+            v = convolved[token, 2 * own.key_width :][mine]
+            share = 1 / (1 + torch.exp(-gates[token, head]))
+            time = torch.log(1 + torch.exp(gates[token, own.value_heads + head] + weights.time_bias[head]))
+            state = torch.exp(-torch.exp(weights.decay[head]) * time) * state
+            state = state + share * torch.outer(k, v - k @ state)
+            o = q @ state
+            z_head = z[token, mine]
+            out[token, mine] = weights.norm * o / torch.sqrt((o * o).mean() + EPS) * z_head / (1 + torch.exp(-z_head))
+    return out
+
+
+@pytest.mark.parametrize("own", SHAPES)
+@pytest.mark.parametrize("tokens", [1, 3, 63, 64, 65, 200])
+def test_chunks_are_steps_and_both_are_the_paper_in_float64(own: Recurrent, tokens: int) -> None:
+    weights, (mixed, gates) = draw_weights(own, torch.float64), draw_rows(own, tokens, torch.float64)
+    one, other = new_states(own, 2, torch.float64), new_states(own, 2, torch.float64)
+    chunked = run_segment(mixed, gates, weights, own, EPS, one, 1, 0)
+    stepped = run_segment(mixed, gates, weights, own, EPS, other, 1, 0, is_chunked=False)
+    wanted = plain(mixed, gates, weights, own)
+    assert (chunked - wanted).abs().max() < 1e-11
+    assert (stepped - wanted).abs().max() < 1e-11
+    assert (one.states[1] - other.states[1]).abs().max() < 1e-11
+    assert torch.equal(one.rings[1], other.rings[1]) or tokens < ring_length(own.conv_tokens)
+    assert one.states[0].isnan().all(), "the neighbour's state is nobody's"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 64, 100, 199])
+def test_a_prompt_that_is_cut_anywhere_has_the_same_state(cut: int) -> None:
+    """In float64 to 1e-11; in float32 to 2e-6 of the largest element."""
+    for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 2e-6)):
+        weights, (mixed, gates) = draw_weights(SMALL, dtype), draw_rows(SMALL, 200, dtype)
+        whole, parts = new_states(SMALL, 1, dtype), new_states(SMALL, 1, dtype)
+        wanted = run_segment(mixed, gates, weights, SMALL, EPS, whole, 0, 0)
+        got = [
+            run_segment(mixed[part], gates[part], weights, SMALL, EPS, parts, 0, part.start)
+            for part in (slice(0, cut), slice(cut, 200))
+        ]
+        off = (parts.states - whole.states).abs().max() / whole.states.abs().max()
+        assert off < bound
+        assert (torch.cat(got) - wanted).abs().max() < 10 * bound
+        assert torch.equal(parts.rings, whole.rings)
+
+
+def test_a_decay_that_is_left_out_and_a_share_that_is_one_are_seen() -> None:
+    """Power of the comparisons above."""
+    own, tokens = SMALL, 100
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(tokens, 4, 16, generator=generator, dtype=torch.float64) for _ in range(3)]
+    query, key, value = (one / one.norm(dim=2, keepdim=True) for one in rows)
+    decay = -torch.rand(tokens, 4, generator=generator, dtype=torch.float64)
+    share = torch.rand(tokens, 4, generator=generator, dtype=torch.float64)
+    state = torch.randn(4, 16, 16, generator=generator, dtype=torch.float64)
+    wanted = delta_rule_reference(query, key, value, decay, share, state)[0]
+    assert (chunked_delta_rule(query, key, value, decay, share, state)[0] - wanted).abs().max() < 1e-12
+    for change in ((decay * 0, share), (decay, share * 0 + 1), (decay * 1.01, share)):
+        assert (chunked_delta_rule(query, key, value, *change, state)[0] - wanted).abs().max() > 1e-4
+    assert own.key_dim == 16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("own", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, id="narrow")])
+def test_a_step_is_a_prompt_of_one_token_in_place_of_each_slots_state(
+    own: Recurrent, dtype: torch.dtype, device: str
+) -> None:
+    """Rows of a slot follow one another, of another begins a context, and some pad the batch."""
+    weights = draw_weights(own, dtype, device)
+    slots = torch.tensor([3, 3, 3, -1, 0, 2, -1], dtype=torch.int32, device=device)
+    cells = torch.tensor([9, 10, 11, 0, 0, 2, 0], device=device)
+    state_of_slot = torch.tensor([4, 0, 1, 2], dtype=torch.int32, device=device)
+    mixed, gates = draw_rows(own, len(slots), dtype, device)
+    mixed[3], gates[3] = torch.nan, torch.nan
+    held = new_states(own, 5, dtype, device)
+    for slot, length in ((3, 9), (2, 2)):
+        rows = draw_rows(own, length, dtype, device)
+        run_segment(*rows, weights, own, EPS, held, int(state_of_slot[slot]), 0)
+    other = LayerStates(held.states.clone(), held.rings.clone())
+    got = delta_step(mixed, gates, weights, own, EPS, held, state_of_slot, slots, cells)
+    wanted = delta_step_reference(mixed, gates, weights, own, EPS, other, state_of_slot, slots, cells)
+    bound = 2e-5 if dtype == torch.float32 else 2e-2
+    assert got[3].abs().max() == got[6].abs().max() == 0
+    assert ((got.float() - wanted.float()).abs() / (1 + wanted.float().abs())).max() < bound
+    for number in (1, 2, 4):
+        assert (held.states[number] - other.states[number]).abs().max() < 2e-5
+    assert torch.equal(held.rings.nan_to_num(7.0), other.rings.nan_to_num(7.0))
+    assert held.states[[0, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_behind_one_another_are_a_prompt(device: str) -> None:
+    """As many rows at once as a step may have, and one by one: a ring is never overtaken."""
+    own, dtype, tokens = SMALL, torch.float32, 40
+    weights, (mixed, gates) = draw_weights(own, dtype, device), draw_rows(own, tokens, dtype, device)
+    held, whole = new_states(own, 1, dtype, device), new_states(own, 1, dtype, device)
+    wanted = run_segment(mixed, gates, weights, own, EPS, whole, 0, 0)
+    none, got, begin = torch.zeros(1, dtype=torch.int32, device=device), [], 0
+    while begin < tokens:
+        count = min(MOST_STEP_ROWS if begin % 2 else 1, tokens - begin)
+        part = slice(begin, begin + count)
+        cells = torch.arange(begin, begin + count, device=device)
+        slots = torch.zeros(count, dtype=torch.int32, device=device)
+        got.append(delta_step(mixed[part], gates[part], weights, own, EPS, held, none, slots, cells))
+        begin += count
+    assert (torch.cat(got) - wanted).abs().max() < 5e-5
+    assert (held.states - whole.states).abs().max() < 5e-6
+
+
+def test_a_state_in_bf16_is_near_one_in_float32() -> None:
+    own, dtype, tokens = SMALL, torch.float32, 60
+    weights, (mixed, gates) = draw_weights(own, dtype), draw_rows(own, tokens, dtype)
+    held, wanted = new_states(own, 1, dtype, state=torch.bfloat16), new_states(own, 1, dtype)
+    none, slots = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for token in range(tokens):
+        row, cells = slice(token, token + 1), torch.tensor([token])
+        for one in (held, wanted):
+            delta_step(mixed[row], gates[row], weights, own, EPS, one, none, slots, cells)
+    off = (held.states.float() - wanted.states).norm() / wanted.states.norm()
+    assert 1e-4 < off < 2e-2
+
+
+def test_another_shape_is_refused_by_name() -> None:
+    weights, (mixed, gates) = draw_weights(SMALL, torch.float32), draw_rows(SMALL, 1, torch.float32)
+    slots, cells = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="delta_step: mixed is"):
+        delta_step(mixed[:, 1:], gates, weights, SMALL, EPS, new_states(SMALL, 1, torch.float32), slots, slots, cells)
+    other = replace(SMALL, value_heads=2)
+    with pytest.raises(ValueError, match="delta_step: gates is"):
+        delta_step(draw_rows(other, 1, torch.float32)[0], gates, weights, other, EPS,
+                   new_states(other, 1, torch.float32), slots, slots, cells)  # fmt: skip

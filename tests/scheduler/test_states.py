@@ -1,0 +1,157 @@
+"""Recurrent layers: a prompt goes on from a state behind its own tokens and no others, wherever one was left."""
+
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.messages import EngineRequest
+from tests.scheduler.engines import (
+    PAGE,
+    answer,
+    check_empty,
+    check_output,
+    drain,
+    make_engine,
+    make_request,
+    prompt_of,
+    text,
+)
+
+
+def serve(engine, request: EngineRequest) -> tuple[list[int], int]:
+    """Its text, and how many of its tokens were not computed."""
+    engine.submit([request])
+    deltas = drain(engine)[request.request_id]
+    check_output(request, deltas)
+    return text(deltas), deltas[0].num_cached_tokens
+
+
+def test_the_next_turn_computes_the_last_answer_and_what_is_new() -> None:
+    """A prompt leaves a state at its last block's end; an answer of less than `snapshot_tokens` leaves none."""
+    engine, _ = make_engine(num_states=4)
+    first = make_request("a", prompt_of(200), max_tokens=40)
+    said, _ = serve(engine, first)
+    second = make_request("b", first.prompt_token_ids + said + prompt_of(30, salt=2))
+    assert serve(engine, second)[1] == 200 // PAGE * PAGE
+    check_empty(engine)
+
+
+def test_a_long_answer_leaves_states_on_its_way() -> None:
+    engine, _ = make_engine(num_states=8, num_pages=200)
+    first = make_request("a", prompt_of(203), max_tokens=300)
+    said, _ = serve(engine, first)
+    whole = first.prompt_token_ids + said
+    assert serve(engine, make_request("b", whole + prompt_of(30, salt=2)))[1] >= 503 - 64 - PAGE
+    check_empty(engine)
+
+
+def test_a_prompt_whose_last_block_is_whole_leaves_a_state_in_front_of_its_last_token() -> None:
+    engine, _ = make_engine(num_states=4)
+    serve(engine, make_request("a", prompt_of(192)))
+    assert serve(engine, make_request("b", prompt_of(192)))[1] == 176
+    assert serve(engine, make_request("c", prompt_of(193)))[1] == 176
+    assert serve(engine, make_request("d", prompt_of(193)))[1] == 192
+    check_empty(engine)
+
+
+def test_choices_of_one_prompt_begin_behind_it_while_the_first_goes_on() -> None:
+    engine, runner = make_engine(num_states=6, num_pages=200)
+    answer(engine, [make_request(f"r{i}", prompt_of(150), max_tokens=90) for i in range(4)])
+    computed = [prompt.num_computed_tokens for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
+    assert computed == [150] + 3 * [150 - 144]
+    check_empty(engine)
+
+
+def test_prompts_that_part_in_the_middle_begin_there_from_the_third_one_on() -> None:
+    engine, _ = make_engine(num_states=8, num_pages=300)
+    cached = [
+        serve(engine, make_request(f"r{number}", prompt_of(160) + prompt_of(60, salt=10 + number)))[1]
+        for number in range(4)
+    ]
+    assert cached == [0, 0, 160, 160]
+    check_empty(engine)
+
+
+def test_as_many_run_as_there_are_states_and_the_others_wait() -> None:
+    engine, _ = make_engine(num_states=2, num_pages=200)
+    requests = [make_request(f"r{i}", prompt_of(50, salt=i), max_tokens=20) for i in range(5)]
+    engine.submit(requests)
+    engine.step()
+    assert engine.stats().num_waiting >= 3
+    deltas = drain(engine)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    check_empty(engine)
+
+
+def test_one_that_is_preempted_begins_again_behind_a_state_that_was_left() -> None:
+    engine, runner = make_engine(num_states=6, num_pages=24)
+    answer(engine, [make_request(f"r{i}", prompt_of(100, salt=i), max_tokens=150) for i in range(2)])
+    prompts = [prompt for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
+    assert len(prompts) > 2, "one was preempted"
+    assert all(prompt.begin >= 96 for prompt in prompts[2:])
+    check_empty(engine)
+
+
+def test_without_a_prefix_cache_nothing_is_left() -> None:
+    engine, runner = make_engine(num_states=3, prefix_cache=False)
+    for name in "ab":
+        assert serve(engine, make_request(name, prompt_of(100), max_tokens=90))[1] == 0
+    assert not any(prompt.branches for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts)
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_state_of_another_text_is_seen(is_stale: bool) -> None:
+    """Power of every test here: the runner compares the state that a prompt begins with."""
+    engine, runner = make_engine(num_states=4)
+    serve(engine, make_request("a", prompt_of(100)))
+    if is_stale:
+        for state in runner.windows.states:
+            if state:
+                state[3] += 1
+        with pytest.raises(AssertionError, match="a state is of another text"):
+            serve(engine, make_request("b", prompt_of(120)))
+    else:
+        assert serve(engine, make_request("b", prompt_of(120)))[1] == 96
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # the conversation
+        st.integers(1, 70),  # tokens of the message
+        st.integers(1, 100),  # and of the answer
+        st.integers(0, 3),  # turns that are taken back first
+        st.booleans(),  # whether it comes beside the next one
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(turns=TURNS, num_states=st.integers(1, 7), num_pages=st.integers(40, 90), is_pipelined=st.booleans())
+def test_any_turns_forks_and_evictions_give_the_text_of_a_cold_server(
+    turns: list[tuple[int, int, int, int, bool]], num_states: int, num_pages: int, is_pipelined: bool
+) -> None:
+    engine, _ = make_engine(
+        num_states=num_states, num_pages=num_pages, max_running=4, snapshot_tokens=32, is_pipelined=is_pipelined
+    )
+    histories: dict[int, list[list[int]]] = {}
+    waiting: list[tuple[EngineRequest, int]] = []
+    for number, (name, asked, answered, back, is_beside) in enumerate(turns):
+        history = histories.setdefault(name, [])
+        del history[max(0, len(history) - back) :]
+        prompt = [*chain.from_iterable(history), *prompt_of(asked, salt=number % 5)]
+        if len(prompt) + answered > num_pages * PAGE - PAGE:
+            continue
+        waiting.append((make_request(f"r{number}", prompt, max_tokens=answered), name))
+        if is_beside:
+            continue
+        deltas = answer(engine, [request for request, _ in waiting])
+        for request, of in waiting:
+            histories[of] = [request.prompt_token_ids, text(deltas[request.request_id])]
+        waiting = []
+    answer(engine, [request for request, _ in waiting])
+    check_empty(engine)

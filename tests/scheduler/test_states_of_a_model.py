@@ -1,0 +1,113 @@
+"""A model with recurrent layers behind the engine: turns, forks and preemptions give the text of a cold server."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.config import GpuConfig, ModelConfig
+from gpu.model.architecture import load_architecture
+from gpu.sampling_params import SamplingParams
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.messages import EngineRequest, pack_tokens
+from scheduler.planning.engine_memory import plan_engine
+from tests.scheduler.engines import drain, text
+from transfer.machine import probe_machine
+
+MODEL = ModelConfig(random_weights="tiny-qwen3.5")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_engine(
+    prefix_cache: bool = True, pages_gib: float = 0.3, max_running: int = 4, snapshots_gib: float | None = None,
+    snapshot_tokens: int = 64,
+) -> Engine:  # fmt: skip
+    config = EngineConfig(
+        model=MODEL,
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, snapshots_gib=snapshots_gib,
+                      snapshot_tokens=snapshot_tokens),
+        scheduler=SchedulerConfig(
+            max_running=max_running, max_context_tokens=1024, prefix_cache=prefix_cache,
+            prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
+        ),
+    )  # fmt: skip
+    plan = plan_engine(config, load_architecture(MODEL), probe_machine())
+    return load_engine(config, plan, lambda stage, fraction: None)[0]
+
+
+def ask(name: str, prompt: list[int], max_tokens: int) -> EngineRequest:
+    return EngineRequest(
+        request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=[], sampling=GREEDY,
+        attention_profile="exact", arrival_s=time.monotonic(),
+    )  # fmt: skip
+
+
+def draw(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 1000, length).tolist()
+
+
+def serve(engine: Engine, requests: list[EngineRequest]) -> list[tuple[list[int], int]]:
+    """Each one's text, and its tokens that were not computed."""
+    engine.submit(requests)
+    deltas = drain(engine)
+    return [(text(deltas[request.request_id]), deltas[request.request_id][0].num_cached_tokens) for request in requests]
+
+
+def converse(engine: Engine) -> tuple[list[list[int]], list[int]]:
+    """Two agents with one system prompt take turns; one forks, and one takes a turn back."""
+    system, texts, cached = draw(200, 0), [], []
+    histories = {name: [*system, *draw(40, 1 + number)] for number, name in enumerate("ab")}
+    for turn in range(4):
+        for number, name in enumerate("ab"):
+            told = serve(engine, [ask(f"{name}{turn}", histories[name], 90)])[0]
+            texts.append(told[0])
+            cached.append(told[1])
+            histories[name] = [*histories[name], *told[0], *draw(30, 100 + 10 * turn + number)]
+    forks = [ask(f"f{number}", [*histories["a"], *draw(5 * number, 50)], 20) for number in range(3)]
+    for told, found in serve(engine, forks):
+        texts.append(told)
+        cached.append(found)
+    told, found = serve(engine, [ask("back", [*histories["b"][:500], *draw(20, 7)], 20)])[0]
+    return [*texts, told], [*cached, found]
+
+
+def test_turns_forks_and_a_turn_taken_back_give_the_text_of_a_cold_server() -> None:
+    cold = converse(make_engine(prefix_cache=False))
+    warm = converse(make_engine(snapshots_gib=0.2))
+    assert warm[0] == cold[0]
+    assert cold[1] == [0] * 12
+    later = warm[1][4:8]
+    lengths = [200 + 40 + 120 * turn for turn in (2, 2, 3, 3)]
+    assert all(length - found <= 30 + 64 + 32 for length, found in zip(lengths, later, strict=True))
+
+
+def test_few_states_and_few_pages_change_no_text() -> None:
+    cold = converse(make_engine(prefix_cache=False))
+    for engine in (make_engine(snapshots_gib=0.0, max_running=2), make_engine(pages_gib=0.02, max_running=3)):
+        assert converse(engine)[0] == cold[0]
+
+
+def test_a_state_that_is_stale_gives_another_text() -> None:
+    """Power: what is kept is changed under the engine's feet."""
+    engine, cold = make_engine(), make_engine(prefix_cache=False)
+    first, second = ask("a", draw(300, 3), 4), ask("b", [*draw(300, 3), *draw(3, 4)], 30)
+    serve(engine, [first])
+    states = engine._runner.pool.states
+    assert states is not None
+    with torch.inference_mode():
+        states.arenas[0].mul_(-1.0)
+    told, found = serve(engine, [second])[0]
+    assert found == 288
+    assert told != serve(cold, [ask("b", second.prompt_token_ids, 30)])[0][0]
+
+
+@pytest.mark.parametrize("pages_gib", [0.3, 0.02])
+def test_many_at_once_are_each_served_as_alone(pages_gib: float) -> None:
+    requests = [ask(f"r{number}", draw(20 + 37 * number, number), 60) for number in range(6)]
+    cold = make_engine(prefix_cache=False, max_running=1)
+    alone = [serve(cold, [request])[0][0] for request in requests]
+    together = serve(make_engine(pages_gib=pages_gib), requests)
+    assert [told for told, _ in together] == alone
