@@ -104,12 +104,12 @@ class GpuConfig(Settings):
         description="windows of layers that keep no more, of `kv_cache_gib`; default: two a running sequence, "
         "in half of what there is",
     )
-    snapshots_gib: float | None = Field(
+    states_gib: float | None = Field(
         None,
-        ge=0,
-        description="states of recurrent layers that are kept where prompts ended, beside one for each running "
-        "sequence: prompts that begin alike go on from there. Default: as many as there are running sequences, in half "
-        "of what there is",
+        gt=0,
+        description="states of recurrent layers, of `kv_cache_gib`: one for each running sequence, and snapshots where "
+        "prompts ended, from which those that begin alike go on; default: two a running sequence, in half of what "
+        "there is",
     )
     snapshot_tokens: int = Field(
         2048,

@@ -13,10 +13,9 @@ from torch import Tensor
 from gpu.kv.states import States
 from gpu.layers.projections import Projections
 from gpu.model.spec import Architecture
-from gpu.operations.recurrent.delta_net import run_segment
+from gpu.operations.recurrent.delta_net import RecurrentWeights, run_segment
 from gpu.operations.recurrent.delta_step import delta_step
 from gpu.step import WindowBranch
-from gpu.weights.weights import RecurrentWeights
 
 
 @dataclass(frozen=True, slots=True)

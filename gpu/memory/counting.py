@@ -136,9 +136,8 @@ def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
     left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
     if gpu.kv_cache_gib is not None:
         left = min(left, int(gpu.kv_cache_gib * GIB))
-    if gpu.snapshots_gib is not None and demand.shape.recurrent is not None:
-        asked = demand.max_running + int(gpu.snapshots_gib * GIB) // demand.window_bytes
-        return replace(demand, num_windows=asked)
+    if gpu.states_gib is not None and demand.shape.recurrent is not None:
+        return replace(demand, num_windows=max(1, int(gpu.states_gib * GIB) // demand.window_bytes))
     share = WINDOW_SHARE if demand.kv_token_bytes else ONLY_WINDOWS_SHARE
     count = max(1, int(max(0, left) * share) // demand.window_bytes)
     return replace(demand, num_windows=min(count, WINDOWS_PER_SEQUENCE * demand.max_running))

@@ -231,7 +231,7 @@ def plan_memory(
         budget = _host_budget(gpu, host, fixed, demand, left, max_hidden_tokens, machine, window_bytes)
         shares, notes = _share_with_host(demand, budget, max_context_tokens)
     if demand.window_layers and demand.num_windows < max_running:
-        what, key = ("windows", "gpu.kv_windows says") if window_pages else ("states", "gpu.memory_limit_gib decides")
+        what, key = ("windows", "gpu.kv_windows says") if window_pages else ("states", "gpu.states_gib says")
         notes = (
             *notes,
             f"there are {what} for {demand.num_windows} sequences, scheduler.max_running is {max_running}: the others "

@@ -16,6 +16,7 @@ from gpu.model.matrix_format import BITS, MatrixFormat, num_words
 from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
 from gpu.model.spec import Architecture, Experts, LayerSpec, Recurrent
 from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.operations.recurrent.delta_net import RecurrentWeights
 from gpu.weights.host_experts import HostExperts, in_host_memory
 from gpu.weights.humming_matrix import HummingMatrix
 from gpu.weights.matrix import Held, as_matrix
@@ -61,20 +62,6 @@ class InputWeights:
 
     table: Tensor
     projection: Tensor
-    norm: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentWeights:
-    """What a recurrent layer has beside its two matrices. gates `[2 * value_heads, hidden]`: what a token writes of its
-    own, and how much of the state goes; conv `[conv_width, 1, conv_tokens]`, the last column for the token itself;
-    decay, time_bias float32 `[value_heads]`; norm `[value_dim]`.
-    """
-
-    gates: Tensor
-    conv: Tensor
-    decay: Tensor
-    time_bias: Tensor
     norm: Tensor
 
 

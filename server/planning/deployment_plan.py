@@ -66,10 +66,9 @@ def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
     return architecture, () if note is None else (f"{model.path.name}: {note}",)
 
 
-def _snapshots_gib(memory: MemoryPlan, max_running: int) -> float | None:
-    """Return the budget that gives the plan's number of states; None: what there is decides."""
-    more = memory.num_windows - max_running
-    return None if memory.snapshot_tokens is None or more < 0 else (more + 0.5) * memory.window_bytes / GIB
+def _states_gib(memory: MemoryPlan) -> float | None:
+    """Return the budget that gives the plan's number of states; None: the model has none."""
+    return None if memory.snapshot_tokens is None else (memory.num_windows + 0.5) * memory.window_bytes / GIB
 
 
 def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPlan:
@@ -88,7 +87,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
             "memory_limit_gib": memory.limit_bytes[place] / GIB,
             "kv_cache_gib": memory.kv_bytes / GIB,
             "kv_windows": memory.num_windows if memory.window_pages else None,
-            "snapshots_gib": _snapshots_gib(memory, scheduler.max_running),
+            "states_gib": _states_gib(memory),
             "experts_gib": None
             if memory.experts_on_card is None
             else find_expert_shares(architecture, memory).card_gib,

@@ -84,13 +84,13 @@ from gpu.operations.linear.plain_linear import linear, logits_linear, norm_gate_
 from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel
 from gpu.operations.race import race
-from gpu.operations.recurrent.delta_net import LayerStates
+from gpu.operations.recurrent.delta_net import LayerStates, RecurrentWeights
 from gpu.operations.recurrent.delta_step import delta_step
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.sinks import add_sinks
 from gpu.operations.swiglu import swiglu
 from gpu.predictor.predict import PackedNetwork, predict_blocks
-from gpu.weights.weights import BesideWeights, ExpertWeights, RecurrentWeights, allocate_packed
+from gpu.weights.weights import BesideWeights, ExpertWeights, allocate_packed
 from transfer.allocation import dtype_name
 from transfer.arrays import ArraySpec
 from transfer.exchange import new_slot

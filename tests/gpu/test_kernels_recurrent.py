@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from gpu.model.spec import Recurrent
-from gpu.operations.recurrent.delta_net import LayerStates, run_segment
+from gpu.operations.recurrent.delta_net import LayerStates, RecurrentWeights, run_segment
 from gpu.operations.recurrent.delta_rule import chunked_delta_rule, delta_rule_reference
 from gpu.operations.recurrent.delta_step import delta_step, delta_step_reference
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS, ring_length
-from gpu.weights.weights import RecurrentWeights
 from tests.gpu.kernel_oracles import DEVICES
 
 EPS = 1e-6

@@ -31,10 +31,12 @@ from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.hyperplanes import draw_projections
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape, read_architecture
 from gpu.operations.decode_attention.split_rows import most_rows, num_rows
+from gpu.operations.recurrent.state_arrays import state_arrays
 from gpu.page_layout import PageLayout
 from gpu.profiles import find_kept, resolve_profiles
 from tests.gpu.cpu_decoder import cpu_decoder
 from tests.reference_tier import ReferenceTier
+from transfer.arrays import sum_bytes
 from transfer.copies import Streams
 from transfer.exchange import new_slot
 from transfer.host_config import DocumentsConfig, HostConfig, SampledConfig
@@ -122,7 +124,12 @@ def test_a_plan_fits_its_limits_and_holds_its_longest_context_or_is_refused_in_o
     page_bytes = token_bytes * (num_layers - len(plan.window_layers)) * page_tokens
     assert find_bytes(plan, "KV pages") == plan.num_pages * page_bytes
     longest = max((spec.window_tokens or 0 for spec in named_shape(shape).layers), default=0)
-    if plan.num_windows:
+    own_state = named_shape(shape).recurrent
+    if own_state is not None:
+        state = sum_bytes(state_arrays(own_state, 1, plan.dtype_bytes, 4).values())
+        assert plan.window_bytes == len(plan.window_layers) * state
+        assert find_bytes(plan, "recurrent states") == plan.num_windows * plan.window_bytes > 0
+    elif plan.num_windows:
         assert plan.window_pages * page_tokens >= longest + plan.spare_window_tokens
         assert plan.window_bytes == len(plan.window_layers) * plan.window_pages * page_tokens * own_bytes
         assert find_bytes(plan, "KV windows") == plan.num_windows * plan.window_bytes
@@ -402,7 +409,13 @@ def test_a_plan_with_host_memory_holds_its_longest_context_or_is_refused_in_one_
     again = make_plan(
         named_shape(shape),
         with_memory(machine, host_gib),
-        gpu.model_copy(update={"kv_cache_gib": plan.kv_bytes / GIB, "kv_windows": plan.num_windows or None}),
+        gpu.model_copy(
+            update={
+                "kv_cache_gib": plan.kv_bytes / GIB,
+                "kv_windows": plan.num_windows if plan.window_pages else None,
+                "states_gib": (plan.num_windows + 0.5) * plan.window_bytes / GIB or None,
+            }
+        ),
         plan.max_context_tokens,
         plan.max_hidden_tokens,
         running,

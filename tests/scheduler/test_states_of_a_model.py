@@ -22,12 +22,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def make_engine(
-    prefix_cache: bool = True, pages_gib: float = 0.3, max_running: int = 4, snapshots_gib: float | None = None,
+    prefix_cache: bool = True, pages_gib: float = 0.3, max_running: int = 4, states_gib: float | None = None,
     snapshot_tokens: int = 64,
 ) -> Engine:  # fmt: skip
     config = EngineConfig(
         model=MODEL,
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, snapshots_gib=snapshots_gib,
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, states_gib=states_gib,
                       snapshot_tokens=snapshot_tokens),
         scheduler=SchedulerConfig(
             max_running=max_running, max_context_tokens=1024, prefix_cache=prefix_cache,
@@ -76,7 +76,7 @@ def converse(engine: Engine) -> tuple[list[list[int]], list[int]]:
 
 def test_turns_forks_and_a_turn_taken_back_give_the_text_of_a_cold_server() -> None:
     cold = converse(make_engine(prefix_cache=False))
-    warm = converse(make_engine(snapshots_gib=0.2))
+    warm = converse(make_engine(states_gib=0.02))
     assert warm[0] == cold[0]
     assert cold[1] == [0] * 12
     later = warm[1][4:8]
@@ -86,7 +86,7 @@ def test_turns_forks_and_a_turn_taken_back_give_the_text_of_a_cold_server() -> N
 
 def test_few_states_and_few_pages_change_no_text() -> None:
     cold = converse(make_engine(prefix_cache=False))
-    for engine in (make_engine(snapshots_gib=0.0, max_running=2), make_engine(pages_gib=0.02, max_running=3)):
+    for engine in (make_engine(states_gib=0.0007, max_running=2), make_engine(pages_gib=0.02, max_running=3)):
         assert converse(engine)[0] == cold[0]
 
 

@@ -20,9 +20,22 @@ from torch import Tensor
 from gpu.model.spec import Recurrent
 from gpu.operations.recurrent.delta_rule import chunked_delta_rule, delta_rule_reference
 from gpu.operations.recurrent.state_arrays import SEGMENT_TOKENS
-from gpu.weights.weights import RecurrentWeights
 
 HEAD_EPS = 1e-6  # of the norms of queries and keys
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """What a recurrent layer has beside its two matrices. gates `[2 * value_heads, hidden]`: what a token writes of its
+    own, and how much of the state goes; conv `[conv_width, 1, conv_tokens]`, the last column for the token itself;
+    decay, time_bias float32 `[value_heads]`; norm `[value_dim]`.
+    """
+
+    gates: Tensor
+    conv: Tensor
+    decay: Tensor
+    time_bias: Tensor
+    norm: Tensor
 
 
 @dataclass(frozen=True, slots=True)

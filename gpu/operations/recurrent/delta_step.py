@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gpu.model.spec import Recurrent
 from gpu.operations.arguments import check, runs_on_triton
-from gpu.operations.recurrent.delta_net import HEAD_EPS, LayerStates, run_segment
+from gpu.operations.recurrent.delta_net import HEAD_EPS, LayerStates, RecurrentWeights, run_segment
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
-from gpu.weights.weights import RecurrentWeights
 
 
 def delta_step_reference(

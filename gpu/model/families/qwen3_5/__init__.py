@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+HARMLESS = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 SKIPPED = (*MTP, "model.visual.", "visual.")
 
 
@@ -53,6 +54,7 @@ FAMILY = Family(
         "num_key_value_heads": 4,
         "vocab_size": 248_320,
     },
+    harmless=HARMLESS,
     unwrap=unwrap_text,
     prefixes=PREFIXES,
     skipped=SKIPPED,

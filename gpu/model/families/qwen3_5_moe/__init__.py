@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.experts_config import parse_experts
-from gpu.model.families.qwen3_5 import PREFIXES, SKIPPED, unwrap_text
+from gpu.model.families.qwen3_5 import HARMLESS, PREFIXES, SKIPPED, unwrap_text
 from gpu.model.families.qwen3_5_moe.shapes import SHAPES
 from gpu.model.families.qwen3_next import HYBRID_DEFAULTS, RECURRENT_TENSORS, SHARED_TENSORS, parse_hybrid
 from gpu.model.family import EXPERT_TENSORS, LAYER_TENSORS, QK_NORMS, Family
@@ -44,7 +44,7 @@ FAMILY = Family(
         "shared_expert_intermediate_size": 512,
         "vocab_size": 248_320,
     },
-    harmless=frozenset({"output_router_logits", "router_aux_loss_coef"}),
+    harmless=HARMLESS | {"output_router_logits", "router_aux_loss_coef"},
     unwrap=unwrap_text,
     prefixes=PREFIXES,
     skipped=SKIPPED,
