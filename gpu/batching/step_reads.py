@@ -22,7 +22,7 @@ class StepReads:
         self._is_packed = is_packed
         self._num_offloaded_layers = num_offloaded_layers
         self._layer_token_bytes = 2 * architecture.num_kv_heads * row_bytes(kv, architecture.dim)
-        heads = ((spec.window_tokens, architecture.heads_of(spec)) for spec in architecture.layers)
+        heads = ((spec.seen_tokens, architecture.heads_of(spec)) for spec in architecture.layers)
         self._windows = Counter((window, 2 * own.count * row_bytes(kv, own.dim)) for window, own in heads)
         self._weights: dict[int, int] = {}  # bytes, by rows
 

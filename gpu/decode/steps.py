@@ -18,6 +18,7 @@ and on the CPU device; such requests have slots of their own, one a lane, and th
 fetch experts.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,8 @@ from gpu.upload import upload
 from transfer.copies import PASSED, Event
 from transfer.expert_exchange import ROWS, ExpertRequests
 from transfer.host_tier import Answered, Attention, ContextRead, HostTier, Loan
+
+log = logging.getLogger(__name__)
 
 NOTHING = ContextRead(None, 0)
 LAUNCHES_BLOCK = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
@@ -483,6 +486,8 @@ def _compiled_step(loop: LayerLoop) -> CpuStep | None:
     if loop.checks_coverage or not all(method.needs_host_reads or method.reuses for method in loop.methods):
         return None
     architecture, weights = loop.decoder.architecture, loop.decoder.weights
+    if architecture.recurrent is not None and weights.embedding.device.type == "cpu":
+        log.info("decode event=not_compiled reason='recurrent layers are computed layer by layer on the CPU'")
     has_code = all(multiplies(matrix) for matrix in weights.matrices if isinstance(matrix, Packed))
     is_plain = has_code and not loop.decoder.pool.has_codes
     is_served = is_plain and serves(architecture, weights.embedding.dtype, weights.embedding.device)

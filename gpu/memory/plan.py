@@ -323,7 +323,7 @@ def _share_with_host(
     tier = _present(demand.host)
     spare = shares.num_pages - tier.running_tokens(shares.context) // demand.page_tokens
     in_pages = spare * tier.dense_per_block * demand.page_tokens
-    if tier.dense_layers and in_pages < shares.host_tokens:
+    if tier.dense_per_block and in_pages < shares.host_tokens:
         notes.append(
             f"host memory has room for {shares.host_tokens:,} tokens, the dense layers' pages for {in_pages:,}: with "
             "fewer of host.dense_layers, more of it is used"
@@ -374,8 +374,8 @@ def _present(host: HostDemand | None) -> HostDemand:
 def _kv_items(demand: Demand, shares: HostShares) -> tuple[MemoryItem, ...]:
     page_tokens, host = demand.page_tokens, demand.host
     note = f"{shares.num_pages:,} pages of {page_tokens} tokens, {shares.num_pages * page_tokens:,} tokens in all"
-    if host is not None and host.dense_layers:
-        layers = ", ".join(map(str, host.dense_layers))
+    if host is not None and host.dense_per_block:
+        layers = ", ".join(str(layer) for layer in host.dense_layers if layer not in host.window_layers)
         note += f", or of released tokens' layers {layers} {host.dense_per_block} times as many"
     pages = MemoryItem("KV pages", demand.place, shares.num_pages * demand.page_bytes, note)
     if host is None:

@@ -40,7 +40,7 @@ def check_documents(shape: Architecture) -> None:
     """
     why = None
     if shape.recurrent is not None:
-        why = "what recurrent layers keep of a chunk depends on all that stands in front of it"
+        why = "layers are recurrent, and what they keep of a chunk depends on all that stands in front of it"
     elif shape.has_own_window_heads:
         why = "layers with a window have KV heads of their own"
     elif shape.kept_layers:

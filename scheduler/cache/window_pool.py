@@ -109,9 +109,8 @@ class Windows:
         ends = {num_seen_blocks}
         if self.snapshot_tokens is not None:
             sequence.snapshot_cell = sequence.num_tokens
-            ends.add(
-                min((sequence.num_tokens - 1) // self._page_tokens, sequence.num_final_blocks, len(sequence.hashes))
-            )
+            last = (sequence.run_end or sequence.num_tokens - 1) // self._page_tokens  # offloaded, others find its run
+            ends.add(min(last, sequence.num_final_blocks, len(sequence.hashes)))
         for end in sorted(ends):
             if end > num_blocks and self._keeps:
                 self._branch(sequence, source, num_blocks, end)

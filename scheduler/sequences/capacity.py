@@ -141,8 +141,8 @@ class Capacity:
     num_rings: Mapping[PartId, int] = field(default_factory=dict)
     num_windows: int = 0
     spare_window_tokens: int = 0
-    snapshot_tokens: int | None = None
     ring_pages: Mapping[PartId, int] = field(default_factory=dict)
+    snapshot_tokens: int | None = None
 
     def longest_tokens(self, profile: Profile) -> int:
         """Return the longest prompt and output that a request can have when nothing else runs."""
@@ -202,8 +202,8 @@ def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
         plan.num_rings,
         plan.num_windows,
         plan.spare_window_tokens,
-        plan.snapshot_tokens,
         plan.num_ring_pages,
+        plan.snapshot_tokens,
     )
 
 

@@ -29,9 +29,10 @@ from transfer.host_config import HostConfig
 from transfer.host_tier import HostTier
 from transfer.reading import Reading
 
-# heads of 128, 64, 256, 8, 64, 64, 64 and 96; 8, 16, 2, 7, 4, 4, 2 and 2 to a KV head
+# heads of 128, 64, 256, 8, 64, 64, 64, 32 and 96; 8, 16, 2, 7, 4, 4, 2, 2 and 2 to a KV head
 LAYERS = {"qwen3": 3, "glm4": 3, "gemma3": 6, "qwen2": 3, "qwen3_moe": 3,
-          "gpt_oss": 4, "gemma4": 6, "gemma4 with inputs": 8, "phi3": 3}  # fmt: skip
+          "gpt_oss": 4, "gemma4": 6, "gemma4 with inputs": 8, "qwen3_5": 4, "qwen3_next": 4,
+          "phi3": 3}  # fmt: skip
 # Where all layers have the same heads, so that the oracle may have all of them in pages.
 ALIKE = {"gemma4": {"head_dim": 64, "global_head_dim": 64, "num_key_value_heads": 1},
          "gemma4 with inputs": {"head_dim": 64, "global_head_dim": 64}}  # fmt: skip
@@ -52,7 +53,7 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
         "NUM_HEADS": shape.num_heads,
         "DIM": shape.dim,
         "NUM_KV_HEADS": shape.num_kv_heads,
-        "WINDOW_LAYERS": shape.window_layers,
+        "WINDOW_LAYERS": shape.layers_apart,
         "shallow_model": lambda _: SimpleNamespace(name=str(known.folder)),
     }
     for key, value in replaced.items():
@@ -161,5 +162,8 @@ def test_layers_with_a_window_stay_and_a_model_of_nothing_else_has_nothing_to_se
     assert keep_as_set(HostConfig(dense_layers=()), gemma).dense_layers == gemma.window_layers
     page_tokens = GpuConfig().page_tokens
     assert resolve_host(HostConfig(), kept, gemma, page_tokens, 2, 8).tier_shape.layers == (5, 11, 23, 29)
+    hybrid = named_shape("qwen3.5-9b")
+    kept = keep_as_set(HostConfig(), hybrid)
+    assert resolve_host(HostConfig(), kept, hybrid, page_tokens, 2, 8).tier_shape.layers == tuple(range(3, 32, 4))
     with pytest.raises(PlanError, match="all 32 layers stay on the device, 32 since they have a window, so nothing"):
         resolve_host(HostConfig(), keep_as_set(HostConfig(), mistral), mistral, page_tokens, 2, 8)

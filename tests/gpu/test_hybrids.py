@@ -5,6 +5,9 @@ import pytest
 import torch
 
 from gpu.model.architecture import ModelError, parse_architecture, read_architecture
+from gpu.model.spec import Recurrent
+from gpu.operations.recurrent.delta_net import run_segment
+from gpu.operations.recurrent.state_arrays import segment_bytes
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import (
@@ -28,6 +31,8 @@ from tests.gpu.family_checkpoints import (
     load,
 )
 from tests.gpu.test_families import off
+from tests.gpu.test_kernels_recurrent import draw_weights, new_states
+from tests.scheduler.test_states_of_a_model import converse, make_engine
 from tests.tolerances import FAMILY_LOGITS
 
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
@@ -137,3 +142,39 @@ def test_what_the_families_leave_out_is_said_and_sections_of_text_change_nothing
 def test_layers_that_are_not_computed_are_refused_by_name(change: dict, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         parse_architecture(SIZES | CONFIGS["qwen3_5"] | change, "test", "config.json")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3-next", "tiny-qwen3.5-moe"])
+def test_an_engine_with_graphs_gives_the_text_of_the_cpu_with_snapshots_and_without(name: str) -> None:
+    """In float32: turns, forks and a turn taken back, through captured steps and states that are copied."""
+    cold = converse(make_engine(prefix_cache=False, name=name))
+    for prefix_cache in (False, True):
+        engine = make_engine(prefix_cache=prefix_cache, name=name, device="cuda")
+        texts, cached = converse(engine)
+        same = [got == wanted for got, wanted in zip(texts, cold[0], strict=True)]
+        assert sum(same) >= len(same) - 1, "but for one near-tie"
+        assert any(cached) is prefix_cache
+        engine.shutdown()
+
+
+@pytest.mark.gpu
+def test_a_long_prompts_layers_take_no_more_memory_than_a_short_ones() -> None:
+    """Of one recurrent layer: what is allocated on the way, beside the rows that go in and come out."""
+    own, dtype, peaks = Recurrent(16, 48, 128, 128, 4), torch.bfloat16, []
+    weights = draw_weights(own, dtype, "cuda")
+    held = new_states(own, 1, dtype, "cuda")
+    for tokens in (4096, 32_768):
+        mixed, gates = (torch.randn(tokens, width, dtype=dtype, device="cuda")
+                        for width in (own.conv_width + own.value_width, 2 * own.value_heads))  # fmt: skip
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for begin in range(0, tokens, 2048):
+            part = slice(begin, begin + 2048)
+            run_segment(mixed[part], gates[part], weights, own, 1e-6, held, 0, begin)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert not held.states.isnan().any()
+    assert peaks[1] <= 1.05 * peaks[0]
+    print("PEAK", peaks, segment_bytes(own, 2048))
+    assert peaks[0] <= segment_bytes(own, 2048) + 2 * 2048 * own.value_width * 2

@@ -17,7 +17,7 @@ from gpu.operations.arguments import INTERPRETED
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "offload_rows", "exchange", "merge", "gather", "momo",
            "mac", "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
-           "far_experts", "expert_request", "indexed", "indexed_errors")  # fmt: skip
+           "far_experts", "expert_request", "indexed", "indexed_errors", "recurrent")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py",
          "lab/tests/test_predicted_decode.py"]  # fmt: skip
@@ -58,6 +58,7 @@ SELECTED = " or ".join(
         "(test_kernels_expert_request and not cuda and not bfloat16)",
         "(test_kernels_fused and cpu and float32 and not shape3)",
         "(test_kernels_merge and cpu and float32 and not shape2)",
+        "(test_kernels_recurrent and (steps_behind or (of_one_token and dtype0)) and not cuda and not own2)",
         "(test_kernels_experts and cpu-float32 and weighed and (odd-rows-3 or odd-tiles-40 or many-tiles-2))",
         "(test_kernels_experts and cpu-float32 and weighed and all-rows-1)",
         "(test_kernels_experts and cpu-float32 and weighed and (odd-few-3 or many-few-16))",

@@ -51,7 +51,7 @@ def make_engine(
         token_gap_target_ms=token_gap_target_ms,
         jump_forward=jump_forward,
     )
-    kept = (num_states, 0, snapshot_tokens) if num_states else (num_windows, SPARE)
+    kept = (num_states, 0, {}, snapshot_tokens) if num_states else (num_windows, SPARE)
     capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, *kept)
     device = Device(page_memory=page_memory, window_memory=window_memory)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, device)

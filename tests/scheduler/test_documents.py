@@ -719,7 +719,9 @@ def off(some: dict[int, float], others: dict[int, float]) -> float:
     return max(abs(some[token] - others.get(token, -99.0)) for token in list(some)[:5])
 
 
-REFUSED = {"tiny-gemma4": "KV heads of their own", "tiny-gemma4-shared": "keys and values of earlier ones"}
+STATES = "depends on all that stands in front of it"
+REFUSED = {"tiny-gemma4": "KV heads of their own", "tiny-gemma4-shared": "keys and values of earlier ones",
+           "tiny-qwen3-next": STATES, "tiny-qwen3.5": STATES, "tiny-qwen3.5-moe": STATES}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED_SHAPES if name.startswith("tiny") and name not in REFUSED])

@@ -17,24 +17,24 @@ from scheduler.planning.engine_memory import plan_engine
 from tests.scheduler.engines import drain, text
 from transfer.machine import probe_machine
 
-MODEL = ModelConfig(random_weights="tiny-qwen3.5")
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def make_engine(
     prefix_cache: bool = True, pages_gib: float = 0.3, max_running: int = 4, states_gib: float | None = None,
-    snapshot_tokens: int = 64,
+    snapshot_tokens: int = 64, name: str = "tiny-qwen3.5", device: str = "cpu",
 ) -> Engine:  # fmt: skip
+    model = ModelConfig(random_weights=name)
     config = EngineConfig(
-        model=MODEL,
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, states_gib=states_gib,
+        model=model,
+        gpu=GpuConfig(device=device, dtype="float32", kv_cache_gib=pages_gib, threads=1, states_gib=states_gib,
                       snapshot_tokens=snapshot_tokens),
         scheduler=SchedulerConfig(
             max_running=max_running, max_context_tokens=1024, prefix_cache=prefix_cache,
             prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
         ),
     )  # fmt: skip
-    plan = plan_engine(config, load_architecture(MODEL), probe_machine())
+    plan = plan_engine(config, load_architecture(model), probe_machine())
     return load_engine(config, plan, lambda stage, fraction: None)[0]
 
 

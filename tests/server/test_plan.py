@@ -23,7 +23,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 PAIRS = [("laptop", "laptop"), ("reference", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"),
          ("rtx4090-30b-a3b", "rtx4090"), ("a100", "a100-80g"), ("gpt-oss-20b-16g", "rtx4090"),
          ("gpt-oss-20b-24g", "rtx4090"), ("gpt-oss-120b", "rtx4090"),
-         ("gemma-4-26b-a4b-24g", "rtx4090")]  # fmt: skip
+         ("gemma-4-26b-a4b-24g", "rtx4090"), ("qwen3.5-27b-24g", "rtx4090"),
+         ("qwen3.5-35b-a3b-24g", "rtx4090")]  # fmt: skip
 
 
 def plan_recorded(config: str, machine: str) -> ResolvedPlan:
@@ -324,6 +325,32 @@ def test_a_gemma4s_contexts_and_documents_are_kept_where_they_can_be_or_refused_
     ):
         with pytest.raises(PlanError, match=words):
             resolve_plan(Deployment.model_validate(deployment | beside), machine)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "kib", "mib", "states"),
+    [("qwen3.5-27b-24g", 15.5, 33, 152, 4), ("qwen3.5-35b-a3b-24g", 17.9, 10, 64, 8)],
+)
+def test_hybrids_in_4_bits_hold_what_their_files_say(
+    name: str, weights: float, kib: int, mib: int, states: int
+) -> None:
+    plan, said = plan_recorded(name, "rtx4090").memory, (DEPLOY / f"{name}.yaml").read_text()
+    took = {item.name: item.bytes for item in plan.items}
+    assert f"Weights take {weights} GiB" in said
+    assert round(took["weights"] / GIB, 1) == weights
+    assert f"A token takes {kib} KiB" in said
+    assert round(took["KV pages"] / (plan.num_pages * plan.page_tokens) / 1024) == kib
+    assert f"a state of {mib} MiB" in " ".join(said.replace("#", "").split())
+    assert round(plan.window_bytes / 2**20) == mib
+    assert plan.num_windows == states
+    assert took["recurrent states"] == states * plan.window_bytes
+
+
+def test_documents_of_a_model_with_states_are_refused_by_name() -> None:
+    deployment = load_deployment(DEPLOY / "qwen3.5-27b-24g.yaml").model_dump(mode="json")
+    machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
+    with pytest.raises(PlanError, match="documents: layers are recurrent, and what they keep of a chunk"):
+        resolve_plan(Deployment.model_validate(deployment | {"documents": {"folder": "chunks"}}), machine)
 
 
 def test_a_mixture_in_mxfp4_has_most_experts_in_host_memory_and_the_cpu_computes_them() -> None:
