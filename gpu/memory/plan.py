@@ -38,7 +38,7 @@ from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
 from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
-from gpu.page_layout import KvFormat
+from gpu.page_layout import KvFormat, page_table
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.step import PartId
 from gpu.weights.expert_shares import PINNED_SHARE
@@ -397,7 +397,7 @@ def _resolve_context(
     if asked is not None:
         return asked, ()
     longest = demand.shape.max_context_tokens
-    fixed_hidden = (hidden_tokens or 0) * demand.hidden_token_bytes
+    fixed_hidden = (hidden_tokens or 0) * demand.hidden_token_bytes + page_table(demand.max_running, 1).num_bytes
     per_token = demand.context_token_bytes(1 if hidden_tokens is None else 0)
     fits = int((left - fixed_hidden) / per_token)
     in_budget = budget // demand.kv_token_bytes if demand.kv_token_bytes else fits
