@@ -26,10 +26,16 @@ class _Details(msgspec.Struct):
     recomputed_tokens: int | None = None
 
 
+class _AnswerDetails(msgspec.Struct):
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _AnswerDetails | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -217,6 +223,9 @@ def _read_usage(usage: _Usage, record: RequestRecord) -> None:
         record.cached_tokens = usage.prompt_tokens_details.cached_tokens
         record.reused_tokens = usage.prompt_tokens_details.reused_tokens
         record.recomputed_tokens = usage.prompt_tokens_details.recomputed_tokens
+    if usage.completion_tokens_details is not None:
+        record.accepted_tokens = usage.completion_tokens_details.accepted_prediction_tokens
+        record.rejected_tokens = usage.completion_tokens_details.rejected_prediction_tokens
 
 
 def _fail(record: RequestRecord, reason: str) -> None:

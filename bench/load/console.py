@@ -98,6 +98,9 @@ def list_facts(summary: Summary) -> list[tuple[str, str]]:
     if summary.reused_share is not None:
         reused = f"{summary.reused_share:.1%}, and {summary.recomputed_share or 0:.1%} computed again"
         facts.insert(5, ("prompt tokens from documents' store", reused))
+    if summary.accepted_tokens or summary.rejected_tokens:
+        proposed = summary.accepted_tokens + summary.rejected_tokens
+        facts.insert(5, ("drafted tokens, and those drawn", f"{proposed:,}, {summary.accepted_tokens:,}"))
     if summary.goodput_rate is not None:
         limits = ", ".join(f"{key} {limit:g} ms" for key, limit in summary.slo.items())
         goodput = f"{summary.goodput_rate:.2f} per second, {summary.goodput_share or 0:.1%} of all ({limits})"

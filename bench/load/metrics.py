@@ -36,7 +36,8 @@ class Summary:
     ttft, e2el: from when the request was due; later_ttft: of a conversation's turns but its first. tpot: mean per token
     after the first. itl: gaps between chunks of output. send_lag: how late the client sent. cached, reused, recomputed:
     of prompt tokens, those that were in the prefix cache, and those of documents whose keys and values were stored and
-    used, or stored and computed again. goodput_*: completed requests within every limit, over the run and over all due.
+    used, or stored and computed again. accepted_tokens, rejected_tokens: of drafts. goodput_*: completed requests
+    within every limit, over the run and over all due.
     """
 
     wall_s: float
@@ -59,6 +60,8 @@ class Summary:
     cached_share: float | None
     reused_share: float | None
     recomputed_share: float | None
+    accepted_tokens: int
+    rejected_tokens: int
     output_sources: dict[str, int]
     tokens_per_chunk: float
     num_chunk_mismatches: int
@@ -127,6 +130,8 @@ def summarise(
         cached_share=_share_of_prompts(done, "cached_tokens"),
         reused_share=_share_of_prompts(done, "reused_tokens"),
         recomputed_share=_share_of_prompts(done, "recomputed_tokens"),
+        accepted_tokens=sum(record.accepted_tokens or 0 for record in done),
+        rejected_tokens=sum(record.rejected_tokens or 0 for record in done),
         output_sources=dict(Counter(record.output_source for record in done)),
         tokens_per_chunk=output_tokens / num_chunks if num_chunks else float("nan"),
         num_chunk_mismatches=sum(record.output_tokens != len(record.chunk_times_s) for record in done),

@@ -36,6 +36,8 @@ class RequestRecord:
     cached_tokens: int | None = None
     reused_tokens: int | None = None
     recomputed_tokens: int | None = None
+    accepted_tokens: int | None = None
+    rejected_tokens: int | None = None
     output_tokens: int = 0
     output_source: str = "chunks"
     finish_reason: str | None = None

@@ -61,7 +61,14 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     if config.host is not None:
         plan = replace(plan, own_windows=_own_windows(profiles, config.host, architecture, plan))
         notes = _say_kept(profiles, config.host, architecture, plan)
-    return replace(plan, notes=(*plan.notes, *notes, *([] if said is None else [said])))
+    notes += [] if said is None else [said]
+    most_drafted = max((one.draft.most_tokens for one in profiles if one.draft is not None), default=0)
+    if most_drafted >= max_running:
+        notes.append(
+            f"drafts: a step has up to {max_running} rows, scheduler.max_running, so it drafts up to {max_running - 1} "
+            f"tokens and not {most_drafted}; raise it to {most_drafted + 1}"
+        )
+    return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _choose_sizes(scheduler: SchedulerConfig, share_out: Callable[..., MemoryPlan]) -> PlannedSizes:

@@ -161,9 +161,10 @@ def describe_answer(usage: dict[str, Any], first_s: float | None, seconds: float
     told = []
     if usage:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        drafted = (usage.get("completion_tokens_details") or {}).get("accepted_prediction_tokens") or 0
         told = [
             f"{usage['prompt_tokens']:,} tokens read ({cached:,} of them kept from before)",
-            f"{usage['completion_tokens']:,} written",
+            f"{usage['completion_tokens']:,} written" + (f" ({drafted:,} of them drafted)" if drafted else ""),
         ]
     if first_s is not None:
         told.append(f"{first_s:.1f} s to the first")

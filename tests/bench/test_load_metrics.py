@@ -20,6 +20,7 @@ def write_record(
     record.chunk_times_s = array("d", chunks)
     record.output_tokens = len(chunks) if tokens is None else tokens
     record.prompt_tokens, record.cached_tokens, record.output_source = 100, 25, "usage"
+    record.accepted_tokens, record.rejected_tokens = 2, 5
     record.reason = "" if outcome == "completed" else "scripted"
     return record
 
@@ -54,6 +55,7 @@ def test_rates_and_counts_of_a_trace_equal_those_computed_by_hand(trace: list[Re
     assert summary.output_token_rate == pytest.approx((3 + 2 + 7) / 10)
     assert summary.total_token_rate == pytest.approx((3 + 2 + 7 + 300) / 10)
     assert summary.cached_share == pytest.approx(0.25)
+    assert (summary.accepted_tokens, summary.rejected_tokens) == (3 * 2, 3 * 5)
     assert summary.offered_rate == pytest.approx(4 / 4.0)
     assert summary.lost_output_tokens == 2
     assert summary.num_chunk_mismatches == 1

@@ -108,3 +108,17 @@ def test_a_method_whose_blocks_are_longer_than_a_unit_is_refused(monkeypatch: py
     words = r"profiles\.blocky: units of 'prefill: blocky' end at multiples of 4096 tokens, and one has 2048 at most"
     with pytest.raises(ProfileError, match=words):
         plan_on("laptop")
+
+
+def test_a_plan_says_how_many_tokens_a_step_has_room_to_draft() -> None:
+    def notes(max_running: int) -> list[str]:
+        tree = DEPLOYMENT.model_dump() | {
+            "profiles": {"drafting": {"draft": {"most_tokens": 5}}},
+            "scheduler": {"max_running": max_running, "max_context_tokens": 256},
+        }
+        plan = resolve_plan(Deployment.model_validate(tree), load_machine(MACHINES / "laptop.json")).memory
+        return [note for note in plan.notes if note.startswith("drafts: ")]
+
+    assert notes(6) == []
+    (note,) = notes(2)
+    assert note.endswith("so it drafts up to 1 tokens and not 5; raise it to 6")

@@ -65,7 +65,8 @@ def documents(tmp_path_factory) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, documents) -> Iterator[tuple[subprocess.Popen, str]]:
-    process, url = serve(tmp_path_factory.mktemp("served"), {"documents": documents})
+    sections = {"documents": documents, "profiles": {"drafting": {"draft": {"source": "ngram", "most_tokens": 3}}}}
+    process, url = serve(tmp_path_factory.mktemp("served"), sections)
     yield process, url
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 0
@@ -251,6 +252,26 @@ def test_a_question_about_a_document_is_answered_and_the_next_one_finds_its_pref
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert streamed == first.choices[0].message.content
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0.9 * first.usage.prompt_tokens
+
+
+def test_an_answer_with_drafts_is_the_answer_without_and_what_was_predicted_is_told(client):
+    """Copies of the document are asked for, and one is predicted; whether drafts pay is the machine's matter."""
+    question = f"{DOCUMENT}\n\nRepeat the text above."
+    options = {"model": "reference", "messages": [{"role": "user", "content": question}], "max_tokens": 120, "seed": 7}
+    predicted = {"type": "content", "content": [{"type": "text", "text": FILLER * 4}]}
+    for temperature in (0, 1):
+        plain = client.chat.completions.create(temperature=temperature, **options)
+        for prediction in ({}, {"prediction": predicted}):
+            drafted = client.chat.completions.create(
+                temperature=temperature, extra_body={"attention_profile": "drafting"}, **prediction, **options
+            )
+            assert drafted.choices[0].message.content == plain.choices[0].message.content
+            details = drafted.usage.completion_tokens_details
+            assert details.accepted_prediction_tokens <= drafted.usage.completion_tokens
+            assert details.rejected_prediction_tokens >= 0
+        assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    with pytest.raises(BadRequestError, match=r"prediction.content\[0\].type"):
+        client.chat.completions.create(prediction={"type": "content", "content": [{"type": "image"}]}, **options)
 
 
 def test_prompt_logprobs_of_echo_are_those_of_scoring_the_same_tokens_one_by_one(client, tokenizer):
