@@ -50,8 +50,10 @@ class Drafts:
             return None, []
         if any(host_read is not None for _, host_read in rows):
             return None, []
-        looks = [self._look(sequence, num_running) for sequence, _ in rows]
         num_fed = len(rows) + sum(map(len, runs or ()))
+        if num_fed >= self.most_rows:
+            return None, []
+        looks = [self._look(sequence, num_running) for sequence, _ in rows]
         lengths = self._choose(looks, num_fed, self.times[lane])
         drafts = [tuple(token_ids[:length]) for (token_ids, _), length in zip(looks, lengths, strict=True)]
         writes: list[PageWrite] = []
