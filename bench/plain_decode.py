@@ -146,14 +146,21 @@ class PlainDecode:
         mask = self._columns <= self.position
         if window is not None:
             mask = mask & (self._columns > self.position - window)
-        heads, gates = F.linear(normed, layer.qkv, layer.qkv_bias).view(batch, -1, own.dim), None
+        made, gates = F.linear(normed, layer.qkv, layer.qkv_bias), None
+        query_norm, key_norm = layer.query_norm, layer.key_norm
+        if spec.wide_qk_norm:
+            key = own.count * own.dim
+            parts = made.split([a.num_heads * own.dim, key, key], 1)
+            made = torch.cat([self._norm(parts[0], query_norm), self._norm(parts[1], key_norm), parts[2]], 1)
+            query_norm = key_norm = None
+        heads = made.view(batch, -1, own.dim)
         if spec.output_gate:
             gates = heads[:, 1 : 2 * a.num_heads : 2].reshape(batch, -1).sigmoid()
             heads = torch.cat([heads[:, : 2 * a.num_heads : 2], heads[:, 2 * a.num_heads :]], 1)
-        query = self._norm(heads[:, : a.num_heads], layer.query_norm)
+        query = self._norm(heads[:, : a.num_heads], query_norm)
         if spec.kv_of is None:
             rows = heads[:, a.num_heads :]
-            key, value = self._norm(rows[:, : own.count], layer.key_norm), rows[:, -own.count :]
+            key, value = self._norm(rows[:, : own.count], key_norm), rows[:, -own.count :]
             if spec.value_norm:
                 value = self._norm(value, torch.ones(own.dim, device=value.device))
             self._keys[index].index_copy_(2, self.position, _rotate(key, cos, sin)[:, :, None])

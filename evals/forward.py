@@ -207,20 +207,26 @@ class ReferenceDecoder:
         """Return queries and keys before rotation, and values, each `[requests, heads, tokens, dim]`."""
         shape, weights, spec = self.architecture, self.weights.layers[layer], self.architecture.layers[layer]
         heads, eps = shape.heads_of(spec), shape.rms_norm_eps
-        normed = rms_norm(hidden, weights.attention_norm, eps)
+        normed = hidden if weights.attention_norm is None else rms_norm(hidden, weights.attention_norm, eps)
         mixed = functional.linear(normed, weights.qkv, weights.qkv_bias)
         if spec.output_gate:
             queries, others = mixed.split([2 * shape.num_heads * shape.dim, 2 * heads.count * heads.dim], -1)
             queries = queries.unflatten(-1, (shape.num_heads, 2, -1))[..., 0, :].flatten(-2)
             mixed = torch.cat([queries, others], -1)
+        if spec.wide_qk_norm:
+            query, key = shape.num_heads * heads.dim, heads.count * heads.dim
+            rows = mixed.split([query, key, key], dim=-1)
+            norms = (weights.query_norm, weights.key_norm)
+            normed_rows = [rms_norm(part, norm, eps) for part, norm in zip(rows, norms, strict=False)]
+            mixed = torch.cat([*normed_rows, rows[2]], -1)
         mixed = mixed.view(*hidden.shape[:2], -1, heads.dim).transpose(1, 2)
         query, own = mixed[:, : shape.num_heads], mixed[:, shape.num_heads :]
-        if weights.query_norm is not None:
+        if spec.qk_norm:
             query = rms_norm(query, weights.query_norm, eps)
         if spec.kv_of is not None:
             return query, *kept.rows[spec.kv_of]
         key, value = own[:, : heads.count], own[:, -heads.count :]  # the same, where values are keys
-        if weights.key_norm is not None:
+        if spec.qk_norm:
             key = rms_norm(key, weights.key_norm, eps)
         if spec.value_norm:
             value = rms_norm(value, torch.ones(heads.dim, device=value.device), eps)
@@ -251,7 +257,8 @@ class ReferenceDecoder:
         if weights.attention_post_norm is not None:
             output = rms_norm(output, weights.attention_post_norm, eps)
         hidden = hidden + output
-        normed, spec = rms_norm(hidden, weights.mlp_norm, eps), self.architecture.layers[layer]
+        normed = hidden if weights.mlp_norm is None else rms_norm(hidden, weights.mlp_norm, eps)
+        spec = self.architecture.layers[layer]
         beside = None if weights.experts is None else weights.experts.beside
         mixed = None
         if weights.experts is not None and beside is None:

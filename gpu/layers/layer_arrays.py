@@ -50,7 +50,8 @@ def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs
     qkv = query + 2 * heads.count * heads.dim
     if spec.output_gate:
         return 2 * (qkv + query) + (QUERY_COPIES + 2 + more_outputs) * query
-    return (1 + (spec.num_kv_projections < 2)) * qkv + (QUERY_COPIES + more_outputs) * query
+    normed = 2 * query * spec.wide_qk_norm  # its part of QKV, and what the norm makes of it
+    return (1 + (spec.num_kv_projections < 2)) * qkv + normed + (QUERY_COPIES + more_outputs) * query
 
 
 def _mlp_columns(architecture: Architecture, spec: LayerSpec) -> int:

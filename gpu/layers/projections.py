@@ -59,7 +59,9 @@ class Projections:
             if experts is not None:
                 formats = _format_of(experts.weights.gate_up), _format_of(experts.weights.down)
                 beside = experts.weights.beside
-                kinds.setdefault(formats, (experts, layer.mlp_norm if beside is None else beside.norm))
+                norm = layer.mlp_norm if beside is None else beside.norm
+                assert norm is not None, "a layer with experts norms what they get"
+                kinds.setdefault(formats, (experts, norm))
         for experts, norm in kinds.values():
             experts.warm_up(most_tokens, norm)
 
@@ -69,7 +71,9 @@ class Projections:
         one's.
         """
         weights, spec = self.weights.layers[layer], self._specs[layer]
-        made = self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, weights.qkv_bias)
+        made = self._norm_linear(self._matrices[layer]["qkv"], hidden, weights.attention_norm, weights.qkv_bias)
+        if spec.wide_qk_norm:
+            self._norm_widely(layer, made)
         if spec.num_kv_projections == 2:
             return made
         if spec.kv_of is None:
@@ -89,7 +93,7 @@ class Projections:
     def head_norms(self, layer: int) -> HeadNorms | None:
         """Return the norms of query, key and value heads, which `rope_kv_write` applies; None: there are none."""
         weights = self.weights.layers[layer]
-        if weights.query_norm is None or weights.key_norm is None:
+        if weights.query_norm is None or weights.key_norm is None or self._specs[layer].wide_qk_norm:
             return None
         return HeadNorms(weights.query_norm, weights.key_norm, self.eps, self._specs[layer].value_norm)
 
@@ -107,15 +111,16 @@ class Projections:
         weights, experts = self.weights.layers[layer], self._experts[layer]
         beside = experts and experts.weights.beside
         if experts is not None and beside is None:
+            assert weights.mlp_norm is not None, "a layer with experts norms what they get"
             mixed = experts(hidden, weights.mlp_norm, self.eps, slots, exchange)
             share = experts.weights.shared_share
             return mixed if share is None else mixed.add_(self._shared(layer, hidden, share))
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         activation, bias = self._specs[layer].activation, weights.gate_up_bias
-        if bias is None:
+        if bias is None and weights.mlp_norm is not None:
             product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, activation)
         else:
-            product = swiglu(gate_up.norm_linear(hidden, weights.mlp_norm, self.eps, bias), activation)
+            product = swiglu(self._norm_linear(gate_up, hidden, weights.mlp_norm, bias), activation)
         if experts is None or beside is None:
             return self._add(product, down, weights.down_bias, weights.mlp_post_norm, hidden)
         assert weights.mlp_post_norm is not None, "what a layer adds up of MLP and experts is normed"
@@ -128,9 +133,26 @@ class Projections:
     def _shared(self, layer: int, hidden: Tensor, share: Tensor) -> Tensor:
         """Return what the MLP beside experts makes of the same norm, times each token's share of it."""
         norm, matrices = self.weights.layers[layer].mlp_norm, self._matrices[layer]
+        assert norm is not None, "a layer with experts norms what they get"
         product = matrices["gate_up"].norm_gate_up(hidden, norm, self.eps, self._specs[layer].activation)
         shares = as_matrix(share).norm_linear(hidden, norm, self.eps, None)
         return matrices["down"].linear(product).mul_(shares.float().sigmoid_().to(product.dtype))
+
+    def _norm_linear(self, matrix: Matrix, hidden: Tensor, norm: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return norm, if there is one, product and bias."""
+        if norm is not None:
+            return matrix.norm_linear(hidden, norm, self.eps, bias)
+        made = matrix.linear(hidden)
+        return made if bias is None else made.add_(bias)
+
+    def _norm_widely(self, layer: int, qkv: Tensor) -> None:
+        """Normalise all query heads of a token together, and all key heads, in place."""
+        weights, begin = self.weights.layers[layer], 0
+        for norm in (weights.query_norm, weights.key_norm):
+            assert norm is not None, "the layer has both"
+            part = qkv[:, begin : begin + len(norm)]
+            part.copy_(rms_norm(part.contiguous(), norm, self.eps))
+            begin += len(norm)
 
     def inputs(self, embedded: Tensor, token_ids: Tensor, layers: range) -> Tensor | None:
         """Return what these layers get of tokens beside hidden states, `[tokens, layers, width]`; None: nothing.

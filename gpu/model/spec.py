@@ -118,15 +118,17 @@ class LayerSpec:
     """What a layer computes beyond a Llama's: two RMSNorms, projections, rotary attention and a gated MLP.
 
     qkv_bias: added to queries, keys and values. output_bias: added to attention's output. mlp_bias: added to gate, up
-    and down. qk_norm: RMSNorm of each query and key head before the rotation. post_norms: RMSNorms of attention's and
-    the MLP's outputs, before these are added. activation: of the gate. window_tokens: a token attends to itself and to
-    those before it, so many together; None: to all. rope: its own frequencies; None: the model's. experts: in place of
-    the one MLP; None: there are none. sinks: each query head has one logit more in its softmax, without a value. heads:
-    its own KV heads, only of a layer with a window; None: the model's. intermediate: its own; None: the model's.
-    value_norm: RMSNorm of each value head, without weights. keys_are_values: values are the keys' projection, before
-    norms and rotation. kv_of: the layer whose keys and values are this one's, too. is_scaled: its output has a factor.
-    output_gate: attention's output is multiplied by the sigmoid of a gate, which the projection has behind each query
-    head. recurrent: in place of attention; None: it attends.
+    and down. qk_norm: RMSNorm of each query and key head before the rotation; wide_qk_norm: in place of it one of all
+    query heads together, and one of all key heads. pre_norms: RMSNorms of what attention and the MLP get; without them
+    there are no experts. post_norms: RMSNorms of their outputs, before these are added. activation: of the gate.
+    window_tokens: a token attends to itself and to those before it, so many together; None: to all. rope: its own
+    frequencies; None: the model's. experts: in place of the one MLP; None: there are none. sinks: each query head has
+    one logit more in its softmax, without a value. heads: its own KV heads, only of a layer with a window; None: the
+    model's. intermediate: its own; None: the model's. value_norm: RMSNorm of each value head, without weights.
+    keys_are_values: values are the keys' projection, before norms and rotation. kv_of: the layer whose keys and values
+    are this one's, too. is_scaled: its output has a factor. output_gate: attention's output is multiplied by the
+    sigmoid of a gate, which the projection has behind each query head. recurrent: in place of attention; None: it
+    attends.
 
     New arithmetic is a new field here or in `Architecture`; `docs/MODELS.md` says where it is applied.
     """
@@ -135,6 +137,8 @@ class LayerSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     activation: Activation = "silu"
     window_tokens: int | None = None
@@ -324,7 +328,9 @@ class Architecture:
         if own is not None:
             qkv, query = own.conv_width + own.value_width, own.value_width
             beside = 2 * own.value_heads * (self.hidden + 1) + own.conv_width * own.conv_tokens + own.value_dim
-        norms = spec.qk_norm * (1 + (spec.kv_of is None)) * heads.dim + (2 + 2 * spec.post_norms) * self.hidden
+        norms = spec.qk_norm * (1 + (spec.kv_of is None)) * heads.dim
+        norms += spec.wide_qk_norm * (query + heads.count * heads.dim)
+        norms += 2 * (spec.pre_norms + spec.post_norms) * self.hidden
         if spec.experts is not None:
             router = (self.hidden + spec.experts.has_biases) * spec.experts.num_experts
             biases_of_one = spec.experts.has_biases * (2 * spec.experts.intermediate + self.hidden)

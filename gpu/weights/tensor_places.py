@@ -240,9 +240,9 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
     own, offset = a.heads_of(spec), a.norm_weight_offset
     query, key = (1 + spec.output_gate) * a.num_heads * own.dim, own.count * own.dim
     order, heads = head_order(a), _row_order(a, spec)
+    norms = {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm}
     places: dict[str, Place | StackPlace] = {
-        "attention_norm": Place(layer.attention_norm, offset=offset),
-        "mlp_norm": Place(layer.mlp_norm, offset=offset),
+        name: Place(norm, offset=offset) for name, norm in norms.items() if norm is not None
     }
     for name, matrix in layer.matrices.items():
         if name == "qkv" or not isinstance(matrix, Tensor):

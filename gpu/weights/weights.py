@@ -90,7 +90,8 @@ class LayerWeights:
     """The weights of a layer. attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`, without
     values or keys that have no projection; output `[hidden, heads * dim]`; gate_up `[2 * intermediate, hidden]`, gate
     first; down `[hidden, intermediate]`; or, in place of these two or beside them, experts. Where the layer's spec has
-    them: qkv_bias, output_bias, gate_up_bias and down_bias, of the matrix's rows; query_norm, key_norm `[dim]`;
+    them: qkv_bias, output_bias, gate_up_bias and down_bias, of the matrix's rows; query_norm, key_norm `[dim]`, or of
+    all heads together `[heads * dim]` and `[kv_heads * dim]`;
     attention_post_norm, mlp_post_norm `[hidden]`; sinks `[heads]`, logits of each query head's softmax that have no
     value; inputs; scale `[1]`, of its output. Norms that are changed as they are loaded are float32: what they lack of
     one would be rounded away. A layer that has the keys of another one has its key_norm, too. recurrent: of a
@@ -98,10 +99,10 @@ class LayerWeights:
     norms of heads.
     """
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Held
     output: Held
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: Held | None = None
     down: Held | None = None
     experts: ExpertWeights | None = None
@@ -293,10 +294,10 @@ def allocate_weights(
                 shared_share=empty(1, a.hidden) if held.is_shared else None,
             )  # fmt: skip
         return LayerWeights(
-            attention_norm=norm(a.hidden),
+            attention_norm=norm(a.hidden) if spec.pre_norms else None,
             qkv=made["qkv"],
             output=made["output"],
-            mlp_norm=norm(a.hidden),
+            mlp_norm=norm(a.hidden) if spec.pre_norms else None,
             gate_up=made.get("gate_up"),
             down=made.get("down"),
             experts=experts,
@@ -304,9 +305,15 @@ def allocate_weights(
             output_bias=empty(a.hidden) if spec.output_bias else None,
             gate_up_bias=empty(2 * a.intermediate) if spec.mlp_bias else None,
             down_bias=empty(a.hidden) if spec.mlp_bias else None,
-            query_norm=norm(heads.dim) if spec.qk_norm else None,
+            query_norm=norm(a.num_heads * heads.dim)
+            if spec.wide_qk_norm
+            else norm(heads.dim)
+            if spec.qk_norm
+            else None,
             key_norm=None
-            if not spec.qk_norm
+            if not (spec.qk_norm or spec.wide_qk_norm)
+            else norm(heads.count * heads.dim)
+            if spec.wide_qk_norm
             else norm(heads.dim)
             if spec.kv_of is None
             else layers[spec.kv_of].key_norm,

@@ -60,8 +60,14 @@ EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj":
 # `general.architecture` of a `model_type`; a new family with a GGUF form gets an entry.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
                  "qwen3_moe": "qwen3moe", "phi3": "phi3", "glm4": "glm4", "gemma3_text": "gemma3",
-                 "gpt_oss": "gpt-oss", "gemma4_text": "gemma4"}  # fmt: skip
-NEIGHBOUR_PAIRS = {"llama"}  # architectures whose query and key rows are in the order of neighbours
+                 "gpt_oss": "gpt-oss", "gemma4_text": "gemma4", "smollm3": "smollm3", "granite": "granite",
+                 "ministral3": "mistral3"}  # fmt: skip
+NEIGHBOUR_PAIRS = {
+    "llama",
+    "smollm3",
+    "granite",
+    "mistral3",
+}  # architectures whose query and key rows are in the order of neighbours
 Kinds = Callable[[str], str]
 
 
@@ -293,7 +299,16 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architectu
         found |= _gemma4_metadata(config)
     if config["model_type"] == "gemma3_text":
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
+    if config["model_type"] == "granite":
+        found |= {"attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"],
+                  "residual_scale": config["residual_multiplier"], "logit_scale": config["logits_scaling"]}  # fmt: skip
     scaling = config.get("rope_scaling") or {}
+    if config["model_type"] == "ministral3":
+        scaling = config["rope_parameters"]
+        found |= {"rope.freq_base": scaling["rope_theta"], "rope.scaling.yarn_beta_fast": scaling["beta_fast"],
+                  "rope.scaling.yarn_beta_slow": scaling["beta_slow"],
+                  "rope.scaling.yarn_log_multiplier": scaling["mscale_all_dim"],
+                  "attention.temperature_scale": scaling["llama_4_scaling_beta"]}  # fmt: skip
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("linear", "yarn"):
         found |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}

@@ -57,6 +57,8 @@ MEANING = [
     ("llama2", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "'linear' has beta; known: factor"),
     ("llama2", {"rope_condense_ratio": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, "8 beside rope scaling"),
     ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None; served: 'awq'"),
+    ("olmo3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
+    ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is .*; wanted one entry for each of full_att"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is .*; served: None"),
     ("mistral", {"num_experts": 8} | OWN_CODE, "num_experts is 8, and this key is not known"),
     ("ministral", {"layer_types": ["linear_attention"] * 3}, "layer_types is .*; wanted 3 of 'sliding_attention'"),

@@ -68,6 +68,8 @@ def test_logits_and_greedy_text_equal_transformers(name: str, length: int) -> No
         ("granite", {"logits_scaling": 4.1}),
         ("ministral3", {"rope_parameters": CONFIGS["ministral3"]["rope_parameters"] | {"llama_4_scaling_beta": 0.38}}),
         ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}),
+        ("olmo3", {"sliding_window": 31}),
+        ("olmo3", {"rope_scaling": CONFIGS["olmo3"]["rope_scaling"] | {"attention_factor": 1.3}}),
         ("gemma4", {"final_logit_softcapping": 20.0}),
         ("gemma4", {"sliding_window": 31}),
         (

@@ -151,6 +151,7 @@ def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, files) -
 FAMILIES = {
     "llama3": {}, "llama with biases": {}, "mistral": {}, "qwen2 with yarn": {}, "qwen3": {}, "phi3": {}, "glm4": {},
     "gemma3": {"query_pre_attn_scalar": 256}, "gpt_oss": {}, "gemma4": {}, "gemma4 with inputs": {},
+    "smollm3": {"no_rope_layers": (1, 1, 1, 0, 1)}, "granite": {}, "ministral3": {},
 }  # fmt: skip
 
 
@@ -161,7 +162,7 @@ def test_every_family_is_the_checkpoint_that_its_file_was_made_of(family: str, t
     path = write(plain.folder, tmp_path / "model.gguf", lambda name: "F32", is_alone=True)
     ours, theirs = read_architecture(path), read_architecture(plain.folder)
     for field in ("family", "num_heads", "num_kv_heads", "dim", "rotary_dim", "layer_pattern", "query_gain",
-                  "logit_cap", "layer_inputs",
+                  "logit_cap", "layer_inputs", "query_growth", "logit_gain",
                   "embedding_scale", "norm_weight_offset", "tied_embeddings", "rms_norm_eps",
                   "max_context_tokens"):  # fmt: skip
         assert getattr(ours, field) == getattr(theirs, field), field
@@ -249,6 +250,40 @@ def test_sizes_of_a_gemma4_that_no_layer_has_are_refused_by_their_keys(
     with pytest.raises(ModelError, match=rf"gemma4\.{key} is .*{words}") as caught:
         read_architecture(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.temperature_length", 100, "wanted 64, the positions before YaRN"),
+        ("attention.temperature_scale", -0.1, "wanted a number"),
+        ("rope.scaling.yarn_ext_factor", 0.5, "and this key is not known"),
+        ("expert_count", 8, "wanted 0: of its mixtures of experts none is served"),
+    ],
+)
+def test_what_a_ministral3_computes_otherwise_is_refused_by_its_key(
+    key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    plain = checkpoint("ministral3").folder
+    path = write(plain, tmp_path / "model.gguf", lambda name: "F32", {f"mistral3.{key}": value}, is_alone=True)
+    with pytest.raises(ModelError, match=rf"mistral3\.{key} is .*{words}") as caught:
+        read_architecture(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_multipliers_and_growth_that_a_file_does_not_have_are_none(tmp_path: Path) -> None:
+    names = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+    granite = write(checkpoint("granite").folder, tmp_path / "granite.gguf", lambda name: "F32",
+                    {f"granite.{name}": None for name in names}, is_alone=True)  # fmt: skip
+    shape = read_architecture(granite)
+    assert (shape.embedding_scale, shape.logit_gain, shape.rope.settings["attention_factor"]) == (1.0, 1.0, 1.0)
+    names = ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier", "rope.scaling.type",
+             "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast",
+             "rope.scaling.yarn_beta_slow")  # fmt: skip
+    mistral = write(checkpoint("ministral3").folder, tmp_path / "mistral3.gguf", lambda name: "F32",
+                    {f"mistral3.{name}": None for name in names}, is_alone=True)  # fmt: skip
+    shape = read_architecture(mistral)
+    assert (shape.query_growth, shape.rope.kind) == (None, "default")
 
 
 def test_an_expert_too_many_or_too_few_is_told(tmp_path: Path) -> None:

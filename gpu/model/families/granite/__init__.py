@@ -7,6 +7,7 @@ What multiplies attention's logits is a factor of rotated queries and keys, as Y
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
+from gpu.model.families.granite.gguf_form import GGUF
 from gpu.model.families.granite.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, MLP_BIASES, OUTPUT_BIAS, QKV_BIASES, Family, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
@@ -60,5 +61,6 @@ FAMILY = Family(
         "rope_theta": 10_000.0,
         "vocab_size": 32_000,
     },
+    gguf=GGUF,
     shapes=SHAPES,
 )

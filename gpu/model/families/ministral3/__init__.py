@@ -9,6 +9,7 @@ from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
+from gpu.model.families.ministral3.gguf_form import GGUF
 from gpu.model.families.ministral3.shapes import SHAPES, YARN
 from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, QueryGrowth
@@ -77,5 +78,6 @@ FAMILY = Family(
     skipped=(
         "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
     ),
+    gguf=GGUF,
     shapes=SHAPES,
 )  # fmt: skip

@@ -4,6 +4,7 @@ from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
+from gpu.model.families.smollm3.gguf_form import GGUF
 from gpu.model.families.smollm3.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, MLP_BIASES, OUTPUT_BIAS, QKV_BIASES, Family, find_windows, parse_sizes
 from gpu.model.gguf.header import shown
@@ -63,5 +64,6 @@ FAMILY = Family(
         "vocab_size": 128_256,
     },
     harmless=frozenset({"max_window_layers"}),  # which files have, and no layer reads
+    gguf=GGUF,
     shapes=SHAPES,
 )
