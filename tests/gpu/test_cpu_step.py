@@ -161,7 +161,7 @@ def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go
 
 # Of each field of a layer, and of each field of an architecture outside COMPUTED, a value that is refused.
 LAYERS_BEYOND = {
-    "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True, "post_norms": True,
+    "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True, "wide_qk_norm": True, "pre_norms": False, "post_norms": True,
     "activation": "gelu_tanh", "window_tokens": 64, "rope": TINY.rope, "experts": Experts(8, 2, 64, True),
     "sinks": True, "heads": KvHeads(1, 64), "intermediate": 256, "value_norm": True, "keys_are_values": True,
     "kv_of": 0, "is_scaled": True,
