@@ -15,7 +15,7 @@ from gpu.methods.device_side import DeviceSide
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import Hyperplanes
 from gpu.model.architecture import Architecture, LayerSpec, named_shape
-from gpu.model.spec import Experts, KvHeads, LayerInputs, QueryGrowth
+from gpu.model.spec import Experts, KvHeads, LayerInputs, QueryGrowth, Recurrent
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
@@ -161,10 +161,11 @@ def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go
 
 # Of each field of a layer, and of each field of an architecture outside COMPUTED, a value that is refused.
 LAYERS_BEYOND = {
-    "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True, "wide_qk_norm": True, "pre_norms": False, "post_norms": True,
+    "qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True, "post_norms": True,
+    "wide_qk_norm": True, "pre_norms": False,
     "activation": "gelu_tanh", "window_tokens": 64, "rope": TINY.rope, "experts": Experts(8, 2, 64, True),
     "sinks": True, "heads": KvHeads(1, 64), "intermediate": 256, "value_norm": True, "keys_are_values": True,
-    "kv_of": 0, "is_scaled": True,
+    "kv_of": 0, "is_scaled": True, "output_gate": True, "recurrent": Recurrent(1, 1, 64, 64, 4),
 }  # fmt: skip
 MODELS_BEYOND = {
     "layer_pattern": (LayerSpec(), LayerSpec(qkv_bias=True)), "norm_weight_offset": 1.0, "query_gain": 2.0,
