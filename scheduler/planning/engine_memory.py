@@ -38,6 +38,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     profiles = list(resolve_profiles(config.all_profiles, config.host).values())
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
     _check_select_layer(config.documents, architecture.num_layers)
+    _check_drafts(profiles, architecture)
     share_out = partial(
         plan_memory,
         architecture,
@@ -154,6 +155,16 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
                 f"{profile.align_tokens} tokens, and one has {chunk_tokens} at most; raise "
                 "scheduler.prefill.chunk_tokens"
             )
+
+
+def _check_drafts(profiles: Iterable[Profile], architecture: Architecture) -> None:
+    """Raise PlanError for a profile that drafts, where a layer's state cannot be taken back."""
+    drafting = [profile.name for profile in profiles if profile.draft is not None]
+    if drafting and architecture.recurrent is not None:
+        raise PlanError(
+            f"profiles.{drafting[0]}.draft: {architecture.name} has recurrent layers, whose states have taken in a "
+            "draft before it is known to be wrong; leave out `draft`"
+        )
 
 
 def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> None:

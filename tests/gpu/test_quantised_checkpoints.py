@@ -104,6 +104,26 @@ def test_other_families_rows_are_put_in_order_and_keep_their_biases(family: str,
         assert all(torch.equal(bias, theirs.biases[matrix]) for matrix, bias in ours.biases.items())
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["awq", "gptq_v2", "gptq-order", "fp8-blocks", "compressed-int4-zeros"])
+def test_layers_with_states_are_loaded_from_few_bits(family: str, name: str, tmp_path: Path) -> None:
+    """Rows of query and gate head by head, of recurrent layers as one matrix or key head by key head; experts apart."""
+    config, draw = FORMATS[name]
+    if name == "gptq-order" and family != "qwen3_5":
+        pytest.skip("experts with columns in an order of their own are refused")
+    folder, more = tmp_path / "model", {"shared_expert_intermediate_size": 64} if family == "qwen3_next" else {}
+    plain = write(checkpoint(family, **more).folder, folder, config, draw)
+    got, wanted = packed(folder), whole(plain)
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        for matrix in ours.matrices:
+            assert isinstance(ours.matrices[matrix], Packed), matrix
+            assert torch.equal(as_matrix(ours.matrices[matrix]).unpack(), theirs.matrices[matrix]), matrix
+    prompt = np.random.default_rng(1).integers(0, 320, 70).astype(np.int32)
+    (tokens, logits), (others, right) = (generate(load(one), prompt, 6) for one in (folder, plain))
+    assert tokens == others
+    assert float((logits - right).abs().max() / right.std()) < COMPILED_LOGITS_FLOAT32
+
+
 def test_modules_that_are_left_alone_are_plain_and_so_is_what_is_said_of_their_bytes(tmp_path: Path) -> None:
     config, draw = FORMATS["awq"]
     config = config | {"modules_to_not_convert": ["mlp", "layers.1.self_attn"]}

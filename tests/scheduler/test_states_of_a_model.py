@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.config import GpuConfig, ModelConfig
+from gpu.config import Composition, GpuConfig, ModelConfig
+from gpu.memory.demand import PlanError
 from gpu.model.architecture import load_architecture
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
@@ -36,6 +37,15 @@ def make_engine(
     )  # fmt: skip
     plan = plan_engine(config, load_architecture(model), probe_machine())
     return load_engine(config, plan, lambda stage, fraction: None)[0]
+
+
+def test_a_profile_that_drafts_is_refused_by_name() -> None:
+    config = EngineConfig(
+        model=ModelConfig(random_weights="tiny-qwen3.5"), gpu=GpuConfig(device="cpu", dtype="float32", threads=1),
+        profiles={"quick": Composition.model_validate({"draft": "ngram"})},
+    )  # fmt: skip
+    with pytest.raises(PlanError, match=r"profiles\.quick\.draft: tiny-qwen3\.5 has recurrent layers"):
+        plan_engine(config, load_architecture(config.model), probe_machine())
 
 
 def ask(name: str, prompt: list[int], max_tokens: int) -> EngineRequest:
