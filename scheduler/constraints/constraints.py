@@ -40,6 +40,7 @@ class Constraint:
 
     def __init__(self, request: EngineRequest, vocab_size: int, matcher: LLMatcher | None) -> None:
         self.matcher = matcher
+        self._has_rules = bool(matcher or request.allowed_token_ids or request.bad_token_ids)
         self._min_tokens = request.min_tokens
         self._allowed = _words_of(request.allowed_token_ids or None, vocab_size)
         self._stop_token_ids = frozenset(request.stop_token_ids)
@@ -53,6 +54,10 @@ class Constraint:
         _clear(self._before_end, request.stop_token_ids)
         self._forced: deque[int] | None = None  # what must come next, as the matcher writes it; None: nobody looked
         self._taken: deque[int] = deque()
+
+    def binds(self, number: int) -> bool:
+        """Tell whether draw `number`, or one behind it, may be held to anything."""
+        return self._has_rules or number < self._min_tokens
 
     @property
     def needs_output(self) -> bool:

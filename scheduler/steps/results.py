@@ -98,6 +98,8 @@ class Results:
         if reason is None and constraint is not None and constraint.is_over:
             self._roster.retire(sequence)
             return [delta, make_end(sequence)]
+        if constraint is not None and not constraint.binds(len(sequence.output)):
+            sequence.constraint = None
         if reason is None:
             if sequence.state is State.WAITING:  # it was preempted while this draw was in flight
                 self._residence.await_room(sequence)

@@ -92,16 +92,24 @@ def test_a_stop_token_ends_a_text_and_is_not_drafted() -> None:
 
 
 def test_who_draws_from_a_mask_has_no_draft_and_others_beside_do() -> None:
-    """`min_tokens` bars the ends of a text, so its draws have masks."""
+    """`min_tokens` bars the ends of a text, so its draws have masks until it has so many."""
     engine, runner = make_engine(max_running=16)
-    held = msgspec.structs.replace(request_of("1"), stop_token_ids=[7], min_tokens=40)
-    requests = [held, request_of("2")]
+    least = 30
+    held = msgspec.structs.replace(request_of("1", 20, 60), stop_token_ids=[7], min_tokens=least)
+    barred = msgspec.structs.replace(request_of("3", 25, 60), bad_token_ids=[[51]])
+    requests = [held, request_of("2", 22, 60), barred]
     foresee(engine, outputs_of(requests), 0.2)
     engine.submit(requests)
     check_all(requests, drain(engine))
-    groups = [group for plan in runner.plans for group in plan.decode if group.drafts]
-    slots = {slot for group in groups for slot, draft in zip(group.slots, group.drafts or (), strict=True) if draft}
-    assert len(slots) == 1
+    lengths: dict[int, list[int]] = {}
+    for plan in runner.plans:
+        for group in plan.decode:
+            for slot, position, draft in zip(group.slots, group.positions, group.drafts or (), strict=False):
+                if draft:
+                    lengths.setdefault(slot, []).append(position)
+    assert len(lengths) == 2, "one is barred for ever"
+    assert min(min(one) for one in lengths.values()) < 22 + 10
+    assert any(min(one) >= 20 + least - 1 for one in lengths.values())
 
 
 def test_nothing_steps_in_a_lane_while_a_draft_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
