@@ -56,9 +56,9 @@ class PackedRows:
     four bits; where there are runs `q * d * scale - least * offset`.
 
     inner: columns; group: columns of a scale; row_block: rows that share scales. words int32 `[rows, words]`; scales
-    bfloat16, float16 or float32, of FP4 uint8 exponents (e8m0), `[ceil(rows / row_block), ceil(inner / group)]`; zeros
-    uint8 of that shape, or None; runs int32 `[rows, inner / run]`, the float16 bits of d below those of least, or None:
-    scales are then int16, of signed bytes a scale below an offset.
+    bfloat16, float16 or float32, of FP4 also uint8 exponents (e8m0), `[ceil(rows / row_block), ceil(inner / group)]`;
+    zeros uint8 of that shape, or None; runs int32 `[rows, inner / run]`, the float16 bits of d below those of least, or
+    None: scales are then int16, of signed bytes a scale below an offset.
     """
 
     number: Literal["int4", "int8", "fp8", "fp4"]

@@ -19,6 +19,7 @@ from transfer.simd.packed_gains import (
     GROUPS,
     MATRIX_COLUMNS,
     MIDDLE,
+    NO_OFFSET,
     NUM_RUNS,
     ROW_BLOCK,
     ROW_BYTES,
@@ -28,13 +29,13 @@ from transfer.simd.packed_gains import (
     SCALES,
     ZEROS,
 )
-from transfer.simd.packed_rows import BITS, LEAST_GROUP, RUN, packed_kind, unit_columns
+from transfer.simd.packed_rows import LEAST_GROUP, RUN, packed_kind, unit_columns
 
 Rows = Tensor | PackedRows
 
 KINDS: dict[torch.dtype, Any] = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 SCALE_TYPES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32, torch.uint8: EXPONENT}
-FLOATS = ("fp8", "fp4")  # numbers that are floats, and so have no zero point
+MIDDLES = {"int4": 8, "int8": 128, "fp8": 0, "fp4": NO_OFFSET}
 
 
 def inner_of(matrix: Rows) -> int:
@@ -55,9 +56,8 @@ def kind_of(matrix: Rows) -> Any:
 
 
 def scale_dtypes(matrix: PackedRows) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that scales without runs may have: FP4's are exponents, all others' floats."""
-    is_exponent = matrix.number == "fp4"
-    return tuple(dtype for dtype, kind in SCALE_TYPES.items() if (kind == EXPONENT) == is_exponent)
+    """Return the dtypes that scales without runs may have: FP4's may be exponents, all others' are floats."""
+    return tuple(dtype for dtype, kind in SCALE_TYPES.items() if kind != EXPONENT or matrix.number == "fp4")
 
 
 def columns_of(matrix: Rows) -> list[int]:
@@ -74,7 +74,7 @@ def columns_of(matrix: Rows) -> list[int]:
         return found
     found[SCALE_TYPE] = SCALE_TYPES[scales.dtype]
     found[ZEROS] = 0 if matrix.zeros is None else matrix.zeros.data_ptr()
-    found[MIDDLE] = 0 if matrix.number in FLOATS else 2 ** (BITS[matrix.number] - 1)
+    found[MIDDLE] = MIDDLES[matrix.number]
     return found
 
 

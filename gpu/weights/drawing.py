@@ -138,7 +138,7 @@ def _draw_fp4(matrix: Packed, spread: float, generator: torch.Generator) -> None
         drawn.normal_(0.0, spread / 2**exponent, generator=generator)
         nearest = torch.bucketize(drawn.abs(), (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
         words.copy_(pack_words(nearest | (drawn < 0).to(torch.uint8) << 3, matrix.bits))
-    matrix.scales.fill_(EXPONENT_BIAS + exponent)
+    matrix.scales.fill_(EXPONENT_BIAS + exponent if matrix.scales.dtype == torch.uint8 else 2.0**exponent)
 
 
 def _fill_runs(matrix: Packed, step: float) -> None:

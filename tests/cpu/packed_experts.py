@@ -45,7 +45,7 @@ FORMATS = {
     "FP8 blocks": Format("fp8", 128, row_block=128),
     "FP8 blocks of 32": Format("fp8", 32, row_block=8),
     "MXFP4": Format("fp4", 32),
-    "FP4 of 16": Format("fp4", 16),
+    "NVFP4": Format("fp4", 16),
     "FP4 of rows": Format("fp4", 0),
 }
 

@@ -18,6 +18,7 @@ KINDS = {
     "int8": ("int8", 64, 1, False, None),
     "fp8": ("fp8", 32, 8, False, None),
     "fp4": ("fp4", 32, 1, False, None),
+    "fp4-halves": ("fp4", 16, 1, False, None),
     "int4-runs": ("int4", 32, 1, False, 64),
     "int8-halves": ("int8", 16, 1, False, 32),
 }

@@ -50,7 +50,10 @@ def draw_packed(
     shape = (-(-rows // row_block), -(-inner // group))
     scales = torch.from_numpy(generator.uniform(0.5, 1.5, shape) * 2.0 ** -BITS[kind])
     scales = scales.float() if kind == "fp8" else scales.bfloat16()
-    if kind == "fp4":
+    has_exponents = kind == "fp4" and group != 16  # MXFP4; of 16 columns NVFP4
+    if kind == "fp4" and not has_exponents:
+        scales = scales.to(torch.float8_e4m3fn).half()  # times a number for all that has no more bits
+    if has_exponents:
         exponents = generator.integers(120, 127, shape, dtype=np.uint8)
         exponents[0, 0] = 0  # too small for a float32, and of numbers that are 0 in files
         codes[0, :group] = 0
@@ -61,7 +64,8 @@ def draw_packed(
     if kind == "fp8":
         numbers = e4m3(codes)
     elif kind == "fp4":
-        numbers, scales = e2m1(codes), torch.from_numpy(exponents)
+        numbers = e2m1(codes)
+        scales = torch.from_numpy(exponents) if has_exponents else scales
     elif zeros is None:
         numbers = codes - 2.0 ** (BITS[kind] - 1)
     else:
@@ -74,7 +78,7 @@ def draw_packed(
     words = pack_words(torch.from_numpy(codes), BITS[kind])
     packed = Packed(
         kind, dtype, inner, group, row_block, words.to(device),
-        poisoned(scales.to(device), 255 if kind == "fp4" else float("nan")),
+        poisoned(scales.to(device), 255 if has_exponents else float("nan")),
         None if zeros is None else poisoned(torch.from_numpy(zeros).to(device), 255),
         None if order is None else torch.from_numpy(order).to(device),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.gpu.packed_oracle import draw_codes, e4m3
+from tests.gpu.packed_oracle import draw_codes, e2m1, e4m3
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight neighbours, whose nibbles a word has from the lowest up
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
@@ -145,6 +145,33 @@ def int_quantized(shape: Literal["rows, 1", "rows", "1"], has_zeros: bool = Fals
     return draw
 
 
+def fp4(layout: Literal["modelopt", "nvfp4", "mxfp4"]) -> Draw:
+    """NVFP4: an e4m3 scale for 16 columns, and a number for all, which scales are multiplied by, or divided by. MXFP4:
+    an exponent for 32.
+    """
+
+    def draw(generator: np.random.Generator, rows: int, inner: int) -> Module:
+        codes, group = draw_codes(generator, "fp4", (rows, inner)), 32 if layout == "mxfp4" else 16
+        pairs = codes[:, ::2] | codes[:, 1::2] << 4
+        shape = (rows, inner // group)
+        if layout == "mxfp4":
+            exponents = generator.integers(121, 125, shape).astype(np.uint8)
+            wide = 2.0 ** (exponents - 127.0)
+            return Module({"weight_packed": pairs, "weight_scale": exponents}, e2m1(codes) * np.repeat(wide, group, 1))
+        scales = torch.from_numpy(generator.uniform(20, 448, shape).astype(np.float32)).to(torch.float8_e4m3fn)
+        factor = np.float32(generator.uniform(0.7, 1.4) / 448 / 3 / inner**0.5)
+        stored = factor if layout == "modelopt" else np.float32(1 / factor)
+        factor = float(stored) if layout == "modelopt" else 1 / float(stored)
+        wanted = e2m1(codes) * np.repeat(scales.double().numpy(), group, 1) * factor
+        if layout == "modelopt":
+            return Module({"weight": pairs, "weight_scale": scales, "weight_scale_2": np.array(stored),
+                           "input_scale": np.array(np.float32(0.01))}, wanted)  # fmt: skip
+        return Module({"weight_packed": pairs, "weight_scale": scales, "weight_global_scale": np.array([stored]),
+                       "input_global_scale": np.array([np.float32(3.0)])}, wanted)  # fmt: skip
+
+    return draw
+
+
 def write(plain: Path, folder: Path, config: dict[str, Any], draw: Draw, ignored: tuple[str, ...] = ()) -> Path:
     """A folder in this format, and beside it, `folder.name + "-plain"`, its numbers in float32. `plain` lends shapes,
     embeddings and norms; modules whose names hold one of `ignored` stay as they are. Returns the plain one.
@@ -220,4 +247,17 @@ FORMATS: dict[str, tuple[dict[str, Any], Draw]] = {
                                    int_quantized("rows", has_zeros=True)),
     "compressed-w8a8-zeros-one": (compressed(_weights(8, "int", "tensor", symmetric=False), "int-quantized"),
                                   int_quantized("1", has_zeros=True)),
+    "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"],
+                        "producer": {"name": "modelopt", "version": "0.39"}, "kv_cache_quant_algo": None},
+                       fp4("modelopt")),
+    "compressed-nvfp4": (compressed(_weights(4, "float", "tensor_group", group_size=16, zp_dtype=None,
+                                             scale_dtype="torch.float8_e4m3fn"), "nvfp4-pack-quantized"), fp4("nvfp4")),
+    "compressed-mxfp4": (compressed(_weights(4, "float", "group", group_size=32), "mxfp4-pack-quantized"),
+                         fp4("mxfp4")),
+    "auto-round": ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "sym": True,
+                    "group_size": 32, "data_type": "int", "iters": 200, "autoround_version": "0.9.0",
+                    "block_name_to_quantize": "model.layers"}, gptq(4, 32, True, False)),
+    "auto-round-awq": ({"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "sym": False,
+                        "group_size": 32, "extra_config": {r".*\\.router": {"bits": 16, "data_type": "float"}}},
+                       awq(32)),
 }  # fmt: skip

@@ -56,7 +56,7 @@ MEANING = [
     ("llama2", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope scaling 'mrope'; served: default, "),
     ("llama2", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "'linear' has beta; known: factor"),
     ("llama2", {"rope_condense_ratio": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}, "8 beside rope scaling"),
-    ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None; served: 'awq'"),
+    ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None; served: 'auto-round'"),
     ("olmo3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; served: 'silu'"),
     ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is .*; wanted one entry for each of full_att"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is .*; served: None"),

@@ -37,7 +37,8 @@ KINDS = [
     ("int8", 16, 1, False, False, 256), ("int4", 16, 1, False, False, None), ("int8", 0, 1, True, True, None),
     ("int4", 0, 1, False, True, None), ("int8", 32, 1, True, False, None), None,
 ]  # fmt: skip
-FEW_BITS = [*(kind for kind in KINDS if kind is not None), ("fp4", 32, 1, False, False, None)]
+FEW_BITS = [*(kind for kind in KINDS if kind is not None), ("fp4", 32, 1, False, False, None),
+            ("fp4", 16, 1, False, False, None)]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def draw(kind: tuple, rows: int, inner: int, dtype: torch.dtype) -> tuple[Packed
     number, group, row_block, has_zeros, has_order, run = kind
     drawn = draw_packed(number, rows, inner, group or inner, row_block, has_zeros, has_order, dtype, "cpu", run)
     scale = 1.0 if run is not None else 2.0 ** -round(np.log2(0.3 * inner**0.5))
-    if number == "fp4":
+    if drawn.packed.scales.dtype == torch.uint8:
         drawn.packed.scales.add_(int(np.log2(scale)) * (drawn.packed.scales > 0))
     elif run is None:
         drawn.packed.scales.mul_(scale)

@@ -211,7 +211,7 @@ def _packed(shape: Architecture, dtype: torch.dtype) -> None:
     qkv_rows = attention + 2 * shape.num_kv_heads * shape.dim
     formats = (MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
                MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256),
-               MatrixFormat("int8", 16, run=256))  # fmt: skip
+               MatrixFormat("int8", 16, run=256), MatrixFormat("fp4", 16))  # fmt: skip
     for stored in formats:
 
         def matrix(rows: int, inner: int, stored: MatrixFormat = stored) -> Packed:

@@ -33,6 +33,7 @@ MATRICES = {
     "int8-zeros": ("int8", 22, 640, 128, 1, True, False),
     "fp8-rows": ("fp8", 50, 1056, 1056, 1, False, False),
     "fp8-blocks": ("fp8", 72, 448, 128, 8, False, False),
+    "fp4-halves": ("fp4", 50, 1056, 16, 1, False, False),
     "int4-runs": ("int4", 50, 1280, 32, 1, False, False),
     "int8-runs": ("int8", 14, 512, 16, 1, False, False),
     "int8-run-each": ("int8", 14, 352, 32, 1, False, False),

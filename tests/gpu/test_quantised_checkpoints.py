@@ -63,11 +63,18 @@ def test_every_matrix_is_packed_and_holds_the_numbers_of_the_file(name: str, fol
         for matrix in MATRICES:
             stored = getattr(ours, matrix)
             assert isinstance(stored, Packed)
-            assert torch.equal(as_matrix(stored).unpack(), getattr(theirs, matrix)), matrix
+            numbers, theirs_are = as_matrix(stored).unpack(), getattr(theirs, matrix)
+            if not name.endswith("nvfp4"):
+                assert torch.equal(numbers, theirs_are), matrix
+                continue
+            off = (numbers - theirs_are).abs()  # scales are rounded to float16
+            assert bool((off <= 2**-11 * theirs_are.abs()).all()), matrix
+            assert float((numbers - theirs_are.roll(1, 1)).abs().max()) > 0.1 * float(theirs_are.abs().max()), "power"
+            assert not torch.equal(numbers, theirs_are), "power: a difference is seen"
     assert torch.equal(got.embedding, wanted.embedding)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-order", "fp8-blocks", "compressed-int4-zeros"])
+@pytest.mark.parametrize("name", ["awq", "gptq-order", "fp8-blocks", "compressed-int4-zeros", "compressed-mxfp4"])
 def test_text_and_logits_are_those_of_the_numbers_in_float32(name: str, folders) -> None:
     prompt = np.random.default_rng(1).integers(0, 320, 200).astype(np.int32)
     (tokens, logits), (others, wanted) = (
@@ -145,7 +152,11 @@ def assert_bytes(folder: Path, got: Weights, asked: str | None = None) -> None:
     assert weight_bytes(shape, 4, is_packed=False) == 4 * shape.num_weights
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8-blocks", "fbgemm", "compressed-int4-zeros", "compressed-w8a8"])
+BYTES_OF = ["awq", "gptq-8", "fp8-blocks", "fbgemm", "compressed-int4-zeros", "compressed-w8a8", "compressed-nvfp4",
+            "compressed-mxfp4"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BYTES_OF)
 def test_bytes_are_those_that_are_held(name: str, folders) -> None:
     assert_bytes(folders[name], packed(folders[name]))
 
@@ -217,8 +228,32 @@ def test_a_load_holds_no_more_beside_the_weights_than_a_part_takes(monkeypatch: 
 CONFIG_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("awq", {"version": "gemv"}, r"quantization_config\.version is 'gemv'; served: 'gemm'"),
     ("awq", {"bits": 3}, r"\.bits is 3; served: 4"),
+    (
+        "auto-round",
+        {"packing_format": "auto_round:tritonv2"},
+        r"packing_format is 'auto_round:tritonv2'; served: 'auto_",
+    ),
+    ("auto-round", {"bits": 2}, r"\.bits is 2; served: 4, 8"),
+    ("auto-round", {"data_type": "mx_fp4"}, r"data_type is 'mx_fp4'; served: 'int'"),
+    ("auto-round", {"act_bits": 8}, r"act_bits is 8; served: 16"),
+    (
+        "auto-round",
+        {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}},
+        r"extra_config is .*; served of a mod",
+    ),
+    ("modelopt-nvfp4", {"quant_algo": "MIXED_PRECISION"}, r"quant_algo is 'MIXED_PRECISION'; served: 'NVFP4'"),
+    ("modelopt-nvfp4", {"group_size": 32}, r"group_size is 32; served: 16"),
+    (
+        "modelopt-nvfp4",
+        {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
+        r"config_groups is .*; served: weig",
+    ),
     ("awq", {"group_size": 12}, r"group_size is 12; served: -1 and multiples of 8"),
-    ("awq", {"quant_method": "hqq"}, r"quant_method is 'hqq'; served: 'awq', 'compressed-tensors', 'fp8'"),
+    (
+        "awq",
+        {"quant_method": "hqq"},
+        r"quant_method is 'hqq'; served: 'auto-round', 'intel/auto-round', 'awq'",
+    ),
     ("awq", {"mystery": 1}, r"mystery is 1, and this key is not known"),
     ("gptq", {"bits": 2}, r"\.bits is 2; served: 4, 8"),
     ("gptq", {"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'; served: 'gptq', 'gptq_v2'"),

@@ -19,6 +19,7 @@ from transfer.simd.vectors import LINE_BYTES
 # gains there are, the last with room for whole groups; rows that share scales.
 ROWS, ROW_BYTES, SCALES, ZEROS, RUNS, SCALE_TYPE, MIDDLE, GROUPS, NUM_RUNS, GAINS, ROW_BLOCK = range(11)
 MATRIX_COLUMNS = 11
+NO_OFFSET = -1  # as MIDDLE: FP4, whose numbers are looked up; 0: FP8
 BFLOAT16, FLOAT16, FLOAT32, EXPONENT = range(4)  # the last are bytes, of powers of two less 127; 0 counts as 0
 
 
@@ -54,7 +55,7 @@ def _fill(m, line, lines, gains_at, offsets_at):
         _of_scales(m, line, count, gains, offsets)
     times = m[GAINS] // m[GROUPS]
     _spread(gains, count, times)
-    if m[RUNS] != 0 or m[ZEROS] != 0 or m[MIDDLE] != 0:
+    if m[RUNS] != 0 or m[ZEROS] != 0 or m[MIDDLE] > 0:
         _spread(offsets, count, times)
 
 
@@ -85,11 +86,11 @@ def _of_scales(m, line, count, gains, offsets):
         _fetch_behind(m[ZEROS] + line * m[GROUPS], count)
         for group in range(count):
             offsets[group] = -gains[group] * np.float32(zeros[group])
-    elif m[MIDDLE] != 0:
+    elif m[MIDDLE] > 0:
         middle = np.float32(m[MIDDLE])
         for group in range(count):
             offsets[group] = -gains[group] * middle
-    else:
+    elif m[MIDDLE] != NO_OFFSET:
         for group in range(count):
             gains[group] *= np.float32(FLOAT_GAIN)
 

@@ -1,7 +1,10 @@
-"""compressed-tensors: integers in words or bytes, and FP8, of all linear modules alike."""
+"""compressed-tensors: integers in words or bytes, FP8 and FP4, of all linear modules alike."""
 
+from gpu.formats.nvfp4 import NVFP4
 from gpu.model.matrix_format import Kind, MatrixFormat, Quantisation
 from gpu.model.weight_format import QuantisationKeys, WeightFormat
+
+MXFP4 = MatrixFormat("fp4", 32, scale_bytes=1)
 
 
 def read(keys: QuantisationKeys) -> Quantisation:
@@ -24,23 +27,33 @@ def read(keys: QuantisationKeys) -> Quantisation:
     for part in (weights, group):
         part.refuse_unread()
     served = {"int4": ("pack-quantized",), "int8": ("pack-quantized", "int-quantized", "naive-quantized"),
-              "fp8": ("float-quantized", "naive-quantized")}[stored.kind]  # fmt: skip
+              "fp8": ("float-quantized", "naive-quantized"),
+              "fp4": ("nvfp4-pack-quantized",) if stored.group == NVFP4.group else ("mxfp4-pack-quantized",),
+              }[stored.kind]  # fmt: skip
     if packing not in served:
         raise keys.refused("format", packing, f"served of these weights: {', '.join(map(repr, served))}")
-    scheme = "pack-quantized" if packing == "pack-quantized" else "compressed"
+    scheme = packing if packing.endswith("pack-quantized") else "compressed"
     return Quantisation(scheme, stored, stored, keys.names("ignore"))
 
 
 def _read_weights(keys: QuantisationKeys) -> MatrixFormat:
     kind = keys.only("type", "int", "float")
-    bits = keys.only("num_bits", *((8, 4) if kind == "int" else (8,)))
-    strategy = keys.only("strategy", "tensor", "channel", "group", "block")
+    bits = keys.only("num_bits", 8, 4)
+    strategy = keys.only("strategy", "tensor", "channel", "group", "block", "tensor_group")
     is_symmetric = keys.only("symmetric", True, False)
     keys.only("dynamic", False)
     has_order = keys.only("actorder", False, "weight", "static", "group", True) in ("group", True)
     for key in ("observer", "observer_kwargs", "zp_dtype"):
         keys.get(key)
     group, block = keys.group("group_size"), keys.get("block_structure")
+    if kind == "float" and bits == 4:
+        for served in (NVFP4, MXFP4):
+            if (strategy == "tensor_group") == (served is NVFP4) and group == served.group and is_symmetric:
+                return served
+        wanted = f"served of FP4: tensor_group of {NVFP4.group}, group of {MXFP4.group}, symmetric"
+        raise keys.refused("strategy", strategy, f"{wanted}; group_size is {group}")
+    if strategy == "tensor_group":
+        raise keys.refused("strategy", strategy, "served of it: FP4")
     if kind == "float":
         if strategy == "block":
             rows, columns = keys.block("block_structure", block)

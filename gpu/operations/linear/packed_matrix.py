@@ -1,7 +1,8 @@
 """A matrix of 4 or 8 bits: words, what scales them, and what they stand for. Products of it: `packed_linear`.
 
 Number `q` of a group is `(q - zero) * scale`, with `q` in `[0, 2**bits)`, or for FP8 (e4m3, no infinities) and FP4
-(e2m1) the number that its bits are, times the scale, which for FP4 is a power of two, stored as its exponent (e8m0).
+(e2m1) the number that its bits are, times the scale, which for FP4 may be a power of two, stored as its exponent
+(e8m0).
 Where groups come in runs (GGUF's) it is `q * d * scale - least * offset`: d and
 least float16 of a run, scale and offset signed bytes of a group.
 """
@@ -21,7 +22,7 @@ class Packed:
     """A matrix of few bits. kind, and `dtype`: of products. inner: columns; group: to a scale; row_block: rows that
     share their scales.
 
-    words int32 `[rows, num_words]` (`word_layout`); scales bf16, float16 or float32, of FP4 uint8, `[ceil(rows /
+    words int32 `[rows, num_words]` (`word_layout`); scales bf16, float16 or float32, of FP4 also uint8, `[ceil(rows /
     row_block), ceil(inner / group)]`; zeros uint8 of that shape, None: the middle; order int64 `[inner]`, the column of
     a token that each of ours is multiplied by, None: the same one. runs: int32 `[rows, inner / run]`, the bits of d
     below those of least; scales are then int16, a scale below an offset, and there are no zeros.
@@ -86,8 +87,10 @@ def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
         return result if packed.order is None else _placed(packed, result)
     if packed.kind == "fp4":
         levels = torch.tensor(FP4_NUMBERS, dtype=dtype, device=numbers.device)
-        exponents = packed.scales.int() - EXPONENT_BIAS
-        return torch.ldexp(torch.cat([levels, -levels])[numbers.long()], exponents[row][:, column])
+        result = torch.cat([levels, -levels])[numbers.long()]
+        if packed.scales.dtype != torch.uint8:
+            return result * packed.scales.to(dtype)[row][:, column]
+        return torch.ldexp(result, (packed.scales.int() - EXPONENT_BIAS)[row][:, column])
     scales = packed.scales.to(dtype)[row][:, column]
     if packed.kind == "fp8":
         result = numbers.view(torch.float8_e4m3fn).to(dtype) * scales

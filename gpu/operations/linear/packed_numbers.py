@@ -4,7 +4,7 @@ An integer becomes a float without a conversion. Put at the top of the mantissa 
 - zero) * scale` is that less `1 + zero / 2**bits`, times `scale * 2**bits`. Four bits below the bits of 128.0 in bf16
 are `128 + q`, so one mask and one sum make two exact numbers of a word; eight bits are two times four. An FP8 byte,
 moved to the sign, exponent and mantissa of a float of 8 bits of exponent, is its number times 2**-120, also if
-subnormal; four bits of FP4 are, likewise, times 2**-126. FP4's scales are exponents: such a byte, moved to a float's
+subnormal; four bits of FP4 are, likewise, times 2**-126. FP4's scales may be exponents: such a byte, moved to a float's
 exponent, is its power of two.
 """
 
@@ -138,8 +138,8 @@ def beside(
 
 @triton.jit
 def scale_of(stored, KIND: tl.constexpr):
-    """Return a scale as float32; of FP4 it is stored as an exponent, of which 0 counts as 0."""
-    if KIND == 12:
+    """Return a scale as float32; of FP4 it may be stored as an exponent, of which 0 counts as 0."""
+    if KIND == 12 and stored.dtype.is_int():
         return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return stored.to(tl.float32)
 
