@@ -191,6 +191,7 @@ class PlainDecode:
         made = F.silu((inputs.float() * more.conv[:, 0].float().T).sum(1))
         query, key, value = made.split([own.key_width, own.key_width, own.value_width], 1)
         query, key = (F.normalize(one.view(len(one), own.key_heads, -1), dim=2) for one in (query, key))
+        assert not own.is_tiled, "heads of a GGUF file, and nobody measures one here"
         query, key = (one.repeat_interleave(own.value_heads // own.key_heads, 1) for one in (query, key))
         share, time = gates.chunk(2, 1)
         state *= torch.exp(-more.decay.exp() * F.softplus(time + more.time_bias))[:, :, None, None]

@@ -187,7 +187,11 @@ class ReferenceDecoder:
                 part / torch.sqrt(part.square().sum(-1, keepdim=True) + 1e-6)
                 for part in (query.unflatten(-1, (own.key_heads, -1)), key.unflatten(-1, (own.key_heads, -1)))
             )
-            query, key = (part.repeat_interleave(own.value_heads // own.key_heads, 1) for part in (query, key))
+            shared = own.value_heads // own.key_heads
+            query, key = (
+                part.repeat(1, shared, 1) if own.is_tiled else part.repeat_interleave(shared, 1)
+                for part in (query, key)
+            )
             new = held * decays[:, token, :, None, None]
             missing = value.unflatten(-1, (own.value_heads, -1)) - torch.einsum("rhk,rhkv->rhv", key, new)
             new = new + torch.einsum("rhk,rhv->rhkv", key, missing * shares[:, token, :, None].sigmoid())

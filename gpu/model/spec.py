@@ -71,7 +71,8 @@ class Recurrent:
     """A gated delta net in place of attention (`gpu.operations.recurrent`): of the past it has no keys and values but a
     state, `[value_heads, key_dim, value_dim]`, and the last inputs of its convolution, `[conv_tokens - 1, conv_width]`.
     Neighbouring value heads share a key head. is_grouped: the checkpoint has one matrix of queries, keys, values and
-    gates, and one of both gates of the state, key head by key head.
+    gates, and one of both gates of the state, key head by key head. is_tiled: value heads that share a key head are
+    `key_heads` apart, and no neighbours.
     """
 
     key_heads: int
@@ -80,6 +81,7 @@ class Recurrent:
     value_dim: int
     conv_tokens: int
     is_grouped: bool = False
+    is_tiled: bool = False
 
     @property
     def key_width(self) -> int:

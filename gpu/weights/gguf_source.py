@@ -1,7 +1,7 @@
 """A GGUF file's tensors as a checkpoint's: by its names, rows in its order, norms as it has them.
 
-llama.cpp writes a Llama's queries and keys in the order in which neighbours are rotated together, and adds to Gemma's
-norms what Gemma adds when it runs: both are undone here.
+llama.cpp writes a Llama's queries and keys in the order in which neighbours are rotated together, adds to Gemma's and
+Qwen3.5's norms what these add when they run, and has decays as they are multiplied with: all are undone here.
 """
 
 import re
@@ -20,6 +20,7 @@ from gpu.model.spec import Architecture
 from gpu.weights.file_tensor import FileTensor
 from gpu.weights.gguf_blocks import Blocks
 
+_DECAY, _OWN_NORM = "linear_attn.A_log", "linear_attn.norm.weight"  # which llama.cpp negates and exponentiates; leaves
 _QUERY, _KEY = "self_attn.q_proj", "self_attn.k_proj"
 
 
@@ -62,7 +63,10 @@ class GgufSource:
             order = torch.arange(heads * a.dim).view(heads, a.dim // 2, 2).transpose(1, 2).flatten()
         if tensor.kind in BLOCK_KINDS:
             return partial(_as_blocks, tensor.kind, order)
-        if len(tensor.shape) == 1 and a.norm_weight_offset and name.endswith("norm.weight"):
+        if name.endswith(_DECAY):
+            return lambda decay: (-decay.float()).log()
+        is_norm = name.endswith("norm.weight") and not name.endswith(_OWN_NORM)
+        if len(tensor.shape) == 1 and a.norm_weight_offset and is_norm:
             return lambda norm: norm.float() - a.norm_weight_offset
         return None if order is None else lambda rows: rows.index_select(0, order.to(rows.device))
 

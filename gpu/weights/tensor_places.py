@@ -72,6 +72,21 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class ShapedPlace:
+    """Where a small tensor goes whose axes of one element some files leave out."""
+
+    tensor: Tensor
+
+    @property
+    def wanted(self) -> StoredTensor:
+        whole = tuple(self.tensor.shape)
+        return StoredTensor((whole, tuple(size for size in whole if size != 1)), PLAIN, self.fill)
+
+    def fill(self, stored: Tensor) -> None:
+        self.tensor.copy_(stored.reshape(self.tensor.shape))
+
+
+@dataclass(frozen=True, slots=True)
 class StackPlace:
     """Where one tensor of all experts goes. experts: each one's rows, or their biases, on the device or not."""
 
@@ -235,13 +250,13 @@ def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Archi
     return {module + end: tensor for end, tensor in tensors.items()}
 
 
-def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place | StackPlace]:
+def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place | ShapedPlace | StackPlace]:
     """Return the plain places of one layer, by what a family's table calls them (`gpu.model.family`)."""
     own, offset = a.heads_of(spec), a.norm_weight_offset
     query, key = (1 + spec.output_gate) * a.num_heads * own.dim, own.count * own.dim
     order, heads = head_order(a), _row_order(a, spec)
     norms = {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm}
-    places: dict[str, Place | StackPlace] = {
+    places: dict[str, Place | ShapedPlace | StackPlace] = {
         name: Place(norm, offset=offset) for name, norm in norms.items() if norm is not None
     }
     for name, matrix in layer.matrices.items():
@@ -261,7 +276,7 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
             places["router_bias"] = Place(layer.experts.router_bias)
         places |= _stack_places(layer, a, spec)
         if layer.experts.shared_share is not None:
-            places["shared_share"] = Place(layer.experts.shared_share)
+            places["shared_share"] = ShapedPlace(layer.experts.shared_share)
         if layer.experts.beside is not None:
             beside = layer.experts.beside
             places |= {
@@ -305,14 +320,16 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
     return places
 
 
-def _recurrent_places(layer: LayerWeights, own: Recurrent, order: Tensor | None) -> dict[str, Place | StackPlace]:
+def _recurrent_places(
+    layer: LayerWeights, own: Recurrent, order: Tensor | None
+) -> dict[str, Place | ShapedPlace | StackPlace]:
     weights = layer.recurrent
     assert weights is not None, "the layer is recurrent"
-    places: dict[str, Place | StackPlace] = {
+    places: dict[str, Place | ShapedPlace | StackPlace] = {
         "state_shares": Place(weights.gates[: own.value_heads]),
         "state_decays": Place(weights.gates[own.value_heads :]),
         "state_gates": Place(weights.gates, _grouped_order(own)[1] if own.is_grouped else None),
-        "conv": Place(weights.conv),
+        "conv": ShapedPlace(weights.conv),
         "decay": Place(weights.decay),
         "time_bias": Place(weights.time_bias),
         "mixed_norm": Place(weights.norm),

@@ -52,6 +52,15 @@ GEMMA4_WHOLE = {
     "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }  # fmt: skip
+QWEN35_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "linear_attn.dt_bias": "ssm_dt", "linear_attn.A_log": "ssm_a", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+QWEN35_ENDS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
                 "mlp.experts.down_proj": "ffn_down_exps", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
@@ -61,7 +70,8 @@ EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj":
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
                  "qwen3_moe": "qwen3moe", "phi3": "phi3", "glm4": "glm4", "gemma3_text": "gemma3",
                  "gpt_oss": "gpt-oss", "gemma4_text": "gemma4", "smollm3": "smollm3", "granite": "granite",
-                 "ministral3": "mistral3"}  # fmt: skip
+                 "ministral3": "mistral3",
+                 "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
 NEIGHBOUR_PAIRS = {
     "llama",
     "smollm3",
@@ -163,7 +173,15 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     tensors = {_with_end(name): array for name, array in tensors.items()} if architecture == "gemma4" else tensors
     for name, array in sorted(_stacked(tensors).items()):
         module, end = name.rsplit(".", 1)
-        theirs = _name(module, architecture) + "." + end
+        is_own_end = name.split(".", 3)[-1] in QWEN35_ENDS
+        theirs = _name(name if is_own_end else module, architecture) + ("" if is_own_end else "." + end)
+        theirs = theirs + ".bias" if theirs.endswith("ssm_dt") else theirs
+        if ".linear_attn." in name:
+            stored, numbers, kind = _tiled(generator, kinds(theirs), name, array, config)
+            meant[name] = from_numpy(numbers.astype(np.float32))
+            block_type = None if kind in ("F32", "F16") else getattr(gguf.GGMLQuantizationType, kind)
+            writer.add_tensor(theirs, np.ascontiguousarray(stored), raw_dtype=block_type)
+            continue
         kind = kinds(theirs) if array.ndim > 1 and "ffn_gate_inp" not in theirs and end == "weight" else "F32"
         if array.ndim == 3:
             stored = np.stack([_store(generator, kind, one) for one in array])
@@ -174,7 +192,9 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
             stored = _store(generator, kind, array)
         if not is_alone and array.ndim < 3:
             meant[name] = from_numpy(_meant(kind, stored, array.shape).astype(np.float32))
-        if array.ndim == 1 and architecture == "gemma3" and name.endswith("norm.weight"):
+        if name.endswith("shared_expert_gate.weight"):
+            stored = stored.reshape(-1)
+        if array.ndim == 1 and architecture in ("gemma3", "qwen35", "qwen35moe") and name.endswith("norm.weight"):
             stored = stored + 1
         if architecture in NEIGHBOUR_PAIRS and module.endswith(("q_proj", "k_proj")):
             heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
@@ -197,6 +217,30 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         shutil.copy(file, folder)
     save_file(meant, folder / "model.safetensors")
     return path
+
+
+def _tiled(
+    generator: np.random.Generator, kind: str, name: str, array: np.ndarray, config: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray, str]:  # fmt: skip
+    """A recurrent layer's tensor with value heads that share a key head as far apart as there are key heads, decays as
+    they are multiplied with, and what it means in a checkpoint's order; and its kind.
+    """
+    shared = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    of_value, part = config["linear_value_head_dim"], name.split(".linear_attn.")[1].split(".")[0]
+    keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    heads = np.arange(config["linear_num_value_heads"]).reshape(-1, shared).T.ravel()
+    values = (heads[:, None] * of_value + np.arange(of_value)).ravel()
+    rows = np.concatenate([np.arange(keys), keys + values])
+    order = {"in_proj_qkv": rows, "conv1d": rows, "in_proj_z": values, "norm": np.arange(of_value)}.get(part, heads)
+    axis = 1 if part == "out_proj" else 0
+    moved = np.take(array, values if part == "out_proj" else order, axis)
+    kind = kind if part in ("in_proj_qkv", "in_proj_z", "out_proj") else "F32"
+    moved = -np.exp(moved) if part == "A_log" else moved.squeeze()
+    stored = _store(generator, kind, moved)
+    means = array if kind == "F32" else _meant(kind, stored, moved.shape)
+    if kind != "F32":
+        means = np.take(means, np.argsort(values if part == "out_proj" else order), axis)
+    return stored, means, kind
 
 
 def _with_end(name: str) -> str:
@@ -263,6 +307,8 @@ def _name(module: str, architecture: str) -> str:
     names = NAMES | EXPERT_NAMES | (GEMMA_NAMES if architecture in ("gemma3", "gemma4") else {})
     if architecture == "gemma4":
         names |= GEMMA4_NAMES
+    if architecture.startswith("qwen35"):
+        names |= QWEN35_NAMES
     if architecture == "gpt-oss":
         names |= {"post_attention_layernorm": "post_attention_norm"}
     return f"blk.{layer}.{names[part]}"
@@ -293,6 +339,19 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architectu
         found |= {"expert_count": experts, "expert_used_count": taken}
     if config["model_type"] == "qwen3_moe":
         found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if config["model_type"].startswith("qwen3_5"):
+        rope = config["rope_parameters"]
+        found |= {
+            "rope.freq_base": rope["rope_theta"], "rope.dimension_count": int(dim * rope["partial_rotary_factor"]),
+            "rope.dimension_sections": [*rope["mrope_section"], 0], "full_attention_interval": 4,
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"], "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"], "ssm.time_step_rank": config["linear_num_value_heads"],
+            "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
+        }  # fmt: skip
+    if config["model_type"] == "qwen3_5_moe_text":
+        found |= {"expert_feed_forward_length": config["moe_intermediate_size"],
+                  "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"]}  # fmt: skip
+        del found["feed_forward_length"]
     if config["model_type"] == "gpt_oss":
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if config["model_type"] == "gemma4_text":

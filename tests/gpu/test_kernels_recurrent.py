@@ -14,7 +14,7 @@ from tests.gpu.kernel_oracles import DEVICES
 
 EPS = 1e-6
 SMALL = Recurrent(2, 4, 16, 16, 4)
-SHAPES = [SMALL, Recurrent(1, 3, 24, 20, 4), Recurrent(2, 2, 128, 128, 3)]
+SHAPES = [replace(SMALL, is_tiled=True), SMALL, Recurrent(1, 3, 24, 20, 4), Recurrent(2, 2, 128, 128, 3)]
 
 
 def draw_weights(own: Recurrent, dtype: torch.dtype, device: str = "cpu") -> RecurrentWeights:
@@ -60,7 +60,8 @@ def plain(mixed: torch.Tensor, gates: torch.Tensor, weights: RecurrentWeights, o
     out = torch.zeros(tokens, own.value_width, dtype=mixed.dtype)
     for head in range(own.value_heads):
         state = torch.zeros(own.key_dim, own.value_dim, dtype=mixed.dtype)
-        at, key_at = head // shared * own.key_dim, own.key_width + head // shared * own.key_dim
+        key_head = head % own.key_heads if own.is_tiled else head // shared
+        at, key_at = key_head * own.key_dim, own.key_width + key_head * own.key_dim
         mine = slice(head * own.value_dim, (head + 1) * own.value_dim)
         for token in range(tokens):
             q, k = convolved[token, at : at + own.key_dim], convolved[token, key_at : key_at + own.key_dim]

@@ -74,7 +74,10 @@ def _run(
     convolved = _convolve(inputs, weights.conv[:, 0].to(wide), held.rings[number], begin)
     query, key, value = convolved.split([own.key_width, own.key_width, own.value_width], 1)
     shared = own.value_heads // own.key_heads
-    query, key = (_normed(rows.unflatten(1, (own.key_heads, -1))).repeat_interleave(shared, 1) for rows in (query, key))
+    query, key = (_normed(rows.unflatten(1, (own.key_heads, -1))) for rows in (query, key))
+    query, key = (
+        rows.repeat(1, shared, 1) if own.is_tiled else rows.repeat_interleave(shared, 1) for rows in (query, key)
+    )
     share, time = gates.to(wide).chunk(2, 1)
     decay = -weights.decay.to(wide).exp() * F.softplus(time + weights.time_bias.to(wide))
     state = held.states[number].to(wide) if begin else torch.zeros_like(held.states[number], dtype=wide)

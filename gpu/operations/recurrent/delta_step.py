@@ -57,7 +57,7 @@ def _delta_step_kernel(
     gates_row, state_stride, ring_stride, eps, head_eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
+    MOST_ROWS: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
     first, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
@@ -74,7 +74,7 @@ def _delta_step_kernel(
         count = tl.sum((tl.load(slots + next_at, mask=next_at < rows, other=-1) == slot).to(tl.int32), 0)
     if count > 0:
         number = tl.load(state_of_slot + slot).to(tl.int64)
-        key_head = head // (VALUE_HEADS // KEY_HEADS)
+        key_head = head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
         q_channels = key_head * KEY_DIM + k_at
         k_channels = KEY_HEADS * KEY_DIM + q_channels
         v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
@@ -140,6 +140,7 @@ def delta_step(
         held.rings.stride(0), eps, HEAD_EPS, own.key_dim**-0.5,
         KEY_HEADS=own.key_heads, VALUE_HEADS=own.value_heads, KEY_DIM=own.key_dim, VALUE_DIM=own.value_dim,
         BLOCK_KEY=triton.next_power_of_2(own.key_dim), BLOCK_VALUE=triton.next_power_of_2(own.value_dim),
-        TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], MOST_ROWS=triton.next_power_of_2(MOST_STEP_ROWS), num_warps=8,
+        TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], MOST_ROWS=triton.next_power_of_2(MOST_STEP_ROWS),
+        IS_TILED=own.is_tiled, num_warps=8,
     )  # fmt: skip
     return out

@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.families.qwen3_5.gguf_form import GGUF
 from gpu.model.families.qwen3_5.shapes import SHAPES
 from gpu.model.families.qwen3_next import HYBRID_DEFAULTS, MTP, RECURRENT_TENSORS, parse_hybrid
 from gpu.model.family import LAYER_TENSORS, QK_NORMS, Family
@@ -58,5 +59,6 @@ FAMILY = Family(
     unwrap=unwrap_text,
     prefixes=PREFIXES,
     skipped=SKIPPED,
+    gguf=GGUF,
     shapes=SHAPES,
 )  # fmt: skip

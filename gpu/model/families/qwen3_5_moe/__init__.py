@@ -8,6 +8,7 @@ from dataclasses import replace
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.qwen3_5 import HARMLESS, PREFIXES, SKIPPED, unwrap_text
+from gpu.model.families.qwen3_5_moe.gguf_form import GGUF
 from gpu.model.families.qwen3_5_moe.shapes import SHAPES
 from gpu.model.families.qwen3_next import HYBRID_DEFAULTS, RECURRENT_TENSORS, SHARED_TENSORS, parse_hybrid
 from gpu.model.family import EXPERT_TENSORS, LAYER_TENSORS, QK_NORMS, Family
@@ -48,5 +49,6 @@ FAMILY = Family(
     unwrap=unwrap_text,
     prefixes=PREFIXES,
     skipped=SKIPPED,
+    gguf=GGUF,
     shapes=SHAPES,
 )  # fmt: skip

@@ -80,7 +80,7 @@ def parse_hybrid(
     recurrent = Recurrent(
         keys.positive("linear_num_key_heads", int), keys.positive("linear_num_value_heads", int),
         keys.positive("linear_key_head_dim", int), keys.positive("linear_value_head_dim", int),
-        keys.positive("linear_conv_kernel_dim", int), is_grouped,
+        keys.positive("linear_conv_kernel_dim", int), is_grouped, keys.flag("value_heads_are_tiled"),
     )  # fmt: skip
     if recurrent.value_heads % recurrent.key_heads:
         raise ModelError(
