@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture
-from gpu.model.spec import Activation, LayerSpec
+from gpu.model.spec import Activation, Latent, LayerSpec
+from gpu.operations.kv.latent_write import LATENT_EPS
 from gpu.weights.weights import ExpertWeights, LayerWeights, Weights
 from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 
@@ -30,9 +31,15 @@ class PlainDecode:
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         shapes = [(batch, own.count, context, own.dim) for own in map(architecture.heads_of, architecture.layers)]
+        latent = architecture.latent
+        if latent is not None:  # keys and values of heads are kept, not rows
+            shapes = [(batch, architecture.num_heads, context, latent.query_dim) for _ in shapes]
+            widths = [(batch, architecture.num_heads, context, latent.value) for _ in shapes]
         dtype = weights.embedding.dtype
         self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self._values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self._values = [
+            torch.zeros(shape, dtype=dtype, device=device) for shape in (shapes if latent is None else widths)
+        ]
         self._states: dict[int, tuple[Tensor, Tensor]] = {}
         own = architecture.recurrent
         for layer in architecture.recurrent_layers if own is not None else ():
@@ -109,9 +116,11 @@ class PlainDecode:
         normed, experts = self._norm(hidden, layer.mlp_norm), layer.experts
         if experts is not None and experts.beside is None:
             mixed = _mix(normed, normed, experts, spec)
-            if experts.shared_share is None:
+            if layer.gate_up is None:
                 return mixed
             product = F.linear(_gate(F.linear(normed, layer.mlp[0]), spec.activation), layer.mlp[1])
+            if experts.shared_share is None:
+                return mixed + product
             return mixed + F.linear(normed, experts.shared_share).sigmoid() * product
         gate_up, down = layer.mlp
         product = _gate(F.linear(normed, gate_up, layer.gate_up_bias), spec.activation)
@@ -144,6 +153,8 @@ class PlainDecode:
         window, own, source = spec.window_tokens, a.heads_of(spec), index if spec.kv_of is None else spec.kv_of
         cos, sin = (table[self.position] for table in self._rope_tables[index])  # [1, dim // 2]
         mask = self._columns <= self.position
+        if a.latent is not None:
+            return self._attend_latent(index, layer, a.latent, normed, mask)
         if window is not None:
             mask = mask & (self._columns > self.position - window)
         made, gates = F.linear(normed, layer.qkv, layer.qkv_bias), None
@@ -201,6 +212,33 @@ class PlainDecode:
         out = F.rms_norm(out, (own.value_dim,), more.norm.float(), self.architecture.rms_norm_eps).flatten(1)
         return (out * F.silu(mixed[:, own.conv_width :].float())).to(normed.dtype)
 
+    def _attend_latent(self, index: int, layer: LayerWeights, latent: Latent, normed: Tensor, mask: Tensor) -> Tensor:
+        """Attend with keys and values of all heads, made of the token's latent."""
+        own, heads, batch = layer.latent, self.architecture.num_heads, len(normed)
+        assert own is not None, "the layer has latent attention"
+        cos, sin = (table[self.position] for table in self._rope_tables[index])
+        first, row = F.linear(normed, layer.qkv).tensor_split([latent.first_columns(heads)], 1)
+        if own.query_up is not None and own.query_norm is not None:
+            first = F.linear(F.rms_norm(first, own.query_norm.shape, own.query_norm, LATENT_EPS), own.query_up)
+        query = first.view(batch, heads, -1)
+        made = F.linear(F.rms_norm(row[:, : latent.rank], own.norm.shape, own.norm, LATENT_EPS), own.up)
+        made = made.view(batch, heads, -1)
+
+        def turn(rotated: Tensor) -> Tensor:
+            if latent.has_neighbour_pairs:
+                rotated = torch.cat([rotated[..., ::2], rotated[..., 1::2]], -1)
+            return _rotate(rotated, cos, sin)
+
+        query = torch.cat([query[..., : latent.plain], turn(query[..., latent.plain :])], -1)
+        turned = turn(row[:, None, latent.rank :]).expand(-1, heads, -1)
+        key = torch.cat([made[..., : latent.plain], turned], -1)
+        self._keys[index].index_copy_(2, self.position, key[:, :, None])
+        self._values[index].index_copy_(2, self.position, made[:, :, None, latent.plain :])
+        keys, values = self._keys[index], self._values[index]
+        return F.scaled_dot_product_attention(
+            query[:, :, None], keys, values, attn_mask=mask[None, None, None], scale=latent.scale
+        ).reshape(batch, -1)  # fmt: skip
+
 
 def _gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return an MLP's activated product of gate and up, whose halves `gate_up` has."""
@@ -216,9 +254,21 @@ def _mix(normed: Tensor, to_route: Tensor, weights: ExpertWeights, spec: LayerSp
     experts = spec.experts
     assert experts is not None, "the layer has experts"
     bias = None if weights.router_bias is None else weights.router_bias.float()
-    shares, ids = torch.softmax(F.linear(to_route.float(), weights.router.float(), bias), 1).topk(experts.per_token, 1)
+    logits = F.linear(to_route.float(), weights.router.float(), bias)
+    if weights.correction is None:
+        shares, ids = torch.softmax(logits, 1).topk(experts.per_token, 1)
+    else:
+        scores = torch.sigmoid(logits)
+        wanted = (scores + weights.correction).view(len(logits), experts.groups, -1)
+        if experts.groups > 1:
+            sums = wanted.topk(2, 2).values.sum(2)
+            least = sums.topk(experts.groups_taken, 1).values[:, -1:]
+            wanted = wanted.masked_fill((sums < least)[..., None], float("-inf"))
+        ids = wanted.flatten(1).topk(experts.per_token, 1).indices
+        shares = scores.gather(1, ids)
     if experts.is_normalised:
         shares = shares / shares.sum(1, keepdim=True)
+    shares = shares * experts.gain
     if weights.beside is not None:
         shares = shares * weights.beside.gains[ids]
     gate_up = weights.gate_up.view(experts.num_experts, -1, normed.shape[1])[ids]  # [tokens, taken, rows, hidden]

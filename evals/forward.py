@@ -15,9 +15,10 @@ from torch.nn import functional
 from evals.methods.method import PromptLayer, Step, StepResult
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture, read_architecture
-from gpu.model.spec import Activation, LayerSpec
+from gpu.model.spec import Activation, Experts, Latent, LayerSpec
+from gpu.operations.kv.latent_write import LATENT_EPS
 from gpu.weights.checkpoint import load_weights
-from gpu.weights.weights import ExpertWeights, Weights, unpacked
+from gpu.weights.weights import ExpertWeights, LayerWeights, Weights, unpacked
 from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 
 CHUNK_TOKENS = 1 << 17
@@ -146,7 +147,8 @@ class ReferenceDecoder:
 
     @property
     def _scale(self) -> float:
-        return self.architecture.dim**-0.5
+        latent = self.architecture.latent
+        return (self.architecture.dim if latent is None else latent_width(latent)) ** -0.5
 
     def _output_gates(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
         """Return what attention's output is multiplied by, `[requests, heads, tokens, dim]`, or 1."""
@@ -210,6 +212,9 @@ class ReferenceDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys before rotation, and values, each `[requests, heads, tokens, dim]`."""
         shape, weights, spec = self.architecture, self.weights.layers[layer], self.architecture.layers[layer]
+        if shape.latent is not None:
+            normed = rms_norm(hidden, weights.attention_norm, shape.rms_norm_eps)
+            return project_latent(normed, weights, shape.latent, shape.num_heads)
         heads, eps = shape.heads_of(spec), shape.rms_norm_eps
         normed = hidden if weights.attention_norm is None else rms_norm(hidden, weights.attention_norm, eps)
         mixed = functional.linear(normed, weights.qkv, weights.qkv_bias)
@@ -256,7 +261,8 @@ class ReferenceDecoder:
         """Return the rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`, inputs
         of `_inputs`.
         """
-        weights, eps = self.weights.layers[layer], self.architecture.rms_norm_eps
+        weights, eps, latent = self.weights.layers[layer], self.architecture.rms_norm_eps, self.architecture.latent
+        out = out if latent is None else out[..., : latent.value]
         output = functional.linear(out.flatten(2), weights.output, weights.output_bias)
         if weights.attention_post_norm is not None:
             output = rms_norm(output, weights.attention_post_norm, eps)
@@ -267,13 +273,14 @@ class ReferenceDecoder:
         mixed = None
         if weights.experts is not None and beside is None:
             mixed = _mix(normed.flatten(0, 1), normed.flatten(0, 1), weights.experts, spec).view_as(hidden)
-            if weights.experts.shared_share is None:
+            if weights.gate_up is None:
                 return hidden + mixed
         gate_up, down = weights.mlp
         product = gate_linear(functional.linear(normed, gate_up, weights.gate_up_bias), spec.activation)
         product = functional.linear(product, down, weights.down_bias)
-        if weights.experts is not None and weights.experts.shared_share is not None:
-            product = mixed + functional.linear(normed, weights.experts.shared_share).sigmoid() * product
+        if weights.experts is not None and mixed is not None:
+            share = weights.experts.shared_share
+            product = mixed + (product if share is None else functional.linear(normed, share).sigmoid() * product)
         if weights.experts is not None and beside is not None:
             to_route, normed = rms_norm(hidden, beside.router_norm, eps), rms_norm(hidden, beside.norm, eps)
             mixed = _mix(normed.flatten(0, 1), to_route.flatten(0, 1), weights.experts, spec).view_as(hidden)
@@ -309,11 +316,8 @@ def _mix(tokens: torch.Tensor, to_route: torch.Tensor, weights: ExpertWeights, s
     experts = spec.experts
     assert experts is not None, "the layer has experts"
     bias = None if weights.router_bias is None else weights.router_bias.float()
-    shares, ids = torch.softmax(functional.linear(to_route.float(), weights.router.float(), bias), 1).topk(
-        experts.per_token, 1
-    )
-    if experts.is_normalised:
-        shares = shares / shares.sum(1, keepdim=True)
+    logits = functional.linear(to_route.float(), weights.router.float(), bias)
+    shares, ids = choose_experts(logits, experts, weights.correction)
     gate_ups = weights.gate_up.view(experts.num_experts, -1, tokens.shape[1])
     downs = weights.down.view(experts.num_experts, tokens.shape[1], -1)
     mixed = torch.zeros_like(tokens, dtype=torch.float32)
@@ -331,11 +335,75 @@ def _mix(tokens: torch.Tensor, to_route: torch.Tensor, weights: ExpertWeights, s
     return mixed.to(tokens.dtype)
 
 
+def choose_experts(
+    logits: torch.Tensor, experts: Experts, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and numbers of the experts that tokens take, `[tokens, taken]`. correction: of a router by
+    sigmoids, None: it is one by softmax.
+    """
+    if correction is None:
+        shares, ids = torch.softmax(logits, 1).topk(experts.per_token, 1)
+    else:
+        scores = torch.sigmoid(logits)
+        wanted = (scores + correction).unflatten(1, (experts.groups, -1))
+        if experts.groups > 1:
+            sums = wanted.topk(2, 2).values.sum(2)
+            least = sums.topk(experts.groups_taken, 1).values[:, -1:]
+            wanted = wanted.masked_fill((sums < least)[..., None], -torch.inf)
+        ids = wanted.flatten(1).topk(experts.per_token, 1).indices
+        shares = scores.gather(1, ids)
+    if experts.is_normalised:
+        shares = shares / shares.sum(1, keepdim=True)
+    return shares * experts.gain, ids
+
+
+def project_latent(
+    normed: torch.Tensor, weights: LayerWeights, latent: Latent, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries and keys of latent attention before rotation, and values, each `[requests, heads, tokens, dim]` of
+    the wider of keys and values, from normed hidden states `[requests, tokens, hidden]`. Keys are in an order in which
+    halves are rotated against each other (`latent_tables`); queries have the gain of logits.
+    """
+    own, (rank, plain, width) = weights.latent, (latent.rank, latent.plain, latent_width(latent))
+    assert own is not None, "the layer has latent attention"
+    first, row = functional.linear(normed, weights.qkv).tensor_split([latent.first_columns(num_heads)], -1)
+    if own.query_up is not None and own.query_norm is not None:
+        first = functional.linear(rms_norm(first, own.query_norm, LATENT_EPS), own.query_up)
+    query = first.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    made = functional.linear(rms_norm(row[..., :rank], own.norm, LATENT_EPS), own.up)
+    made = made.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    turned = row[:, None, :, rank:].expand(-1, num_heads, -1, -1)
+
+    def in_halves(plain_part: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
+        first, second = (rotated[..., ::2], rotated[..., 1::2]) if latent.has_neighbour_pairs else rotated.chunk(2, -1)
+        front, back = plain_part.tensor_split([width // 2 - first.shape[-1]], -1)
+        missing = width // 2 - second.shape[-1] - back.shape[-1]
+        return torch.cat([first, front, second, functional.pad(back, (0, missing))], -1)
+
+    key = in_halves(made[..., :plain], turned)
+    gain = latent.scale * width**0.5
+    query = in_halves(query[..., :plain], query[..., plain:]) * gain
+    return query, key, functional.pad(made[..., plain:], (0, width - latent.value))
+
+
+def latent_width(latent: Latent) -> int:
+    """Return the numbers of heads of queries, keys and values, all alike."""
+    return max(latent.query_dim, latent.value)
+
+
+def latent_tables(table: torch.Tensor, latent: Latent, still: float) -> torch.Tensor:
+    """Return a table of cosines or sines of heads that are rotated in part. still: of what is not."""
+    return functional.pad(table, (0, latent_width(latent) // 2 - table.shape[1]), value=still)
+
+
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> ReferenceDecoder:
     """Read a Hugging Face folder. Raises ModelError for a model that is not served or files that do not fit it."""
     architecture = read_architecture(folder)
     weights = unpacked(load_weights(folder, architecture, dtype, device, lambda _: None))
     tables = layer_rope_tables(architecture, architecture.max_context_tokens, device)
+    latent = architecture.latent
+    if latent is not None:
+        tables = [(latent_tables(cos, latent, 1.0), latent_tables(sin, latent, 0.0)) for cos, sin in tables]
     return ReferenceDecoder(architecture, weights, tables)
 
 

@@ -57,6 +57,14 @@ def load_runner(
     dtype = DTYPES[_resolve_dtype(gpu, device)]
     architecture = load_architecture(model) if loaded is None else loaded.architecture
     odd = {architecture.heads_of(spec).dim for spec in architecture.layer_pattern} - {*DECODED_DIMS}
+    latent = architecture.latent
+    if latent is not None:
+        odd = {size for size in (latent.rank, latent.rotated) if size & (size - 1) or size < 16}
+        if device.type == "cuda" and odd:
+            raise ModelError(
+                f"model: {architecture.name} has latents of {latent.rank} + {latent.rotated} numbers; on a GPU served: "
+                "powers of two, 16 or more, of each"
+            )
     if device.type == "cuda" and odd:
         served = ", ".join(map(str, DECODED_DIMS))
         raise ModelError(f"model: {architecture.name} has heads of {min(odd)}; on a GPU served: {served}")

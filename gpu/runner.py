@@ -141,6 +141,8 @@ class Runner:
         )  # fmt: skip
         self._last_tokens = torch.zeros(3 * max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
+        if architecture.latent is not None:
+            heads = architecture.num_heads, 1, architecture.latent.rank  # of partials
         workspaces = windowed = [
             workspace_for(max_running, *heads, context, device, has_far=bool(self._reusing))
             for _ in range(1 if tier is None else 2)

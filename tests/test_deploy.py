@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 METRIC = re.compile(r"tandem_[a-z_]+")
 CONFIGS = ("laptop", "reference", "rtx4090", "rtx4090-32b", "rtx4090-30b-a3b", "a100", "gpt-oss-20b-16g",
-           "gpt-oss-20b-24g", "gpt-oss-120b", "gemma-4-26b-a4b-24g", "qwen3.5-27b-24g",
+           "gpt-oss-20b-24g", "gpt-oss-120b", "gemma-4-26b-a4b-24g", "glm-4.7-flash-24g", "qwen3.5-27b-24g",
            "qwen3.5-35b-a3b-24g")  # fmt: skip
 
 

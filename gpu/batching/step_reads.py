@@ -21,9 +21,10 @@ class StepReads:
         self._dtype_bytes = dtype_bytes
         self._is_packed = is_packed
         self._num_offloaded_layers = num_offloaded_layers
-        self._layer_token_bytes = 2 * architecture.num_kv_heads * row_bytes(kv, architecture.dim)
+        rows = architecture.rows_of_head
+        self._layer_token_bytes = rows * architecture.num_kv_heads * row_bytes(kv, architecture.dim)
         heads = ((spec.seen_tokens, architecture.heads_of(spec)) for spec in architecture.layers)
-        self._windows = Counter((window, 2 * own.count * row_bytes(kv, own.dim)) for window, own in heads)
+        self._windows = Counter((window, rows * own.count * row_bytes(kv, own.dim)) for window, own in heads)
         self._weights: dict[int, int] = {}  # bytes, by rows
 
     def weights(self, num_rows: int) -> int:

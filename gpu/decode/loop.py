@@ -80,6 +80,9 @@ class LayerLoop:
                 hidden = decoder.leave(layer, hidden, made, None, rows.slots, experts, carried)
                 continue
             queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None, carried=carried)
+            if decoder.latent is not None:
+                absorbed = decoder.latent.absorb(layer, queries[0])
+                queries = absorbed, absorbed
             is_offloaded = layer in self.offloaded_layers
             reads = LayerReads(
                 layer, rows, *queries, reads_host=exchange is not None and is_offloaded, skips=skips and is_offloaded
@@ -109,7 +112,8 @@ class LayerLoop:
                 check_coverage(reads, on_device, answers, self.reusing if reuses else [])
             far = [] if on_device.far is None else [on_device.far]
             attended = reads.attended or merge_all([on_device.near, *far, *filled])
-            hidden = decoder.leave(layer, hidden, attended.out, attended.lse, rows.slots, experts, carried)
+            out = attended.out if decoder.latent is None else decoder.latent.values(layer, attended.out)
+            hidden = decoder.leave(layer, hidden, out, attended.lse, rows.slots, experts, carried)
         logits = decoder.logits(hidden)
         for method in methods:
             method.finish(rows)

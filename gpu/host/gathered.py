@@ -26,7 +26,7 @@ class GatheredKv:
         self._kv_heads = kv_heads
         keys = allocate_empty(spec, pool.device)
         self.keys = keys.unflatten(1, (pool.max_pages, pool.page_tokens))
-        self.values = torch.empty_like(self.keys)
+        self.values = self.keys if pool.latent_rank is not None else torch.empty_like(self.keys)
         self._holds: tuple[int, int, int] | None = None  # (job, slot, layer)
         self._tokens = 0
 

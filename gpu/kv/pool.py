@@ -31,6 +31,9 @@ class KvPool:
     is kept by itself, its rows in `windows`; of a recurrent one nothing: `states` has what it keeps, `num_states` of
     `state_dtype` (0: one a slot).
 
+    latent_rank: of latent attention, whose rows are keys and values at once: there is one arena then, and both lists
+    are of it; None: there are two.
+
     page_table: int32 `[max_slots, max_pages]`, by cell, of all layers but those. dense_layers: may name them, too.
     """
 
@@ -50,6 +53,7 @@ class KvPool:
             )
         self.dtype = dtype
         self.has_codes = stored != dtype
+        self.latent_rank = None if architecture.latent is None else architecture.latent.rank
         self.num_kv_heads, self.dim = architecture.num_kv_heads, architecture.dim
         recurrent = architecture.recurrent_layers
         layers = [layer for layer in range(architecture.num_layers) if layer not in {*windows.layers, *recurrent}]
@@ -61,7 +65,8 @@ class KvPool:
         self.max_slots = max_slots
         self.max_pages = -(-max_context_tokens // page_tokens)
         self.device = device
-        self.arenas = [allocate_arena((len(layers) * num_pages, *page_shape), stored, device) for _ in range(2)]
+        size = len(layers) * num_pages, *page_shape
+        self.arenas = [allocate_arena(size, stored, device) for _ in range(architecture.rows_of_head)]
         self.commitment = Commitment([arena.view(len(layers), num_pages, *page_shape) for arena in self.arenas])
         self.windows = Windows(
             windows, (own.count, page_tokens, *own_row.shape), own.dim, max_slots, self.max_pages, stored, device
@@ -70,9 +75,8 @@ class KvPool:
         self.states = None if own_states is None else States(
             own_states, recurrent, num_states, max_slots, dtype, state_dtype, device
         )  # fmt: skip
-        self.key_pages, self.value_pages = (
-            self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=True)
-        )
+        views = [self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=False)]
+        self.key_pages, self.value_pages = views[0], views[-1]
         self.page_table = allocate(page_table(max_slots, self.max_pages), device)
 
     def table_of(self, layer: int) -> Tensor:

@@ -14,6 +14,7 @@ from gpu.attention.prefill_query import Attended
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.kv.pool import KvPool
 from gpu.layers.delta_layers import DeltaLayers
+from gpu.layers.latent import LatentLayers
 from gpu.layers.projections import Projections
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.spec import Architecture
@@ -62,12 +63,16 @@ class Decoder:
         self.weights = weights
         self.pool = pool
         self.projections = Projections(weights, architecture)
-        self.scale = architecture.dim**-0.5  # of all layers: the norms of queries have what differs
+        latent = architecture.latent
+        self.scale = architecture.dim**-0.5 if latent is None else latent.scale  # norms of queries have what differs
         self._kept_layers = frozenset(architecture.kept_layers)
         self.specs = architecture.layers
         self.delta = None if pool.states is None else DeltaLayers(architecture, self.projections, pool.states)
         self.windows = sorted({spec.window_tokens for spec in self.specs if spec.window_tokens is not None})
         self._rope_tables = layer_rope_tables(architecture, max_context_tokens, pool.device)
+        self.latent = (
+            None if latent is None else LatentLayers(architecture, latent, self.projections, self._rope_tables)
+        )
         scale = torch.tensor(architecture.embedding_scale, dtype=weights.embedding.dtype)
         self._embedding_scale = float(scale)  # rounded as the rows are
         self._dims = [architecture.heads_of(spec).dim for spec in self.specs]
@@ -129,8 +134,14 @@ class Decoder:
         """Compute the part of a layer before attention: write keys and values, return `(query, pre_rope_query)`.
 
         See `layer`. cells: of the slots' contexts, where they are written. Both queries are `[tokens, heads, dim]`, of
-        the weights' dtype.
+        the weights' dtype; of latent attention both are the rotated one, of `query_dim` numbers.
         """
+        if self.latent is not None:
+            assert pages is None, "rows of latents are written to pages alone"
+            own, table = self.pool.key_pages[index], self.pool.table_of(index)
+            query = self.latent.enter(index, hidden, positions, cells, slots, own, table)
+            scale = self.query_scale(positions) if carried is None else carried.query_scale
+            return (query, query) if scale is None else (query.mul_(scale), query)
         source, columns = self.specs[index].kv_of, self.architecture.num_heads * self._dims[index]
         kept = None if source is None or carried is None else carried.kept[source]
         qkv = self.projections.qkv(index, hidden, kept)

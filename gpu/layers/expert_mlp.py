@@ -23,7 +23,7 @@ from gpu.operations.experts.expert_tiles import (
     pair_up,
     sizes_of_tiles,
 )
-from gpu.operations.experts.experts_reference import experts_reference, route_reference
+from gpu.operations.experts.experts_reference import experts_reference, fold_choice, route_reference
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.fetch_experts import list_experts
 from gpu.operations.experts.routing import MOST_ROUTED, choose, router_logits
@@ -48,6 +48,8 @@ class ExpertMlp:
         self.activation = activation
         self._layer = layer
         self._staged = staged
+        gain, num_experts = experts.gain, experts.num_experts
+        self._gains = None if gain == 1 else torch.full((num_experts,), gain, device=weights.router.device)
 
     def __call__(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None = None,
                  exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
@@ -66,11 +68,13 @@ class ExpertMlp:
         """Return what the card computes, added to `hidden`: all experts, or those that the CPU does not compute."""
         weights, experts = self.weights, self.experts
         gate_up, down, beside = weights.gate_up, weights.down, weights.beside
-        gains, base = (None, hidden) if beside is None else (beside.gains, torch.zeros_like(hidden))
+        gains, base = (self._gains, hidden) if beside is None else (beside.gains, torch.zeros_like(hidden))
         if not runs_on_triton(hidden) or len(hidden) == 0:
             normed = rms_norm(hidden, norm, eps)
             to_route = normed if beside is None else rms_norm(hidden, beside.router_norm, eps)
-            ids, shares = route_reference(to_route, weights.router, experts, weights.router_bias)
+            ids, shares = route_reference(
+                to_route, weights.router, experts, weights.router_bias, weights.correction
+            )  # fmt: skip
             far = self._find_far(normed, ids.int(), shares, slots, exchange)
             made = experts_reference(
                 normed, ids, shares, gate_up, down, experts, self.activation, far, weights.gate_up_bias,
@@ -81,6 +85,8 @@ class ExpertMlp:
         normed, logits = router_logits(hidden, by, eps, weights.router, weights.router_bias)
         if beside is not None:
             normed = rms_norm(hidden, norm, eps)
+        if weights.correction is not None:
+            logits = fold_choice(logits, experts, weights.correction)
         taken, is_few = None, len(hidden) <= LEAST_PAIRS  # tiles of few tokens find their pairs in the logits
         if weights.host is not None or not is_few:
             taken = choose(logits, experts)
@@ -116,6 +122,7 @@ class ExpertMlp:
         if exchange is None or host is None:
             return self._fetch(ids, slots)
         assert self._staged is not None, "experts in host memory: something knows their places"
+        shares = shares if self._gains is None else shares * self.experts.gain
         exchange.request(self._layer, normed, ids, shares, self.experts.num_experts - host.count, slots)
         return self._staged.without_experts(self._layer)
 

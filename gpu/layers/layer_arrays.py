@@ -45,6 +45,12 @@ def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs
     if spec.recurrent is not None:
         own = spec.recurrent
         return 2 * (own.conv_width + own.value_width + 2 * own.value_heads) + 2 * own.value_width
+    latent = architecture.latent
+    if latent is not None:
+        count = architecture.num_heads
+        query = count * latent.query_dim
+        outputs = (QUERY_COPIES + more_outputs) * count * max(latent.query_dim, latent.value)
+        return latent.first_columns(count) + latent.row + query + outputs
     heads = architecture.heads_of(spec)
     query = architecture.num_heads * heads.dim
     qkv = query + 2 * heads.count * heads.dim

@@ -17,6 +17,7 @@ from gpu.layers.widened import Widened
 from gpu.model.matrix_formats import OF_EXPERTS, widened_bytes
 from gpu.model.spec import Architecture
 from gpu.operations.head_norm import HeadNorms
+from gpu.operations.kv.latent_write import LATENT_EPS
 from gpu.operations.linear.packed_matrix import Stored
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
@@ -37,6 +38,8 @@ class Projections:
         self.eps = architecture.rms_norm_eps
         self._specs = architecture.layers
         self._num_query_columns = [architecture.num_heads * architecture.heads_of(spec).dim for spec in self._specs]
+        latent = architecture.latent
+        self._num_first_columns = 0 if latent is None else latent.first_columns(architecture.num_heads)
         self._cap, self._gain = architecture.logit_cap, architecture.logit_gain
         size = widened_bytes(architecture, weights.embedding.element_size())
         widened = Widened(size, weights.embedding.device)
@@ -90,6 +93,17 @@ class Projections:
         made = self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, None)
         return made, as_matrix(weights.recurrent.gates).norm_linear(hidden, weights.attention_norm, self.eps, None)
 
+    def latent_queries(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a layer with latent attention makes of hidden states: rows `[tokens, rank + rotated]` and queries
+        `[tokens, heads * query_dim]`, contiguous, both before rotation.
+        """
+        weights, matrices = self.weights.layers[layer], self._matrices[layer]
+        made = matrices["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, None)
+        first, row = made[:, : self._num_first_columns], made[:, self._num_first_columns :]
+        if weights.latent is None or weights.latent.query_norm is None:
+            return row, first.contiguous()
+        return row, matrices["query_up"].norm_linear(first, weights.latent.query_norm, LATENT_EPS, None)
+
     def head_norms(self, layer: int) -> HeadNorms | None:
         """Return the norms of query, key and value heads, which `rope_kv_write` applies; None: there are none."""
         weights = self.weights.layers[layer]
@@ -113,8 +127,14 @@ class Projections:
         if experts is not None and beside is None:
             assert weights.mlp_norm is not None, "a layer with experts norms what they get"
             mixed = experts(hidden, weights.mlp_norm, self.eps, slots, exchange)
+            if not experts.experts.is_shared:
+                return mixed
             share = experts.weights.shared_share
-            return mixed if share is None else mixed.add_(self._shared(layer, hidden, share))
+            if share is not None:
+                return mixed.add_(self._shared(layer, hidden, share))
+            gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
+            product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, self._specs[layer].activation)
+            return down.linear(product, mixed)
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         activation, bias = self._specs[layer].activation, weights.gate_up_bias
         if bias is None and weights.mlp_norm is not None:

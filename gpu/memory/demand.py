@@ -20,7 +20,15 @@ from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_byt
 from gpu.operations.decode_attention.split_rows import most_rows, scratch_arrays
 from gpu.operations.recurrent.state_arrays import state_arrays
 from gpu.page_layout import CODE_FORMATS, KvFormat, page_table, row_bytes
-from gpu.prefill.prefill_arrays import HIDDEN_TOKEN_IDS_BYTES, most_piece_outputs, seen_rows, window_buffer
+from gpu.prefill.prefill_arrays import (
+    EXPANDED_TOKENS,
+    HIDDEN_TOKEN_IDS_BYTES,
+    expanded_array,
+    latent_arrays,
+    most_piece_outputs,
+    seen_rows,
+    window_buffer,
+)
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.sampling.sampling_arrays import drawing_bytes, penalty_arrays
 from gpu.weights.expert_shares import ExpertShares, most_experts, why_not_computed
@@ -124,7 +132,7 @@ class Demand:
     @property
     def stored_layer_bytes(self) -> int:
         """Return the bytes of keys and values of one token in one layer's pages."""
-        return 2 * self.shape.num_kv_heads * self.row_bytes
+        return self.shape.rows_of_head * self.shape.num_kv_heads * self.row_bytes
 
     @property
     def stored_window_bytes(self) -> int:
@@ -136,7 +144,7 @@ class Demand:
     @property
     def layer_token_bytes(self) -> int:
         """Return the bytes of keys and values of one token in one layer, as they are computed with."""
-        return 2 * self.shape.num_kv_heads * self.shape.dim * self.dtype_bytes
+        return self.shape.rows_of_head * self.shape.num_kv_heads * self.shape.dim * self.dtype_bytes
 
     @property
     def kv_token_bytes(self) -> int:
@@ -175,7 +183,7 @@ class Demand:
         """
         shape = self.shape
         keys = gathered_array(shape.num_kv_heads, shape.dim, 1, self.dtype_bytes, self.has_codes).num_bytes
-        return 2 * keys if self.device == "cuda" else 3 * keys
+        return (shape.rows_of_head + (self.device != "cuda")) * keys
 
     def context_token_bytes(self, hidden_tokens_per_token: int) -> float:
         """Return what one more token of the longest context costs: KV, hidden state, its share of workspaces."""
@@ -270,7 +278,12 @@ class Demand:
 
     def _decode_partials(self) -> int:
         """Return the bytes of the partials of split contexts, and of the compiled step's float32 logits."""
-        shape, running = self.shape, self.max_running
+        shape, running, latent = self.shape, self.max_running, self.shape.latent
+        if latent is not None:
+            rows = most_rows(running, 1, shape.max_context_tokens) if self.device == "cuda" else 0
+            splits = sum_bytes(scratch_arrays(rows, shape.num_heads, latent.rank).values())
+            asked = latent_arrays(running, shape.num_heads, latent.rank, latent.row, self.dtype_bytes)
+            return splits + sum_bytes(asked.values())
         if self.device == "cuda":
             rows = most_rows(running, shape.num_kv_heads, shape.max_context_tokens)
             whole = (1 + self.reuses) * sum_bytes(scratch_arrays(rows, shape.num_heads, shape.dim).values())
@@ -307,12 +320,22 @@ class Demand:
                 f"{rows} rows of {shape.vocab_size:,} in float32, and drawing",
             ),
             *self._widening(),
+            *self._expanded(),
             self.item(
                 "penalties",
                 sum_bytes(penalty_arrays(running, shape.vocab_size).values()),
                 f"tokens counted for {running}",
             ),
         )
+
+    def _expanded(self) -> tuple[MemoryItem, ...]:
+        """Return the item of keys and values that prefill makes of latents."""
+        latent, heads = self.shape.latent, self.shape.num_heads
+        if latent is None:
+            return ()
+        tokens = max(EXPANDED_TOKENS, self.chunk_tokens)
+        num_bytes = expanded_array(tokens, heads, latent.query_dim, latent.value, self.dtype_bytes).num_bytes
+        return (self.item("expanded latents", num_bytes, f"keys and values of {tokens:,} tokens, for prefill"),)
 
     def _widening(self) -> tuple[MemoryItem, ...]:
         """Return the items of matrices of few bits, for prefill and, on a GPU by themselves, for larger batches than

@@ -32,7 +32,14 @@ from gpu.memory.machine_limits import (
     resolve_kv,
     resolve_limits,
 )
-from gpu.memory.refusals import check_configured, check_documents, check_fixed, check_pages, check_pinned
+from gpu.memory.refusals import (
+    check_configured,
+    check_documents,
+    check_fixed,
+    check_latents,
+    check_pages,
+    check_pinned,
+)
 from gpu.methods.kept import Kept
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
@@ -178,6 +185,7 @@ def plan_memory(
         if reason is not None:
             raise PlanError(reason)
     kv = resolve_kv(gpu, dtype, architecture)
+    check_latents(architecture, host, kv, states)
     tier = None
     if host is not None and kept is not None:
         excludes = any(state.part.method.excludes_blocks for state in states)

@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from gpu.config import GpuConfig
 from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib, least_gib
+from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
+from gpu.page_layout import CODE_FORMATS
+from gpu.profiles import FULL_ATTENTION
 from gpu.weights.expert_shares import PINNED_SHARE, most_experts
+from transfer.host_config import HostConfig
 from transfer.machine import GIB, MachineProfile
 
 
@@ -45,10 +49,27 @@ def check_documents(shape: Architecture) -> None:
         why = "layers with a window have KV heads of their own"
     elif shape.kept_layers:
         why = "layers have the keys and values of earlier ones"
+    elif shape.latent is not None:
+        why = "a token's row is of latents, not of keys and values"
     elif shape.layer_inputs is not None:
         why = "each layer has an embedding of its own"
     if why is not None:
         raise PlanError(f"documents: {why} in {shape.name}, of which no chunks are kept; leave out `documents`")
+
+
+def check_latents(shape: Architecture, host: HostConfig | None, kv: str, states: Sequence[MethodState]) -> None:
+    """Check that nothing reads rows of latents that knows keys and values alone. Raises PlanError."""
+    if shape.latent is None:
+        return
+    row = f"{shape.name} keeps one row of {shape.latent.rank} + {shape.latent.rotated} numbers a token"
+    if host is not None:
+        raise PlanError(f"host: {row}, and what reads host memory knows keys and values of heads; leave out `host`")
+    if kv in CODE_FORMATS:
+        raise PlanError(f"gpu.kv: asked {kv}, {row}, whose latent and rotated parts one scale would not suit; use auto")
+    others = [state.part.method.name for state in states if state.part.method.name != FULL_ATTENTION]
+    if others:
+        name = others[0]
+        raise PlanError(f"profiles: {name!r} knows keys and values of heads, and {row}; take it out of the profiles")
 
 
 def check_pinned(fixed: Sequence[MemoryItem], demand: Demand, machine: MachineProfile) -> None:

@@ -67,7 +67,8 @@ class Family:
     returns the part of a configuration that is the decoder's. prefixes: of names of tensors, taken off; skipped: of
     tensors that the decoder has no use for. stacks: the layout of a layer's experts that `tensors` calls
     `experts_gate_up` and `experts_down`, all in one tensor, or of their biases. gguf: how GGUF files have it, None:
-    none does. shapes: configurations by name, for random weights.
+    none does. shapes: configurations by name, for random weights. has_further_layers: a checkpoint may have layers
+    behind the last one, which draft tokens and are not read.
     """
 
     model_types: tuple[str, ...]
@@ -81,6 +82,7 @@ class Family:
     stacks: StackLayout = StackLayout()
     gguf: GgufForm | None = None
     shapes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    has_further_layers: bool = False
 
     @property
     def name(self) -> str:

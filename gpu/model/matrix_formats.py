@@ -23,15 +23,25 @@ OF_RECURRENT = {"mixed", "mixed_gate", "mixed_all", "mixed_output", "state_share
                 "conv", "decay", "time_bias", "mixed_norm"}  # fmt: skip
 OF_SHARED = {"shared_gate", "shared_up", "shared_down", "shared_share"}
 
+# Of latent attention: what makes a head's keys and values, in turns. It is plain whatever a file has, since queries and
+# outputs are multiplied by it head by head.
+LATENT_UP = "latent_up"
+
 
 def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]]:
     """Return rows and columns of a layer's matrices, by name of `weights.LayerWeights.matrices`."""
     heads, experts, intermediate = a.heads_of(spec), spec.experts, a.intermediate_of(spec)
-    query, key, own = a.num_heads * heads.dim, heads.count * heads.dim, spec.recurrent
+    query, key, own, latent = a.num_heads * heads.dim, heads.count * heads.dim, spec.recurrent, a.latent
     rows = (1 + spec.output_gate) * query + spec.num_kv_projections * key
     if own is not None:
         query, rows = own.value_width, own.conv_width + own.value_width
     found = {"qkv": (rows, a.hidden), "output": (a.hidden, query)}
+    if latent is not None:
+        first = latent.first_columns(a.num_heads)
+        found = {"qkv": (first + latent.row, a.hidden), "output": (a.hidden, a.num_heads * latent.value)}
+        found[LATENT_UP] = a.num_heads * (latent.plain + latent.value), latent.rank
+        if latent.query_rank is not None:
+            found["query_up"] = a.num_heads * latent.query_dim, latent.query_rank
     if experts is None or experts.has_mlp:
         found |= {"gate_up": (2 * intermediate, a.hidden), "down": (a.hidden, intermediate)}
     return (
@@ -50,6 +60,11 @@ def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[st
     if spec.recurrent is not None and matrix in ("qkv", "output"):
         own_rows = [("mixed", spec.recurrent.conv_width), ("mixed_gate", spec.recurrent.value_width)]
         return own_rows if matrix == "qkv" else [("mixed_output", a.hidden)]
+    if a.latent is not None and matrix == "qkv":
+        first = "query" if a.latent.query_rank is None else "query_down"
+        return [(first, a.latent.first_columns(a.num_heads)), ("latent", a.latent.row)]
+    if matrix in (LATENT_UP, "query_up"):
+        return [(matrix, matrix_shapes(a, spec)[matrix][0])]
     if matrix == "qkv":
         heads = a.heads_of(spec)
         own = [(what, heads.count * heads.dim) for what in ("key", "value")[: spec.num_kv_projections]]
@@ -91,6 +106,8 @@ def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]
         absent |= {"gate", "up", "down"}
     if experts is None or not experts.is_shared:
         absent |= OF_SHARED
+    if experts is None:
+        absent |= {"router", "router_correction"}
     absent |= OF_RECURRENT if spec.recurrent is None else OF_ATTENTION
     plain = {name: what for name, what in table.items() if EACH not in name and what not in absent}
     if experts is None:
@@ -209,7 +226,8 @@ def _own_shapes(a: Architecture) -> list[list[tuple[int, int]]]:
 
 
 def _dense_shapes(a: Architecture, spec: LayerSpec, but: frozenset[str]) -> list[tuple[int, int]]:
-    return [shape for name, shape in matrix_shapes(a, spec).items() if name not in OF_EXPERTS and name not in but]
+    left_out = {*OF_EXPERTS, LATENT_UP, *but}
+    return [shape for name, shape in matrix_shapes(a, spec).items() if name not in left_out]
 
 
 def humming_names(architecture: Architecture, layer: int) -> frozenset[str]:
@@ -249,7 +267,7 @@ def _saved(architecture: Architecture, dtype_bytes: int, share: Callable[[Expert
         shapes = matrix_shapes(architecture, spec)
         for name, stored in layer_formats(architecture, layer).items():
             rows, inner = shapes[name]
-            if stored is None:
+            if stored is None or name == LATENT_UP:
                 continue
             counted = share(spec.experts) if name in OF_EXPERTS and spec.experts is not None else 1.0
             yield counted * (rows * inner * dtype_bytes - stored.num_bytes(rows, inner))
@@ -275,6 +293,8 @@ def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matri
     if all(left):
         return None
     stored = quantisation.layers
+    if matrix == LATENT_UP and quantisation.scheme == "rounded":
+        return None
     if stored.row_block > 1:
         is_moved = matrix == "qkv" and (
             a.has_neighbour_pairs or a.rotary_dim not in (None, a.dim) if spec.recurrent is None
@@ -294,7 +314,8 @@ def _multiplied(
     stored: MatrixFormat, quantisation: Quantisation, matrix: str, rows: int, inner: int
 ) -> MatrixFormat:  # fmt: skip
     """Return the format in which the matrix is laid out for its product."""
-    is_humming = quantisation.humming and matrix not in OF_EXPERTS and stored.why_not_humming(rows, inner) is None
+    is_ours = matrix in (*OF_EXPERTS, LATENT_UP)
+    is_humming = quantisation.humming and not is_ours and stored.why_not_humming(rows, inner) is None
     return replace(stored, humming=True) if is_humming else stored
 
 

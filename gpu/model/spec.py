@@ -37,7 +37,9 @@ class Experts:
     to 1; they come from a softmax over all experts. has_biases: the router has a bias, and so have gate, up and down of
     each expert. beside_mlp: the layer has its one MLP as well; both have norms of their own, before and behind, and so
     has the router, and the output of each expert has a factor. is_shared: it has one of the same normed rows, whose
-    output has the sigmoid of a token's own logit as a factor.
+    output has the sigmoid of a token's own logit as a factor, or 1 where it is_whole. is_sigmoid: experts are taken by
+    the sigmoids of their logits, each plus a correction of its own, among `groups_taken` of `groups`, those with the
+    largest sum of their best two; weights are the sigmoids alone. gain: of all weights.
     """
 
     num_experts: int
@@ -47,6 +49,11 @@ class Experts:
     has_biases: bool = False
     beside_mlp: bool = False
     is_shared: bool = False
+    is_whole: bool = False
+    is_sigmoid: bool = False
+    groups: int = 1
+    groups_taken: int = 1
+    gain: float = 1.0
 
     @property
     def has_mlp(self) -> bool:
@@ -95,6 +102,44 @@ class Recurrent:
     def conv_width(self) -> int:
         """Return the elements of a token's queries, keys and values."""
         return 2 * self.key_width + self.value_width
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (MLA, arXiv 2405.04434): a token leaves one row in a layer, a normed latent of `rank`
+    numbers and `rotated` ones that are rotated, of which keys and values of all heads are made.
+
+    A head's key has `plain` numbers of the latent and those that are rotated, its value `value` numbers of the latent.
+    query_rank: of the latent that queries are made of, None: they are made of hidden states. logit_gain: of logits of
+    attention, beside `query_dim**-0.5`. has_neighbour_pairs: as in `Architecture`, of what is rotated.
+    """
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    query_rank: int | None = None
+    logit_gain: float = 1.0
+    has_neighbour_pairs: bool = False
+
+    @property
+    def row(self) -> int:
+        """Return the numbers that a token leaves in a layer."""
+        return self.rank + self.rotated
+
+    @property
+    def query_dim(self) -> int:
+        """Return the numbers of a head's query, as of its key."""
+        return self.plain + self.rotated
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of logits of attention."""
+        return self.logit_gain * self.query_dim**-0.5
+
+    def first_columns(self, num_heads: int) -> int:
+        """Return how many numbers of a hidden state's product are of queries, or of what they are made of."""
+        return self.query_rank or num_heads * self.query_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +221,9 @@ class Architecture:
     query norms' weights, for a model that scales its logits by other than dim**-0.5. embedding_scale: factor of the
     input embedding, in the model's dtype. logit_gain: of logits. logit_cap: logits are `cap * tanh(logits / cap)`;
     None: as they are. layer_inputs: of each layer; None: it has hidden states alone. query_growth: of queries with
-    their positions; None: there is none. experts_apart: the checkpoint has tensors of each expert, also in a family
-    that may have one of all. quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says
-    what that weighs).
+    their positions; None: there is none. latent: all layers have latent attention; num_kv_heads is 1 then, and dim a
+    row's numbers. experts_apart: the checkpoint has tensors of each expert, also in a family that may have one of all.
+    quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says what that weighs).
     """
 
     name: str
@@ -206,6 +251,7 @@ class Architecture:
     logit_gain: float = 1.0
     layer_inputs: LayerInputs | None = None
     query_growth: QueryGrowth | None = None
+    latent: Latent | None = None
     experts_apart: bool = False
     quantisation: Quantisation | None = None
 
@@ -213,6 +259,11 @@ class Architecture:
     def group(self) -> int:
         """Return how many query heads share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def rows_of_head(self) -> int:
+        """Return how many rows a token leaves for each KV head: a key and a value, or one that is both."""
+        return 2 if self.latent is None else 1
 
     @property
     def has_wide_norms(self) -> bool:
@@ -284,8 +335,8 @@ class Architecture:
         return tuple(ropes)
 
     def rope_of(self, spec: LayerSpec) -> tuple[RopeScaling, int]:
-        """Return a layer's frequencies, and the elements of its heads."""
-        return spec.rope or self.rope, self.heads_of(spec).dim
+        """Return a layer's frequencies, and the elements of its heads, of latent attention those that are rotated."""
+        return spec.rope or self.rope, self.heads_of(spec).dim if self.latent is None else self.latent.rotated
 
     @property
     def num_layer_weights(self) -> int:
@@ -330,6 +381,7 @@ class Architecture:
         if own is not None:
             qkv, query = own.conv_width + own.value_width, own.value_width
             beside = 2 * own.value_heads * (self.hidden + 1) + own.conv_width * own.conv_tokens + own.value_dim
+        attention: float = self.hidden * (qkv + query)
         norms = spec.qk_norm * (1 + (spec.kv_of is None)) * heads.dim
         norms += spec.wide_qk_norm * (query + heads.count * heads.dim)
         norms += 2 * (spec.pre_norms + spec.post_norms) * self.hidden
@@ -337,18 +389,27 @@ class Architecture:
             router = (self.hidden + spec.experts.has_biases) * spec.experts.num_experts
             biases_of_one = spec.experts.has_biases * (2 * spec.experts.intermediate + self.hidden)
             mixture = router + (3 * self.hidden * spec.experts.intermediate + biases_of_one) * count(spec.experts)
-            mlp = mixture + spec.experts.has_mlp * mlp + spec.experts.is_shared * self.hidden
+            mlp = mixture + spec.experts.has_mlp * mlp + spec.experts.is_sigmoid * spec.experts.num_experts
+            mlp += (spec.experts.is_shared and not spec.experts.is_whole) * self.hidden
             norms += spec.experts.beside_mlp * (4 * self.hidden + spec.experts.num_experts)
+        if self.latent is not None:
+            attention = self._latent_weights(self.latent)
         if self.layer_inputs is not None:
             mlp += (2 * self.layer_inputs.width + 1) * self.hidden
         biases = spec.qkv_bias * qkv + (spec.output_bias + spec.mlp_bias) * self.hidden
         vectors = norms + spec.sinks * self.num_heads + biases + spec.mlp_bias * 2 * own_mlp + spec.is_scaled + beside
-        return self.hidden * (qkv + query) + mlp + vectors
+        return attention + mlp + vectors
+
+    def _latent_weights(self, latent: Latent) -> int:
+        """Return the weights of a layer's latent attention, with its two norms."""
+        heads, rank = self.num_heads, latent.query_rank
+        into = self.hidden * (latent.first_columns(heads) + latent.row) + (rank or 0) * (heads * latent.query_dim + 1)
+        return into + latent.rank * (heads * (latent.plain + latent.value) + 1) + heads * latent.value * self.hidden
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token in all layers."""
         heads = [self.heads_of(spec) for spec in self.layers if spec.recurrent is None]
-        return sum(2 * one.count * one.dim * dtype_bytes for one in heads)
+        return sum(self.rows_of_head * one.count * one.dim * dtype_bytes for one in heads)
 
     def seen_tokens(self, context: float) -> float:
         """Return how many tokens of a context its last one sees, in the mean over layers."""
@@ -360,9 +421,11 @@ class Architecture:
         return sum(_pairs(end, spec.seen_tokens) - _pairs(begin, spec.seen_tokens) for spec in self.layers)
 
     def num_pair_products(self, begin: int, end: int) -> int:
-        """Return `num_pairs`, each times the elements of the layer's heads."""
+        """Return `num_pairs`, each times the elements of the layer's heads; of latent attention, of a prompt's."""
+        latent = self.latent
+        dim = None if latent is None else (latent.query_dim + latent.value) // 2
         return sum(
-            self.heads_of(spec).dim * (_pairs(end, spec.seen_tokens) - _pairs(begin, spec.seen_tokens))
+            (dim or self.heads_of(spec).dim) * (_pairs(end, spec.seen_tokens) - _pairs(begin, spec.seen_tokens))
             for spec in self.layers
         )
 

@@ -23,6 +23,7 @@ from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, PackedTokens, PromptPart
+from gpu.prefill.latent_attention import attend_to_latents
 from gpu.step import DENSE, PrefillPrompt, PrefillUnit
 from gpu.upload import upload
 
@@ -47,7 +48,17 @@ class UnitAttention:
         self._most_packed_tokens = min(MOST_PACKED_TOKENS, gathered.pool.max_pages * gathered.pool.page_tokens)
 
     def attend(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Attended:
-        """Attend for a unit whose keys and values are written; all `[tokens, heads, dim]`."""
+        """Attend for a unit whose keys and values are written; all `[tokens, heads, dim]`. To latents it is
+        dense.
+        """
+        latent = self._decoder.latent
+        if latent is not None:
+            attended = []
+            for part in state.parts(unit.begin, unit.end):
+                rows, _ = self._keys_and_values(state, part.prompt, unit.layer, part.context)
+                own = slice(part.begin - unit.begin, part.end - unit.begin)
+                attended.append(attend_to_latents(latent, unit.layer, query[own], rows[0]))
+            return joined(attended)
         if state.job.is_scattered(unit.layer):
             return self._attend_scattered(state, unit, query, pre_rope_query)
         return self._attend_packed(state, unit, query, pre_rope_query)

@@ -26,7 +26,7 @@ from gpu.weights.gguf_source import GgufSource
 from gpu.weights.placing import placings
 from gpu.weights.safetensors_folder import SafetensorsFolder
 from gpu.weights.stored import StoredTensor
-from gpu.weights.tensor_places import canonical, places, wanted_tensors
+from gpu.weights.tensor_places import canonical, family_of, places, wanted_tensors
 from gpu.weights.weights import Progress, Weights, allocate_weights, served
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ _MOST_WEIGHTS_PER_BYTE = 8  # more than any format has
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # of integers
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _KEYS_OF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.[kv]_(?:proj|norm)\.")
+_OF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 # Of a KV cache, as publishers of quantised files name them.
 _KV_SCALE = re.compile(r"\.self_attn\.(([kv]_proj\.)?(k|v|kv)_(scale|zero_point)|[kv]_proj\.output_scale)$")
 
@@ -214,8 +215,11 @@ def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
 def _is_passed_over(name: str, architecture: Architecture) -> bool:
     """Tell whether a tensor is one that repeats what is known: RoPE frequencies of old checkpoints, scales of a KV
     cache in a quantised one, since rows of 8 bits have scales of their own here, and what makes keys and values of a
-    layer that has another one's.
+    layer that has another one's, and layers that draft tokens.
     """
+    of_layer = _OF_LAYER.match(name)
+    if of_layer is not None and int(of_layer[1]) >= architecture.num_layers:
+        return family_of(architecture).has_further_layers
     of_keys = _KEYS_OF_LAYER.match(name)
     layer = architecture.num_layers if of_keys is None else int(of_keys[1])
     if layer < architecture.num_layers and architecture.layers[layer].kv_of is not None:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from gpu.model.matrix_formats import OF_EXPERTS
+from gpu.model.matrix_formats import LATENT_UP, OF_EXPERTS
 from gpu.model.spec import Architecture
 from gpu.operations.linear.packed_matrix import EXPONENT_BIAS, Packed, Stored
 from gpu.operations.linear.word_layout import pack_words
@@ -82,6 +82,15 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
             own.decay.uniform_(0.01, 16.0, generator=generator).log_()
             own.time_bias.uniform_(*RANDOM_TIME_BIAS, generator=generator)
             own.norm.fill_(1.0)
+        if layer.latent is not None:
+            for norm in (layer.latent.norm, layer.latent.query_norm):
+                if norm is not None:
+                    norm.fill_(1.0)
+            for name in (LATENT_UP, "query_up"):
+                if name in layer.matrices:
+                    draw(layer.matrices[name], 1.0)
+        if layer.experts is not None and layer.experts.correction is not None:
+            layer.experts.correction.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
         draw(layer.qkv, 1.0)
         draw(layer.output, residual_scale)
         for gate_up, down in (("gate_up", "down"), OF_EXPERTS):

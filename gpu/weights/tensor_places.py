@@ -260,7 +260,7 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         name: Place(norm, offset=offset) for name, norm in norms.items() if norm is not None
     }
     for name, matrix in layer.matrices.items():
-        if name == "qkv" or not isinstance(matrix, Tensor):
+        if (name == "qkv" and a.latent is None) or not isinstance(matrix, Tensor):
             continue
         places[name] = Place(matrix)
         for listed in (joined_parts(spec, name), matrix_parts(a, spec, name)):
@@ -274,6 +274,8 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         places["router"] = Place(layer.experts.router)
         if layer.experts.router_bias is not None:
             places["router_bias"] = Place(layer.experts.router_bias)
+        if layer.experts.correction is not None:
+            places["router_correction"] = Place(layer.experts.correction)
         places |= _stack_places(layer, a, spec)
         if layer.experts.shared_share is not None:
             places["shared_share"] = ShapedPlace(layer.experts.shared_share)
@@ -296,8 +298,12 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         places["layer_scale"] = Place(layer.scale)
     if layer.recurrent is not None and spec.recurrent is not None:
         return places | _recurrent_places(layer, spec.recurrent, heads)
+    if layer.latent is not None:
+        places["latent_norm"] = Place(layer.latent.norm, offset=offset)
+        if layer.latent.query_norm is not None:
+            places["query_down_norm"] = Place(layer.latent.query_norm, offset=offset)
     for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
-        if isinstance(rows, Tensor):
+        if isinstance(rows, Tensor) and a.latent is None:
             places["qkv" + suffix] = Place(rows, heads)
             places["query" + suffix] = Place(rows[:query], None if heads is None else heads[:query])
             keys = None if heads is None else heads[query : query + key] - query

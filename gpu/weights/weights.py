@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu.model.humming_formats import describe_own
 from gpu.model.matrix_format import BITS, MatrixFormat, num_words
-from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
+from gpu.model.matrix_formats import LATENT_UP, OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
 from gpu.model.spec import Architecture, Experts, LayerSpec, Recurrent
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.operations.recurrent.delta_net import RecurrentWeights
@@ -71,7 +71,8 @@ class ExpertWeights:
     2 * intermediate, hidden]`, one after another, of each its gate first; down `[experts * hidden, intermediate]`.
     host: the last ones, if they lie in host memory; the two matrices then have the first ones alone. Biases, where they
     are, are of all experts, in the order of the rows, and on the card. beside, shared_share `[1,
-    hidden]`: of a layer that has an MLP as well (`spec.Experts`).
+    hidden]`: of a layer that has an MLP as well (`spec.Experts`). correction: float32 `[experts]`, of a router by
+    sigmoids.
     """
 
     router: Tensor
@@ -83,6 +84,20 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     beside: BesideWeights | None = None
     shared_share: Tensor | None = None
+    correction: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """What a layer with latent attention has beside qkv, `[first columns + row, hidden]`, and output, `[hidden, heads *
+    value]`. up: `[heads * (plain + value), rank]`, of each head what makes its keys, then its values; norm: `[rank]`;
+    query_up `[heads * query_dim, query_rank]` and query_norm `[query_rank]`, where queries are made of a latent.
+    """
+
+    up: Held
+    norm: Tensor
+    query_up: Held | None
+    query_norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +108,8 @@ class LayerWeights:
     them: qkv_bias, output_bias, gate_up_bias and down_bias, of the matrix's rows; query_norm, key_norm `[dim]`, or of
     all heads together `[heads * dim]` and `[kv_heads * dim]`;
     attention_post_norm, mlp_post_norm `[hidden]`; sinks `[heads]`, logits of each query head's softmax that have no
-    value; inputs; scale `[1]`, of its output. Norms that are changed as they are loaded are float32: what they lack of
-    one would be rounded away. A layer that has the keys of another one has its key_norm, too. recurrent: of a
+    value; inputs; scale `[1]`, of its output; latent. Norms that are changed as they are loaded are float32: what they
+    lack of one would be rounded away. A layer that has the keys of another one has its key_norm, too. recurrent: of a
     recurrent layer, whose qkv has rows of queries, keys, values and the output's gates, in this order, and which has no
     norms of heads.
     """
@@ -118,12 +133,14 @@ class LayerWeights:
     inputs: LayerInputWeights | None = None
     scale: Tensor | None = None
     recurrent: RecurrentWeights | None = None
+    latent: LatentWeights | None = None
 
     @property
     def matrices(self) -> dict[str, Held]:
         """Return the matrices by name, as in `gpu.model.matrix_formats.matrix_shapes`."""
-        experts = self.experts
-        held = {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down,
+        experts, latent = self.experts, self.latent
+        held = {"qkv": self.qkv, "output": self.output, LATENT_UP: latent and latent.up,
+                "query_up": latent and latent.query_up, "gate_up": self.gate_up, "down": self.down,
                 "experts_gate_up": experts and experts.gate_up, "experts_down": experts and experts.down}  # fmt: skip
         return {name: matrix for name, matrix in held.items() if matrix is not None}
 
@@ -153,6 +170,9 @@ class LayerWeights:
         """Return the layer with every matrix as `change` makes it."""
         made = {name: change(matrix) for name, matrix in self.matrices.items()}
         gate_up, down = made.pop("experts_gate_up", None), made.pop("experts_down", None)
+        if self.latent is not None:
+            up, query_up = made.pop(LATENT_UP), made.pop("query_up", None)
+            made["latent"] = replace(self.latent, up=up, query_up=query_up)
         if self.experts is None or gate_up is None or down is None:
             return replace(self, **made)
         host = self.experts.host
@@ -193,8 +213,11 @@ def unpacked(weights: Weights) -> Weights:
 def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
     """Return the weights as the device multiplies them: on a CPU that has no code for matrices of few bits as they are
     stored, all are unpacked, and the log says why; on a GPU those that a library multiplies are laid out for it, and
-    the log says which are not.
+    the log says which are not. What makes keys and values of latents is unpacked anywhere.
     """
+    for index, layer in enumerate(weights.layers):
+        if layer.latent is not None and isinstance(layer.latent.up, Packed):
+            weights.layers[index] = replace(layer, latent=replace(layer.latent, up=_unpacked(layer.latent.up)))
     reason = why_unpacked(architecture, HAS_VECTORS) if device.type == "cpu" else None
     if reason is not None:
         log.info("weights event=unpacked reason=%r", reason)
@@ -211,8 +234,11 @@ def _lay_out(weights: Weights, architecture: Architecture) -> None:
     for index in range(architecture.num_layers):
         for name, stored in layer_formats(architecture, index).items():
             if stored is not None and stored.humming:
-                laid_out = HummingMatrix(weights.layers[index].matrices[name])
-                weights.layers[index] = replace(weights.layers[index], **{name: laid_out})
+                layer, laid_out = weights.layers[index], HummingMatrix(weights.layers[index].matrices[name])
+                if name == "query_up" and layer.latent is not None:
+                    weights.layers[index] = replace(layer, latent=replace(layer.latent, query_up=laid_out))
+                    continue
+                weights.layers[index] = replace(layer, **{name: laid_out})
 
 
 def _unpacked(held: Held) -> Tensor:
@@ -291,8 +317,14 @@ def allocate_weights(
                 empty(held.num_experts, a.hidden), made["experts_gate_up"], made["experts_down"], host,
                 *(empty(rows) if held.has_biases else None for rows in biases),
                 beside=beside(held) if held.beside_mlp else None,
-                shared_share=empty(1, a.hidden) if held.is_shared else None,
+                shared_share=empty(1, a.hidden) if held.is_shared and not held.is_whole else None,
+                correction=torch.empty(held.num_experts, dtype=torch.float32, device=device)
+                if held.is_sigmoid else None,
             )  # fmt: skip
+        latent = None
+        if a.latent is not None:
+            rank = a.latent.query_rank
+            latent = LatentWeights(made[LATENT_UP], norm(a.latent.rank), made.get("query_up"), rank and norm(rank))
         return LayerWeights(
             attention_norm=norm(a.hidden) if spec.pre_norms else None,
             qkv=made["qkv"],
@@ -323,6 +355,7 @@ def allocate_weights(
             inputs=layer_inputs(),
             scale=empty(1) if spec.is_scaled else None,
             recurrent=None if spec.recurrent is None else recurrent(spec.recurrent),
+            latent=latent,
         )
 
     embedding = empty(a.vocab_size, a.hidden)

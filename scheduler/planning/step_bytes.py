@@ -52,7 +52,8 @@ class StepBytes:
     @property
     def layer_token(self) -> int:
         """Return the bytes of a token's keys and values in one layer that sees everything, on the device."""
-        return 2 * self.architecture.num_kv_heads * row_bytes(self.plan.kv, self.architecture.dim)
+        shape = self.architecture
+        return shape.rows_of_head * shape.num_kv_heads * row_bytes(self.plan.kv, shape.dim)
 
     def device_kv(self, context: int, down_tokens: int) -> int:
         """Return the bytes of keys and values that a step reads on the device for one context.
@@ -64,7 +65,7 @@ class StepBytes:
         for spec in shape.layers:
             own, window = shape.heads_of(spec), spec.seen_tokens
             tokens = context if window is None else min(context, window)
-            seen += tokens * 2 * own.count * row_bytes(self.plan.kv, own.dim)
+            seen += tokens * shape.rows_of_head * own.count * row_bytes(self.plan.kv, own.dim)
         state = 0 if shape.recurrent is None else 2 * self.plan.window_bytes  # read and written
         return seen - down * self.layer_token + state
 

@@ -69,6 +69,11 @@ HYBRID = {
 }  # fmt: skip
 SECTIONED = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.5,
              "mrope_section": [4, 2, 2], "mrope_interleaved": True}  # fmt: skip
+MLA = {
+    "hidden_act": "silu", "attention_bias": False, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 40,
+    "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama", "num_key_value_heads": 4, "rope_theta": 10_000.0, "pretraining_tp": 1,
                "hidden_act": "silu", "rope_scaling": None, "architectures": ["LlamaForCausalLM"]},
@@ -143,6 +148,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
                                                        "original_max_position_embeddings": 512, "beta_slow": 1.0,
                                                        "attention_factor": 1.2079441541679836},
               "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"]},
+    "glm4_moe_lite": MLA | {"model_type": "glm4_moe_lite", "num_nextn_predict_layers": 1, "n_group": 1,
+                            "topk_group": 1, "partial_rotary_factor": 1.0, "rope_theta": 1_000_000, "pad_token_id": 0,
+                            "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.8},
+    "deepseek_v3": MLA | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "rope_theta": 10_000,
+                          "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+                          "routed_scaling_factor": 2.5, "v_head_dim": 24, "moe_layer_freq": 1, "ep_size": 1,
+                          "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1,
+                                           "mscale": 1.0, "mscale_all_dim": 1.0,
+                                           "original_max_position_embeddings": 128}},
+    "deepseek_v2": MLA | {"model_type": "deepseek_v2", "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+                          "n_shared_experts": 2, "scoring_func": "softmax", "topk_method": "greedy", "v_head_dim": 48,
+                          "norm_topk_prob": False, "routed_scaling_factor": 1.0, "rope_theta": 10_000,
+                          "aux_loss_alpha": 0.001, "seq_aux": True, "moe_layer_freq": 1, "ep_size": 1,
+                          "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1,
+                                           "mscale": 0.707, "mscale_all_dim": 0.707,
+                                           "original_max_position_embeddings": 128}},
     "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
                         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4 with inputs": GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3,
@@ -193,6 +214,8 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
             drawn *= (0.4 if "embed" in key and written["tie_word_embeddings"] else 1.5) * parameter.shape[-1] ** -0.5
         parameter.data.copy_(drawn)
     for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
         if key.endswith("layer_scalar"):
             buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
     model.tie_weights()

@@ -45,6 +45,19 @@ OWN_CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
 
 # What computes something else, and what the refusal says of it: of each family at least one key.
 MEANING = [
+    ("glm4_moe_lite", {"norm_topk_prob": False}, "norm_topk_prob is False; served: True"),
+    ("glm4_moe_lite", {"attention_bias": True}, "attention_bias is True; served: False"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types is .*; served: dense ones "),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is .*; wanted 3 of 'dense', 'sparse'"),
+    ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3; wanted 0 to 2"),
+    ("glm4_moe_lite", {"n_group": 3}, "n_group is 3 and topk_group 1, of 8 experts; wanted groups"),
+    ("glm4_moe_lite", {"n_group": 4}, "num_experts_per_tok is 3; wanted no more than 1 of 4 groups have"),
+    ("glm4_moe_lite", {"num_key_value_heads": 2}, "num_key_value_heads is 2, of 4 heads; latent attention has as many"),
+    ("glm4_moe_lite", {"qk_rope_head_dim": 15}, "qk_rope_head_dim is 15; wanted an even number"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; served: 'sigmoid'"),
+    ("deepseek_v3", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3; wanted less than 3"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method is .*; served: 'greedy'"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True; served: False"),
     ("llama2", {"attention_bias": 1}, "attention_bias is 1; wanted true or false"),
     ("llama2", {"per_layer_config": {"1": {"mlp_bias": True}}}, "per_layer_config is .*, and this key is not known"),
     ("llama2", {"is_causal": False}, "is_causal is False, and this key is not known"),
@@ -170,7 +183,9 @@ FOREIGN = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_refuses_what_only_others_know_where_a_folder_has_code_of_its_own(name: str) -> None:
     for key, value in FOREIGN.items():
-        if key in ("num_experts", "num_local_experts") and parse(BASE[name]).layer_pattern[0].experts is not None:
+        shape = parse(BASE[name])
+        has_experts = any(spec.experts is not None for spec in shape.layer_pattern)
+        if (key in ("num_experts", "num_local_experts") and has_experts) or (key == "kv_lora_rank" and shape.latent):
             continue
         if key == "mlp_bias" and BASE[name]["model_type"] in ("llama", "smollm3", "granite"):
             continue
@@ -241,7 +256,7 @@ def test_checkpoints_of_other_libraries_are_refused_by_name(part: dict, words: s
         parse(BASE["llama2"] | part)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3", "gemma2", "phi", "chatglm", None, 7])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v32", "gemma2", "phi", "chatglm", None, 7])
 def test_other_families_are_refused_with_those_that_are_served(model_type: object) -> None:
     with pytest.raises(ModelError, match=rf"model_type is .*; served: {', '.join(map(repr, families()))}$"):
         parse(BASE["llama2"] | {"model_type": model_type})

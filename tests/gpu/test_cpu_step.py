@@ -15,7 +15,7 @@ from gpu.methods.device_side import DeviceSide
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import Hyperplanes
 from gpu.model.architecture import Architecture, LayerSpec, named_shape
-from gpu.model.spec import Experts, KvHeads, LayerInputs, QueryGrowth, Recurrent
+from gpu.model.spec import Experts, KvHeads, Latent, LayerInputs, QueryGrowth, Recurrent
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
@@ -170,7 +170,7 @@ LAYERS_BEYOND = {
 MODELS_BEYOND = {
     "layer_pattern": (LayerSpec(), LayerSpec(qkv_bias=True)), "norm_weight_offset": 1.0, "query_gain": 2.0,
     "embedding_scale": 2.0, "logit_cap": 30.0, "logit_gain": 0.5, "layer_inputs": LayerInputs(8, 64),
-    "query_growth": QueryGrowth(0.1, 16),
+    "query_growth": QueryGrowth(0.1, 16), "latent": Latent(32, 16, 16, 32),
 }  # fmt: skip
 
 

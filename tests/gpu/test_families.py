@@ -56,6 +56,11 @@ def test_logits_and_greedy_text_equal_transformers(name: str, length: int) -> No
         ("mistral", {"sliding_window": 63}),
         ("ministral", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
         ("glm4", {"partial_rotary_factor": 0.75}),
+        ("glm4_moe_lite", {"routed_scaling_factor": 1.75}),
+        ("glm4_moe_lite", {"rope_interleave": False}),
+        ("deepseek_v3", {"topk_group": 3}),
+        ("deepseek_v3", {"n_group": 2}),
+        ("deepseek_v3", {"rope_scaling": CONFIGS["deepseek_v3"]["rope_scaling"] | {"mscale_all_dim": 0.9}}),
         ("qwen3_moe", {"norm_topk_prob": False}),
         ("qwen3_moe", {"num_experts_per_tok": 2}),
         ("mixtral", {"num_experts_per_tok": 1}),
@@ -97,6 +102,62 @@ def test_the_comparison_sees_one_setting_that_is_off(name: str, change: dict, tm
     (tmp_path / "config.json").write_text(json.dumps(config))
     _, logits = generate(load(tmp_path), prompt, 2)
     assert off(logits[:1], known.logits(prompt)[-1:]) > FAMILY_LOGITS
+
+
+@pytest.mark.parametrize("what", ["correction", "latent_norm", "query_norm", "shared"])
+def test_what_a_model_of_latents_has_beyond_others_is_seen_if_it_is_left_out(what: str) -> None:
+    known, prompt = checkpoint("glm4_moe_lite"), draw_prompt(60)
+    runner = load(known.folder)
+    for layer in runner._prefill.decoder.weights.layers:
+        if what == "latent_norm":
+            layer.latent.norm.fill_(1.0)
+        elif what == "query_norm":
+            layer.latent.query_norm.fill_(1.0)
+        elif layer.experts is not None:
+            (layer.experts.correction if what == "correction" else layer.down).zero_()
+    assert off(generate(runner, prompt, 2)[1][:1], known.logits(prompt)[-1:]) > 100 * FAMILY_LOGITS
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("glm4_moe_lite", {"q_lora_rank": None, "n_shared_experts": 2}),
+        ("glm4_moe_lite", {"n_group": 4, "topk_group": 2, "v_head_dim": 56}),
+        ("glm4_moe_lite", {"first_k_dense_replace": None, "rope_interleave": False, "tie_word_embeddings": True}),
+        ("deepseek_v2", {"q_lora_rank": 40, "rope_scaling": None, "first_k_dense_replace": 0}),
+    ],
+)
+def test_what_a_model_of_latents_may_leave_out_or_put_together_is_transformers(name: str, change: dict) -> None:
+    known, prompt = checkpoint(name, **change), draw_prompt(60)
+    tokens, logits = generate(load(known.folder), prompt, 6)
+    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
+    assert off(logits, wanted) < FAMILY_LOGITS
+    assert wanted.argmax(-1).tolist() == tokens
+
+
+def test_a_past_of_latents_may_be_expanded_in_pieces_and_experts_lie_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gpu.prefill.latent_attention.EXPANDED_TOKENS", 48)
+    known, prompt = checkpoint("glm4_moe_lite"), draw_prompt(300)
+    tokens, logits = generate(load(known.folder, experts_on_card=3), prompt, 4)
+    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
+    assert off(logits, wanted) < FAMILY_LOGITS
+
+
+def test_layers_that_draft_tokens_are_passed_over_and_others_behind_the_last_are_not(tmp_path: Path) -> None:
+    for name in ("glm4_moe_lite", "qwen3"):
+        known = checkpoint(name)
+        tensors = load_file(known.folder / "model.safetensors")
+        tensors["model.layers.3.self_attn.o_proj.weight"] = torch.ones(3, 3)
+        save_file(tensors, tmp_path / "model.safetensors")
+        shutil.copy(known.folder / "config.json", tmp_path)
+        if name == "qwen3":
+            with pytest.raises(ModelError, match=r"tensor model\.layers\.3\.self_attn\.o_proj\.weight is not one of"):
+                load(tmp_path)
+        else:
+            prompt = draw_prompt(20)
+            assert off(generate(load(tmp_path), prompt, 2)[1][:1], known.logits(prompt)[-1:]) < FAMILY_LOGITS
 
 
 def test_sinks_that_are_left_out_are_seen() -> None:

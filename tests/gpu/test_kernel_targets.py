@@ -54,7 +54,8 @@ from gpu.methods.predicted.turns import Turns
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
-from gpu.model.spec import Recurrent
+from gpu.model.spec import Latent, Recurrent
+from gpu.operations.decode_attention.latent_decode_attention import latent_decode_attention
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.operations.exchange.await_answer import await_answer
 from gpu.operations.exchange.exchange_pack import exchange_pack, new_counters
@@ -71,6 +72,7 @@ from gpu.operations.host_rows.scatter_runs import launch as scatter
 from gpu.operations.kv.fused_rows import fuse_rows, widen_rows
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import read_rows, width_of, write_rows
+from gpu.operations.kv.latent_write import latent_write
 from gpu.operations.kv.rope_kv_write import rope_kv_write
 from gpu.operations.linear.packed_linear import (
     packed_linear,
@@ -177,6 +179,22 @@ def _attention(shape: Architecture, dtype: torch.dtype) -> None:
         paged_decode_attention(*arguments)
         paged_decode_attention(*arguments, bounds)
         paged_decode_attention(*arguments, bounds, has_far=True, maxima=maxima, is_counted=True)
+
+
+def _latents(shape: Architecture, dtype: torch.dtype) -> None:
+    """GLM-4.7-Flash's rows, with 20 heads, and DeepSeek-V3's 128; the shape says how many pages there are."""
+    for heads, plain in ((20, 192), (128, 128)):
+        latent = Latent(512, 64, plain, 128, None, 1.0, heads == 20)
+        ints = empty(2, dtype=torch.int32)
+        table, pages = empty(2, 64, dtype=torch.int32), empty(40, 1, 16, latent.row, dtype=dtype)
+        workspace = workspace_for(2, heads, 1, latent.rank, shape.max_context_tokens, "cuda")
+        query = empty(2, heads, latent.row, dtype=dtype)
+        for is_counted in (False, True):
+            latent_decode_attention(query, pages, table, ints, ints, 1.0, latent.rank, workspace, is_counted)
+        tables = [empty(64, 32) for _ in range(2)]
+        asked, row = empty(2, heads, latent.query_dim, dtype=dtype), empty(2, latent.row, dtype=dtype)
+        places = [empty(2, dtype=torch.int64) for _ in range(2)]
+        latent_write(asked, row, empty(512, dtype=dtype), *tables, *places, ints, table, pages, latent)
 
 
 def _projections(shape: Architecture, dtype: torch.dtype) -> None:
@@ -563,6 +581,8 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_rope_kv_write_kernel": _rope,
     "_split_kernel": _attention,
     "_reduce_kernel": _attention,
+    "_latent_split_kernel": _latents,
+    "_latent_write_kernel": _latents,
     "_balanced_kernel": _attention,
     "_merge_pieces_kernel": _attention,
     "_match_kernel": _mac,

@@ -119,7 +119,7 @@ def test_a_plan_fits_its_limits_and_holds_its_longest_context_or_is_refused_in_o
     assert hidden is None or plan.max_hidden_tokens == hidden
     num_layers = named_shape(shape).num_layers
     own, whole = named_shape(shape).window_heads, named_shape(shape)
-    token_bytes = 2 * whole.num_kv_heads * whole.dim * plan.dtype_bytes
+    token_bytes = (2 if whole.latent is None else 1) * whole.num_kv_heads * whole.dim * plan.dtype_bytes
     own_bytes = 2 * own.count * own.dim * plan.dtype_bytes
     page_bytes = token_bytes * (num_layers - len(plan.window_layers)) * page_tokens
     assert find_bytes(plan, "KV pages") == plan.num_pages * page_bytes

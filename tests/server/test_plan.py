@@ -11,7 +11,7 @@ from gpu.config import Composition, ModelConfig
 from gpu.memory.plan import PlanError
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import ModelError, load_architecture, named_shape
-from server.commands.plan_page import describe_plan, print_plan
+from server.commands.plan_page import describe_plan, describe_token, print_plan
 from server.deployment import Deployment, load_deployment
 from server.planning.deployment_plan import find_architecture, resolve_plan
 from server.planning.resolved_plan import ResolvedPlan
@@ -23,7 +23,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 PAIRS = [("laptop", "laptop"), ("reference", "laptop"), ("rtx4090", "rtx4090"), ("rtx4090-32b", "rtx4090"),
          ("rtx4090-30b-a3b", "rtx4090"), ("a100", "a100-80g"), ("gpt-oss-20b-16g", "rtx4090"),
          ("gpt-oss-20b-24g", "rtx4090"), ("gpt-oss-120b", "rtx4090"),
-         ("gemma-4-26b-a4b-24g", "rtx4090"), ("qwen3.5-27b-24g", "rtx4090"),
+         ("gemma-4-26b-a4b-24g", "rtx4090"), ("glm-4.7-flash-24g", "rtx4090"), ("qwen3.5-27b-24g", "rtx4090"),
          ("qwen3.5-35b-a3b-24g", "rtx4090")]  # fmt: skip
 
 
@@ -351,6 +351,28 @@ def test_documents_of_a_model_with_states_are_refused_by_name() -> None:
     machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
     with pytest.raises(PlanError, match="documents: layers are recurrent, and what they keep of a chunk"):
         resolve_plan(Deployment.model_validate(deployment | {"documents": {"folder": "chunks"}}), machine)
+
+
+def test_rows_of_latents_are_counted_and_what_knows_keys_and_values_alone_is_refused() -> None:
+    """As the file says of itself."""
+    plan = plan_recorded("glm-4.7-flash-24g", "rtx4090")
+    weights, said = plan.memory.items[0].bytes / GIB, (DEPLOY / "glm-4.7-flash-24g.yaml").read_text()
+    assert describe_token(plan) == {"device": 47 * 1152}
+    assert f"Weights take {weights:.1f} GiB." in said
+    assert f"hold {plan.memory.num_pages * plan.memory.page_tokens // 1000}K tokens" in said
+    machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
+    tree = {"model": {"random_weights": "glm-4.7-flash", "weights": "int4"},
+            "gpu": {"device": "cuda", "memory_limit_gib": 23}, "scheduler": {"max_running": 4}}  # fmt: skip
+    profile = {"profiles": {"own": {"reuse": {"method": "mac"}}}}
+    for beside, words in (
+        ({"host": {"memory_limit_gib": 8}}, "host: glm-4.7-flash keeps one row of 512 \\+ 64 numbers a token, "),
+        ({"documents": {"folder": "chunks"}}, "documents: a token's row is of latents, not of keys and values in"),
+        ({"gpu": tree["gpu"] | {"kv": "int8"}}, "gpu.kv: asked int8, glm-4.7-flash keeps one row .* one scale "),
+        (profile, "profiles: 'mac' knows keys and values of heads"),
+        ({"profiles": {"own": {"prefill": {"method": "momo"}}}}, "profiles: 'momo' knows keys and values of heads"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            resolve_plan(Deployment.model_validate(tree | beside), machine)
 
 
 def test_a_mixture_in_mxfp4_has_most_experts_in_host_memory_and_the_cpu_computes_them() -> None:

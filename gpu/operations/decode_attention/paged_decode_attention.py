@@ -252,7 +252,7 @@ def paged_decode_attention(
 def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspace, given: Given) -> None:
     """Launch for all of each context; arguments are checked. given: one part, to take the partial."""
     query, key_pages, value_pages, page_table, slots, context_lens, scale = reads
-    out, lse, covered = given
+    _, lse, covered = given
     (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
     block_tokens, num_warps, num_stages = CONFIGS[key_pages.element_size(), dim]
     splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
@@ -270,9 +270,21 @@ def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspac
         MAXIMA=maxima is not None, COUNTED=is_counted, KIND=kind,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
+    merge_splits(workspace, split_covered, slots, context_lens, splits, block_tokens, given)
+
+
+def merge_splits(
+    workspace: Workspace, split_covered: Tensor, slots: Tensor, context_lens: Tensor, splits: int, block_tokens: int,
+    given: tuple[Tensor, Tensor, Tensor | None],
+) -> None:  # fmt: skip
+    """Merge each request's splits, cut at whole blocks of `block_tokens`, in the workspace. given: out, lse, covered,
+    of one part, to take the partial.
+    """
+    out, lse, covered = given
+    requests, heads, dim = out.shape[-3:]
     _reduce_kernel[(requests, heads)](
         workspace.out, workspace.lse, split_covered, out, lse, slots if covered is None else covered, slots,
         context_lens, splits,
         HEADS=heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_SPLITS=triton.next_power_of_2(splits),
-        BLOCK_TOKENS=block_tokens, COUNTED=is_counted, num_warps=4,
+        BLOCK_TOKENS=block_tokens, COUNTED=covered is not None, num_warps=4,
     )  # fmt: skip

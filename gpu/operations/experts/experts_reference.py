@@ -15,8 +15,25 @@ from gpu.operations.linear.packed_matrix import Stored, unpack_reference
 from gpu.operations.swiglu import swiglu_reference
 
 
+def fold_choice(logits: Tensor, experts: Experts, correction: Tensor) -> Tensor:
+    """Return logits of a router by sigmoids as a softmax has them: those of the experts that a token takes are the
+    logarithms of their weights, all others -inf.
+
+    logits: float32 `[tokens, experts]`; correction: `[experts]`, of the choice alone. DeepSeek-V3, arXiv 2412.19437,
+    eq. (13) to (16).
+    """
+    wanted = torch.sigmoid(logits) + correction
+    if experts.groups > 1:
+        by_group = wanted.unflatten(1, (experts.groups, -1))
+        best = by_group.topk(2, -1).values.sum(-1).topk(experts.groups_taken, 1).indices
+        left = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, value=False)
+        wanted = by_group.masked_fill(left[..., None], float("-inf")).flatten(1)
+    taken = wanted.topk(experts.per_token, 1).indices
+    return torch.full_like(logits, float("-inf")).scatter_(1, taken, F.logsigmoid(logits).gather(1, taken))
+
+
 def route_reference(
-    normed: Tensor, router: Tensor, experts: Experts, bias: Tensor | None = None
+    normed: Tensor, router: Tensor, experts: Experts, bias: Tensor | None = None, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return each token's experts: ids int64 and weights float32 (float64 of such tokens), both `[tokens, per_token]`,
     the largest first and of equals the lower one.
@@ -26,7 +43,7 @@ def route_reference(
     """
     wide = torch.float64 if normed.dtype == torch.float64 else torch.float32
     logits = F.linear(normed.to(wide), router.to(wide), None if bias is None else bias.to(wide))
-    return choose_reference(logits, experts)
+    return choose_reference(logits if correction is None else fold_choice(logits, experts, correction), experts)
 
 
 def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,142 @@
+"""Attention of one query token per request over its paged rows of latents: a partial whose values are latents, too.
+
+All heads share one row a token, of `rank` numbers of a latent and `rotated` that are rotated: scores are of all of it,
+values its latent alone. A tile of tokens is read once for up to MOST_HEADS heads. A context is cut into splits as in
+`paged_decode_attention`, whose second kernel merges them. Bytes moved: a row for each token, once for MOST_HEADS heads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.operations.arguments import check, check_contiguous, check_dtype, runs_on_triton
+from gpu.operations.decode_attention.attended_blocks import store_partial
+from gpu.operations.decode_attention.decode_launch import Workspace
+from gpu.operations.decode_attention.paged_decode_attention import merge_splits
+from gpu.operations.decode_attention.split_rows import num_splits
+from transfer.partial import Partial
+
+MOST_HEADS = {2: 32, 4: 16}  # of one program, by the bytes of a number
+TILES = {2: (32, 8, 2), 4: (16, 8, 1)}  # tokens, warps and stages; within 99 KiB of shared memory at a rank of 512
+LEAST_HEADS = 16  # that a product of tiles takes
+
+
+def latent_decode_attention_reference(
+    query: Tensor, pages: Tensor, page_table: Tensor, slots: Tensor, context_lens: Tensor, scale: float, rank: int
+) -> Partial:
+    """Compute `latent_decode_attention` in plain torch, in the query's dtype, on the CPU."""
+    requests, heads, _ = query.shape
+    out = torch.zeros(requests, heads, rank, dtype=query.dtype)
+    lse = torch.full((requests, heads), float("-inf"), dtype=query.dtype)
+    page_tokens = pages.shape[2]
+    context = torch.where(slots >= 0, context_lens, 0)
+    for request, length in enumerate(context.tolist()):
+        if length == 0:
+            continue
+        page_ids = page_table[slots[request], : -(-length // page_tokens)].long()
+        rows = pages[page_ids, 0].flatten(0, 1)[:length].to(query.dtype)
+        logits = (query[request] @ rows.T) * scale
+        lse[request] = torch.logsumexp(logits, 1)
+        out[request] = (logits - lse[request, :, None]).exp() @ rows[:, :rank]
+    return Partial(out, lse, context[:, None].expand(requests, heads).to(torch.int32))
+
+
+@triton.jit
+def _latent_split_kernel(
+    query, pages, page_table, slots, context_lens, split_out, split_lse, split_covered, scale_log2, query_stride,
+    max_pages, num_splits,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    request, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_head = head < HEADS
+    slot = tl.load(slots + request)
+    context = tl.where(slot >= 0, tl.load(context_lens + request), 0)
+    num_blocks = tl.cdiv(context, BLOCK_TOKENS)
+    split_blocks = tl.cdiv(num_blocks, num_splits)
+    first = split * split_blocks
+    if first >= num_blocks:
+        return
+    last = tl.minimum(first + split_blocks, num_blocks)
+    ROW: tl.constexpr = RANK + ROTATED
+    column, turning = tl.arange(0, RANK), tl.arange(0, ROTATED)
+    own = query + request * query_stride + head[:, None] * ROW
+    rows = tl.load(own + column[None, :], mask=is_head[:, None], other=0.0)
+    turned = tl.load(own + RANK + turning[None, :], mask=is_head[:, None], other=0.0)
+    table = page_table + slot.to(tl.int64) * max_pages
+    top = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_HEADS], tl.float32)
+    out = tl.zeros([BLOCK_HEADS, RANK], tl.float32)
+    covered = tl.zeros([BLOCK_HEADS], tl.int32)
+    for block in tl.range(first, last):
+        token = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        is_token = token < context
+        page = tl.load(table + token // PAGE_TOKENS, mask=is_token, other=0).to(tl.int64)
+        source = pages + (page * PAGE_TOKENS + token % PAGE_TOKENS)[:, None] * ROW
+        latents = tl.load(source + column[None, :], mask=is_token[:, None], other=0.0)
+        keys = tl.load(source + RANK + turning[None, :], mask=is_token[:, None], other=0.0)
+        logits = tl.dot(rows, tl.trans(latents), input_precision="ieee")
+        logits += tl.dot(turned, tl.trans(keys), input_precision="ieee")
+        logits = tl.where(is_token[None, :], logits * scale_log2, float("-inf"))
+        highest = tl.maximum(top, tl.max(logits, 1))  # finite: a block that is read has a token
+        weights = tl.exp2(logits - highest[:, None])
+        rescale = tl.exp2(top - highest)
+        mass = mass * rescale + tl.sum(weights, 1)
+        out = out * rescale[:, None] + tl.dot(weights.to(latents.dtype), latents, input_precision="ieee")
+        top = highest
+        if COUNTED:
+            covered += tl.sum(is_token.to(tl.int32), 0)
+    row = (request * num_splits + split) * HEADS + head
+    store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, RANK, RANK, COUNTED)
+
+
+def latent_decode_attention(
+    query: Tensor, pages: Tensor, page_table: Tensor, slots: Tensor, context_lens: Tensor, scale: float, rank: int,
+    workspace: Workspace, is_counted: bool = False,
+) -> Partial:  # fmt: skip
+    """Compute softmax attention of each request's query over the rows of slot `slots[i]`.
+
+    query: `[requests, heads, rank + rotated]`, its latent part multiplied by what makes keys; pages: `[num_pages, 1,
+    page_tokens, rank + rotated]`, of the query's dtype; page_table: int32 `[max_slots, max_pages]`, by cell; slots,
+    context_lens (in cells): int32 `[requests]`; slot -1 or context 0 is padding and gives an empty partial. The
+    workspace is of `heads` heads of `rank`. The partial is out float32 `[requests, heads, rank]`, lse float32
+    `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. On a GPU rank and rotated are powers of
+    two. Raises ValueError for another shape, dtype or device, or more requests than the workspace holds; context
+    lengths and page ids are trusted.
+    """
+    op, (requests, heads, row), device = "latent_decode_attention", query.shape, query.device
+    check(op, "pages", pages, (len(pages), 1, pages.shape[2], row), query.dtype, device)
+    check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
+    check(op, "slots", slots, (requests,), torch.int32, device)
+    check(op, "context_lens", context_lens, (requests,), torch.int32, device)
+    if not runs_on_triton(query) or requests == 0:
+        return latent_decode_attention_reference(query.float(), pages, page_table, slots, context_lens, scale, rank)
+    check_dtype(op, query)
+    for name, tensor in (("pages", pages), ("page_table", page_table), ("query", query)):
+        check_contiguous(op, name, tensor)
+    rotated = row - rank
+    if rank & (rank - 1) or rotated & (rotated - 1) or min(rank, rotated) < 16:
+        raise ValueError(f"{op}: rows are {rank} + {rotated}; wanted powers of two, 16 or more")
+    if requests > workspace.max_requests or workspace.out.shape[1:] != (heads, rank):
+        held = f"{workspace.max_requests} requests of {tuple(workspace.out.shape[1:])}"
+        raise ValueError(f"{op}: {requests} requests of {(heads, rank)}, the workspace holds {held}; allocate a larger")
+    size = query.element_size()
+    tile_tokens, num_warps, num_stages = TILES[size]
+    block_heads = min(MOST_HEADS[size], max(LEAST_HEADS, triton.next_power_of_2(heads)))
+    splits = num_splits(requests, 1, workspace.max_context_tokens, workspace.num_sms)
+    out = torch.empty(requests, heads, rank, dtype=torch.float32, device=device)
+    lse = torch.empty(requests, heads, dtype=torch.float32, device=device)
+    covered = torch.empty(requests, heads, dtype=torch.int32, device=device) if is_counted else None
+    split_covered = slots  # not looked at
+    if is_counted:
+        split_covered = torch.empty(requests * splits, heads, dtype=torch.int32, device=device)
+    _latent_split_kernel[(requests, triton.cdiv(heads, block_heads), splits)](
+        query, pages, page_table, slots, context_lens, workspace.out, workspace.lse, split_covered,
+        scale * 1.4426950408889634, query.stride(0), page_table.stride(0), splits,
+        HEADS=heads, RANK=rank, ROTATED=rotated, PAGE_TOKENS=pages.shape[2], BLOCK_HEADS=block_heads,
+        BLOCK_TOKENS=tile_tokens, COUNTED=is_counted, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    merge_splits(workspace, split_covered, slots, context_lens, splits, tile_tokens, (out, lse, covered))
+    return Partial(out, lse, covered)

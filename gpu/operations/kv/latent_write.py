@@ -1,0 +1,119 @@
+"""Rows of latent attention: the norm of a token's latent, the rotation of what is rotated, and the write to its page.
+
+A row is `[latent | rotated]`, `rank + rotated` numbers, one a token and layer. What a query has to rotate is rotated in
+the same pass. A token with slot -1 is padding: it writes nothing to pages, and its position and cell are not used.
+Bytes moved per token: the row twice, and what queries rotate twice.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.model.spec import Latent
+from gpu.operations.arguments import check, check_contiguous, check_dtype, runs_on_triton
+from gpu.operations.rms_norm import rms_norm
+
+LATENT_EPS = 1e-6  # of the norms of latents, whatever a model's other norms have
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, has_neighbour_pairs: bool) -> Tensor:
+    """Rotate `[tokens, heads, rotated]` by cos and sin `[tokens, rotated / 2]`, in the wider dtype; what comes out is
+    in halves, whatever order it had.
+    """
+    first, second = (x[..., ::2], x[..., 1::2]) if has_neighbour_pairs else x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def latent_write_reference(
+    query: Tensor, row: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cells: Tensor,
+    slots: Tensor, page_table: Tensor, pages: Tensor, latent: Latent,
+) -> None:  # fmt: skip
+    """Compute `latent_write` in plain torch, on the CPU."""
+    valid = slots >= 0
+    where = torch.where(valid, positions, 0)
+    cosine, sine = cos[where], sin[where]
+    turned = query[..., latent.plain :]
+    turned.copy_(rotate_reference(turned, cosine, sine, latent.has_neighbour_pairs))
+    normed = rms_norm(row[:, : latent.rank].contiguous(), norm, LATENT_EPS)
+    key = rotate_reference(row[:, None, latent.rank :], cosine, sine, latent.has_neighbour_pairs)[:, 0]
+    made, page_tokens = torch.cat([normed, key], 1)[valid], pages.shape[2]
+    at = cells[valid]
+    page_ids = page_table[slots[valid].long(), at // page_tokens].long()
+    pages[page_ids, 0, at % page_tokens] = made.to(pages.dtype)
+
+
+@triton.jit
+def _latent_write_kernel(
+    query, row, norm, cos, sin, positions, cells, slots, page_table, pages, row_stride, max_pages, eps,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, PLAIN: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token)
+    HALF: tl.constexpr = ROTATED // 2
+    pair = tl.arange(0, HALF)
+    position = tl.where(slot >= 0, tl.load(positions + token), 0)
+    cosine, sine = tl.load(cos + position * HALF + pair), tl.load(sin + position * HALF + pair)
+    is_query = head < HEADS
+    source = query + (token * HEADS + head) * (PLAIN + ROTATED) + PLAIN
+    if not is_query:
+        source = row + token * row_stride + RANK
+    first_at = 2 * pair if NEIGHBOURS else pair
+    second_at = first_at + 1 if NEIGHBOURS else pair + HALF
+    first, second = tl.load(source + first_at).to(tl.float32), tl.load(source + second_at).to(tl.float32)
+    turned, other = first * cosine - second * sine, second * cosine + first * sine
+    if is_query:  # of one warp, which has loaded all before it stores
+        tl.store(source + pair, turned.to(query.dtype.element_ty))
+        tl.store(source + HALF + pair, other.to(query.dtype.element_ty))
+    elif slot >= 0:
+        cell = tl.load(cells + token)
+        page = tl.load(page_table + slot.to(tl.int64) * max_pages + cell // PAGE_TOKENS).to(tl.int64)
+        to = pages + (page * PAGE_TOKENS + cell % PAGE_TOKENS) * (RANK + ROTATED)
+        column = tl.arange(0, RANK)
+        values = tl.load(row + token * row_stride + column).to(tl.float32)
+        gain = tl.load(norm + column)
+        values *= tl.rsqrt(tl.sum(values * values, 0) / RANK + eps)
+        if norm.dtype.element_ty == row.dtype.element_ty:
+            values = values.to(row.dtype.element_ty).to(tl.float32)
+        tl.store(to + column, (values * gain.to(tl.float32)).to(pages.dtype.element_ty))
+        tl.store(to + RANK + pair, turned.to(pages.dtype.element_ty))
+        tl.store(to + RANK + HALF + pair, other.to(pages.dtype.element_ty))
+
+
+def latent_write(
+    query: Tensor, row: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cells: Tensor,
+    slots: Tensor, page_table: Tensor, pages: Tensor, latent: Latent,
+) -> None:  # fmt: skip
+    """Rotate queries in place, and write tokens' rows to their pages.
+
+    query: `[tokens, heads, plain + rotated]`, contiguous; row: `[tokens, rank + rotated]`, rows strided, before norm
+    and rotation; norm: `[rank]`; cos, sin: float32 `[positions, rotated / 2]`; positions, cells: int64, slots: int32
+    `[tokens]`; page_table: int32 `[max_slots, max_pages]`; pages: `[num_pages, 1, page_tokens, rank + rotated]`. On a
+    GPU rank and rotated are powers of two. Raises ValueError for another shape, dtype or device; positions, cells and
+    page ids are trusted.
+    """
+    op, (tokens, heads, _), device = "latent_write", query.shape, query.device
+    check(op, "query", query, (tokens, heads, latent.query_dim), query.dtype, device)
+    check(op, "row", row, (tokens, latent.row), query.dtype, device)
+    check(op, "norm", norm, (latent.rank,), norm.dtype, device)
+    check(op, "cos", cos, (len(cos), latent.rotated // 2), torch.float32, device)
+    check(op, "sin", sin, tuple(cos.shape), torch.float32, device)
+    for name, tensor, dtype in (("positions", positions, torch.int64), ("cells", cells, torch.int64),
+                                ("slots", slots, torch.int32)):  # fmt: skip
+        check(op, name, tensor, (tokens,), dtype, device)
+    check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
+    check(op, "pages", pages, (len(pages), 1, pages.shape[2], latent.row), query.dtype, device)
+    arguments = query, row, norm, cos, sin, positions, cells, slots, page_table, pages
+    if not runs_on_triton(query) or tokens == 0:
+        latent_write_reference(*arguments, latent)
+        return
+    check_dtype(op, query)
+    for name, tensor in (("query", query), ("page_table", page_table), ("pages", pages), ("cos", cos), ("sin", sin)):
+        check_contiguous(op, name, tensor)
+    _latent_write_kernel[(tokens, heads + 1)](
+        *arguments, row.stride(0), page_table.stride(0), LATENT_EPS,
+        HEADS=heads, RANK=latent.rank, ROTATED=latent.rotated, PLAIN=latent.plain, PAGE_TOKENS=pages.shape[2],
+        NEIGHBOURS=latent.has_neighbour_pairs, num_warps=1,
+    )  # fmt: skip
