@@ -155,16 +155,10 @@ def served_parts(profiles: Iterable[Profile]) -> tuple[ProfilePart, ...]:
 def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tuple[MethodState, ...]:
     """Return what the methods of these profiles keep on the device, a state for each part.
 
-    Raises ProfileError where a method with rings has no layer of this model to work in, where attention has sinks and a
-    method no mass to merge them with, and where a profile drafts for a model with recurrent layers.
+    Raises ProfileError where a method with rings has no layer of this model to work in, and where attention has sinks
+    and a method no mass to merge them with.
     """
-    states, profiles = [], list(profiles)
-    for profile in profiles if architecture.recurrent is not None else ():
-        if profile.draft is not None:
-            raise ProfileError(
-                f"profiles.{profile.name}.draft: {architecture.name} has recurrent layers, whose states would keep "
-                "tokens that are not drawn; leave out `draft`"
-            )
+    states = []
     for part in served_parts(profiles):
         method, count = part.method, None
         if not method.has_mass and any(spec.sinks for spec in architecture.layer_pattern):
