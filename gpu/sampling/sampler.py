@@ -251,7 +251,8 @@ class Sampler:
             own_states = [states[row] for row in rows]
             own_masks = {place: given[row] for place, row in enumerate(rows) if row in given}
             own_numbers, own_owners = [numbers[row] for row in rows], there[0, index]
-            chosen = self._choose(logits[index], own_states, own_numbers, own_masks, stands[own_owners])
+            own = logits if len(rows) == len(owners) else logits.index_select(0, index)
+            chosen = self._choose(own, own_states, own_numbers, own_masks, stands[own_owners])
             reported[index] = chosen
             penalised = [place for place, state in enumerate(own_states) if state.penalty_row is not None]
             if penalised and max(waits) > turn:
