@@ -14,7 +14,7 @@ from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import ACCEPTED, Delta, EngineRequest, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from tests.gpu.reference_model import FOLDER, shallow_model
-from tests.scheduler.drafting import take_all
+from tests.scheduler.drafting import foresee, take_all
 from tests.scheduler.engines import drain, prompt_of, text
 from transfer.machine import probe_machine
 
@@ -103,3 +103,39 @@ def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine
     assert scheduler.roster.num_preemptions > preemptions + 3
     assert {name: text(deltas) for name, deltas in told.items() if name != "5"} == wanted
     assert not scheduler.pages.num_held
+
+
+@pytest.mark.parametrize("shape", ["tiny-glm4-moe-lite", "tiny-gemma3", "tiny-gpt-oss"])
+def test_texts_of_other_layers_are_the_same_with_drafts(shape: str) -> None:
+    """Latent rows, windows, and experts with attention sinks."""
+    config = EngineConfig(
+        model=ModelConfig(random_weights=shape),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1),
+        profiles={"drafting": Composition(draft=DraftConfig())},
+        scheduler=SchedulerConfig(max_running=16, max_context_tokens=512, prefix_cache=False),
+    )
+    plan = plan_engine(config, load_architecture(config.model), probe_machine())
+    engine, _ = load_engine(config, plan, lambda *_: None)
+    told: dict[bool, dict[str, list[int]]] = {}
+    for is_on in (False, True):
+        engine.scheduler.drafts.is_on = is_on
+        if is_on:
+            foresee(engine, told[False], 0.2)
+        engine.submit([
+            EngineRequest(
+                request_id=f"{number}",
+                prompt=pack_tokens(prompt_of(40 + number, number)),
+                sampling=SamplingParams(temperature=0.5 * number, seed=number),
+                max_tokens=40,
+                stop_token_ids=[],
+                attention_profile="drafting",
+                arrival_s=float(number),
+            )
+            for number in range(3)
+        ])  # fmt: skip
+        told[is_on] = {name: text(deltas) for name, deltas in drain(engine).items()}
+    stats = engine.stats().drafts
+    engine.shutdown()
+    assert told[True] == told[False]
+    assert stats.accepted > 40
+    assert stats.proposed > stats.accepted
