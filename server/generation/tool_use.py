@@ -24,6 +24,7 @@ from server.parsing.call_grammar import (
     ConstrainedValue,
     speller,
     write_answer,
+    write_channels,
     write_free_answer,
 )
 from server.parsing.gemma_grammar import GemmaWriter, UnwrittenSchema
@@ -96,7 +97,8 @@ async def constrain_answer(service: Service, body: ChatBody, use: ToolUse, promp
     reader.feed("x", False)  # until something follows it, a mark at the prompt's end may be a longer one
     reasoning, is_reasoning = answer_format.reasoning, reader.is_reasoning
     syntax = answer_format.syntax
-    is_held = syntax is not None and syntax.arguments != "text" and bool(syntax.opens)
+    has_channels = bool(answer_format.content_begin)
+    is_held = syntax is not None and syntax.arguments != "text" and (bool(syntax.opens) or has_channels)
     if is_free and (not is_held or (is_reasoning and reasoning is None)):
         return ""
     param = (
@@ -119,6 +121,9 @@ async def constrain_answer(service: Service, body: ChatBody, use: ToolUse, promp
         if use.tools is not None:
             assert syntax is not None
             calls = ConstrainedCalls(_constrain_tools(use, syntax, service.tokenizer), syntax, use.max_calls != 1)
+            if is_free and has_channels:
+                channels = write_channels(calls, is_reasoning, service.tokenizer)
+                return channels and own_grammar(param, channels)
             if is_free:
                 return own_grammar(param, write_free_answer(calls, reasoning, is_reasoning, service.tokenizer))
         text = write_answer(calls, bool(form), reasoning, is_reasoning, answer_format.content_begin, service.tokenizer)

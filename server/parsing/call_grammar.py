@@ -18,6 +18,8 @@ _SPACE = "WS: /[ \\n]{0,3}/"
 MARKED_TEXT = "marked"
 """The rule of a text of Gemma's behind its first mark, and of the second."""
 _ANY_KEY = "/[^<>\\n]+/"
+CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|end|>")
+_LEAVES = " message* last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,25 @@ def write_free_answer(
         _terminal("OPEN", regex.escape(reasoning.end)),
     ]
     return "\n".join(["start: thought words | OPEN" if is_reasoning else "start: words", *rules])
+
+
+def write_channels(calls: ConstrainedCalls, is_reasoning: bool, tokenizer: Tokenizer) -> str:
+    """Return the grammar of Harmony's messages, of which the last may be calls; "" where a mark is no special token.
+
+    is_reasoning: the prompt has begun a message.
+    """
+    spell = speller(tokenizer)
+    channel, message, end = (spell(mark) for mark in CHANNEL_MARKS)
+    if not all(mark.startswith("<[") for mark in (channel, message, end)):
+        return ""
+    rules = [
+        f"start: WORDS | body{_LEAVES}" if is_reasoning else f"start:{_LEAVES}",
+        f'message: {channel} ("analysis" | "commentary") {message} body',
+        f'last: {channel} ("analysis" | "commentary" | "final") {message} WORDS | calls',
+        f'body: WORDS {end} {spell("<|start|>")} "assistant"',
+        "WORDS: /(?s:.*)/",
+    ]
+    return "\n".join([*rules, *_write_calls(calls, spell)])
 
 
 def _terminal(name: str, but: str) -> str:

@@ -3,9 +3,10 @@
 The runner that offloads keeps windows alone in layers that have one; its oracle has all of every context in pages.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -22,6 +23,9 @@ from gpu.model.architecture import named_shape, read_architecture
 from tests.gpu import twin_runners
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt
 from tests.gpu.test_families import off
+from tests.gpu.test_indexed_serving import ALL as ALL_TOKENS
+from tests.gpu.test_indexed_serving import FEW, IndexedTwins
+from tests.gpu.test_mac_serving import STRICT, MacTwins
 from tests.gpu.twin_runners import Twins, tier_shape
 from tests.reference_tier import ReferenceTier
 from tests.tolerances import FAMILY_LOGITS, FAMILY_OFFLOADED
@@ -37,6 +41,7 @@ LAYERS = {"qwen3": 3, "glm4": 3, "gemma3": 6, "qwen2": 3, "qwen3_moe": 3,
 ALIKE = {"gemma4": {"head_dim": 64, "global_head_dim": 64, "num_key_value_heads": 1},
          "gemma4 with inputs": {"head_dim": 64, "global_head_dim": 64}}  # fmt: skip
 SOME = [("qwen3", "bfloat16"), ("glm4", "int8")]  # in the ordinary suite
+INDEXED_SOME = 0.04  # of the largest logit: 20 tokens of 300 are read, the rest is estimated; seen are 0.007 to 0.023
 ALL = (1, 64)  # bits and tables with which nearly every key is sampled
 MIB = 2**20
 
@@ -44,8 +49,8 @@ MIB = 2**20
 @contextmanager
 def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int] | None = None,
              reading: Reading = Reading.WHOLE, rows: Literal["bfloat16", "int8"] = "bfloat16",
-             **more: Any) -> Iterator[Twins]:  # fmt: skip
-    """tables: of the tier that serves, or None: the plain one, with such rows; more: of the twins."""
+             make: Callable[..., Twins] = Twins, **more: Any) -> Iterator[Twins]:  # fmt: skip
+    """tables: of the tier that serves, or None: the plain one, with such rows; make, more: of the twins."""
     known = checkpoint(name, num_hidden_layers=LAYERS[name], **ALIKE.get(name, {}))
     shape = read_architecture(known.folder)
     replaced = {
@@ -63,7 +68,7 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
     if tables is not None:
         tier = open_tier(tier_shape(dense, *tables), torch.float32, 128 * MIB, num_threads=1, is_pinned=False)
     try:
-        yield Twins(dense_layers=dense, tier=tier, reading=reading, **more)
+        yield make(dense_layers=dense, tier=tier, reading=reading, **more)
     finally:
         if tables is not None:
             tier.shutdown()
@@ -108,6 +113,37 @@ def test_the_tier_that_serves_reads_them_all_likewise(
             FAMILY_LOGITS if reading is Reading.WHOLE else 100 * FAMILY_LOGITS
         )  # a few keys opposite to the query are left out
         assert decode(twins, 6) < bound
+
+
+def indexed(settings: dict[str, Any], **own: Any) -> Twins:
+    own.pop("reading")  # it is theirs
+    return IndexedTwins(settings, **own)
+
+
+def mac(settings: dict[str, Any], **own: Any) -> Twins:
+    return MacTwins(settings, **own)
+
+
+SINKS = {
+    "indexed, all": (partial(indexed, ALL_TOKENS), FAMILY_LOGITS),
+    "indexed, some": (partial(indexed, FEW), INDEXED_SOME),
+    "mac": (partial(mac, STRICT), FAMILY_LOGITS),
+}
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_methods_of_the_card_merge_sinks_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gpt-oss: what an index reads and estimates, and queries of which none is like an earlier one."""
+    make, bound = SINKS[name]
+    with twins_of("gpt_oss", monkeypatch, make=make) as twins:
+        twins.prefill_down(0, draw_prompt(300))
+        for _ in range(12):
+            assert not twins.step([0]).failures
+            assert off(*twins.logits(0)) < bound
+        for layer in twins.offloading.weights.layers:
+            layer.sinks.add_(6.0)
+        assert not twins.step([0]).failures
+        assert off(*twins.logits(0)) > bound, "power: other sinks are seen"
 
 
 def apart(

@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from gpu.config import ModelConfig
 from scheduler.constraints.constraints import read_tokens
@@ -92,6 +92,42 @@ async def test_channels_stand_behind_reasoning_as_the_model_writes_them() -> Non
     assert [(one.reasoning, one.content, len(one.calls)) for one in found] == [("hm", ADA, 0), ("hm", "", 1)]
     grammar, _ = await hold(Service(HARMONY), tools=strict("clock"), tool_choice="auto")
     assert grammar == ""
+
+
+async def test_a_strict_call_in_a_channel_is_held_to_its_schema(tmp_path: Path) -> None:
+    """Where Harmony's marks are special tokens, as in gpt-oss; other messages, and answers without a call, are free."""
+    marks = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|call|>", "<|return|>"]
+    tokenizer = Tokenizer(make_model(tmp_path / "m", "", marks), REFERENCE)
+    service = Service(HARMONY, tokenizer)
+    (ends,) = tokenizer.encode("<|return|>", False)  # <|end|>, of every message, ends no answer there
+    vocabulary = LLTokenizer(tokenizer.vocabulary.to_str(), n_vocab=8192 + len(marks), eos_token=[ends])
+    call, hm = CALLS[HARMONY], "<|channel|>analysis<|message|>hm 9<|end|><|start|>assistant"
+    begun = "<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant"
+    clock = call.replace("weather", "clock").replace('{"city": "Rome", "days": 2}', '{"any": [1]}')
+    final = "<|channel|>final<|message|>Well, {it} is."
+
+    def may(grammar: str, text: str, is_whole: bool = True) -> bool:
+        ids = tokenizer.encode(text, False)
+        matcher = LLMatcher(vocabulary, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.try_consume_tokens(ids) == len(ids) and (not is_whole or matcher.is_accepting())
+
+    grammar, make_reader = await hold(service, tools=strict("clock"), tool_choice="auto")
+    for text in (call, clock, hm + call, hm + begun + call, hm + final, final, begun + hm + clock):
+        assert may(grammar, text), text
+    for wrong in (call.replace("2", "9"), call.replace("days", "years"), call.replace("weather", "wether")):
+        assert not may(grammar, hm + wrong, is_whole=False), wrong
+    assert not may(grammar, (hm + call)[:-3]), "a call that begins must end"
+    answer = read(make_reader(), hm + begun + call)
+    assert answer.reasoning == "hm 9"
+    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [("weather", {"city": "Rome", "days": 2})]
+    grammar, _ = await hold(service, "<|channel|>analysis<|message|>", tools=strict(), tool_choice="auto")
+    for text in ("hm", f"hm<|end|><|start|>assistant{call}", f"hm<|end|><|start|>assistant{final}"):
+        assert may(grammar, text), text
+    assert not may(grammar, f"hm<|end|><|start|>assistant{call.replace('2', '9')}", is_whole=False)
+    must, _ = await hold(service, tools=TOOLS, tool_choice="required")
+    assert may(must, hm + call)
+    assert not may(must, hm + final, is_whole=False)
 
 
 async def test_calls_of_a_list_are_one_list() -> None:
