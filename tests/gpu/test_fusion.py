@@ -14,7 +14,10 @@ import torch
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.fusion.fusion_plan import POLICIES
 from gpu.fusion.token_choice import question_scores
+from gpu.model.spec import LayerSpec
+from tests.gpu import fusion_stand, host_prefill
 from tests.gpu.fusion_stand import PAGE, FusionStand, Oracle, draw
+from tests.gpu.host_prefill import SHAPE
 from tests.tolerances import FUSED_LOGIT_ATOL, FUSED_ROWS_INT8_ATOL, METHOD_FLOAT32
 from transfer.chunks.chunk_format import ChunkKey
 from transfer.host_config import PolicyName
@@ -361,3 +364,27 @@ def test_what_the_question_looks_at_moves_up_behind_the_text_in_front(
             for stored, rows in ((less.pool.key_pages, keys), (less.pool.value_pages, values)):
                 cells = stored[layer][pages, head].flatten(0, 1)[:60].numpy()
                 np.testing.assert_allclose(cells, rows[head][kept], atol=FUSED_LOGIT_ATOL, rtol=0)
+
+
+def test_learned_sinks_take_their_mass_in_chunks_and_in_prompts_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a gpt-oss has them: a text's first chunk is what the text itself computes, and so are tokens chosen anew."""
+    monkeypatch.setattr(fusion_stand, "SHAPE", replace(SHAPE, layer_pattern=(LayerSpec(sinks=True),)))
+    monkeypatch.setattr(host_prefill, "SHAPE", fusion_stand.SHAPE)
+    stand = FusionStand(tmp_path, shape=fusion_stand.SHAPE)
+    for layer in stand.weights.layers:
+        assert layer.sinks is not None
+        layer.sinks.copy_(torch.linspace(-1, 3, len(layer.sinks)))
+    first = (0, SPANS[0][1] - SPANS[0][0])
+    stand.capture([TOKENS[: first[1]]], 50)
+    whole = stand.serve(stand.prompt(TOKENS, [], "vanilla", 0.0), 500)
+    got = stand.serve(stand.prompt(TOKENS, [first], "a3", 0.0), 23)
+    np.testing.assert_allclose(got, whole, atol=FUSED_LOGIT_ATOL, rtol=0)
+    stand.capture([TOKENS[begin:end] for begin, end in SPANS], 50)
+    got = stand.serve(stand.prompt(TOKENS, SPANS, "a3", 1.0), 500)
+    np.testing.assert_allclose(got, whole, atol=FUSED_LOGIT_ATOL, rtol=0)
+    for layer in stand.weights.layers:
+        layer.sinks.sub_(30.0)
+    without = stand.serve(stand.prompt(TOKENS, [first], "a3", 0.0), 500)
+    assert np.abs(without - whole).max() > 10 * FUSED_LOGIT_ATOL, "power: sinks left out are seen"
