@@ -1,6 +1,6 @@
 """compressed-tensors: integers in words or bytes, FP8 and FP4, of all linear modules alike."""
 
-from gpu.formats.nvfp4 import NVFP4
+from gpu.formats.nvfp4 import NOTE, NVFP4
 from gpu.model.matrix_format import Kind, MatrixFormat, Quantisation
 from gpu.model.weight_format import QuantisationKeys, WeightFormat
 
@@ -33,7 +33,8 @@ def read(keys: QuantisationKeys) -> Quantisation:
     if packing not in served:
         raise keys.refused("format", packing, f"served of these weights: {', '.join(map(repr, served))}")
     scheme = packing if packing.endswith("pack-quantized") else "compressed"
-    return Quantisation(scheme, stored, stored, keys.names("ignore"))
+    note = NOTE if stored == NVFP4 else None
+    return Quantisation(scheme, stored, stored, keys.names("ignore"), note=note)
 
 
 def _read_weights(keys: QuantisationKeys) -> MatrixFormat:

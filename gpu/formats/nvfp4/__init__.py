@@ -8,6 +8,7 @@ from gpu.model.weight_format import QuantisationKeys, WeightFormat
 
 GROUP = 16
 NVFP4 = MatrixFormat("fp4", GROUP)
+NOTE = "fp4 in groups of 16, whose scales are multiplied by their module's and kept in float16"
 
 
 def read(keys: QuantisationKeys) -> Quantisation:
@@ -27,7 +28,7 @@ def read(keys: QuantisationKeys) -> Quantisation:
                 "config_groups", groups, f"served: weights of type float, num_bits 4, group_size {GROUP}"
             )
     left = (*keys.names("ignore"), *keys.names("exclude_modules"))
-    return Quantisation("modelopt-nvfp4", NVFP4, NVFP4, tuple(_pattern(name) for name in left))
+    return Quantisation("modelopt-nvfp4", NVFP4, NVFP4, tuple(_pattern(name) for name in left), note=NOTE)
 
 
 def _is_nvfp4(weights: dict[str, Any]) -> bool:
