@@ -224,7 +224,7 @@ def _config_of(benchmark: DraftsBenchmark) -> EngineConfig:
     model = ModelConfig(random_weights=benchmark.random_weights, weights=benchmark.weights)  # type: ignore[arg-type]
     shape = load_architecture(model)
     context = benchmark.prompt_tokens + benchmark.tokens + 128
-    row_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.dim * 4
+    row_bytes = shape.rows_of_head * shape.num_layers * shape.num_kv_heads * shape.dim * 4
     most = max(benchmark.batches)
     return EngineConfig(
         model=model,

@@ -192,7 +192,9 @@ def _serving_client(benchmark: EngineBenchmark, model: LoadedModel) -> Iterator[
     """Load the engine that a server of this model would load, with pages for one prompt of the longest length."""
     context = max(benchmark.prompts) + _PROMPT_OUTPUT
     shape = model.architecture
-    row_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.dim * DTYPES[benchmark.dtype].itemsize
+    row_bytes = (
+        shape.rows_of_head * shape.num_layers * shape.num_kv_heads * shape.dim * DTYPES[benchmark.dtype].itemsize
+    )
     config = EngineConfig(
         model=ModelConfig(
             path=benchmark.model, random_weights=benchmark.random_weights, products=benchmark.products
