@@ -107,7 +107,7 @@ class PlainDecode:
                 gate = F.gelu(F.linear(hidden, layer.inputs.gate), approximate="tanh") * inputs[:, index]
                 hidden = hidden + self._norm(F.linear(gate, layer.inputs.projection), layer.inputs.norm)
             if layer.scale is not None:
-                hidden = hidden * layer.scale
+                hidden = hidden * layer.scale.to(hidden.dtype)
         normed = self._norm(hidden, self.weights.final_norm)
         self.tokens.copy_(F.linear(normed, self.weights.logits).argmax(1))  # which a cap does not change
         self.position.add_(1)

@@ -2,9 +2,9 @@
 
 Experts that no token takes are not read. Where they lie changes no bit, as long as the card computes them. The products
 of a layer depend on the number of tokens alone, so a graph holds them. Launches: three for up to MOST_ALONE tokens
-where no matrix is packed, else four for up to LEAST_PAIRS, and six beyond. Where some experts are in host memory: two
-more, or one, and one for each tensor that is fetched. Where the CPU computes these: four more, or three; its request
-goes out before the card's own products and is awaited behind them.
+where no matrix is packed, else four for up to LEAST_PAIRS, and six beyond, or more where experts are widened in parts.
+Where some experts are in host memory: two more, or one, and one for each tensor that is fetched. Where the CPU computes
+these: four more, or three; its request goes out before the card's own products and is awaited behind them.
 """
 
 import torch
@@ -96,8 +96,11 @@ class ExpertMlp:
                 normed, logits, gate_up, experts, self.activation, far, weights.gate_up_bias
             )
             return down_rows(product, ids, shares, down, base, experts, far, weights.down_bias, gains)
-        has_packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
-        tiles = pair_few(logits, experts) if is_few or taken is None else pair_up(*taken, experts, has_packed)
+        if is_few or taken is None:
+            tiles = pair_few(logits, experts)
+        else:
+            has_packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
+            tiles = pair_up(*taken, experts, has_packed, far is not None)
         product = gate_up_tiles(normed, tiles, gate_up, experts, self.activation, far, weights.gate_up_bias)
         return down_tiles(product, tiles, down, base, experts, far, weights.down_bias, gains)
 

@@ -16,7 +16,7 @@ from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
 from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
-from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes
+from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes, widened_experts_bytes
 from gpu.operations.decode_attention.split_rows import most_rows, scratch_arrays
 from gpu.operations.recurrent.state_arrays import state_arrays
 from gpu.page_layout import CODE_FORMATS, KvFormat, page_table, row_bytes
@@ -343,8 +343,14 @@ class Demand:
         """
         laid_out_bytes = laying_out_bytes(self.shape)
         laid_out = (self.item("laying out", laid_out_bytes, "a matrix as it is loaded"),) if laid_out_bytes else ()
+        if self.unpacked is not None:
+            return laid_out
+        is_all_on_card = self.experts_on_card in (None, most_experts(self.shape))
+        experts_bytes = widened_experts_bytes(self.shape, self.dtype_bytes, self.chunk_tokens)
+        if experts_bytes and is_all_on_card and self.device == "cuda":
+            laid_out = (self.item("widened experts", experts_bytes, "at once, for prefill"), *laid_out)
         num_bytes = widened_bytes(self.shape, self.dtype_bytes)
-        if not num_bytes or self.unpacked is not None:
+        if not num_bytes:
             return laid_out
         count = 1 + self.num_lanes * (self.device == "cuda" and self.max_running > MOST_PACKED_TOKENS)
         return (self.item("widened matrices", count * num_bytes, "of a layer, for prefill"), *laid_out)

@@ -14,6 +14,8 @@ from gpu.model.matrix_format import BITS, MULTIPLIED_COLUMNS, MULTIPLIED_GROUP, 
 from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError
 
 WIDENED_BYTES = 512 * 2**20
+WIDENED_EXPERTS_BYTES = 256 * 2**20  # of experts that are widened at once
+LEAST_WIDENED_PAIRS = 512  # tokens of an expert in the mean, from which on experts are widened in memory
 
 # Of a layer's matrices: those of all its experts, below each other.
 OF_EXPERTS = ("experts_gate_up", "experts_down")
@@ -208,13 +210,36 @@ def describe_formats(architecture: Architecture) -> str:
 
 def widened_bytes(architecture: Architecture, dtype_bytes: int) -> int:
     """Return the bytes of matrices of few bits that prefill keeps widened: a layer's, or as many as WIDENED_BYTES hold,
-    but the largest in any case; 0 where all are plain. Those of experts are widened where they are multiplied, and what
-    humming multiplies is not.
+    but the largest in any case; 0 where all are plain. Of those of experts see `widened_experts_bytes`; what humming
+    multiplies is not widened.
     """
     if architecture.quantisation is None:
         return 0
     sizes = [[rows * inner * dtype_bytes for rows, inner in shapes] for shapes in _own_shapes(architecture)]
     return max(max(max(layer), min(sum(layer), WIDENED_BYTES)) if layer else 0 for layer in sizes)
+
+
+def experts_at_once(rows: int, inner: int, dtype_bytes: int) -> int:
+    """Return how many experts, of so many rows each, are widened together: as many as WIDENED_EXPERTS_BYTES hold, or
+    one.
+    """
+    return max(1, WIDENED_EXPERTS_BYTES // (rows * inner * dtype_bytes))
+
+
+def widened_experts_bytes(architecture: Architecture, dtype_bytes: int, most_tokens: int) -> int:
+    """Return the bytes of the experts of few bits that prefill of so many tokens at once widens together; 0: none."""
+    if architecture.quantisation is None:
+        return 0
+    most = 0
+    for spec in set(architecture.layer_pattern):
+        for name, (rows, inner) in matrix_shapes(architecture, spec).items():
+            if spec.experts is not None and name in OF_EXPERTS:
+                count = spec.experts.num_experts
+                if most_tokens * spec.experts.per_token < LEAST_WIDENED_PAIRS * count:
+                    continue
+                own = rows // count
+                most = max(most, min(count, experts_at_once(own, inner, dtype_bytes)) * own * inner * dtype_bytes)
+    return most
 
 
 def _own_shapes(a: Architecture) -> list[list[tuple[int, int]]]:

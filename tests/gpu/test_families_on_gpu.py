@@ -40,6 +40,16 @@ def moved(weights: Weights, dtype: torch.dtype, wide_norms: bool) -> Weights:
     return replace(found, logits=found.embedding) if weights.logits is weights.embedding else found
 
 
+def softened(name: str, weights: Weights) -> Weights:
+    """Return weights whose attention is not so sharp that bfloat16 chooses other tokens than float32: Gemma 4's logits
+    are not scaled, and norms drawn near one make them large.
+    """
+    if not name.startswith("tiny-gemma4"):
+        return weights
+    assert all(layer.query_norm is not None for layer in weights.layers)
+    return replace(weights, layers=[replace(layer, query_norm=0.1 * layer.query_norm) for layer in weights.layers])
+
+
 def parts_of(weights: Weights) -> list[torch.Tensor]:
     """All tensors of all layers that there are."""
     holders = [*weights.layers, *(layer.experts for layer in weights.layers if layer.experts is not None)]
@@ -50,7 +60,7 @@ def parts_of(weights: Weights) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_texts_on_the_gpu_are_those_of_the_cpu_and_of_plain_torch(name: str) -> None:
     shape, context = SHAPES[name], PROMPT_TOKENS + STEPS + 2
-    weights = random_weights(shape, 5, torch.float32, CPU, lambda fraction: None)
+    weights = softened(name, random_weights(shape, 5, torch.float32, CPU, lambda fraction: None))
     prompts = draw_prompts(2, PROMPT_TOKENS, shape.vocab_size)
     wanted = decode(build_runner(shape, weights, 2, context, torch.float32, CPU), prompts, STEPS).tokens
     for dtype in (torch.float32, torch.bfloat16):

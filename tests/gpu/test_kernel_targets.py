@@ -706,7 +706,8 @@ def family_launches() -> list[Launch]:
 def _record(calls: Iterable[Callable[[Architecture, torch.dtype], None]], shapes: Sequence[str]) -> list[Launch]:
     recorded: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=128))
+        properties = SimpleNamespace(multi_processor_count=128, shared_memory_per_block_optin=99 * 2**10)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         for module, name, kernel in list(_kernels()):
             patch.setattr(module, name, Recorder(kernel, recorded))
         for call in dict.fromkeys(calls):

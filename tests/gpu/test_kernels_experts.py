@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu.layers.expert_mlp import MOST_ALONE, ExpertMlp
 from gpu.model.spec import Experts
 from gpu.operations.arguments import runs_on_triton
+from gpu.operations.experts import expert_tiles
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.operations.experts.experts_reference import experts_reference
@@ -110,6 +111,16 @@ def test_experts_of_few_bits_are_those_of_their_numbers(dtype, device, kind, pat
 @everywhere
 def test_experts_of_few_bits_have_their_biases_and_factors(dtype, device, path, tokens, name):
     assert_is_mixture(path, tokens, draw_mixture(*MIXTURES[name], "int4", dtype, device), dtype, device)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 16])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
+@everywhere
+def test_experts_widened_in_parts_are_those_of_their_numbers(dtype, device, kind, at_once, monkeypatch):
+    monkeypatch.setattr(expert_tiles, "LEAST_WIDENED_PAIRS", 1)
+    monkeypatch.setattr(expert_tiles, "experts_at_once", lambda rows, inner, dtype_bytes: at_once)
+    monkeypatch.setattr(expert_tiles, "MOST_PACKED_PAIRS", 8)  # so that tiles of 16 pairs are of widened experts
+    assert_is_mixture("tiles", 40, draw_mixture(*MIXTURES["many"], kind, dtype, device), dtype, device)
 
 
 @pytest.mark.parametrize("tokens", [1, MOST_ALONE, MOST_ALONE + 1, LEAST_PAIRS, LEAST_PAIRS + 1, 33, 65])

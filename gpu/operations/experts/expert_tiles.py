@@ -2,12 +2,14 @@
 
 Of up to LEAST_PAIRS tokens the programs of gate and up pair tokens with experts themselves, from the router's logits,
 and note it for down; of more, tiles come listed (`routing`). A launch has as many tiles as there can be, so that a
-graph holds it; those without pairs end at once. Packed experts are widened in registers. A program owns whole outputs
-of its pairs, and a token's are summed in the order of their places, so results do not depend on scheduling. Bytes
-moved: rows of the experts that are taken, once for each tile of tokens; each expert's output of a token is written and
-read once.
+graph holds it; those without pairs end at once. Packed experts are widened in registers; where each has many tokens,
+some experts at a time are widened in memory instead, and multiplied as plain ones. A program owns whole outputs of its
+pairs, and a token's are summed in the order of their places, so results do not depend on scheduling. Bytes moved: rows
+of the experts that are taken, once for each tile of tokens; each expert's output of a token is written and read once; a
+widened matrix is written, too.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpu.model.matrix_formats import LEAST_WIDENED_PAIRS, experts_at_once
 from gpu.model.spec import Activation, Experts
-from gpu.operations.arguments import check
+from gpu.operations.arguments import INTERPRETED, check
 from gpu.operations.experts.expert_rows import check_bias, check_experts, check_gains, dtype_of_sum, far_matrix
 from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
 from gpu.operations.experts.routing import SORTED_BLOCKS, keys_of, logit_of, take_experts, taking, tile_pairs
+from gpu.operations.linear.packed_linear import widen
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.operations.linear.packed_numbers import beside
 from gpu.operations.linear.packed_tiles import row_tile, scaled, tensors_of, tile_layout
@@ -27,18 +31,21 @@ from gpu.operations.swiglu import gated
 
 LEAST_PAIRS, MOST_PAIRS = 16, 128  # of a tile
 MOST_PACKED_PAIRS = 64  # where numbers are widened in registers
-# By pairs of a tile, of gated products and of others: rows, columns at once, num_warps, num_stages.
+# By pairs of a tile, of gated products and of others: rows, columns at once, num_warps, num_stages. The first whose
+# tiles fit the shared memory of a block is used; the last fits all cards.
 CONFIGS = {
-    (16, True): (64, 64, 8, 4), (16, False): (128, 64, 4, 4),
-    (32, True): (64, 64, 4, 4), (32, False): (64, 64, 4, 4),
-    (64, True): (64, 64, 4, 3), (64, False): (128, 64, 4, 3),
-    (128, True): (128, 32, 8, 4), (128, False): (256, 32, 8, 4),
+    (16, True): ((64, 64, 8, 4),), (16, False): ((128, 64, 4, 4),),
+    (32, True): ((64, 64, 4, 4),), (32, False): ((64, 64, 4, 4),),
+    (64, True): ((128, 64, 8, 4), (64, 64, 4, 3)), (64, False): ((128, 64, 4, 3),),
+    (128, True): ((128, 64, 8, 4), (128, 32, 8, 4)), (128, False): ((256, 64, 8, 3), (256, 32, 8, 4)),
 }  # fmt: skip
 PACKED_CONFIGS = {  # without columns: a unit of words
     (16, True): (64, 4, 3), (16, False): (64, 4, 2),
     (32, True): (64, 4, 3), (32, False): (64, 4, 4),
     (64, True): (64, 4, 3), (64, False): (64, 4, 2),
 }  # fmt: skip
+FP4_CONFIGS = PACKED_CONFIGS | {(64, True): (64, 4, 2)}
+LEAST_SHARED_BYTES = 99 * 2**10  # of a block, on the smallest card that is served
 SUM_BLOCK = 1024
 
 
@@ -128,10 +135,11 @@ def _tile_of_program(
     return expert, taker
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "first", "end"])
 def _tiles_kernel(
-    x, weight, far, places, bias, gains, logits, tile_experts, takers, shares, out, num_tokens, HAS_BIAS: tl.constexpr,
-    HAS_GAINS: tl.constexpr, ROUTES: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    x, weight, far, places, bias, gains, logits, tile_experts, takers, shares, out, num_tokens, first, end,
+    IS_PART: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GAINS: tl.constexpr, ROUTES: tl.constexpr,
+    PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr,
     BY_PAIR: tl.constexpr,
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr,
     PAIRS_OF_ROW: tl.constexpr,
@@ -143,10 +151,14 @@ def _tiles_kernel(
         logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
         BY_PAIR, BLOCK_PAIRS,
     )  # fmt: skip
+    if IS_PART:  # `weight` has the experts from `first` to `end` alone
+        expert = tl.where((expert >= first) & (expert < end), expert, -1)
     if expert >= 0:
         pair = tl.maximum(taker, 0)
         row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         number, is_far = find_place(places, expert, HAS_FAR)
+        if IS_PART:
+            number -= first
         source = number * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1)
         column = tl.arange(0, BLOCK_INNER)
         values_at = x + (pair // PAIRS_OF_ROW).to(tl.int64)[:, None] * INNER + column[None, :]
@@ -305,12 +317,13 @@ def sizes_of_tiles(experts: Experts, most_tokens: int) -> list[int]:
     return sorted({min(most_tokens, max(1, one // experts.per_token)) for one in pairs} | {most_tokens})
 
 
-def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool) -> Tiles:
+def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool, has_far: bool = False) -> Tiles:
     """Return the pairs of `routing.choose`'s ids and weights, in tiles of about as many as an expert has. has_packed:
-    whether gate_up or down is: both are multiplied in these tiles.
+    whether gate_up or down is: both are multiplied in these tiles; has_far: whether some lie elsewhere, which are not
+    widened in memory.
     """
     mean = -(-ids.numel() // experts.num_experts)
-    most = MOST_PACKED_PAIRS if has_packed else MOST_PAIRS
+    most = MOST_PACKED_PAIRS if has_packed and (has_far or mean < LEAST_WIDENED_PAIRS) else MOST_PAIRS
     per_tile = max(LEAST_PAIRS, min(most, triton.next_power_of_2(mean)))
     return Tiles(*tile_pairs(ids, experts.num_experts, per_tile), shares, None)
 
@@ -393,8 +406,8 @@ def _launch(
         "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": pairs_of_row, **taking(experts),
         "GATES": gates, "ACTIVATION": activation or "silu", "BLOCK_PAIRS": tiles.per_tile,
     }  # fmt: skip
-    if isinstance(stored, Packed) and isinstance(there, Packed):
-        rows, num_warps, num_stages = PACKED_CONFIGS[tiles.per_tile, gates]
+    if isinstance(stored, Packed) and isinstance(there, Packed) and tiles.per_tile <= MOST_PACKED_PAIRS:
+        rows, num_warps, num_stages = (FP4_CONFIGS if stored.kind == "fp4" else PACKED_CONFIGS)[tiles.per_tile, gates]
         if x.dtype == torch.float32:
             rows, num_warps, num_stages = 16, 4, 1
         _packed_expert_tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
@@ -403,11 +416,39 @@ def _launch(
             num_stages=num_stages,
         )  # fmt: skip
         return out
-    rows, block, num_warps, num_stages = CONFIGS[tiles.per_tile, gates]
-    if x.dtype == torch.float32:
-        block, num_stages = max(16, block // 2), 2
-    _tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
-        x, stored, there, places, *vectors, *listed, out, len(tiles.shares), **common, LEAVES_OUT=leaves_out(far),
-        INNER=x.shape[1], BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+    rows, block, num_warps, num_stages = _fitting(tiles.per_tile, gates, x)
+    for part, first, end in _parts(stored, experts.num_experts):
+        _tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
+            x, part, part if far is None else there, places, *vectors, *listed, out, len(tiles.shares), first, end,
+            **common, IS_PART=isinstance(stored, Packed), LEAVES_OUT=leaves_out(far), INNER=x.shape[1],
+            BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
     return out
+
+
+def _fitting(per_tile: int, gates: bool, x: Tensor) -> tuple[int, int, int, int]:
+    """Return the configuration of a plain matrix's tiles that fits the card."""
+    shared = LEAST_SHARED_BYTES
+    if x.device.type == "cuda" and not INTERPRETED:
+        shared = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+    for rows, block, num_warps, num_stages in CONFIGS[per_tile, gates]:
+        if x.dtype == torch.float32:
+            block, num_stages = max(16, block // 2), 2
+        found = rows, block, num_warps, num_stages
+        if num_stages * block * (rows * (2 if gates else 1) + per_tile) * x.element_size() < shared:
+            break
+    return found
+
+
+def _parts(stored: Stored, num_experts: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield a matrix of experts, plain, in parts, and which experts a part has."""
+    if isinstance(stored, Tensor):
+        yield stored, 0, num_experts
+        return
+    rows = stored.rows // num_experts
+    at_once = experts_at_once(rows, stored.inner, stored.dtype.itemsize)
+    if rows % stored.row_block:  # scales that experts share
+        at_once = num_experts
+    for first in range(0, num_experts, at_once):
+        end = min(num_experts, first + at_once)
+        yield widen(stored.take_rows(first * rows, end * rows)), first, end

@@ -24,7 +24,7 @@ from gpu.operations.linear.word_layout import RUN_COLUMNS, UNIT_WORDS
 from gpu.operations.rms_norm import check_norm, rms_norm
 from gpu.operations.swiglu import swiglu
 
-UNPACK_BLOCK = (16, 64)  # rows, words
+UNPACK_BLOCK = (8, 128)  # rows, words: a thread reads 16 bytes of words and writes 16 at once
 
 Widen = Callable[[Packed], Tensor]
 
@@ -36,24 +36,35 @@ def _unpack_kernel(
     words, scales, zeros, out, num_rows,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, CUTS_RUNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     PLACES: tl.constexpr = 4 if KIND % 8 == 4 else 2  # of a half
-    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
+    first = (tl.program_id(0) * BLOCK_ROWS).to(tl.int64)
+    row = tl.arange(0, BLOCK_ROWS)[:, None]
+    is_row = first + row < num_rows
     at = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
-    packed = tl.load(words + row * NUM_WORDS + at, mask=(row < num_rows) & (at < NUM_WORDS), other=0)
-    half = tl.arange(0, 2)[None, None, :]
+    packed = tl.load(words + first * NUM_WORDS + row * NUM_WORDS + at, mask=is_row & (at < NUM_WORDS), other=0)
+    number = 2 * tl.program_id(1) * BLOCK_WORDS + tl.arange(0, 2 * BLOCK_WORDS)[None, :]
+    rows_out = out + first * INNER + row * INNER
+    unit = at // _UNIT * COLUMNS
     for PLACE in tl.static_range(PLACES):
-        column = at // _UNIT * COLUMNS + PLACE * _RUN + at % _UNIT * 2
-        inside = (row < num_rows) & (column < INNER)
-        less, gain = scales_of(
-            scales, zeros, row, column, inside, HAS_ZEROS, KIND, ROW_BLOCK, GROUP, NUM_GROUPS, NUM_RUNS
-        )  # fmt: skip
+        # Words of a unit, or of a run, have one scale where its groups end with it: then it is loaded once for them.
+        grouped = unit
+        if IS_FINE:
+            grouped += PLACE * _RUN
+        if CUTS_RUNS:
+            grouped += at % _UNIT * 2
+        if PLACE == 0 or IS_FINE:
+            less, gain = scales_of(
+                scales, zeros, first + row, grouped, is_row & (grouped < INNER), HAS_ZEROS, KIND, ROW_BLOCK, GROUP,
+                NUM_GROUPS, NUM_RUNS,
+            )  # fmt: skip
         low = widened(packed, less, gain, PLACE, KIND, NUM_RUNS)
         high = widened(packed, less, gain, PLACE + PLACES, KIND, NUM_RUNS)
-        place = out + (row * INNER + column)[:, :, None] + half
-        tl.store(place, tl.join(low, high).to(out.dtype.element_ty), mask=inside[:, :, None])
+        pairs = tl.reshape(tl.join(low, high), [BLOCK_ROWS, 2 * BLOCK_WORDS])
+        column = number // _RUN * COLUMNS + PLACE * _RUN + number % _RUN
+        tl.store(rows_out + column, pairs.to(out.dtype.element_ty), mask=is_row & (column < INNER))
 
 
 def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, widened: Widen | None = None) -> Tensor:
@@ -155,7 +166,7 @@ def widen(packed: Packed) -> Tensor:
     out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype, device=packed.words.device)
     grid = triton.cdiv(packed.rows, block_rows), triton.cdiv(packed.num_words, block_words)
     _unpack_kernel[grid](
-        *tensors_of(packed), out, packed.rows, **layout(packed), BLOCK_ROWS=block_rows,
-        BLOCK_WORDS=block_words, num_warps=4,
+        *tensors_of(packed), out, packed.rows, **layout(packed),
+        CUTS_RUNS=packed.cuts_runs, BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words, num_warps=4,
     )  # fmt: skip
     return out

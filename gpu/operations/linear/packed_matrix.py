@@ -7,13 +7,13 @@ Where groups come in runs (GGUF's) it is `q * d * scale - least * offset`: d and
 least float16 of a run, scale and offset signed bytes of a group.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from gpu.model.matrix_format import BITS, Kind, num_words
-from gpu.operations.linear.word_layout import unpack_words
+from gpu.operations.linear.word_layout import RUN_COLUMNS, unpack_words
 from transfer.model_constants import FP4_NUMBERS
 
 
@@ -62,6 +62,11 @@ class Packed:
         return 0 if self.runs is None else self.inner // self.runs.shape[1]
 
     @property
+    def cuts_runs(self) -> bool:
+        """Return whether a group may end inside of a run of columns that a place of words has."""
+        return self.scales.shape[1] > 1 and self.group % RUN_COLUMNS != 0
+
+    @property
     def middle(self) -> int:
         """Return the zero point where none is stored."""
         return 2 ** (self.bits - 1)
@@ -70,6 +75,17 @@ class Packed:
     def nbytes(self) -> int:
         held = (getattr(self, part.name) for part in fields(self))
         return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+
+    def take_rows(self, begin: int, end: int) -> "Packed":
+        """Return rows `[begin, end)`, which share this matrix's memory. Both are multiples of row_block, or the end."""
+        whole, scaled = slice(begin, end), slice(begin // self.row_block, -(-end // self.row_block))
+        return replace(
+            self,
+            words=self.words[whole],
+            scales=self.scales[scaled],
+            zeros=None if self.zeros is None else self.zeros[scaled],
+            runs=None if self.runs is None else self.runs[whole],
+        )
 
 
 EXPONENT_BIAS = 127  # of FP4's scales
