@@ -101,7 +101,9 @@ def test_experts_of_few_bits_hold_the_numbers_of_the_file(family: str, name: str
     for ours, theirs in zip(got.layers, wanted.layers, strict=True):
         for matrix, stored in ours.matrices.items():
             assert isinstance(stored, Packed)
-            assert torch.equal(as_matrix(stored).unpack(), theirs.matrices[matrix]), matrix
+            numbers, in_file = as_matrix(stored).unpack(), theirs.matrices[matrix]
+            most_off = 2**-11 * in_file.abs() if name.endswith("nvfp4") else 0  # whose scales are rounded to float16
+            assert bool(((numbers - in_file).abs() <= most_off).all()), matrix
         assert (ours.experts is None) == (theirs.experts is None)
         assert ours.experts is None or torch.equal(ours.experts.router, theirs.experts.router)
     assert_bytes(tmp_path / "model", got)

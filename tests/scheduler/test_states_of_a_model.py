@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.memory.demand import PlanError
@@ -16,6 +17,7 @@ from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import EngineRequest, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from tests.scheduler.engines import drain, text
+from transfer.host_config import HostConfig
 from transfer.machine import probe_machine
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -23,15 +25,17 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def make_engine(
     prefix_cache: bool = True, pages_gib: float = 0.3, max_running: int = 4, states_gib: float | None = None,
-    snapshot_tokens: int = 64, name: str = "tiny-qwen3.5", device: str = "cpu",
+    snapshot_tokens: int = 64, name: str = "tiny-qwen3.5", device: str = "cpu", host: HostConfig | None = None,
+    max_context_tokens: int = 1024,
 ) -> Engine:  # fmt: skip
     model = ModelConfig(random_weights=name)
     config = EngineConfig(
         model=model,
         gpu=GpuConfig(device=device, dtype="float32", kv_cache_gib=pages_gib, threads=1, states_gib=states_gib,
                       snapshot_tokens=snapshot_tokens),
+        host=host,
         scheduler=SchedulerConfig(
-            max_running=max_running, max_context_tokens=1024, prefix_cache=prefix_cache,
+            max_running=max_running, max_context_tokens=max_context_tokens, prefix_cache=prefix_cache,
             prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
         ),
     )  # fmt: skip
@@ -121,3 +125,24 @@ def test_many_at_once_are_each_served_as_alone(pages_gib: float) -> None:
     alone = [serve(cold, [request])[0][0] for request in requests]
     together = serve(make_engine(pages_gib=pages_gib), requests)
     assert [told for told, _ in together] == alone
+
+
+def converse_at_length(engine: Engine, profile: str) -> tuple[list[list[int]], list[int]]:
+    """Four turns of a conversation that outgrows the device: texts, and tokens that each turn computed."""
+    history, texts, computed = draw(1500, 0), [], []
+    for turn in range(4):
+        told, found = serve(engine, [structs.replace(ask(f"t{turn}", history, 40), attention_profile=profile)])[0]
+        texts.append(told)
+        computed.append(len(history) - found)
+        history = [*history, *told, *draw(60, 5 + turn)]
+    return texts, computed
+
+
+@pytest.mark.parametrize("residency", ["fixed", "adaptive"])
+def test_contexts_that_lie_in_host_memory_go_on_from_snapshots_and_give_the_same_text(residency: str) -> None:
+    host = HostConfig(memory_limit_gib=0.25, resident_tokens=256, residency=residency, threads=1)
+    engine = make_engine(host=host, max_context_tokens=4096)
+    texts, computed = converse_at_length(engine, "offloaded")
+    engine.shutdown()
+    assert texts == converse_at_length(make_engine(prefix_cache=False, max_context_tokens=4096), "exact")[0]
+    assert max(computed[1:]) <= 100 + 64 + 64 + 16, "what is new, a window and an offload block"
