@@ -171,6 +171,7 @@ class Windows:
     def keep_prompt(self, sequence: Sequence) -> None:
         """Keep a copy of a window behind the prompt that the plan under way computes, if there is room for one."""
         self._end_branches(sequence, True)
+        self.note_written(sequence, sequence.num_tokens)
         if sequence.window is None or not self._keeps:
             return
         self._reach()

@@ -278,6 +278,7 @@ class Scheduler:
         for (sequence, _), run, draft in zip(outline.taken, runs, drafts, strict=True):
             sequence.num_in_flight += 1 + len(run) + len(draft)
             sequence.num_drafted = len(draft)
+            self.residence.windows.note_written(sequence, sequence.next_position)
         num_more = sum(map(len, runs)) + sum(map(len, drafts))
         num_rows = len(outline.taken) + num_more
         self.drafts.launch(plan.lane, outline.taken, num_rows, outline.drafts is not None, bool(plan.units))

@@ -118,6 +118,37 @@ def test_a_state_of_another_text_is_seen(is_stale: bool) -> None:
         assert serve(engine, make_request("b", prompt_of(120)))[1] == 96
 
 
+@pytest.mark.parametrize("length", [96, 97, 98])
+def test_a_prompt_that_nothing_is_drawn_from_leaves_no_state_behind_a_token_that_it_does_not_end_with(
+    length: int,
+) -> None:
+    """One that is scored or embedded has taken in its last token, where another's last drawn one waits for a step."""
+    engine, _ = make_engine(num_states=4)
+    engine.submit([make_request("a", prompt_of(length), max_tokens=0, num_prompt_logprobs=0)])
+    drain(engine)
+    whole = prompt_of(length) + prompt_of(30, salt=3)
+    assert serve(engine, make_request("b", whole))[1] == (length - 1) // PAGE * PAGE
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("num_steps", range(1, 18))
+def test_a_draw_from_which_nothing_is_left_leaves_the_state_of_a_step_that_ran(
+    num_steps: int, is_pipelined: bool
+) -> None:
+    engine, runner = make_engine(num_states=4, is_pipelined=is_pipelined)
+    request = make_request("a", prompt_of(100), max_tokens=60)
+    engine.submit([request])
+    said: list[int] = []
+    while len(said) < num_steps:
+        said += [token for delta in engine.step() for token in delta.token_ids]
+    runner.exhausted = set(range(8))
+    said += [token for deltas in drain(engine).values() for delta in deltas for token in delta.token_ids]
+    runner.exhausted = set()
+    serve(engine, make_request("b", prompt_of(100) + said + prompt_of(30, salt=3)))
+    check_empty(engine)
+
+
 TURNS = st.lists(
     st.tuples(
         st.integers(0, 2),  # the conversation
