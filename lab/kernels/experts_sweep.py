@@ -25,7 +25,7 @@ from gpu.layers import expert_mlp as mlp
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.shapes import NAMED_SHAPES
 from gpu.model.spec import Experts
-from gpu.operations.experts import expert_rows, expert_tiles, routing
+from gpu.operations.experts import expert_rows, expert_tiles, routing, tile_configs
 from gpu.operations.experts.experts_reference import experts_reference
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.drawing import draw_packed
@@ -125,7 +125,7 @@ def stand_for(kind: str, device: torch.device) -> Stand:
 def cases(kind: str) -> Iterator[Case]:
     is_packed = kind != "bf16"
     prefix, per_tile = ("packed ", 64) if is_packed else ("", 128)
-    tiles = expert_tiles.PACKED_CONFIGS if is_packed else expert_tiles.CONFIGS
+    tiles = tile_configs.PACKED if is_packed else tile_configs.PLAIN
     for name, gates in (("gate_up", True), ("down", False)):
         for tokens in () if is_packed else (4, 1):  # the last one decides
             yield Case(f"{name} rows", tokens, gates, is_packed, expert_rows.CONFIGS, name)
@@ -286,6 +286,7 @@ def main() -> None:
         at, of = map(int, asked.compile.split("/"))
         part = (at, of)
     torch.manual_seed(0)
+    tile_configs.PLAIN_OF_LARGER_CARDS.clear()  # so that those that are tried are used
     device, began = torch.device(asked.device), time.monotonic()
     bytes_per_s = flops_per_s = 1.0
     if part is None:
@@ -304,8 +305,8 @@ def main() -> None:
         del stand
         torch.cuda.empty_cache()
     if part is None:
-        tables = {"rows": expert_rows.CONFIGS, "tiles": expert_tiles.CONFIGS,
-                  "packed tiles": expert_tiles.PACKED_CONFIGS}  # fmt: skip
+        tables = {"rows": expert_rows.CONFIGS, "tiles": tile_configs.PLAIN,
+                  "packed tiles": tile_configs.PACKED}  # fmt: skip
         best = {name: {str(key): value for key, value in table.items()} for name, table in tables.items()}
         print(json.dumps({"device": torch.cuda.get_device_name(), "best": best, "mlp_us": result}))
 

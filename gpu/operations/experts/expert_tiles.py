@@ -19,10 +19,11 @@ from torch import Tensor
 
 from gpu.model.matrix_formats import LEAST_WIDENED_PAIRS, experts_at_once
 from gpu.model.spec import Activation, Experts
-from gpu.operations.arguments import INTERPRETED, check
+from gpu.operations.arguments import check
 from gpu.operations.experts.expert_rows import check_bias, check_experts, check_gains, dtype_of_sum, far_matrix
 from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
 from gpu.operations.experts.routing import SORTED_BLOCKS, keys_of, logit_of, take_experts, taking, tile_pairs
+from gpu.operations.experts.tile_configs import packed_config, plain_config
 from gpu.operations.linear.packed_linear import widen
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.operations.linear.packed_numbers import beside
@@ -31,21 +32,6 @@ from gpu.operations.swiglu import gated
 
 LEAST_PAIRS, MOST_PAIRS = 16, 128  # of a tile
 MOST_PACKED_PAIRS = 64  # where numbers are widened in registers
-# By pairs of a tile, of gated products and of others: rows, columns at once, num_warps, num_stages. The first whose
-# tiles fit the shared memory of a block is used; the last fits all cards.
-CONFIGS = {
-    (16, True): ((64, 64, 8, 4),), (16, False): ((128, 64, 4, 4),),
-    (32, True): ((64, 64, 4, 4),), (32, False): ((64, 64, 4, 4),),
-    (64, True): ((128, 64, 8, 4), (64, 64, 4, 3)), (64, False): ((128, 64, 4, 3),),
-    (128, True): ((128, 64, 8, 4), (128, 32, 8, 4)), (128, False): ((256, 64, 8, 3), (256, 32, 8, 4)),
-}  # fmt: skip
-PACKED_CONFIGS = {  # without columns: a unit of words
-    (16, True): (64, 4, 3), (16, False): (64, 4, 2),
-    (32, True): (64, 4, 3), (32, False): (64, 4, 4),
-    (64, True): (64, 4, 3), (64, False): (64, 4, 2),
-}  # fmt: skip
-FP4_CONFIGS = PACKED_CONFIGS | {(64, True): (64, 4, 2)}
-LEAST_SHARED_BYTES = 99 * 2**10  # of a block, on the smallest card that is served
 SUM_BLOCK = 1024
 
 
@@ -407,16 +393,14 @@ def _launch(
         "GATES": gates, "ACTIVATION": activation or "silu", "BLOCK_PAIRS": tiles.per_tile,
     }  # fmt: skip
     if isinstance(stored, Packed) and isinstance(there, Packed) and tiles.per_tile <= MOST_PACKED_PAIRS:
-        rows, num_warps, num_stages = (FP4_CONFIGS if stored.kind == "fp4" else PACKED_CONFIGS)[tiles.per_tile, gates]
-        if x.dtype == torch.float32:
-            rows, num_warps, num_stages = 16, 4, 1
+        rows, num_warps, num_stages = packed_config(tiles.per_tile, gates, stored.kind, x.dtype)
         _packed_expert_tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
             x, *tensors_of(stored), *tensors_of(there), places, *vectors, *listed, out, len(tiles.shares),
             **tile_layout(stored), **common, LEAVES_OUT=leaves_out(far), BLOCK_ROWS=rows, num_warps=num_warps,
             num_stages=num_stages,
         )  # fmt: skip
         return out
-    rows, block, num_warps, num_stages = _fitting(tiles.per_tile, gates, x)
+    rows, block, num_warps, num_stages = plain_config(tiles.per_tile, gates, x)
     for part, first, end in _parts(stored, experts.num_experts):
         _tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
             x, part, part if far is None else there, places, *vectors, *listed, out, len(tiles.shares), first, end,
@@ -424,20 +408,6 @@ def _launch(
             BLOCK_ROWS=rows, BLOCK_INNER=block, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out
-
-
-def _fitting(per_tile: int, gates: bool, x: Tensor) -> tuple[int, int, int, int]:
-    """Return the configuration of a plain matrix's tiles that fits the card."""
-    shared = LEAST_SHARED_BYTES
-    if x.device.type == "cuda" and not INTERPRETED:
-        shared = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    for rows, block, num_warps, num_stages in CONFIGS[per_tile, gates]:
-        if x.dtype == torch.float32:
-            block, num_stages = max(16, block // 2), 2
-        found = rows, block, num_warps, num_stages
-        if num_stages * block * (rows * (2 if gates else 1) + per_tile) * x.element_size() < shared:
-            break
-    return found
 
 
 def _parts(stored: Stored, num_experts: int) -> Iterator[tuple[Tensor, int, int]]:
