@@ -48,6 +48,7 @@ class Results:
         for slot, why in result.failures.items():
             failed = launched.slots[slot]
             failed.has_failed = True
+            self._residence.windows.retract(failed)  # what was kept of it since may lack what it was to compute
             if failed.state is not State.FINISHED:
                 log.warning("failed request=%s reason=%s", failed.request_id, why)
                 deltas.append(make_failure(failed, why))

@@ -14,7 +14,7 @@ from scheduler.steps.scheduler import Device, Scheduler
 from tests.scheduler.engines import PAGE, SHAPE, make_request
 from tests.scheduler.lane_runner import LaneRunner
 from tests.scheduler.page_runner import PageRunner
-from tests.scheduler.window_model import TokenWindows
+from tests.scheduler.window_model import TokenStates, TokenWindows
 from transfer.host_config import HostConfig
 from transfer.reading import Reading
 
@@ -57,6 +57,7 @@ def make_engine(
     num_windows: int = 0,
     num_indexes: int = 0,
     index_pages: int = 4,
+    num_states: int = 0,
 ) -> tuple[Engine, PageRunner]:
     """order: of the steps of two lanes; None: there is one lane."""
     prefill = PrefillConfig(chunk_tokens=chunk_tokens, max_jobs=max_jobs)
@@ -76,7 +77,8 @@ def make_engine(
     spare = 2 * PAGE + WINDOW + 2 * OFFLOAD_BLOCK
     rings = {RINGS: num_rings} | ({INDEXES: num_indexes} if num_indexes else {})
     pages = {INDEXES: index_pages} if num_indexes else {}
-    capacity = Capacity(num_pages, PAGE, 4000, 5000, host, rings, num_windows, spare, pages)
+    kept = (num_states, 0, pages, 64) if num_states else (num_windows, spare, pages)
+    capacity = Capacity(num_pages, PAGE, 4000, 5000, host, rings, *kept)
     lanes = (Lane.DEVICE,) if order is None else (Lane.HOST, Lane.DEVICE)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, Device(lanes))
     if order is not None:
@@ -85,6 +87,8 @@ def make_engine(
         runner = PageRunner(SHAPE.num_layers, PAGE, layout=layout)
     if num_windows:
         runner.windows = TokenWindows(num_windows, 40 + spare, 40)
+    if num_states:
+        runner.windows = TokenStates(num_states)
     return Engine(scheduler, runner, None, is_pipelined), runner
 
 

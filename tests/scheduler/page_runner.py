@@ -425,7 +425,7 @@ class PageRunner:
             if prompt.host is not None and prompt.slot not in self.failed:
                 begin = max(prompt.begin, prompt.host.sink)
                 self.contexts[prompt.host.context_id] += prompt.token_ids[begin : prompt.host.end].tolist()
-            for branch in prompt.branches:
+            for branch in prompt.branches if prompt.slot not in self.failed else ():
                 assert self.windows is not None, "a branch is of windows"
                 self.windows.leave(branch, prompt.begin, prompt.token_ids)
             self.num_cells[prompt.slot] = len(prompt.token_ids)
@@ -465,7 +465,7 @@ class PageRunner:
     def _write(self, slot: int, position: int, token: int | None) -> None:
         page, offset = divmod(position, self.page_tokens)
         is_dense = page in self.dense.get(slot, ())
-        if self.windows is not None and token is not None:
+        if self.windows is not None and token is not None and slot not in self.failed:
             self.windows.put(slot, position, token)
         if is_dense and self._keeps_nothing:
             return

@@ -352,6 +352,29 @@ def test_a_host_that_refuses_memory_ends_one_request_and_no_other(when: str, is_
 
 
 @pytest.mark.parametrize("is_pipelined", [False, True])
+def test_states_of_a_request_that_the_host_refuses_memory_are_found_by_nobody(is_pipelined: bool) -> None:
+    """It computes no more, and a plan that was launched behind that copies its state all the same."""
+    engine, runner = make_engine(is_pipelined=is_pipelined, num_states=20, num_pages=200)
+
+    def serve(name: str, tokens: list[int]) -> None:
+        request = ask(name, tokens, max_tokens=4)
+        engine.submit([request])
+        check_output(request, drain(engine)[name])
+
+    engine.submit([ask("failing", prompt_of(256), max_tokens=300)])
+    said: list[int] = []
+    while engine.has_work:
+        said += [token for delta in engine.step() for token in delta.token_ids]
+        runner.refuses_memory = len(said) > 30
+    runner.refuses_memory = False
+    whole = prompt_of(256) + said
+    assert len(whole) == 320, "it fails where its state is copied"
+    serve("after", whole + prompt_of(70, salt=9))
+    serve("beside", whole + prompt_of(150, salt=8))
+    check_idle(engine, runner)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
 def test_a_context_without_finite_logits_is_found_by_nobody(is_pipelined: bool) -> None:
     engine, runner = make_engine(is_pipelined=is_pipelined)
     engine.submit([ask("before", prompt_of(400))])
