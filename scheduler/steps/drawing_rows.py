@@ -46,14 +46,15 @@ class TokenGap:
         seconds = max(min(target - decode, most), _LEAST_PREFILL_SHARE * target)
         return seconds - self.seconds_since_decode
 
-    def decode_can_wait(self, units: Many[Unit], contexts: Many[int], budget: float) -> bool:
+    def decode_can_wait(self, units: Many[Unit], contexts: Many[int], budget: float, must_wait: bool) -> bool:
         """Tell whether one more step of such units fits before the next decode step, as far as is known.
 
         contexts[i]: where unit i ends in its prompt. budget: what `seconds_left` said before they were chosen. A step
-        has no more than one whole unit, so a request that arrives never waits for more than two.
+        has no more than one whole unit, so a request that arrives never waits for more than two. must_wait: no row can
+        draw in this step, whatever its units take.
         """
         seconds = sum(self._costs.seconds_of(unit, context) for unit, context in zip(units, contexts, strict=True))
-        waits = bool(units) and self._costs.knows(units[0]) and 2 * seconds <= budget
+        waits = must_wait or (bool(units) and self._costs.knows(units[0]) and 2 * seconds <= budget)
         self.seconds_since_decode = self.seconds_since_decode + seconds if waits else 0.0
         return waits
 

@@ -247,7 +247,7 @@ class Scheduler:
             budget = self._gap.seconds_left(self._num_prompts, len(drawing)) if drawing else None
             outline.units, outline.finished = self._prefill.next_units(budget)
             outline.unit_contexts = [entries[unit.job_id].context_of(unit) for unit in outline.units]
-            if budget is not None and self._gap.decode_can_wait(outline.units, outline.unit_contexts, budget):
+            if budget is not None and self._gap.decode_can_wait(outline.units, outline.unit_contexts, budget, waits):
                 drawing = []
         if waits:
             drawing = []

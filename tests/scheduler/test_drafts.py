@@ -223,3 +223,29 @@ def test_what_a_refused_draft_wrote_to_a_window_is_in_nobodys_way(length: int) -
         begun.append(deltas[0].num_cached_tokens)
     assert max(begun) > 0
     check_empty(engine)
+
+
+def test_prefill_beside_a_draft_in_flight_is_part_of_the_gap_between_tokens() -> None:
+    """A step whose rows wait for a draft has units alone, which those that follow have less time for."""
+    runner = PageRunner(engines.SHAPE.num_layers, PAGE, unit_seconds=20e-6, decode_seconds=20e-3)
+    engine, _ = make_engine(
+        num_pages=1200, chunk_tokens=1024, max_hidden_tokens=20_000, token_gap_target_ms=50.0, runner=runner,
+        max_running=16,
+    )  # fmt: skip
+    requests = [request_of("1", 20, 400), request_of("2", 9000, 1)]
+    foresee(engine, outputs_of(requests), 0.0)
+    engine.submit(requests[:1])
+    for _ in range(10):
+        engine.step()
+    engine.submit(requests[1:])
+    num_before = len(runner.plans)
+    while engine.scheduler.roster.num_unfinished == 2:
+        engine.step()
+    gaps, units_s = [], 0.0
+    for plan in runner.plans[num_before:]:
+        units_s += sum(runner._seconds(unit) for unit in plan.units)
+        if plan.decode:
+            gaps.append(units_s + runner.decode_seconds)
+            units_s = 0.0
+    assert any(plan.units and not plan.decode for plan in runner.plans[num_before:])
+    assert max(gaps) <= 0.056, "of 50 ms, and what a unit takes more than was known"
