@@ -24,6 +24,7 @@ from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE, Lane
 from gpu.weights.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
 from scheduler.constraints.constraints import Constraints, read_tokens
+from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import Ready
@@ -121,6 +122,8 @@ def load_engine(
         None if library is None else make_documents(library, config, architecture, plan, runner),
         Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
     )
+    if any(profile.draft is not None for profile in profiles.values()):
+        NGrams.compile_ahead()
     if plan.device == "cuda":
         with _reporting_stage(on_progress, "rehearsal"):
             rehearse(runner, scheduler, plan.chunk_tokens)

@@ -8,6 +8,7 @@ import pytest
 from gpu.config import Composition, DraftConfig, GpuConfig, ModelConfig
 from gpu.model.architecture import load_architecture
 from gpu.sampling_params import SamplingParams
+from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
@@ -139,3 +140,20 @@ def test_texts_of_other_layers_are_the_same_with_drafts(shape: str) -> None:
     assert told[True] == told[False]
     assert stats.accepted > 40
     assert stats.proposed > stats.accepted
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_a_first_draft_would_have_others_wait_for_is_compiled_at_the_start(
+    drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposed: list[NGrams] = []
+    monkeypatch.setattr(NGrams, "propose", lambda self, _: proposed.append(self))
+    config = EngineConfig(
+        model=ModelConfig(random_weights="tiny"),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1),
+        profiles={"drafting": Composition(draft=DraftConfig())} if drafts else {},
+    )
+    plan = plan_engine(config, load_architecture(config.model), probe_machine())
+    engine, _ = load_engine(config, plan, lambda *_: None)
+    engine.shutdown()
+    assert bool(proposed) is drafts
