@@ -9,7 +9,7 @@ from gpu.config import GpuConfig
 from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS
 from gpu.memory.demand import Demand, PlanError
 from gpu.memory.host_demand import HostDemand
-from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS
+from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib, least_gib
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
 from gpu.weights.expert_shares import KV_SHARE, most_experts
@@ -127,7 +127,8 @@ def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, c
 
 def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
     """Return the demand with the number of windows, or states: as it is asked for, or for each sequence and as many
-    prefixes, if they take no more than their share.
+    prefixes, if they take no more than their share. Raises PlanError for a budget of states that is none, or does not
+    fit.
     """
     if not demand.window_layers:
         return demand
@@ -137,7 +138,15 @@ def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
     if gpu.kv_cache_gib is not None:
         left = min(left, int(gpu.kv_cache_gib * GIB))
     if gpu.states_gib is not None and demand.shape.recurrent is not None:
-        return replace(demand, num_windows=max(1, int(gpu.states_gib * GIB) // demand.window_bytes))
+        asked, one = f"gpu.states_gib: asked {gpu.states_gib:g} GiB", demand.window_bytes
+        if gpu.states_gib * GIB < one:
+            raise PlanError(
+                f"{asked}, a state of {demand.shape.name} takes {one:,} bytes; raise it to {least_gib(one)}"
+            )
+        if 0 < left < gpu.states_gib * GIB:
+            where = "of gpu.kv_cache_gib" if gpu.kv_cache_gib is not None else "beside weights and workspaces"
+            raise PlanError(f"{asked}, there are {in_gib(left)} {where}; lower it, or leave it out to take a share")
+        return replace(demand, num_windows=int(gpu.states_gib * GIB) // one)
     share = WINDOW_SHARE if demand.kv_token_bytes else ONLY_WINDOWS_SHARE
     count = max(1, int(max(0, left) * share) // demand.window_bytes)
     return replace(demand, num_windows=min(count, WINDOWS_PER_SEQUENCE * demand.max_running))

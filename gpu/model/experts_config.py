@@ -12,7 +12,7 @@ def parse_experts(keys: ConfigKeys, count_key: str, size_key: str, is_normalised
     given = [name for name in names if name in keys]
     for name in given:
         keys.get(name)
-    if len({keys.get(name) for name in given}) > 1:
+    if any(keys.get(name) != keys.get(given[0]) for name in given):
         found = ", ".join(f"{name} is {keys.get(name)!r}" for name in given)
         raise ModelError(f"model: {keys.source}: {found}; wanted one number of experts")
     num_experts = keys.positive(given[0] if given else count_key, int)

@@ -52,6 +52,28 @@ def test_a_profile_that_drafts_is_refused_by_name() -> None:
         plan_engine(config, load_architecture(config.model), probe_machine())
 
 
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"states_gib": 1e-5}, r"states_gib: asked 1e-05 GiB, a state of .* takes 245,760 bytes; raise it to 0\.00023"),
+        (
+            {"states_gib": 9000.0},
+            r"states_gib: asked 9000 GiB, there are .* GiB beside weights and workspaces; lower it",
+        ),
+        ({"states_gib": 0.5, "kv_cache_gib": 0.25}, r"asked 0\.5 GiB, there are 0\.25 GiB of gpu\.kv_cache_gib; lower"),
+    ],
+)
+def test_a_budget_of_states_that_holds_none_or_does_not_fit_is_refused_by_name(
+    budget: dict[str, float], message: str
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(random_weights="tiny-qwen3.5"),
+        gpu=GpuConfig.model_validate({"device": "cpu", "dtype": "float32", "threads": 1} | budget),
+    )
+    with pytest.raises(PlanError, match=message):
+        plan_engine(config, load_architecture(config.model), probe_machine())
+
+
 def ask(name: str, prompt: list[int], max_tokens: int) -> EngineRequest:
     return EngineRequest(
         request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=[], sampling=GREEDY,

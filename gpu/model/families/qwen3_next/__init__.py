@@ -104,6 +104,11 @@ def find_recurrent(keys: ConfigKeys, num_layers: int) -> list[bool]:
     """Return which layers are recurrent: as `layer_types` says, or all but every n-th one."""
     types, interval = keys.get("layer_types"), keys.optional("full_attention_interval", int) or _PATTERN
     if types is None:
+        if not 1 < interval <= num_layers:
+            raise ModelError(
+                f"model: {keys.source}: full_attention_interval is {interval}; wanted 2 to {num_layers}, the "
+                "layers, of which one in so many attends"
+            )
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
     known = (_RECURRENT, _ATTENDS)
     if not isinstance(types, list) or len(types) != num_layers or any(one not in known for one in types):
