@@ -74,7 +74,8 @@ class Results:
             sequence = launched.drawing[slot]
             sequence.num_in_flight -= 1 + num_drafted - num_told[slot]
             sequence.num_drafted = 0
-            settled.append((sequence, num_drafted, num_told[slot] - 1))
+            if num_told[slot]:  # else it had failed before the step, which computed nothing of it
+                settled.append((sequence, num_drafted, num_told[slot] - 1))
         return settled
 
     def _append(self, sequence: Sequence, token: SampledToken, result: StepResult) -> list[Delta]:

@@ -1,5 +1,6 @@
 """Drafts in the scheduler: the text is what it is without them, wherever a sequence ends, gives way or is cancelled."""
 
+from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -249,3 +250,31 @@ def test_prefill_beside_a_draft_in_flight_is_part_of_the_gap_between_tokens() ->
             units_s = 0.0
     assert any(plan.units and not plan.decode for plan in runner.plans[num_before:])
     assert max(gaps) <= 0.056, "of 50 ms, and what a unit takes more than was known"
+
+
+def test_a_draft_of_one_that_had_failed_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device learns of a failure before the scheduler does, and computes nothing of what was planned meanwhile."""
+    engine, runner = make_engine(max_running=16)
+    requests = [request_of("1")]
+    foresee(engine, outputs_of(requests), 0.0)
+    launch, failed = runner.launch, set[int]()
+
+    def failing(plan: StepPlan) -> Done:
+        done = launch(plan)
+        drafts = {
+            slot for group in plan.decode for slot, one in zip(group.slots, group.drafts or (), strict=False) if one
+        }
+        if drafts and not failed:
+            failed.add(plan.decode[0].slots[0])
+            assert done.result is not None
+            done.result = replace(done.result, tokens=[], failures=dict.fromkeys(failed, "lost"))
+        return done
+
+    monkeypatch.setattr(runner, "launch", failing)
+    engine.submit(requests)
+    (delta,) = [one for one in drain(engine)["1"] if one.finish_reason]
+    stats = engine.stats().drafts
+    assert failed
+    assert delta.error == "lost"
+    assert (stats.steps, stats.proposed, stats.accepted) == (0, 0, 0)
+    check_empty(engine)
