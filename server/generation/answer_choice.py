@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from scheduler.messages import Delta, Logprob
+from scheduler.messages import ACCEPTED, REJECTED, Delta, Logprob
 from server.parsing.answer_parts import Content, Part
 from server.parsing.message_reader import MessageReader
 from server.text.model_tokenizer import Tokenizer
@@ -81,6 +81,7 @@ class Choice:
         """Stop strings may finish it before the engine does; then `finish_reason` is set and the caller cancels."""
         if delta.num_cached_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
+        num_accepted = self.figures.get(ACCEPTED, 0)
         for name, number in delta.figures.items():
             self.figures[name] = max(self.figures.get(name, 0), number)
         text = ""
@@ -97,6 +98,7 @@ class Choice:
             self._note_special(token_id)
             text += self._advance(self._decoder.step(token_id), parts)
             if self.finish_reason is not None:
+                self._cut_drafts(num_accepted + len(token_ids))
                 return self._end_early(text, parts, token_ids)
         if delta.finish_reason is not None:
             text += self._advance(self._decoder.finish(), parts)
@@ -111,6 +113,13 @@ class Choice:
             return AnswerPiece(text, entries, self.finish_reason, parts, token_ids)
         entries = self._entries_before(self._num_emitted()) if self._pending else []
         return AnswerPiece(text, entries, None, parts, token_ids)
+
+    def _cut_drafts(self, most_accepted: int) -> None:
+        """Count drafted tokens behind the answer's end as rejected."""
+        num_behind = self.figures.get(ACCEPTED, 0) - most_accepted
+        if num_behind > 0:
+            self.figures[ACCEPTED] -= num_behind
+            self.figures[REJECTED] = self.figures.get(REJECTED, 0) + num_behind
 
     def _end_early(self, text: str, parts: list[Part], token_ids: list[int]) -> AnswerPiece:
         """End the choice because of a stop string or the reader."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Vocabulary
 from tokenizers import decoders, models
 
-from scheduler.messages import Delta, Logprob
+from scheduler.messages import ACCEPTED, REJECTED, Delta, Logprob
 from server.generation.answer_choice import Choice
 from server.text.model_tokenizer import Tokenizer
 from server.text.text_stream import StopMatcher, TextDecoder
@@ -113,6 +113,22 @@ def test_an_unfinished_character_ends_as_one_replacement_character():
     first = choice.feed(Delta(request_id="r", token_ids=euro[:-1]))
     last = choice.feed(Delta(request_id="r", token_ids=[], finish_reason="length"))
     assert (first.text, last.text) == ("", "�")
+
+
+@pytest.mark.parametrize("words", ["one two STOP", "STOP three four five"])
+def test_drafted_tokens_behind_a_stop_string_are_rejected(words):
+    """A draft of all but the last token of a step: what it guessed is accepted as far as it is in the answer."""
+    token_ids = TOKENIZER.encode(words, False)
+    choice = Choice(TOKENIZER, ["STOP"], 0, keeps_stop=False)
+    choice.feed(Delta(request_id="r", token_ids=TOKENIZER.encode("a", False), figures={ACCEPTED: 1, REJECTED: 2}))
+    before = choice.num_tokens
+    num_drafted = len(token_ids) - 1
+    choice.feed(Delta(request_id="r", token_ids=token_ids, figures={ACCEPTED: 1 + num_drafted, REJECTED: 2}))
+    assert choice.finish_reason == "stop"
+    assert choice.figures == {
+        ACCEPTED: 1 + min(num_drafted, choice.num_tokens - before),
+        REJECTED: 2 + max(0, num_drafted - choice.num_tokens + before),
+    }
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
