@@ -139,14 +139,15 @@ def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
         left = min(left, int(gpu.kv_cache_gib * GIB))
     if gpu.states_gib is not None and demand.shape.recurrent is not None:
         asked, one = f"gpu.states_gib: asked {gpu.states_gib:g} GiB", demand.window_bytes
-        if gpu.states_gib * GIB < one:
+        count = int(gpu.states_gib * GIB) // one
+        if not count:
             raise PlanError(
                 f"{asked}, a state of {demand.shape.name} takes {one:,} bytes; raise it to {least_gib(one)}"
             )
-        if 0 < left < gpu.states_gib * GIB:
+        if 0 < left < count * one:
             where = "of gpu.kv_cache_gib" if gpu.kv_cache_gib is not None else "beside weights and workspaces"
             raise PlanError(f"{asked}, there are {in_gib(left)} {where}; lower it, or leave it out to take a share")
-        return replace(demand, num_windows=int(gpu.states_gib * GIB) // one)
+        return replace(demand, num_windows=count)
     share = WINDOW_SHARE if demand.kv_token_bytes else ONLY_WINDOWS_SHARE
     count = max(1, int(max(0, left) * share) // demand.window_bytes)
     return replace(demand, num_windows=min(count, WINDOWS_PER_SEQUENCE * demand.max_running))
