@@ -224,7 +224,7 @@ def _check_draft(name: str, parts: Iterable[ProfilePart]) -> None:
     for part in parts:
         method, why = part.method, ""
         if method.reading is not Reading.NONE:
-            why = "the CPU would read a context in host memory once for each drafted token"
+            why = "what lies in host memory would be read once for each drafted token"
         elif method.has_rings:
             why = "its rings would keep tokens that are not drawn"
         if why:

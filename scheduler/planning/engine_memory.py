@@ -184,7 +184,8 @@ def find_host_demand(config: EngineConfig, architecture: Architecture, plan: Mem
     longest_window = max([plan.window_tokens, *plan.own_windows.values()])
     kept = Kept(plan.sink_tokens, longest_window, plan.dense_layers)
     max_running = config.scheduler.max_running
-    return resolve_host(config.host, kept, architecture, plan.page_tokens, plan.dtype_bytes, max_running, plan.kv)
+    demand = resolve_host(config.host, kept, architecture, plan.page_tokens, plan.dtype_bytes, max_running, plan.kv)
+    return replace(demand, window_layers=plan.window_layers)
 
 
 def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: MemoryPlan) -> TierShape:

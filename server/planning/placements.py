@@ -129,7 +129,7 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     batches = tuple(sorted({min(batch, running) for batch in BATCHES}))
     sampled = (deployment.host or HostConfig()).sampled
     share = expected_share(sampled.bits_per_table, sampled.num_tables)
-    own = plan.profiles[deployment.default_profile].host_part
+    own = plan.profiles[plan.deployment.default_profile].host_part  # chosen by the plan, if nobody named one
     found = []
     for part in _list_parts(deployment, plan, own):
         try:
@@ -141,7 +141,7 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
     batches = tuple(batches[index] for index in fitting)
     found = [replace(one, steps=tuple(one.steps[index] for index in fitting)) for one in found]
     best = _find_best(found)
-    verdict = _explain(found, taken, best, context, is_asked=deployment.default_profile)
+    verdict = _explain(found, taken, best, context, is_asked=plan.deployment.default_profile)
     return Comparison(context, batches, share, rates, tuple(found), taken, verdict, _judge_sampling(found),
                       _tell_experts(plan, batches, rates))  # fmt: skip
 
@@ -298,10 +298,10 @@ def _count_contexts(planned: Planned) -> tuple[int, str | None]:
     in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
     most = min(running, in_pages, in_host)
     if planned.part.method.has_rings:
-        most = min(most, memory.num_rings[planned.part.id])
+        most = min(most, memory.num_rings.get(planned.part.id, 0))  # none where a plan found no room
         page_tokens = planned.part.method.ring_page_tokens(planned.part.settings)
         if page_tokens:
-            most = min(most, memory.num_ring_pages[planned.part.id] // -(-context // page_tokens))
+            most = min(most, memory.num_ring_pages.get(planned.part.id, 0) // -(-context // page_tokens))
     return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
 
 

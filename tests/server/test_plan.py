@@ -14,9 +14,11 @@ from gpu.model.architecture import ModelError, load_architecture, named_shape
 from server.commands.plan_page import describe_plan, describe_token, print_plan
 from server.deployment import Deployment, load_deployment
 from server.planning.deployment_plan import find_architecture, resolve_plan
+from server.planning.placements import compare_placements
 from server.planning.resolved_plan import ResolvedPlan
 from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
+from transfer.machine_rates import find_rates
 from transfer.reading import Reading
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -344,6 +346,23 @@ def test_hybrids_in_4_bits_hold_what_their_files_say(
     assert round(plan.window_bytes / 2**20) == mib
     assert plan.num_windows == states
     assert took["recurrent states"] == states * plan.window_bytes
+
+
+@pytest.mark.parametrize(("name", "context", "taken"), [
+    ("qwen3.5-27b-24g", 98_304, "indexed"), ("qwen3.5-35b-a3b-24g", 163_840, "device"),
+])  # fmt: skip
+def test_host_memory_holds_contexts_of_a_model_with_states(name: str, context: int, taken: str, tmp_path: Path) -> None:
+    """Its recurrent layers have no pages, so none of them keeps a context on the card."""
+    deployment = load_deployment(DEPLOY / f"{name}.yaml").model_dump(mode="json") | {"host": {}}
+    machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
+    given = Deployment.model_validate(deployment)
+    plan = resolve_plan(given, machine)
+    assert plan.memory.max_context_tokens == context
+    assert plan.deployment.default_profile == ("exact" if taken == "device" else taken)
+    found = compare_placements(given, plan, find_rates(machine, tmp_path / "none"))
+    assert found.get("offloaded").most_contexts == 2
+    assert found.taken == taken
+    assert found.get("indexed").most_contexts == (taken == "indexed")
 
 
 def test_documents_of_a_model_with_states_are_refused_by_name() -> None:
