@@ -15,7 +15,13 @@ from transfer.matrix_rows import nbytes_of
 
 GIB = 1 / 12
 RUNS_S = (0.1, 0.5, 0.4, 0.8, 0.7, 0.6)  # of a host request; those of the first run are not measured
-BYTES_OF = {"bf16": 2.0, "int4": 37 / 64, "int8": 34 / 32, "fp8": 1 + 4 * (2 / HIDDEN + 1 / INTERMEDIATE) / 3}
+BYTES_OF = {
+    "bf16": 2.0,
+    "fp4": 17 / 32,
+    "int4": 37 / 64,
+    "int8": 34 / 32,
+    "fp8": 1 + 4 * (2 / HIDDEN + 1 / INTERMEDIATE) / 3,
+}
 
 
 class Clocked(HostExperts):

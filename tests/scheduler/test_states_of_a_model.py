@@ -1,6 +1,7 @@
 """A model with recurrent layers behind the engine: turns, forks and preemptions give the text of a cold server."""
 
 import time
+from functools import cache
 
 import numpy as np
 import pytest
@@ -113,8 +114,13 @@ def converse(engine: Engine) -> tuple[list[list[int]], list[int]]:
     return [*texts, told], [*cached, found]
 
 
+@cache
+def converse_cold() -> tuple[list[list[int]], list[int]]:
+    return converse(make_engine(prefix_cache=False))
+
+
 def test_turns_forks_and_a_turn_taken_back_give_the_text_of_a_cold_server() -> None:
-    cold = converse(make_engine(prefix_cache=False))
+    cold = converse_cold()
     warm = converse(make_engine(states_gib=0.02))
     assert warm[0] == cold[0]
     assert cold[1] == [0] * 12
@@ -124,7 +130,7 @@ def test_turns_forks_and_a_turn_taken_back_give_the_text_of_a_cold_server() -> N
 
 
 def test_few_states_and_few_pages_change_no_text() -> None:
-    cold = converse(make_engine(prefix_cache=False))
+    cold = converse_cold()
     for engine in (make_engine(states_gib=0.0007, max_running=2), make_engine(pages_gib=0.02, max_running=3)):
         assert converse(engine)[0] == cold[0]
 
