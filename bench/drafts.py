@@ -62,7 +62,7 @@ class DraftsBenchmark:
 
 
 class Constant:
-    """Proposes one token, wrong at the rate `1 - accepted`."""
+    """Propose one token, wrong at the rate `1 - accepted`."""
 
     def __init__(self, accepted: float, draw: Random) -> None:
         self.num_observed = 0
@@ -70,7 +70,7 @@ class Constant:
         self._draw = draw
 
     def observe(self, token_ids: np.ndarray) -> None:
-        """See further tokens."""
+        """Count further tokens."""
         self.num_observed += len(token_ids)
 
     def propose(self, most_tokens: int) -> Proposal:
@@ -84,7 +84,7 @@ class Constant:
 
 @dataclass(slots=True)
 class _Streams:
-    """What streams of one length took. seconds: of all their tokens, without the first ones; device_ms: of steps."""
+    """Hold what streams of one length took. seconds: of all their tokens but the first ones; device_ms: of steps."""
 
     seconds: float = 0.0
     num_tokens: int = 0
@@ -159,7 +159,7 @@ def _compare(bench: "_Bench", batch: int, accepted: float | None, what: str, com
 
 
 class _Bench:
-    """Streams of one engine."""
+    """Run streams of one engine, and note what their steps take on the device."""
 
     def __init__(self, benchmark: DraftsBenchmark, client: Client) -> None:
         self.benchmark = benchmark
@@ -210,13 +210,13 @@ class _Bench:
 
     @contextmanager
     def _chosen(self, choose: Callable[[Any, int, Any], list[int]]) -> Iterator[None]:
-        """Have drafts be as long as `choose` says meanwhile."""
+        """Set the lengths of drafts by `choose`, until the block ends."""
         drafts = self.client.engine.scheduler.drafts
-        drafts._choose = choose  # type: ignore[method-assign, assignment]
+        kept, drafts.choose_lengths = drafts.choose_lengths, choose
         try:
             yield
         finally:
-            del drafts._choose
+            drafts.choose_lengths = kept
 
 
 def _config_of(benchmark: DraftsBenchmark) -> EngineConfig:

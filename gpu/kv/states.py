@@ -21,9 +21,9 @@ STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class States:
-    """The states of all slots. of_slot: int32 `[max_slots]`, the number of the state that a slot holds, and
-    `numbers` the same on the host, as plans were launched; layers: of the
-    model; count: states; 0: none are written or copied, and each slot has its own.
+    """Keep the states of all slots. of_slot: int32 `[max_slots]`, the number of the state that a slot holds, and
+    `numbers` the same on the host, as plans were launched; layers: of the model; count: states; 0: none are written or
+    copied, and each slot has its own.
     """
 
     def __init__(self, own: Recurrent, layers: Sequence[int], count: int, max_slots: int, dtype: torch.dtype,

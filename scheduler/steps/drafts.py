@@ -23,10 +23,13 @@ from scheduler.steps.drawing_rows import Row
 
 LEAST_GAIN = 1.02  # of tokens a second
 
+# Drafts' tokens and their chances, the rows of the step without them, the times of its lane: to lengths of drafts.
+ChooseLengths = Callable[[list[tuple[list[int], list[float]]], int, StepTimes], list[int]]
+
 
 class Drafts:
-    """The drafts of all sequences. is_on: whether there are any; it may change between two steps. most_rows: of such a
-    step. make_source: of a sequence whose profile drafts.
+    """Keep the drafts of all sequences. is_on: whether there are any; it may change between two steps. most_rows: of
+    such a step. make_source: of a sequence whose profile drafts. choose_lengths: by what pays, unless somebody sets it.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Drafts:
         self.is_on = True
         self.most_rows = most_rows
         self.make_source: MakeSource = make_source
+        self.choose_lengths: ChooseLengths = self.choose_by_gain
         self.times = {lane: StepTimes(clock) for lane in lanes}
         self._residence = residence
         self._shared = shared_chances()
@@ -54,7 +58,7 @@ class Drafts:
         if num_fed >= self.most_rows:
             return None, []
         looks = [self._look(sequence, num_running) for sequence, _ in rows]
-        lengths = self._choose(looks, num_fed, self.times[lane])
+        lengths = self.choose_lengths(looks, num_fed, self.times[lane])
         drafts = [tuple(token_ids[:length]) for (token_ids, _), length in zip(looks, lengths, strict=True)]
         writes: list[PageWrite] = []
         for place, (sequence, _) in enumerate(rows):
@@ -103,8 +107,10 @@ class Drafts:
         most = self._residence.most_known(sequence, len(token_ids), num_running) if token_ids else 0
         return token_ids[:most], chances[:most]
 
-    def _choose(self, looks: list[tuple[list[int], list[float]]], num_fed: int, times: StepTimes) -> list[int]:
-        """Return how many tokens of each draft are computed in a step that has `num_fed` rows without them."""
+    def choose_by_gain(self, looks: list[tuple[list[int], list[float]]], num_fed: int, times: StepTimes) -> list[int]:
+        """Return how many tokens of each draft a step computes beside its `num_fed` rows: those that draw most tokens a
+        second.
+        """
         lengths = [0] * len(looks)
         plain = times.seconds(False, num_fed)
         likeliest = sorted(

@@ -62,4 +62,4 @@ def take_all(engine: Engine) -> None:
             left -= lengths[-1]
         return lengths
 
-    drafts._choose = choose  # type: ignore[method-assign]
+    drafts.choose_lengths = choose

@@ -184,13 +184,13 @@ def test_as_many_tokens_are_drafted_as_pay(chance: float, wide_s: float, wanted:
             clock.wait(seconds[size])
             times.end()
     chances = [chance ** (place + 1) for place in range(7)]
-    (length,) = drafts._choose([([1] * 7, chances)], 1, times)
+    (length,) = drafts.choose_by_gain([([1] * 7, chances)], 1, times)
     rates = {num: (1 + sum(chances[:num])) / seconds[1 + num] for num in (0, 1, 3, 7)}
     rates[0] *= LEAST_GAIN
     best = max(rates, key=lambda num: rates[num])
     assert length == best
     assert wanted is None or length == wanted
-    assert drafts._choose([([], [])], 1, times) == [0]
+    assert drafts.choose_by_gain([([], [])], 1, times) == [0]
 
 
 def test_the_likeliest_tokens_of_all_rows_fill_a_step() -> None:
@@ -201,7 +201,7 @@ def test_the_likeliest_tokens_of_all_rows_fill_a_step() -> None:
         clock.wait(5e-3)
         drafts.times[Lane.DEVICE].end()
     looks = [([1] * 7, [0.3, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0]), ([1] * 7, [0.99] * 7), ([], []), ([1], [0.5])]
-    assert drafts._choose(looks, 4, drafts.times[Lane.DEVICE]) == [0, 4, 0, 0]
+    assert drafts.choose_by_gain(looks, 4, drafts.times[Lane.DEVICE]) == [0, 4, 0, 0]
 
 
 @pytest.mark.parametrize(("spoilt", "row_s", "pays"), [(0.05, 0.0, True), (0.05, 20e-3, False), (1.0, 0.0, False)])
