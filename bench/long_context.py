@@ -60,7 +60,7 @@ class LongContextBenchmark:
 class Served:
     """One profile's numbers. `parts` of a traced step of the largest batch, of the first profile alone.
     `one_in_flight`: of batches, milliseconds a step with one step in flight, and behind that with two again. `lanes`:
-    of batches, who stepped with whom since the last prompt, as `lab.speed.lane_watch` tells it.
+    of batches, who stepped with whom since the last prompt.
     """
 
     first_token_s: list[float]  # of prompts that were computed whole

@@ -58,7 +58,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_row_transfer.py",
         "tests/gpu/test_split_experts.py",
         "tests/bench/test_engine_benchmark.py",
-        "lab/tests/test_predicted_decode.py",
         "tests/bench/test_rates.py",
         "lab/tests/test_step_trace.py",
         "lab/tests/test_served_sampling.py",

@@ -1,27 +1,21 @@
 #!/usr/bin/env bash
-# One decode step for all placements: 34B and 13B shapes over full attention's best, adaptive over fixed residence, four
-# contexts that stay on the card beside full attention, and short streams and a long prefill beside long streams, its
-# blocks of attention short and as they come. `long.sh FOLDER PART...` runs some parts alone; a part is one process that
-# loads once.
+# One decode step for all placements: 34B and 13B shapes over full attention's best, adaptive over fixed residence, and
+# four contexts that stay on the card beside full attention. `long.sh FOLDER PART...` runs some parts alone; a part is one
+# process that loads once.
 set -uo pipefail
 OUT=${1:-build/published}
 mkdir -p "$OUT"
 card=${CARD_GIB:-80} # that the larger deployments take; a card that is sold as 80 GB has less: 76
 parts=("${@:2}")
-[ ${#parts[@]} = 0 ] && parts=(beside beside-uncut 34b-full 34b-bf16 34b-int8 13b-full 13b-bf16 8b-adaptive 8b-fixed 8b-fixed-four 8b-resident-four)
+[ ${#parts[@]} = 0 ] && parts=(34b-full 34b-bf16 34b-int8 13b-full 13b-bf16 8b-adaptive 8b-fixed 8b-fixed-four 8b-resident-four)
 
-deployment() { # name shape card-GiB host-GiB rows residency max-context
+deployment() { # name shape card-GiB host-GiB rows residency max-context max-running
     cat > "$OUT/$1.yaml" <<YAML
 model: {random_weights: $2}
 gpu: {device: cuda, memory_limit_gib: $3, graph_batch_sizes: [1, 2, 4, 8]}
 host: {memory_limit_gib: $4, rows: $5, residency: $6}
-scheduler: {max_running: ${8:-8}, max_context_tokens: $7, default_profile: sampled${9:+, prefill: {block_us: $9\}}}
+scheduler: {max_running: ${8:-8}, max_context_tokens: $7, default_profile: sampled}
 YAML
-}
-beside() { # name block_us
-    deployment "$1" llama-3.1-8b "$card" 100 bfloat16 fixed 102400 16 "$2"
-    python -m lab beside "$OUT/$1.yaml" --short 8 --long 4 --long-tokens 98304 --seconds 3 --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1
-    grep -E '^tables|^alone|^together|^lanes|^a prompt|^error|Error' "$OUT/$1.txt" || tail -n 3 "$OUT/$1.txt"
 }
 long() { # name context batches profiles options
     echo "== $1: batches $3"
@@ -30,10 +24,6 @@ long() { # name context batches profiles options
 }
 for part in "${parts[@]}"; do
     case $part in
-    # Aims: short streams keep 0.6 and long ones 0.85 of their tokens/s alone; the prefill takes at most 1.5 of alone,
-    # token gaps within the target (100 ms).  180 s each
-    beside) beside beside "" ;;
-    beside-uncut) beside beside-uncut 0 ;;
     # 16,000 tokens, every row its own prompt, 80 GiB: full attention's best of every batch that fits, which is 4.  170 s
     34b-full) deployment 34b-full codellama-34b "$card" 64 bfloat16 adaptive 16384; long 34b-full 16000 1,2,4 exact ;;
     # Aim: tokens/s over 34b-full's best 1.15 in bf16 rows, 1.4 in int8.  200 s each
@@ -51,6 +41,6 @@ for part in "${parts[@]}"; do
     # Aims: all four on the card, at most 20 ms, and no slower than full attention of prompts of their own by more than
     # 5 %.  About 170 s
     8b-resident-four) deployment 8b-resident-four llama-3.1-8b "$card" 100 bfloat16 adaptive 102400 4; long 8b-resident-four 98304 4 sampled,exact --own-prompts ;;
-    *) echo "long.sh: part $part; wanted some of beside beside-uncut 34b-full 34b-bf16 34b-int8 13b-full 13b-bf16 8b-adaptive 8b-fixed 8b-fixed-four 8b-resident-four" >&2; exit 2 ;;
+    *) echo "long.sh: part $part; wanted some of 34b-full 34b-bf16 34b-int8 13b-full 13b-bf16 8b-adaptive 8b-fixed 8b-fixed-four 8b-resident-four" >&2; exit 2 ;;
     esac
 done

@@ -1,4 +1,4 @@
-"""Predicted blocks against the paper's algorithm in numpy, and how much attention they and others recover."""
+"""Predicted blocks against the paper's algorithm in numpy, and what the network that is shipped follows."""
 
 import inspect
 import json
@@ -8,34 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from evals.forward import load_decoder
 from evals.methods.full import Full
-from evals.methods.method import MethodError, PromptLayer
-from evals.tokenizer import load_tokenizer
+from evals.methods.method import MethodError
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.predictor.network import PredictorNetwork, load_network, save_network
-from lab.cli import app
-from lab.kernels.predicted_ways import read_selections
 from lab.methods import parse_method
 from lab.methods.predicted import Predicted
-from lab.quality.predicted_defaults import METHOD
-from lab.quality.recovery import Ablation, labels_of, measure, pool, recovery_of
-from lab.quality.recovery_command import recovery
-from lab.quality.recovery_prompts import recovery_prompts
-from lab.quality.selections import turnover
 from tests.evals.test_methods import GROUP, HEADS, LENGTHS, STEPS, Case, best, check, run
 from tests.gpu import predictor_oracle
-from tests.gpu.reference_model import FOLDER
 from tests.tolerances import METHOD_FLOAT32, SAMPLED_MEAN_SIGMAS
 from training.cli import predictor
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / "deploy" / "models" / "reference"
 BLOCK, HISTORY, SINK, WINDOW, BUDGET = 4, 6, 3, 5, 18
-ABLATION = Ablation(("after", "before"), (4,), (8,), (2,), ("uint8",), (0,), (1,), ("zero",), (64,))
-CHOICES = ("together",)
 
 
 @pytest.fixture(scope="module")
@@ -214,111 +200,12 @@ def test_the_best_blocks_are_those_with_most_of_a_groups_attention():
     assert (first.rows_read == first.keys_scored[:, ::GROUP]).all()
 
 
-def layer(tokens: int, seed: int) -> PromptLayer:
-    generator = torch.Generator().manual_seed(seed)
-    queries = 3 * torch.randn(1, 4, tokens, 16, generator=generator)
-    keys, values = torch.randn(2, 1, 2, tokens, 16, generator=generator)
-    return PromptLayer(2, queries, queries, keys, values, torch.tensor([tokens]), tokens)
-
-
-def test_recovery_is_the_share_of_exact_attention_that_is_read():
-    prompt, steps, budget = layer(90, 1), 5, 12
-    wanted = []
-    for place in range(85, 90):
-        for head in range(4):
-            logits = (
-                prompt.keys[0, head // 2, : place + 1].double().numpy() @ prompt.queries[0, head, place].numpy() / 4
-            )
-            weights = np.exp(logits - logits.max())
-            wanted.append(np.sort(weights / weights.sum())[::-1][:budget].sum())
-    got, read, rows = recovery_of(parse_method(f"topk:budget={budget}"), prompt, steps)
-    assert got == pytest.approx(np.mean(wanted), abs=METHOD_FLOAT32)
-    assert (read, rows) == (budget, 2 * budget), "two heads of a group, each for itself"
-    assert recovery_of(Full(), prompt, steps)[0] == pytest.approx(1, abs=METHOD_FLOAT32)
-    assert recovery_of(parse_method(f"topk:budget={budget - 1}"), prompt, steps)[0] < got - METHOD_FLOAT32
-
-
-def test_every_layer_but_the_exempt_ones_is_measured_and_pooled(weights):
-    decoder = load_decoder(FOLDER, torch.device("cpu"), torch.float32)
-    prompts = [list(range(100, 330)), list(range(200, 420))]
-    rows = measure(
-        decoder, prompts, [160, 1000], 4, lambda size: labels_of(size, [str(weights)], ABLATION, CHOICES), lambda: None
-    )
-    num_layers = decoder.architecture.num_layers
-    assert {row["layer"] for row in rows} == set(range(2, num_layers))
-    pooled = {(row["budget"], row["method"]): row["recovery"] for row in pool(rows, ("budget", "method"))}
-    assert {name for _, name in pooled} == set(labels_of(160, [str(weights)], ABLATION, CHOICES))
-    shares = {name: share for (budget, name), share in pooled.items() if budget == 160}
-    assert all(shares["top-k, shared"] >= share for share in shares.values())
-    for name in ("predicted after", "Quest, shared", "top-k, shared"):
-        assert pooled[1000, name] == pytest.approx(1, abs=METHOD_FLOAT32)
-    with pytest.raises(ValueError, match=r"a prompt of 220 tokens, 300 steps; ask for fewer steps"):
-        measure(decoder, prompts, [160], 300, lambda size: {}, lambda: None)
-
-
-def test_what_a_model_is_had_to_read_is_recorded_by_layer_and_kv_head(tmp_path, weights):
-    out, slots, steps = tmp_path / "selections.npz", 4, 3
-    shape = load_decoder(FOLDER, torch.device("cpu"), torch.float32).architecture
-    command = ["selections", "--model", str(FOLDER), "--weights", str(weights), "--length", "320", "--budget",
-               str(16 * slots), "--steps", str(steps), "--device", "cpu", "--out", str(out)]  # fmt: skip
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    blocks = read_selections(out)
-    assert blocks.shape == (steps, shape.num_layers - 2, shape.num_kv_heads, slots)
-    assert blocks.min() >= 0
-    assert blocks.max() < (320 - 80) // 16
-    assert all(len(set(own)) == slots for own in blocks.reshape(-1, slots).tolist())
-    same, other = blocks[:1].repeat(2, 0), np.stack([blocks[0], blocks[0]])
-    other[1, ..., 0] = 15  # one of four anew
-    assert (turnover(same), turnover(other)) == (0.0, 0.25)
-
-
-def test_commands_begin_with_what_serves_and_the_method_with_the_papers_settings():
-    served = PredictedSettings(weights=Path("unread"))
-    method = parse_method(f"predicted:weights=unread,budget=512,{METHOD}")
-    assert isinstance(method, Predicted)
-    names = {"history": "history", "predict_every": "every", "look_stride_blocks": "rotate", "sink_tokens": "sink"}
-    for name, own in {**names, "local_tokens": "window"}.items():
-        assert getattr(method, own) == getattr(served, name), name
-    assert (method.unread, method.calibrate > 10_000) == ("last", True)
-    asked = inspect.signature(recovery).parameters
-    for own in (*names.values(), "calibrate", "unread"):
-        assert asked[own].default == str(getattr(method, own)), own
-    trained = inspect.signature(predictor).parameters
+def test_training_begins_with_what_serves_and_the_method_with_the_papers_settings():
+    served, trained = PredictedSettings(weights=Path("unread")), inspect.signature(predictor).parameters
     assert (trained["history"].default, trained["sink"].default) == (served.history, served.sink_tokens)
     paper = Predicted(weights="unread")
-    assert [getattr(paper, own) for own in (*names.values(), "calibrate", "unread")] == [64, 1, 0, 64, 5, "zero"]
-
-
-def test_the_command_prints_a_table_and_writes_rows(tmp_path, weights):
-    out = tmp_path / "recovery.json"
-    command = ["recovery", "--model", str(FOLDER), "--weights", str(weights), "--lengths", "200", "--budgets", "150",
-               "--steps", "2", "--history", "8", "--device", "cpu", "--json", str(out)]  # fmt: skip
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert "top-k" in done.output
-    assert '"recovery"' in out.read_text()
-    before = out.read_text()
-    done = CliRunner().invoke(app, [*command, "--tasks", "text,needle", "--seconds", "0"])
-    assert done.exit_code == 3, done.output
-    assert "recovery: cut before text at 200: --seconds 0 are over" in done.output
-    assert out.read_text() == before, "what was finished is left, and nothing was"
-    done = CliRunner().invoke(app, [*command, "--tasks", "texts"])
-    assert done.exit_code == 1
-    done = CliRunner().invoke(app, [*command[:4], str(tmp_path / "none.safetensors"), *command[5:]])
-    assert done.exit_code == 2
-    assert "--weights" in done.output
-
-
-def test_a_tasks_prompts_end_with_their_answers():
-    tokenizer = load_tokenizer(REFERENCE)
-    for prompt in recovery_prompts(REFERENCE, "needle", 512, 2, 0, ()):
-        assert 480 < len(prompt) <= 512
-        answer = tokenizer.decode(prompt).rpartition("<|assistant|>")[2].strip()
-        assert answer.isdigit()
-        assert len(answer) == 7
-    (text,) = recovery_prompts(REFERENCE, "text", 300, 1, 0, ())
-    assert len(text) == 300
+    own = ("history", "every", "rotate", "sink", "window", "calibrate", "unread")
+    assert [getattr(paper, name) for name in own] == [64, 1, 0, 64, 64, 5, "zero"]
 
 
 def test_the_reference_models_predictor_is_there_and_follows_what_was_attended_to():

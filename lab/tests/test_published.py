@@ -18,11 +18,9 @@ from tests.command_line import resolve
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "lab" / "published").glob("*.sh"))
-THRESHOLDS = '{"rows": [{"layer_tau": {}}, {"layer_tau": {"0": 0.13, "1": 0.25}}]}'
 STUB = """#!/usr/bin/env bash
 printf -v asked '%q ' "$@"
 echo "$asked" >> "$ASKED" # at once: some run beside others
-echo '{thresholds}'
 """
 
 
@@ -44,7 +42,7 @@ def run(file: Path, folder: Path, *parts: str) -> list[list[str]]:
     asked = folder / "asked"
     for name in ("tandem", "python"):  # the scripts run `tandem ..` and `python -m lab ..`
         stub = folder / name
-        stub.write_text(STUB.replace("{thresholds}", THRESHOLDS))
+        stub.write_text(STUB)
         stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "ASKED": str(asked)}
     command = ["bash", str(file), str(folder / "out"), *parts]
@@ -62,31 +60,9 @@ def test_what_a_file_asks_is_there(file: Path, tmp_path: Path) -> None:
         load_deployment(config)
 
 
-def test_tables_of_predicted_blocks_are_all_made_by_two_runs(tmp_path: Path) -> None:
-    """The first of methods, the second of settings and profiles; what a folder has comes into one document."""
-    file, out = ROOT / "lab" / "published" / "predicted-quality.sh", tmp_path / "out"
-    out.mkdir()
-    made = ["recovery", "served", "fidelity", "errors-needle", "errors-text", "tasks-done", "tasks-profiles",
-            "varied-M, steps"]  # fmt: skip
-    for name in made:
-        (out / f"{name}.json").touch()
-    first, second = run(file, tmp_path), run(file, tmp_path, "settings")
-    second = second[len(first) :]
-    assert [words[2] if words[0] == "-m" else words[1] for words in second[:-1]] == ["recovery"] * 6 + ["tasks"]
-    for words in second:
-        parse(words)
-    for asked in (first[-1], second[-1]):
-        options = {name: asked[place + 1] for place, name in enumerate(asked) if name.startswith("--")}
-        assert asked[2] == "predicted"
-        assert {"--recovery", "--served", "--fidelity", "--errors", "--tasks", "--ablation"} <= set(options)
-        assert options["--ablation"] == f"M, steps={out}/varied-M, steps.json"
-    config = load_deployment(out / "predicted-profiles.yaml")
-    assert set(config.profiles) == {"blocks", "both"}
-
-
 def test_an_option_that_is_not_there_is_seen() -> None:
     with pytest.raises(Exception, match="No such option: --rate"):
-        parse(["-m", "lab", "kernel", "mac", "--rate", "1"])
+        parse(["-m", "lab", "kernel", "host-experts", "--rate", "1"])
 
 
 def test_every_file_stands_in_the_table() -> None:

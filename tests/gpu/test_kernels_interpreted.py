@@ -20,8 +20,7 @@ KERNELS = ("elementwise", "attention", "linear", "simhash", "offload_rows", "exc
            "far_experts", "expert_request", "indexed", "indexed_errors", "latent",
            "recurrent")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
-         "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py",
-         "lab/tests/test_predicted_decode.py"]  # fmt: skip
+         "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
     (
         "(test_kernels_elementwise and cpu and float32 and not 4096 and not 5120)",
@@ -96,15 +95,11 @@ LARGER = " or ".join(
 )
 
 
-BENCHED = "(test_predicted_decode and cpu and (one_share or recorded))"
-
-
 @pytest.mark.skipif(INTERPRETED, reason="runs the suite under the interpreter, and this is the interpreter")
 @pytest.mark.parametrize(
     ("names", "least_passed"),
     [
         pytest.param(SELECTED, 324, id="small"),
-        pytest.param(BENCHED, 1, marks=pytest.mark.long, id="benched"),
         pytest.param(LARGER, 100, marks=pytest.mark.long, id="larger"),
     ],
 )

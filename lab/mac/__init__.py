@@ -1,1 +1,0 @@
-"""MAC-Attention judged: quality over what is read, beside other methods; what layers reuse; what reuse errs."""
