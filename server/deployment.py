@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from gpu.config import Composition, MethodChoice, ModelConfig
 from gpu.methods.method import Slot
@@ -26,6 +26,12 @@ _NAMED = re.compile(r"\b(alias|anchor|tag) .*", re.DOTALL)  # what PyYAML calls 
 
 class ConfigError(Exception):
     """Report a configuration that cannot be used, in one line that names the file, the key and what was wanted."""
+
+
+LEFT_OUT = (
+    r"(?m)^x-anthropic-[a-z-]+:.*\n?",  # Claude Code, of each request; it is meant for Anthropic's own servers
+    r"\n?<total_tokens>(?:\d+|Infinite) tokens left</total_tokens>",  # likewise, behind every result of a tool
+)
 
 
 class ServerConfig(Settings):
@@ -59,6 +65,11 @@ class ServerConfig(Settings):
         "auto",
         description="a request's field that no table has: a 400 that names a near one, or ignored and named in "
         "the header x-tandem-ignored; auto: ignored on /v1/messages and /v1/responses, refused elsewhere",
+    )
+    left_out: tuple[str, ...] = Field(
+        LEFT_OUT,
+        description="regular expressions (Python's): what they find in a chat's system messages is left out of its "
+        "prompt; clients write it anew with each request, and behind it nothing computed before could be used",
     )
     generation_defaults: Literal["model", "openai"] = Field(
         "model", description="sampling where a request says nothing: the model's generation_config.json, or OpenAI's"
@@ -94,6 +105,18 @@ class ServerConfig(Settings):
         "and one whose step takes so long",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+    @field_validator("left_out")
+    @classmethod
+    def _compile_first(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                found = re.compile(pattern).fullmatch("")
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+            if found is not None:
+                raise ValueError(f"{pattern!r} finds the empty text; wanted one that finds what is to be left out")
+        return patterns
 
     @model_validator(mode="after")
     def _certificate_first(self) -> "ServerConfig":

@@ -121,7 +121,7 @@ def describe_default(field: FieldInfo) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
-        return "[" + ", ".join(str(item) for item in value) + "]"
+        return "[" + ", ".join(f"`{item}`" if isinstance(item, str) else str(item) for item in value) + "]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -58,6 +58,9 @@ class Metrics:
         self.generated_tokens = self._counter("tandem_generated_tokens", "tokens generated")
         self.prefix_queries = self._counter("tandem_prefix_cache_query_tokens", "prompt tokens looked up, once each")
         self.prefix_hits = self._counter("tandem_prefix_cache_hit_tokens", "prompt tokens found")
+        self._left_out = self._counter(
+            "tandem_prompt_texts_left_out", "texts of system messages that server.left_out left out", ["pattern"]
+        )
         self.preemptions = self._counter(
             "tandem_preemptions", "times a running or prefilling request gave up its pages; its tokens stay"
         )
@@ -239,6 +242,10 @@ class Metrics:
                 f"tandem_{name}", one.description, ["layer"] if one.by_layer else [], registry=self._registry
             )
         return self.methods[name]
+
+    def count_left_out(self, pattern: str, num_found: int) -> None:
+        """Count what a pattern of `server.left_out` found."""
+        self._left_out.labels(pattern).inc(num_found)
 
     def engine_gone(self) -> None:
         """Clear the engine's gauges; the next engine counts from zero."""

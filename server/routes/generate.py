@@ -35,7 +35,7 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
     Raises ApiError 400 and 404, and RegistryError.
     """
     context = context_of(body, limits)
-    conversation = read_conversation(body)
+    conversation = service.left_out.clean(read_conversation(body))
     check_variables(service, body.chat_template_kwargs or {})
     fusion = None
     if not body.documents:

@@ -19,6 +19,7 @@ from server.engine.start_events import OnStart
 from server.engine.supervisor import Supervisor
 from server.parsing.answer_formats import AnswerFormat, choose_format
 from server.prompting.chat_template import ChatTemplate, load_template
+from server.prompting.left_out import LeftOut
 from server.service.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.service.vector_settings import Vectors, load_vectors
 from server.stores.document_texts import Documents, open_documents
@@ -59,6 +60,7 @@ class Service:
     vectors: Vectors
     responses: ResponseStore
     documents: Documents | None  # None: the deployment takes none
+    left_out: LeftOut
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_open: int = 0  # HTTP requests that a drain waits for
@@ -129,6 +131,7 @@ def build_service(
         vectors=parts.vectors,
         responses=ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20)),
         documents=open_documents(deployment, parts.tokenizer),
+        left_out=LeftOut(server.left_out, metrics.count_left_out),
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -68,6 +69,7 @@ DROPS_ALL = DROPS_LATER.replace(" or loop.first", "")
 NO_SYSTEM = OVER.replace("EACH", f"{{% if m.role == 'system' %}}{{{{ raise_exception('first') }}}}{{% endif %}}{SAYS}")
 FIRST = NO_SYSTEM.replace("'system' %}", "'system' and not loop.first %}")
 HI, YES = Message(role="user", content="Hi"), Message(role="assistant", content="Yes.")
+REMINDED = "<system-reminder>\nB\n</system-reminder>"
 
 
 def told(role, text):
@@ -87,15 +89,25 @@ def test_what_opens_a_chat_is_one_system_message(source, role):
     [
         (ANYWHERE, "[system]A[user]Hi[system]B[assistant]Yes."),
         (KNOWN, "[system]A[user]Hi[system]B[assistant]Yes."),
-        (FIRST, "[system]A\n\nB[user]Hi[assistant]Yes."),
-        (DROPS_LATER, "[system]A\n\nB[user]Hi[assistant]Yes."),
-        (NO_SYSTEM, "[user]A\n\nB\n\nHi[assistant]Yes."),
-        (DROPS_ALL, "[user]A\n\nB\n\nHi[assistant]Yes."),
+        (FIRST, f"[system]A[user]Hi\n\n{REMINDED}[assistant]Yes."),
+        (DROPS_LATER, f"[system]A[user]Hi\n\n{REMINDED}[assistant]Yes."),
+        (NO_SYSTEM, f"[user]A\n\nHi\n\n{REMINDED}[assistant]Yes."),
+        (DROPS_ALL, f"[user]A\n\nHi\n\n{REMINDED}[assistant]Yes."),
     ],
 )
 def test_a_later_one_stays_where_the_template_takes_it_and_none_is_lost(source, text):
     chat = [told("developer", "A"), HI, told("developer", "B"), YES]
     assert ChatTemplate(source, {}).render(chat, str) == text
+
+
+@pytest.mark.parametrize("source", [ANYWHERE, FIRST, DROPS_LATER, NO_SYSTEM, DROPS_ALL])
+def test_a_chat_that_grows_only_grows_in_its_text_wherever_instructions_stand(source):
+    asked = Message(role="user", content=[Part(type="text", text="Hi"), Part(type="text", text="there")])
+    chat = [told("system", "A"), HI, told("system", "B"), YES, told("system", "B"), asked, told("developer", "B"), YES]
+    texts = [ChatTemplate(source, {}).render(chat[:count], str) for count in range(2, 9)]
+    for shorter, longer in pairwise(texts):
+        assert longer.startswith(shorter)
+    assert texts[-1].count("B") == 3
 
 
 def test_with_nobody_to_speak_to_instructions_are_the_users():

@@ -25,7 +25,8 @@ async def count_tokens(call: Call[CountTokensBody]) -> Tree:
     service, translated = call.service, translate_messages(call.body)
     with translated.renaming_errors():
         check_chat(translated.chat)
-        conversation, limits = read_conversation(translated.chat), service.supervisor.ready()
+        conversation = service.left_out.clean(read_conversation(translated.chat))
+        limits = service.supervisor.ready()
         context = limits.profiles[profile_of(translated.chat, limits)]
         async with service.texts.one_at_a_time(conversation.num_chars):
             prompt = await chat_prompt(service, conversation, context)

@@ -26,7 +26,8 @@ async def tokenize(call: Call[TokenizeBody]) -> Tree:
         check_tools(body.tools or [], None)
         check_continued(body.continue_final_message, body.add_generation_prompt, body.messages)
         check_variables(service, body.chat_template_kwargs or {})
-        conversation = replace(read_conversation(body.as_chat()), begins_answer=body.add_generation_prompt is not False)
+        read = service.left_out.clean(read_conversation(body.as_chat()))
+        conversation = replace(read, begins_answer=body.add_generation_prompt is not False)
         size = INLINE_CHARS + conversation.num_chars  # never inline, as in chats
         async with service.texts.one_at_a_time(size):
             token_ids = (await chat_prompt(service, conversation, limits.max_context_tokens)).token_ids
